@@ -1,0 +1,514 @@
+/* SPDX-License-Identifier: GPL-2.0 WITH Linux-syscall-note */
+/* The ABI of /dev/p2pmem: the one source of it, for the module, the crates and C programs alike. */
+#ifndef _UAPI_LINUX_P2PMEM_H
+#define _UAPI_LINUX_P2PMEM_H
+
+#include <linux/ioctl.h>
+#include <linux/types.h>
+
+/**
+ * DOC: Rules that hold for every structure here
+ *
+ * The ABI is unstable until 1.0: a program compares &struct p2pmem_info.abi_version with %P2PMEM_ABI_VERSION.
+ *
+ * Fields named flags take only the bits defined for them and fields named reserved must be zero, else -EINVAL.
+ * User pointers travel as __u64. All sizes and offsets are bytes. No structure has implicit padding, and none
+ * differs between 32-bit and 64-bit programs.
+ *
+ * Every ioctl that is refused leaves a sentence that says why: &P2PMEM_IOC_EXPLAIN with %P2PMEM_EXPLAIN_LAST.
+ * -EFAULT (a bad pointer) and -ENOTTY (an unknown ioctl) leave none.
+ */
+
+#define P2PMEM_ABI_VERSION	1
+
+/* Most clients one request may name. */
+#define P2PMEM_MAX_CLIENTS	64
+/* Largest alignment of a buffer: 1 GiB. */
+#define P2PMEM_MAX_ALIGN	(1ULL << 30)
+
+/**
+ * struct p2pmem_pci_addr - where a PCI function is
+ * @domain: PCI domain (segment)
+ * @bus: bus number
+ * @devfn: device number << 3 | function number
+ * @reserved: must be zero
+ */
+struct p2pmem_pci_addr {
+	__u32 domain;
+	__u8 bus;
+	__u8 devfn;
+	__u16 reserved;
+};
+
+/* &struct p2pmem_info.features */
+#define P2PMEM_FEATURE_MMAP_PAGED	(1ULL << 0)	/* page-backed mappings: O_DIRECT works */
+#define P2PMEM_FEATURE_EVENTS		(1ULL << 1)	/* read() and poll() deliver events */
+#define P2PMEM_FEATURE_ADOPT		(1ULL << 2)	/* providers other drivers published are adopted */
+
+/**
+ * struct p2pmem_info - what this module is, and what it holds in all
+ * @abi_version: %P2PMEM_ABI_VERSION of the module
+ * @page_size: granularity of buffers and mappings
+ * @features: P2PMEM_FEATURE_* bits
+ * @providers: providers there are now
+ * @buffers: live buffers of all files
+ * @size: bytes managed in all providers
+ * @free: bytes free in all providers
+ * @generation: changes whenever a provider comes or goes, or paths were recomputed
+ * @version: the module's version, NUL-terminated
+ */
+struct p2pmem_info {
+	__u32 abi_version;
+	__u32 page_size;
+	__u64 features;
+	__u32 providers;
+	__u32 buffers;
+	__u64 size;
+	__u64 free;
+	__u64 generation;
+	char version[32];
+};
+
+/**
+ * enum p2pmem_kind - how a provider came to be one
+ * @P2PMEM_KIND_OWN: a BAR of a device bound to the p2pmem driver, published by the administrator
+ * @P2PMEM_KIND_ADOPTED: memory that the device's own driver published
+ */
+enum p2pmem_kind {
+	P2PMEM_KIND_OWN = 1,
+	P2PMEM_KIND_ADOPTED = 2,
+};
+
+/**
+ * enum p2pmem_provider_state - what can be done with a provider
+ * @P2PMEM_PROVIDER_LIVE: buffers can be allocated from it
+ * @P2PMEM_PROVIDER_REVOKING: it is going away, its buffers are being revoked
+ */
+enum p2pmem_provider_state {
+	P2PMEM_PROVIDER_LIVE = 1,
+	P2PMEM_PROVIDER_REVOKING = 2,
+};
+
+/**
+ * struct p2pmem_provider - one provider
+ * @id: its number, never 0, never used twice while the module is loaded
+ * @kind: &enum p2pmem_kind
+ * @addr: the PCI function whose memory it is
+ * @state: &enum p2pmem_provider_state
+ * @bar: the BAR, or -1 where the device's own driver published and did not say
+ * @numa_node: the function's NUMA node, or -1
+ * @buffers: live buffers in it
+ * @bar_offset: first published byte in the BAR
+ * @size: bytes that p2pmem manages; for an adopted provider the pool of the device's driver
+ * @free: bytes that are free, of @size
+ * @largest: largest contiguous piece that an allocation could get now
+ * @kernel_reserve: bytes left in the kernel's own pool for in-kernel users
+ * @parked: bytes of freed buffers that wait for DMA or page references of others to end
+ * @scrubbing: bytes of freed buffers that wait to be cleared
+ * @vendor: PCI vendor id
+ * @device: PCI device id
+ * @class: PCI class code (24 bits)
+ * @driver: name of the driver bound to the function, NUL-terminated, empty where there is none
+ */
+struct p2pmem_provider {
+	__u32 id;
+	__u32 kind;
+	struct p2pmem_pci_addr addr;
+	__u32 state;
+	__s32 bar;
+	__s32 numa_node;
+	__u32 buffers;
+	__u64 bar_offset;
+	__u64 size;
+	__u64 free;
+	__u64 largest;
+	__u64 kernel_reserve;
+	__u64 parked;
+	__u64 scrubbing;
+	__u16 vendor;
+	__u16 device;
+	__u32 class;
+	char driver[32];
+};
+
+/**
+ * struct p2pmem_list - list the providers, in the order of their ids
+ * @providers: array of &struct p2pmem_provider to fill
+ * @count: in: elements in @providers; out: providers there are (more than fit are counted, not written)
+ * @flags: must be zero
+ */
+struct p2pmem_list {
+	__u64 providers;
+	__u32 count;
+	__u32 flags;
+};
+
+/**
+ * enum p2pmem_path_class - how far a provider is from a client; smaller is nearer
+ * @P2PMEM_PATH_SAME_DEVICE: the same function, or functions of one device
+ * @P2PMEM_PATH_SAME_SWITCH: below one PCIe switch: traffic stays in that switch
+ * @P2PMEM_PATH_SWITCHES: below one root port, through more than one switch
+ * @P2PMEM_PATH_HOST_BRIDGE: through the root complex, below one host bridge
+ * @P2PMEM_PATH_NUMA_NODE: two host bridges of one NUMA node
+ * @P2PMEM_PATH_SYSTEM: two host bridges of two NUMA nodes
+ * @P2PMEM_PATH_UNREACHABLE: the kernel says the client cannot reach the provider
+ *
+ * A path below a switch that ACS redirects counts as one through the root complex, which is the way its traffic takes.
+ */
+enum p2pmem_path_class {
+	P2PMEM_PATH_SAME_DEVICE = 1,
+	P2PMEM_PATH_SAME_SWITCH = 2,
+	P2PMEM_PATH_SWITCHES = 3,
+	P2PMEM_PATH_HOST_BRIDGE = 4,
+	P2PMEM_PATH_NUMA_NODE = 5,
+	P2PMEM_PATH_SYSTEM = 6,
+	P2PMEM_PATH_UNREACHABLE = 255,
+};
+
+/* &struct p2pmem_path.flags */
+#define P2PMEM_PATH_ACS_REDIRECT	(1U << 0)	/* a port on the way redirects peer traffic upstream */
+#define P2PMEM_PATH_BUS_ADDR		(1U << 1)	/* peer traffic stays below the common bridge */
+
+/**
+ * struct p2pmem_path - the way between one provider and one client
+ * @provider: &struct p2pmem_provider.id
+ * @client: index into the request's clients
+ * @class: &enum p2pmem_path_class
+ * @flags: P2PMEM_PATH_ACS_REDIRECT, P2PMEM_PATH_BUS_ADDR
+ * @hops: links crossed
+ * @distance: what the kernel's pci_p2pdma_distance_many() says, -1 for unreachable
+ * @bandwidth: of the narrowest link on the way, MB/s in one direction, 0 where no link tells
+ * @numa_distance: kernel's NUMA distance between the two (10 = local), 0 where one has no node
+ * @bridge: the lowest bridge both are below; all zero where that is the root complex
+ */
+struct p2pmem_path {
+	__u32 provider;
+	__u32 client;
+	__u32 class;
+	__u32 flags;
+	__u32 hops;
+	__s32 distance;
+	__u32 bandwidth;
+	__u32 numa_distance;
+	struct p2pmem_pci_addr bridge;
+};
+
+/**
+ * struct p2pmem_paths - the matrix of paths between all providers and the given clients
+ * @clients: array of &struct p2pmem_pci_addr
+ * @paths: array of &struct p2pmem_path to fill, all clients of the first provider first
+ * @nr_clients: elements in @clients, 1 to %P2PMEM_MAX_CLIENTS
+ * @nr_paths: in: elements in @paths; out: paths there are (more than fit are counted, not written)
+ * @flags: %P2PMEM_PATHS_RESCAN or zero
+ * @reserved: must be zero
+ *
+ * Errors: -ENODEV when a client is no PCI function of this machine.
+ */
+struct p2pmem_paths {
+	__u64 clients;
+	__u64 paths;
+	__u32 nr_clients;
+	__u32 nr_paths;
+	__u32 flags;
+	__u32 reserved;
+};
+
+/* &struct p2pmem_paths.flags: forget cached paths first (after a change of ACS by setpci, say) */
+#define P2PMEM_PATHS_RESCAN		(1U << 0)
+
+/**
+ * enum p2pmem_strategy - who chooses among the providers
+ * @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md
+ * @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()
+ */
+enum p2pmem_strategy {
+	P2PMEM_STRATEGY_NEAREST = 0,
+	P2PMEM_STRATEGY_UPSTREAM = 1,
+};
+
+/* &struct p2pmem_request.flags: the named provider is a wish: take another one where it cannot serve */
+#define P2PMEM_ALLOC_PREFER		(1U << 0)
+
+/**
+ * struct p2pmem_request - what a buffer has to be
+ * @size: bytes, rounded up to pages; not 0
+ * @align: alignment in the BAR, a power of two up to %P2PMEM_MAX_ALIGN; 0 means a page
+ * @clients: array of &struct p2pmem_pci_addr: the devices that will DMA
+ * @nr_clients: elements in @clients; 0 means near nothing in particular
+ * @flags: %P2PMEM_ALLOC_PREFER or zero
+ * @strategy: &enum p2pmem_strategy
+ * @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any
+ * @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable
+ * @reserved: must be zero
+ */
+struct p2pmem_request {
+	__u64 size;
+	__u64 align;
+	__u64 clients;
+	__u32 nr_clients;
+	__u32 flags;
+	__u32 strategy;
+	__u32 provider;
+	__u32 max_class;
+	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_alloc - allocate a buffer
+ * @req: the request
+ * @handle: out: the buffer's handle on this file, never 0, never used twice in the file's life
+ * @provider: out: id of the provider it lies in
+ * @size: out: its size, @req.size rounded up to pages
+ * @mmap_offset: out: the offset at which mmap() on this file maps it
+ * @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known
+ * @class: out: class of its path to the farthest client; 0 without clients
+ * @reserved: must be zero
+ *
+ * Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever
+ * serve the request: none published, none reachable, none near enough), -ENOSPC (those that could are full),
+ * -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM.
+ */
+struct p2pmem_alloc {
+	struct p2pmem_request req;
+	__u32 handle;
+	__u32 provider;
+	__u64 size;
+	__u64 mmap_offset;
+	__u64 bar_offset;
+	__u32 class;
+	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_free - end a buffer's handle
+ * @handle: the handle
+ * @flags: must be zero
+ *
+ * The memory is free once the last mapping is gone too. Errors: -ENOENT (no such handle on this file).
+ */
+struct p2pmem_free {
+	__u32 handle;
+	__u32 flags;
+};
+
+/**
+ * enum p2pmem_buffer_state - a buffer's life
+ * @P2PMEM_BUFFER_LIVE: it can be mapped and used
+ * @P2PMEM_BUFFER_REVOKING: its provider is leaving, mappings are being taken down
+ * @P2PMEM_BUFFER_GONE: its memory is another's: touching a mapping of it ends in SIGBUS
+ */
+enum p2pmem_buffer_state {
+	P2PMEM_BUFFER_LIVE = 1,
+	P2PMEM_BUFFER_REVOKING = 2,
+	P2PMEM_BUFFER_GONE = 3,
+};
+
+/**
+ * struct p2pmem_buffer - ask about a buffer
+ * @handle: in: the handle
+ * @provider: id of its provider
+ * @size: bytes
+ * @mmap_offset: the offset at which mmap() maps it
+ * @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known
+ * @bus_addr: its address on the provider's PCI bus
+ * @state: &enum p2pmem_buffer_state
+ * @mappings: user mappings of it (VMAs)
+ * @flags: must be zero
+ * @reserved: must be zero
+ *
+ * Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN.
+ */
+struct p2pmem_buffer {
+	__u32 handle;
+	__u32 provider;
+	__u64 size;
+	__u64 mmap_offset;
+	__u64 bar_offset;
+	__u64 bus_addr;
+	__u32 state;
+	__u32 mappings;
+	__u32 flags;
+	__u32 reserved;
+};
+
+/**
+ * enum p2pmem_verdict_code - why a provider was or was not chosen
+ * @P2PMEM_VERDICT_CHOSEN: it was chosen
+ * @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it
+ * @P2PMEM_VERDICT_TOO_FAR: a path is farther than the request's max_class
+ * @P2PMEM_VERDICT_TOO_SMALL: it could not hold the buffer were it empty
+ * @P2PMEM_VERDICT_FULL: it has not enough free bytes
+ * @P2PMEM_VERDICT_FRAGMENTED: it has the bytes, but not in one piece with that alignment
+ * @P2PMEM_VERDICT_LEAVING: it is being revoked
+ * @P2PMEM_VERDICT_NOT_NAMED: the request names another provider
+ * @P2PMEM_VERDICT_CLASS: another one's path class is nearer
+ * @P2PMEM_VERDICT_HOPS: another one is fewer hops away
+ * @P2PMEM_VERDICT_BANDWIDTH: another one has a wider narrowest link
+ * @P2PMEM_VERDICT_NUMA: another one is nearer in NUMA distance
+ * @P2PMEM_VERDICT_LOAD: another one is less loaded
+ * @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left
+ * @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier
+ * @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one
+ */
+enum p2pmem_verdict_code {
+	P2PMEM_VERDICT_CHOSEN = 1,
+	P2PMEM_VERDICT_UNREACHABLE = 2,
+	P2PMEM_VERDICT_TOO_FAR = 3,
+	P2PMEM_VERDICT_TOO_SMALL = 4,
+	P2PMEM_VERDICT_FULL = 5,
+	P2PMEM_VERDICT_FRAGMENTED = 6,
+	P2PMEM_VERDICT_LEAVING = 7,
+	P2PMEM_VERDICT_NOT_NAMED = 8,
+	P2PMEM_VERDICT_CLASS = 9,
+	P2PMEM_VERDICT_HOPS = 10,
+	P2PMEM_VERDICT_BANDWIDTH = 11,
+	P2PMEM_VERDICT_NUMA = 12,
+	P2PMEM_VERDICT_LOAD = 13,
+	P2PMEM_VERDICT_SPACE = 14,
+	P2PMEM_VERDICT_ORDER = 15,
+	P2PMEM_VERDICT_UPSTREAM = 16,
+};
+
+/**
+ * struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from
+ * @provider: &struct p2pmem_provider.id
+ * @addr: the provider's PCI function
+ * @code: &enum p2pmem_verdict_code
+ * @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients
+ * @class: &enum p2pmem_path_class of that path, 0 without clients
+ * @hops: sum of hops to all clients
+ * @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells
+ * @numa_distance: largest NUMA distance to a client, 0 where none is known
+ * @size: bytes the provider manages
+ * @free: bytes that were free
+ * @largest: largest contiguous piece
+ * @reserved: zero
+ */
+struct p2pmem_verdict {
+	__u32 provider;
+	__u32 code;
+	struct p2pmem_pci_addr addr;
+	__u32 worst_client;
+	__u32 class;
+	__u32 hops;
+	__u32 bandwidth;
+	__u32 numa_distance;
+	__u32 reserved;
+	__u64 size;
+	__u64 free;
+	__u64 largest;
+};
+
+/* &struct p2pmem_explain.flags: explain this file's last ALLOC or refused ioctl; @req is not looked at */
+#define P2PMEM_EXPLAIN_LAST		(1U << 0)
+
+/**
+ * struct p2pmem_explain - explain a decision
+ * @req: what to decide, as a dry run: nothing is allocated
+ * @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids
+ * @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0
+ * @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)
+ * @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)
+ * @flags: %P2PMEM_EXPLAIN_LAST or zero
+ * @error: out: the errno (positive) the decision ended or would end with, 0 for success
+ * @chosen: out: id of the provider chosen, 0 for none
+ * @reserved: must be zero
+ *
+ * Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad
+ * request. A request that no provider can serve is no error here: @error says what it would be.
+ */
+struct p2pmem_explain {
+	struct p2pmem_request req;
+	__u64 verdicts;
+	__u64 text;
+	__u32 nr_verdicts;
+	__u32 text_len;
+	__u32 flags;
+	__u32 error;
+	__u32 chosen;
+	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_stats - counters of one provider since it came, or of the whole module
+ * @provider: in: its id, 0 for the sum over all there ever were
+ * @flags: must be zero
+ * @allocs: buffers allocated
+ * @frees: buffers whose memory came back
+ * @failed: requests that named or considered it and got no memory from anyone
+ * @alloc_bytes: bytes of @allocs
+ * @free_bytes: bytes of @frees
+ * @maps: user mappings made
+ * @scrubbed_bytes: bytes cleared between owners
+ * @parked: times a freed buffer had to wait for others' page references
+ * @revoked: buffers ended by a revocation
+ *
+ * Errors: -ENOENT (no such provider).
+ */
+struct p2pmem_stats {
+	__u32 provider;
+	__u32 flags;
+	__u64 allocs;
+	__u64 frees;
+	__u64 failed;
+	__u64 alloc_bytes;
+	__u64 free_bytes;
+	__u64 maps;
+	__u64 scrubbed_bytes;
+	__u64 parked;
+	__u64 revoked;
+};
+
+/**
+ * enum p2pmem_event_type - what read() tells
+ * @P2PMEM_EVENT_PROVIDER_ADDED: a provider came
+ * @P2PMEM_EVENT_PROVIDER_REMOVED: a provider left
+ * @P2PMEM_EVENT_BUFFER_REVOKED: a buffer of this file is gone
+ * @P2PMEM_EVENT_LOST: the reader was too slow, events were dropped: list again
+ */
+enum p2pmem_event_type {
+	P2PMEM_EVENT_PROVIDER_ADDED = 1,
+	P2PMEM_EVENT_PROVIDER_REMOVED = 2,
+	P2PMEM_EVENT_BUFFER_REVOKED = 3,
+	P2PMEM_EVENT_LOST = 4,
+};
+
+/**
+ * struct p2pmem_event - one event; read() returns as many whole ones as fit
+ * @type: &enum p2pmem_event_type
+ * @provider: id of the provider, 0 for P2PMEM_EVENT_LOST
+ * @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0
+ * @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0
+ * @time_ns: CLOCK_MONOTONIC
+ *
+ * A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),
+ * -EAGAIN (O_NONBLOCK and none there).
+ */
+struct p2pmem_event {
+	__u32 type;
+	__u32 provider;
+	__u32 handle;
+	__u32 count;
+	__u64 time_ns;
+};
+
+#define P2PMEM_IOC_MAGIC	0xb2
+#define P2PMEM_IOC_INFO		_IOR(P2PMEM_IOC_MAGIC, 0x00, struct p2pmem_info)
+#define P2PMEM_IOC_LIST		_IOWR(P2PMEM_IOC_MAGIC, 0x01, struct p2pmem_list)
+#define P2PMEM_IOC_PATHS	_IOWR(P2PMEM_IOC_MAGIC, 0x02, struct p2pmem_paths)
+#define P2PMEM_IOC_ALLOC	_IOWR(P2PMEM_IOC_MAGIC, 0x03, struct p2pmem_alloc)
+#define P2PMEM_IOC_FREE		_IOW(P2PMEM_IOC_MAGIC, 0x04, struct p2pmem_free)
+#define P2PMEM_IOC_BUFFER	_IOWR(P2PMEM_IOC_MAGIC, 0x05, struct p2pmem_buffer)
+#define P2PMEM_IOC_EXPLAIN	_IOWR(P2PMEM_IOC_MAGIC, 0x06, struct p2pmem_explain)
+#define P2PMEM_IOC_STATS	_IOWR(P2PMEM_IOC_MAGIC, 0x07, struct p2pmem_stats)
+
+/**
+ * DOC: mmap
+ *
+ * mmap(MAP_SHARED) at a buffer's mmap_offset (or inside its range) maps it; at offset 0 it allocates a buffer near
+ * nothing in particular that lives as long as its mappings, as the kernel's own p2pmem/allocate does. Mappings are
+ * page-backed: O_DIRECT and other GUP users work. Errors: -EINVAL (private, past the buffer's end, no such offset),
+ * -ENODEV (no provider, or the buffer was revoked), -ENOSPC. A mapping of a revoked buffer raises SIGBUS.
+ */
+
+#endif /* _UAPI_LINUX_P2PMEM_H */
