@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! ioctl numbers, computed from the argument types as `<linux/ioctl.h>` does.
+
+use crate::{
+    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_free, p2pmem_info, p2pmem_list, p2pmem_paths, p2pmem_stats,
+    P2PMEM_IOC_MAGIC,
+};
+
+/// Layout of an ioctl number: widths of its fields and codes of its directions.
+///
+/// Most architectures share one; these kept the one of the Unix they grew up beside.
+#[cfg(any(
+    target_arch = "mips",
+    target_arch = "mips64",
+    target_arch = "powerpc",
+    target_arch = "powerpc64",
+    target_arch = "sparc",
+    target_arch = "sparc64"
+))]
+mod arch {
+    pub const SIZE_BITS: u32 = 13;
+    pub const READ: u32 = 2;
+    pub const WRITE: u32 = 4;
+}
+
+#[cfg(not(any(
+    target_arch = "mips",
+    target_arch = "mips64",
+    target_arch = "powerpc",
+    target_arch = "powerpc64",
+    target_arch = "sparc",
+    target_arch = "sparc64"
+)))]
+mod arch {
+    pub const SIZE_BITS: u32 = 14;
+    pub const READ: u32 = 2;
+    pub const WRITE: u32 = 1;
+}
+
+const TYPE_SHIFT: u32 = 8;
+const SIZE_SHIFT: u32 = 16;
+const DIR_SHIFT: u32 = SIZE_SHIFT + arch::SIZE_BITS;
+const SIZE_MASK: u32 = (1 << arch::SIZE_BITS) - 1;
+
+/// The number of an ioctl of this device with an argument of type `T`. Fails to compile for an impossible size.
+const fn ioc<T>(dir: u32, nr: u32) -> u32 {
+    let size = size_of::<T>();
+    assert!(
+        size > 0 && size <= SIZE_MASK as usize,
+        "argument does not fit into an ioctl number"
+    );
+    assert!(nr < 1 << TYPE_SHIFT, "ioctl number out of range");
+    (dir << DIR_SHIFT) | ((size as u32) << SIZE_SHIFT) | (P2PMEM_IOC_MAGIC << TYPE_SHIFT) | nr
+}
+
+/// Size of the argument in bytes that is part of the ioctl number `request`.
+pub const fn ioc_size(request: u32) -> u32 {
+    (request >> SIZE_SHIFT) & SIZE_MASK
+}
+
+/// Position of `request` in this device's row of ioctls.
+pub const fn ioc_nr(request: u32) -> u32 {
+    request & 0xff
+}
+
+/// Ask what the module is and holds: [`p2pmem_info`].
+pub const P2PMEM_IOC_INFO: u32 = ioc::<p2pmem_info>(arch::READ, 0x00);
+/// List the providers: [`p2pmem_list`].
+pub const P2PMEM_IOC_LIST: u32 = ioc::<p2pmem_list>(arch::READ | arch::WRITE, 0x01);
+/// The matrix of paths between providers and clients: [`p2pmem_paths`].
+pub const P2PMEM_IOC_PATHS: u32 = ioc::<p2pmem_paths>(arch::READ | arch::WRITE, 0x02);
+/// Allocate a buffer: [`p2pmem_alloc`].
+pub const P2PMEM_IOC_ALLOC: u32 = ioc::<p2pmem_alloc>(arch::READ | arch::WRITE, 0x03);
+/// End a buffer's handle: [`p2pmem_free`].
+pub const P2PMEM_IOC_FREE: u32 = ioc::<p2pmem_free>(arch::WRITE, 0x04);
+/// Ask about a buffer: [`p2pmem_buffer`].
+pub const P2PMEM_IOC_BUFFER: u32 = ioc::<p2pmem_buffer>(arch::READ | arch::WRITE, 0x05);
+/// Explain a decision: [`p2pmem_explain`].
+pub const P2PMEM_IOC_EXPLAIN: u32 = ioc::<p2pmem_explain>(arch::READ | arch::WRITE, 0x06);
+/// Counters: [`p2pmem_stats`].
+pub const P2PMEM_IOC_STATS: u32 = ioc::<p2pmem_stats>(arch::READ | arch::WRITE, 0x07);
+
+// The row has no holes: a number given twice or skipped is a mistake.
+const _: () = {
+    let all = [
+        P2PMEM_IOC_INFO,
+        P2PMEM_IOC_LIST,
+        P2PMEM_IOC_PATHS,
+        P2PMEM_IOC_ALLOC,
+        P2PMEM_IOC_FREE,
+        P2PMEM_IOC_BUFFER,
+        P2PMEM_IOC_EXPLAIN,
+        P2PMEM_IOC_STATS,
+    ];
+    let mut i = 0;
+    while i < all.len() {
+        assert!(ioc_nr(all[i]) as usize == i, "ioctl numbers are not contiguous");
+        i += 1;
+    }
+};

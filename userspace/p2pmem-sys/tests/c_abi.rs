@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Rust and C agree: every structure's size and alignment, every field's offset and size, every constant and every
+//! ioctl number is printed by a C program that includes the header, and compared with what Rust has.
+//!
+//! What is to be compared is read from the header itself, so a name that is added there and forgotten here fails.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use p2pmem_sys::*;
+
+/// What C calls it -> its number.
+type Numbers = BTreeMap<String, i128>;
+
+macro_rules! layout {
+    ($into:ident, $($name:ident { $($field:ident $(as $c_field:literal)?),* $(,)? })*) => {$(
+        $into.insert(concat!("sizeof ", stringify!($name)).into(), size_of::<$name>() as i128);
+        $into.insert(concat!("alignof ", stringify!($name)).into(), align_of::<$name>() as i128);
+        $({
+            #[allow(unused_mut, unused_assignments)]
+            let mut c_field = stringify!($field);
+            $(c_field = $c_field;)?
+            fn size<T, F>(_: fn(&T) -> &F) -> usize { size_of::<F>() }
+            let key = format!("{}.{}", stringify!($name), c_field);
+            $into.insert(format!("offsetof {key}"), std::mem::offset_of!($name, $field) as i128);
+            $into.insert(format!("sizeof {key}"), size::<$name, _>(|s| &s.$field) as i128);
+        })*
+    )*};
+}
+
+macro_rules! constants {
+    ($into:ident, $($name:ident),* $(,)?) => {$($into.insert(stringify!($name).into(), i128::from($name));)*};
+}
+
+fn of_rust() -> Numbers {
+    let mut n = Numbers::new();
+    layout! { n,
+        p2pmem_pci_addr { domain, bus, devfn, reserved }
+        p2pmem_info { abi_version, page_size, features, providers, buffers, size, free, generation, version }
+        p2pmem_provider {
+            id, kind, addr, state, bar, numa_node, buffers, bar_offset, size, free, largest, kernel_reserve, parked,
+            scrubbing, vendor, device, class, driver,
+        }
+        p2pmem_list { providers, count, flags }
+        p2pmem_path { provider, client, class, flags, hops, distance, bandwidth, numa_distance, bridge }
+        p2pmem_paths { clients, paths, nr_clients, nr_paths, flags, reserved }
+        p2pmem_request { size, align, clients, nr_clients, flags, strategy, provider, max_class, reserved }
+        p2pmem_alloc { req, handle, provider, size, mmap_offset, bar_offset, class, reserved }
+        p2pmem_free { handle, flags }
+        p2pmem_buffer {
+            handle, provider, size, mmap_offset, bar_offset, bus_addr, state, mappings, flags, reserved,
+        }
+        p2pmem_verdict {
+            provider, code, addr, worst_client, class, hops, bandwidth, numa_distance, reserved, size, free, largest,
+        }
+        p2pmem_explain { req, verdicts, text, nr_verdicts, text_len, flags, error, chosen, reserved }
+        p2pmem_stats {
+            provider, flags, allocs, frees, failed, alloc_bytes, free_bytes, maps, scrubbed_bytes, parked, revoked,
+        }
+        p2pmem_event { type_ as "type", provider, handle, count, time_ns }
+    }
+    constants! { n,
+        P2PMEM_ABI_VERSION, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_ALIGN,
+        P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT,
+        P2PMEM_KIND_OWN, P2PMEM_KIND_ADOPTED,
+        P2PMEM_PROVIDER_LIVE, P2PMEM_PROVIDER_REVOKING,
+        P2PMEM_PATH_SAME_DEVICE, P2PMEM_PATH_SAME_SWITCH, P2PMEM_PATH_SWITCHES, P2PMEM_PATH_HOST_BRIDGE,
+        P2PMEM_PATH_NUMA_NODE, P2PMEM_PATH_SYSTEM, P2PMEM_PATH_UNREACHABLE,
+        P2PMEM_PATH_ACS_REDIRECT, P2PMEM_PATH_BUS_ADDR, P2PMEM_PATHS_RESCAN,
+        P2PMEM_STRATEGY_NEAREST, P2PMEM_STRATEGY_UPSTREAM, P2PMEM_ALLOC_PREFER,
+        P2PMEM_BUFFER_LIVE, P2PMEM_BUFFER_REVOKING, P2PMEM_BUFFER_GONE,
+        P2PMEM_VERDICT_CHOSEN, P2PMEM_VERDICT_UNREACHABLE, P2PMEM_VERDICT_TOO_FAR, P2PMEM_VERDICT_TOO_SMALL,
+        P2PMEM_VERDICT_FULL, P2PMEM_VERDICT_FRAGMENTED, P2PMEM_VERDICT_LEAVING, P2PMEM_VERDICT_NOT_NAMED,
+        P2PMEM_VERDICT_CLASS, P2PMEM_VERDICT_HOPS, P2PMEM_VERDICT_BANDWIDTH, P2PMEM_VERDICT_NUMA,
+        P2PMEM_VERDICT_LOAD, P2PMEM_VERDICT_SPACE, P2PMEM_VERDICT_ORDER, P2PMEM_VERDICT_UPSTREAM,
+        P2PMEM_EXPLAIN_LAST,
+        P2PMEM_EVENT_PROVIDER_ADDED, P2PMEM_EVENT_PROVIDER_REMOVED, P2PMEM_EVENT_BUFFER_REVOKED, P2PMEM_EVENT_LOST,
+        P2PMEM_IOC_MAGIC, P2PMEM_IOC_INFO, P2PMEM_IOC_LIST, P2PMEM_IOC_PATHS, P2PMEM_IOC_ALLOC, P2PMEM_IOC_FREE,
+        P2PMEM_IOC_BUFFER, P2PMEM_IOC_EXPLAIN, P2PMEM_IOC_STATS,
+    }
+    n
+}
+
+fn header() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../include/uapi/linux/p2pmem.h")
+}
+
+/// All names the header defines, in the form the C program prints them. The header is plain enough for a line scanner:
+/// one field, one enumerator, one macro a line.
+fn names_in_header() -> BTreeSet<String> {
+    let text = std::fs::read_to_string(header()).expect("the uapi header");
+    let mut names = BTreeSet::new();
+    let mut in_struct: Option<String> = None;
+    let mut in_enum = false;
+    let mut in_comment = false;
+    for line in text.lines() {
+        let line = line.trim();
+        if in_comment || line.starts_with("/*") {
+            in_comment = !line.contains("*/");
+            continue;
+        }
+        if let Some(rest) = line.strip_prefix("#define P2PMEM_") {
+            let end = rest
+                .find(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+                .unwrap_or(rest.len());
+            names.insert(format!("P2PMEM_{}", &rest[..end]));
+        } else if let (Some(rest), true) = (line.strip_prefix("struct "), line.ends_with('{')) {
+            let name = rest.trim_end_matches('{').trim().to_owned();
+            names.insert(format!("sizeof {name}"));
+            names.insert(format!("alignof {name}"));
+            in_struct = Some(name);
+        } else if line.starts_with("enum ") && line.ends_with('{') {
+            in_enum = true;
+        } else if line == "};" {
+            in_struct = None;
+            in_enum = false;
+        } else if let Some(structure) = &in_struct {
+            if let Some(declaration) = line.strip_suffix(';') {
+                let declaration = declaration.split('[').next().unwrap_or_default();
+                let field = declaration.split_whitespace().last().expect("a field has a name");
+                names.insert(format!("offsetof {structure}.{field}"));
+                names.insert(format!("sizeof {structure}.{field}"));
+            }
+        } else if in_enum {
+            if let Some((name, _)) = line.split_once('=') {
+                names.insert(name.trim().to_owned());
+            }
+        }
+    }
+    names
+}
+
+/// Compiles and runs a C program that prints `name number` for each of `names`; None where there is no C compiler.
+fn of_c(names: &BTreeSet<String>) -> Option<Numbers> {
+    let cc = std::env::var("CC").unwrap_or_else(|_| "gcc".into());
+    if Command::new(&cc).arg("--version").output().is_err() {
+        return None;
+    }
+    let mut source =
+        String::from("#include <stddef.h>\n#include <stdio.h>\n#include \"p2pmem.h\"\nint main(void)\n{\n");
+    for name in names {
+        let expression = match name.split_once(' ') {
+            None => name.clone(),
+            Some(("offsetof", member)) => {
+                let (structure, field) = member.split_once('.').expect("structure.field");
+                format!("offsetof(struct {structure}, {field})")
+            }
+            Some(("sizeof", what)) => match what.split_once('.') {
+                None => format!("sizeof(struct {what})"),
+                Some((structure, field)) => format!("sizeof(((struct {structure} *)0)->{field})"),
+            },
+            Some(("alignof", what)) => format!("_Alignof(struct {what})"),
+            Some(_) => unreachable!("names are made above"),
+        };
+        writeln!(
+            source,
+            "\tprintf(\"%s=%lld\\n\", \"{name}\", (long long)({expression}));"
+        )
+        .unwrap();
+    }
+    source.push_str("\treturn 0;\n}\n");
+
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let (c, bin) = (dir.path().join("abi.c"), dir.path().join("abi"));
+    std::fs::write(&c, source).expect("write the C program");
+    let include = header().parent().expect("the header's folder").to_owned();
+    let out = Command::new(&cc)
+        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-I"])
+        .arg(include)
+        .arg("-o")
+        .args([&bin, &c])
+        .output()
+        .expect("run the C compiler");
+    assert!(
+        out.status.success(),
+        "the header does not compile:\n{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+    let out = Command::new(&bin).output().expect("run the C program");
+    assert!(out.status.success());
+    let parse = |line: &str| {
+        let (name, number) = line.split_once('=').expect("name=number");
+        (name.to_owned(), number.parse().expect("a number"))
+    };
+    Some(
+        String::from_utf8(out.stdout)
+            .expect("ASCII")
+            .lines()
+            .map(parse)
+            .collect(),
+    )
+}
+
+#[test]
+fn rust_knows_every_name_of_the_header() {
+    let in_header = names_in_header();
+    assert!(in_header.len() > 100, "the scanner lost its way: {in_header:?}");
+    let in_rust: BTreeSet<String> = of_rust().into_keys().collect();
+    let missing: Vec<_> = in_header.difference(&in_rust).collect();
+    let extra: Vec<_> = in_rust.difference(&in_header).collect();
+    assert!(
+        missing.is_empty() && extra.is_empty(),
+        "only in the header: {missing:?}; only in Rust: {extra:?}"
+    );
+}
+
+#[test]
+fn rust_and_c_agree_on_every_number() {
+    let rust = of_rust();
+    let Some(c) = of_c(&rust.keys().cloned().collect()) else {
+        assert!(
+            !Path::new("/etc/p2pmem-kernel").exists(),
+            "in the sandbox there must be a C compiler"
+        );
+        eprintln!("skipped: no C compiler (set CC)");
+        return;
+    };
+    let differ: Vec<_> = rust
+        .iter()
+        .filter(|(name, number)| c.get(*name) != Some(number))
+        .collect();
+    assert!(
+        differ.is_empty(),
+        "Rust differs from C in {differ:?}, C has {:?}",
+        differ.iter().map(|(n, _)| c.get(*n)).collect::<Vec<_>>()
+    );
+}
+
+#[test]
+fn no_structure_has_padding() {
+    // Each structure's fields fill it exactly, so no byte of kernel memory leaks and 32-bit programs see the same.
+    let all = of_rust();
+    for name in all.keys().filter_map(|k| k.strip_prefix("alignof ")) {
+        let fields = all
+            .iter()
+            .filter(|(k, _)| k.starts_with(&format!("sizeof {name}.")))
+            .map(|(_, v)| v);
+        assert_eq!(
+            fields.sum::<i128>(),
+            all[&format!("sizeof {name}")],
+            "{name} has padding"
+        );
+    }
+}
