@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: GPL-2.0
+/* The C side of rust/sys: inline functions and macros of the kernel, wrapped so that Rust can call them. */
+
+#include <linux/capability.h>
+#include <linux/fs.h>
+#include <linux/fs_context.h>
+#include <linux/io.h>
+#include <linux/memremap.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/mount.h>
+#include <linux/pci.h>
+#include <linux/pci-p2pdma.h>
+#include <linux/percpu-refcount.h>
+#include <linux/pseudo_fs.h>
+#include <linux/ratelimit.h>
+#include <linux/slab.h>
+#include <linux/timekeeping.h>
+#include <linux/topology.h>
+#include <linux/vmalloc.h>
+
+#include "helpers.h"
+
+/* Pages a batch handles at once: 2 MiB, one page table. */
+#define BATCH 512UL
+
+/*
+ * The reference p2pmem keeps on each page that was ever mapped: while it is held, the count cannot reach zero, so the
+ * p2pdma core does not take a page back that p2pmem's buddy allocator owns.
+ */
+void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
+{
+	struct page *page = virt_to_page((void *)kaddr);
+	unsigned long i;
+
+	for (i = 0; i < npages; i++)
+		if (!page_ref_count(page + i))
+			set_page_count(page + i, 1);
+}
+
+/* How many pages have a reference besides ours. */
+unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages)
+{
+	struct page *page = virt_to_page((void *)kaddr);
+	unsigned long i, busy = 0;
+
+	for (i = 0; i < npages; i++)
+		busy += page_ref_count(page + i) > 1;
+	/* Whoever acts on "none" must see what the former holders did with the memory. */
+	smp_rmb();
+	return busy;
+}
+
+/*
+ * Gives a range that came from one pci_alloc_p2pmem() back to the core's pool, and our references with it. A page that
+ * somebody still holds goes back by itself when he lets go, which costs one reference to the page map for each such
+ * page and each run between them. Returns how many pages were still held.
+ */
+unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages)
+{
+	struct page *page = virt_to_page((void *)kaddr);
+	struct percpu_ref *ref = &page_pgmap(page)->ref;
+	unsigned long i, run = 0, busy = 0;
+
+	/* Keeps the page map while the count of its references is worked out. */
+	percpu_ref_get(ref);
+	for (i = 0; i < npages; i++) {
+		if (!page_ref_count(page + i) || page_ref_freeze(page + i, 1)) {
+			run++;
+			continue;
+		}
+		if (run) {
+			percpu_ref_get(ref);
+			pci_free_p2pmem(pdev, (void *)(kaddr + ((i - run) << PAGE_SHIFT)), run << PAGE_SHIFT);
+			run = 0;
+		}
+		busy++;
+		percpu_ref_get(ref);
+		put_page(page + i);
+	}
+	if (run) {
+		percpu_ref_get(ref);
+		pci_free_p2pmem(pdev, (void *)(kaddr + ((npages - run) << PAGE_SHIFT)), run << PAGE_SHIFT);
+	}
+	/* The reference that pci_alloc_p2pmem() took for the whole range, and the one above. */
+	percpu_ref_put(ref);
+	percpu_ref_put(ref);
+	return busy;
+}
+
+/* Maps pages at @addr, up to the first that is there already. 0 when the first one is mapped afterwards. */
+int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
+{
+	unsigned long n = min(npages, BATCH), left = n, i;
+	struct page *page = virt_to_page((void *)kaddr), **pages;
+	int ret;
+
+	pages = kmalloc_array(n, sizeof(*pages), GFP_KERNEL | __GFP_NORETRY | __GFP_NOWARN);
+	if (!pages)
+		return vm_insert_page(vma, addr, page);
+	for (i = 0; i < n; i++)
+		pages[i] = page + i;
+	ret = vm_insert_pages(vma, addr, pages, &left);
+	kfree(pages);
+	return left < n ? 0 : ret;
+}
+
+/* Zeroes BAR memory, through a write-combining mapping where the memory allows it and one can be had. */
+void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
+{
+	struct page *page = virt_to_page((void *)kaddr), **pages = NULL;
+	unsigned long done, n, i;
+	void *map;
+
+	if (combine)
+		pages = kmalloc_array(min(npages, BATCH), sizeof(*pages), GFP_KERNEL | __GFP_NOWARN);
+	for (done = 0; done < npages; done += n) {
+		n = min(npages - done, BATCH);
+		map = NULL;
+		if (pages) {
+			for (i = 0; i < n; i++)
+				pages[i] = page + done + i;
+			map = vmap(pages, n, VM_MAP, pgprot_writecombine(PAGE_KERNEL));
+		}
+		memset_io((void __iomem *)(map ?: (void *)(kaddr + (done << PAGE_SHIFT))), 0, n << PAGE_SHIFT);
+		wmb();
+		if (map)
+			vunmap(map);
+		cond_resched();
+	}
+	kfree(pages);
+}
+
+/* The physical range of the page map that @kaddr belongs to: what its driver gave to pci_p2pdma_add_resource(). */
+void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len)
+{
+	struct dev_pagemap *pgmap = page_pgmap(virt_to_page((void *)kaddr));
+
+	*start = pgmap->range.start;
+	*len = range_len(&pgmap->range);
+}
+
+u64 p2pmem_page_phys(unsigned long kaddr)
+{
+	return page_to_phys(virt_to_page((void *)kaddr));
+}
+
+void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine)
+{
+	/* No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. */
+	vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP);
+	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
+}
+
+/*
+ * The inode whose address space holds all user mappings of all files of /dev/p2pmem, so that one
+ * unmap_mapping_range() finds every mapping of a buffer, through whatever device node its file was opened.
+ */
+static int p2pmem_fs_cnt;
+static struct vfsmount *p2pmem_fs_mnt;
+
+static int p2pmem_fs_init(struct fs_context *fc)
+{
+	return init_pseudo(fc, 0x7032706d /* "p2pm" */) ? 0 : -ENOMEM;
+}
+
+static struct file_system_type p2pmem_fs_type = {
+	.name = "p2pmem",
+	.owner = THIS_MODULE,
+	.init_fs_context = p2pmem_fs_init,
+	.kill_sb = kill_anon_super,
+};
+
+struct inode *p2pmem_mapping_inode(void)
+{
+	struct inode *inode;
+	int ret;
+
+	ret = simple_pin_fs(&p2pmem_fs_type, &p2pmem_fs_mnt, &p2pmem_fs_cnt);
+	if (ret)
+		return ERR_PTR(ret);
+	inode = alloc_anon_inode(p2pmem_fs_mnt->mnt_sb);
+	if (IS_ERR(inode))
+		simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
+	return inode;
+}
+
+void p2pmem_mapping_inode_put(struct inode *inode)
+{
+	iput(inode);
+	simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
+}
+
+struct pci_dev *p2pmem_pci_upstream_bridge(struct pci_dev *pdev)
+{
+	return pci_upstream_bridge(pdev);
+}
+
+u32 p2pmem_pci_domain(struct pci_dev *pdev)
+{
+	return pci_domain_nr(pdev->bus);
+}
+
+u32 p2pmem_pci_bus(struct pci_dev *pdev)
+{
+	return pdev->bus->number;
+}
+
+bool p2pmem_pci_mem_bar(struct pci_dev *pdev, int bar)
+{
+	return pci_resource_flags(pdev, bar) & IORESOURCE_MEM && pci_resource_len(pdev, bar);
+}
+
+bool p2pmem_pci_prefetchable(struct pci_dev *pdev, int bar)
+{
+	return pci_resource_flags(pdev, bar) & IORESOURCE_PREFETCH;
+}
+
+bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar)
+{
+	return pci_resource_flags(pdev, bar) & IORESOURCE_MEM_64;
+}
+
+/* A number that two functions share exactly when they are below one host bridge. */
+u32 p2pmem_pci_host_bridge(struct pci_dev *pdev)
+{
+	struct pci_host_bridge *host = pci_find_host_bridge(pdev->bus);
+
+	return pci_domain_nr(host->bus) << 8 | host->bus->number;
+}
+
+int p2pmem_pci_pcie_type(struct pci_dev *pdev)
+{
+	return pci_is_pcie(pdev) ? pci_pcie_type(pdev) : -1;
+}
+
+int p2pmem_pci_node(struct pci_dev *pdev)
+{
+	return dev_to_node(&pdev->dev);
+}
+
+bool p2pmem_pci_disconnected(struct pci_dev *pdev)
+{
+	return pci_dev_is_disconnected(pdev);
+}
+
+size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
+{
+	return strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
+}
+
+u32 p2pmem_node_distance(int a, int b)
+{
+	return a < 0 || b < 0 ? 0 : node_distance(a, b);
+}
+
+const struct bus_type *p2pmem_pci_bus_type(void)
+{
+	return &pci_bus_type;
+}
+
+/* At most ten lines in five seconds about refused requests: a program in a loop must not flood the log. */
+bool p2pmem_log_allowed(void)
+{
+	static DEFINE_RATELIMIT_STATE(rs, DEFAULT_RATELIMIT_INTERVAL, DEFAULT_RATELIMIT_BURST);
+
+	return __ratelimit(&rs);
+}
+
+u64 p2pmem_now_ns(void)
+{
+	return ktime_get_ns();
+}
+
+bool p2pmem_capable_admin(void)
+{
+	return capable(CAP_SYS_ADMIN);
+}

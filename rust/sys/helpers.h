@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/* What Rust cannot call by itself: inline functions and macros of the kernel, one plain C function each. */
+#ifndef P2PMEM_SYS_HELPERS_H
+#define P2PMEM_SYS_HELPERS_H
+
+#include <linux/types.h>
+#include <uapi/linux/p2pmem.h>
+
+struct page;
+struct pci_dev;
+struct inode;
+struct vm_area_struct;
+struct bus_type;
+
+/* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
+void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
+unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages);
+unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages);
+int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages);
+void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine);
+void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len);
+u64 p2pmem_page_phys(unsigned long kaddr);
+
+void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine);
+
+struct inode *p2pmem_mapping_inode(void);
+void p2pmem_mapping_inode_put(struct inode *inode);
+
+struct pci_dev *p2pmem_pci_upstream_bridge(struct pci_dev *pdev);
+u32 p2pmem_pci_domain(struct pci_dev *pdev);
+u32 p2pmem_pci_bus(struct pci_dev *pdev);
+bool p2pmem_pci_mem_bar(struct pci_dev *pdev, int bar);
+bool p2pmem_pci_prefetchable(struct pci_dev *pdev, int bar);
+bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar);
+u32 p2pmem_pci_host_bridge(struct pci_dev *pdev);
+int p2pmem_pci_pcie_type(struct pci_dev *pdev);
+int p2pmem_pci_node(struct pci_dev *pdev);
+bool p2pmem_pci_disconnected(struct pci_dev *pdev);
+size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
+u32 p2pmem_node_distance(int a, int b);
+const struct bus_type *p2pmem_pci_bus_type(void);
+
+bool p2pmem_log_allowed(void);
+u64 p2pmem_now_ns(void);
+bool p2pmem_capable_admin(void);
+
+#endif /* P2PMEM_SYS_HELPERS_H */
