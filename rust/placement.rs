@@ -1,0 +1,475 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The choice of a provider for a buffer.
+//!
+//! [`decide`] gets a request and one [`Candidate`] per provider and answers two questions: which
+//! provider serves the request, and, for each of the others, why not. A verdict carries the numbers
+//! it was reached with, so that it can be checked by whoever reads it.
+//!
+//! The rules are written down in Documentation/design/placement.md. In short: a provider is
+//! *eligible* when it is the named one (if one is required), is not leaving, can be reached by
+//! every client over paths no farther than allowed, and has the space in one piece. Among the
+//! eligible ones the criteria of [`Rank`] decide, one after the other.
+//!
+//! Nothing is remembered and nothing is left to chance: equal input gives equal output, and the
+//! order of the candidates does not matter.
+//!
+//! The file is pure: it needs nothing but `core` and [`Path`], allocates nothing, cannot panic, and
+//! holds no `unsafe`. The same text is compiled into the module and into the host tests of
+//! tests/pure.
+
+use super::path::{Path, PathClass};
+use core::cmp::{Ordering, Reverse};
+
+/// Which provider a request names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Named {
+    /// None: any will do.
+    Any,
+    /// This one or none.
+    Require(u32),
+    /// This one if it is eligible, else the best of the others.
+    Prefer(u32),
+}
+
+/// Who chooses among the eligible providers when naming one has not settled it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Strategy {
+    /// The criteria of [`Rank`].
+    Nearest,
+    /// The kernel: the provider that `pci_p2pmem_find_many()` returned, `None` where it returned
+    /// none.
+    Upstream(Option<u32>),
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Bytes, a multiple of the page size.
+    pub(crate) size: u64,
+    /// Alignment in bytes in the address space in which [`Candidate::start`] counts; 0 and 1 mean
+    /// none.
+    pub(crate) align: u64,
+    /// How many clients there are, that is, how many paths every candidate has to have.
+    pub(crate) clients: usize,
+    /// Which provider is named.
+    pub(crate) named: Named,
+    /// Who chooses.
+    pub(crate) strategy: Strategy,
+    /// Farthest path class allowed; `None` for any that is reachable.
+    pub(crate) max_class: Option<PathClass>,
+}
+
+/// A provider as far as the choice depends on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Candidate<'a> {
+    /// Its number. Smaller numbers came earlier; no two candidates have the same.
+    pub(crate) id: u32,
+    /// Whether buffers can be allocated from it at all: `false` while it is being revoked.
+    pub(crate) live: bool,
+    /// Where its memory begins in the BAR, bytes, 0 where that is not known.
+    pub(crate) start: u64,
+    /// Bytes it manages.
+    pub(crate) size: u64,
+    /// Bytes of `size` that are free.
+    pub(crate) free: u64,
+    /// Largest contiguous piece, bytes, that an allocation with the request's alignment could get.
+    pub(crate) largest: u64,
+    /// Its path to each client, in the order of the clients. A path that is missing is one that
+    /// does not exist.
+    pub(crate) paths: &'a [Path],
+}
+
+impl Candidate<'_> {
+    /// Notes that an allocation of `size` bytes failed although the numbers had promised it
+    /// (another request was faster), so that the next [`decide`] looks elsewhere: the candidate
+    /// counts as having no such piece. Every call takes one candidate out of the race, so that
+    /// retrying ends after as many rounds as there are candidates.
+    pub(crate) fn refused(&mut self, size: u64) {
+        self.largest = self.largest.min(size.saturating_sub(1));
+    }
+
+    /// Whether it could hold the request were it empty.
+    fn could_hold(&self, request: &Request) -> bool {
+        let align = request.align.max(1);
+        let past = self.start.checked_rem(align).unwrap_or(0);
+        let skipped = if past == 0 {
+            0
+        } else {
+            align.saturating_sub(past)
+        };
+        self.size
+            .checked_sub(skipped)
+            .is_some_and(|room| room >= request.size)
+    }
+
+    /// Share of its bytes that is in use, in permille, rounded down; 1000 for a provider without
+    /// memory.
+    fn load(&self) -> u64 {
+        let used = self.size.saturating_sub(self.free);
+        let share = match used.checked_mul(1000) {
+            Some(scaled) => scaled.checked_div(self.size),
+            None => used.checked_div(self.size / 1000),
+        };
+        share.map_or(1000, |share| share.min(1000))
+    }
+}
+
+/// What became of a candidate. The values are those of `enum p2pmem_verdict_code`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum VerdictCode {
+    /// It was chosen.
+    Chosen = 1,
+    /// A client cannot reach it.
+    Unreachable = 2,
+    /// A path is farther than allowed.
+    TooFar = 3,
+    /// It could not hold the buffer were it empty.
+    TooSmall = 4,
+    /// It has not enough free bytes.
+    Full = 5,
+    /// It has the bytes, but not in one piece with that alignment.
+    Fragmented = 6,
+    /// It is being revoked.
+    Leaving = 7,
+    /// The request names another one.
+    NotNamed = 8,
+    /// The chosen one's worst path class is nearer.
+    Class = 9,
+    /// The chosen one is fewer hops away, all clients taken together.
+    Hops = 10,
+    /// The chosen one's narrowest link is wider, or the only one known.
+    Bandwidth = 11,
+    /// The chosen one is nearer in NUMA distance, or the only one whose distance is known.
+    Numa = 12,
+    /// The chosen one is less loaded.
+    Load = 13,
+    /// The chosen one has a larger contiguous piece.
+    Space = 14,
+    /// Equal in everything to the chosen one, which came earlier.
+    Order = 15,
+    /// The kernel did not choose it.
+    Upstream = 16,
+}
+
+impl VerdictCode {
+    /// The number the ABI has for it.
+    pub(crate) fn as_raw(self) -> u32 {
+        self as u32
+    }
+}
+
+/// What a decision says of one candidate, and the numbers it says it from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    /// [`Candidate::id`].
+    pub(crate) provider: u32,
+    /// What became of it.
+    pub(crate) code: VerdictCode,
+    /// Index of the client with the farthest path, 0 without clients.
+    pub(crate) worst_client: u32,
+    /// Class of that path, `None` without clients.
+    pub(crate) class: Option<PathClass>,
+    /// Sum of the hops to all clients.
+    pub(crate) hops: u32,
+    /// Narrowest link on any of the paths, MB/s, 0 where none tells.
+    pub(crate) bandwidth: u32,
+    /// Largest NUMA distance to a client, 0 where none is known.
+    pub(crate) numa_distance: u32,
+    /// [`Candidate::size`].
+    pub(crate) size: u64,
+    /// [`Candidate::free`].
+    pub(crate) free: u64,
+    /// [`Candidate::largest`].
+    pub(crate) largest: u64,
+}
+
+impl Verdict {
+    /// Fills an array before [`decide`] overwrites it; it says nothing of any provider.
+    pub(crate) const EMPTY: Self = Self {
+        provider: 0,
+        code: VerdictCode::NotNamed,
+        worst_client: 0,
+        class: None,
+        hops: 0,
+        bandwidth: 0,
+        numa_distance: 0,
+        size: 0,
+        free: 0,
+        largest: 0,
+    };
+
+    /// The number the ABI has for the class: 0 without clients.
+    pub(crate) fn class_raw(&self) -> u32 {
+        self.class.map_or(0, PathClass::as_raw)
+    }
+}
+
+/// How a decision ended. Where no provider was chosen, the candidate that came nearest to being
+/// eligible gives the reason: the variants are in that order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Outcome {
+    /// There is no provider.
+    NoProvider,
+    /// The required provider is not there.
+    NoSuchProvider,
+    /// The kernel chose none, or one that is not a candidate.
+    NotUpstream,
+    /// All are leaving.
+    Leaving,
+    /// None can be reached by every client.
+    Unreachable,
+    /// None is near enough.
+    TooFar,
+    /// None is large enough.
+    TooSmall,
+    /// Those that could serve have not enough free bytes.
+    Full,
+    /// Those that could serve have the bytes, but not in one piece.
+    Fragmented,
+    /// A provider was chosen.
+    Chosen,
+}
+
+impl Outcome {
+    /// Whether the same request may succeed once memory has been freed (`ENOSPC`). For the other
+    /// failures something has to change in the machine or in the request (`ENODEV`).
+    pub(crate) fn is_out_of_space(self) -> bool {
+        matches!(self, Self::Full | Self::Fragmented)
+    }
+}
+
+/// What was decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Decision {
+    /// Index of the chosen candidate; `Some` exactly where `outcome` is [`Outcome::Chosen`].
+    pub(crate) chosen: Option<usize>,
+    /// How it ended.
+    pub(crate) outcome: Outcome,
+}
+
+/// What a candidate's paths amount to for all clients together.
+struct Reach {
+    worst_client: usize,
+    worst: Option<(PathClass, u32)>,
+    hops: u32,
+    bandwidth: u32,
+    numa_distance: u32,
+}
+
+impl Reach {
+    fn of(request: &Request, candidate: &Candidate<'_>) -> Self {
+        let mut reach = Self {
+            worst_client: 0,
+            worst: None,
+            hops: 0,
+            bandwidth: 0,
+            numa_distance: 0,
+        };
+        for (client, path) in candidate.paths.iter().take(request.clients).enumerate() {
+            reach.note(client, (path.class, path.hops));
+            reach.hops = reach.hops.saturating_add(path.hops);
+            reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
+                (0, link) | (link, 0) => link,
+                (a, b) => a.min(b),
+            };
+            reach.numa_distance = reach.numa_distance.max(path.numa_distance);
+        }
+        if candidate.paths.len() < request.clients {
+            reach.note(candidate.paths.len(), (PathClass::Unreachable, u32::MAX));
+        }
+        reach
+    }
+
+    /// Keeps the farthest path, the first of several.
+    fn note(&mut self, client: usize, distance: (PathClass, u32)) {
+        if self.worst.is_none_or(|worst| distance > worst) {
+            self.worst = Some(distance);
+            self.worst_client = client;
+        }
+    }
+
+    fn class(&self) -> Option<PathClass> {
+        self.worst.map(|(class, _)| class)
+    }
+}
+
+/// The criteria that decide among eligible candidates, in the order in which they are looked at;
+/// the smaller rank wins.
+struct Rank {
+    /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
+    class: Option<PathClass>,
+    /// Sum of hops.
+    hops: u32,
+    /// Narrowest link: wider is better, unknown (0) is worst.
+    bandwidth: Reverse<u32>,
+    /// Largest NUMA distance: unknown (0) is worst.
+    numa: u32,
+    /// Load in permille.
+    load: u64,
+    /// Largest contiguous piece: larger is better, as it leaves more for the next one.
+    largest: Reverse<u64>,
+    /// Order in which the providers came.
+    id: u32,
+}
+
+impl Rank {
+    fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
+        Self {
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: Reverse(reach.bandwidth),
+            numa: match reach.numa_distance {
+                0 => u32::MAX,
+                known => known,
+            },
+            load: candidate.load(),
+            largest: Reverse(candidate.largest),
+            id: candidate.id,
+        }
+    }
+
+    /// Compares, and names the criterion that decides.
+    fn compare(&self, other: &Self) -> (Ordering, VerdictCode) {
+        let criteria = [
+            (self.class.cmp(&other.class), VerdictCode::Class),
+            (self.hops.cmp(&other.hops), VerdictCode::Hops),
+            (self.bandwidth.cmp(&other.bandwidth), VerdictCode::Bandwidth),
+            (self.numa.cmp(&other.numa), VerdictCode::Numa),
+            (self.load.cmp(&other.load), VerdictCode::Load),
+            (self.largest.cmp(&other.largest), VerdictCode::Space),
+        ];
+        criteria
+            .into_iter()
+            .find(|(ordering, _)| ordering.is_ne())
+            .unwrap_or((self.id.cmp(&other.id), VerdictCode::Order))
+    }
+}
+
+/// Whether a candidate can serve the request, and if not, the first rule that forbids it. The rules
+/// that no time will change come first: a provider that is out of reach *and* full is out of reach.
+fn eligible(
+    request: &Request,
+    candidate: &Candidate<'_>,
+    reach: &Reach,
+) -> Result<(), (VerdictCode, Outcome)> {
+    let class = reach.class();
+    if matches!(request.named, Named::Require(id) if id != candidate.id) {
+        Err((VerdictCode::NotNamed, Outcome::NoSuchProvider))
+    } else if !candidate.live {
+        Err((VerdictCode::Leaving, Outcome::Leaving))
+    } else if class == Some(PathClass::Unreachable) {
+        Err((VerdictCode::Unreachable, Outcome::Unreachable))
+    } else if request.max_class.is_some_and(|max| class > Some(max)) {
+        Err((VerdictCode::TooFar, Outcome::TooFar))
+    } else if !candidate.could_hold(request) {
+        Err((VerdictCode::TooSmall, Outcome::TooSmall))
+    } else if candidate.free < request.size {
+        Err((VerdictCode::Full, Outcome::Full))
+    } else if candidate.largest < request.size {
+        Err((VerdictCode::Fragmented, Outcome::Fragmented))
+    } else {
+        Ok(())
+    }
+}
+
+/// On whose word a candidate may win; the earlier variant beats the later one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum By {
+    /// The request prefers it.
+    Wish,
+    /// The kernel chose it.
+    Kernel,
+    /// Its rank.
+    Rank,
+}
+
+/// On whose word the candidate may win, `None` if it may not because the kernel wants another one.
+/// A required provider leaves the kernel nothing to choose.
+fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
+    match (request.named, request.strategy) {
+        (Named::Prefer(id), _) if id == candidate.id => Some(By::Wish),
+        (Named::Require(_), _) | (_, Strategy::Nearest) => Some(By::Rank),
+        (_, Strategy::Upstream(choice)) => (choice == Some(candidate.id)).then_some(By::Kernel),
+    }
+}
+
+/// The best candidate found so far.
+struct Winner {
+    index: usize,
+    rank: Rank,
+    by: By,
+}
+
+/// Chooses a provider.
+///
+/// `verdicts[i]` is what the decision says of `candidates[i]`; where `verdicts` is shorter only
+/// that many are written, where it is longer the rest is left alone. The decision itself does not
+/// depend on it.
+///
+/// Takes time in proportion to candidates times clients, and a constant amount of stack.
+pub(crate) fn decide(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    verdicts: &mut [Verdict],
+) -> Decision {
+    let mut winner: Option<Winner> = None;
+    let mut outcome = Outcome::NoProvider;
+
+    for (index, candidate) in candidates.iter().enumerate() {
+        let Some(by) = contends(request, candidate) else {
+            outcome = outcome.max(Outcome::NotUpstream);
+            continue;
+        };
+        let reach = Reach::of(request, candidate);
+        if let Err((_, reason)) = eligible(request, candidate, &reach) {
+            outcome = outcome.max(reason);
+            continue;
+        }
+        let rank = Rank::of(candidate, &reach);
+        let wins = winner
+            .as_ref()
+            .is_none_or(|winner| match by.cmp(&winner.by) {
+                Ordering::Less => true,
+                Ordering::Equal => rank.compare(&winner.rank).0.is_lt(),
+                Ordering::Greater => false,
+            });
+        if wins {
+            winner = Some(Winner { index, rank, by });
+        }
+        outcome = Outcome::Chosen;
+    }
+
+    for (index, (candidate, slot)) in candidates.iter().zip(verdicts).enumerate() {
+        let reach = Reach::of(request, candidate);
+        let code = match (eligible(request, candidate, &reach), &winner) {
+            (Err((code, _)), _) => code,
+            (Ok(()), Some(winner)) if winner.index == index => VerdictCode::Chosen,
+            (Ok(()), Some(winner)) => match winner.by {
+                By::Wish => VerdictCode::NotNamed,
+                By::Kernel => VerdictCode::Upstream,
+                By::Rank => Rank::of(candidate, &reach).compare(&winner.rank).1,
+            },
+            // Eligible, and yet there is no winner: the kernel wants another one.
+            (Ok(()), None) => VerdictCode::Upstream,
+        };
+        *slot = Verdict {
+            provider: candidate.id,
+            code,
+            worst_client: u32::try_from(reach.worst_client).unwrap_or(u32::MAX),
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: reach.bandwidth,
+            numa_distance: reach.numa_distance,
+            size: candidate.size,
+            free: candidate.free,
+            largest: candidate.largest,
+        };
+    }
+
+    Decision {
+        chosen: winner.map(|winner| winner.index),
+        outcome,
+    }
+}
