@@ -1,0 +1,685 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The administrator's side: publishing devices' memory and taking it back, through sysfs and configfs.
+//!
+//! A device is published in four steps: its `driver_override` is set to `p2pmem`, the PCI core is asked to bind it, a
+//! group for it is made in configfs, and its settings and `enable` are written there. When a step fails, those before it
+//! are undone.
+//!
+//! ```no_run
+//! use p2pmem::admin::{Admin, Publish};
+//!
+//! let admin = Admin::new();
+//! let publish = Publish { bar: Some(2), ..Publish::new("0000:03:00.0".parse()?) };
+//! admin.publish(&publish)?;
+//! // ... and when it is no longer wanted:
+//! admin.unpublish("0000:03:00.0".parse()?, false)?;
+//! # Ok::<(), p2pmem::Error>(())
+//! ```
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::pci::{driver_of, PciAddr};
+
+/// Name of the module's PCI driver.
+const DRIVER: &str = "p2pmem";
+
+/// How a provider's memory can be reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Mode {
+    /// With struct pages: it can be mapped, and O_DIRECT works.
+    #[default]
+    Paged,
+}
+
+impl Mode {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Paged => "paged",
+        }
+    }
+}
+
+/// What to publish.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct Publish {
+    /// The device.
+    pub addr: PciAddr,
+    /// The BAR; none: the module takes the largest 64-bit prefetchable one.
+    pub bar: Option<u32>,
+    /// First byte in the BAR; none: 0.
+    pub offset: Option<u64>,
+    /// Bytes; none: to the BAR's end.
+    pub size: Option<u64>,
+    /// How it can be reached; none: the module's default.
+    pub mode: Option<Mode>,
+    /// Bytes left to the kernel's own users, such as nvmet; none: the module's default.
+    pub kernel_reserve: Option<u64>,
+    /// Take the device from the driver that has it.
+    pub rebind: bool,
+}
+
+impl Publish {
+    /// Publishes all of the device's default BAR, if no driver has the device.
+    pub fn new(addr: PciAddr) -> Self {
+        Self {
+            addr,
+            bar: None,
+            offset: None,
+            size: None,
+            mode: None,
+            kernel_reserve: None,
+            rebind: false,
+        }
+    }
+}
+
+/// A published device as configfs shows it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Published {
+    /// The device.
+    pub addr: PciAddr,
+    /// Whether it is enabled.
+    pub enabled: bool,
+    /// The module's sentence about it, such as the reason of the last refusal.
+    pub status: String,
+}
+
+/// What is done to files: the kernel's own tree, or a test's that answers as the kernel would.
+trait Tree: Send + Sync {
+    fn write(&self, path: &Path, text: &str) -> io::Result<()>;
+    fn make_dir(&self, path: &Path) -> io::Result<()>;
+    fn remove_dir(&self, path: &Path) -> io::Result<()>;
+}
+
+struct RealTree;
+
+impl Tree for RealTree {
+    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
+        // One write() call: an attribute takes its value whole. Never make the file: that it is missing is news.
+        let mut file = fs::OpenOptions::new().write(true).open(path)?;
+        file.write_all(text.as_bytes())
+    }
+
+    fn make_dir(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir(path)
+    }
+
+    fn remove_dir(&self, path: &Path) -> io::Result<()> {
+        fs::remove_dir(path)
+    }
+}
+
+/// Sysfs and configfs of a machine.
+pub struct Admin {
+    sys: PathBuf,
+    config: PathBuf,
+    tree: Box<dyn Tree>,
+}
+
+impl std::fmt::Debug for Admin {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Admin")
+            .field("sys", &self.sys)
+            .field("config", &self.config)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Default for Admin {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Admin {
+    /// This machine, with sysfs at `/sys` and configfs at `/sys/kernel/config`.
+    pub fn new() -> Self {
+        Self::with_roots("/sys", "/sys/kernel/config")
+    }
+
+    /// With sysfs and configfs elsewhere.
+    pub fn with_roots(sys: impl Into<PathBuf>, config: impl Into<PathBuf>) -> Self {
+        Self {
+            sys: sys.into(),
+            config: config.into(),
+            tree: Box::new(RealTree),
+        }
+    }
+
+    fn device(&self, addr: PciAddr) -> PathBuf {
+        self.sys.join("bus/pci/devices").join(addr.to_string())
+    }
+
+    fn groups(&self) -> PathBuf {
+        self.config.join("p2pmem/providers")
+    }
+
+    fn group(&self, addr: PciAddr) -> PathBuf {
+        self.groups().join(addr.to_string())
+    }
+
+    fn write(&self, path: PathBuf, text: &str) -> Result<()> {
+        self.tree.write(&path, text).map_err(|source| {
+            // Only the groups of configfs have an attribute "status".
+            let status = path
+                .parent()
+                .filter(|_| path.starts_with(&self.config))
+                .and_then(read_status);
+            let shown = text.trim_end();
+            let action = if shown.is_empty() {
+                "clear".into()
+            } else {
+                format!("write \"{shown}\" to")
+            };
+            Error::Admin {
+                action,
+                path,
+                source,
+                status,
+            }
+        })
+    }
+
+    /// Publishes a device's memory and returns what configfs shows then.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::State`] where it is published
+    /// already, is not there, or is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
+    /// the module's reason. All steps done until then are undone.
+    pub fn publish(&self, publish: &Publish) -> Result<Published> {
+        let addr = publish.addr;
+        let device = self.device(addr);
+        if !device.exists() {
+            return Err(Error::State(format!("there is no PCI device {addr}")));
+        }
+        if !self.groups().exists() {
+            let source = io::Error::from_raw_os_error(libc::ENOENT);
+            return Err(Error::Admin {
+                action: "open".into(),
+                path: self.groups(),
+                source,
+                status: None,
+            });
+        }
+        if self.group(addr).exists() && self.is_enabled(addr) {
+            return Err(Error::State(format!("{addr} is published already")));
+        }
+        let driver = driver_of(&device);
+        if let Some(driver) = driver.as_deref().filter(|d| *d != DRIVER && !publish.rebind) {
+            return Err(Error::Bound {
+                addr,
+                driver: driver.to_owned(),
+            });
+        }
+
+        let mut undo = Undo {
+            admin: self,
+            steps: Vec::new(),
+        };
+        self.bind(addr, driver.as_deref(), &mut undo)?;
+        self.configure(publish, &mut undo)?;
+        undo.steps.clear();
+        self.published_one(addr)
+    }
+
+    fn bind(&self, addr: PciAddr, driver: Option<&str>, undo: &mut Undo<'_>) -> Result<()> {
+        if driver == Some(DRIVER) {
+            return Ok(());
+        }
+        let device = self.device(addr);
+        // First to come is last to be done: when all else is undone, the PCI core finds the device a driver again.
+        undo.steps.push(Step::Probe(addr));
+        self.write(device.join("driver_override"), DRIVER)?;
+        undo.steps.push(Step::ClearOverride(addr));
+        if driver.is_some() {
+            self.write(device.join("driver/unbind"), &addr.to_string())?;
+        } else {
+            undo.steps.remove(0); // it had no driver, so it gets none back
+        }
+        self.write(self.sys.join("bus/pci/drivers_probe"), &addr.to_string())?;
+        match driver_of(&device).as_deref() {
+            Some(DRIVER) => undo.steps.push(Step::Unbind(addr)),
+            Some(other) => {
+                return Err(Error::State(format!(
+                    "{addr} was bound to the driver {other} meanwhile"
+                )))
+            }
+            None => {
+                return Err(Error::State(format!(
+                    "the p2pmem driver did not bind {addr}: is the module loaded? dmesg may say more"
+                )))
+            }
+        }
+        Ok(())
+    }
+
+    fn configure(&self, publish: &Publish, undo: &mut Undo<'_>) -> Result<()> {
+        let group = self.group(publish.addr);
+        if !group.exists() {
+            self.tree.make_dir(&group).map_err(|source| Error::Admin {
+                action: "make".into(),
+                path: group.clone(),
+                source,
+                status: None,
+            })?;
+            undo.steps.push(Step::RemoveGroup(publish.addr));
+        }
+        let settings = [
+            ("bar", publish.bar.map(|v| v.to_string())),
+            ("offset", publish.offset.map(|v| v.to_string())),
+            ("size", publish.size.map(|v| v.to_string())),
+            ("mode", publish.mode.map(|v| v.name().to_owned())),
+            ("kernel_reserve", publish.kernel_reserve.map(|v| v.to_string())),
+            ("enable", Some("1".to_owned())),
+        ];
+        for (name, value) in settings {
+            if let Some(value) = value {
+                self.write(group.join(name), &value)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound. With `reprobe` the PCI
+    /// core then finds the device its own driver again.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] where it is not published; [`Error::Admin`] where a file could not be written.
+    pub fn unpublish(&self, addr: PciAddr, reprobe: bool) -> Result<()> {
+        let group = self.group(addr);
+        let device = self.device(addr);
+        let bound = driver_of(&device).as_deref() == Some(DRIVER);
+        if !group.exists() && !bound {
+            return Err(Error::State(format!("{addr} is not published by p2pmem")));
+        }
+        if group.exists() {
+            if self.is_enabled(addr) {
+                self.write(group.join("enable"), "0")?;
+            }
+            self.step(Step::RemoveGroup(addr))?;
+        }
+        if bound {
+            self.step(Step::Unbind(addr))?;
+        }
+        // A surprise removal can have taken the device before.
+        if device.exists() {
+            self.step(Step::ClearOverride(addr))?;
+            if reprobe {
+                self.step(Step::Probe(addr))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The devices that have a group in configfs, enabled or not.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Admin`] where the module's folder is not in configfs.
+    pub fn published(&self) -> Result<Vec<Published>> {
+        let path = self.groups();
+        let failed = |source| Error::Admin {
+            action: "list".into(),
+            path: path.clone(),
+            source,
+            status: None,
+        };
+        let mut all = Vec::new();
+        for entry in fs::read_dir(&path).map_err(failed)? {
+            let name = entry.map_err(failed)?.file_name();
+            if let Some(addr) = name.to_str().and_then(|n| n.parse().ok()) {
+                all.push(self.published_one(addr)?);
+            }
+        }
+        all.sort_by_key(|p| p.addr);
+        Ok(all)
+    }
+
+    fn is_enabled(&self, addr: PciAddr) -> bool {
+        fs::read_to_string(self.group(addr).join("enable")).is_ok_and(|t| t.trim() == "1")
+    }
+
+    fn published_one(&self, addr: PciAddr) -> Result<Published> {
+        let status = read_status(&self.group(addr)).unwrap_or_default();
+        Ok(Published {
+            addr,
+            enabled: self.is_enabled(addr),
+            status,
+        })
+    }
+
+    fn step(&self, step: Step) -> Result<()> {
+        match step {
+            Step::Probe(addr) => self.write(self.sys.join("bus/pci/drivers_probe"), &addr.to_string()),
+            // An empty line is how driver_override is cleared.
+            Step::ClearOverride(addr) => self.write(self.device(addr).join("driver_override"), "\n"),
+            Step::Unbind(addr) => self.write(
+                self.sys.join("bus/pci/drivers").join(DRIVER).join("unbind"),
+                &addr.to_string(),
+            ),
+            Step::RemoveGroup(addr) => {
+                let path = self.group(addr);
+                self.tree.remove_dir(&path).map_err(|source| {
+                    let status = read_status(&path);
+                    Error::Admin {
+                        action: "remove".into(),
+                        path,
+                        source,
+                        status,
+                    }
+                })
+            }
+        }
+    }
+}
+
+/// A step back.
+#[derive(Clone, Copy)]
+enum Step {
+    Probe(PciAddr),
+    ClearOverride(PciAddr),
+    Unbind(PciAddr),
+    RemoveGroup(PciAddr),
+}
+
+/// Goes the steps back, the last one first, unless they were cleared.
+struct Undo<'a> {
+    admin: &'a Admin,
+    steps: Vec<Step>,
+}
+
+impl Drop for Undo<'_> {
+    fn drop(&mut self) {
+        for step in self.steps.drain(..).rev() {
+            // The error that led here is the one worth telling.
+            let _ = self.admin.step(step);
+        }
+    }
+}
+
+/// The sentence in a group's attribute `status`.
+fn read_status(group: &Path) -> Option<String> {
+    let text = fs::read_to_string(group.join("status")).ok()?;
+    Some(text.trim().to_owned()).filter(|t| !t.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+    use std::sync::{Arc, Mutex};
+
+    const ADDR: PciAddr = PciAddr {
+        domain: 0,
+        bus: 3,
+        devfn: 0,
+    };
+
+    /// A tree in a temporary folder that reacts as the kernel does: probing binds, unbinding unbinds, a group comes with
+    /// its attributes. `refuse` names the file whose writing fails, with the status the module leaves.
+    struct FakeTree {
+        root: PathBuf,
+        log: Arc<Mutex<Vec<String>>>,
+        refuse: Option<(&'static str, &'static str, i32)>,
+    }
+
+    impl FakeTree {
+        fn unbind(&self) -> io::Result<()> {
+            fs::remove_file(self.root.join("bus/pci/devices/0000:03:00.0/driver"))
+        }
+    }
+
+    impl Tree for FakeTree {
+        fn write(&self, path: &Path, text: &str) -> io::Result<()> {
+            let name = path.file_name().unwrap().to_str().unwrap();
+            let device = self.root.join("bus/pci/devices/0000:03:00.0");
+            self.log.lock().unwrap().push(format!("{name}={}", text.trim()));
+            if let Some((refused, status, errno)) = self.refuse {
+                if name == refused {
+                    if !status.is_empty() {
+                        fs::write(path.with_file_name("status"), format!("{status}\n"))?;
+                    }
+                    return Err(io::Error::from_raw_os_error(errno));
+                }
+            }
+            match name {
+                "unbind" => return self.unbind(),
+                "drivers_probe" if driver_of(&device).is_none() => {
+                    let wanted = fs::read_to_string(device.join("driver_override"))?;
+                    let driver = if wanted.trim().is_empty() {
+                        "xdma"
+                    } else {
+                        wanted.trim()
+                    };
+                    return symlink(self.root.join("bus/pci/drivers").join(driver), device.join("driver"));
+                }
+                _ => {}
+            }
+            RealTree.write(path, text)?;
+            // Attributes hold what was written last, not a file's leftovers.
+            if path.is_file() && name != "drivers_probe" {
+                fs::write(path, text)?;
+            }
+            Ok(())
+        }
+
+        fn make_dir(&self, path: &Path) -> io::Result<()> {
+            self.log.lock().unwrap().push("mkdir".into());
+            fs::create_dir(path)?;
+            for name in ["bar", "offset", "size", "mode", "kernel_reserve", "enable", "status"] {
+                fs::write(path.join(name), if name == "enable" { "0\n" } else { "\n" })?;
+            }
+            Ok(())
+        }
+
+        fn remove_dir(&self, path: &Path) -> io::Result<()> {
+            self.log.lock().unwrap().push("rmdir".into());
+            fs::remove_dir_all(path)
+        }
+    }
+
+    struct Machine {
+        dir: tempfile::TempDir,
+        admin: Admin,
+        log: Arc<Mutex<Vec<String>>>,
+    }
+
+    impl Machine {
+        fn new(driver: Option<&str>, refuse: Option<(&'static str, &'static str, i32)>) -> Self {
+            let dir = tempfile::tempdir().unwrap();
+            let root = dir.path().to_owned();
+            let device = root.join("bus/pci/devices/0000:03:00.0");
+            fs::create_dir_all(&device).unwrap();
+            fs::write(device.join("driver_override"), "\n").unwrap();
+            fs::write(root.join("bus/pci/drivers_probe"), "").unwrap();
+            for name in ["p2pmem", "xdma"] {
+                let driver = root.join("bus/pci/drivers").join(name);
+                fs::create_dir_all(&driver).unwrap();
+                fs::write(driver.join("unbind"), "").unwrap();
+            }
+            if let Some(driver) = driver {
+                symlink(root.join("bus/pci/drivers").join(driver), device.join("driver")).unwrap();
+            }
+            fs::create_dir_all(root.join("config/p2pmem/providers")).unwrap();
+            let log = Arc::new(Mutex::new(Vec::new()));
+            let admin = Admin {
+                sys: root.clone(),
+                config: root.join("config"),
+                tree: Box::new(FakeTree {
+                    root,
+                    log: log.clone(),
+                    refuse,
+                }),
+            };
+            Self { dir, admin, log }
+        }
+
+        fn log(&self) -> Vec<String> {
+            std::mem::take(&mut self.log.lock().unwrap())
+        }
+
+        fn driver(&self) -> Option<String> {
+            driver_of(&self.admin.device(ADDR))
+        }
+
+        fn driver_override(&self) -> String {
+            fs::read_to_string(self.admin.device(ADDR).join("driver_override"))
+                .unwrap()
+                .trim()
+                .to_owned()
+        }
+    }
+
+    #[test]
+    fn publishing_and_back() {
+        let machine = Machine::new(None, None);
+        let publish = Publish {
+            bar: Some(2),
+            size: Some(1 << 20),
+            mode: Some(Mode::Paged),
+            ..Publish::new(ADDR)
+        };
+        let published = machine.admin.publish(&publish).unwrap();
+        assert!(published.enabled);
+        let steps = [
+            "driver_override=p2pmem",
+            "drivers_probe=0000:03:00.0",
+            "mkdir",
+            "bar=2",
+            "size=1048576",
+            "mode=paged",
+            "enable=1",
+        ];
+        assert_eq!(machine.log(), steps);
+        assert_eq!(machine.driver().as_deref(), Some("p2pmem"));
+        assert_eq!(machine.admin.published().unwrap(), [published]);
+        assert!(matches!(machine.admin.publish(&publish), Err(Error::State(why)) if why.contains("already")));
+
+        machine.admin.unpublish(ADDR, true).unwrap();
+        let steps = [
+            "enable=0",
+            "rmdir",
+            "unbind=0000:03:00.0",
+            "driver_override=",
+            "drivers_probe=0000:03:00.0",
+        ];
+        assert_eq!(machine.log(), steps);
+        assert_eq!(
+            (machine.driver().as_deref(), machine.driver_override().as_str()),
+            (Some("xdma"), "")
+        );
+        assert!(matches!(machine.admin.unpublish(ADDR, false), Err(Error::State(_))));
+    }
+
+    #[test]
+    fn another_driver_s_device_is_left_alone_unless_forced() {
+        let machine = Machine::new(Some("xdma"), None);
+        let publish = Publish::new(ADDR);
+        let error = machine.admin.publish(&publish).unwrap_err();
+        assert_eq!(error.to_string(), "0000:03:00.0 is bound to the driver xdma");
+        assert!(error.remedy().unwrap().contains("--force"));
+        assert!(machine.log().is_empty(), "nothing was touched");
+        machine
+            .admin
+            .publish(&Publish {
+                rebind: true,
+                ..publish
+            })
+            .unwrap();
+        let steps = [
+            "driver_override=p2pmem",
+            "unbind=0000:03:00.0",
+            "drivers_probe=0000:03:00.0",
+            "mkdir",
+            "enable=1",
+        ];
+        assert_eq!(machine.log(), steps);
+        assert_eq!(machine.driver().as_deref(), Some("p2pmem"));
+    }
+
+    #[test]
+    fn a_refused_setting_is_explained_and_all_is_undone() {
+        let refuse = Some(("enable", "BAR 2 has no prefetchable memory", libc::EINVAL));
+        let machine = Machine::new(Some("xdma"), refuse);
+        let error = machine
+            .admin
+            .publish(&Publish {
+                rebind: true,
+                ..Publish::new(ADDR)
+            })
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("write \"1\" to"), "{text}");
+        assert!(
+            text.contains("providers/0000:03:00.0/enable: Invalid argument (EINVAL): BAR 2 has no"),
+            "{text}"
+        );
+        assert_eq!(error.reason(), Some("BAR 2 has no prefetchable memory"));
+        let steps = [
+            "driver_override=p2pmem",
+            "unbind=0000:03:00.0",
+            "drivers_probe=0000:03:00.0",
+            "mkdir",
+            "enable=1",
+            "rmdir",
+            "unbind=0000:03:00.0",
+            "driver_override=",
+            "drivers_probe=0000:03:00.0",
+        ];
+        assert_eq!(machine.log(), steps);
+        assert_eq!(machine.driver().as_deref(), Some("xdma"), "its own driver has it again");
+        assert!(machine.admin.published().unwrap().is_empty());
+    }
+
+    #[test]
+    fn every_step_that_fails_leaves_the_device_as_it_was() {
+        for driver in [None, Some("xdma"), Some("p2pmem")] {
+            for file in ["driver_override", "unbind", "drivers_probe", "bar", "offset", "enable"] {
+                let machine = Machine::new(driver, Some((file, "", libc::EIO)));
+                let publish = Publish {
+                    bar: Some(1),
+                    offset: Some(0),
+                    rebind: true,
+                    ..Publish::new(ADDR)
+                };
+                let result = machine.admin.publish(&publish);
+                // "unbind" and "drivers_probe" are part of undoing too: then the device cannot be given back.
+                let undoable = !["unbind", "drivers_probe", "driver_override"].contains(&file);
+                if undoable {
+                    assert!(
+                        matches!(result, Err(Error::Admin { .. })),
+                        "{driver:?} {file} {result:?}"
+                    );
+                    assert_eq!(machine.driver().as_deref(), driver, "{file}");
+                    assert!(machine.admin.published().unwrap().is_empty(), "{driver:?} {file}");
+                }
+                if result.is_err() && file != "driver_override" {
+                    assert_eq!(machine.driver_override(), "", "{driver:?} {file}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn missing_things_are_named() {
+        let machine = Machine::new(None, None);
+        let absent = PciAddr { bus: 9, ..ADDR };
+        let error = machine.admin.publish(&Publish::new(absent)).unwrap_err();
+        assert_eq!(error.to_string(), "there is no PCI device 0000:09:00.0");
+        fs::remove_dir(machine.dir.path().join("config/p2pmem/providers")).unwrap();
+        let error = machine.admin.publish(&Publish::new(ADDR)).unwrap_err();
+        assert!(error.remedy().unwrap().contains("configfs"), "{error}");
+        assert!(machine.admin.published().is_err());
+        let nowhere = Admin::with_roots("/nonexistent", "/nonexistent");
+        assert!(nowhere.publish(&Publish::new(ADDR)).is_err());
+    }
+}

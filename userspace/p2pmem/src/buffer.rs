@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A buffer: memory of a provider that this program holds.
+
+use p2pmem_sys as abi;
+
+use crate::device::Device;
+use crate::error::{Error, Operation, Result};
+use crate::mapping::Mapping;
+use crate::types::{known_offset, BufferInfo, PathClass};
+
+/// An allocation. Dropping it ends its handle; the memory is free once its last mapping is gone too.
+#[derive(Debug)]
+pub struct Buffer {
+    device: Device,
+    handle: u32,
+    provider: u32,
+    size: u64,
+    mmap_offset: u64,
+    bar_offset: Option<u64>,
+    class: Option<PathClass>,
+    /// The handle was ended by [`Buffer::free`], so that dropping must not try again.
+    freed: bool,
+}
+
+impl Buffer {
+    pub(crate) fn new(device: Device, got: &abi::p2pmem_alloc) -> Self {
+        Self {
+            device,
+            handle: got.handle,
+            provider: got.provider,
+            size: got.size,
+            mmap_offset: got.mmap_offset,
+            bar_offset: known_offset(got.bar_offset),
+            class: PathClass::from_raw(got.class),
+            freed: false,
+        }
+    }
+
+    /// Its handle on the device's open file: never 0, never used twice.
+    pub fn handle(&self) -> u32 {
+        self.handle
+    }
+
+    /// Id of the provider it lies in.
+    pub fn provider(&self) -> u32 {
+        self.provider
+    }
+
+    /// Its size in bytes: what was asked for, rounded up to pages.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Its first byte in the provider's BAR, where the BAR is known. A command to the provider's engine wants this.
+    pub fn bar_offset(&self) -> Option<u64> {
+        self.bar_offset
+    }
+
+    /// Class of the path to the farthest client; none where no clients were named.
+    pub fn class(&self) -> Option<PathClass> {
+        self.class
+    }
+
+    /// The offset at which `mmap()` on the device's file maps it, for programs that map it themselves.
+    pub fn mmap_offset(&self) -> u64 {
+        self.mmap_offset
+    }
+
+    /// The device it was allocated through.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// What the module says of it now.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`].
+    pub fn info(&self) -> Result<BufferInfo> {
+        self.device
+            .call(Operation::Buffer, |k| k.buffer(self.handle))
+            .map(BufferInfo::from)
+    }
+
+    /// Maps all of it, to read and write. It can be mapped more than once, and a mapping outlives the buffer.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENODEV where the buffer was revoked, with ENOMEM where address space ran out.
+    pub fn map(&self) -> Result<Mapping> {
+        let refused = |errno| Error::Refused {
+            operation: Operation::Map,
+            errno,
+            reason: None,
+        };
+        let len = usize::try_from(self.size).map_err(|_| refused(libc::ENOMEM))?;
+        // mmap() leaves no sentence, so none is asked for.
+        let map = self.device.kernel().map(self.mmap_offset, len);
+        map.map(Mapping::new)
+            .map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))
+    }
+
+    /// Ends its handle, as dropping does, and says whether that worked.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
+    pub fn free(mut self) -> Result<()> {
+        self.freed = true;
+        self.device.call(Operation::Free, |k| k.free(self.handle))
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if !self.freed {
+            // Nobody is left to tell of an error; closing the device's file frees the buffer anyway.
+            let _ = self.device.call(Operation::Free, |k| k.free(self.handle));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::fake::Fake;
+    use crate::{BufferState, Request};
+
+    #[test]
+    fn a_buffer_is_freed_once_by_drop_or_by_free() {
+        let device = Fake::example().device();
+        let first = device.alloc(&Request::new(5000)).unwrap();
+        assert_eq!(first.size(), 8192, "rounded up to pages");
+        assert_eq!(first.info().unwrap().state, BufferState::Live);
+        let second = device.alloc(&Request::new(4096)).unwrap();
+        assert_ne!(first.handle(), second.handle());
+        assert_eq!(device.info().unwrap().buffers, 2);
+        drop(first);
+        second.free().unwrap();
+        assert_eq!(device.info().unwrap().buffers, 0);
+        let stats = device.stats(None).unwrap();
+        assert_eq!(
+            (stats.allocs, stats.frees, stats.alloc_bytes, stats.free_bytes),
+            (2, 2, 12288, 12288)
+        );
+    }
+
+    #[test]
+    fn a_refused_free_is_told() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let buffer = device.alloc(&Request::new(4096)).unwrap();
+        fake.fail_next(libc::ENOENT);
+        assert_eq!(buffer.free().unwrap_err().errno(), Some(libc::ENOENT));
+    }
+
+    #[test]
+    fn a_buffer_keeps_its_device_and_a_mapping_outlives_its_buffer() {
+        let device = Fake::example().device();
+        let buffer = device.alloc(&Request::new(4096)).unwrap();
+        drop(device);
+        let mapping = buffer.map().unwrap();
+        drop(buffer);
+        mapping.write(0, 7u32).unwrap();
+        assert_eq!(mapping.read::<u32>(0).unwrap(), 7);
+    }
+
+    #[test]
+    fn a_revoked_buffer_cannot_be_mapped() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let buffer = device.alloc(&Request::new(4096).provider(2)).unwrap();
+        fake.remove_provider(2);
+        assert_eq!(buffer.info().unwrap().state, BufferState::Gone);
+        let error = buffer.map().unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENODEV));
+        assert!(error.remedy().unwrap().contains("allocate again"));
+    }
+}

@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! An open device, and what can be asked of it.
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path as FsPath;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use p2pmem_sys as abi;
+
+use crate::buffer::Buffer;
+use crate::error::{Error, Operation, Result};
+use crate::events::Events;
+use crate::explain::Explanation;
+use crate::pci::Client;
+use crate::sys::{CharDevice, Kernel};
+use crate::types::{Info, Path, PathClass, Provider, Stats};
+
+/// Where the module's device is.
+pub const DEFAULT_PATH: &str = "/dev/p2pmem";
+
+/// An answer that grew between asking for its size and asking for it is asked for again, but not for ever.
+const TRIES: usize = 8;
+
+/// An open `/dev/p2pmem`. Clones share the open file, and so do the buffers allocated through it.
+#[derive(Clone)]
+pub struct Device {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    kernel: Box<dyn Kernel>,
+    /// Held across a call and the question why it was refused: the module keeps one last reason for each open file,
+    /// and another thread's must not be taken for ours.
+    last_reason: Mutex<()>,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("fd", &self.as_fd()).finish()
+    }
+}
+
+impl AsFd for Device {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.kernel.fd()
+    }
+}
+
+impl Device {
+    /// Opens [`DEFAULT_PATH`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Open`] where the module is not loaded or the device not accessible, [`Error::Abi`] where the module
+    /// speaks another version of the ABI.
+    pub fn open() -> Result<Self> {
+        Self::open_path(DEFAULT_PATH)
+    }
+
+    /// Opens the device at `path`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Device::open`]; [`Error::Refused`] where `path` is another kind of device.
+    pub fn open_path(path: impl AsRef<FsPath>) -> Result<Self> {
+        let path = path.as_ref();
+        let device = CharDevice::open(path).map_err(|source| Error::Open {
+            path: path.to_owned(),
+            source,
+        })?;
+        let device = Self::with(Box::new(device));
+        let info = device.info()?;
+        if info.abi_version != abi::P2PMEM_ABI_VERSION {
+            return Err(Error::Abi {
+                module: info.abi_version,
+                program: abi::P2PMEM_ABI_VERSION,
+            });
+        }
+        Ok(device)
+    }
+
+    pub(crate) fn with(kernel: Box<dyn Kernel>) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                kernel,
+                last_reason: Mutex::new(()),
+            }),
+        }
+    }
+
+    pub(crate) fn kernel(&self) -> &dyn Kernel {
+        &*self.inner.kernel
+    }
+
+    /// Calls the module; where it refuses, asks for its sentence.
+    pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
+        // The lock guards no data, so a thread that panicked with it left nothing broken.
+        let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        f(self.kernel()).map_err(|error| {
+            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+            // These two leave no sentence of their own, and an older one would mislead.
+            let silent = matches!(errno, libc::EFAULT | libc::ENOTTY);
+            let reason = if silent { None } else { self.last_text() };
+            Error::Refused {
+                operation,
+                errno,
+                reason,
+            }
+        })
+    }
+
+    fn last_text(&self) -> Option<String> {
+        let (_, _, text) = self.explain_raw(None).ok()?;
+        Some(text).filter(|t| !t.is_empty())
+    }
+
+    /// What the module is, and what it holds in all.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENOTTY where the open file is no p2pmem device.
+    pub fn info(&self) -> Result<Info> {
+        self.call(Operation::Info, |k| k.info()).map(Info::from)
+    }
+
+    /// All providers, in the order of their ids.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`].
+    pub fn providers(&self) -> Result<Vec<Provider>> {
+        let all = self.grow(Operation::List, 16, |k, out: &mut [abi::p2pmem_provider]| k.list(out))?;
+        Ok(all.iter().map(Provider::from).collect())
+    }
+
+    /// The paths between all providers and `clients`: all clients of the first provider first.
+    /// With `rescan` the module forgets what it knew of paths (after a change of ACS by setpci, say).
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENODEV where a client is no PCI function of this machine.
+    pub fn paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
+        let mut all = Vec::new();
+        // A request takes so many clients; the matrix is put together from as many requests as it needs.
+        for (n, some) in clients.chunks(abi::P2PMEM_MAX_CLIENTS as usize).enumerate() {
+            let raw = addresses(some);
+            let first = n * abi::P2PMEM_MAX_CLIENTS as usize;
+            let room = 16 * some.len();
+            let rescan = rescan && n == 0;
+            let paths = self.grow(Operation::Paths, room, |k, out: &mut [abi::p2pmem_path]| {
+                k.paths(&raw, out, rescan)
+            })?;
+            all.extend(paths.iter().map(|p| {
+                let path = Path::from(p);
+                Path {
+                    client: path.client.saturating_add(first),
+                    ..path
+                }
+            }));
+        }
+        all.sort_by_key(|p| (p.provider, p.client));
+        Ok(all)
+    }
+
+    /// Allocates a buffer.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] for a request that no module could serve; [`Error::Refused`] with ENODEV (no provider could
+    /// ever serve it, or a client is not there), ENOSPC (those that could are full) or EINVAL, and with the module's
+    /// reason.
+    pub fn alloc(&self, request: &Request) -> Result<Buffer> {
+        let raw = request.raw()?;
+        let clients = addresses(&request.clients);
+        let got = self.call(Operation::Alloc, |k| k.alloc(&raw, &clients))?;
+        Ok(Buffer::new(self.clone(), &got))
+    }
+
+    /// Says what [`Device::alloc`] would do with `request` now, and why. Nothing is allocated.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Device::alloc`], except that a request that no provider can serve is an answer, not an error:
+    /// [`Explanation::errno`].
+    pub fn explain(&self, request: &Request) -> Result<Explanation> {
+        let raw = request.raw()?;
+        let clients = addresses(&request.clients);
+        let (answer, verdicts, text) = {
+            let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+            self.explain_raw(Some((&raw, &clients)))
+                .map_err(|error| Error::Refused {
+                    operation: Operation::Explain,
+                    errno: error.raw_os_error().unwrap_or(libc::EIO),
+                    reason: self.last_text(),
+                })?
+        };
+        // The dry run's answer repeats the request; take ours, which an older module may not have echoed.
+        let answer = abi::p2pmem_explain { req: raw, ..answer };
+        Ok(Explanation::new(&answer, &verdicts, text, &request.clients))
+    }
+
+    /// Explains the last allocation through this device, or the last thing that was refused. Verdicts tell clients by
+    /// their index in that request.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENODATA where there was none yet.
+    pub fn explain_last(&self) -> Result<Explanation> {
+        let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let (answer, verdicts, text) = self.explain_raw(None).map_err(|error| Error::Refused {
+            operation: Operation::Explain,
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+            reason: None,
+        })?;
+        Ok(Explanation::new(&answer, &verdicts, text, &[]))
+    }
+
+    /// Counters of the provider with this id, or of all there ever were.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with ENOENT where there is no such provider.
+    pub fn stats(&self, provider: Option<u32>) -> Result<Stats> {
+        self.call(Operation::Stats, |k| k.stats(provider.unwrap_or(0)))
+            .map(Stats::from)
+    }
+
+    /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.
+    pub fn events(&self) -> Events {
+        Events::new(self.clone())
+    }
+
+    /// Asks `f` to fill an array, with more room as long as it says that there is more.
+    fn grow<T: Default + Clone>(
+        &self,
+        operation: Operation,
+        room: usize,
+        f: impl Fn(&dyn Kernel, &mut [T]) -> io::Result<usize>,
+    ) -> Result<Vec<T>> {
+        let mut out = vec![T::default(); room];
+        for _ in 0..TRIES {
+            let there = self.call(operation, |k| f(k, &mut out))?;
+            if there <= out.len() {
+                out.truncate(there);
+                return Ok(out);
+            }
+            out.resize(there + there / 4, T::default());
+        }
+        Err(Error::State(format!(
+            "{operation} did not settle: providers come faster than they can be listed"
+        )))
+    }
+
+    #[allow(clippy::type_complexity)]
+    fn explain_raw(
+        &self,
+        request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
+    ) -> io::Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
+        let mut verdicts = vec![abi::p2pmem_verdict::default(); 16];
+        let mut text = vec![0u8; 512];
+        for _ in 0..TRIES {
+            let answer = self.kernel().explain(request, &mut verdicts, &mut text)?;
+            let (nr, len) = (answer.nr_verdicts as usize, answer.text_len as usize);
+            if nr <= verdicts.len() && len <= text.len() {
+                verdicts.truncate(nr);
+                text.truncate(text.iter().position(|b| *b == 0).unwrap_or(len));
+                return Ok((answer, verdicts, String::from_utf8_lossy(&text).into_owned()));
+            }
+            verdicts.resize(nr.max(verdicts.len()), abi::p2pmem_verdict::default());
+            text.resize(len.max(text.len()), 0);
+        }
+        Err(io::Error::from_raw_os_error(libc::EAGAIN))
+    }
+}
+
+fn addresses(clients: &[Client]) -> Vec<abi::p2pmem_pci_addr> {
+    clients.iter().map(|c| c.addr().into()).collect()
+}
+
+/// Who chooses among the providers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Strategy {
+    /// The module: path class, hops, bandwidth, NUMA, load.
+    #[default]
+    Nearest,
+    /// The kernel's own `pci_p2pmem_find_many()`.
+    Upstream,
+}
+
+/// What a buffer has to be.
+///
+/// ```
+/// use p2pmem::{Client, PathClass, PciAddr, Request};
+///
+/// let drive: PciAddr = "0000:03:00.0".parse()?;
+/// let request = Request::new(16 << 20).align(2 << 20).near([drive]).max_class(PathClass::SameSwitch);
+/// # let _ = request;
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Request {
+    size: u64,
+    align: u64,
+    clients: Vec<Client>,
+    strategy: Strategy,
+    provider: Option<u32>,
+    prefer: bool,
+    max_class: Option<PathClass>,
+}
+
+impl Request {
+    /// Asks for `size` bytes (rounded up to pages) near nothing in particular.
+    pub fn new(size: u64) -> Self {
+        Self {
+            size,
+            align: 0,
+            clients: Vec::new(),
+            strategy: Strategy::default(),
+            provider: None,
+            prefer: false,
+            max_class: None,
+        }
+    }
+
+    /// Alignment in the BAR in bytes: a power of two up to 1 GiB. Default: a page.
+    pub fn align(mut self, align: u64) -> Self {
+        self.align = align;
+        self
+    }
+
+    /// Adds devices that will do DMA with the buffer, 64 at most in all.
+    pub fn near(mut self, clients: impl IntoIterator<Item = impl Into<Client>>) -> Self {
+        self.clients.extend(clients.into_iter().map(Into::into));
+        self
+    }
+
+    /// Says who chooses.
+    pub fn strategy(mut self, strategy: Strategy) -> Self {
+        self.strategy = strategy;
+        self
+    }
+
+    /// Takes the provider with this id and no other; see [`Request::prefer`].
+    pub fn provider(mut self, id: u32) -> Self {
+        self.provider = Some(id);
+        self.prefer = false;
+        self
+    }
+
+    /// Takes the provider with this id if it can serve, else another one.
+    pub fn prefer(mut self, id: u32) -> Self {
+        self.provider = Some(id);
+        self.prefer = true;
+        self
+    }
+
+    /// The farthest path class allowed. Default: any that is reachable.
+    pub fn max_class(mut self, class: PathClass) -> Self {
+        self.max_class = Some(class);
+        self
+    }
+
+    /// The clients asked for.
+    pub fn clients(&self) -> &[Client] {
+        &self.clients
+    }
+
+    /// The ABI's form, without the clients. What can be known to be wrong is refused here in words.
+    fn raw(&self) -> Result<abi::p2pmem_request> {
+        let bad = |why: String| Err(Error::Request(why));
+        let most = abi::P2PMEM_MAX_CLIENTS as usize;
+        if self.size == 0 {
+            return bad("a buffer of 0 bytes".into());
+        }
+        if self.align != 0 && !self.align.is_power_of_two() {
+            return bad(format!(
+                "an alignment of {} bytes, which is no power of two",
+                self.align
+            ));
+        }
+        if self.align > u64::from(abi::P2PMEM_MAX_ALIGN) {
+            return bad(format!(
+                "an alignment of {} bytes, at most {} are possible",
+                self.align,
+                abi::P2PMEM_MAX_ALIGN
+            ));
+        }
+        if self.clients.len() > most {
+            return bad(format!("{} clients, at most {most} are possible", self.clients.len()));
+        }
+        if self.provider == Some(0) {
+            return bad("provider 0, but ids start at 1".into());
+        }
+        Ok(abi::p2pmem_request {
+            size: self.size,
+            align: self.align,
+            flags: if self.prefer { abi::P2PMEM_ALLOC_PREFER } else { 0 },
+            strategy: match self.strategy {
+                Strategy::Nearest => abi::P2PMEM_STRATEGY_NEAREST,
+                Strategy::Upstream => abi::P2PMEM_STRATEGY_UPSTREAM,
+            },
+            provider: self.provider.unwrap_or(0),
+            max_class: self.max_class.map_or(0, PathClass::to_raw),
+            ..Default::default()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::pci::PciAddr;
+
+    fn client(text: &str) -> Client {
+        Client::new(text.parse().unwrap())
+    }
+
+    #[test]
+    fn everything_can_be_asked() {
+        let device = Fake::example().device();
+        let info = device.info().unwrap();
+        assert_eq!((info.abi_version, info.providers), (abi::P2PMEM_ABI_VERSION, 3));
+        let providers = device.providers().unwrap();
+        assert_eq!(providers.iter().map(|p| p.id).collect::<Vec<_>>(), [1, 2, 3]);
+        assert_eq!(device.stats(None).unwrap(), Stats::default());
+        assert_eq!(device.explain_last().unwrap_err().errno(), Some(libc::ENODATA));
+    }
+
+    #[test]
+    fn answers_larger_than_the_first_guess_are_read_whole() {
+        let mut fake = Fake::new();
+        for n in 0..100 {
+            fake = fake.provider(
+                PciAddr {
+                    domain: 0,
+                    bus: n,
+                    devfn: 0,
+                },
+                1 << 20,
+            );
+        }
+        let device = fake.device();
+        assert_eq!(device.providers().unwrap().len(), 100);
+        let clients: Vec<_> = (0..130)
+            .map(|n| {
+                Client::new(PciAddr {
+                    domain: 1,
+                    bus: n,
+                    devfn: 0,
+                })
+            })
+            .collect();
+        let paths = device.paths(&clients, true).unwrap();
+        assert_eq!(paths.len(), 100 * 130);
+        assert!(paths
+            .iter()
+            .enumerate()
+            .all(|(i, p)| (p.provider as usize, p.client) == (i / 130 + 1, i % 130)));
+        let explanation = device.explain(&Request::new(4096)).unwrap();
+        assert_eq!(explanation.verdicts.len(), 100);
+    }
+
+    #[test]
+    fn the_nearest_provider_is_taken_and_explained() {
+        let device = Fake::example().device();
+        let request = Request::new(16 << 20).near([client("0000:04:00.0")]);
+        let dry = device.explain(&request).unwrap();
+        assert_eq!((dry.chosen, dry.errno), (Some(1), None));
+        let buffer = device.alloc(&request).unwrap();
+        assert_eq!((buffer.provider(), buffer.class()), (1, Some(PathClass::SameSwitch)));
+        assert_eq!(device.explain_last().unwrap().chosen, Some(1));
+    }
+
+    #[test]
+    fn a_refusal_carries_errno_reason_and_remedy() {
+        let device = Fake::example().device();
+        let error = device.alloc(&Request::new(1 << 40)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENODEV));
+        assert!(error.reason().unwrap().contains("no provider"), "{error}");
+        assert!(error.remedy().is_some());
+        let error = device.stats(Some(99)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOENT));
+        assert!(error.reason().unwrap().contains("99"), "{error}");
+    }
+
+    #[test]
+    fn a_reason_is_not_taken_for_another_call_s() {
+        let fake = Fake::example();
+        let device = fake.device();
+        device.stats(Some(99)).unwrap_err();
+        fake.fail_next(libc::EFAULT);
+        assert_eq!(device.info().unwrap_err().reason(), None);
+    }
+
+    #[test]
+    fn impossible_requests_never_reach_the_module() {
+        let device = Fake::example().device();
+        let many = (0..65).map(|n| PciAddr {
+            domain: 0,
+            bus: n,
+            devfn: 0,
+        });
+        let requests = [
+            Request::new(0),
+            Request::new(1).align(3),
+            Request::new(1).align(2 << 30),
+            Request::new(1).near(many),
+            Request::new(1).provider(0),
+        ];
+        for request in requests {
+            assert!(matches!(device.alloc(&request), Err(Error::Request(_))), "{request:?}");
+            assert!(
+                matches!(device.explain(&request), Err(Error::Request(_))),
+                "{request:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn other_files_are_refused() {
+        assert!(matches!(
+            Device::open_path("/nonexistent/p2pmem"),
+            Err(Error::Open { .. })
+        ));
+        let error = Device::open_path("/dev/null").unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Refused {
+                    operation: Operation::Info,
+                    errno: libc::ENOTTY,
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn it_can_be_shared_among_threads() {
+        fn check<T: Send + Sync>() {}
+        check::<Device>();
+        check::<Buffer>();
+        check::<crate::Mapping>();
+    }
+}

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What can go wrong, why, and what to do about it.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+
+use crate::pci::PciAddr;
+
+/// Result of this crate.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// What was asked of the module when it refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Operation {
+    /// Asking what the module is.
+    Info,
+    /// Listing providers.
+    List,
+    /// Asking for paths.
+    Paths,
+    /// Allocating a buffer.
+    Alloc,
+    /// Freeing a buffer.
+    Free,
+    /// Asking about a buffer.
+    Buffer,
+    /// Asking for an explanation.
+    Explain,
+    /// Asking for counters.
+    Stats,
+    /// Mapping a buffer.
+    Map,
+    /// Reading events.
+    Events,
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Info => "the question what the module is",
+            Self::List => "the list of providers",
+            Self::Paths => "the question for paths",
+            Self::Alloc => "the allocation",
+            Self::Free => "freeing the buffer",
+            Self::Buffer => "the question about the buffer",
+            Self::Explain => "the explanation",
+            Self::Stats => "the question for counters",
+            Self::Map => "mapping the buffer",
+            Self::Events => "reading events",
+        })
+    }
+}
+
+/// An error of this crate.
+///
+/// Its text says what failed and why; [`Error::remedy`] says what to do, where that is known.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The device could not be opened.
+    #[error("cannot open {}: {}", path.display(), os_text(source))]
+    Open {
+        /// The path tried.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+
+    /// Module and library are of different versions of the ABI.
+    #[error("the module speaks version {module} of the ABI, this program version {program}")]
+    Abi {
+        /// The module's version.
+        module: u32,
+        /// This library's version.
+        program: u32,
+    },
+
+    /// The module refused an operation.
+    #[error("{operation} was refused: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    Refused {
+        /// What was refused.
+        operation: Operation,
+        /// The errno, positive.
+        errno: i32,
+        /// The module's own sentence, where it left one.
+        reason: Option<String>,
+    },
+
+    /// A string that names no client.
+    #[error("{name:?} names no PCI device: {why}")]
+    Client {
+        /// The string.
+        name: String,
+        /// What was tried and found.
+        why: String,
+    },
+
+    /// A request that no module could serve.
+    #[error("bad request: {0}")]
+    Request(String),
+
+    /// An access outside a mapping.
+    #[error("{len} bytes at offset {offset} are not inside the mapping of {size} bytes")]
+    OutOfBounds {
+        /// First byte of the access.
+        offset: usize,
+        /// Its length in bytes.
+        len: usize,
+        /// The mapping's length in bytes.
+        size: usize,
+    },
+
+    /// A file for peer-to-peer I/O that is not open for direct I/O.
+    #[error("the file is not open with O_DIRECT, so its data would go through host memory")]
+    NotDirect,
+
+    /// Direct I/O failed.
+    #[error("{what} at byte {offset} of the file failed: {}", os_text(source))]
+    Io {
+        /// "reading" or "writing".
+        what: &'static str,
+        /// Offset in the file, in bytes.
+        offset: u64,
+        /// What the kernel said.
+        source: io::Error,
+    },
+
+    /// Writing stopped before the end: the file's device takes no more.
+    #[error("only {written} of {len} bytes were written")]
+    ShortWrite {
+        /// Bytes written.
+        written: usize,
+        /// Bytes there were.
+        len: usize,
+    },
+
+    /// A file of sysfs or configfs could not be read or written.
+    #[error("cannot {action} {}: {}{}", path.display(), os_text(source), status.as_deref().map(|s| format!(": {s}")).unwrap_or_default())]
+    Admin {
+        /// What was tried, such as `write "1" to`.
+        action: String,
+        /// The file or folder.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+        /// The sentence in the provider's attribute `status`, where there is one.
+        status: Option<String>,
+    },
+
+    /// A device that another driver has.
+    #[error("{addr} is bound to the driver {driver}")]
+    Bound {
+        /// The device.
+        addr: PciAddr,
+        /// Its driver.
+        driver: String,
+    },
+
+    /// Publishing what is published, or the reverse, or a device that is not there.
+    #[error("{0}")]
+    State(String),
+}
+
+impl Error {
+    /// The errno behind the error, positive, where there is one.
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Open { source, .. } | Self::Io { source, .. } | Self::Admin { source, .. } => source.raw_os_error(),
+            Self::Refused { errno, .. } => Some(*errno),
+            _ => None,
+        }
+    }
+
+    /// The module's own sentence, where it left one.
+    pub fn reason(&self) -> Option<&str> {
+        match self {
+            Self::Refused { reason, .. } => reason.as_deref(),
+            Self::Admin { status, .. } => status.as_deref(),
+            _ => None,
+        }
+    }
+
+    /// What to do about it, where that is known.
+    pub fn remedy(&self) -> Option<&'static str> {
+        let errno = self.errno();
+        match self {
+            Self::Open { .. } => match errno {
+                Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
+                Some(libc::EACCES | libc::EPERM) => {
+                    Some("run as root, or give your group access to the device by a udev rule")
+                }
+                Some(libc::ENXIO | libc::ENODEV) => Some("the module was unloaded: modprobe p2pmem"),
+                _ => None,
+            },
+            Self::Abi { .. } => Some("install module and user space of one version of p2pmem"),
+            Self::Refused {
+                operation: Operation::Alloc | Operation::Explain,
+                ..
+            } => match errno {
+                Some(libc::ENODEV) => {
+                    Some("see `p2pmemctl list` and `p2pmemctl topo`: publish a provider that the clients can reach")
+                }
+                Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or ask for less"),
+                Some(libc::E2BIG) => Some("name fewer clients in one request"),
+                _ => None,
+            },
+            Self::Refused {
+                operation: Operation::Map,
+                ..
+            } => match errno {
+                Some(libc::ENODEV) => Some("the provider left: allocate again"),
+                _ => None,
+            },
+            Self::Refused {
+                errno: libc::ENOTTY, ..
+            } => Some("the module is older or newer than this program"),
+            Self::Client { .. } => Some(
+                "name a PCI address (0000:03:00.0), an RDMA device (mlx5_0), an NVMe drive (nvme0) or a path in /sys",
+            ),
+            Self::NotDirect => Some("open the file with p2pmem::open_direct()"),
+            Self::Io { .. } => match errno {
+                Some(libc::EINVAL) => {
+                    Some("O_DIRECT wants offset and length in whole blocks of the drive, and the file system's consent")
+                }
+                Some(libc::EREMOTEIO) => Some(
+                    "the file's device does not take peer-to-peer memory: use an NVMe drive with a file system on it",
+                ),
+                Some(libc::EFAULT) => Some("the buffer was revoked, or the file's driver cannot take device memory"),
+                Some(libc::EIO) => Some("see dmesg: the drive could not reach the provider's memory"),
+                _ => None,
+            },
+            Self::Admin { path, .. } => match errno {
+                Some(libc::EACCES | libc::EPERM) => Some("run as root"),
+                Some(libc::ENOENT) if path.components().any(|c| c.as_os_str() == "config") => Some(
+                    "load the module and mount configfs: modprobe p2pmem; mount -t configfs none /sys/kernel/config",
+                ),
+                Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
+                _ => None,
+            },
+            Self::Bound { .. } => Some("publish with --force to take the device from its driver"),
+            _ => None,
+        }
+    }
+}
+
+/// The kernel's text for an error, without Rust's "(os error N)".
+fn os_text(error: &io::Error) -> String {
+    match error.raw_os_error() {
+        Some(errno) => errno_text(errno),
+        None => error.to_string(),
+    }
+}
+
+/// `strerror()` and the errno's name, for the errnos that the ABI names.
+pub(crate) fn errno_text(errno: i32) -> String {
+    let text = io::Error::from_raw_os_error(errno).to_string();
+    let text = text.split(" (os error").next().unwrap_or_default();
+    let name = match errno {
+        libc::EPERM => "EPERM",
+        libc::ENOENT => "ENOENT",
+        libc::EIO => "EIO",
+        libc::ENXIO => "ENXIO",
+        libc::E2BIG => "E2BIG",
+        libc::EAGAIN => "EAGAIN",
+        libc::ENOMEM => "ENOMEM",
+        libc::EACCES => "EACCES",
+        libc::EFAULT => "EFAULT",
+        libc::EBUSY => "EBUSY",
+        libc::EEXIST => "EEXIST",
+        libc::ENODEV => "ENODEV",
+        libc::EINVAL => "EINVAL",
+        libc::ENOTTY => "ENOTTY",
+        libc::ENOSPC => "ENOSPC",
+        libc::ERANGE => "ERANGE",
+        libc::ENODATA => "ENODATA",
+        libc::EOVERFLOW => "EOVERFLOW",
+        libc::EOPNOTSUPP => "EOPNOTSUPP",
+        libc::EREMOTEIO => "EREMOTEIO",
+        _ => return format!("{text} (errno {errno})"),
+    };
+    format!("{text} ({name})")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_name_errno_and_reason() {
+        let error = Error::Refused {
+            operation: Operation::Alloc,
+            errno: libc::ENOSPC,
+            reason: Some("0000:04:00.0 has 4096 bytes free".into()),
+        };
+        assert_eq!(
+            error.to_string(),
+            "the allocation was refused: No space left on device (ENOSPC): 0000:04:00.0 has 4096 bytes free"
+        );
+        assert_eq!(error.errno(), Some(libc::ENOSPC));
+        assert_eq!(error.reason(), Some("0000:04:00.0 has 4096 bytes free"));
+        assert!(error.remedy().unwrap().contains("ask for less"));
+    }
+
+    #[test]
+    fn a_missing_device_says_load_the_module() {
+        let error = Error::Open {
+            path: "/dev/p2pmem".into(),
+            source: io::Error::from_raw_os_error(libc::ENOENT),
+        };
+        assert_eq!(
+            error.to_string(),
+            "cannot open /dev/p2pmem: No such file or directory (ENOENT)"
+        );
+        assert!(error.remedy().unwrap().contains("modprobe p2pmem"));
+    }
+
+    #[test]
+    fn unknown_errnos_keep_their_number() {
+        assert!(errno_text(libc::EXDEV).ends_with("(errno 18)"));
+    }
+}

@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Events: providers that come and leave, buffers that are revoked.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::time::{Duration, Instant};
+
+use p2pmem_sys as abi;
+
+use crate::device::Device;
+use crate::error::{Operation, Result};
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case", tag = "event")]
+#[non_exhaustive]
+pub enum EventKind {
+    /// A provider came.
+    ProviderAdded {
+        /// Its id.
+        provider: u32,
+    },
+    /// A provider left.
+    ProviderRemoved {
+        /// Its id.
+        provider: u32,
+    },
+    /// A buffer of this open file is gone: touching a mapping of it raises SIGBUS.
+    BufferRevoked {
+        /// Id of the provider it was in.
+        provider: u32,
+        /// Its handle.
+        handle: u32,
+    },
+    /// The reader was too slow: so many events were dropped. List the providers again.
+    Lost {
+        /// How many.
+        count: u32,
+    },
+    /// An event that this version of the library does not know.
+    Unknown {
+        /// The ABI's number.
+        code: u32,
+    },
+}
+
+/// One event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Event {
+    /// What happened.
+    #[serde(flatten)]
+    pub kind: EventKind,
+    /// When, in nanoseconds of CLOCK_MONOTONIC.
+    pub time_ns: u64,
+}
+
+impl From<&abi::p2pmem_event> for Event {
+    fn from(raw: &abi::p2pmem_event) -> Self {
+        let kind = match raw.type_ {
+            abi::P2PMEM_EVENT_PROVIDER_ADDED => EventKind::ProviderAdded { provider: raw.provider },
+            abi::P2PMEM_EVENT_PROVIDER_REMOVED => EventKind::ProviderRemoved { provider: raw.provider },
+            abi::P2PMEM_EVENT_BUFFER_REVOKED => EventKind::BufferRevoked {
+                provider: raw.provider,
+                handle: raw.handle,
+            },
+            abi::P2PMEM_EVENT_LOST => EventKind::Lost { count: raw.count },
+            code => EventKind::Unknown { code },
+        };
+        Self {
+            kind,
+            time_ns: raw.time_ns,
+        }
+    }
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            EventKind::ProviderAdded { provider } => write!(f, "provider {provider} came"),
+            EventKind::ProviderRemoved { provider } => write!(f, "provider {provider} left"),
+            EventKind::BufferRevoked { provider, handle } => {
+                write!(f, "buffer {handle} was revoked, its provider {provider} leaves")
+            }
+            EventKind::Lost { count } => write!(f, "{count} events were dropped, list again"),
+            EventKind::Unknown { code } => write!(f, "event {code}, which this program does not know"),
+        }
+    }
+}
+
+/// The events of a device's open file, as they come. As an iterator it waits for each without a limit.
+#[derive(Debug)]
+pub struct Events {
+    device: Device,
+    ready: VecDeque<Event>,
+}
+
+impl Events {
+    pub(crate) fn new(device: Device) -> Self {
+        Self {
+            device,
+            ready: VecDeque::new(),
+        }
+    }
+
+    /// The next event, waiting up to `timeout` for it (none: without a limit). None after the timeout.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`](crate::Error::Refused): ENODEV where the module is being unloaded.
+    pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
+        let deadline = timeout.map(|t| Instant::now() + t);
+        loop {
+            if let Some(event) = self.ready.pop_front() {
+                return Ok(Some(event));
+            }
+            let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+            // Not through Device::call(): it would hold a lock that other threads' calls need.
+            let refused = |error: std::io::Error| crate::Error::Refused {
+                operation: Operation::Events,
+                errno: error.raw_os_error().unwrap_or(libc::EIO),
+                reason: None,
+            };
+            if !self.device.kernel().wait(left).map_err(refused)? {
+                return Ok(None);
+            }
+            let mut raw = [abi::p2pmem_event::default(); 32];
+            match self.device.kernel().read_events(&mut raw) {
+                Ok(n) => self.ready.extend(raw.iter().take(n).map(Event::from)),
+                // Another reader of the same file was faster, or a signal came.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+                Err(error) => return Err(refused(error)),
+            }
+        }
+    }
+}
+
+impl Iterator for Events {
+    type Item = Result<Event>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.next_within(None).transpose()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::Request;
+
+    #[test]
+    fn events_come_in_order_and_waiting_ends() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let buffer = device.alloc(&Request::new(4096).provider(1)).unwrap();
+        let mut events = device.events();
+        assert!(events.next_within(Some(Duration::from_millis(1))).unwrap().is_none());
+        fake.remove_provider(1);
+        let kinds: Vec<_> = events.by_ref().take(2).map(|e| e.unwrap().kind).collect();
+        let revoked = EventKind::BufferRevoked {
+            provider: 1,
+            handle: buffer.handle(),
+        };
+        assert_eq!(kinds, [revoked, EventKind::ProviderRemoved { provider: 1 }]);
+        assert!(events.next_within(Some(Duration::ZERO)).unwrap().is_none());
+    }
+
+    #[test]
+    fn an_event_wakes_a_waiting_thread() {
+        let fake = Fake::example();
+        let mut events = fake.device().events();
+        let waiter = std::thread::spawn(move || events.next_within(Some(Duration::from_secs(60))));
+        fake.remove_provider(2);
+        let event = waiter.join().unwrap().unwrap().expect("an event within a minute");
+        assert_eq!(event.to_string(), "provider 2 left");
+    }
+
+    #[test]
+    fn losses_and_unknown_events_are_told() {
+        let lost = abi::p2pmem_event {
+            type_: abi::P2PMEM_EVENT_LOST,
+            count: 9,
+            ..Default::default()
+        };
+        assert_eq!(Event::from(&lost).to_string(), "9 events were dropped, list again");
+        let odd = abi::p2pmem_event {
+            type_: 77,
+            ..Default::default()
+        };
+        assert_eq!(Event::from(&odd).kind, EventKind::Unknown { code: 77 });
+        let json = serde_json::to_value(Event::from(&lost)).unwrap();
+        assert_eq!((&json["event"], &json["count"]), (&"lost".into(), &9.into()));
+    }
+}

@@ -1,0 +1,436 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Why a provider was chosen and each other one was not, in sentences.
+
+use p2pmem_sys as abi;
+
+use crate::error::errno_text;
+use crate::pci::{Client, PciAddr};
+use crate::types::{human_size, PathClass};
+
+/// Why a provider was or was not chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum VerdictCode {
+    /// It was chosen.
+    Chosen,
+    /// A client cannot reach it.
+    Unreachable,
+    /// A path is farther than the request allows.
+    TooFar,
+    /// It could not hold the buffer were it empty.
+    TooSmall,
+    /// It has not enough free bytes.
+    Full,
+    /// It has the bytes, but not in one piece with that alignment.
+    Fragmented,
+    /// It is being revoked.
+    Leaving,
+    /// The request names another provider.
+    NotNamed,
+    /// Another one's path class is nearer.
+    Class,
+    /// Another one is fewer hops away.
+    Hops,
+    /// Another one has a wider narrowest link.
+    Bandwidth,
+    /// Another one is nearer in NUMA distance.
+    Numa,
+    /// Another one is less loaded.
+    Load,
+    /// Another one has a larger contiguous piece left.
+    Space,
+    /// Equal in everything to the chosen one, which came earlier.
+    Order,
+    /// The kernel's `pci_p2pmem_find_many()` returned another one.
+    Upstream,
+    /// A code that this version of the library does not know.
+    Unknown,
+}
+
+impl VerdictCode {
+    fn from_raw(raw: u32) -> Self {
+        match raw {
+            abi::P2PMEM_VERDICT_CHOSEN => Self::Chosen,
+            abi::P2PMEM_VERDICT_UNREACHABLE => Self::Unreachable,
+            abi::P2PMEM_VERDICT_TOO_FAR => Self::TooFar,
+            abi::P2PMEM_VERDICT_TOO_SMALL => Self::TooSmall,
+            abi::P2PMEM_VERDICT_FULL => Self::Full,
+            abi::P2PMEM_VERDICT_FRAGMENTED => Self::Fragmented,
+            abi::P2PMEM_VERDICT_LEAVING => Self::Leaving,
+            abi::P2PMEM_VERDICT_NOT_NAMED => Self::NotNamed,
+            abi::P2PMEM_VERDICT_CLASS => Self::Class,
+            abi::P2PMEM_VERDICT_HOPS => Self::Hops,
+            abi::P2PMEM_VERDICT_BANDWIDTH => Self::Bandwidth,
+            abi::P2PMEM_VERDICT_NUMA => Self::Numa,
+            abi::P2PMEM_VERDICT_LOAD => Self::Load,
+            abi::P2PMEM_VERDICT_SPACE => Self::Space,
+            abi::P2PMEM_VERDICT_ORDER => Self::Order,
+            abi::P2PMEM_VERDICT_UPSTREAM => Self::Upstream,
+            _ => Self::Unknown,
+        }
+    }
+}
+
+/// What a decision said of one provider, and the numbers it said it from.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Verdict {
+    /// The provider's id.
+    pub provider: u32,
+    /// Its PCI function.
+    pub addr: PciAddr,
+    /// The verdict.
+    pub code: VerdictCode,
+    /// The verdict as a sentence, with the numbers that matter for it.
+    pub why: String,
+    /// Name of the client that is farthest from it, or cannot reach it.
+    pub worst_client: Option<String>,
+    /// Class of the path to that client.
+    pub class: Option<PathClass>,
+    /// Sum of hops to all clients.
+    pub hops: u32,
+    /// Narrowest link on any of the paths in MB/s, where a link tells.
+    pub bandwidth: Option<u32>,
+    /// Largest NUMA distance to a client, where one is known.
+    pub numa_distance: Option<u32>,
+    /// Bytes the provider manages.
+    pub size: u64,
+    /// Bytes that were free.
+    pub free: u64,
+    /// Largest contiguous piece in bytes.
+    pub largest: u64,
+}
+
+/// A decision explained: what was chosen or why not, and a verdict for every provider.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Explanation {
+    /// Id of the provider chosen.
+    pub chosen: Option<u32>,
+    /// The errno that the decision ended with, or would, positive.
+    pub errno: Option<i32>,
+    /// The module's own sentence.
+    pub text: String,
+    /// One verdict for each provider, in the order of their ids.
+    pub verdicts: Vec<Verdict>,
+}
+
+impl Explanation {
+    /// Makes sense of what the module said. `clients` are those of the request, where they are known: verdicts name
+    /// them by index.
+    pub(crate) fn new(
+        raw: &abi::p2pmem_explain,
+        verdicts: &[abi::p2pmem_verdict],
+        text: String,
+        clients: &[Client],
+    ) -> Self {
+        let chosen = verdicts.iter().find(|v| v.code == abi::P2PMEM_VERDICT_CHOSEN);
+        Self {
+            chosen: Some(raw.chosen).filter(|id| *id != 0),
+            errno: i32::try_from(raw.error).ok().filter(|errno| *errno != 0),
+            text,
+            verdicts: verdicts
+                .iter()
+                .map(|v| verdict(v, chosen, raw.req.size, clients))
+                .collect(),
+        }
+    }
+
+    /// The verdict of the provider chosen.
+    pub fn chosen_verdict(&self) -> Option<&Verdict> {
+        self.verdicts.iter().find(|v| v.code == VerdictCode::Chosen)
+    }
+
+    /// The decision in lines for a reader: the outcome first, then each provider with its reason.
+    pub fn lines(&self) -> Vec<String> {
+        let outcome = match (self.errno, self.chosen_verdict()) {
+            (Some(errno), _) if self.text.is_empty() => format!("refused: {}", errno_text(errno)),
+            (Some(errno), _) => format!("refused: {}: {}", errno_text(errno), self.text),
+            (None, _) if !self.text.is_empty() => self.text.clone(),
+            (None, Some(chosen)) => format!("{} was chosen", chosen.addr),
+            (None, None) => "nothing was chosen".into(),
+        };
+        let verdicts = self.verdicts.iter().map(|v| format!("{}: {}", v.addr, v.why));
+        std::iter::once(outcome).chain(verdicts).collect()
+    }
+}
+
+fn verdict(
+    raw: &abi::p2pmem_verdict,
+    chosen: Option<&abi::p2pmem_verdict>,
+    wanted: u64,
+    clients: &[Client],
+) -> Verdict {
+    let class = PathClass::from_raw(raw.class);
+    // Without the request's clients at hand (the last decision of this file) their number still tells them apart.
+    let worst_client = class.map(|_| {
+        let index = raw.worst_client as usize;
+        clients
+            .get(index)
+            .map_or_else(|| format!("client {index}"), |c| c.name().to_owned())
+    });
+    let code = VerdictCode::from_raw(raw.code);
+    Verdict {
+        provider: raw.provider,
+        addr: raw.addr.into(),
+        code,
+        why: sentence(code, raw, chosen, worst_client.as_deref(), wanted, clients.len()),
+        worst_client,
+        class,
+        hops: raw.hops,
+        bandwidth: Some(raw.bandwidth).filter(|b| *b != 0),
+        numa_distance: Some(raw.numa_distance).filter(|d| *d != 0),
+        size: raw.size,
+        free: raw.free,
+        largest: raw.largest,
+    }
+}
+
+fn sentence(
+    code: VerdictCode,
+    own: &abi::p2pmem_verdict,
+    chosen: Option<&abi::p2pmem_verdict>,
+    worst_client: Option<&str>,
+    wanted: u64,
+    nr_clients: usize,
+) -> String {
+    let class = PathClass::from_raw(own.class);
+    let hops = |n: u32| match (n, nr_clients) {
+        (1, 0 | 1) => "1 hop".to_owned(),
+        (n, 0 | 1) => format!("{n} hops"),
+        (n, _) => format!("{n} hops in all"),
+    };
+    let way = match (class, worst_client) {
+        (Some(class), Some(client)) => format!("{} {client}", class.way()),
+        _ => "near nothing in particular".into(),
+    };
+    let wanted = if wanted == 0 {
+        "the buffer".to_owned()
+    } else {
+        human_size(wanted)
+    };
+    let bandwidth = |mbps: u32| {
+        if mbps == 0 {
+            "unknown".to_owned()
+        } else {
+            format!("{mbps} MB/s")
+        }
+    };
+    // What the chosen one has in place of this, where one was chosen and its number is known.
+    let versus = |text: &dyn Fn(&abi::p2pmem_verdict) -> String| chosen.map(text).unwrap_or_default();
+
+    match code {
+        VerdictCode::Chosen if class.is_none() => format!("chosen: {} free", human_size(own.free)),
+        VerdictCode::Chosen => format!("chosen: {way} ({}), {} free", hops(own.hops), human_size(own.free)),
+        VerdictCode::Unreachable => match worst_client {
+            Some(client) => format!("unreachable: {client} cannot reach it"),
+            None => "unreachable: a client cannot reach it".into(),
+        },
+        VerdictCode::TooFar => format!("too far: {way} ({}), the request allows less", hops(own.hops)),
+        VerdictCode::TooSmall => format!("too small: {} in all, {wanted} wanted", human_size(own.size)),
+        VerdictCode::Full => format!(
+            "full: {} of {} free, {wanted} wanted",
+            human_size(own.free),
+            human_size(own.size)
+        ),
+        VerdictCode::Fragmented => format!(
+            "fragmented: {} free, but the largest aligned piece is {}, {wanted} wanted",
+            human_size(own.free),
+            human_size(own.largest)
+        ),
+        VerdictCode::Leaving => "leaving: it is being revoked".into(),
+        VerdictCode::NotNamed => "not named: the request names another provider".into(),
+        VerdictCode::Class => {
+            let nearer = versus(&|c| {
+                PathClass::from_raw(c.class)
+                    .map(|c| format!(", the chosen one {}", c.stays()))
+                    .unwrap_or_default()
+            });
+            format!("farther: {way} ({}){nearer}", hops(own.hops))
+        }
+        VerdictCode::Hops => {
+            format!(
+                "more hops: {way} ({}){}",
+                hops(own.hops),
+                versus(&|c| format!(", the chosen one has {}", c.hops))
+            )
+        }
+        VerdictCode::Bandwidth => format!(
+            "narrower link: {}{}",
+            bandwidth(own.bandwidth),
+            versus(&|c| format!(", the chosen one has {}", bandwidth(c.bandwidth)))
+        ),
+        VerdictCode::Numa => format!(
+            "farther in NUMA distance: {}{}",
+            own.numa_distance,
+            versus(&|c| format!(", the chosen one has {}", c.numa_distance))
+        ),
+        VerdictCode::Load => format!(
+            "busier: {} of {} in use{}",
+            human_size(own.size.saturating_sub(own.free)),
+            human_size(own.size),
+            versus(&|c| format!(
+                ", of the chosen one {} of {}",
+                human_size(c.size.saturating_sub(c.free)),
+                human_size(c.size)
+            ))
+        ),
+        VerdictCode::Space => format!(
+            "less room: its largest piece is {}{}",
+            human_size(own.largest),
+            versus(&|c| format!(", the chosen one's {}", human_size(c.largest)))
+        ),
+        VerdictCode::Order => "equal: as good as the chosen one, which came earlier".into(),
+        VerdictCode::Upstream => "not the kernel's pick: pci_p2pmem_find_many() returned another one".into(),
+        VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn raw(provider: u32, code: u32) -> abi::p2pmem_verdict {
+        abi::p2pmem_verdict {
+            provider,
+            code,
+            addr: abi::p2pmem_pci_addr {
+                bus: provider as u8 + 3,
+                ..Default::default()
+            },
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn sentences_carry_the_numbers_that_decided() {
+        let chosen = abi::p2pmem_verdict {
+            class: abi::P2PMEM_PATH_SAME_SWITCH,
+            hops: 4,
+            bandwidth: 16000,
+            numa_distance: 10,
+            size: 256 << 20,
+            free: 240 << 20,
+            largest: 128 << 20,
+            ..raw(1, abi::P2PMEM_VERDICT_CHOSEN)
+        };
+        let other = |code| abi::p2pmem_verdict {
+            class: abi::P2PMEM_PATH_HOST_BRIDGE,
+            hops: 6,
+            bandwidth: 4000,
+            numa_distance: 21,
+            size: 64 << 20,
+            free: 8 << 20,
+            largest: 4 << 20,
+            ..raw(2, code)
+        };
+        let request = abi::p2pmem_request {
+            size: 16 << 20,
+            ..Default::default()
+        };
+        let explain = abi::p2pmem_explain {
+            req: request,
+            chosen: 1,
+            ..Default::default()
+        };
+        let clients = [Client::resolve_in(std::path::Path::new("/nonexistent"), "0000:01:00.0").unwrap()];
+        let say = |code| {
+            Explanation::new(&explain, &[chosen, other(code)], String::new(), &clients).verdicts[1]
+                .why
+                .clone()
+        };
+
+        let expected = [
+            (
+                abi::P2PMEM_VERDICT_UNREACHABLE,
+                "unreachable: 0000:01:00.0 cannot reach it",
+            ),
+            (
+                abi::P2PMEM_VERDICT_TOO_FAR,
+                "too far: through the host bridge to 0000:01:00.0 (6 hops), the request allows less",
+            ),
+            (abi::P2PMEM_VERDICT_TOO_SMALL, "too small: 64 MiB in all, 16 MiB wanted"),
+            (abi::P2PMEM_VERDICT_FULL, "full: 8 MiB of 64 MiB free, 16 MiB wanted"),
+            (
+                abi::P2PMEM_VERDICT_FRAGMENTED,
+                "fragmented: 8 MiB free, but the largest aligned piece is 4 MiB, 16 MiB wanted",
+            ),
+            (abi::P2PMEM_VERDICT_LEAVING, "leaving: it is being revoked"),
+            (
+                abi::P2PMEM_VERDICT_NOT_NAMED,
+                "not named: the request names another provider",
+            ),
+            (
+                abi::P2PMEM_VERDICT_CLASS,
+                "farther: through the host bridge to 0000:01:00.0 (6 hops), the chosen one stays in the switch",
+            ),
+            (
+                abi::P2PMEM_VERDICT_HOPS,
+                "more hops: through the host bridge to 0000:01:00.0 (6 hops), the chosen one has 4",
+            ),
+            (
+                abi::P2PMEM_VERDICT_BANDWIDTH,
+                "narrower link: 4000 MB/s, the chosen one has 16000 MB/s",
+            ),
+            (
+                abi::P2PMEM_VERDICT_NUMA,
+                "farther in NUMA distance: 21, the chosen one has 10",
+            ),
+            (
+                abi::P2PMEM_VERDICT_LOAD,
+                "busier: 56 MiB of 64 MiB in use, of the chosen one 16 MiB of 256 MiB",
+            ),
+            (
+                abi::P2PMEM_VERDICT_SPACE,
+                "less room: its largest piece is 4 MiB, the chosen one's 128 MiB",
+            ),
+            (
+                abi::P2PMEM_VERDICT_ORDER,
+                "equal: as good as the chosen one, which came earlier",
+            ),
+            (
+                abi::P2PMEM_VERDICT_UPSTREAM,
+                "not the kernel's pick: pci_p2pmem_find_many() returned another one",
+            ),
+            (999, "verdict 999, which this program does not know"),
+        ];
+        for (code, text) in expected {
+            assert_eq!(say(code), text);
+        }
+        let explanation = Explanation::new(&explain, &[chosen], String::new(), &clients);
+        assert_eq!(explanation.chosen, Some(1));
+        assert_eq!(
+            explanation.lines(),
+            [
+                "0000:04:00.0 was chosen",
+                "0000:04:00.0: chosen: below the same switch as 0000:01:00.0 (4 hops), 240 MiB free"
+            ]
+        );
+    }
+
+    #[test]
+    fn a_refusal_leads_with_its_reason_and_unknown_clients_are_numbered() {
+        let explain = abi::p2pmem_explain {
+            error: libc::ENODEV as u32,
+            ..Default::default()
+        };
+        let far = abi::p2pmem_verdict {
+            worst_client: 2,
+            class: abi::P2PMEM_PATH_UNREACHABLE,
+            ..raw(1, abi::P2PMEM_VERDICT_UNREACHABLE)
+        };
+        let explanation = Explanation::new(&explain, &[far], "nobody is near".into(), &[]);
+        assert_eq!(
+            explanation.lines(),
+            [
+                "refused: No such device (ENODEV): nobody is near",
+                "0000:04:00.0: unreachable: client 2 cannot reach it"
+            ]
+        );
+        let json = serde_json::to_value(&explanation).unwrap();
+        assert_eq!(json["verdicts"][0]["code"], "unreachable");
+        assert_eq!(json["errno"], libc::ENODEV);
+    }
+}

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
+//! that drives and NICs move data into and out of it without a detour through host memory.
+//!
+//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, tells paths, allocates, explains.
+//! - [`Client`] is a device that will do DMA: a PCI address, `nvme0`, `mlx5_0`.
+//! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
+//! - [`admin`] publishes and unpublishes devices' memory.
+//! - `fake` (feature `fake`) plays a device without a module, for tests.
+//!
+//! Reading a file straight from a drive into a buffer near it:
+//!
+//! ```no_run
+//! use p2pmem::{open_direct, Client, Device, Request};
+//!
+//! let device = Device::open()?;
+//! let drive = Client::resolve("nvme0")?;
+//! let buffer = device.alloc(&Request::new(16 << 20).near([drive]))?;
+//! println!("{}", device.explain_last()?.lines().join("\n"));
+//!
+//! let memory = buffer.map()?;
+//! let file = open_direct("/mnt/nvme0/samples", false)?;
+//! let bytes = memory.read_from(&file, 0, 0..memory.len())?;
+//! println!("{bytes} bytes went from the drive to provider {}", buffer.provider());
+//! # Ok::<(), p2pmem::Error>(())
+//! ```
+
+pub mod admin;
+mod buffer;
+mod device;
+mod error;
+mod events;
+mod explain;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
+mod mapping;
+mod pci;
+mod sys;
+mod types;
+
+pub use buffer::Buffer;
+pub use device::{Device, Request, Strategy, DEFAULT_PATH};
+pub use error::{Error, Operation, Result};
+pub use events::{Event, EventKind, Events};
+pub use explain::{Explanation, Verdict, VerdictCode};
+pub use mapping::{open_direct, Mapping};
+pub use p2pmem_sys as abi;
+pub use pci::{devices_in, Client, PciAddr, PciDevice};
+pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};

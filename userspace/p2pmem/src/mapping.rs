@@ -1,0 +1,378 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A buffer in the program's address space: volatile access, and direct file I/O into and out of it.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use bytemuck::{AnyBitPattern, NoUninit};
+
+use crate::error::{Error, Result};
+use crate::sys::{open_flags, store_fence, Region};
+
+/// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
+const MOST_AT_ONCE: usize = 1 << 30;
+
+/// A mapped buffer.
+///
+/// There is no way to get a `&[u8]` or `&mut [u8]` of it, on purpose. The memory lies behind a PCI BAR: devices change
+/// it while the program looks, which Rust's references promise cannot happen, and ordinary copies may be compiled to
+/// accesses (wide vectors, repeated or overlapping reads) that a BAR answers slowly or not at all. So every access is
+/// volatile, happens once, and is as wide as its alignment allows, up to 8 bytes. A value that is no wider than 8 bytes
+/// and lies at a multiple of its size, a power of two, is one access; others can be torn when a device writes
+/// meanwhile.
+///
+/// Reads from a BAR cross the bus one by one: microseconds each. Let devices move bulk data, or read files by
+/// [`Mapping::read_from`].
+///
+/// If the provider goes away, an access raises SIGBUS; [`Device::events`](crate::Device::events) tells before that
+/// surprises.
+///
+/// ```
+/// # let device = p2pmem::fake::Fake::example().device();
+/// use p2pmem::Request;
+///
+/// let mapping = device.alloc(&Request::new(4096))?.map()?;
+/// mapping.write(16, 0x1234_5678_u32)?;
+/// assert_eq!(mapping.read::<u16>(16)?, u16::from_ne_bytes(0x1234_5678_u32.to_ne_bytes()[..2].try_into().unwrap()));
+/// assert!(mapping.read::<u64>(4090).is_err());
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+pub struct Mapping {
+    region: Region,
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapping")
+            .field("start", &self.as_ptr())
+            .field("len", &self.len())
+            .finish()
+    }
+}
+
+impl Mapping {
+    pub(crate) fn new(region: Region) -> Self {
+        Self { region }
+    }
+
+    /// Its length in bytes.
+    #[allow(clippy::len_without_is_empty)] // no buffer is empty
+    pub fn len(&self) -> usize {
+        self.region.len()
+    }
+
+    /// Its address, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
+    /// It is valid until the mapping is dropped.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.region.as_ptr()
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<()> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len() => Ok(()),
+            _ => Err(Error::OutOfBounds {
+                offset,
+                len,
+                size: self.len(),
+            }),
+        }
+    }
+
+    /// Reads a value at a byte offset.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn read<T: AnyBitPattern + NoUninit>(&self, offset: usize) -> Result<T> {
+        self.check(offset, size_of::<T>())?;
+        let mut value = T::zeroed();
+        self.region.read(offset, bytemuck::bytes_of_mut(&mut value));
+        Ok(value)
+    }
+
+    /// Writes a value at a byte offset.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn write<T: NoUninit>(&self, offset: usize, value: T) -> Result<()> {
+        self.check(offset, size_of::<T>())?;
+        self.region.write(offset, bytemuck::bytes_of(&value));
+        Ok(())
+    }
+
+    /// Copies the memory from byte `offset` on to `out`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn copy_to_slice<T: AnyBitPattern + NoUninit>(&self, offset: usize, out: &mut [T]) -> Result<()> {
+        let bytes = bytemuck::cast_slice_mut(out);
+        self.check(offset, bytes.len())?;
+        self.region.read(offset, bytes);
+        Ok(())
+    }
+
+    /// Copies `data` to the memory from byte `offset` on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn copy_from_slice<T: NoUninit>(&self, offset: usize, data: &[T]) -> Result<()> {
+        let bytes = bytemuck::cast_slice(data);
+        self.check(offset, bytes.len())?;
+        self.region.write(offset, bytes);
+        Ok(())
+    }
+
+    /// Sets the bytes of `range` to `byte`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
+        let len = self.length_of(&range)?;
+        self.region.fill(range.start, len, byte);
+        Ok(())
+    }
+
+    /// Makes writes through this mapping visible to devices before anything that follows, such as ringing a doorbell:
+    /// stores to a BAR may sit in the processor's write-combining buffers.
+    pub fn flush(&self) {
+        store_fence();
+    }
+
+    fn length_of(&self, range: &Range<usize>) -> Result<usize> {
+        let len = range.end.saturating_sub(range.start);
+        self.check(range.start, len)?;
+        Ok(len)
+    }
+
+    /// Reads from `file` at byte `file_offset` straight into `range` of the buffer, device to device, until the range
+    /// is full or the file ends. Returns the bytes read.
+    ///
+    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// The range may reach beyond the file's end.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`].
+    pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
+        let len = self.length_of(&range)?;
+        require_direct(file)?;
+        // Where the end is not on a block's boundary the last read is short, and another one from there would be
+        // refused for its offset. For what is no plain file (size 0) an empty read tells the end.
+        let end = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|m| m.len());
+        let mut done = 0;
+        while done < len && end.is_none_or(|end| file_offset.saturating_add(done as u64) < end) {
+            let at = file_offset.saturating_add(done as u64);
+            let some = (len - done).min(MOST_AT_ONCE);
+            match self.region.pread(range.start + done, some, file, at) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => {
+                    return Err(Error::Io {
+                        what: "reading",
+                        offset: at,
+                        source,
+                    })
+                }
+            }
+        }
+        Ok(done)
+    }
+
+    /// Writes `range` of the buffer straight to `file` at byte `file_offset`, device to device.
+    ///
+    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// Data is on the drive when [`File::sync_data`] has returned.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`], [`Error::ShortWrite`].
+    pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
+        let len = self.length_of(&range)?;
+        require_direct(file)?;
+        self.flush();
+        let mut done = 0;
+        while done < len {
+            let at = file_offset.saturating_add(done as u64);
+            let some = (len - done).min(MOST_AT_ONCE);
+            match self.region.pwrite(range.start + done, some, file, at) {
+                Ok(0) => return Err(Error::ShortWrite { written: done, len }),
+                Ok(n) => done += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(source) => {
+                    return Err(Error::Io {
+                        what: "writing",
+                        offset: at,
+                        source,
+                    })
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn require_direct(file: &File) -> Result<()> {
+    match open_flags(file) {
+        Ok(flags) if flags & libc::O_DIRECT != 0 => Ok(()),
+        Ok(_) => Err(Error::NotDirect),
+        Err(source) => Err(Error::Io {
+            what: "looking at the file",
+            offset: 0,
+            source,
+        }),
+    }
+}
+
+/// Opens a file or block device for direct I/O to read, and with `write` to write too (then a missing file is made).
+///
+/// # Errors
+///
+/// [`Error::Open`]: EINVAL where the file system has no direct I/O.
+pub fn open_direct(path: impl AsRef<Path>, write: bool) -> Result<File> {
+    let path = path.as_ref();
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .write(write)
+        .create(write)
+        .custom_flags(libc::O_DIRECT);
+    options.open(path).map_err(|source| Error::Open {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::Request;
+
+    fn mapping(len: u64) -> Mapping {
+        Fake::example()
+            .device()
+            .alloc(&Request::new(len))
+            .unwrap()
+            .map()
+            .unwrap()
+    }
+
+    /// A file in the folder of the build, as /tmp may be a file system without direct I/O. None where that has none.
+    fn direct_file(name: &str, content: &[u8]) -> Option<(tempfile::TempDir, File)> {
+        let dir = tempfile::tempdir_in(std::env::var_os("CARGO_TARGET_TMPDIR").map_or_else(
+            || std::env::current_exe().unwrap().parent().unwrap().to_owned(),
+            std::path::PathBuf::from,
+        ))
+        .unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        match open_direct(&path, true) {
+            Ok(file) => Some((dir, file)),
+            Err(error) if error.errno() == Some(libc::EINVAL) => {
+                eprintln!("skipped: no direct I/O in {}", dir.path().display());
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn accesses_are_bounded() {
+        let mapping = mapping(4096);
+        assert_eq!(mapping.len(), 4096);
+        mapping.write(4088, 1u64).unwrap();
+        assert!(matches!(
+            mapping.write(4089, 1u64),
+            Err(Error::OutOfBounds {
+                offset: 4089,
+                len: 8,
+                size: 4096
+            })
+        ));
+        assert!(mapping.read::<u8>(usize::MAX).is_err());
+        assert!(mapping.copy_from_slice(4000, &[0u32; 25]).is_err());
+        assert!(mapping.copy_to_slice(4097, &mut [0u8; 0]).is_err());
+        mapping.copy_to_slice(4096, &mut [0u8; 0]).unwrap();
+        assert!(mapping.fill(0..4097, 1).is_err());
+        #[allow(clippy::reversed_empty_ranges)]
+        mapping.fill(8..4, 1).unwrap();
+    }
+
+    #[test]
+    fn typed_copies_arrive() {
+        let mapping = mapping(4096);
+        let data = [1.5f32, -2.25, 3.0];
+        mapping.copy_from_slice(12, &data).unwrap();
+        let mut back = [0f32; 3];
+        mapping.copy_to_slice(12, &mut back).unwrap();
+        assert_eq!(back, data);
+        assert_eq!(mapping.read::<f32>(16).unwrap(), -2.25);
+        mapping.fill(16..20, 0xff).unwrap();
+        assert_eq!(mapping.read::<[u8; 6]>(15).unwrap()[1..5], [0xff; 4]);
+    }
+
+    #[test]
+    fn files_are_read_and_written_whole_and_ends_are_found() {
+        // 3 blocks and 100 bytes: the last read is short.
+        let content: Vec<u8> = (0..3 * 4096 + 100).map(|i| (i % 251) as u8).collect();
+        let Some((_dir, file)) = direct_file("data", &content) else {
+            return;
+        };
+        let mapping = mapping(8 * 4096);
+        assert_eq!(mapping.read_from(&file, 0, 4096..mapping.len()).unwrap(), content.len());
+        let mut back = vec![0; content.len()];
+        mapping.copy_to_slice(4096, &mut back).unwrap();
+        assert!(back == content);
+        assert_eq!(mapping.read_from(&file, 1 << 20, 0..4096).unwrap(), 0, "past the end");
+        mapping.write_to(&file, 4 * 4096, 4096..2 * 4096).unwrap();
+        assert_eq!(mapping.read_from(&file, 4 * 4096, 0..4096).unwrap(), 4096);
+        assert_eq!(mapping.read::<[u8; 8]>(0).unwrap(), content[..8]);
+    }
+
+    #[test]
+    fn unaligned_and_indirect_io_is_refused_with_a_remedy() {
+        let Some((dir, file)) = direct_file("data", &[1; 8192]) else {
+            return;
+        };
+        let mapping = mapping(8192);
+        let error = mapping.read_from(&file, 3, 0..4096);
+        // Some file systems take any offset; those that do not must not leave the user guessing.
+        if let Err(error) = error {
+            assert!(
+                matches!(
+                    error,
+                    Error::Io {
+                        what: "reading",
+                        offset: 3,
+                        ..
+                    }
+                ),
+                "{error}"
+            );
+            assert!(error.remedy().unwrap().contains("blocks"));
+        }
+        let buffered = File::open(dir.path().join("data")).unwrap();
+        assert!(matches!(
+            mapping.read_from(&buffered, 0, 0..4096),
+            Err(Error::NotDirect)
+        ));
+        assert!(matches!(mapping.write_to(&buffered, 0, 0..4096), Err(Error::NotDirect)));
+        assert!(matches!(
+            mapping.read_from(&file, 0, 0..8193),
+            Err(Error::OutOfBounds { .. })
+        ));
+        let read_only = open_direct(dir.path().join("data"), false).unwrap();
+        let error = mapping.write_to(&read_only, 0, 0..4096).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::EBADF));
+    }
+}

@@ -1,0 +1,521 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Every system call of the crate, and every access through a raw pointer: the one module with `unsafe`.
+//!
+//! What the rest of the crate asks of the module stands in the trait [`Kernel`], which is safe to implement and to call:
+//! [`CharDevice`] asks the real module, `crate::fake` plays it. [`Region`] is mapped memory, of which it gives no
+//! references, only bounds-checked volatile copies.
+#![allow(unsafe_code)]
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use p2pmem_sys as abi;
+
+/// What is asked of the module: one method for each ioctl, with slices where the ABI has pointers.
+///
+/// Errors are what the kernel answered, as `io::Error::raw_os_error()`.
+pub(crate) trait Kernel: Send + Sync {
+    fn info(&self) -> io::Result<abi::p2pmem_info>;
+    /// Fills `out` and returns how many providers there are, which may be more.
+    fn list(&self, out: &mut [abi::p2pmem_provider]) -> io::Result<usize>;
+    /// Fills `out` and returns how many paths there are, which may be more.
+    fn paths(&self, clients: &[abi::p2pmem_pci_addr], out: &mut [abi::p2pmem_path], rescan: bool) -> io::Result<usize>;
+    /// The clients of `request` are given by the slice, not by its fields.
+    fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc>;
+    fn free(&self, handle: u32) -> io::Result<()>;
+    fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer>;
+    /// Explains a request as a dry run, or, without one, the last decision. The counts in the answer may exceed what
+    /// the slices had room for.
+    fn explain(
+        &self,
+        request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
+        verdicts: &mut [abi::p2pmem_verdict],
+        text: &mut [u8],
+    ) -> io::Result<abi::p2pmem_explain>;
+    fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
+    fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
+    /// Reads events without waiting: `EAGAIN` where there is none.
+    fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize>;
+    /// Waits until there are events to read; false after `timeout` (none: without a limit).
+    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool>;
+    fn fd(&self) -> BorrowedFd<'_>;
+}
+
+/// The real thing: an open `/dev/p2pmem`.
+pub(crate) struct CharDevice(File);
+
+/// `P2PMEM_MAX_CLIENTS` fits, so every slice the crate passes does.
+fn count(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+fn address<T>(slice: &[T]) -> u64 {
+    if slice.is_empty() {
+        0
+    } else {
+        slice.as_ptr() as u64
+    }
+}
+
+fn address_mut<T>(slice: &mut [T]) -> u64 {
+    if slice.is_empty() {
+        0
+    } else {
+        slice.as_mut_ptr() as u64
+    }
+}
+
+impl CharDevice {
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+        // O_NONBLOCK: two threads may poll for events, and the one that comes late must not sleep in read().
+        OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
+            .map(Self)
+    }
+
+    /// Issues an ioctl whose number was made from the type of `argument`.
+    ///
+    /// # Safety
+    ///
+    /// Addresses inside `argument` must be zero, or valid for what the ioctl reads and writes there.
+    unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> io::Result<()> {
+        assert_eq!(
+            abi::ioc_size(request) as usize,
+            size_of::<T>(),
+            "ioctl {request:#x} takes another structure"
+        );
+        loop {
+            // SAFETY: the kernel reads and writes size_of::<T>() bytes at `argument`, as the assertion above ties the
+            // number to the type; the caller answers for addresses in it. All structures are plain integers, so any
+            // bytes the kernel writes are valid.
+            let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request as _, std::ptr::from_mut(argument)) };
+            if result >= 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+}
+
+fn with_clients(request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> abi::p2pmem_request {
+    abi::p2pmem_request {
+        clients: address(clients),
+        nr_clients: count(clients.len()),
+        ..*request
+    }
+}
+
+impl Kernel for CharDevice {
+    fn info(&self) -> io::Result<abi::p2pmem_info> {
+        let mut info = abi::p2pmem_info::default();
+        // SAFETY: the structure holds no addresses.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_INFO, &mut info) }?;
+        Ok(info)
+    }
+
+    fn list(&self, out: &mut [abi::p2pmem_provider]) -> io::Result<usize> {
+        let mut list = abi::p2pmem_list {
+            providers: address_mut(out),
+            count: count(out.len()),
+            flags: 0,
+        };
+        // SAFETY: the kernel writes at most `count` elements at `providers`, which is a slice that long.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_LIST, &mut list) }?;
+        Ok(list.count as usize)
+    }
+
+    fn paths(&self, clients: &[abi::p2pmem_pci_addr], out: &mut [abi::p2pmem_path], rescan: bool) -> io::Result<usize> {
+        let mut paths = abi::p2pmem_paths {
+            clients: address(clients),
+            paths: address_mut(out),
+            nr_clients: count(clients.len()),
+            nr_paths: count(out.len()),
+            flags: if rescan { abi::P2PMEM_PATHS_RESCAN } else { 0 },
+            reserved: 0,
+        };
+        // SAFETY: the kernel reads `nr_clients` elements at `clients` and writes at most `nr_paths` at `paths`; both
+        // are slices that long.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_PATHS, &mut paths) }?;
+        Ok(paths.nr_paths as usize)
+    }
+
+    fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc> {
+        let mut alloc = abi::p2pmem_alloc {
+            req: with_clients(request, clients),
+            ..Default::default()
+        };
+        // SAFETY: the only address is that of the clients, a slice as long as `nr_clients` says.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_ALLOC, &mut alloc) }?;
+        Ok(alloc)
+    }
+
+    fn free(&self, handle: u32) -> io::Result<()> {
+        let mut free = abi::p2pmem_free { handle, flags: 0 };
+        // SAFETY: the structure holds no addresses. Mappings of the buffer stay valid: the kernel keeps the memory
+        // until the last one is gone.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_FREE, &mut free) }
+    }
+
+    fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer> {
+        let mut buffer = abi::p2pmem_buffer {
+            handle,
+            ..Default::default()
+        };
+        // SAFETY: the structure holds no addresses of this process.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_BUFFER, &mut buffer) }?;
+        Ok(buffer)
+    }
+
+    fn explain(
+        &self,
+        request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
+        verdicts: &mut [abi::p2pmem_verdict],
+        text: &mut [u8],
+    ) -> io::Result<abi::p2pmem_explain> {
+        let mut explain = abi::p2pmem_explain {
+            req: request
+                .map(|(request, clients)| with_clients(request, clients))
+                .unwrap_or_default(),
+            verdicts: address_mut(verdicts),
+            text: address_mut(text),
+            nr_verdicts: count(verdicts.len()),
+            text_len: count(text.len()),
+            flags: if request.is_none() { abi::P2PMEM_EXPLAIN_LAST } else { 0 },
+            ..Default::default()
+        };
+        // SAFETY: the kernel reads the clients and writes at most `nr_verdicts` elements and `text_len` bytes; all
+        // three are slices that long.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPLAIN, &mut explain) }?;
+        Ok(explain)
+    }
+
+    fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats> {
+        let mut stats = abi::p2pmem_stats {
+            provider,
+            ..Default::default()
+        };
+        // SAFETY: the structure holds no addresses.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_STATS, &mut stats) }?;
+        Ok(stats)
+    }
+
+    fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
+        Region::map(&self.0, offset, len)
+    }
+
+    fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
+        const EVENT: usize = size_of::<abi::p2pmem_event>();
+        // SAFETY: the kernel writes at most the given number of bytes, which is the slice's size, and any bytes make
+        // valid events, as they are plain integers.
+        let n = unsafe { libc::read(self.0.as_raw_fd(), out.as_mut_ptr().cast(), out.len() * EVENT) };
+        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        if n % EVENT != 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "the module returned part of an event",
+            ));
+        }
+        Ok(n / EVENT)
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
+        let deadline = timeout.map(|t| Instant::now() + t);
+        loop {
+            let left = deadline.map_or(-1, |d| {
+                // Rounded up, so that the last wait is not a spin of zero-length ones.
+                let ms = d
+                    .saturating_duration_since(Instant::now())
+                    .as_nanos()
+                    .div_ceil(1_000_000);
+                libc::c_int::try_from(ms).unwrap_or(libc::c_int::MAX)
+            });
+            let mut poll = libc::pollfd {
+                fd: self.0.as_raw_fd(),
+                events: libc::POLLIN,
+                revents: 0,
+            };
+            // SAFETY: one pollfd, which lives across the call.
+            match unsafe { libc::poll(&mut poll, 1, left) } {
+                0 => return Ok(false),
+                n if n > 0 && poll.revents & libc::POLLIN != 0 => return Ok(true),
+                n if n > 0 => return Err(io::Error::from_raw_os_error(libc::ENODEV)),
+                _ => {}
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// Mapped memory that others change at any time: devices by DMA, other processes, other mappings.
+///
+/// # Invariants
+///
+/// `start` is the start of a shared mapping of `len` bytes that this value owns and unmaps when dropped. No reference to
+/// the memory exists: it is only touched by volatile accesses inside the bounds and by system calls.
+pub(crate) struct Region {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping belongs to the process, not to a thread.
+unsafe impl Send for Region {}
+// SAFETY: all access is by volatile reads and writes of plain integers, which is how memory is shared with devices that
+// write at any time; a thread that writes is to a reader no different from such a device. Torn values can be read, and
+// the documentation of `Mapping` says so.
+unsafe impl Sync for Region {}
+
+/// The widest access, up to 8 bytes, that is aligned at `at` and does not pass `left` bytes.
+fn width(at: usize, left: usize) -> usize {
+    [8, 4, 2].into_iter().find(|w| at % w == 0 && left >= *w).unwrap_or(1)
+}
+
+impl Region {
+    /// Maps `len` bytes of `file` from `offset` on, shared, to read and write.
+    pub(crate) fn map(file: &File, offset: u64, len: usize) -> io::Result<Self> {
+        let offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        // SAFETY: a new mapping at an address the kernel chooses touches no memory of the program.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                offset,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
+        // INVARIANT: the mapping was just made, and nobody else knows of it.
+        Ok(Self { start, len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// Panics unless `len` bytes from `offset` on lie in the region: callers have checked and reported that already.
+    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.len),
+            "access past the end of a mapping"
+        );
+        // SAFETY: `offset` is at most `len`, so the result is in, or one past, the mapping.
+        unsafe { self.start.as_ptr().add(offset) }
+    }
+
+    /// Copies from the memory. Every aligned group of 8, 4 or 2 bytes is one access of that width.
+    pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
+        let from = self.at(offset, out.len());
+        let mut done = 0;
+        while done < out.len() {
+            let rest = &mut out[done..];
+            let width = width(from as usize + done, rest.len());
+            // SAFETY: `done + width` does not pass the bytes that at() has checked, and `width` divides the address.
+            // The memory is mapped (type invariant) and any bytes are valid integers.
+            unsafe {
+                let from = from.add(done);
+                match width {
+                    8 => rest[..8].copy_from_slice(&from.cast::<u64>().read_volatile().to_ne_bytes()),
+                    4 => rest[..4].copy_from_slice(&from.cast::<u32>().read_volatile().to_ne_bytes()),
+                    2 => rest[..2].copy_from_slice(&from.cast::<u16>().read_volatile().to_ne_bytes()),
+                    _ => rest[0] = from.read_volatile(),
+                }
+            }
+            done += width;
+        }
+    }
+
+    /// Copies into the memory, with accesses as in [`Region::read`].
+    pub(crate) fn write(&self, offset: usize, data: &[u8]) {
+        let to = self.at(offset, data.len());
+        let mut done = 0;
+        while done < data.len() {
+            let rest = &data[done..];
+            let width = width(to as usize + done, rest.len());
+            let mut bytes = [0; 8];
+            bytes[..width].copy_from_slice(&rest[..width]);
+            // SAFETY: as in read().
+            unsafe { store(to.add(done), width, bytes) };
+            done += width;
+        }
+    }
+
+    /// Sets `len` bytes to `byte`, with accesses as in [`Region::read`].
+    pub(crate) fn fill(&self, offset: usize, len: usize, byte: u8) {
+        let to = self.at(offset, len);
+        let mut done = 0;
+        while done < len {
+            let width = width(to as usize + done, len - done);
+            // SAFETY: as in read().
+            unsafe { store(to.add(done), width, [byte; 8]) };
+            done += width;
+        }
+    }
+
+    /// One `pread()` of at most `len` bytes of `file` into the memory at `offset`.
+    pub(crate) fn pread(&self, offset: usize, len: usize, file: &File, file_offset: u64) -> io::Result<usize> {
+        let to = self.at(offset, len);
+        let at = libc::off64_t::try_from(file_offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        // SAFETY: the kernel (or a device it asks) writes at most `len` bytes, which at() has checked.
+        let n = unsafe { libc::pread64(file.as_raw_fd(), to.cast(), len, at) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// One `pwrite()` of at most `len` bytes of the memory at `offset` into `file`.
+    pub(crate) fn pwrite(&self, offset: usize, len: usize, file: &File, file_offset: u64) -> io::Result<usize> {
+        let from = self.at(offset, len);
+        let at = libc::off64_t::try_from(file_offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        // SAFETY: the kernel (or a device it asks) reads at most `len` bytes, which at() has checked.
+        let n = unsafe { libc::pwrite64(file.as_raw_fd(), from.cast(), len, at) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+/// One volatile store of the first `width` of `bytes`.
+///
+/// # Safety
+///
+/// `to` must be mapped for `width` bytes and aligned to `width`, which is 8, 4, 2 or 1.
+unsafe fn store(to: *mut u8, width: usize, bytes: [u8; 8]) {
+    let [a, b, c, d, ..] = bytes;
+    // SAFETY: the caller's promise.
+    unsafe {
+        match width {
+            8 => to.cast::<u64>().write_volatile(u64::from_ne_bytes(bytes)),
+            4 => to.cast::<u32>().write_volatile(u32::from_ne_bytes([a, b, c, d])),
+            2 => to.cast::<u16>().write_volatile(u16::from_ne_bytes([a, b])),
+            _ => to.write_volatile(a),
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours (type invariant) and nobody uses it after this.
+        let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+        debug_assert_eq!(result, 0, "munmap: {}", io::Error::last_os_error());
+    }
+}
+
+/// Waits until stores that this thread made before are visible to devices: also those that sit in write-combining
+/// buffers, which ordinary fences leave there.
+pub(crate) fn store_fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: sfence is part of SSE, which every x86-64 processor has.
+    unsafe {
+        core::arch::x86_64::_mm_sfence();
+    }
+    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+}
+
+/// Flags of an open file, as `open()` took them.
+pub(crate) fn open_flags(file: &File) -> io::Result<libc::c_int> {
+    // SAFETY: F_GETFL takes no argument and touches no memory.
+    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+    if flags < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(flags)
+}
+
+/// A file that lives in memory only, `len` bytes long and zeroed.
+#[cfg(any(test, feature = "fake"))]
+pub(crate) fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
+    use std::os::fd::FromRawFd;
+    // SAFETY: the name is NUL-terminated and only read.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is new, and ours alone.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(len)?;
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn region(len: usize) -> Region {
+        Region::map(&memory_file(c"test", len as u64).unwrap(), 0, len).unwrap()
+    }
+
+    #[test]
+    fn widths_are_aligned_and_as_wide_as_they_can_be() {
+        assert_eq!(width(0, 100), 8);
+        assert_eq!(width(8, 7), 4);
+        assert_eq!(width(4, 100), 4);
+        assert_eq!(width(2, 100), 2);
+        assert_eq!(width(6, 1), 1);
+        assert_eq!(width(1, 100), 1);
+    }
+
+    #[test]
+    #[should_panic(expected = "past the end")]
+    fn access_past_the_end_is_caught() {
+        region(4096).read(4090, &mut [0; 7]);
+    }
+
+    #[test]
+    fn the_kernel_refuses_what_is_no_p2pmem_device() {
+        let device = CharDevice::open(Path::new("/dev/null")).unwrap();
+        assert_eq!(device.info().unwrap_err().raw_os_error(), Some(libc::ENOTTY));
+        assert_eq!(
+            device.map(0, 4096).err().and_then(|e| e.raw_os_error()),
+            Some(libc::ENODEV)
+        );
+    }
+
+    proptest! {
+        /// Copies and fills at any offset and length do what the same on a vector does.
+        #[test]
+        fn copies_match_a_vector(ops in prop::collection::vec((0usize..300, 0usize..200, any::<u8>(), any::<bool>()), 1..40)) {
+            let region = region(4096);
+            let mut model = vec![0u8; 512];
+            for (offset, len, byte, fill) in ops {
+                if fill {
+                    region.fill(offset, len, byte);
+                    model[offset..offset + len].fill(byte);
+                } else {
+                    let data: Vec<u8> = (0..len).map(|i| byte.wrapping_add(i as u8)).collect();
+                    region.write(offset, &data);
+                    model[offset..offset + len].copy_from_slice(&data);
+                }
+                let mut all = vec![0; 512];
+                region.read(0, &mut all);
+                prop_assert_eq!(&all, &model);
+                let mut part = vec![0; len];
+                region.read(offset, &mut part);
+                prop_assert_eq!(&part[..], &model[offset..offset + len]);
+            }
+        }
+    }
+}

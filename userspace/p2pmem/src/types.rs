@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the module tells, as Rust types: providers, paths, counters.
+
+use std::ffi::c_char;
+use std::fmt;
+use std::str::FromStr;
+
+use p2pmem_sys as abi;
+
+use crate::pci::PciAddr;
+
+/// A NUL-terminated string in a fixed array. Without a NUL all of it; bytes that are no UTF-8 are replaced.
+fn text(chars: &[c_char]) -> String {
+    let bytes: Vec<u8> = chars
+        .iter()
+        .take_while(|c| **c != 0)
+        .map(|c| c.to_ne_bytes()[0])
+        .collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Bytes for humans: exact where a unit divides them, else with one decimal.
+///
+/// ```
+/// assert_eq!(p2pmem::human_size(16 << 20), "16 MiB");
+/// assert_eq!(p2pmem::human_size(1500), "1.5 KiB");
+/// ```
+pub fn human_size(bytes: u64) -> String {
+    let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let unit = (bytes.max(1).ilog2() / 10) as usize;
+    let whole = 1u64 << (10 * unit);
+    if bytes % whole == 0 {
+        format!("{} {}", bytes / whole, units[unit])
+    } else {
+        format!("{:.1} {}", bytes as f64 / whole as f64, units[unit])
+    }
+}
+
+/// What the module is, and what it holds in all.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Info {
+    /// Version of the ABI that the module speaks.
+    pub abi_version: u32,
+    /// The module's version.
+    pub version: String,
+    /// Granularity of buffers and mappings in bytes.
+    pub page_size: u32,
+    /// `P2PMEM_FEATURE_*` bits.
+    pub features: u64,
+    /// Providers there are.
+    pub providers: u32,
+    /// Live buffers of all programs.
+    pub buffers: u32,
+    /// Bytes managed in all providers.
+    pub size: u64,
+    /// Bytes free in all providers.
+    pub free: u64,
+    /// Changes whenever a provider comes or goes, or paths were computed anew.
+    pub generation: u64,
+}
+
+impl From<abi::p2pmem_info> for Info {
+    fn from(raw: abi::p2pmem_info) -> Self {
+        Self {
+            abi_version: raw.abi_version,
+            version: text(&raw.version),
+            page_size: raw.page_size,
+            features: raw.features,
+            providers: raw.providers,
+            buffers: raw.buffers,
+            size: raw.size,
+            free: raw.free,
+            generation: raw.generation,
+        }
+    }
+}
+
+/// How a provider came to be one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum Kind {
+    /// A BAR of a device bound to the p2pmem driver, published by the administrator.
+    Own,
+    /// Memory that the device's own driver published.
+    Adopted,
+    /// A kind that this version of the library does not know.
+    Unknown,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Own => "own",
+            Self::Adopted => "adopted",
+            Self::Unknown => "?",
+        })
+    }
+}
+
+/// What can be done with a provider.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ProviderState {
+    /// Buffers can be allocated from it.
+    Live,
+    /// It is going away, its buffers are being revoked.
+    Revoking,
+    /// A state that this version of the library does not know.
+    Unknown,
+}
+
+impl fmt::Display for ProviderState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Live => "live",
+            Self::Revoking => "revoking",
+            Self::Unknown => "?",
+        })
+    }
+}
+
+/// One provider: a device with published memory.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Provider {
+    /// Its number, never 0, never used twice while the module is loaded.
+    pub id: u32,
+    /// How it came to be one.
+    pub kind: Kind,
+    /// The PCI function whose memory it is.
+    pub addr: PciAddr,
+    /// What can be done with it.
+    pub state: ProviderState,
+    /// The BAR, where it is known.
+    pub bar: Option<u32>,
+    /// NUMA node of the function, where the machine has any.
+    pub numa_node: Option<u32>,
+    /// Live buffers in it.
+    pub buffers: u32,
+    /// First published byte in the BAR.
+    pub bar_offset: u64,
+    /// Bytes that p2pmem manages; for an adopted provider the pool of the device's driver.
+    pub size: u64,
+    /// Bytes that are free.
+    pub free: u64,
+    /// Largest contiguous piece that an allocation could get now, in bytes.
+    pub largest: u64,
+    /// Bytes left to the kernel's own users.
+    pub kernel_reserve: u64,
+    /// Bytes of freed buffers that wait for DMA or page references of others to end.
+    pub parked: u64,
+    /// Bytes of freed buffers that wait to be cleared.
+    pub scrubbing: u64,
+    /// PCI vendor id.
+    pub vendor: u16,
+    /// PCI device id.
+    pub device: u16,
+    /// PCI class code, 24 bits.
+    pub class: u32,
+    /// Driver that the function is bound to.
+    pub driver: Option<String>,
+}
+
+impl From<&abi::p2pmem_provider> for Provider {
+    fn from(raw: &abi::p2pmem_provider) -> Self {
+        Self {
+            id: raw.id,
+            kind: match raw.kind {
+                abi::P2PMEM_KIND_OWN => Kind::Own,
+                abi::P2PMEM_KIND_ADOPTED => Kind::Adopted,
+                _ => Kind::Unknown,
+            },
+            addr: raw.addr.into(),
+            state: match raw.state {
+                abi::P2PMEM_PROVIDER_LIVE => ProviderState::Live,
+                abi::P2PMEM_PROVIDER_REVOKING => ProviderState::Revoking,
+                _ => ProviderState::Unknown,
+            },
+            bar: u32::try_from(raw.bar).ok(),
+            numa_node: u32::try_from(raw.numa_node).ok(),
+            buffers: raw.buffers,
+            bar_offset: raw.bar_offset,
+            size: raw.size,
+            free: raw.free,
+            largest: raw.largest,
+            kernel_reserve: raw.kernel_reserve,
+            parked: raw.parked,
+            scrubbing: raw.scrubbing,
+            vendor: raw.vendor,
+            device: raw.device,
+            class: raw.class,
+            driver: Some(text(&raw.driver)).filter(|d| !d.is_empty()),
+        }
+    }
+}
+
+/// How far a provider is from a client; the smaller, the nearer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PathClass {
+    /// The same function, or functions of one device.
+    SameDevice,
+    /// Below one PCIe switch: traffic stays in that switch.
+    SameSwitch,
+    /// Below one root port, through more than one switch.
+    Switches,
+    /// Through the root complex, below one host bridge.
+    HostBridge,
+    /// Two host bridges of one NUMA node.
+    NumaNode,
+    /// Two host bridges of two NUMA nodes.
+    System,
+    /// The kernel says that the client cannot reach the provider.
+    Unreachable,
+}
+
+impl PathClass {
+    /// All classes, nearest first.
+    pub const ALL: [Self; 7] = [
+        Self::SameDevice,
+        Self::SameSwitch,
+        Self::Switches,
+        Self::HostBridge,
+        Self::NumaNode,
+        Self::System,
+        Self::Unreachable,
+    ];
+
+    /// The ABI's number; what this version does not know counts as unreachable, the safe side. 0 means none.
+    pub(crate) fn from_raw(raw: u32) -> Option<Self> {
+        Some(match raw {
+            0 => return None,
+            abi::P2PMEM_PATH_SAME_DEVICE => Self::SameDevice,
+            abi::P2PMEM_PATH_SAME_SWITCH => Self::SameSwitch,
+            abi::P2PMEM_PATH_SWITCHES => Self::Switches,
+            abi::P2PMEM_PATH_HOST_BRIDGE => Self::HostBridge,
+            abi::P2PMEM_PATH_NUMA_NODE => Self::NumaNode,
+            abi::P2PMEM_PATH_SYSTEM => Self::System,
+            _ => Self::Unreachable,
+        })
+    }
+
+    pub(crate) fn to_raw(self) -> u32 {
+        match self {
+            Self::SameDevice => abi::P2PMEM_PATH_SAME_DEVICE,
+            Self::SameSwitch => abi::P2PMEM_PATH_SAME_SWITCH,
+            Self::Switches => abi::P2PMEM_PATH_SWITCHES,
+            Self::HostBridge => abi::P2PMEM_PATH_HOST_BRIDGE,
+            Self::NumaNode => abi::P2PMEM_PATH_NUMA_NODE,
+            Self::System => abi::P2PMEM_PATH_SYSTEM,
+            Self::Unreachable => abi::P2PMEM_PATH_UNREACHABLE,
+        }
+    }
+
+    /// The short name, as `p2pmemctl topo` prints it and [`PathClass::from_str`] takes it.
+    pub fn short(self) -> &'static str {
+        match self {
+            Self::SameDevice => "DEV",
+            Self::SameSwitch => "SW",
+            Self::Switches => "SWS",
+            Self::HostBridge => "PHB",
+            Self::NumaNode => "NODE",
+            Self::System => "SYS",
+            Self::Unreachable => "--",
+        }
+    }
+
+    /// What it means, for a legend.
+    pub fn meaning(self) -> &'static str {
+        match self {
+            Self::SameDevice => "another function of the same device",
+            Self::SameSwitch => "one PCIe switch: traffic stays in it",
+            Self::Switches => "several PCIe switches below one root port",
+            Self::HostBridge => "through the root complex, one host bridge",
+            Self::NumaNode => "two host bridges of one NUMA node",
+            Self::System => "two host bridges of two NUMA nodes",
+            Self::Unreachable => "the client cannot reach the provider",
+        }
+    }
+
+    /// The way, as part of a sentence.
+    pub(crate) fn way(self) -> &'static str {
+        match self {
+            Self::SameDevice => "in the same device as",
+            Self::SameSwitch => "below the same switch as",
+            Self::Switches => "through several switches to",
+            Self::HostBridge => "through the host bridge to",
+            Self::NumaNode => "through two host bridges of one NUMA node to",
+            Self::System => "across NUMA nodes to",
+            Self::Unreachable => "unreachable for",
+        }
+    }
+
+    /// How the chosen one's traffic goes, as part of a sentence.
+    pub(crate) fn stays(self) -> &'static str {
+        match self {
+            Self::SameDevice => "is in the same device",
+            Self::SameSwitch => "stays in the switch",
+            Self::Switches => "stays below one root port",
+            Self::HostBridge => "stays below one host bridge",
+            Self::NumaNode => "stays in one NUMA node",
+            Self::System => "crosses NUMA nodes",
+            Self::Unreachable => "is unreachable",
+        }
+    }
+}
+
+impl fmt::Display for PathClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.short())
+    }
+}
+
+impl FromStr for PathClass {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let reachable = &Self::ALL[..6];
+        reachable
+            .iter()
+            .copied()
+            .find(|c| c.short().eq_ignore_ascii_case(name))
+            .ok_or_else(|| {
+                let names: Vec<_> = reachable.iter().map(|c| c.short()).collect();
+                format!("{name:?} is no path class: use one of {}", names.join(", "))
+            })
+    }
+}
+
+/// The way between one provider and one client.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Path {
+    /// The provider's id.
+    pub provider: u32,
+    /// Index of the client among those asked about.
+    pub client: usize,
+    /// How far.
+    pub class: PathClass,
+    /// A port on the way has ACS redirect peer traffic upstream.
+    pub acs_redirect: bool,
+    /// Peer traffic stays below the common bridge and uses bus addresses.
+    pub bus_addr: bool,
+    /// Links crossed.
+    pub hops: u32,
+    /// What the kernel's own `pci_p2pdma_distance_many()` says; none for unreachable.
+    pub distance: Option<u32>,
+    /// Narrowest link on the way in MB/s in one direction, where a link tells.
+    pub bandwidth: Option<u32>,
+    /// NUMA distance (10 = local), where both have a node.
+    pub numa_distance: Option<u32>,
+    /// The lowest bridge above both; none where that is the root complex.
+    pub bridge: Option<PciAddr>,
+}
+
+impl From<&abi::p2pmem_path> for Path {
+    fn from(raw: &abi::p2pmem_path) -> Self {
+        Self {
+            provider: raw.provider,
+            client: raw.client as usize,
+            class: PathClass::from_raw(raw.class).unwrap_or(PathClass::Unreachable),
+            acs_redirect: raw.flags & abi::P2PMEM_PATH_ACS_REDIRECT != 0,
+            bus_addr: raw.flags & abi::P2PMEM_PATH_BUS_ADDR != 0,
+            hops: raw.hops,
+            distance: u32::try_from(raw.distance).ok(),
+            bandwidth: Some(raw.bandwidth).filter(|b| *b != 0),
+            numa_distance: Some(raw.numa_distance).filter(|d| *d != 0),
+            bridge: Some(PciAddr::from(raw.bridge)).filter(|b| *b != PciAddr::default()),
+        }
+    }
+}
+
+/// Counters of one provider since it came, or of the whole module.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Buffers allocated.
+    pub allocs: u64,
+    /// Buffers whose memory came back.
+    pub frees: u64,
+    /// Requests that got no memory from anyone.
+    pub failed: u64,
+    /// Bytes of `allocs`.
+    pub alloc_bytes: u64,
+    /// Bytes of `frees`.
+    pub free_bytes: u64,
+    /// User mappings made.
+    pub maps: u64,
+    /// Bytes cleared between owners.
+    pub scrubbed_bytes: u64,
+    /// Times a freed buffer had to wait for others' page references.
+    pub parked: u64,
+    /// Buffers ended by a revocation.
+    pub revoked: u64,
+}
+
+impl From<abi::p2pmem_stats> for Stats {
+    fn from(raw: abi::p2pmem_stats) -> Self {
+        Self {
+            allocs: raw.allocs,
+            frees: raw.frees,
+            failed: raw.failed,
+            alloc_bytes: raw.alloc_bytes,
+            free_bytes: raw.free_bytes,
+            maps: raw.maps,
+            scrubbed_bytes: raw.scrubbed_bytes,
+            parked: raw.parked,
+            revoked: raw.revoked,
+        }
+    }
+}
+
+/// A buffer's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum BufferState {
+    /// It can be mapped and used.
+    Live,
+    /// Its provider is leaving, mappings are being taken down.
+    Revoking,
+    /// Its memory is another's: touching a mapping of it ends in SIGBUS.
+    Gone,
+    /// A state that this version of the library does not know.
+    Unknown,
+}
+
+/// What the module says of a buffer.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct BufferInfo {
+    /// Id of its provider.
+    pub provider: u32,
+    /// Its size in bytes.
+    pub size: u64,
+    /// Its first byte in the provider's BAR, where the BAR is known.
+    pub bar_offset: Option<u64>,
+    /// Its address on the provider's PCI bus; none for callers without CAP_SYS_ADMIN.
+    pub bus_addr: Option<u64>,
+    /// Whether it can be used.
+    pub state: BufferState,
+    /// Mappings of it in user space, of all processes.
+    pub mappings: u32,
+}
+
+impl From<abi::p2pmem_buffer> for BufferInfo {
+    fn from(raw: abi::p2pmem_buffer) -> Self {
+        Self {
+            provider: raw.provider,
+            size: raw.size,
+            bar_offset: known_offset(raw.bar_offset),
+            bus_addr: Some(raw.bus_addr).filter(|a| *a != 0),
+            state: match raw.state {
+                abi::P2PMEM_BUFFER_LIVE => BufferState::Live,
+                abi::P2PMEM_BUFFER_REVOKING => BufferState::Revoking,
+                abi::P2PMEM_BUFFER_GONE => BufferState::Gone,
+                _ => BufferState::Unknown,
+            },
+            mappings: raw.mappings,
+        }
+    }
+}
+
+/// The ABI says "not known" with all ones.
+pub(crate) fn known_offset(raw: u64) -> Option<u64> {
+    Some(raw).filter(|o| *o != u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_survive_a_round_trip_and_are_ordered_as_the_abi_orders_them() {
+        for class in PathClass::ALL {
+            assert_eq!(PathClass::from_raw(class.to_raw()), Some(class));
+        }
+        assert!(PathClass::ALL
+            .windows(2)
+            .all(|w| w[0] < w[1] && w[0].to_raw() < w[1].to_raw()));
+        assert_eq!(PathClass::from_raw(0), None);
+        assert_eq!(PathClass::from_raw(77), Some(PathClass::Unreachable));
+        assert_eq!("sw".parse(), Ok(PathClass::SameSwitch));
+        assert!("--"
+            .parse::<PathClass>()
+            .unwrap_err()
+            .contains("DEV, SW, SWS, PHB, NODE, SYS"));
+    }
+
+    #[test]
+    fn sizes_read_well() {
+        let sizes = [
+            (0, "0 bytes"),
+            (1, "1 bytes"),
+            (4096, "4 KiB"),
+            (1 << 40, "1 TiB"),
+            ((1 << 20) + 1, "1.0 MiB"),
+        ];
+        for (bytes, text) in sizes {
+            assert_eq!(human_size(bytes), text);
+        }
+        assert_eq!(human_size(u64::MAX), "16.0 EiB");
+    }
+
+    #[test]
+    fn unknown_values_of_a_provider_are_kept_apart() {
+        let mut raw = abi::p2pmem_provider {
+            id: 3,
+            kind: 99,
+            state: 99,
+            bar: -1,
+            numa_node: -1,
+            ..Default::default()
+        };
+        raw.driver = [b'x' as c_char; 32];
+        let provider = Provider::from(&raw);
+        assert_eq!((provider.kind, provider.state), (Kind::Unknown, ProviderState::Unknown));
+        assert_eq!((provider.bar, provider.numa_node), (None, None));
+        assert_eq!(
+            provider.driver.unwrap().len(),
+            32,
+            "a driver name without a NUL is taken whole"
+        );
+    }
+}
