@@ -177,12 +177,18 @@ pub(crate) struct Path {
     pub(crate) bridge: Option<PciAddr>,
 }
 
+/// The elements with their indexes. `enumerate()` and `position()` count with an overflow check that
+/// panics, although no slice is long enough; a range that is as long as the slice needs none.
+pub(crate) fn indexed<T>(slice: &[T]) -> impl Iterator<Item = (usize, &T)> {
+    (0..slice.len()).zip(slice)
+}
+
 /// Where two walks meet: how many steps up in the first and in the second. The lowest such place.
 fn meet(a: &[Port], b: &[Port]) -> Option<(usize, usize)> {
-    a.iter().enumerate().find_map(|(i, port)| {
-        b.iter()
-            .position(|other| other.addr == port.addr)
-            .map(|j| (i, j))
+    indexed(a).find_map(|(i, port)| {
+        indexed(b)
+            .find(|(_, other)| other.addr == port.addr)
+            .map(|(j, _)| (i, j))
     })
 }
 
@@ -204,11 +210,7 @@ fn same_device(a: &[Port], b: &[Port], (up_a, up_b): (usize, usize), bridge: &Po
 
 /// The narrowest of the links above `ports` that tell, 0 where none does.
 fn narrowest<'a>(ports: impl Iterator<Item = &'a Port>) -> u32 {
-    ports
-        .map(Port::link_above)
-        .filter(|&link| link != 0)
-        .min()
-        .unwrap_or(0)
+    ports.map(Port::link_above).filter(|&link| link != 0).min().unwrap_or(0)
 }
 
 /// Says what lies between a provider and a client.
@@ -218,12 +220,7 @@ fn narrowest<'a>(ports: impl Iterator<Item = &'a Port>) -> u32 {
 /// distance between the two nodes; it is not looked at where one of them is unknown.
 ///
 /// The result does not depend on which of the two is the provider.
-pub(crate) fn classify(
-    provider: &Chain<'_>,
-    client: &Chain<'_>,
-    kernel_distance: i32,
-    numa_distance: u32,
-) -> Path {
+pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance: i32, numa_distance: u32) -> Path {
     let (a, b) = (provider.ports, client.ports);
     let common = meet(a, b);
     let (up_a, up_b) = common.unwrap_or((a.len(), b.len()));
@@ -236,12 +233,17 @@ pub(crate) fn classify(
 
     let class_below = match bridge {
         Some(bridge) if !acs_redirect => {
-            // Each switch on the way has its one upstream port on the way. A conventional bridge is
-            // crossed only if it is below the place where the walks meet.
+            // Each switch on the way has its one upstream port on the way, except where the way ends
+            // in the downstream port above the other end. A conventional bridge is crossed only if
+            // it is below the place where the walks meet.
+            let turns_in_switch = match bridge.kind {
+                PortKind::Upstream => true,
+                PortKind::Downstream => up_a == 0 || up_b == 0,
+                PortKind::Endpoint | PortKind::RootPort | PortKind::Bridge => false,
+            };
             let crossed = below()
                 .filter(|port| matches!(port.kind, PortKind::Upstream | PortKind::Bridge))
-                .chain(Some(bridge).filter(|bridge| bridge.kind == PortKind::Upstream))
-                .count();
+                .fold(usize::from(turns_in_switch), |crossed, _| crossed.saturating_add(1));
             Some(if same_device(a, b, (up_a, up_b), bridge) {
                 PathClass::SameDevice
             } else if crossed <= 1 {
@@ -258,9 +260,7 @@ pub(crate) fn classify(
     let class = match class_below {
         _ if !reachable => PathClass::Unreachable,
         Some(class) => class,
-        None if bridge.is_some() || provider.host_bridge == client.host_bridge => {
-            PathClass::HostBridge
-        }
+        None if bridge.is_some() || provider.host_bridge == client.host_bridge => PathClass::HostBridge,
         None if nodes_known && provider.numa_node == client.numa_node => PathClass::NumaNode,
         None => PathClass::System,
     };

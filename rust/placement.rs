@@ -18,7 +18,7 @@
 //! holds no `unsafe`. The same text is compiled into the module and into the host tests of
 //! tests/pure.
 
-use super::path::{Path, PathClass};
+use super::path::{indexed, Path, PathClass};
 use core::cmp::{Ordering, Reverse};
 
 /// Which provider a request names.
@@ -93,25 +93,20 @@ impl Candidate<'_> {
     fn could_hold(&self, request: &Request) -> bool {
         let align = request.align.max(1);
         let past = self.start.checked_rem(align).unwrap_or(0);
-        let skipped = if past == 0 {
-            0
-        } else {
-            align.saturating_sub(past)
-        };
-        self.size
-            .checked_sub(skipped)
-            .is_some_and(|room| room >= request.size)
+        let skipped = if past == 0 { 0 } else { align.saturating_sub(past) };
+        self.size.checked_sub(skipped).is_some_and(|room| room >= request.size)
     }
 
     /// Share of its bytes that is in use, in permille, rounded down; 1000 for a provider without
     /// memory.
     fn load(&self) -> u64 {
         let used = self.size.saturating_sub(self.free);
-        let share = match used.checked_mul(1000) {
-            Some(scaled) => scaled.checked_div(self.size),
-            None => used.checked_div(self.size / 1000),
-        };
-        share.map_or(1000, |share| share.min(1000))
+        // A thousandfold has to fit; KiB do for providers of petabytes.
+        let unit = if self.size > u64::MAX / 1000 { 10 } else { 0 };
+        (used >> unit)
+            .saturating_mul(1000)
+            .checked_div(self.size >> unit)
+            .unwrap_or(1000)
     }
 }
 
@@ -267,7 +262,7 @@ impl Reach {
             bandwidth: 0,
             numa_distance: 0,
         };
-        for (client, path) in candidate.paths.iter().take(request.clients).enumerate() {
+        for (client, path) in indexed(candidate.paths).take(request.clients) {
             reach.note(client, (path.class, path.hops));
             reach.hops = reach.hops.saturating_add(path.hops);
             reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
@@ -349,11 +344,7 @@ impl Rank {
 
 /// Whether a candidate can serve the request, and if not, the first rule that forbids it. The rules
 /// that no time will change come first: a provider that is out of reach *and* full is out of reach.
-fn eligible(
-    request: &Request,
-    candidate: &Candidate<'_>,
-    reach: &Reach,
-) -> Result<(), (VerdictCode, Outcome)> {
+fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), (VerdictCode, Outcome)> {
     let class = reach.class();
     if matches!(request.named, Named::Require(id) if id != candidate.id) {
         Err((VerdictCode::NotNamed, Outcome::NoSuchProvider))
@@ -409,15 +400,11 @@ struct Winner {
 /// depend on it.
 ///
 /// Takes time in proportion to candidates times clients, and a constant amount of stack.
-pub(crate) fn decide(
-    request: &Request,
-    candidates: &[Candidate<'_>],
-    verdicts: &mut [Verdict],
-) -> Decision {
+pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Decision {
     let mut winner: Option<Winner> = None;
     let mut outcome = Outcome::NoProvider;
 
-    for (index, candidate) in candidates.iter().enumerate() {
+    for (index, candidate) in indexed(candidates) {
         let Some(by) = contends(request, candidate) else {
             outcome = outcome.max(Outcome::NotUpstream);
             continue;
@@ -428,20 +415,18 @@ pub(crate) fn decide(
             continue;
         }
         let rank = Rank::of(candidate, &reach);
-        let wins = winner
-            .as_ref()
-            .is_none_or(|winner| match by.cmp(&winner.by) {
-                Ordering::Less => true,
-                Ordering::Equal => rank.compare(&winner.rank).0.is_lt(),
-                Ordering::Greater => false,
-            });
+        let wins = winner.as_ref().is_none_or(|winner| match by.cmp(&winner.by) {
+            Ordering::Less => true,
+            Ordering::Equal => rank.compare(&winner.rank).0.is_lt(),
+            Ordering::Greater => false,
+        });
         if wins {
             winner = Some(Winner { index, rank, by });
         }
         outcome = Outcome::Chosen;
     }
 
-    for (index, (candidate, slot)) in candidates.iter().zip(verdicts).enumerate() {
+    for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
         let reach = Reach::of(request, candidate);
         let code = match (eligible(request, candidate, &reach), &winner) {
             (Err((code, _)), _) => code,
