@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Host tests of the module's pure parts: path classification and placement.
+//!
+//! The files under test are the very ones the module is built from. They are held against oracles that go about it
+//! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
+//! a list for what `placement.rs` finds in one pass.
+#![forbid(unsafe_code)]
+
+// Their format is the module's business, and the tests need not use all that the module does.
+#[allow(dead_code)]
+#[path = "../../../rust/path.rs"]
+#[rustfmt::skip]
+mod path;
+#[allow(dead_code)]
+#[path = "../../../rust/placement.rs"]
+#[rustfmt::skip]
+mod placement;
+
+#[cfg(test)]
+mod abi;
+#[cfg(test)]
+mod no_panic;
+#[cfg(test)]
+mod oracle;
+#[cfg(test)]
+mod path_tests;
+#[cfg(test)]
+mod placement_tests;
+#[cfg(test)]
+mod tree;

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The choice of a provider, decided by lists and sorting.
+
+use crate::path::{Path, PathClass};
+use crate::placement::{Candidate, Named, Request, Strategy, VerdictCode};
+
+const KIB: u64 = 1024;
+
+/// A candidate that owns its paths.
+#[derive(Clone, Debug)]
+pub(crate) struct Provider {
+    pub(crate) id: u32,
+    pub(crate) live: bool,
+    pub(crate) start: u64,
+    pub(crate) size: u64,
+    pub(crate) free: u64,
+    pub(crate) largest: u64,
+    pub(crate) paths: Vec<Path>,
+}
+
+impl Provider {
+    pub(crate) fn candidate(&self) -> Candidate<'_> {
+        Candidate {
+            id: self.id,
+            live: self.live,
+            start: self.start,
+            size: self.size,
+            free: self.free,
+            largest: self.largest,
+            paths: &self.paths,
+        }
+    }
+
+    /// Whether a buffer fits somewhere were the provider empty, tried at the first aligned place.
+    pub(crate) fn could_hold(&self, request: &Request) -> bool {
+        let align = u128::from(request.align.max(1));
+        let (start, size) = (u128::from(self.start), u128::from(self.size));
+        let first = start.div_ceil(align) * align;
+        first + u128::from(request.size) <= start + size
+    }
+
+    /// The rules that the provider breaks, all of them.
+    pub(crate) fn broken_rules(&self, request: &Request) -> Vec<VerdictCode> {
+        let mut broken = Vec::new();
+        if let Named::Require(id) = request.named {
+            if id != self.id {
+                broken.push(VerdictCode::NotNamed);
+            }
+        }
+        if !self.live {
+            broken.push(VerdictCode::Leaving);
+        }
+        let unreachable =
+            self.paths.len() < request.clients || self.paths.iter().any(|path| path.class == PathClass::Unreachable);
+        if unreachable {
+            broken.push(VerdictCode::Unreachable);
+        }
+        if let Some(max) = request.max_class {
+            if unreachable && request.clients > 0 || self.paths.iter().any(|path| path.class > max) {
+                broken.push(VerdictCode::TooFar);
+            }
+        }
+        if !self.could_hold(request) {
+            broken.push(VerdictCode::TooSmall);
+        }
+        if self.free < request.size {
+            broken.push(VerdictCode::Full);
+        }
+        if self.largest < request.size {
+            broken.push(VerdictCode::Fragmented);
+        }
+        broken
+    }
+
+    pub(crate) fn eligible(&self, request: &Request) -> bool {
+        self.broken_rules(request).is_empty()
+    }
+
+    /// The criteria in their order, as numbers of which the smaller is the better.
+    pub(crate) fn figures(&self) -> Vec<(VerdictCode, i128)> {
+        let class = self.paths.iter().map(|path| path.class.as_raw()).max().unwrap_or(0);
+        let hops: i128 = self.paths.iter().map(|path| i128::from(path.hops)).sum();
+        let links: Vec<u32> = self
+            .paths
+            .iter()
+            .map(|path| path.bandwidth)
+            .filter(|&link| link != 0)
+            .collect();
+        let bandwidth = links.iter().min().copied().unwrap_or(0);
+        let numa = self.paths.iter().map(|path| path.numa_distance).max().unwrap_or(0);
+        // Above what a thousandfold of fits in 64 bits, KiB are counted.
+        let unit = if u128::from(self.size) * 1000 > u128::from(u64::MAX) {
+            KIB
+        } else {
+            1
+        };
+        let used = u128::from(self.size.saturating_sub(self.free) / unit);
+        let load = (used * 1000).checked_div(u128::from(self.size / unit)).unwrap_or(1000);
+        vec![
+            (VerdictCode::Class, i128::from(class)),
+            (VerdictCode::Hops, hops.min(i128::from(u32::MAX))),
+            (VerdictCode::Bandwidth, -i128::from(bandwidth)),
+            (VerdictCode::Numa, if numa == 0 { i128::MAX } else { i128::from(numa) }),
+            (VerdictCode::Load, i128::try_from(load).unwrap()),
+            (VerdictCode::Space, -i128::from(self.largest)),
+            (VerdictCode::Order, i128::from(self.id)),
+        ]
+    }
+}
+
+/// The id of the provider that serves the request.
+pub(crate) fn choose(request: &Request, providers: &[Provider]) -> Option<u32> {
+    let mut eligible: Vec<&Provider> = providers.iter().filter(|provider| provider.eligible(request)).collect();
+    eligible.sort_by_key(|provider| {
+        provider
+            .figures()
+            .into_iter()
+            .map(|(_, figure)| figure)
+            .collect::<Vec<_>>()
+    });
+    if let Named::Prefer(id) = request.named {
+        if eligible.iter().any(|provider| provider.id == id) {
+            return Some(id);
+        }
+    }
+    match (request.named, request.strategy) {
+        (Named::Any | Named::Prefer(_), Strategy::Upstream(choice)) => {
+            choice.filter(|&id| eligible.iter().any(|provider| provider.id == id))
+        }
+        _ => eligible.first().map(|provider| provider.id),
+    }
+}

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Path classification: the kernel's own table, random trees against a graph search, and the edges.
+
+use crate::path::{
+    Chain, Path, PathClass, PciAddr, Port, PortKind, classify, host_bridge_id, link_bandwidth, link_bandwidth_of_status,
+};
+use crate::tree::{Host, New, NodeId, Tree, tree};
+use proptest::prelude::*;
+
+fn classify_in(tree: &Tree, a: NodeId, b: NodeId) -> Path {
+    let (pa, pb) = (tree.ports(a), tree.ports(b));
+    classify(
+        &tree.chain(a, &pa),
+        &tree.chain(b, &pb),
+        tree.kernel_distance(a, b),
+        tree.numa_distance(a, b),
+    )
+}
+
+fn add(tree: &mut Tree, parent: Option<NodeId>, host: usize, kind: PortKind, link: u32) -> NodeId {
+    tree.add(parent, host, New { link, ..New::of(kind) })
+}
+
+/// A machine in which every line of the kernel's table is found: two sockets on one PCI domain.
+struct Machine {
+    tree: Tree,
+    /// Endpoints on the root bus of socket 0.
+    root_devices: [NodeId; 2],
+    /// Endpoints below a root port each, on socket 0 and 1.
+    direct: [[NodeId; 2]; 2],
+    /// Endpoints below one switch on each socket.
+    switched: [[NodeId; 2]; 2],
+    /// The switches' upstream ports.
+    upstream: [NodeId; 2],
+    /// Endpoints below a second switch that hangs off the first one of socket 0; functions of one device.
+    nested: [NodeId; 2],
+}
+
+fn machine(nodes: [i32; 2]) -> Machine {
+    use PortKind::{Downstream, Endpoint, RootPort, Upstream};
+    let mut tree = Tree::new(&nodes.map(Host::on_node));
+    let t = &mut tree;
+    let root_devices = [0; 2].map(|host| add(t, None, host, Endpoint, 0));
+    let direct = [0, 1].map(|host| {
+        [8_000, 4_000].map(|link| {
+            let port = add(t, None, host, RootPort, 0);
+            add(t, Some(port), host, Endpoint, link)
+        })
+    });
+    let mut upstream = [0; 2];
+    let switched = [0, 1].map(|host| {
+        let port = add(t, None, host, RootPort, 0);
+        upstream[host] = add(t, Some(port), host, Upstream, 2_000);
+        [16_000, 15_000].map(|link| {
+            let down = add(t, Some(upstream[host]), host, Downstream, 0);
+            add(t, Some(down), host, Endpoint, link)
+        })
+    });
+    let down = add(t, Some(upstream[0]), 0, Downstream, 0);
+    let lower = add(t, Some(down), 0, Upstream, 1_000);
+    let down = add(t, Some(lower), 0, Downstream, 0);
+    let nested = [500, 500].map(|link| add(t, Some(down), 0, Endpoint, link));
+    Machine {
+        tree,
+        root_devices,
+        direct,
+        switched,
+        upstream,
+        nested,
+    }
+}
+
+#[track_caller]
+fn check(tree: &Tree, a: NodeId, b: NodeId, class: PathClass, hops: u32, bus_addr: bool, bandwidth: u32) {
+    let path = classify_in(tree, a, b);
+    assert_eq!(
+        (path.class, path.hops, path.bus_addr, path.bandwidth),
+        (class, hops, bus_addr, bandwidth),
+        "{path:?}"
+    );
+    assert_eq!(path.distance, i32::try_from(hops).unwrap());
+}
+
+#[test]
+fn the_kernels_table() {
+    use PathClass::{HostBridge, NumaNode, SameDevice, SameSwitch, Switches, System};
+    let m = machine([0, 1]);
+    let t = &m.tree;
+    check(t, m.direct[0][0], m.direct[0][0], SameDevice, 0, true, 0);
+    check(t, m.root_devices[0], m.root_devices[0], SameDevice, 0, true, 0);
+    check(t, m.nested[0], m.nested[1], SameDevice, 2, true, 0);
+    check(t, m.root_devices[0], m.root_devices[1], HostBridge, 2, false, 0);
+    check(t, m.switched[0][0], m.switched[0][1], SameSwitch, 4, true, 15_000);
+    check(t, m.switched[0][0], m.nested[0], Switches, 6, true, 500);
+    check(t, m.direct[0][0], m.direct[0][1], HostBridge, 4, false, 4_000);
+    check(t, m.direct[0][0], m.direct[1][0], System, 4, false, 8_000);
+    check(t, m.switched[0][0], m.direct[0][0], HostBridge, 6, false, 2_000);
+    check(t, m.switched[0][0], m.switched[1][0], System, 8, false, 2_000);
+    check(t, m.root_devices[0], m.direct[0][0], HostBridge, 3, false, 8_000);
+    let m = machine([1, 1]);
+    check(&m.tree, m.switched[0][0], m.switched[1][0], NumaNode, 8, false, 2_000);
+}
+
+#[test]
+fn unknown_nodes_are_not_one_node() {
+    for nodes in [[-1, -1], [0, -1], [-1, 1]] {
+        let m = machine(nodes);
+        let path = classify_in(&m.tree, m.direct[0][0], m.direct[1][0]);
+        assert_eq!((path.class, path.numa_distance), (PathClass::System, 0), "{nodes:?}");
+    }
+    // What the caller says of the distance counts only where both nodes are known.
+    let m = machine([0, -1]);
+    let (a, b) = (m.tree.ports(m.direct[0][0]), m.tree.ports(m.direct[1][0]));
+    let (a, b) = (m.tree.chain(m.direct[0][0], &a), m.tree.chain(m.direct[1][0], &b));
+    assert_eq!(classify(&a, &b, 4, 77).numa_distance, 0);
+    assert_eq!(classify(&a, &a, 0, 77).numa_distance, 77);
+}
+
+#[test]
+fn the_bridge_both_are_below() {
+    let m = machine([0, 1]);
+    let t = &m.tree;
+    let addr = |node: NodeId| t.nodes[node].addr;
+    let upstream = m.upstream[0];
+    assert_eq!(
+        classify_in(t, m.switched[0][0], m.switched[0][1]).bridge,
+        Some(addr(upstream))
+    );
+    assert_eq!(
+        classify_in(t, m.switched[0][0], m.nested[1]).bridge,
+        Some(addr(upstream))
+    );
+    assert_eq!(classify_in(t, m.switched[0][0], m.direct[0][0]).bridge, None);
+    assert_eq!(classify_in(t, m.root_devices[0], m.root_devices[0]).bridge, None);
+    // A function is not below itself, and a port is not below itself either.
+    let port = t.nodes[m.direct[0][0]].parent.unwrap();
+    assert_eq!(classify_in(t, m.direct[0][0], m.direct[0][0]).bridge, Some(addr(port)));
+    assert_eq!(classify_in(t, port, m.direct[0][0]).bridge, None);
+    assert_eq!(
+        classify_in(t, m.nested[0], upstream).bridge,
+        t.nodes[upstream].parent.map(addr)
+    );
+}
+
+#[test]
+fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
+    let m = machine([0, 1]);
+    let (a, b) = (m.switched[0][0], m.switched[0][1]);
+    let on_the_way: Vec<NodeId> = vec![
+        a,
+        b,
+        m.tree.nodes[a].parent.unwrap(),
+        m.tree.nodes[b].parent.unwrap(),
+        m.upstream[0],
+    ];
+    for port in on_the_way {
+        let mut tree = m.tree.clone();
+        tree.nodes[port].acs = true;
+        let path = classify_in(&tree, a, b);
+        assert!(path.acs_redirect && !path.bus_addr, "{path:?}");
+        assert_eq!((path.class, path.hops), (PathClass::HostBridge, 4));
+        // The switch's own link to the root port is the narrowest one now.
+        assert_eq!(path.bandwidth, 2_000);
+        assert_eq!(path.bridge, Some(tree.nodes[m.upstream[0]].addr));
+    }
+    // A port above the place where the two meet does not matter.
+    let mut tree = m.tree.clone();
+    let root_port = tree.nodes[m.upstream[0]].parent.unwrap();
+    tree.nodes[root_port].acs = true;
+    assert_eq!(classify_in(&tree, a, b), classify_in(&m.tree, a, b));
+}
+
+#[test]
+fn functions_that_are_gone_are_unreachable() {
+    let ports = [Port {
+        addr: PciAddr {
+            domain: 0,
+            bus: 1,
+            devfn: 0,
+        },
+        kind: PortKind::Endpoint,
+        acs_redirect: false,
+        link: 984,
+    }];
+    let here = Chain {
+        ports: &ports,
+        host_bridge: 0,
+        numa_node: 0,
+    };
+    let gone = Chain { ports: &[], ..here };
+    for (a, b) in [(&here, &gone), (&gone, &here), (&gone, &gone)] {
+        let path = classify(a, b, 0, 10);
+        assert_eq!(path.class, PathClass::Unreachable);
+        assert!(!path.bus_addr);
+        assert_eq!(path.bridge, None);
+    }
+}
+
+#[test]
+fn bandwidth_of_links() {
+    let lanes = |speed| [1, 2, 4, 8, 12, 16, 32].map(|width| link_bandwidth(speed, width));
+    assert_eq!(lanes(1), [250, 500, 1_000, 2_000, 3_000, 4_000, 8_000]);
+    assert_eq!(lanes(2), [500, 1_000, 2_000, 4_000, 6_000, 8_000, 16_000]);
+    assert_eq!(lanes(3), [984, 1_969, 3_938, 7_876, 11_815, 15_753, 31_507]);
+    assert_eq!(lanes(4), [1_969, 3_938, 7_876, 15_753, 23_630, 31_507, 63_015]);
+    assert_eq!(lanes(5), [3_938, 7_876, 15_753, 31_507, 47_261, 63_015, 126_030]);
+    assert_eq!(lanes(6), [7_562, 15_125, 30_250, 60_500, 90_750, 121_000, 242_000]);
+}
+
+#[test]
+fn link_status_registers() {
+    assert_eq!(link_bandwidth_of_status(0x0011), 250);
+    assert_eq!(link_bandwidth_of_status(0x1103), 15_753);
+    assert_eq!(link_bandwidth_of_status(0x7083), 7_876);
+    assert_eq!(link_bandwidth_of_status(0x0204), 63_015);
+    assert_eq!(link_bandwidth_of_status(0), 0);
+    assert_eq!(
+        link_bandwidth_of_status(0xffff),
+        0,
+        "a function that is gone reads as all ones"
+    );
+    for status in 0..=u16::MAX {
+        let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
+        let valid = (1..=6).contains(&speed) && [1, 2, 4, 8, 12, 16, 32].contains(&width);
+        assert_eq!(link_bandwidth_of_status(status) != 0, valid, "{status:#x}");
+    }
+}
+
+#[test]
+fn kinds_of_ports() {
+    for (pcie_type, is_bridge, kind) in [
+        (Some(0x0), false, PortKind::Endpoint),
+        (Some(0x1), false, PortKind::Endpoint),
+        (Some(0x9), false, PortKind::Endpoint),
+        (None, false, PortKind::Endpoint),
+        (Some(0x4), true, PortKind::RootPort),
+        (Some(0x5), true, PortKind::Upstream),
+        (Some(0x6), true, PortKind::Downstream),
+        (Some(0x7), true, PortKind::Bridge),
+        (Some(0x8), true, PortKind::Bridge),
+        (None, true, PortKind::Bridge),
+        (Some(0xff), false, PortKind::Endpoint),
+    ] {
+        assert_eq!(PortKind::from_pcie_type(pcie_type, is_bridge), kind);
+    }
+}
+
+#[test]
+fn host_bridges_of_different_domains_differ() {
+    assert_ne!(host_bridge_id(0, 1), host_bridge_id(1, 0));
+    assert_ne!(host_bridge_id(0x0100_0000, 0), host_bridge_id(0, 0));
+    assert_eq!(host_bridge_id(u32::MAX, 255), 0xff_ffff_ffff);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Every number of a path is what a search of the graph finds, for any two functions, bridges included.
+    #[test]
+    fn agrees_with_a_search_of_the_graph(
+        tree in tree(),
+        picks in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 12),
+    ) {
+        let endpoints = tree.endpoints();
+        for (n, (a, b)) in picks.into_iter().enumerate() {
+            let (a, b) = if n < 9 {
+                (*a.get(&endpoints), *b.get(&endpoints))
+            } else {
+                (a.index(tree.nodes.len()), b.index(tree.nodes.len()))
+            };
+            let way = tree.way(a, b);
+            let path = classify_in(&tree, a, b);
+            let reachable = tree.kernel_distance(a, b) >= 0;
+            prop_assert_eq!(path.hops, way.hops);
+            prop_assert_eq!(path.acs_redirect, way.acs_redirect);
+            prop_assert_eq!(path.bus_addr, reachable && !way.through_root);
+            prop_assert_eq!(path.class, if reachable { way.class } else { PathClass::Unreachable });
+            prop_assert_eq!(path.bandwidth, way.bandwidth);
+            prop_assert_eq!(path.bridge, way.bridge);
+            prop_assert_eq!(path.distance, tree.kernel_distance(a, b));
+            prop_assert_eq!(path.numa_distance, tree.numa_distance(a, b));
+            prop_assert_eq!(path, classify_in(&tree, b, a), "the other way round");
+        }
+    }
+
+    /// Setting ACS redirection on a port of a path below a bridge moves it to the root complex, clearing all restores
+    /// it; no other change of the path comes with it but that of its bandwidth.
+    #[test]
+    fn acs_flips_the_route(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, port: prop::sample::Index) {
+        let mut tree = tree;
+        for node in &mut tree.nodes {
+            node.acs = false;
+        }
+        for host in &mut tree.hosts {
+            host.forwards = true;
+        }
+        let endpoints = tree.endpoints();
+        let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
+        let before = classify_in(&tree, a, b);
+        prop_assert!(!before.acs_redirect);
+        prop_assert_ne!(before.bus_addr, before.class >= PathClass::HostBridge);
+
+        let walk = tree.ports(a);
+        let steps = if before.bus_addr {
+            // Up to and including the common bridge; for one and the same function that is itself.
+            let other = tree.ports(b);
+            1 + walk.iter().position(|x| other.iter().any(|y| x.addr == y.addr)).unwrap()
+        } else {
+            walk.len()
+        };
+        let chosen = walk[port.index(steps)].addr;
+        tree.nodes.iter_mut().find(|node| node.addr == chosen).unwrap().acs = true;
+        let after = classify_in(&tree, a, b);
+        prop_assert!(after.acs_redirect && !after.bus_addr);
+        prop_assert!(after.class >= PathClass::HostBridge);
+        prop_assert!(after.class == PathClass::HostBridge || after.class == before.class);
+        let known = |bandwidth: u32| if bandwidth == 0 { u32::MAX } else { bandwidth };
+        prop_assert!(known(after.bandwidth) <= known(before.bandwidth));
+        let same = Path {
+            class: before.class,
+            acs_redirect: false,
+            bus_addr: before.bus_addr,
+            bandwidth: before.bandwidth,
+            ..after
+        };
+        prop_assert_eq!(same, before);
+    }
+
+    /// A negative distance of the kernel's is the last word.
+    #[test]
+    fn the_kernel_has_the_last_word(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, distance: i32) {
+        let endpoints = tree.endpoints();
+        let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
+        let (pa, pb) = (tree.ports(a), tree.ports(b));
+        let path = classify(&tree.chain(a, &pa), &tree.chain(b, &pb), distance, 10);
+        prop_assert_eq!(path.class == PathClass::Unreachable, distance < 0);
+        prop_assert!(distance >= 0 || !path.bus_addr);
+        prop_assert_eq!(path.distance, distance);
+    }
+
+    /// Walks that no tree has (loops, any kinds in any order) get some answer, and no unreachable one a route.
+    #[test]
+    fn nonsense_is_survived(
+        a in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
+        b in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
+        distance: i32,
+    ) {
+        let ports = |raw: Vec<(u8, u8, bool, u32)>| -> Vec<Port> {
+            raw.into_iter()
+                .map(|(bus, kind, acs_redirect, link)| Port {
+                    addr: PciAddr { domain: 0, bus, devfn: 0 },
+                    kind: [
+                        PortKind::Endpoint,
+                        PortKind::RootPort,
+                        PortKind::Upstream,
+                        PortKind::Downstream,
+                        PortKind::Bridge,
+                    ][usize::from(kind)],
+                    acs_redirect,
+                    link,
+                })
+                .collect()
+        };
+        let (a, b) = (ports(a), ports(b));
+        let chain = |ports| Chain { ports, host_bridge: 0, numa_node: 0 };
+        let path = classify(&chain(&a), &chain(&b), distance, u32::MAX);
+        prop_assert!(path.hops as usize <= a.len() + b.len());
+        prop_assert!(path.class != PathClass::Unreachable || !path.bus_addr);
+    }
+}

@@ -1,0 +1,890 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Placement: cases with names, and properties over random providers and random machines.
+
+use crate::oracle::{Provider, choose};
+use crate::path::{Path, PathClass, classify};
+use crate::placement::{
+    Candidate, Decision, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide,
+};
+use crate::tree::tree;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+fn run(request: &Request, providers: &[Provider]) -> (Decision, Vec<Verdict>) {
+    let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
+    let mut verdicts = vec![Verdict::EMPTY; providers.len()];
+    let decision = decide(request, &candidates, &mut verdicts);
+    (decision, verdicts)
+}
+
+fn path(class: PathClass, hops: u32) -> Path {
+    Path {
+        class,
+        hops,
+        distance: if class == PathClass::Unreachable {
+            -1
+        } else {
+            i32::try_from(hops).unwrap_or(i32::MAX)
+        },
+        acs_redirect: false,
+        bus_addr: class <= PathClass::Switches,
+        bandwidth: 7_876,
+        numa_distance: 10,
+        bridge: None,
+    }
+}
+
+fn provider(id: u32, paths: &[Path]) -> Provider {
+    Provider {
+        id,
+        live: true,
+        start: 0,
+        size: 256 * MIB,
+        free: 256 * MIB,
+        largest: 256 * MIB,
+        paths: paths.to_vec(),
+    }
+}
+
+fn request(clients: usize) -> Request {
+    Request {
+        size: 16 * MIB,
+        align: 4 * KIB,
+        clients,
+        named: Named::Any,
+        strategy: Chooser::Nearest,
+        max_class: None,
+    }
+}
+
+fn codes(verdicts: &[Verdict]) -> Vec<VerdictCode> {
+    verdicts.iter().map(|verdict| verdict.code).collect()
+}
+
+#[track_caller]
+fn check(request: &Request, providers: &[Provider], outcome: Outcome, expected: &[VerdictCode]) -> Vec<Verdict> {
+    let (decision, verdicts) = run(request, providers);
+    assert_eq!((decision.outcome, codes(&verdicts)), (outcome, expected.to_vec()));
+    assert_eq!(
+        decision.chosen,
+        expected.iter().position(|code| *code == VerdictCode::Chosen)
+    );
+    verdicts
+}
+
+use VerdictCode as V;
+/// Makes a provider a little worse.
+type Worsen = fn(&mut Provider);
+const NEAR: PathClass = PathClass::SameSwitch;
+const FAR: PathClass = PathClass::HostBridge;
+
+#[test]
+fn each_criterion_decides_in_its_turn() {
+    let chosen = provider(9, &[path(NEAR, 4)]);
+    let spoil: [(V, Worsen); 6] = [
+        (V::Class, |p| p.paths[0].class = PathClass::Switches),
+        (V::Hops, |p| p.paths[0].hops += 1),
+        (V::Bandwidth, |p| p.paths[0].bandwidth -= 1),
+        (V::Numa, |p| p.paths[0].numa_distance += 1),
+        (V::Load, |p| p.free -= p.size / 1000 + 1),
+        (V::Space, |p| p.largest -= 4 * KIB),
+    ];
+    for (turn, (code, worsen)) in spoil.iter().enumerate() {
+        let mut other = provider(3, &[path(NEAR, 4)]);
+        worsen(&mut other);
+        // The other one is better in all that comes after: none of it counts.
+        let mut chosen = chosen.clone();
+        for (_, worsen) in &spoil[turn + 1..] {
+            worsen(&mut chosen);
+        }
+        check(
+            &request(1),
+            &[other.clone(), chosen.clone()],
+            Outcome::Chosen,
+            &[*code, V::Chosen],
+        );
+        check(&request(1), &[chosen, other], Outcome::Chosen, &[V::Chosen, *code]);
+    }
+    check(
+        &request(1),
+        &[provider(9, &[path(NEAR, 4)]), provider(3, &[path(NEAR, 4)])],
+        Outcome::Chosen,
+        &[V::Order, V::Chosen],
+    );
+}
+
+#[test]
+fn each_rule_excludes() {
+    let good = provider(1, &[path(FAR, 6)]);
+    let near = provider(2, &[path(NEAR, 4)]);
+    let req = Request {
+        max_class: Some(FAR),
+        ..request(1)
+    };
+    let cases: [(V, Outcome, Provider); 6] = [
+        (
+            V::Leaving,
+            Outcome::Leaving,
+            Provider {
+                live: false,
+                ..near.clone()
+            },
+        ),
+        (
+            V::Unreachable,
+            Outcome::Unreachable,
+            Provider {
+                paths: vec![path(PathClass::Unreachable, 4)],
+                ..near.clone()
+            },
+        ),
+        (
+            V::TooFar,
+            Outcome::TooFar,
+            Provider {
+                paths: vec![path(PathClass::NumaNode, 4)],
+                ..near.clone()
+            },
+        ),
+        (
+            V::TooSmall,
+            Outcome::TooSmall,
+            Provider {
+                size: 16 * MIB - 1,
+                ..near.clone()
+            },
+        ),
+        (
+            V::Full,
+            Outcome::Full,
+            Provider {
+                free: 16 * MIB - 1,
+                ..near.clone()
+            },
+        ),
+        (
+            V::Fragmented,
+            Outcome::Fragmented,
+            Provider {
+                largest: 16 * MIB - 1,
+                ..near.clone()
+            },
+        ),
+    ];
+    for (code, outcome, bad) in cases {
+        check(&req, &[bad.clone(), good.clone()], Outcome::Chosen, &[code, V::Chosen]);
+        check(&req, &[bad], outcome, &[code]);
+    }
+    check(&req, &[], Outcome::NoProvider, &[]);
+    let exact = Provider {
+        size: 16 * MIB,
+        free: 16 * MIB,
+        largest: 16 * MIB,
+        ..near
+    };
+    check(&req, &[exact], Outcome::Chosen, &[V::Chosen]);
+}
+
+#[test]
+fn only_lack_of_space_can_pass() {
+    for (outcome, passes) in [
+        (Outcome::NoProvider, false),
+        (Outcome::NoSuchProvider, false),
+        (Outcome::NotUpstream, false),
+        (Outcome::Leaving, false),
+        (Outcome::Unreachable, false),
+        (Outcome::TooFar, false),
+        (Outcome::TooSmall, false),
+        (Outcome::Full, true),
+        (Outcome::Fragmented, true),
+        (Outcome::Chosen, false),
+    ] {
+        assert_eq!(outcome.is_out_of_space(), passes, "{outcome:?}");
+    }
+    // One that is full tells more than many that are out of reach.
+    let full = Provider {
+        free: 0,
+        largest: 0,
+        ..provider(1, &[path(FAR, 6)])
+    };
+    let out_of_reach = provider(2, &[path(PathClass::Unreachable, 0)]);
+    check(
+        &request(1),
+        &[full, out_of_reach],
+        Outcome::Full,
+        &[V::Full, V::Unreachable],
+    );
+}
+
+#[test]
+fn a_buffer_is_as_near_as_its_farthest_client() {
+    let lopsided = provider(1, &[path(PathClass::SameDevice, 0), path(FAR, 4)]);
+    let middle = provider(2, &[path(PathClass::Switches, 6), path(PathClass::Switches, 6)]);
+    let verdicts = check(
+        &request(2),
+        &[lopsided, middle],
+        Outcome::Chosen,
+        &[V::Class, V::Chosen],
+    );
+    assert_eq!((verdicts[0].worst_client, verdicts[0].class), (1, Some(FAR)));
+    assert_eq!((verdicts[0].hops, verdicts[1].hops), (4, 12));
+}
+
+#[test]
+fn a_required_provider_is_taken_or_none() {
+    let near = provider(1, &[path(NEAR, 4)]);
+    let far = provider(2, &[path(FAR, 6)]);
+    let both = [near.clone(), far.clone()];
+    let req = Request {
+        named: Named::Require(2),
+        ..request(1)
+    };
+    check(&req, &both, Outcome::Chosen, &[V::NotNamed, V::Chosen]);
+    let full = [near.clone(), Provider { free: 0, ..far.clone() }];
+    check(&req, &full, Outcome::Full, &[V::NotNamed, V::Full]);
+    let leaving = [Provider { live: false, ..near }, far];
+    check(
+        &Request {
+            named: Named::Require(7),
+            ..req
+        },
+        &leaving,
+        Outcome::NoSuchProvider,
+        &[V::NotNamed, V::NotNamed],
+    );
+    // With a required provider the kernel has nothing to choose.
+    let upstream = Request {
+        strategy: Chooser::Upstream(Some(1)),
+        ..req
+    };
+    check(&upstream, &both, Outcome::Chosen, &[V::NotNamed, V::Chosen]);
+}
+
+#[test]
+fn a_preferred_provider_is_tried_first() {
+    let near = provider(1, &[path(NEAR, 4)]);
+    let far = provider(2, &[path(FAR, 6)]);
+    let full = Provider { free: 0, ..far.clone() };
+    let req = Request {
+        named: Named::Prefer(2),
+        ..request(1)
+    };
+    check(
+        &req,
+        &[near.clone(), far.clone()],
+        Outcome::Chosen,
+        &[V::NotNamed, V::Chosen],
+    );
+    check(
+        &req,
+        &[far.clone(), near.clone()],
+        Outcome::Chosen,
+        &[V::Chosen, V::NotNamed],
+    );
+    check(
+        &req,
+        &[near.clone(), full.clone()],
+        Outcome::Chosen,
+        &[V::Chosen, V::Full],
+    );
+    // A wish does not bend the rules for others.
+    let gone = Provider {
+        live: false,
+        ..near.clone()
+    };
+    check(&req, &[gone, far.clone()], Outcome::Chosen, &[V::Leaving, V::Chosen]);
+    // The wish comes before the kernel's choice, the kernel's choice before the rank.
+    let best = provider(3, &[path(PathClass::SameDevice, 0)]);
+    let req = Request {
+        strategy: Chooser::Upstream(Some(1)),
+        ..req
+    };
+    check(
+        &req,
+        &[near.clone(), far, best.clone()],
+        Outcome::Chosen,
+        &[V::NotNamed, V::Chosen, V::NotNamed],
+    );
+    check(
+        &req,
+        &[near.clone(), full.clone(), best.clone()],
+        Outcome::Chosen,
+        &[V::Chosen, V::Full, V::Upstream],
+    );
+    let near_full = Provider { largest: 0, ..near };
+    check(
+        &req,
+        &[near_full, full, best],
+        Outcome::Fragmented,
+        &[V::Fragmented, V::Full, V::Upstream],
+    );
+}
+
+#[test]
+fn the_kernels_choice_stands_or_falls_alone() {
+    let near = provider(1, &[path(NEAR, 4)]);
+    let far = provider(2, &[path(FAR, 6)]);
+    let ask = |choice| Request {
+        strategy: Chooser::Upstream(choice),
+        ..request(1)
+    };
+    let both = [near.clone(), far.clone()];
+    check(&ask(Some(2)), &both, Outcome::Chosen, &[V::Upstream, V::Chosen]);
+    check(&ask(Some(1)), &both, Outcome::Chosen, &[V::Chosen, V::Upstream]);
+    check(&ask(Some(7)), &both, Outcome::NotUpstream, &[V::Upstream, V::Upstream]);
+    check(&ask(None), &both, Outcome::NotUpstream, &[V::Upstream, V::Upstream]);
+    check(&ask(None), &[], Outcome::NoProvider, &[]);
+    let full = Provider {
+        free: MIB,
+        ..far.clone()
+    };
+    check(
+        &ask(Some(2)),
+        &[near.clone(), full],
+        Outcome::Full,
+        &[V::Upstream, V::Full],
+    );
+    let small = Provider {
+        size: MIB,
+        free: MIB,
+        largest: MIB,
+        ..far
+    };
+    let near_full = Provider { free: MIB, ..near };
+    check(
+        &ask(Some(2)),
+        &[near_full, small],
+        Outcome::TooSmall,
+        &[V::Full, V::TooSmall],
+    );
+}
+
+#[test]
+fn unknown_figures_lose_against_known_ones() {
+    let mut unknown = provider(1, &[path(NEAR, 4)]);
+    let known = provider(2, &[path(NEAR, 4)]);
+    unknown.paths[0].bandwidth = 0;
+    check(
+        &request(1),
+        &[unknown.clone(), known.clone()],
+        Outcome::Chosen,
+        &[V::Bandwidth, V::Chosen],
+    );
+    unknown.paths[0].bandwidth = known.paths[0].bandwidth;
+    unknown.paths[0].numa_distance = 0;
+    check(&request(1), &[unknown, known], Outcome::Chosen, &[V::Numa, V::Chosen]);
+    // A link that does not tell is no narrow link, and a client without a node is near no one.
+    let mut half = provider(1, &[path(NEAR, 4), path(NEAR, 4)]);
+    half.paths[0].bandwidth = 0;
+    half.paths[1].numa_distance = 0;
+    let verdicts = check(&request(2), &[half], Outcome::Chosen, &[V::Chosen]);
+    assert_eq!((verdicts[0].bandwidth, verdicts[0].numa_distance), (7_876, 10));
+}
+
+#[test]
+fn without_clients_load_and_space_decide() {
+    let busy = Provider {
+        free: 128 * MIB,
+        largest: 128 * MIB,
+        ..provider(1, &[])
+    };
+    let idle = Provider {
+        size: 64 * MIB,
+        free: 63 * MIB,
+        largest: 32 * MIB,
+        ..provider(2, &[])
+    };
+    let verdicts = check(&request(0), &[busy, idle], Outcome::Chosen, &[V::Load, V::Chosen]);
+    assert_eq!(
+        (verdicts[1].class, verdicts[1].class_raw(), verdicts[1].worst_client),
+        (None, 0, 0)
+    );
+    // Paths no client asked for do not count.
+    let stray = provider(1, &[path(PathClass::Unreachable, 4)]);
+    check(
+        &Request {
+            max_class: Some(NEAR),
+            ..request(0)
+        },
+        &[stray],
+        Outcome::Chosen,
+        &[V::Chosen],
+    );
+}
+
+#[test]
+fn alignment_counts_in_the_bar() {
+    let req = |align| Request { align, ..request(0) };
+    let at = |start, size| Provider {
+        start,
+        size,
+        free: size,
+        largest: size,
+        ..provider(1, &[])
+    };
+    check(&req(GIB), &[at(0, 16 * MIB)], Outcome::Chosen, &[V::Chosen]);
+    check(&req(GIB), &[at(4 * KIB, GIB)], Outcome::TooSmall, &[V::TooSmall]);
+    check(&req(GIB), &[at(GIB - MIB, 17 * MIB)], Outcome::Chosen, &[V::Chosen]);
+    check(
+        &req(GIB),
+        &[at(GIB - MIB, 17 * MIB - 1)],
+        Outcome::TooSmall,
+        &[V::TooSmall],
+    );
+    for align in [0, 1] {
+        check(&req(align), &[at(4 * KIB, 16 * MIB)], Outcome::Chosen, &[V::Chosen]);
+    }
+}
+
+#[test]
+fn a_missing_path_is_none() {
+    let short = provider(1, &[path(NEAR, 4)]);
+    let whole = provider(2, &[path(FAR, 6), path(FAR, 6)]);
+    let verdicts = check(
+        &request(2),
+        &[short, whole],
+        Outcome::Chosen,
+        &[V::Unreachable, V::Chosen],
+    );
+    assert_eq!(verdicts[0].worst_client, 1);
+}
+
+#[test]
+fn refusal_goes_to_the_next_best() {
+    let providers = [
+        provider(1, &[path(FAR, 6)]),
+        provider(2, &[path(NEAR, 4)]),
+        provider(3, &[path(PathClass::Unreachable, 4)]),
+    ];
+    let mut candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
+    let mut verdicts = [Verdict::EMPTY; 3];
+    let req = request(1);
+    let mut order = Vec::new();
+    loop {
+        let decision = decide(&req, &candidates, &mut verdicts);
+        let Some(chosen) = decision.chosen else {
+            assert_eq!(decision.outcome, Outcome::Fragmented);
+            break;
+        };
+        order.push(candidates[chosen].id);
+        candidates[chosen].refused(req.size);
+    }
+    assert_eq!(order, [2, 1]);
+    assert_eq!(codes(&verdicts), [V::Fragmented, V::Fragmented, V::Unreachable]);
+}
+
+#[test]
+fn extremes() {
+    let everything = Provider {
+        start: u64::MAX,
+        size: u64::MAX,
+        free: u64::MAX,
+        largest: u64::MAX,
+        ..provider(1, &[])
+    };
+    let huge = Request {
+        size: u64::MAX,
+        align: 1,
+        ..request(0)
+    };
+    check(&huge, &[everything.clone()], Outcome::Chosen, &[V::Chosen]);
+    check(
+        &Request { align: 1 << 63, ..huge },
+        &[everything.clone()],
+        Outcome::TooSmall,
+        &[V::TooSmall],
+    );
+    check(
+        &Request {
+            size: 0,
+            align: u64::MAX,
+            ..huge
+        },
+        &[everything],
+        Outcome::Chosen,
+        &[V::Chosen],
+    );
+    let nothing = Provider {
+        size: 0,
+        free: 0,
+        largest: 0,
+        ..provider(2, &[])
+    };
+    check(&request(0), &[nothing.clone()], Outcome::TooSmall, &[V::TooSmall]);
+    check(
+        &Request { size: 0, ..request(0) },
+        &[nothing],
+        Outcome::Chosen,
+        &[V::Chosen],
+    );
+    // More free bytes than there are: a caller's mistake, no more than an idle provider.
+    let odd = Provider {
+        free: u64::MAX,
+        ..provider(3, &[])
+    };
+    check(
+        &request(0),
+        &[odd, provider(4, &[])],
+        Outcome::Chosen,
+        &[V::Chosen, V::Order],
+    );
+    // Loads of providers so large that a thousandfold does not fit.
+    let large = |id, free| Provider {
+        size: u64::MAX,
+        free,
+        largest: GIB,
+        ..provider(id, &[])
+    };
+    check(
+        &request(0),
+        &[large(1, u64::MAX / 4), large(2, u64::MAX / 2)],
+        Outcome::Chosen,
+        &[V::Load, V::Chosen],
+    );
+    let far = vec![path(PathClass::System, u32::MAX); 64];
+    let verdicts = check(&request(64), &[provider(5, &far)], Outcome::Chosen, &[V::Chosen]);
+    assert_eq!(verdicts[0].hops, u32::MAX);
+}
+
+#[test]
+fn short_and_long_arrays_of_verdicts() {
+    let providers = [provider(1, &[path(FAR, 6)]), provider(2, &[path(NEAR, 4)])];
+    let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
+    for len in 0..4 {
+        let mut verdicts = vec![Verdict::EMPTY; len];
+        assert_eq!(decide(&request(1), &candidates, &mut verdicts).chosen, Some(1), "{len}");
+        assert_eq!(codes(&verdicts)[..len.min(2)], [V::Class, V::Chosen][..len.min(2)]);
+        assert!(verdicts[len.min(2)..].iter().all(|verdict| *verdict == Verdict::EMPTY));
+    }
+}
+
+// ---- Random requests ----
+
+fn class() -> impl Strategy<Value = PathClass> {
+    prop_oneof![
+        2 => Just(PathClass::SameDevice),
+        4 => Just(PathClass::SameSwitch),
+        4 => Just(PathClass::Switches),
+        4 => Just(PathClass::HostBridge),
+        2 => Just(PathClass::NumaNode),
+        2 => Just(PathClass::System),
+        1 => Just(PathClass::Unreachable),
+    ]
+}
+
+/// Few values, so that ties are common, and the extremes.
+fn few(extreme: u64) -> impl Strategy<Value = u64> {
+    prop_oneof![8 => 0u64..4, 3 => Just(1000u64), 1 => Just(extreme), 1 => any::<u64>()]
+}
+
+prop_compose! {
+    fn any_path()(class in class(), hops in prop_oneof![9 => 0u32..3, 1 => any::<u32>()],
+                  bandwidth in prop_oneof![9 => 0u32..3, 1 => any::<u32>()],
+                  numa_distance in prop_oneof![9 => prop::sample::select(vec![0u32, 10, 20]), 1 => any::<u32>()]) -> Path {
+        Path { bandwidth, numa_distance, ..path(class, hops) }
+    }
+}
+
+/// Paths to `clients` clients; in half of the cases all alike, so that later criteria get their turn.
+fn paths(clients: usize) -> impl Strategy<Value = Vec<Path>> {
+    prop_oneof![
+        4 => vec(any_path(), clients),
+        4 => prop_oneof![Just(path(NEAR, 2)), any_path()].prop_map(move |path| vec![path; clients]),
+        1 => vec(any_path(), 0..=clients),
+    ]
+}
+
+/// Providers with ids in a random order, some with the same figures.
+fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
+    let shape = (
+        prop::bool::weighted(0.9),
+        prop_oneof![3 => Just(0u64), 1 => 0u64..9, 1 => any::<u64>()],
+        few(u64::MAX),
+        few(u64::MAX),
+        few(u64::MAX),
+        paths(clients),
+    );
+    vec((shape, any::<prop::sample::Index>(), prop::bool::weighted(0.3)), 0..12)
+        .prop_map(|raw| {
+            let mut made: Vec<Provider> = Vec::new();
+            for ((live, start, size, free, largest, paths), twin, copies) in raw {
+                let id = u32::try_from(made.len() + 1).unwrap();
+                let next = if copies && !made.is_empty() {
+                    Provider {
+                        id,
+                        ..twin.get(&made).clone()
+                    }
+                } else {
+                    let free = free.min(size);
+                    Provider {
+                        id,
+                        live,
+                        start,
+                        size,
+                        free,
+                        largest: largest.min(free),
+                        paths,
+                    }
+                };
+                made.push(next);
+            }
+            made
+        })
+        .prop_shuffle()
+}
+
+fn named() -> impl Strategy<Value = Named> {
+    prop_oneof![
+        5 => Just(Named::Any),
+        1 => (0u32..13).prop_map(Named::Require),
+        2 => (0u32..13).prop_map(Named::Prefer),
+    ]
+}
+
+fn chooser() -> impl Strategy<Value = Chooser> {
+    prop_oneof![3 => Just(Chooser::Nearest), 1 => prop::option::of(0u32..13).prop_map(Chooser::Upstream)]
+}
+
+prop_compose! {
+    fn any_request(clients: usize)(
+        size in prop_oneof![2 => Just(1u64), 2 => few(u64::MAX)],
+        align in prop_oneof![Just(0u64), Just(1), Just(2), Just(8), (0u32..64).prop_map(|shift| 1 << shift)],
+        named in named(),
+        strategy in chooser(),
+        max_class in prop::option::weighted(0.3, class()),
+    ) -> Request {
+        Request { size, align, clients, named, strategy, max_class }
+    }
+}
+
+fn clients() -> impl Strategy<Value = usize> {
+    prop_oneof![2 => Just(0usize), 8 => 1usize..4, 1 => Just(64usize)]
+}
+
+fn cases() -> impl Strategy<Value = (Request, Vec<Provider>)> {
+    clients().prop_flat_map(|clients| (any_request(clients), providers(clients)))
+}
+
+/// Checks that a verdict says the truth about a provider: the numbers, and the reason.
+fn verdict_is_true(
+    request: &Request,
+    provider: &Provider,
+    chosen: Option<&Provider>,
+    verdict: &Verdict,
+) -> Result<(), TestCaseError> {
+    prop_assert_eq!(verdict.provider, provider.id);
+    prop_assert_eq!(
+        (verdict.size, verdict.free, verdict.largest),
+        (provider.size, provider.free, provider.largest)
+    );
+    let known = &provider.paths;
+    let hops: u64 = known.iter().map(|path| u64::from(path.hops)).sum();
+    prop_assert_eq!(u64::from(verdict.hops), hops.min(u64::from(u32::MAX)));
+    let narrowest = known.iter().map(|path| path.bandwidth).filter(|&link| link > 0).min();
+    prop_assert_eq!(verdict.bandwidth, narrowest.unwrap_or(0));
+    prop_assert_eq!(
+        verdict.numa_distance,
+        known.iter().map(|path| path.numa_distance).max().unwrap_or(0)
+    );
+    if known.len() == request.clients {
+        let worst = known.iter().map(|path| (path.class, path.hops)).max();
+        prop_assert_eq!(verdict.class, worst.map(|(class, _)| class));
+        let first = known
+            .iter()
+            .position(|path| Some((path.class, path.hops)) == worst)
+            .unwrap_or(0);
+        prop_assert_eq!(verdict.worst_client as usize, first);
+    } else {
+        prop_assert_eq!(verdict.class, Some(PathClass::Unreachable));
+    }
+
+    let broken = provider.broken_rules(request);
+    let is_chosen = chosen.is_some_and(|chosen| chosen.id == provider.id);
+    prop_assert_eq!(verdict.code == V::Chosen, is_chosen);
+    match verdict.code {
+        V::Chosen => prop_assert!(broken.is_empty()),
+        V::Unreachable | V::TooFar | V::TooSmall | V::Full | V::Fragmented | V::Leaving => {
+            prop_assert_eq!(Some(&verdict.code), broken.first());
+        }
+        V::NotNamed => match request.named {
+            Named::Require(id) => prop_assert_ne!(id, provider.id),
+            Named::Prefer(id) => {
+                prop_assert_eq!(chosen.map(|chosen| chosen.id), Some(id));
+                prop_assert!(broken.is_empty());
+            }
+            Named::Any => prop_assert!(false, "no provider was named"),
+        },
+        V::Upstream => {
+            let Chooser::Upstream(choice) = request.strategy else {
+                return Err(TestCaseError::fail("the kernel was not asked"));
+            };
+            prop_assert!(broken.is_empty());
+            prop_assert_ne!(choice, Some(provider.id));
+            prop_assert!(chosen.is_none() || chosen.map(|chosen| chosen.id) == choice);
+        }
+        code => {
+            // It loses on this criterion, and ties on all before.
+            prop_assert!(broken.is_empty());
+            let (mine, its) = (provider.figures(), chosen.unwrap().figures());
+            let turn = mine.iter().position(|(criterion, _)| *criterion == code).unwrap();
+            prop_assert_eq!(&mine[..turn], &its[..turn]);
+            prop_assert!(mine[turn].1 > its[turn].1, "{:?} does not lose on {:?}", mine, code);
+        }
+    }
+    Ok(())
+}
+
+/// Checks all that holds for any decision.
+fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), TestCaseError> {
+    let (decision, verdicts) = run(request, providers);
+    let chosen = decision.chosen.map(|index| &providers[index]);
+    prop_assert_eq!(chosen.map(|chosen| chosen.id), choose(request, providers));
+    prop_assert_eq!(decision.chosen.is_some(), decision.outcome == Outcome::Chosen);
+    for (provider, verdict) in providers.iter().zip(&verdicts) {
+        verdict_is_true(request, provider, chosen, verdict)?;
+    }
+
+    let contenders: Vec<&Provider> = providers
+        .iter()
+        .filter(|provider| match (request.named, request.strategy) {
+            (Named::Require(id), _) => id == provider.id,
+            (Named::Prefer(id), _) if id == provider.id => true,
+            (_, Chooser::Upstream(choice)) => choice == Some(provider.id),
+            _ => true,
+        })
+        .collect();
+    if let Some(chosen) = chosen {
+        // Said once more, without the oracle's help.
+        prop_assert!(chosen.live && chosen.free >= request.size && chosen.largest >= request.size);
+        prop_assert_eq!(chosen.paths.len(), request.clients);
+        for path in &chosen.paths {
+            prop_assert!(path.class != PathClass::Unreachable);
+            prop_assert!(request.max_class.is_none_or(|max| path.class <= max));
+        }
+        if request.named == Named::Any && request.strategy == Chooser::Nearest {
+            let far = |provider: &Provider| provider.paths.iter().map(|path| path.class).max();
+            for other in providers.iter().filter(|provider| provider.eligible(request)) {
+                prop_assert!(far(chosen) <= far(other), "{} is nearer and fits", other.id);
+            }
+        }
+    } else {
+        prop_assert!(contenders.iter().all(|provider| !provider.eligible(request)));
+        // ENOSPC exactly if space is all that one of them lacks.
+        let lacks_space = contenders.iter().any(|provider| {
+            let broken = provider.broken_rules(request);
+            broken.iter().all(|code| matches!(code, V::Full | V::Fragmented))
+        });
+        prop_assert_eq!(decision.outcome.is_out_of_space(), lacks_space);
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 6000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn decisions_are_right((request, providers) in cases()) {
+        decision_is_right(&request, &providers)?;
+    }
+
+    /// Equal input, equal output; and the order of the candidates changes nothing but their indexes.
+    #[test]
+    fn order_does_not_matter(
+        (request, providers, shuffled) in cases().prop_flat_map(|(request, providers)| {
+            (Just(request), Just(providers.clone()), Just(providers).prop_shuffle())
+        }),
+    ) {
+        let (decision, mut verdicts) = run(&request, &providers);
+        let again = run(&request, &providers);
+        prop_assert_eq!((decision, &verdicts), (again.0, &again.1));
+        let (other, mut others) = run(&request, &shuffled);
+        prop_assert_eq!(decision.outcome, other.outcome);
+        prop_assert_eq!(decision.chosen.map(|at| providers[at].id), other.chosen.map(|at| shuffled[at].id));
+        verdicts.sort_by_key(|verdict| verdict.provider);
+        others.sort_by_key(|verdict| verdict.provider);
+        prop_assert_eq!(verdicts, others);
+    }
+
+    /// Taking away one that was not chosen, or adding one that cannot serve, changes no choice.
+    #[test]
+    fn losers_do_not_matter((request, providers) in cases(), gone: prop::sample::Index) {
+        let chosen = |providers: &[Provider]| run(&request, providers).0.chosen.map(|at| providers[at].id);
+        if !providers.is_empty() {
+            let gone = gone.index(providers.len());
+            let mut fewer = providers.clone();
+            let removed = fewer.remove(gone);
+            if chosen(&providers) != Some(removed.id) {
+                prop_assert_eq!(chosen(&providers), chosen(&fewer));
+            }
+        }
+    }
+
+    /// Refusing every choice walks through all eligible ones, each once, from the best to the worst, and ends.
+    #[test]
+    fn refusals_walk_through_all((request, providers) in cases()) {
+        // Nothing can refuse zero bytes.
+        let request = Request { size: request.size.max(1), ..request };
+        let mut left = providers.clone();
+        let mut candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
+        let mut rounds = 0;
+        loop {
+            let decision = decide(&request, &candidates, &mut []);
+            prop_assert_eq!(decision.chosen.map(|at| candidates[at].id), choose(&request, &left));
+            let Some(chosen) = decision.chosen else { break };
+            candidates[chosen].refused(request.size);
+            let id = candidates[chosen].id;
+            left.retain(|provider| provider.id != id);
+            rounds += 1;
+            prop_assert!(rounds <= providers.len());
+        }
+        if request.strategy == Chooser::Nearest {
+            prop_assert_eq!(rounds, providers.iter().filter(|provider| provider.eligible(&request)).count());
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// From the machine to the decision: any endpoints as providers, any as clients.
+    #[test]
+    fn decisions_in_random_machines_are_right(
+        tree in tree(),
+        at in vec((any::<prop::sample::Index>(), 0u64..4, 0u64..4, prop::bool::weighted(0.9)), 1..8),
+        by in vec(any::<prop::sample::Index>(), 0..5),
+        request in any_request(0),
+    ) {
+        let endpoints = tree.endpoints();
+        let clients: Vec<usize> = by.iter().map(|by| *by.get(&endpoints)).collect();
+        let request = Request { clients: clients.len(), size: 1 + request.size % 3, align: 1, ..request };
+        let providers: Vec<Provider> = (1..)
+            .zip(&at)
+            .map(|(id, (place, free, holes, live))| {
+                let node = *place.get(&endpoints);
+                let walk = tree.ports(node);
+                let paths = clients
+                    .iter()
+                    .map(|&client| {
+                        let other = tree.ports(client);
+                        let (kernel, numa) = (tree.kernel_distance(node, client), tree.numa_distance(node, client));
+                        classify(&tree.chain(node, &walk), &tree.chain(client, &other), kernel, numa)
+                    })
+                    .collect();
+                Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths }
+            })
+            .collect();
+        decision_is_right(&request, &providers)?;
+        // Whoever is chosen is reached by every client, as the graph has it.
+        if let Some(chosen) = run(&request, &providers).0.chosen {
+            let node = *at[chosen].0.get(&endpoints);
+            for &client in &clients {
+                prop_assert!(tree.kernel_distance(node, client) >= 0);
+            }
+        }
+    }
+}
