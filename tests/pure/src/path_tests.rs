@@ -172,6 +172,33 @@ fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
 }
 
 #[test]
+fn functions_of_one_device_share_a_slot_where_there_are_several() {
+    let port = |domain, bus, devfn, kind| Port {
+        addr: PciAddr { domain, bus, devfn },
+        kind,
+        acs_redirect: false,
+        link: 0,
+    };
+    let classes = |above: PortKind| {
+        [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
+            let a = [port(0, 5, 0x80, PortKind::Endpoint), port(0, 1, 0, above)];
+            let b = [port(domain, bus, devfn, PortKind::Endpoint), port(0, 1, 0, above)];
+            let chain = |ports| Chain { ports, host_bridge: 0, numa_node: 0 };
+            classify(&chain(&a), &chain(&b), 2, 10).class
+        })
+    };
+    let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
+    // Buses with slots: the second is in another slot, the others on another bus (virtual functions of anyone).
+    for above in [PortKind::Bridge, PortKind::Upstream] {
+        assert_eq!(classes(above), [one, two, two, two], "{above:?}");
+    }
+    // The lower end of a link is one device, whatever the numbers.
+    for above in [PortKind::RootPort, PortKind::Downstream] {
+        assert_eq!(classes(above), [one; 4], "{above:?}");
+    }
+}
+
+#[test]
 fn functions_that_are_gone_are_unreachable() {
     let ports = [Port {
         addr: PciAddr {
