@@ -1,8 +1,34 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! p2pmem: a manager of PCI peer-to-peer memory.
-use kernel::prelude::*;
+//! p2pmem: the manager of PCI peer-to-peer memory.
+//!
+//! Devices' BARs are published as *providers*, the *orchestrator* chooses the provider nearest to the *clients* that
+//! will do DMA, and *buffers* in it are handed to user space through `/dev/p2pmem`. See Documentation/design.
+
+use crate::{
+    chardev::File,
+    ext::{bus::Notifier, chrdev, configfs::DefaultGroup, driver, global, pci::Function, workqueue::OwnQueue},
+    orchestrator::Orchestrator,
+    provider::Leave,
+};
+use kernel::{configfs::Subsystem, pci, prelude::*, sync::Arc};
+
+mod buffer;
+mod chardev;
+mod config;
+mod ext;
+mod orchestrator;
+mod path;
+mod placement;
+mod provider;
+mod refusal;
+mod stats;
 mod sys;
+mod topology;
+
+/// What `INFO` says of the module.
+const VERSION: &str = "0.1.0";
+
 module! {
     type: P2pmem,
     name: "p2pmem",
@@ -10,7 +36,79 @@ module! {
     description: "Manager of PCI peer-to-peer memory",
     license: "GPL",
 }
-struct P2pmem;
-impl kernel::Module for P2pmem {
-    fn init(_module: &'static ThisModule) -> Result<Self> { Ok(P2pmem) }
+
+/// The module. Its fields are dropped in this order: first the doors are closed through which new work comes, then
+/// providers leave, then what they were made of goes.
+#[pin_data]
+struct P2pmem {
+    #[pin]
+    stats: stats::Files,
+    #[pin]
+    chardev: chrdev::Registration<File>,
+    providers: DefaultGroup<config::Providers>,
+    #[pin]
+    configfs: Subsystem<config::Root>,
+    #[pin]
+    driver: kernel::driver::Registration<pci::Adapter<driver::Driver<Unbinding>>>,
+    /// Ends adopted providers, while the bus still tells of drivers that are unbound.
+    retire: Retire,
+    #[pin]
+    notifier: Notifier<Orchestrator>,
+    /// Last: waits for the janitors of all providers.
+    janitors: Janitors,
+}
+
+/// Own providers end when their device is unbound.
+struct Unbinding;
+
+impl driver::Hooks for Unbinding {
+    fn unbinding(function: &Function) {
+        if let Ok(orchestrator) = global::orchestrator() {
+            orchestrator.leave(function, Leave::Unbind);
+        }
+    }
+}
+
+struct Retire(Arc<Orchestrator>);
+
+impl Drop for Retire {
+    fn drop(&mut self) {
+        self.0.shutdown();
+        global::set_orchestrator(None);
+    }
+}
+
+struct Janitors;
+
+impl Drop for Janitors {
+    fn drop(&mut self) {
+        global::set_queue(None);
+    }
+}
+
+impl kernel::InPlaceModule for P2pmem {
+    fn init(module: &'static ThisModule) -> impl PinInit<Self, Error> {
+        pin_init::pin_init_scope(move || {
+            global::init();
+            let orchestrator = Orchestrator::new()?;
+            let (for_stats, for_bus, last) = (orchestrator.clone(), orchestrator.clone(), orchestrator.clone());
+            Ok(try_pin_init!(Self {
+                janitors: {
+                    global::set_queue(Some(OwnQueue::new(c"p2pmem")?));
+                    global::set_orchestrator(Some(orchestrator.clone()));
+                    Janitors
+                },
+                notifier <- Notifier::new(for_bus),
+                retire: Retire(last),
+                driver <- kernel::driver::Registration::new(c"p2pmem", module),
+                configfs <- config::subsystem(),
+                providers: config::providers(&configfs)?,
+                chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
+                stats <- stats::files(for_stats),
+                _: {
+                    orchestrator.scan()?;
+                },
+            }? Error))
+        })
+    }
 }

@@ -20,14 +20,8 @@
 )]
 
 use kernel::{
-    bindings::{bus_type, inode, pci_dev, vm_area_struct},
+    bindings::{bus_type, gpu_buddy, inode, list_head, pci_dev, vm_area_struct},
     ffi,
 };
-
-type __u8 = u8;
-type __u16 = u16;
-type __u32 = u32;
-type __s32 = i32;
-type __u64 = u64;
 
 include!(concat!(env!("P2PMEM_OBJ"), "/rust/sys/bindings_generated.rs"));

@@ -4,6 +4,7 @@
 #include <linux/capability.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
+#include <linux/gpu_buddy.h>
 #include <linux/io.h>
 #include <linux/memremap.h>
 #include <linux/mm.h>
@@ -14,6 +15,7 @@
 #include <linux/percpu-refcount.h>
 #include <linux/pseudo_fs.h>
 #include <linux/ratelimit.h>
+#include <linux/sched.h>
 #include <linux/slab.h>
 #include <linux/timekeeping.h>
 #include <linux/topology.h>
@@ -221,12 +223,14 @@ bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar)
 	return pci_resource_flags(pdev, bar) & IORESOURCE_MEM_64;
 }
 
-/* A number that two functions share exactly when they are below one host bridge. */
-u32 p2pmem_pci_host_bridge(struct pci_dev *pdev)
+u32 p2pmem_pci_root_bus(struct pci_dev *pdev)
 {
-	struct pci_host_bridge *host = pci_find_host_bridge(pdev->bus);
+	return pci_find_host_bridge(pdev->bus)->bus->number;
+}
 
-	return pci_domain_nr(host->bus) << 8 | host->bus->number;
+struct pci_dev *p2pmem_pci_physfn(struct pci_dev *pdev)
+{
+	return pci_physfn(pdev);
 }
 
 int p2pmem_pci_pcie_type(struct pci_dev *pdev)
@@ -237,11 +241,6 @@ int p2pmem_pci_pcie_type(struct pci_dev *pdev)
 int p2pmem_pci_node(struct pci_dev *pdev)
 {
 	return dev_to_node(&pdev->dev);
-}
-
-bool p2pmem_pci_disconnected(struct pci_dev *pdev)
-{
-	return pci_dev_is_disconnected(pdev);
 }
 
 size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
@@ -257,6 +256,39 @@ u32 p2pmem_node_distance(int a, int b)
 const struct bus_type *p2pmem_pci_bus_type(void)
 {
 	return &pci_bus_type;
+}
+
+/* Where the blocks of one allocation lie, and whether all of them were cleared. False when they are not one piece. */
+bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear)
+{
+	u64 start = U64_MAX, end = 0, sum = 0;
+	struct gpu_buddy_block *block;
+
+	*clear = true;
+	list_for_each_entry(block, blocks, link) {
+		u64 at = gpu_buddy_block_offset(block), size = gpu_buddy_block_size(mm, block);
+
+		start = min(start, at);
+		end = max(end, at + size);
+		sum += size;
+		*clear &= gpu_buddy_block_is_clear(block);
+	}
+	*offset = start;
+	*len = sum;
+	return sum && end - start == sum;
+}
+
+/* The largest block that is free as it is, without joining neighbours. */
+u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
+{
+	unsigned int tree;
+	int order;
+
+	for (order = mm->max_order; order >= 0; order--)
+		for_each_free_tree(tree)
+			if (!RB_EMPTY_ROOT(&mm->free_trees[tree][order]))
+				return mm->chunk_size << order;
+	return 0;
 }
 
 /* At most ten lines in five seconds about refused requests: a program in a loop must not flood the log. */
@@ -275,4 +307,9 @@ u64 p2pmem_now_ns(void)
 bool p2pmem_capable_admin(void)
 {
 	return capable(CAP_SYS_ADMIN);
+}
+
+void p2pmem_current_comm(char *buf, size_t len)
+{
+	strscpy(buf, current->comm, len);
 }

@@ -11,6 +11,8 @@ struct pci_dev;
 struct inode;
 struct vm_area_struct;
 struct bus_type;
+struct gpu_buddy;
+struct list_head;
 
 /* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
@@ -32,16 +34,20 @@ u32 p2pmem_pci_bus(struct pci_dev *pdev);
 bool p2pmem_pci_mem_bar(struct pci_dev *pdev, int bar);
 bool p2pmem_pci_prefetchable(struct pci_dev *pdev, int bar);
 bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar);
-u32 p2pmem_pci_host_bridge(struct pci_dev *pdev);
+u32 p2pmem_pci_root_bus(struct pci_dev *pdev);
+struct pci_dev *p2pmem_pci_physfn(struct pci_dev *pdev);
 int p2pmem_pci_pcie_type(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
-bool p2pmem_pci_disconnected(struct pci_dev *pdev);
 size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
 u32 p2pmem_node_distance(int a, int b);
 const struct bus_type *p2pmem_pci_bus_type(void);
 
+bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
+u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
+
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);
 bool p2pmem_capable_admin(void);
+void p2pmem_current_comm(char *buf, size_t len);
 
 #endif /* P2PMEM_SYS_HELPERS_H */

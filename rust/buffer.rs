@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Buffers: allocations and those who hold them.
+//!
+//! A buffer is Live until its last holder lets go or its provider leaves, whichever is first. When the provider
+//! leaves it is Revoking while its mappings are taken down, and then Gone: whoever still has a handle or a mapping has
+//! one of nothing. See Documentation/design/lifecycle.md.
+
+use crate::{
+    ext::{
+        log::Owner,
+        uapi::consts,
+        vma::{Fault, Mappable}, //
+    },
+    provider::{Memory, Provider},
+};
+use kernel::{
+    new_mutex,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, ArcBorrow, Mutex,
+    },
+};
+
+/// Where a buffer is in its life.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum State {
+    Live,
+    Revoking,
+    Gone,
+}
+
+impl State {
+    /// The number the ABI has for it.
+    pub(crate) fn as_raw(self) -> u32 {
+        match self {
+            Self::Live => consts::BUFFER_LIVE,
+            Self::Revoking => consts::BUFFER_REVOKING,
+            Self::Gone => consts::BUFFER_GONE,
+        }
+    }
+}
+
+struct Inner {
+    state: State,
+    /// Handles and mappings.
+    holders: u32,
+    /// Mappings alone.
+    mappings: u32,
+    /// There while the buffer is Live or Revoking.
+    memory: Option<KBox<Memory>>,
+}
+
+/// An allocation.
+#[pin_data]
+pub(crate) struct Buffer {
+    /// Its number, never used twice.
+    pub(crate) id: u64,
+    pub(crate) provider: Arc<Provider>,
+    /// Where it is mapped in the address space that all mappings share, in pages; never used twice.
+    pub(crate) page_offset: u64,
+    /// Bytes, a multiple of the page size.
+    pub(crate) size: u64,
+    /// Its first byte in the BAR, if that is known.
+    pub(crate) bar_offset: Option<u64>,
+    /// Its address on the provider's bus.
+    pub(crate) bus_addr: u64,
+    /// The file it was allocated through.
+    pub(crate) file: u64,
+    pub(crate) owner: Owner,
+    #[pin]
+    inner: Mutex<Inner>,
+}
+
+/// The next free place in the address space of all mappings, in pages. It starts behind 4 GiB: offset 0 means "a new
+/// buffer", and small offsets are more likely mistakes than buffers.
+static NEXT_PAGE: Atomic<u64> = Atomic::<u64>::new(1 << (32 - PAGE_SHIFT));
+static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
+
+impl Buffer {
+    /// A Live buffer with one holder, which the result is.
+    pub(crate) fn new(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
+        // One page of distance, so that no mapping can run from one buffer into the next.
+        let pages = (size >> PAGE_SHIFT) + 1;
+        let bar_offset = provider.bar_offset_of(&memory);
+        let bus_addr = memory.bus_addr();
+        let for_buffer = provider.clone();
+        let buffer = Arc::pin_init(
+            pin_init!(Self {
+                id: NEXT_ID.fetch_add(1, Relaxed),
+                page_offset: NEXT_PAGE.fetch_add(pages, Relaxed),
+                provider: for_buffer,
+                size,
+                bar_offset,
+                bus_addr,
+                file,
+                owner: Owner::current(),
+                inner <- new_mutex!(Inner {
+                    state: State::Live,
+                    holders: 1,
+                    mappings: 0,
+                    memory: None,
+                }),
+            }),
+            GFP_KERNEL,
+        );
+        let buffer = match buffer {
+            Ok(buffer) => buffer,
+            Err(e) => {
+                provider.give_back(None, memory);
+                return Err(e);
+            }
+        };
+        buffer.inner.lock().memory = Some(memory);
+        let holder = Holder(buffer);
+        holder.provider.register(&holder.0)?;
+        Ok(holder)
+    }
+
+    /// State and number of mappings.
+    pub(crate) fn status(&self) -> (State, u32) {
+        let inner = self.inner.lock();
+        (inner.state, inner.mappings)
+    }
+
+    /// One more mapping of a Live buffer. Errors: `ENODEV` when it was revoked.
+    pub(crate) fn map(&self) -> Result {
+        let mut inner = self.inner.lock();
+        if inner.state != State::Live {
+            return Err(ENODEV);
+        }
+        inner.holders += 1;
+        inner.mappings += 1;
+        Ok(())
+    }
+
+    /// One holder less; the last one ends the buffer.
+    fn release(&self, mapping: bool) {
+        let mut inner = self.inner.lock();
+        inner.holders -= 1;
+        inner.mappings -= u32::from(mapping);
+        if inner.holders > 0 || inner.state != State::Live {
+            return;
+        }
+        inner.state = State::Gone;
+        let memory = inner.memory.take();
+        drop(inner);
+        if let Some(memory) = memory {
+            self.provider.give_back(Some(self.id), memory);
+        }
+    }
+
+    /// First half of a revocation: from here on nothing new can be mapped. False when the buffer had ended already.
+    pub(crate) fn revoke(&self) -> bool {
+        let mut inner = self.inner.lock();
+        let live = inner.state == State::Live;
+        if live {
+            inner.state = State::Revoking;
+        }
+        live
+    }
+
+    /// Second half, when no mapping is left: gives the memory back.
+    pub(crate) fn finish_revoke(&self) {
+        let mut inner = self.inner.lock();
+        inner.state = State::Gone;
+        let memory = inner.memory.take();
+        drop(inner);
+        if let Some(memory) = memory {
+            self.provider.give_back(Some(self.id), memory);
+        }
+    }
+}
+
+/// A handle: keeps the buffer until it is dropped.
+pub(crate) struct Holder(Arc<Buffer>);
+
+impl Holder {
+    pub(crate) fn buffer(&self) -> &Arc<Buffer> {
+        &self.0
+    }
+}
+
+impl core::ops::Deref for Holder {
+    type Target = Buffer;
+
+    fn deref(&self) -> &Buffer {
+        &self.0
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.0.release(false);
+    }
+}
+
+impl Mappable for Buffer {
+    fn opened(this: ArcBorrow<'_, Self>) {
+        let mut inner = this.inner.lock();
+        inner.holders += 1;
+        inner.mappings += 1;
+    }
+
+    fn closed(this: ArcBorrow<'_, Self>) {
+        this.release(true);
+    }
+
+    fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
+        let page = fault.page_offset().checked_sub(this.page_offset).ok_or(EFAULT)?;
+        let offset = page * PAGE_SIZE as u64;
+        let left = this.size.checked_sub(offset).ok_or(EFAULT)?;
+        // The lock is held until the pages are mapped: a revocation that comes now takes them down again, as it takes
+        // this lock first and unmaps afterwards.
+        let mut inner = this.inner.lock();
+        if inner.state != State::Live {
+            return Err(ENODEV);
+        }
+        inner.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
+    }
+}

@@ -1,0 +1,682 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! `/dev/p2pmem`: open files, their ioctls, events and mappings.
+//!
+//! C header: `include/uapi/linux/p2pmem.h`
+//!
+//! Nothing is copied to or from user space with a lock held: the copy may fault, and a fault may be one in a mapping
+//! of ours.
+
+use crate::{
+    buffer::{Buffer, Holder},
+    ext::{
+        chrdev::{self, READABLE},
+        global, log,
+        pci::Function,
+        uapi::{self, consts, ioc},
+        vma::{AddressSpace, NewArea},
+    },
+    orchestrator::{visible_bus_addr, Account, Orchestrator, Wish},
+    path::{PathClass, PciAddr},
+    placement::Named,
+    refusal::{refuse, Answer, Refusal, Text},
+};
+use core::mem::size_of;
+use kernel::{
+    ffi,
+    fs::File as KernelFile,
+    new_mutex,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    rbtree::{RBTree, RBTreeNode},
+    sync::{
+        poll::{PollCondVar, PollTable},
+        Arc, ArcBorrow, Mutex,
+    },
+    transmute::{AsBytes, FromBytes},
+    uaccess::{UserPtr, UserSlice, UserSliceWriter},
+};
+
+/// Events that wait to be read; more are counted as lost.
+const EVENTS: usize = 64;
+
+struct Events {
+    ring: [uapi::Event; EVENTS],
+    first: usize,
+    len: usize,
+    lost: u32,
+}
+
+impl Events {
+    fn push(&mut self, event: uapi::Event) {
+        if self.len == EVENTS {
+            self.lost = self.lost.saturating_add(1);
+            return;
+        }
+        self.ring[(self.first + self.len) % EVENTS] = event;
+        self.len += 1;
+    }
+
+    fn pop(&mut self) -> Option<uapi::Event> {
+        if self.len > 0 {
+            let event = self.ring[self.first];
+            self.first = (self.first + 1) % EVENTS;
+            self.len -= 1;
+            return Some(event);
+        }
+        let count = core::mem::take(&mut self.lost);
+        (count > 0).then(|| uapi::Event {
+            type_: consts::EVENT_LOST,
+            count,
+            time_ns: log::now_ns(),
+            ..Default::default()
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len == 0 && self.lost == 0
+    }
+}
+
+struct Handles {
+    by_handle: RBTree<u32, Holder>,
+    /// From a buffer's place in the address space of mappings to its handle.
+    by_page: RBTree<u64, u32>,
+    next: u32,
+}
+
+/// What `EXPLAIN_LAST` tells.
+struct Last {
+    verdicts: KVec<uapi::Verdict>,
+    text: Text,
+    error: i32,
+    chosen: u32,
+}
+
+/// An open file.
+#[pin_data]
+pub(crate) struct File {
+    pub(crate) id: u64,
+    orchestrator: Arc<Orchestrator>,
+    #[pin]
+    handles: Mutex<Handles>,
+    #[pin]
+    last: Mutex<Option<Last>>,
+    #[pin]
+    events: Mutex<Events>,
+    #[pin]
+    readable: PollCondVar,
+}
+
+impl File {
+    /// Puts an event into the file's queue.
+    pub(crate) fn tell(&self, kind: u32, provider: u32, handle: u32) {
+        self.events.lock().push(uapi::Event {
+            type_: kind,
+            provider,
+            handle,
+            count: 0,
+            time_ns: log::now_ns(),
+        });
+        self.readable.notify_all();
+    }
+
+    /// The handle of one of the file's buffers.
+    pub(crate) fn handle_of(&self, buffer: u64) -> Option<u32> {
+        let handles = self.handles.lock();
+        let found = handles.by_handle.iter().find(|(_, holder)| holder.id == buffer);
+        found.map(|(&handle, _)| handle)
+    }
+
+    /// Keeps a buffer under a new handle.
+    fn keep(&self, holder: Holder) -> Answer<u32> {
+        // What may fail is done first, and outside the lock.
+        let page = holder.page_offset;
+        let by_page = RBTreeNode::new(page, 0u32, GFP_KERNEL)?;
+        let by_handle = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL)?;
+        let mut handles = self.handles.lock();
+        let handle = handles.next;
+        let Some(next) = handle.checked_add(1) else {
+            drop(handles);
+            return Err(refuse!(EMFILE, "this file has used up all handles: open another one"));
+        };
+        handles.next = next;
+        handles.by_page.insert(by_page);
+        if let Some(slot) = handles.by_page.get_mut(&page) {
+            *slot = handle;
+        }
+        handles.by_handle.insert(by_handle.into_node(handle, holder));
+        Ok(handle)
+    }
+
+    /// A buffer of this file.
+    fn buffer(&self, handle: u32) -> Answer<Arc<Buffer>> {
+        let handles = self.handles.lock();
+        let found = handles.by_handle.get(&handle).map(|holder| holder.buffer().clone());
+        drop(handles);
+        found.ok_or_else(|| refuse!(ENOENT, "there is no handle {} on this file", handle))
+    }
+
+    /// Remembers what was decided.
+    fn remember(&self, account: Account) {
+        let Account {
+            verdicts,
+            chosen,
+            error,
+            text,
+            ..
+        } = account;
+        let old = self.last.lock().replace(Last {
+            verdicts,
+            text,
+            error,
+            chosen,
+        });
+        drop(old);
+    }
+
+    /// Remembers a refusal, and puts it into the log. One without a sentence leaves no trace.
+    fn refused(&self, what: &str, refusal: &Refusal) {
+        refusal.log(what);
+        if refusal.text.as_str().is_empty() {
+            return;
+        }
+        let mut last = self.last.lock();
+        let error = -refusal.error.to_errno();
+        match &mut *last {
+            // A decision that found no provider was remembered with its verdicts just before.
+            Some(last) if last.error == error && last.text.as_str() == refusal.text.as_str() => {}
+            last => {
+                let old = last.replace(Last {
+                    verdicts: KVec::new(),
+                    text: refusal.text,
+                    error,
+                    chosen: 0,
+                });
+                drop(old);
+            }
+        }
+    }
+
+    // The ioctls, one method each.
+
+    fn info(&self, info: &mut uapi::Info) -> Answer {
+        let providers = self.orchestrator.providers()?;
+        *info = uapi::Info {
+            abi_version: consts::ABI_VERSION,
+            page_size: PAGE_SIZE as u32,
+            features: consts::FEATURES,
+            providers: providers.len() as u32,
+            generation: self.orchestrator.generation(),
+            ..Default::default()
+        };
+        for provider in &providers {
+            let row = provider.describe();
+            info.buffers += row.buffers;
+            info.size += row.size;
+            info.free += row.free;
+        }
+        for (to, from) in info.version.iter_mut().zip(crate::VERSION.as_bytes()) {
+            *to = *from as ffi::c_char;
+        }
+        Ok(())
+    }
+
+    fn list(&self, list: &mut uapi::List) -> Answer {
+        no_flags(list.flags, 0)?;
+        let providers = self.orchestrator.providers()?;
+        let mut out = array_writer::<uapi::Provider>(list.providers, list.count)?;
+        for provider in providers.iter().take(list.count as usize) {
+            out.write(&provider.describe())?;
+        }
+        list.count = providers.len() as u32;
+        Ok(())
+    }
+
+    fn paths(&self, paths: &mut uapi::Paths) -> Answer {
+        no_flags(paths.flags, consts::PATHS_RESCAN)?;
+        no_reserved(paths.reserved)?;
+        if paths.nr_clients == 0 {
+            return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
+        }
+        let clients = clients(paths.clients, paths.nr_clients)?;
+        if paths.flags & consts::PATHS_RESCAN != 0 {
+            self.orchestrator.forget_paths();
+        }
+        let providers = self.orchestrator.providers()?;
+        let all = self.orchestrator.paths(&providers, &clients)?;
+        let mut out = array_writer::<uapi::Path>(paths.paths, paths.nr_paths)?;
+        for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
+            out.write(&uapi::Path {
+                provider: providers[i / clients.len()].id,
+                client: (i % clients.len()) as u32,
+                class: path.class.as_raw(),
+                flags: if path.acs_redirect {
+                    consts::PATH_ACS_REDIRECT
+                } else {
+                    0
+                } | if path.bus_addr { consts::PATH_BUS_ADDR } else { 0 },
+                hops: path.hops,
+                distance: path.distance,
+                bandwidth: path.bandwidth,
+                numa_distance: path.numa_distance,
+                bridge: path.bridge.map(Into::into).unwrap_or_default(),
+            })?;
+        }
+        paths.nr_paths = all.len() as u32;
+        Ok(())
+    }
+
+    fn alloc(&self, alloc: &mut uapi::Alloc) -> Answer {
+        no_reserved(alloc.reserved)?;
+        let wish = wish(&alloc.req)?;
+        let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
+        let refusal = Refusal {
+            error: Error::from_errno(-account.error),
+            text: account.text,
+        };
+        let (provider, class) = (account.chosen, account.class);
+        self.remember(account);
+        let holder = holder.ok_or(refusal)?;
+        alloc.provider = provider;
+        alloc.size = holder.size;
+        alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
+        alloc.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        alloc.class = class;
+        alloc.handle = self.keep(holder)?;
+        Ok(())
+    }
+
+    fn free(&self, handle: u32) -> Answer {
+        let mut handles = self.handles.lock();
+        let holder = handles.by_handle.remove(&handle);
+        if let Some(holder) = &holder {
+            handles.by_page.remove(&holder.page_offset);
+        }
+        drop(handles);
+        // Dropping it outside the lock may end the buffer.
+        match holder {
+            Some(_) => Ok(()),
+            None => Err(refuse!(ENOENT, "there is no handle {} on this file", handle)),
+        }
+    }
+
+    fn free_ioctl(&self, free: &mut uapi::Free) -> Answer {
+        no_flags(free.flags, 0)?;
+        self.free(free.handle)
+    }
+
+    fn buffer_ioctl(&self, ask: &mut uapi::Buffer) -> Answer {
+        no_flags(ask.flags, 0)?;
+        no_reserved(ask.reserved)?;
+        let buffer = self.buffer(ask.handle)?;
+        let (state, mappings) = buffer.status();
+        ask.provider = buffer.provider.id;
+        ask.size = buffer.size;
+        ask.mmap_offset = buffer.page_offset << PAGE_SHIFT;
+        ask.bar_offset = buffer.bar_offset.unwrap_or(u64::MAX);
+        ask.bus_addr = visible_bus_addr(&buffer);
+        ask.state = state.as_raw();
+        ask.mappings = mappings;
+        Ok(())
+    }
+
+    fn explain(&self, explain: &mut uapi::Explain) -> Answer {
+        no_flags(explain.flags, consts::EXPLAIN_LAST)?;
+        no_reserved(explain.reserved)?;
+        let (verdicts, text, error, chosen) = if explain.flags & consts::EXPLAIN_LAST != 0 {
+            let last = self.last.lock();
+            // Nothing to explain is itself nothing to remember.
+            let last = last.as_ref().ok_or(Refusal::from(uapi::errno(uapi::ENODATA)))?;
+            let mut verdicts = KVec::with_capacity(last.verdicts.len(), GFP_KERNEL)?;
+            verdicts.extend_from_slice(&last.verdicts, GFP_KERNEL)?;
+            (verdicts, last.text, last.error, last.chosen)
+        } else {
+            let account = self.orchestrator.explain(&wish(&explain.req)?)?;
+            (account.verdicts, account.text, account.error, account.chosen)
+        };
+        let mut out = array_writer::<uapi::Verdict>(explain.verdicts, explain.nr_verdicts)?;
+        for verdict in verdicts.iter().take(explain.nr_verdicts as usize) {
+            out.write(verdict)?;
+        }
+        explain.nr_verdicts = verdicts.len() as u32;
+        let text = text.as_str().as_bytes();
+        if let Some(room) = (explain.text_len as usize).checked_sub(1) {
+            let cut = text.get(..room).unwrap_or(text);
+            let mut out = array_writer::<u8>(explain.text, explain.text_len)?;
+            out.write_slice(cut)?;
+            out.write(&0u8)?;
+        }
+        explain.text_len = text.len() as u32 + 1;
+        explain.error = error as u32;
+        explain.chosen = chosen;
+        Ok(())
+    }
+
+    fn stats(&self, stats: &mut uapi::Stats) -> Answer {
+        no_flags(stats.flags, 0)?;
+        let id = stats.provider;
+        *stats = uapi::Stats {
+            provider: id,
+            ..Default::default()
+        };
+        self.orchestrator.stats(id, stats)
+    }
+
+    /// Maps a buffer of this file, or with offset 0 a new one.
+    fn map(&self, area: NewArea<'_>) -> Answer {
+        if !area.is_shared() {
+            return Err(refuse!(
+                EINVAL,
+                "device memory cannot be mapped privately: use MAP_SHARED"
+            ));
+        }
+        let (page, len) = (area.page_offset(), area.len());
+        if page == 0 {
+            let wish = Wish {
+                size: len,
+                align: PAGE_SIZE as u64,
+                clients: KVec::new(),
+                named: Named::Any,
+                upstream: false,
+                max_class: None,
+            };
+            let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
+            let refusal = Refusal {
+                error: Error::from_errno(-account.error),
+                text: account.text,
+            };
+            self.remember(account);
+            let holder = holder.ok_or(refusal)?;
+            // The handle ends here, the mapping keeps the buffer.
+            return attach(area, holder.buffer(), holder.page_offset);
+        }
+        let handles = self.handles.lock();
+        let found = floor(&handles.by_page, page)
+            .and_then(|handle| handles.by_handle.get(&handle))
+            .map(|holder| holder.buffer().clone());
+        drop(handles);
+        let Some(buffer) = found else {
+            return Err(refuse!(
+                EINVAL,
+                "no buffer of this file is at offset {:#x}",
+                page << PAGE_SHIFT
+            ));
+        };
+        let offset = (page - buffer.page_offset) << PAGE_SHIFT;
+        if offset >= buffer.size || len > buffer.size - offset {
+            return Err(refuse!(
+                EINVAL,
+                "{} bytes at {} of a buffer of {} bytes reach past its end",
+                len,
+                offset,
+                buffer.size
+            ));
+        }
+        attach(area, &buffer, page)
+    }
+}
+
+/// Makes an area a mapping of a buffer.
+fn attach(area: NewArea<'_>, buffer: &Arc<Buffer>, page: u64) -> Answer {
+    buffer
+        .map()
+        .map_err(|e| refuse!(e, "the buffer was revoked: its provider {} left", buffer.provider.addr))?;
+    buffer.provider.mapped();
+    area.attach(buffer.clone(), page, buffer.provider.combine);
+    Ok(())
+}
+
+/// The value of the largest key that is not above `key`.
+fn floor(tree: &RBTree<u64, u32>, key: u64) -> Option<u32> {
+    if let Some(value) = tree.get(&key) {
+        return Some(*value);
+    }
+    match tree.cursor_lower_bound(&key) {
+        Some(above) => above.peek_prev().map(|(_, &value)| value),
+        None => tree.cursor_back().map(|last| *last.current().1),
+    }
+}
+
+fn no_flags(flags: u32, known: u32) -> Answer {
+    if flags & !known == 0 {
+        Ok(())
+    } else {
+        Err(refuse!(EINVAL, "unknown flags {:#x}", flags & !known))
+    }
+}
+
+fn no_reserved(reserved: u32) -> Answer {
+    if reserved == 0 {
+        Ok(())
+    } else {
+        Err(refuse!(EINVAL, "a reserved field is not zero"))
+    }
+}
+
+/// A writer for an array of user space.
+fn array_writer<T>(at: u64, count: u32) -> Answer<UserSliceWriter> {
+    let at = usize::try_from(at).map_err(|_| EFAULT)?;
+    let len = size_of::<T>().checked_mul(count as usize).ok_or(EFAULT)?;
+    Ok(UserSlice::new(UserPtr::from_addr(at), len).writer())
+}
+
+/// The functions that an array of addresses names.
+fn clients(at: u64, count: u32) -> Answer<KVec<Function>> {
+    if count > consts::MAX_CLIENTS {
+        return Err(refuse!(
+            E2BIG,
+            "{} clients, at most {} are possible",
+            count,
+            consts::MAX_CLIENTS
+        ));
+    }
+    let at = usize::try_from(at).map_err(|_| EFAULT)?;
+    let len = size_of::<uapi::PciAddress>() * count as usize;
+    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
+    let mut clients = KVec::with_capacity(count as usize, GFP_KERNEL)?;
+    for _ in 0..count {
+        let raw: uapi::PciAddress = reader.read()?;
+        no_reserved(raw.reserved.into())?;
+        let addr = PciAddr {
+            domain: raw.domain,
+            bus: raw.bus,
+            devfn: raw.devfn,
+        };
+        let function =
+            Function::find(addr).ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", addr))?;
+        clients.push(function, GFP_KERNEL)?;
+    }
+    Ok(clients)
+}
+
+/// Checks a request.
+fn wish(req: &uapi::Request) -> Answer<Wish> {
+    const PAGE: u64 = PAGE_SIZE as u64;
+    no_flags(req.flags, consts::ALLOC_PREFER)?;
+    no_reserved(req.reserved)?;
+    if req.size == 0 {
+        return Err(refuse!(EINVAL, "a buffer of 0 bytes"));
+    }
+    let size = req
+        .size
+        .checked_next_multiple_of(PAGE)
+        .ok_or_else(|| refuse!(EINVAL, "a size of {} bytes cannot be rounded up to pages", req.size))?;
+    let align = req.align.max(PAGE);
+    if req.align != 0 && !req.align.is_power_of_two() || align > consts::MAX_ALIGN {
+        return Err(refuse!(
+            EINVAL,
+            "an alignment of {} is no power of two up to {}",
+            req.align,
+            consts::MAX_ALIGN
+        ));
+    }
+    let upstream = match req.strategy {
+        consts::STRATEGY_NEAREST => false,
+        consts::STRATEGY_UPSTREAM if req.nr_clients == 0 => {
+            return Err(refuse!(
+                EINVAL,
+                "the kernel's own choice needs clients: nr_clients is 0"
+            ));
+        }
+        consts::STRATEGY_UPSTREAM => true,
+        other => return Err(refuse!(EINVAL, "unknown strategy {}", other)),
+    };
+    let prefer = req.flags & consts::ALLOC_PREFER != 0;
+    let named = match req.provider {
+        0 if prefer => return Err(refuse!(EINVAL, "P2PMEM_ALLOC_PREFER without a provider to prefer")),
+        0 => Named::Any,
+        id if prefer => Named::Prefer(id),
+        id => Named::Require(id),
+    };
+    let max_class = match req.max_class {
+        0 => None,
+        raw => match PathClass::from_raw(raw) {
+            Some(PathClass::Unreachable) | None => return Err(refuse!(EINVAL, "{} is no max_class", raw)),
+            class => class,
+        },
+    };
+    Ok(Wish {
+        size,
+        align,
+        clients: clients(req.clients, req.nr_clients)?,
+        named,
+        upstream,
+        max_class,
+    })
+}
+
+/// Copies an ioctl's structure in, calls its method, and copies the structure out where the method succeeded.
+fn exchange<T: FromBytes + AsBytes>(arg: UserPtr, method: impl FnOnce(&mut T) -> Answer, out: bool) -> Answer {
+    let (mut reader, mut writer) = UserSlice::new(arg, size_of::<T>()).reader_writer();
+    let mut value = reader.read::<T>()?;
+    method(&mut value)?;
+    if out {
+        writer.write(&value)?;
+    }
+    Ok(())
+}
+
+impl chrdev::Operations for File {
+    fn open() -> Result<Arc<Self>> {
+        let orchestrator = global::orchestrator()?;
+        let for_file = orchestrator.clone();
+        let file = Arc::pin_init(
+            pin_init!(Self {
+                id: for_file.file_id(),
+                orchestrator: for_file,
+                handles <- new_mutex!(Handles {
+                    by_handle: RBTree::new(),
+                    by_page: RBTree::new(),
+                    next: 1,
+                }),
+                last <- new_mutex!(None),
+                events <- new_mutex!(Events {
+                    ring: [uapi::Event::default(); EVENTS],
+                    first: 0,
+                    len: 0,
+                    lost: 0,
+                }),
+                readable <- kernel::new_poll_condvar!("p2pmem_events"),
+            }),
+            GFP_KERNEL,
+        )?;
+        orchestrator.add_file(&file)?;
+        Ok(file)
+    }
+
+    fn address_space(&self) -> &AddressSpace {
+        self.orchestrator.space()
+    }
+
+    fn close(this: Arc<Self>) {
+        this.orchestrator.remove_file(this.id);
+    }
+
+    fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result {
+        let file = &*this;
+        let (what, answer) = match cmd {
+            ioc::INFO => {
+                let mut info = uapi::Info::default();
+                let answer = file.info(&mut info).and_then(|()| {
+                    UserSlice::new(arg, size_of::<uapi::Info>()).writer().write(&info)?;
+                    Ok(())
+                });
+                ("INFO", answer)
+            }
+            ioc::LIST => ("LIST", exchange(arg, |a| file.list(a), true)),
+            ioc::PATHS => ("PATHS", exchange(arg, |a| file.paths(a), true)),
+            ioc::ALLOC => {
+                let mut handle = 0;
+                let answer = exchange(
+                    arg,
+                    |a: &mut uapi::Alloc| {
+                        file.alloc(a)?;
+                        handle = a.handle;
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() && handle != 0 {
+                    // The caller never learns of the handle: the buffer must not stay.
+                    let _ = file.free(handle);
+                }
+                ("ALLOC", answer)
+            }
+            ioc::FREE => ("FREE", exchange(arg, |a| file.free_ioctl(a), false)),
+            ioc::BUFFER => ("BUFFER", exchange(arg, |a| file.buffer_ioctl(a), true)),
+            ioc::EXPLAIN => ("EXPLAIN", exchange(arg, |a| file.explain(a), true)),
+            ioc::STATS => ("STATS", exchange(arg, |a| file.stats(a), true)),
+            _ => return Err(ENOTTY),
+        };
+        answer.map_err(|refusal| {
+            file.refused(what, &refusal);
+            refusal.error
+        })
+    }
+
+    fn read(this: ArcBorrow<'_, Self>, mut out: UserSliceWriter, nonblock: bool) -> Result<usize> {
+        let size = size_of::<uapi::Event>();
+        if out.len() < size {
+            return Err(EINVAL);
+        }
+        let mut done = 0;
+        while out.len() >= size {
+            let mut events = this.events.lock();
+            while events.is_empty() {
+                if done > 0 {
+                    return Ok(done);
+                }
+                if nonblock {
+                    return Err(EAGAIN);
+                }
+                if this.readable.wait_interruptible(&mut events) {
+                    return Err(ERESTARTSYS);
+                }
+            }
+            let event = events.pop();
+            drop(events);
+            if let Some(event) = event {
+                out.write(&event)?;
+                done += size;
+            }
+        }
+        Ok(done)
+    }
+
+    fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
+        table.register_wait(file, &this.readable);
+        if this.events.lock().is_empty() {
+            0
+        } else {
+            READABLE
+        }
+    }
+
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_>) -> Result {
+        this.map(area).map_err(|refusal| {
+            this.refused("mmap", &refusal);
+            refusal.error
+        })
+    }
+}

@@ -1,0 +1,320 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! configfs: `/sys/kernel/config/p2pmem/providers/<BDF>/`, the administrator's door to own providers.
+//!
+//! `mkdir` makes a directory for a function, its attributes say what to publish, and writing 1 to `enable` publishes
+//! it. `status` holds the outcome as a sentence. Removing the directory takes the provider back.
+
+use crate::{
+    ext::{configfs::DefaultGroup, global, pci::Function, uapi},
+    orchestrator::Publication,
+    path::PciAddr,
+    refusal::{refuse, Answer, Text},
+    THIS_MODULE,
+};
+use core::fmt::Write as _;
+use kernel::{
+    configfs::{configfs_attrs, AttributeOperations, Group, GroupOperations, Subsystem},
+    new_mutex,
+    page::PAGE_SIZE,
+    prelude::*,
+    str::Formatter,
+    sync::Mutex,
+};
+
+/// The subsystem's own directory. It has no attributes and no `mkdir`.
+pub(crate) struct Root;
+
+/// The directory `providers`.
+#[pin_data]
+pub(crate) struct Providers {}
+
+/// The directory of one function.
+#[pin_data(PinnedDrop)]
+pub(crate) struct ProviderDir {
+    #[pin]
+    settings: Mutex<Settings>,
+}
+
+struct Settings {
+    wanted: Publication,
+    /// Number of the provider that was made of it.
+    enabled: Option<u32>,
+    status: Text,
+}
+
+/// The subsystem's registration.
+pub(crate) fn subsystem() -> impl PinInit<Subsystem<Root>, Error> {
+    let root = configfs_attrs! {
+        container: Subsystem<Root>,
+        data: Root,
+        attributes: [],
+    };
+    Subsystem::new(c"p2pmem", root, Ok::<Root, Error>(Root))
+}
+
+/// The directory `providers` below it.
+pub(crate) fn providers(parent: &Subsystem<Root>) -> Result<DefaultGroup<Providers>> {
+    let item = configfs_attrs! {
+        container: Group<Providers>,
+        data: Providers,
+        child: ProviderDir,
+        attributes: [],
+    };
+    DefaultGroup::new(
+        parent,
+        Group::new(c"providers".try_into()?, item, try_pin_init!(Providers {}? Error)),
+    )
+}
+
+#[vtable]
+impl GroupOperations for Providers {
+    type Child = ProviderDir;
+
+    fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<ProviderDir>, Error>> {
+        let item = configfs_attrs! {
+            container: Group<ProviderDir>,
+            data: ProviderDir,
+            attributes: [
+                bar: 0,
+                offset: 1,
+                size: 2,
+                mode: 3,
+                kernel_reserve: 4,
+                enable: 5,
+                status: 6,
+            ],
+        };
+        let dir = PciAddr::parse(name.to_bytes())
+            .ok_or_else(|| {
+                refuse!(
+                    EINVAL,
+                    "a provider's directory has the name of a PCI function, such as 0000:03:00.0"
+                )
+            })
+            .and_then(|addr| match Function::find(addr) {
+                Some(_) => Ok(addr),
+                None => Err(refuse!(ENODEV, "{} is no PCI function of this machine", addr)),
+            })
+            .map_err(|refusal| {
+                refusal.log("mkdir");
+                refusal.error
+            })
+            .map(ProviderDir::new)?;
+        Ok(Group::new(name.try_into()?, item, dir))
+    }
+}
+
+impl ProviderDir {
+    fn new(addr: PciAddr) -> impl PinInit<Self, Error> {
+        try_pin_init!(Self {
+            settings <- new_mutex!(Settings {
+                wanted: Publication {
+                    addr,
+                    bar: None,
+                    offset: 0,
+                    size: 0,
+                    kernel_reserve: None,
+                },
+                enabled: None,
+                status: Text::new(fmt!("not published: write 1 to enable")),
+            }),
+        }? Error)
+    }
+
+    /// Changes the settings, or says in `status` why not.
+    fn change(&self, change: impl FnOnce(&mut Settings) -> Answer) -> Result {
+        let mut settings = self.settings.lock();
+        change(&mut settings).map_err(|refusal| {
+            refusal.log("configfs");
+            settings.status = refusal.text;
+            refusal.error
+        })
+    }
+
+    /// Changes what is only looked at when the provider is made.
+    fn set(&self, set: impl FnOnce(&mut Publication) -> Answer) -> Result {
+        self.change(|settings| {
+            if settings.enabled() {
+                return Err(refuse!(
+                    EBUSY,
+                    "{} is published: write 0 to enable first",
+                    settings.wanted.addr
+                ));
+            }
+            set(&mut settings.wanted)
+        })
+    }
+}
+
+impl Settings {
+    /// Whether what was published is still there: the device may have been unbound since.
+    fn enabled(&mut self) -> bool {
+        let Some(id) = self.enabled else {
+            return false;
+        };
+        let there = global::orchestrator().is_ok_and(|o| o.is_provider(id));
+        if !there {
+            self.enabled = None;
+            self.status = Text::new(fmt!("not published any more: the device was unbound"));
+        }
+        there
+    }
+
+    fn enable(&mut self) -> Answer {
+        if self.enabled() {
+            return Ok(());
+        }
+        let id = global::orchestrator()?.publish(&self.wanted)?;
+        self.enabled = Some(id);
+        self.status = Text::new(fmt!("published as provider {}", id));
+        Ok(())
+    }
+
+    fn disable(&mut self) -> Answer {
+        if self.enabled() {
+            global::orchestrator()?.unpublish(self.wanted.addr)?;
+            self.enabled = None;
+            self.status = Text::new(fmt!("not published: write 1 to enable"));
+        }
+        Ok(())
+    }
+}
+
+#[pinned_drop]
+impl PinnedDrop for ProviderDir {
+    fn drop(self: Pin<&mut Self>) {
+        if let Err(refusal) = self.settings.lock().disable() {
+            refusal.log("rmdir");
+        }
+    }
+}
+
+/// What was written, without the white space around it.
+fn word(page: &[u8]) -> Answer<&str> {
+    core::str::from_utf8(page)
+        .map(str::trim)
+        .map_err(|_| refuse!(EINVAL, "what was written is no text"))
+}
+
+/// A number, decimal or hexadecimal with 0x.
+fn number(page: &[u8]) -> Answer<u64> {
+    let word = word(page)?;
+    let parsed = match word.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => word.parse(),
+    };
+    parsed.map_err(|_| refuse!(EINVAL, "what was written is no number of bytes"))
+}
+
+/// Writes an attribute's value and a line feed.
+fn show(page: &mut [u8; PAGE_SIZE], args: kernel::fmt::Arguments<'_>) -> Result<usize> {
+    let mut out = Formatter::new(page);
+    out.write_fmt(args)?;
+    out.write_char('\n')?;
+    Ok(out.bytes_written())
+}
+
+/// Declares the attributes: their number, how they are shown, and how they are stored.
+macro_rules! attributes {
+    ($($id:literal ($dir:ident, $page:ident): $show:block $(, $text:ident: $store:block)?;)*) => {$(
+        #[vtable]
+        impl AttributeOperations<$id> for ProviderDir {
+            type Data = ProviderDir;
+
+            fn show($dir: &ProviderDir, $page: &mut [u8; PAGE_SIZE]) -> Result<usize> $show
+
+            $(fn store($dir: &ProviderDir, $text: &[u8]) -> Result $store)?
+        }
+    )*};
+}
+
+attributes! {
+    // bar
+    0 (dir, page): {
+        match dir.settings.lock().wanted.bar {
+            Some(bar) => show(page, fmt!("{}", bar)),
+            None => show(page, fmt!("auto")),
+        }
+    }, text: {
+        dir.set(|wanted| {
+            wanted.bar = match word(text)? {
+                "auto" => None,
+                _ => match number(text)? {
+                    bar @ 0..=5 => Some(bar as u32),
+                    other => return Err(refuse!(EINVAL, "there is no BAR {}: a number from 0 to 5, or auto", other)),
+                },
+            };
+            Ok(())
+        })
+    };
+    // offset
+    1 (dir, page): {
+        show(page, fmt!("{}", dir.settings.lock().wanted.offset))
+    }, text: {
+        dir.set(|wanted| {
+            wanted.offset = pages(text, "offset")?;
+            Ok(())
+        })
+    };
+    // size
+    2 (dir, page): {
+        show(page, fmt!("{}", dir.settings.lock().wanted.size))
+    }, text: {
+        dir.set(|wanted| {
+            wanted.size = pages(text, "size")?;
+            Ok(())
+        })
+    };
+    // mode
+    3 (_dir, page): {
+        show(page, fmt!("paged"))
+    }, text: {
+        _dir.set(|_| match word(text)? {
+            "paged" => Ok(()),
+            "pageless" => Err(refuse!(uapi::errno(uapi::EOPNOTSUPP), "pageless providers can only be exported as dma-bufs, which this version does not do")),
+            _ => Err(refuse!(EINVAL, "the only mode is paged")),
+        })
+    };
+    // kernel_reserve
+    4 (dir, page): {
+        match dir.settings.lock().wanted.kernel_reserve {
+            Some(bytes) => show(page, fmt!("{}", bytes)),
+            None => show(page, fmt!("auto")),
+        }
+    }, text: {
+        dir.set(|wanted| {
+            wanted.kernel_reserve = match word(text)? {
+                "auto" => None,
+                _ => Some(pages(text, "kernel_reserve")?),
+            };
+            Ok(())
+        })
+    };
+    // enable
+    5 (dir, page): {
+        show(page, fmt!("{}", u32::from(dir.settings.lock().enabled())))
+    }, text: {
+        dir.change(|settings| match word(text)? {
+            "1" => settings.enable(),
+            "0" => settings.disable(),
+            _ => Err(refuse!(EINVAL, "enable is 0 or 1")),
+        })
+    };
+    // status
+    6 (dir, page): {
+        let mut settings = dir.settings.lock();
+        settings.enabled();
+        show(page, fmt!("{}", settings.status.as_str()))
+    };
+}
+
+/// A number of bytes that is a whole number of pages.
+fn pages(text: &[u8], what: &str) -> Answer<u64> {
+    let bytes = number(text)?;
+    if bytes % PAGE_SIZE as u64 == 0 {
+        Ok(bytes)
+    } else {
+        Err(refuse!(EINVAL, "{} {} is not a whole number of pages", what, bytes))
+    }
+}

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Safe wrappers, in the shape of the kernel crate's own, of what p2pmem needs and the kernel crate lacks.
+//!
+//! This module and [`crate::sys`] are the only ones that contain `unsafe`.
+
+pub(crate) mod buddy;
+pub(crate) mod bus;
+pub(crate) mod chrdev;
+pub(crate) mod configfs;
+pub(crate) mod driver;
+pub(crate) mod global;
+pub(crate) mod log;
+pub(crate) mod p2pdma;
+pub(crate) mod pci;
+pub(crate) mod uapi;
+pub(crate) mod vma;
+pub(crate) mod workqueue;

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The kernel's buddy allocator over the offsets of a BAR.
+//!
+//! C header: [`include/linux/gpu_buddy.h`](srctree/include/linux/gpu_buddy.h)
+//!
+//! [`kernel::gpu::buddy`] wraps the same allocator, but it can neither tell the largest free piece, which placement
+//! asks for in every decision, nor say which memory was cleared, which scrubbing between owners is built on.
+
+use crate::sys;
+use kernel::{
+    bindings,
+    error::to_result,
+    new_mutex,
+    page::PAGE_SIZE,
+    prelude::*,
+    sync::{Arc, Mutex},
+    types::Opaque,
+};
+
+const CONTIGUOUS: usize = bindings::GPU_BUDDY_CONTIGUOUS_ALLOCATION;
+const CLEAR: usize = bindings::GPU_BUDDY_CLEAR_ALLOCATION;
+const RANGE: usize = bindings::GPU_BUDDY_RANGE_ALLOCATION;
+const CLEARED: u32 = bindings::GPU_BUDDY_CLEARED as u32;
+
+/// An allocator of page-granular pieces of `0..size`, where what lies before `start` is never handed out.
+///
+/// # Invariants
+///
+/// `inner` is an initialised `struct gpu_buddy`, touched only with `lock` held.
+#[pin_data(PinnedDrop)]
+pub(crate) struct Buddy {
+    #[pin]
+    inner: Opaque<bindings::gpu_buddy>,
+    #[pin]
+    lock: Mutex<Blocks>,
+}
+
+// SAFETY: The C structure is not bound to a thread.
+unsafe impl Send for Buddy {}
+// SAFETY: All access to the C structure is serialised by `lock`.
+unsafe impl Sync for Buddy {}
+
+/// A list of allocated blocks; empty, or owned by one allocator.
+struct Blocks(KBox<Opaque<bindings::list_head>>);
+
+// SAFETY: The blocks are only touched with the lock of their allocator held.
+unsafe impl Send for Blocks {}
+
+impl Blocks {
+    fn new() -> Result<Self> {
+        let head = KBox::new(Opaque::new(bindings::list_head::default()), GFP_KERNEL)?;
+        // SAFETY: The head is ours, and boxed, so that it does not move while it points to itself.
+        unsafe {
+            (*head.get()).next = head.get();
+            (*head.get()).prev = head.get();
+        }
+        Ok(Self(head))
+    }
+}
+
+/// One allocated piece. Dropping it gives it back, as memory that has to be cleared before its next owner sees it.
+pub(crate) struct Extent {
+    buddy: Arc<Buddy>,
+    blocks: Blocks,
+    offset: u64,
+    size: u64,
+    clear: bool,
+}
+
+impl Buddy {
+    /// Manages `start..end`, both multiples of the page size.
+    pub(crate) fn new(start: u64, end: u64) -> Result<Arc<Self>> {
+        if start >= end || (start | end) % PAGE_SIZE as u64 != 0 {
+            return Err(EINVAL);
+        }
+        let lock = Blocks::new()?;
+        let buddy = Arc::pin_init(
+            // INVARIANT: `gpu_buddy_init()` initialised the structure.
+            try_pin_init!(Self {
+                inner <- Opaque::try_ffi_init(|slot| {
+                    // SAFETY: `slot` is ours to initialise.
+                    to_result(unsafe { bindings::gpu_buddy_init(slot, end, PAGE_SIZE as u64) })
+                }),
+                lock <- new_mutex!(lock),
+            }? Error),
+            GFP_KERNEL,
+        )?;
+        if start > 0 {
+            let guard = buddy.lock.lock();
+            // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+            to_result(unsafe {
+                bindings::gpu_buddy_alloc_blocks(
+                    buddy.inner.get(),
+                    0,
+                    start,
+                    start,
+                    PAGE_SIZE as u64,
+                    guard.0.get(),
+                    RANGE,
+                )
+            })?;
+        }
+        Ok(buddy)
+    }
+
+    /// Allocates one contiguous piece; `size` a multiple of the page size, `align` a power of two of at least a page.
+    pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<Extent> {
+        let Some(rounded) = size.checked_next_power_of_two() else {
+            return Err(ENOSPC);
+        };
+        if align > self.end() {
+            return Err(ENOSPC);
+        }
+        // The allocator aligns a contiguous piece to its rounded size. For more than that it has to be asked for a
+        // power of two.
+        let (ask, flags) = if align > rounded {
+            (rounded, CLEAR)
+        } else {
+            (size, CLEAR | CONTIGUOUS)
+        };
+        let blocks = Blocks::new()?;
+        let guard = self.lock.lock();
+        // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
+        let ret = to_result(unsafe {
+            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, 0, ask, align, blocks.0.get(), flags)
+        });
+        // It says EINVAL of a size beyond its own.
+        ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })?;
+        let (mut offset, mut len, mut clear) = (0, 0, false);
+        // SAFETY: As above; the list holds the blocks of one allocation.
+        let whole =
+            unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
+        drop(guard);
+        // From here on the piece goes back when it is dropped.
+        let extent = Extent {
+            buddy: self.clone(),
+            blocks,
+            offset,
+            size: len,
+            clear,
+        };
+        if !whole || offset & (align - 1) != 0 || len < size {
+            return Err(ENOSPC);
+        }
+        Ok(extent)
+    }
+
+    /// Free bytes.
+    pub(crate) fn free(&self) -> u64 {
+        let _guard = self.lock.lock();
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        unsafe { (*self.inner.get()).avail }
+    }
+
+    /// Where the managed range ends.
+    fn end(&self) -> u64 {
+        // SAFETY: By the type invariant the allocator is initialised; the size never changes.
+        unsafe { (*self.inner.get()).size }
+    }
+
+    /// The largest block that is free without joining neighbours, a power of two.
+    fn largest_block(&self) -> u64 {
+        let _guard = self.lock.lock();
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        unsafe { sys::p2pmem_buddy_largest(self.inner.get()) }
+    }
+
+    /// A lower bound of the largest piece that can be had, which is exact as to whether `size` at `align` fits.
+    pub(crate) fn largest_for(self: &Arc<Self>, size: u64, align: u64) -> u64 {
+        let block = self.largest_block();
+        if size.max(align).checked_next_power_of_two().is_some_and(|n| n <= block) {
+            return block;
+        }
+        if align <= block.max(size) && size <= self.free() && self.alloc(size, align).is_ok() {
+            return size.max(block);
+        }
+        // The block is large enough in bytes, but not with that alignment.
+        block.min(size - PAGE_SIZE as u64)
+    }
+
+    /// The largest piece that can be had at page alignment.
+    pub(crate) fn largest(self: &Arc<Self>) -> u64 {
+        let page = PAGE_SIZE as u64;
+        let (mut low, mut high) = (self.largest_block(), self.free());
+        // Pieces of several blocks: found by trying, as the allocator cannot be asked.
+        while low < high {
+            let mid = low + (high - low).div_ceil(2 * page) * page;
+            if self.alloc(mid, page).is_ok() {
+                low = mid;
+            } else {
+                high = mid - page;
+            }
+        }
+        low
+    }
+}
+
+#[pinned_drop]
+impl PinnedDrop for Buddy {
+    fn drop(self: Pin<&mut Self>) {
+        let guard = self.lock.lock();
+        // SAFETY: By the type invariant the allocator is initialised. Extents keep it by a reference, so what is
+        // still allocated is the part before `start` alone, which goes back here.
+        unsafe {
+            bindings::gpu_buddy_free_list(self.inner.get(), guard.0.get(), 0);
+            bindings::gpu_buddy_fini(self.inner.get());
+        }
+    }
+}
+
+impl Extent {
+    /// Offset in the BAR.
+    pub(crate) fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// Bytes; at least what was asked for.
+    pub(crate) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Whether the memory was cleared since its last owner had it.
+    pub(crate) fn is_clear(&self) -> bool {
+        self.clear
+    }
+
+    /// States that the memory is all zeroes now.
+    pub(crate) fn set_clear(&mut self, clear: bool) {
+        self.clear = clear;
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        let _guard = self.buddy.lock.lock();
+        let flags = if self.clear { CLEARED } else { 0 };
+        // SAFETY: The blocks came from this allocator, whose lock is held.
+        unsafe { bindings::gpu_buddy_free_list(self.buddy.inner.get(), self.blocks.0.get(), flags) };
+    }
+}

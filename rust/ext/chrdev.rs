@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! A character device with an owner, read, poll, ioctl and mmap.
+//!
+//! C headers: [`include/linux/miscdevice.h`](srctree/include/linux/miscdevice.h),
+//! [`include/linux/fs.h`](srctree/include/linux/fs.h)
+//!
+//! [`kernel::miscdevice`] sets no owner, so that unloading the module with a file open would free its code; it has no
+//! mode, no poll, and its areas have no operations.
+
+use super::vma::{AddressSpace, NewArea};
+use core::marker::PhantomData;
+use kernel::{
+    bindings,
+    error::{from_result, to_result},
+    ffi,
+    fs::File,
+    prelude::*,
+    sync::{poll::PollTable, Arc, ArcBorrow},
+    types::Opaque,
+    uaccess::{UserPtr, UserSlice, UserSliceWriter},
+};
+
+/// What `poll` answers.
+pub(crate) const READABLE: u32 = bindings::POLLIN | bindings::POLLRDNORM;
+
+/// One open file of a character device.
+pub(crate) trait Operations: Send + Sync + Sized + 'static {
+    /// A file is opened. Also tells the address space its mappings belong to.
+    fn open() -> Result<Arc<Self>>;
+    /// The address space that all mappings of all files belong to.
+    fn address_space(&self) -> &AddressSpace;
+    /// Its last descriptor and its last mapping are gone.
+    fn close(this: Arc<Self>);
+    /// An ioctl; `arg` is its argument as it came.
+    fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result;
+    /// Reads up to the room in `out`; returns bytes read.
+    fn read(this: ArcBorrow<'_, Self>, out: UserSliceWriter, nonblock: bool) -> Result<usize>;
+    /// Registers with `table` and tells what can be done now.
+    fn poll(this: ArcBorrow<'_, Self>, file: &File, table: PollTable<'_>) -> u32;
+    /// Maps.
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_>) -> Result;
+}
+
+/// A registered character device; its node is there until this is dropped.
+///
+/// # Invariants
+///
+/// `device` is registered, and points to `operations`, which stays where it is as this type is pinned.
+#[pin_data(PinnedDrop)]
+pub(crate) struct Registration<T: Operations> {
+    #[pin]
+    operations: Opaque<bindings::file_operations>,
+    #[pin]
+    device: Opaque<bindings::miscdevice>,
+    _files: PhantomData<T>,
+}
+
+// SAFETY: The device can be deregistered from any thread.
+unsafe impl<T: Operations> Send for Registration<T> {}
+// SAFETY: There are no methods on a shared reference.
+unsafe impl<T: Operations> Sync for Registration<T> {}
+
+impl<T: Operations> Registration<T> {
+    /// Registers a device node of the given name and mode.
+    pub(crate) fn new(name: &'static CStr, mode: u16, module: &'static ThisModule) -> impl PinInit<Self, Error> {
+        try_pin_init!(&this in Self {
+            operations: Opaque::new(bindings::file_operations {
+                owner: module.as_ptr(),
+                open: Some(Self::open),
+                release: Some(Self::release),
+                read: Some(Self::read),
+                poll: Some(Self::poll),
+                unlocked_ioctl: Some(Self::ioctl),
+                compat_ioctl: bindings::compat_ptr_ioctl,
+                mmap: Some(Self::mmap),
+                llseek: Some(bindings::noop_llseek),
+                ..pin_init::zeroed()
+            }),
+            device <- Opaque::try_ffi_init(move |slot: *mut bindings::miscdevice| {
+                // SAFETY: `slot` is ours to initialise; `operations` was, just before, and is pinned with it.
+                to_result(unsafe {
+                    slot.write(bindings::miscdevice {
+                        minor: bindings::MISC_DYNAMIC_MINOR as ffi::c_int,
+                        name: name.as_char_ptr(),
+                        fops: (&raw const (*this.as_ptr()).operations).cast(),
+                        mode,
+                        ..pin_init::zeroed()
+                    });
+                    // INVARIANT: Registered where this succeeds.
+                    bindings::misc_register(slot)
+                })
+            }),
+            _files: PhantomData,
+        }? Error)
+    }
+
+    /// # Safety
+    ///
+    /// `file` must be a file of this device between its `open` and its `release`.
+    unsafe fn object<'a>(file: *mut bindings::file) -> ArcBorrow<'a, T> {
+        // SAFETY: `open` stored the pointer of an `Arc` that `release` takes back.
+        unsafe { ArcBorrow::from_raw((*file).private_data.cast::<T>()) }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a file that is being opened.
+    unsafe extern "C" fn open(inode: *mut bindings::inode, file: *mut bindings::file) -> ffi::c_int {
+        from_result(|| {
+            // SAFETY: Both are valid for the call.
+            to_result(unsafe { bindings::nonseekable_open(inode, file) })?;
+            let object = T::open()?;
+            // SAFETY: The file is being opened, its fields are ours to set. The mapping lives as long as the device is
+            // registered, which an open file's reference to the module ensures.
+            unsafe {
+                (*file).f_mapping = object.address_space().mapping();
+                (*file).private_data = Arc::into_raw(object).cast_mut().cast();
+            }
+            Ok(0)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core when the last reference to a file of this device is gone.
+    unsafe extern "C" fn release(_inode: *mut bindings::inode, file: *mut bindings::file) -> ffi::c_int {
+        // SAFETY: `open` stored this pointer, and nothing uses it after this call.
+        T::close(unsafe { Arc::from_raw((*file).private_data.cast::<T>()) });
+        0
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an open file of this device, with a buffer of user space.
+    unsafe extern "C" fn read(
+        file: *mut bindings::file,
+        buf: *mut ffi::c_char,
+        len: usize,
+        _pos: *mut bindings::loff_t,
+    ) -> isize {
+        // SAFETY: The file is open.
+        let (object, flags) = unsafe { (Self::object(file), (*file).f_flags) };
+        let out = UserSlice::new(UserPtr::from_ptr(buf.cast()), len).writer();
+        match T::read(object, out, flags & bindings::O_NONBLOCK != 0) {
+            Ok(n) => n as isize,
+            Err(e) => e.to_errno() as isize,
+        }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an open file of this device.
+    unsafe extern "C" fn poll(file: *mut bindings::file, table: *mut bindings::poll_table_struct) -> u32 {
+        // SAFETY: The file is open, and nobody holds its position.
+        let (object, file) = unsafe { (Self::object(file), File::from_raw_file(file)) };
+        // SAFETY: The table is null or valid for the call.
+        T::poll(object, file, unsafe { PollTable::from_raw(table) })
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an open file of this device.
+    unsafe extern "C" fn ioctl(file: *mut bindings::file, cmd: ffi::c_uint, arg: ffi::c_ulong) -> ffi::c_long {
+        // SAFETY: The file is open.
+        let object = unsafe { Self::object(file) };
+        match T::ioctl(object, cmd, UserPtr::from_addr(arg)) {
+            Ok(()) => 0,
+            Err(e) => e.to_errno() as ffi::c_long,
+        }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an open file of this device, with an area that is being set up.
+    unsafe extern "C" fn mmap(file: *mut bindings::file, vma: *mut bindings::vm_area_struct) -> ffi::c_int {
+        // SAFETY: The file is open.
+        let object = unsafe { Self::object(file) };
+        from_result(|| {
+            // SAFETY: The area is being set up by this call.
+            T::mmap(object, unsafe { NewArea::from_raw(vma) })?;
+            Ok(0)
+        })
+    }
+}
+
+#[pinned_drop]
+impl<T: Operations> PinnedDrop for Registration<T> {
+    fn drop(self: Pin<&mut Self>) {
+        // SAFETY: By the type invariant the device is registered.
+        unsafe { bindings::misc_deregister(self.device.get()) };
+    }
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Default groups: directories of a configfs subsystem that are there without `mkdir`.
+//!
+//! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
+
+use core::ptr;
+use kernel::{
+    bindings,
+    configfs::{Group, HasGroup, Subsystem},
+    error::to_result,
+    prelude::*,
+    sync::Arc,
+};
+
+/// A directory below a subsystem, there until this is dropped.
+///
+/// # Invariants
+///
+/// `group` is registered, and its item holds the reference that `Arc::into_raw()` gave up.
+pub(crate) struct DefaultGroup<D: 'static> {
+    group: *const Group<D>,
+}
+
+// SAFETY: A group can be unregistered from any thread.
+unsafe impl<D: Send + Sync> Send for DefaultGroup<D> {}
+// SAFETY: There are no methods on a shared reference.
+unsafe impl<D: Send + Sync> Sync for DefaultGroup<D> {}
+
+impl<D: 'static> DefaultGroup<D> {
+    /// Registers `group` below `parent`. The caller drops the result before `parent`.
+    pub(crate) fn new<P>(parent: &Subsystem<P>, group: impl PinInit<Group<D>, Error>) -> Result<Self> {
+        let group = Arc::pin_init(group, GFP_KERNEL)?;
+        let group = Arc::into_raw(group);
+        // SAFETY: Both are valid, and pinned where they are.
+        let (parent, raw) = unsafe {
+            (
+                Subsystem::<P>::group(ptr::from_ref(parent)).cast_mut(),
+                Group::<D>::group(group).cast_mut(),
+            )
+        };
+        // SAFETY: The parent's subsystem is registered, the group is initialised and in no hierarchy yet.
+        if let Err(e) = to_result(unsafe { bindings::configfs_register_group(parent, raw) }) {
+            // SAFETY: The item's reference is ours; dropping it calls the release that takes the `Arc` back.
+            unsafe { bindings::config_item_put(&raw mut (*raw).cg_item) };
+            return Err(e);
+        }
+        // INVARIANT: Registered just now.
+        Ok(Self { group })
+    }
+}
+
+impl<D: 'static> Drop for DefaultGroup<D> {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the group is registered and its reference is ours.
+        unsafe {
+            let raw = Group::<D>::group(self.group).cast_mut();
+            bindings::configfs_unregister_group(raw);
+            bindings::config_item_put(&raw mut (*raw).cg_item);
+        }
+    }
+}

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The PCI driver that providers of ours are bound to, by `driver_override` and by nothing else.
+
+use super::{
+    global::{BoundDevice, BOUND},
+    p2pdma,
+    pci::Function,
+};
+use crate::path::PciAddr;
+use core::{marker::PhantomData, ptr};
+use kernel::{
+    device::{Bound, Core},
+    pci,
+    prelude::*,
+};
+
+/// What the driver tells of its devices.
+pub(crate) trait Hooks: Send + Sync + 'static {
+    /// The device is being unbound, and [`with_bound`] does not find it any more. What was made of it has to end here.
+    fn unbinding(function: &Function);
+}
+
+/// The driver.
+pub(crate) struct Driver<H>(PhantomData<H>);
+
+/// What the driver core keeps of a bound device: nothing, as [`BOUND`] has it.
+pub(crate) struct Data;
+
+kernel::pci_device_table!(
+    TABLE,
+    MODULE_TABLE,
+    (),
+    // No device has a device id of more than 16 bits. The entry is there because the kernel crate looks up the id
+    // that a device was matched by, and finds the first one for those matched by `driver_override`.
+    [(pci::DeviceId::from_id(pci::Vendor::REDHAT, 0xffff_fffe), ())]
+);
+
+impl<H: Hooks> pci::Driver for Driver<H> {
+    type IdInfo = ();
+    type Data<'bound> = Data;
+    const ID_TABLE: pci::IdTable<Self::IdInfo> = &TABLE;
+
+    fn probe<'bound>(
+        dev: &'bound pci::Device<Core<'_>>,
+        _info: &'bound Self::IdInfo,
+    ) -> impl PinInit<Data, Error> + 'bound {
+        let add = || -> Result<Data> {
+            dev.enable_device_mem()?;
+            let device = Function::of(dev).as_raw();
+            BOUND.lock().push(BoundDevice { device, range: None }, GFP_KERNEL)?;
+            Ok(Data)
+        };
+        add()
+    }
+
+    fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
+        let function = Function::of(dev);
+        BOUND.lock().retain(|d| !ptr::eq(d.device, function.as_raw()));
+        H::unbinding(&function);
+    }
+}
+
+/// A device that is bound to the driver, during a call of [`with_bound`].
+pub(crate) struct Published<'a> {
+    device: &'a pci::Device<Bound>,
+    range: &'a mut Option<(u32, u64, u64)>,
+}
+
+impl Published<'_> {
+    pub(crate) fn device(&self) -> &pci::Device<Bound> {
+        self.device
+    }
+
+    /// Gives a range of a BAR struct pages. It keeps them until the device is unbound, so a second range is refused.
+    ///
+    /// Errors: `EBUSY` when another range has them already, and those of `pci_p2pdma_add_resource()`.
+    pub(crate) fn add_range(&mut self, bar: u32, offset: u64, size: u64) -> Result {
+        match *self.range {
+            Some(range) if range == (bar, offset, size) => return Ok(()),
+            Some(_) => return Err(EBUSY),
+            None => {}
+        }
+        p2pdma::add_resource(self.device, bar, size, offset)?;
+        *self.range = Some((bar, offset, size));
+        Ok(())
+    }
+}
+
+/// Calls `f` with the device at `addr` if it is bound to this driver. It stays bound during the call.
+pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -> Option<R> {
+    let mut bound = BOUND.lock();
+    let function = Function::find(addr)?;
+    let entry = bound.iter_mut().find(|d| ptr::eq(d.device, function.as_raw()))?;
+    // SAFETY: The device is in the list, `unbind` takes it out before it is unbound, and the lock keeps `unbind` from
+    // doing so during the call. `pci::Device` is a transparent wrapper of the C structure in every context.
+    let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
+    Some(f(Published {
+        device,
+        range: &mut entry.range,
+    }))
+}

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! What callbacks find that the kernel calls without a pointer of ours.
+
+use super::{p2pdma::Pool, workqueue::OwnQueue};
+use crate::orchestrator::Orchestrator;
+use kernel::{
+    bindings,
+    prelude::*,
+    sync::{
+        atomic::{AtomicFlag, Relaxed},
+        Arc,
+    },
+    workqueue::RawWorkItem,
+};
+
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    unsafe(uninit) static ORCHESTRATOR: Mutex<Option<Arc<Orchestrator>>> = None;
+}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    pub(super) unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
+}
+
+/// A device that is bound to our driver, and the one range of it that was given struct pages since: BAR, offset, size.
+pub(super) struct BoundDevice {
+    pub(super) device: *mut bindings::pci_dev,
+    pub(super) range: Option<(u32, u64, u64)>,
+}
+
+// SAFETY: A PCI device is not bound to a thread.
+unsafe impl Send for BoundDevice {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    pub(super) unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
+}
+
+/// Initialises the locks of this file. The first thing that the module does.
+pub(crate) fn init() {
+    static DONE: AtomicFlag = AtomicFlag::new(false);
+    if DONE.xchg(true, Relaxed) {
+        return;
+    }
+    // SAFETY: Called once, as `DONE` ensures, and before anything uses the locks.
+    unsafe {
+        ORCHESTRATOR.init();
+        POOLS.init();
+        BOUND.init();
+        QUEUE.init();
+    }
+}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
+}
+
+/// Sets the queue that work is done on; with `None`, waits until all that was queued is done.
+pub(crate) fn set_queue(queue: Option<OwnQueue>) {
+    let old = core::mem::replace(&mut *QUEUE.lock(), queue);
+    // Outside the lock, as it waits for work that may want to queue more.
+    drop(old);
+}
+
+/// Queues work. It is dropped when there is no queue any more.
+pub(crate) fn enqueue<W, const ID: u64>(work: W)
+where
+    W: RawWorkItem<ID> + Send + 'static,
+{
+    if let Some(queue) = &*QUEUE.lock() {
+        let _ = queue.enqueue(work);
+    }
+}
+
+/// Sets, or with `None` forgets, the module's orchestrator.
+pub(crate) fn set_orchestrator(orchestrator: Option<Arc<Orchestrator>>) {
+    let old = core::mem::replace(&mut *ORCHESTRATOR.lock(), orchestrator);
+    // Outside the lock, as this may be the last reference.
+    drop(old);
+}
+
+/// The module's orchestrator. Errors: `ENODEV` while the module is being set up or taken down.
+pub(crate) fn orchestrator() -> Result<Arc<Orchestrator>> {
+    ORCHESTRATOR.lock().clone().ok_or(ENODEV)
+}

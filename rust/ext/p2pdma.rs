@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Published BAR memory: the kernel's pool of it, its pages, and the kernel's word on who can reach it.
+//!
+//! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
+
+use super::{
+    pci::Function,
+    vma::Fault, //
+};
+use crate::sys;
+use core::ptr::NonNull;
+use kernel::{
+    bindings,
+    device::Bound,
+    error::to_result,
+    ffi, new_mutex,
+    page::PAGE_SIZE,
+    pci,
+    prelude::*,
+    sync::{Arc, Mutex},
+};
+
+/// Gives `size` bytes at `offset` of a BAR struct pages and puts them into the device's pool.
+///
+/// They stay until the driver is unbound. C: `pci_p2pdma_add_resource()`.
+pub(crate) fn add_resource(dev: &pci::Device<Bound>, bar: u32, size: u64, offset: u64) -> Result {
+    let function = Function::of(dev);
+    let (bar, size) = (i32::try_from(bar)?, usize::try_from(size)?);
+    // SAFETY: The device is bound to our driver, whose unbinding releases what this call acquires.
+    to_result(unsafe { bindings::pci_p2pdma_add_resource(function.as_raw(), bar, size, offset) })
+}
+
+/// Offers what is left in the device's pool to other drivers in the kernel, or takes the offer back.
+pub(crate) fn publish(dev: &pci::Device<Bound>, publish: bool) {
+    // SAFETY: The device is bound; the call only sets a flag, and does nothing on a device without a pool.
+    unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), publish) };
+}
+
+/// Hops between a provider and a client, or none where the client cannot reach it. C: `pci_p2pdma_distance_many()`.
+pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
+    let mut clients = [client.as_raw_device()];
+    // SAFETY: Both functions are valid, and the array has as many elements as the call is told.
+    let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
+    u32::try_from(distance).ok()
+}
+
+/// The published provider that the kernel itself would choose for these clients. C: `pci_p2pmem_find_many()`.
+pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
+    let mut devices = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
+    for client in clients {
+        devices.push(client.as_raw_device(), GFP_KERNEL)?;
+    }
+    if devices.is_empty() {
+        return Ok(None);
+    }
+    // SAFETY: All functions are valid, and the array has as many elements as the call is told.
+    let found = unsafe { bindings::pci_p2pmem_find_many(devices.as_mut_ptr(), i32::try_from(devices.len())?) };
+    let Some(found) = NonNull::new(found.cast::<pci::Device>()) else {
+        return Ok(None);
+    };
+    // SAFETY: A device was found, and its reference is ours.
+    let found = unsafe { kernel::sync::aref::ARef::from_raw(found) };
+    Ok(Some(Function::of(&found)))
+}
+
+/// Whether a driver published memory of this function: nothing else is at distance 0 of it.
+fn has_published(function: &Function) -> bool {
+    find_many(core::slice::from_ref(function)).is_ok_and(|found| found.is_some_and(|f| f.same(function)))
+}
+
+/// The kernel's pool of a device's published memory.
+///
+/// # Invariants
+///
+/// While `open` is true, the device has a pool or no p2pdma data at all, which the kernel checks for itself. It is set
+/// when there is a pool, and [`super::bus`] clears it when the driver that made the pool is unbound: before that, no
+/// other driver can be bound that would leave p2pdma data without a pool, which is what the kernel does not check for.
+#[pin_data]
+pub(crate) struct Pool {
+    function: Function,
+    #[pin]
+    open: Mutex<bool>,
+}
+
+impl Pool {
+    /// The pool of a device, if its driver has published one.
+    pub(super) fn find(function: &Function) -> Result<Option<Arc<Self>>> {
+        if !has_published(function) {
+            return Ok(None);
+        }
+        // INVARIANT: What is published has a pool.
+        Arc::pin_init(
+            pin_init!(Self {
+                function: function.clone(),
+                open <- new_mutex!(true),
+            }),
+            GFP_KERNEL,
+        )
+        .map(Some)
+    }
+
+    pub(crate) fn function(&self) -> &Function {
+        &self.function
+    }
+
+    /// Ends taking from the pool. What was taken stays valid.
+    pub(super) fn close(&self) {
+        *self.open.lock() = false;
+    }
+
+    /// Takes `size` bytes, a multiple of the page size. None where the pool has not that much in one piece, or is gone.
+    pub(crate) fn take(&self, size: u64) -> Option<Slab> {
+        let size = usize::try_from(size).ok().filter(|&n| n > 0 && n % PAGE_SIZE == 0)?;
+        let open = self.open.lock();
+        if !*open {
+            return None;
+        }
+        // SAFETY: By the type invariant, and as `open` is locked and true, there is a pool or no p2pdma data.
+        let kaddr = unsafe { bindings::pci_alloc_p2pmem(self.function.as_raw(), size) } as usize;
+        // INVARIANT: The pool handed out these pages with one reference to their page map.
+        (kaddr != 0).then(|| Slab {
+            function: self.function.clone(),
+            kaddr,
+            pages: size / PAGE_SIZE,
+        })
+    }
+}
+
+/// A piece of a device's pool that is ours, from one `pci_alloc_p2pmem()`.
+///
+/// # Invariants
+///
+/// `pages` pages, mapped in the kernel at `kaddr`, belong to this object alone, and so does the one reference to their
+/// page map that came with them. The core waits for that reference before it takes the pages away, so they are there
+/// as long as this object is.
+pub(crate) struct Slab {
+    function: Function,
+    kaddr: usize,
+    pages: usize,
+}
+
+impl Slab {
+    /// Bytes.
+    pub(crate) fn size(&self) -> u64 {
+        (self.pages * PAGE_SIZE) as u64
+    }
+
+    /// Page number and count of a byte range of the slab, cut to the slab.
+    fn part(&self, offset: u64, size: u64) -> (usize, usize) {
+        let first = usize::try_from(offset / PAGE_SIZE as u64)
+            .unwrap_or(usize::MAX)
+            .min(self.pages);
+        let count = usize::try_from(size / PAGE_SIZE as u64)
+            .unwrap_or(usize::MAX)
+            .min(self.pages - first);
+        (self.kaddr + first * PAGE_SIZE, count)
+    }
+
+    /// Takes our reference on each page of a range, once, before its first user mapping.
+    pub(crate) fn hold(&self, offset: u64, size: u64) {
+        let (kaddr, pages) = self.part(offset, size);
+        // SAFETY: By the type invariant the pages are ours.
+        unsafe { sys::p2pmem_pages_hold(kaddr, pages) };
+    }
+
+    /// How many pages of a range others hold references to.
+    pub(crate) fn busy(&self, offset: u64, size: u64) -> usize {
+        let (kaddr, pages) = self.part(offset, size);
+        // SAFETY: By the type invariant the pages are ours.
+        unsafe { sys::p2pmem_pages_busy(kaddr, pages) }
+    }
+
+    /// Zeroes a range. No one else may be using it.
+    pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
+        let (kaddr, pages) = self.part(offset, size);
+        // SAFETY: By the type invariant the pages are ours, and mapped as I/O memory at `kaddr`.
+        unsafe { sys::p2pmem_pages_clear(kaddr, pages, combine) };
+    }
+
+    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
+        let (kaddr, pages) = self.part(offset, size);
+        let pages = pages.min(fault.room());
+        if pages == 0 {
+            return Err(EFAULT);
+        }
+        // SAFETY: The area is locked by the fault and has room for that many pages; by the type invariant they are
+        // ours, and the caller took our reference on them (`hold`).
+        to_result(unsafe { sys::p2pmem_pages_insert(fault.vma_raw(), fault.address(), kaddr, pages) })
+    }
+
+    /// The address of a byte on the device's PCI bus.
+    pub(crate) fn bus_addr(&self, offset: u64) -> u64 {
+        let (kaddr, _) = self.part(offset, 0);
+        // SAFETY: By the type invariant the address belongs to the pool of this device, which is there.
+        unsafe { bindings::pci_p2pmem_virt_to_bus(self.function.as_raw(), kaddr as *mut ffi::c_void) }
+    }
+
+    /// Physical address of the first byte.
+    pub(crate) fn phys(&self) -> u64 {
+        // SAFETY: By the type invariant the pages are there.
+        unsafe { sys::p2pmem_page_phys(self.kaddr) }
+    }
+
+    /// Physical start and length of the whole range whose driver published it.
+    pub(crate) fn published_range(&self) -> (u64, u64) {
+        let (mut start, mut len) = (0, 0);
+        // SAFETY: By the type invariant the pages are there, and so is their page map.
+        unsafe { sys::p2pmem_pages_range(self.kaddr, &mut start, &mut len) };
+        (start, len)
+    }
+}
+
+impl Drop for Slab {
+    /// Gives all back to the pool. Pages that others still hold go back when they let go.
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the pages came from one allocation from this device's pool and are ours.
+        unsafe { sys::p2pmem_pages_release(self.function.as_raw(), self.kaddr, self.pages) };
+    }
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The ABI of `include/uapi/linux/p2pmem.h`: its structures and the numbers of its ioctls.
+
+use core::mem::size_of;
+use kernel::{
+    error::Error,
+    ioctl::{_IOR, _IOW, _IOWR},
+    transmute::{AsBytes, FromBytes},
+};
+
+pub(crate) use crate::sys::{
+    p2pmem_alloc as Alloc, p2pmem_buffer as Buffer, p2pmem_event as Event, p2pmem_explain as Explain,
+    p2pmem_free as Free, p2pmem_info as Info, p2pmem_list as List, p2pmem_path as Path, p2pmem_paths as Paths,
+    p2pmem_pci_addr as PciAddress, p2pmem_provider as Provider, p2pmem_request as Request, p2pmem_stats as Stats,
+    p2pmem_verdict as Verdict,
+};
+
+pub(crate) use kernel::bindings::{ENODATA, EOPNOTSUPP};
+
+/// An errno that the kernel crate has no name for.
+pub(crate) fn errno(errno: u32) -> Error {
+    Error::from_errno(-(errno as i32))
+}
+
+/// The constants of the header, without the prefixes that bindgen gives them.
+pub(crate) mod consts {
+    use crate::sys;
+
+    pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
+    pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
+    /// `P2PMEM_MAX_ALIGN`, whose type suffix bindgen cannot read.
+    pub(crate) const MAX_ALIGN: u64 = 1 << 30;
+    pub(crate) const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2;
+    pub(crate) const PATHS_RESCAN: u32 = 1 << 0;
+    pub(crate) const PATH_ACS_REDIRECT: u32 = 1 << 0;
+    pub(crate) const PATH_BUS_ADDR: u32 = 1 << 1;
+    pub(crate) const ALLOC_PREFER: u32 = 1 << 0;
+    pub(crate) const EXPLAIN_LAST: u32 = 1 << 0;
+    pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
+    pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
+    pub(crate) const PROVIDER_LIVE: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_LIVE;
+    pub(crate) const PROVIDER_REVOKING: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_REVOKING;
+    pub(crate) const BUFFER_LIVE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_LIVE;
+    pub(crate) const BUFFER_REVOKING: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_REVOKING;
+    pub(crate) const BUFFER_GONE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_GONE;
+    pub(crate) const STRATEGY_NEAREST: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_NEAREST;
+    pub(crate) const STRATEGY_UPSTREAM: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_UPSTREAM;
+    pub(crate) const EVENT_PROVIDER_ADDED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_ADDED;
+    pub(crate) const EVENT_PROVIDER_REMOVED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_REMOVED;
+    pub(crate) const EVENT_BUFFER_REVOKED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_BUFFER_REVOKED;
+    pub(crate) const EVENT_LOST: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_LOST;
+}
+
+/// The numbers of the ioctls.
+pub(crate) mod ioc {
+    use super::*;
+
+    const MAGIC: u32 = crate::sys::P2PMEM_IOC_MAGIC;
+    pub(crate) const INFO: u32 = _IOR::<Info>(MAGIC, 0x00);
+    pub(crate) const LIST: u32 = _IOWR::<List>(MAGIC, 0x01);
+    pub(crate) const PATHS: u32 = _IOWR::<Paths>(MAGIC, 0x02);
+    pub(crate) const ALLOC: u32 = _IOWR::<Alloc>(MAGIC, 0x03);
+    pub(crate) const FREE: u32 = _IOW::<Free>(MAGIC, 0x04);
+    pub(crate) const BUFFER: u32 = _IOWR::<Buffer>(MAGIC, 0x05);
+    pub(crate) const EXPLAIN: u32 = _IOWR::<Explain>(MAGIC, 0x06);
+    pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
+}
+
+/// Declares structures of the header: their sizes, and that they travel as bytes.
+macro_rules! travel {
+    ($($name:ident: $size:literal),* $(,)?) => {$(
+        // The size is part of the ioctl's number: changing it makes a new ABI.
+        const _: () = assert!(size_of::<$name>() == $size);
+        // SAFETY: The structure consists of integers, arrays of them and such structures, so every pattern of bits
+        // is a valid value.
+        unsafe impl FromBytes for $name {}
+        // SAFETY: The structure has no padding: -Wpadded finds none in the header, and the size is the sum of its
+        // fields' sizes.
+        unsafe impl AsBytes for $name {}
+    )*};
+}
+
+travel! {
+    PciAddress: 8, Info: 80, Provider: 128, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
+    Buffer: 56, Verdict: 64, Explain: 88, Stats: 80, Event: 24,
+}

@@ -1,0 +1,213 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! User mappings whose pages come by fault, and the one address space that all of them are found in.
+//!
+//! C headers: [`include/linux/mm.h`](srctree/include/linux/mm.h), [`include/linux/fs.h`](srctree/include/linux/fs.h)
+
+use crate::sys;
+use core::{marker::PhantomData, ptr::NonNull};
+use kernel::{
+    bindings,
+    error::from_err_ptr,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    sync::{Arc, ArcBorrow},
+};
+
+/// What can be mapped: an object that lives as long as its mappings do.
+pub(crate) trait Mappable: Send + Sync + Sized + 'static {
+    /// One more area maps the object (a fork, or one area that became two).
+    fn opened(this: ArcBorrow<'_, Self>);
+    /// One area less maps it.
+    fn closed(this: ArcBorrow<'_, Self>);
+    /// Maps what belongs at the fault's address.
+    ///
+    /// `EBUSY` means that another thread has just done so; all errors but that and `ENOMEM` end in SIGBUS.
+    fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
+}
+
+/// An area that `mmap()` is setting up.
+pub(crate) struct NewArea<'a> {
+    vma: NonNull<bindings::vm_area_struct>,
+    _lifetime: PhantomData<&'a bindings::vm_area_struct>,
+}
+
+impl NewArea<'_> {
+    /// # Safety
+    ///
+    /// `vma` must be the area that the current `mmap` file operation was called with, for the lifetime of the result.
+    pub(super) unsafe fn from_raw(vma: *mut bindings::vm_area_struct) -> Self {
+        Self {
+            // SAFETY: The caller promises a valid pointer.
+            vma: unsafe { NonNull::new_unchecked(vma) },
+            _lifetime: PhantomData,
+        }
+    }
+
+    /// Bytes.
+    pub(crate) fn len(&self) -> u64 {
+        // SAFETY: The area is valid and ours while it is being set up.
+        let vma = unsafe { self.vma.as_ref() };
+        // SAFETY: As above; the members of the union are always set.
+        unsafe {
+            (vma.__bindgen_anon_1.__bindgen_anon_1.vm_end - vma.__bindgen_anon_1.__bindgen_anon_1.vm_start) as u64
+        }
+    }
+
+    /// The file offset asked for, in pages.
+    pub(crate) fn page_offset(&self) -> u64 {
+        // SAFETY: The area is valid and ours while it is being set up.
+        unsafe { self.vma.as_ref() }.vm_pgoff as u64
+    }
+
+    /// Whether the mapping is shared (or could become so), not copy-on-write.
+    pub(crate) fn is_shared(&self) -> bool {
+        // SAFETY: The area is valid and ours while it is being set up.
+        let flags = unsafe { self.vma.as_ref().__bindgen_anon_2.vm_flags };
+        flags & kernel::mm::virt::flags::MAYSHARE != 0
+    }
+
+    /// Makes the area a mapping of `object` from page `page_offset` of the common address space on.
+    pub(crate) fn attach<T: Mappable>(mut self, object: Arc<T>, page_offset: u64, combine: bool) {
+        // SAFETY: The area is valid and ours while it is being set up.
+        unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine) };
+        // SAFETY: As above.
+        let vma = unsafe { self.vma.as_mut() };
+        vma.vm_pgoff = page_offset as usize;
+        vma.vm_private_data = Arc::into_raw(object).cast_mut().cast();
+        vma.vm_ops = &Operations::<T>::TABLE;
+    }
+}
+
+/// A page fault in an area that [`NewArea::attach`] set up.
+pub(crate) struct Fault<'a>(&'a bindings::vm_fault);
+
+impl Fault<'_> {
+    pub(super) fn vma_raw(&self) -> *mut bindings::vm_area_struct {
+        self.0.__bindgen_anon_1.vma
+    }
+
+    /// The address, rounded down to a page.
+    pub(super) fn address(&self) -> usize {
+        self.0.__bindgen_anon_1.address & !(PAGE_SIZE - 1)
+    }
+
+    /// The page that faulted, counted in the common address space.
+    pub(crate) fn page_offset(&self) -> u64 {
+        self.0.__bindgen_anon_1.pgoff as u64
+    }
+
+    /// Pages from the address to the end of its page table or of the area, whichever comes first.
+    pub(super) fn room(&self) -> usize {
+        const TABLE: usize = 512 * PAGE_SIZE;
+        let address = self.address();
+        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        let end = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1.vm_end };
+        (end - address).min(TABLE - address % TABLE) >> PAGE_SHIFT
+    }
+}
+
+/// The area operations of mappings of a `T`.
+///
+/// `vm_private_data` of such an area owns a reference to the object: it came from `Arc::into_raw()` in
+/// [`NewArea::attach`] or in `open`, and `close` takes it back.
+struct Operations<T>(PhantomData<T>);
+
+impl<T: Mappable> Operations<T> {
+    const TABLE: bindings::vm_operations_struct = bindings::vm_operations_struct {
+        open: Some(Self::open),
+        close: Some(Self::close),
+        fault: Some(Self::fault),
+        ..pin_init::zeroed()
+    };
+
+    /// # Safety
+    ///
+    /// `vma` must be a valid area with these operations, and the result must not outlive it.
+    unsafe fn object<'a>(vma: *mut bindings::vm_area_struct) -> ArcBorrow<'a, T> {
+        // SAFETY: The area owns a reference to the object.
+        unsafe { ArcBorrow::from_raw((*vma).vm_private_data.cast::<T>()) }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a new copy of an area with these operations.
+    unsafe extern "C" fn open(vma: *mut bindings::vm_area_struct) {
+        // SAFETY: The copy has the pointer of its origin, which owns a reference while it is being copied.
+        let object = unsafe { Self::object(vma) };
+        // The copy's own reference.
+        let _ = Arc::into_raw(Arc::from(object));
+        T::opened(object);
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core, once, before an area with these operations goes away.
+    unsafe extern "C" fn close(vma: *mut bindings::vm_area_struct) {
+        // SAFETY: The area owns a reference and is not used again.
+        let object = unsafe { Arc::from_raw((*vma).vm_private_data.cast::<T>()) };
+        T::closed(object.as_arc_borrow());
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a fault in an area with these operations, which is locked.
+    unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
+        // SAFETY: The fault is valid for the duration of the call.
+        let fault = Fault(unsafe { &*vmf });
+        // SAFETY: The area is valid for the duration of the call.
+        let object = unsafe { Self::object(fault.vma_raw()) };
+        match T::fault(object, &fault) {
+            Ok(()) => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
+            Err(e) if e == EBUSY => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
+            Err(e) if e == ENOMEM => bindings::vm_fault_reason_VM_FAULT_OOM,
+            Err(_) => bindings::vm_fault_reason_VM_FAULT_SIGBUS,
+        }
+    }
+}
+
+/// The address space in which every mapping of every file is found, whatever node the file was opened through.
+///
+/// # Invariants
+///
+/// The pointer is an inode that is ours until it is dropped.
+pub(crate) struct AddressSpace(NonNull<bindings::inode>);
+
+// SAFETY: An inode is not bound to a thread.
+unsafe impl Send for AddressSpace {}
+// SAFETY: What is done with the inode is synchronised by the core.
+unsafe impl Sync for AddressSpace {}
+
+impl AddressSpace {
+    pub(crate) fn new() -> Result<Self> {
+        // SAFETY: No requirements; the result is an error pointer or an inode that is ours.
+        let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
+        // INVARIANT: See above.
+        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?))
+    }
+
+    pub(super) fn mapping(&self) -> *mut bindings::address_space {
+        // SAFETY: By the type invariant the inode is valid; its mapping does not change.
+        unsafe { (*self.0.as_ptr()).i_mapping }
+    }
+
+    /// Takes down all user mappings of a page range. Later touches fault again.
+    pub(crate) fn unmap(&self, page_offset: u64, pages: u64) {
+        // SAFETY: By the type invariant the mapping is valid.
+        unsafe {
+            bindings::unmap_mapping_range(
+                self.mapping(),
+                (page_offset << PAGE_SHIFT) as i64,
+                (pages << PAGE_SHIFT) as i64,
+                1,
+            )
+        };
+    }
+}
+
+impl Drop for AddressSpace {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the inode is ours.
+        unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
+    }
+}

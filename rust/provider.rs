@@ -1,0 +1,760 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Providers: devices with published memory, and the memory of each.
+//!
+//! An own provider has one large piece of its device's pool, divided by a buddy allocator. An adopted provider belongs
+//! to another driver: from its pool a piece is taken for each buffer and given back with it.
+//!
+//! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
+//! (O_DIRECT that was under way when the mapping ended). The janitor, a work item of each provider, moves it on.
+
+use crate::{
+    buffer::Buffer,
+    ext::{
+        buddy::{Buddy, Extent},
+        global,
+        log::Owner,
+        p2pdma::{Pool, Slab},
+        pci::Function,
+        uapi::{self, consts},
+        vma::Fault, //
+    },
+    path::PciAddr,
+};
+use kernel::{
+    new_condvar, new_mutex, new_work,
+    page::PAGE_SIZE,
+    prelude::*,
+    rbtree::{RBTree, RBTreeNode},
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, CondVar, Mutex,
+    },
+    time::{delay::fsleep, msecs_to_jiffies, Delta},
+    workqueue::{impl_has_work, Work, WorkItem},
+};
+
+/// How a provider came to be one.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Own,
+    Adopted,
+}
+
+/// A piece of a provider's memory.
+pub(crate) struct Memory {
+    piece: Piece,
+    size: u64,
+    /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
+    touched: bool,
+    /// The next one of a [`Stack`].
+    next: Option<KBox<Memory>>,
+}
+
+enum Piece {
+    /// Part of the provider's slab, which begins at `start` in the BAR.
+    Own {
+        extent: Extent,
+        slab: Arc<Slab>,
+        start: u64,
+    },
+    /// A slab of its own, of which the first `skip` bytes are only there for the alignment of the rest.
+    Adopted { slab: Slab, skip: u64 },
+}
+
+impl Memory {
+    /// The slab, and where in it the piece begins.
+    fn place(&self) -> (&Slab, u64) {
+        match &self.piece {
+            Piece::Own { extent, slab, start } => (slab, extent.offset() - start),
+            Piece::Adopted { slab, skip } => (slab, *skip),
+        }
+    }
+
+    /// What it takes from its provider, bytes.
+    fn footprint(&self) -> u64 {
+        match &self.piece {
+            Piece::Own { extent, .. } => extent.size(),
+            Piece::Adopted { slab, .. } => slab.size(),
+        }
+    }
+
+    /// Address on the provider's bus.
+    pub(crate) fn bus_addr(&self) -> u64 {
+        let (slab, offset) = self.place();
+        slab.bus_addr(offset)
+    }
+
+    /// Maps what is `offset` into the piece, and up to `left` bytes behind it, where a fault wants it.
+    pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
+        let size = self.size;
+        let touched = core::mem::replace(&mut self.touched, true);
+        let (slab, start) = self.place();
+        if !touched {
+            slab.hold(start, size);
+        }
+        slab.insert(fault, start + offset, left)
+    }
+
+    /// How many of its pages others refer to.
+    fn busy(&self) -> usize {
+        let (slab, start) = self.place();
+        if self.touched {
+            slab.busy(start, self.size)
+        } else {
+            0
+        }
+    }
+
+    /// Clears the whole piece, of which nothing is in use.
+    fn clear(&mut self, combine: bool) {
+        match &mut self.piece {
+            Piece::Own { extent, slab, start } => {
+                slab.clear(extent.offset() - *start, extent.size(), combine);
+                extent.set_clear(true);
+            }
+            Piece::Adopted { slab, .. } => slab.clear(0, slab.size(), combine),
+        }
+        self.touched = false;
+    }
+}
+
+/// A list of memory that takes no memory.
+struct Stack {
+    head: Option<KBox<Memory>>,
+    bytes: u64,
+}
+
+impl Stack {
+    const EMPTY: Self = Self { head: None, bytes: 0 };
+
+    fn push(&mut self, mut memory: KBox<Memory>) {
+        self.bytes += memory.footprint();
+        memory.next = self.head.take();
+        self.head = Some(memory);
+    }
+
+    fn pop(&mut self) -> Option<KBox<Memory>> {
+        let mut memory = self.head.take()?;
+        self.head = memory.next.take();
+        self.bytes -= memory.footprint();
+        Some(memory)
+    }
+}
+
+impl Drop for Stack {
+    /// Link by link: a long list must not be dropped by recursion, as the kernel's stack is small.
+    fn drop(&mut self) {
+        while self.pop().is_some() {}
+    }
+}
+
+/// Where memory comes from.
+enum Source {
+    Own { slab: Arc<Slab>, buddy: Arc<Buddy> },
+    Adopted { held: u64, ceiling: u64 },
+}
+
+struct Inner {
+    /// There while buffers can be allocated; taken when the provider leaves.
+    source: Option<Source>,
+    /// Pieces that are neither free nor on a list: those of live buffers and those in somebody's hands.
+    outstanding: u32,
+    buffers: RBTree<u64, Arc<Buffer>>,
+    count: u32,
+    dirty: Stack,
+    parked: Stack,
+}
+
+/// Declares the counters of a provider, which are those of `struct p2pmem_stats`.
+macro_rules! counters {
+    ($($name:ident),* $(,)?) => {
+        /// What is counted of a provider.
+        pub(crate) struct Counters {
+            $(pub(crate) $name: Atomic<u64>,)*
+        }
+
+        impl Counters {
+            pub(crate) fn new() -> Self {
+                Self { $($name: Atomic::new(0),)* }
+            }
+
+            /// Adds what an answer has.
+            pub(crate) fn add(&self, stats: &uapi::Stats) {
+                $(self.$name.fetch_add(stats.$name, Relaxed);)*
+            }
+
+            /// Adds these to the counters of an answer.
+            pub(crate) fn add_to(&self, stats: &mut uapi::Stats) {
+                $(stats.$name += self.$name.load(Relaxed);)*
+            }
+        }
+    };
+}
+
+counters!(
+    allocs,
+    frees,
+    failed,
+    alloc_bytes,
+    free_bytes,
+    maps,
+    scrubbed_bytes,
+    parked,
+    revoked
+);
+
+/// What a decision wants to know of a provider.
+#[derive(Clone, Copy)]
+pub(crate) struct Room {
+    pub(crate) live: bool,
+    pub(crate) free: u64,
+    /// A lower bound that is exact as to whether the request fits.
+    pub(crate) largest: u64,
+}
+
+/// How a provider ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Leave {
+    /// Its driver is unbound: the pool ends with it.
+    Unbind,
+    /// Only p2pmem lets go: the pool stays, and what goes back to it has to be cleared.
+    Retire,
+}
+
+/// A device with published memory.
+#[pin_data]
+pub(crate) struct Provider {
+    /// Its number, never 0, never used twice.
+    pub(crate) id: u32,
+    pub(crate) kind: Kind,
+    pub(crate) addr: PciAddr,
+    pub(crate) bar: Option<u32>,
+    /// First published byte in the BAR.
+    pub(crate) start: u64,
+    /// Bytes that can be handed out in all.
+    pub(crate) size: u64,
+    /// Bytes left in the kernel's pool.
+    pub(crate) kernel_reserve: u64,
+    /// Whether writes to the memory may be combined.
+    pub(crate) combine: bool,
+    pub(crate) counters: Counters,
+    pool: Arc<Pool>,
+    #[pin]
+    inner: Mutex<Inner>,
+    /// Something came back or was put in order.
+    #[pin]
+    settled: CondVar,
+    #[pin]
+    janitor: Work<Provider>,
+}
+
+impl_has_work! {
+    impl HasWork<Provider> for Provider { self.janitor }
+}
+
+/// What a provider is made from.
+pub(crate) struct Parts {
+    pub(crate) id: u32,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) bar: Option<u32>,
+    pub(crate) start: u64,
+    pub(crate) kernel_reserve: u64,
+    pub(crate) combine: bool,
+}
+
+impl Provider {
+    /// A provider whose memory is `slab`.
+    pub(crate) fn own(parts: Parts, slab: Slab) -> Result<Arc<Self>> {
+        let size = slab.size();
+        let buddy = Buddy::new(parts.start, parts.start + size)?;
+        let slab = Arc::new(slab, GFP_KERNEL)?;
+        Self::new(parts, Kind::Own, size, Source::Own { slab, buddy })
+    }
+
+    /// A provider that takes what it needs, `size` bytes at most, from its device's pool. The pool has `ceiling` now.
+    pub(crate) fn adopted(parts: Parts, size: u64, ceiling: u64) -> Result<Arc<Self>> {
+        Self::new(parts, Kind::Adopted, size, Source::Adopted { held: 0, ceiling })
+    }
+
+    fn new(parts: Parts, kind: Kind, size: u64, source: Source) -> Result<Arc<Self>> {
+        Arc::pin_init(
+            pin_init!(Self {
+                id: parts.id,
+                kind,
+                addr: parts.pool.function().address(),
+                bar: parts.bar,
+                start: parts.start,
+                size,
+                kernel_reserve: parts.kernel_reserve,
+                combine: parts.combine,
+                counters: Counters::new(),
+                pool: parts.pool,
+                inner <- new_mutex!(Inner {
+                    source: Some(source),
+                    outstanding: 0,
+                    buffers: RBTree::new(),
+                    count: 0,
+                    dirty: Stack::EMPTY,
+                    parked: Stack::EMPTY,
+                }),
+                settled <- new_condvar!(),
+                janitor <- new_work!("p2pmem_janitor"),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    /// How often an allocation tries again after memory was put in order: a bound, should others be faster each time.
+    const RECLAIMS: u32 = 16;
+
+    pub(crate) fn function(&self) -> &Function {
+        self.pool.function()
+    }
+
+    /// What there is for a request, without taking it.
+    pub(crate) fn room(&self, size: u64, align: u64) -> Room {
+        let inner = self.inner.lock();
+        match &inner.source {
+            None => Room {
+                live: false,
+                free: 0,
+                largest: 0,
+            },
+            Some(Source::Own { buddy, .. }) => {
+                let buddy = buddy.clone();
+                // What is being cleared is as good as free: an allocation waits for it.
+                let returning = inner.dirty.bytes;
+                drop(inner);
+                let free = buddy.free() + returning;
+                let largest = buddy.largest_for(size, align);
+                // Whether the pieces that are being cleared will join is known when they have.
+                let largest = if returning > 0 && largest < size {
+                    size.min(free)
+                } else {
+                    largest
+                };
+                Room {
+                    live: true,
+                    free,
+                    largest,
+                }
+            }
+            Some(Source::Adopted { held, ceiling }) => {
+                let free = self.size - held;
+                let largest = free.min(*ceiling);
+                // The alignment is made by taking more.
+                let largest = if free >= size && largest < padded(size, align) {
+                    size - PAGE_SIZE as u64
+                } else {
+                    largest
+                };
+                Room {
+                    live: true,
+                    free,
+                    largest,
+                }
+            }
+        }
+    }
+
+    /// Allocates memory that is all zeroes. Errors: `ENOSPC`, `ENODEV` (leaving), `ENOMEM`.
+    pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<KBox<Memory>> {
+        let mut memory = self.alloc_once(size, align);
+        // Memory that waits to be cleared counts as free, so it has to be had.
+        for _ in 0..Self::RECLAIMS {
+            if !matches!(&memory, Err(e) if *e == ENOSPC) || !self.reclaim() {
+                break;
+            }
+            memory = self.alloc_once(size, align);
+        }
+        let memory = memory?;
+        self.counters.allocs.fetch_add(1, Relaxed);
+        self.counters.alloc_bytes.fetch_add(memory.size, Relaxed);
+        Ok(memory)
+    }
+
+    fn alloc_once(&self, size: u64, align: u64) -> Result<KBox<Memory>> {
+        let mut inner = self.inner.lock();
+        let own = match inner.source.as_mut().ok_or(ENODEV)? {
+            Source::Own { slab, buddy } => Some((slab.clone(), buddy.clone())),
+            Source::Adopted { held, .. } => {
+                let taken = padded(size, align);
+                if self.size - *held < taken {
+                    return Err(ENOSPC);
+                }
+                *held += taken;
+                None
+            }
+        };
+        inner.outstanding += 1;
+        drop(inner);
+        let memory = match own {
+            Some((slab, buddy)) => self.alloc_own(slab, &buddy, size, align),
+            None => self.alloc_adopted(size, align),
+        };
+        if memory.is_err() {
+            self.inner.lock().outstanding -= 1;
+            self.settled.notify_all();
+        }
+        memory
+    }
+
+    fn alloc_own(&self, slab: Arc<Slab>, buddy: &Arc<Buddy>, size: u64, align: u64) -> Result<KBox<Memory>> {
+        let mut extent = buddy.alloc(size, align)?;
+        if !extent.is_clear() {
+            slab.clear(extent.offset() - self.start, extent.size(), self.combine);
+            self.counters.scrubbed_bytes.fetch_add(extent.size(), Relaxed);
+        }
+        // From here on it has an owner, who may write to it.
+        extent.set_clear(false);
+        let memory = Memory {
+            piece: Piece::Own {
+                extent,
+                slab,
+                start: self.start,
+            },
+            size,
+            touched: false,
+            next: None,
+        };
+        Ok(KBox::new(memory, GFP_KERNEL)?)
+    }
+
+    fn alloc_adopted(&self, size: u64, align: u64) -> Result<KBox<Memory>> {
+        let taken = padded(size, align);
+        let memory = self.pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
+            let at = slab.phys() - self.bar_start();
+            let skip = at.next_multiple_of(align) - at;
+            slab.clear(0, slab.size(), self.combine);
+            self.counters.scrubbed_bytes.fetch_add(slab.size(), Relaxed);
+            let memory = Memory {
+                piece: Piece::Adopted { slab, skip },
+                size,
+                touched: false,
+                next: None,
+            };
+            Ok(KBox::new(memory, GFP_KERNEL)?)
+        });
+        if let Err(e) = memory.as_ref() {
+            let full = *e == ENOSPC;
+            if let Some(Source::Adopted { held, ceiling }) = &mut self.inner.lock().source {
+                *held -= taken;
+                if full {
+                    // Its driver uses more than was known.
+                    *ceiling = (*ceiling).min(taken - PAGE_SIZE as u64);
+                }
+            }
+        }
+        memory
+    }
+
+    /// Physical address at which the BAR begins, or 0 where the BAR is not known.
+    fn bar_start(&self) -> u64 {
+        self.bar
+            .and_then(|bar| self.function().bar(bar))
+            .map_or(0, |(start, _)| start)
+    }
+
+    /// Where a piece begins in the BAR.
+    pub(crate) fn bar_offset_of(&self, memory: &Memory) -> Option<u64> {
+        self.bar?;
+        Some(match &memory.piece {
+            Piece::Own { extent, .. } => extent.offset(),
+            Piece::Adopted { slab, skip } => slab.phys() - self.bar_start() + skip,
+        })
+    }
+
+    /// Takes a buffer into the provider's books. Errors: `ENODEV` when the provider is leaving.
+    pub(crate) fn register(&self, buffer: &Arc<Buffer>) -> Result {
+        let node = RBTreeNode::new(buffer.id, buffer.clone(), GFP_KERNEL)?;
+        let mut inner = self.inner.lock();
+        if inner.source.is_none() {
+            drop(inner);
+            drop(node);
+            return Err(ENODEV);
+        }
+        inner.buffers.insert(node);
+        inner.count += 1;
+        Ok(())
+    }
+
+    /// Memory comes back, with the number of the buffer that ended.
+    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, memory: KBox<Memory>) {
+        self.counters.frees.fetch_add(1, Relaxed);
+        self.counters.free_bytes.fetch_add(memory.size, Relaxed);
+        let mut inner = self.inner.lock();
+        let ended = buffer.and_then(|id| inner.buffers.remove(&id));
+        inner.count -= u32::from(ended.is_some());
+        inner.dirty.push(memory);
+        inner.outstanding -= 1;
+        let live = inner.source.is_some();
+        drop(inner);
+        drop(ended);
+        self.settled.notify_all();
+        if live {
+            global::enqueue(self.clone());
+        }
+    }
+
+    /// Puts one piece of memory that came back in order. False when there was none that could be.
+    fn clean_one(&self) -> bool {
+        let mut inner = self.inner.lock();
+        if inner.source.is_none() {
+            return false;
+        }
+        let Some(mut memory) = inner.dirty.pop() else {
+            return false;
+        };
+        inner.outstanding += 1;
+        drop(inner);
+        let busy = memory.busy() > 0;
+        let taken = memory.footprint();
+        if busy {
+            let mut inner = self.inner.lock();
+            inner.parked.push(memory);
+            inner.outstanding -= 1;
+            drop(inner);
+            self.counters.parked.fetch_add(1, Relaxed);
+        } else {
+            memory.clear(self.combine);
+            drop(memory);
+            self.counters.scrubbed_bytes.fetch_add(taken, Relaxed);
+            let mut inner = self.inner.lock();
+            if let Some(Source::Adopted { held, ceiling }) = &mut inner.source {
+                *held -= taken;
+                *ceiling = self.size;
+            }
+            inner.outstanding -= 1;
+        }
+        self.settled.notify_all();
+        true
+    }
+
+    /// Puts in order what can be. True when anything was done.
+    fn clean(&self) -> bool {
+        let mut inner = self.inner.lock();
+        let mut still = Stack::EMPTY;
+        while let Some(memory) = inner.parked.pop() {
+            if memory.busy() > 0 {
+                still.push(memory);
+            } else {
+                inner.dirty.push(memory);
+            }
+        }
+        core::mem::swap(&mut inner.parked, &mut still);
+        drop(inner);
+        let mut done = false;
+        while self.clean_one() {
+            done = true;
+        }
+        done
+    }
+
+    /// Puts in order what can be, and waits a moment for what others are putting in order. True when an allocation
+    /// that failed may succeed now.
+    fn reclaim(&self) -> bool {
+        if self.clean() {
+            return true;
+        }
+        let mut inner = self.inner.lock();
+        let others = inner.source.is_some() && inner.outstanding > inner.count;
+        if others {
+            // Whichever way it ends, the caller tries again.
+            let _ = self
+                .settled
+                .wait_interruptible_timeout(&mut inner, msecs_to_jiffies(100));
+        }
+        others
+    }
+
+    /// A row of the list of providers.
+    pub(crate) fn describe(&self) -> uapi::Provider {
+        let function = self.function();
+        let (vendor, device, class) = function.ids();
+        let mut row = uapi::Provider {
+            id: self.id,
+            kind: match self.kind {
+                Kind::Own => consts::KIND_OWN,
+                Kind::Adopted => consts::KIND_ADOPTED,
+            },
+            addr: self.addr.into(),
+            bar: self.bar.map_or(-1, |bar| bar as i32),
+            numa_node: function.node(),
+            bar_offset: self.start,
+            size: self.size,
+            kernel_reserve: self.kernel_reserve,
+            vendor,
+            device,
+            class,
+            ..Default::default()
+        };
+        function.driver_name(&mut row.driver);
+        let inner = self.inner.lock();
+        row.buffers = inner.count;
+        row.parked = inner.parked.bytes;
+        row.scrubbing = inner.dirty.bytes;
+        row.state = if inner.source.is_some() {
+            consts::PROVIDER_LIVE
+        } else {
+            consts::PROVIDER_REVOKING
+        };
+        let own = match &inner.source {
+            None => None,
+            Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
+            Some(Source::Adopted { held, ceiling }) => {
+                row.free = self.size - held;
+                row.largest = row.free.min(*ceiling);
+                None
+            }
+        };
+        drop(inner);
+        if let Some(buddy) = own {
+            row.free = buddy.free();
+            row.largest = buddy.largest();
+        }
+        row
+    }
+
+    /// A user mapping was made.
+    pub(crate) fn mapped(&self) {
+        self.counters.maps.fetch_add(1, Relaxed);
+    }
+
+    /// Calls `f` with each live buffer, one after the other and without a lock. Buffers that come meanwhile may be
+    /// missed.
+    pub(crate) fn for_each_buffer(&self, mut f: impl FnMut(&Arc<Buffer>)) {
+        let mut from = 0;
+        loop {
+            let inner = self.inner.lock();
+            let next = inner
+                .buffers
+                .cursor_lower_bound(&from)
+                .map(|cursor| cursor.current().1.clone());
+            drop(inner);
+            let Some(buffer) = next else {
+                return;
+            };
+            from = buffer.id + 1;
+            f(&buffer);
+        }
+    }
+
+    /// First part of leaving: from here on nothing is allocated. Returns false when it was leaving already.
+    pub(crate) fn stop(&self) -> Option<Stopped> {
+        let source = self.inner.lock().source.take()?;
+        // The janitor sleeps while memory is parked.
+        self.settled.notify_all();
+        Some(Stopped(source))
+    }
+
+    /// Last part of leaving, when all buffers were revoked: waits for those who still refer to pages, then gives all
+    /// memory back to the device's pool.
+    pub(crate) fn drain(&self, stopped: Stopped, leave: Leave) {
+        let mut inner = self.inner.lock();
+        // Allocations and the janitor are done in a moment; they wait for nobody.
+        while inner.outstanding > 0 {
+            self.settled.wait(&mut inner);
+        }
+        let mut left = Stack::EMPTY;
+        core::mem::swap(&mut left, &mut inner.dirty);
+        while let Some(memory) = inner.parked.pop() {
+            left.push(memory);
+        }
+        drop(inner);
+        let mut waited = 0;
+        while let Some(mut memory) = left.pop() {
+            waited = self.await_pins(&memory, waited);
+            if leave == Leave::Retire {
+                memory.clear(self.combine);
+            }
+        }
+        // The slab goes back to the pool with this.
+        drop(stopped);
+    }
+
+    /// Waits until nobody refers to a piece's pages, or ten seconds in all: then the kernel's own wait for them, which
+    /// has no limit, takes over. Returns how long was waited so far, in ms.
+    fn await_pins(&self, memory: &Memory, mut waited: u64) -> u64 {
+        const SAY: u64 = 1_000;
+        const MOST: u64 = 10_000;
+        let mut step = 1;
+        loop {
+            let busy = memory.busy();
+            if busy == 0 {
+                return waited;
+            }
+            if waited >= MOST {
+                let (_, start) = memory.place();
+                pr_warn!(
+                    "{}: leaving with {} pages at {:#x} still referred to (I/O under way): the kernel waits for them\n",
+                    self.addr,
+                    busy,
+                    start
+                );
+                return waited;
+            }
+            fsleep(Delta::from_millis(step as i64));
+            if waited < SAY && waited + step >= SAY {
+                pr_warn!("{}: waiting for I/O on {} pages of a freed buffer\n", self.addr, busy);
+            }
+            waited += step;
+            step = (step * 2).min(50);
+        }
+    }
+}
+
+/// What a provider had when it stopped.
+pub(crate) struct Stopped(#[allow(dead_code, reason = "held to be dropped")] Source);
+
+impl WorkItem for Provider {
+    type Pointer = Arc<Self>;
+
+    /// The janitor: works until nothing is dirty and nothing parked, or the provider leaves.
+    fn run(this: Arc<Self>) {
+        let mut pause = 10;
+        loop {
+            if this.clean() {
+                pause = 10;
+            }
+            let mut inner = this.inner.lock();
+            if inner.source.is_none() || (inner.parked.head.is_none() && inner.dirty.head.is_none()) {
+                return;
+            }
+            if inner.dirty.head.is_none() {
+                // Nobody tells when a page's last other reference is dropped, so it is looked at now and then.
+                let _ = this
+                    .settled
+                    .wait_interruptible_timeout(&mut inner, msecs_to_jiffies(pause));
+                pause = (pause * 2).min(500);
+            }
+        }
+    }
+}
+
+/// What has to be taken from a pool that knows no alignment, so that an aligned piece is in it.
+fn padded(size: u64, align: u64) -> u64 {
+    size.saturating_add(align.saturating_sub(PAGE_SIZE as u64))
+}
+
+impl From<PciAddr> for uapi::PciAddress {
+    fn from(addr: PciAddr) -> Self {
+        Self {
+            domain: addr.domain,
+            bus: addr.bus,
+            devfn: addr.devfn,
+            reserved: 0,
+        }
+    }
+}
+
+/// Names a buffer's owner in a line about its revocation.
+pub(crate) fn say_revoked(addr: PciAddr, owner: &Owner, size: u64, mappings: u32) {
+    pr_info!(
+        "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
+        addr,
+        size,
+        mappings,
+        owner
+    );
+}

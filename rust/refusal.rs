@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Refusals: an errno together with the sentence that says why.
+
+use crate::{
+    ext::log::{self, Owner},
+    path::PciAddr,
+};
+use kernel::{
+    fmt::{self, Write},
+    prelude::*,
+};
+
+/// A sentence of bounded length. What does not fit is cut off.
+#[derive(Clone, Copy)]
+pub(crate) struct Text {
+    bytes: [u8; Self::MOST],
+    len: usize,
+}
+
+impl Text {
+    const MOST: usize = 232;
+
+    pub(crate) const EMPTY: Self = Self {
+        bytes: [0; Self::MOST],
+        len: 0,
+    };
+
+    pub(crate) fn new(args: fmt::Arguments<'_>) -> Self {
+        let mut text = Self::EMPTY;
+        // It only says that something was cut off.
+        let _ = text.write_fmt(args);
+        text
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        core::str::from_utf8(self.bytes.get(..self.len).unwrap_or_default()).unwrap_or_default()
+    }
+}
+
+impl Write for Text {
+    fn write_str(&mut self, s: &str) -> fmt::Result {
+        let room = Self::MOST - self.len;
+        let mut n = s.len().min(room);
+        while !s.is_char_boundary(n) {
+            n -= 1;
+        }
+        self.bytes[self.len..self.len + n].copy_from_slice(&s.as_bytes()[..n]);
+        self.len += n;
+        if n == s.len() {
+            Ok(())
+        } else {
+            Err(fmt::Error)
+        }
+    }
+}
+
+/// Why something was refused.
+pub(crate) struct Refusal {
+    pub(crate) error: Error,
+    pub(crate) text: Text,
+}
+
+/// The result of what can be refused.
+pub(crate) type Answer<T = ()> = core::result::Result<T, Refusal>;
+
+impl Refusal {
+    pub(crate) fn new(error: Error, args: fmt::Arguments<'_>) -> Self {
+        Self {
+            error,
+            text: Text::new(args),
+        }
+    }
+
+    /// Puts the refusal into the log, unless there were many of late.
+    pub(crate) fn log(&self, what: &str) {
+        if !self.text.as_str().is_empty() && log::allowed() {
+            pr_notice!(
+                "{} refused for {}: {} (errno {})\n",
+                what,
+                Owner::current(),
+                self.text.as_str(),
+                -self.error.to_errno()
+            );
+        }
+    }
+}
+
+/// An error that needs no sentence, or of which only the kernel knows more.
+impl From<Error> for Refusal {
+    fn from(error: Error) -> Self {
+        let text = match error {
+            e if e == ENOMEM => Text::new(fmt!("the kernel has no memory left for bookkeeping")),
+            _ => Text::EMPTY,
+        };
+        Self { error, text }
+    }
+}
+
+impl From<kernel::alloc::AllocError> for Refusal {
+    fn from(_: kernel::alloc::AllocError) -> Self {
+        ENOMEM.into()
+    }
+}
+
+/// Makes a [`Refusal`] of an errno and a sentence.
+macro_rules! refuse {
+    ($error:expr, $($text:tt)*) => {
+        $crate::refusal::Refusal::new($error, ::kernel::prelude::fmt!($($text)*))
+    };
+}
+pub(crate) use refuse;
+
+impl fmt::Display for PciAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { domain, bus, devfn } = self;
+        f.write_fmt(fmt!("{:04x}:{:02x}:{:02x}.{}", domain, bus, devfn >> 3, devfn & 7))
+    }
+}

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,stats}`, for people who look for what is going on.
+
+use crate::{buffer::State, ext::uapi, orchestrator::Orchestrator};
+use kernel::{
+    debugfs::{Dir, File},
+    fmt,
+    prelude::*,
+    sync::Arc,
+};
+
+/// The files; they go with this.
+#[pin_data]
+pub(crate) struct Files {
+    #[pin]
+    providers: File<Arc<Orchestrator>>,
+    #[pin]
+    buffers: File<Arc<Orchestrator>>,
+    #[pin]
+    stats: File<Arc<Orchestrator>>,
+    dir: Dir,
+}
+
+/// Makes the folder and its files.
+pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
+    let dir = Dir::new(c"p2pmem");
+    let (a, b, c) = (orchestrator.clone(), orchestrator.clone(), orchestrator);
+    let keep = dir.clone();
+    pin_init::pin_init_scope(move || {
+        Ok(try_pin_init!(Files {
+            providers <- dir.clone().read_callback_file(c"providers", Ok::<_, Error>(a), &providers),
+            buffers <- dir.clone().read_callback_file(c"buffers", Ok::<_, Error>(b), &buffers),
+            stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(c), &stats),
+            dir: keep,
+        }? Error))
+    })
+}
+
+/// One line a provider.
+fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    f.write_str("id function size free largest buffers parked scrubbing kernel_reserve\n")?;
+    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
+        let row = provider.describe();
+        f.write_fmt(fmt!(
+            "{} {} {} {} {} {} {} {} {}\n",
+            row.id,
+            provider.addr,
+            row.size,
+            row.free,
+            row.largest,
+            row.buffers,
+            row.parked,
+            row.scrubbing,
+            row.kernel_reserve
+        ))?;
+    }
+    Ok(())
+}
+
+/// One line a buffer: who holds what.
+fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut result = f.write_str("id function size bar_offset mappings state owner\n");
+    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
+        provider.for_each_buffer(|buffer| {
+            let (state, mappings) = buffer.status();
+            let state = match state {
+                State::Live => "live",
+                State::Revoking => "revoking",
+                State::Gone => "gone",
+            };
+            let line = f.write_fmt(fmt!(
+                "{} {} {} {:#x} {} {} {}\n",
+                buffer.id,
+                provider.addr,
+                buffer.size,
+                buffer.bar_offset.unwrap_or(u64::MAX),
+                mappings,
+                state,
+                buffer.owner
+            ));
+            result = result.and(line);
+        });
+    }
+    result
+}
+
+/// The counters of all providers there ever were.
+fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut sum = uapi::Stats::default();
+    // Asked for all, it cannot be refused.
+    let _ = orchestrator.stats(0, &mut sum);
+    f.write_fmt(fmt!(
+        "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\nparked {}\nrevoked {}\n",
+        sum.allocs,
+        sum.frees,
+        sum.failed,
+        sum.alloc_bytes,
+        sum.free_bytes,
+        sum.maps,
+        sum.scrubbed_bytes,
+        sum.parked,
+        sum.revoked
+    ))
+}
