@@ -183,7 +183,11 @@ fn functions_of_one_device_share_a_slot_where_there_are_several() {
         [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
             let a = [port(0, 5, 0x80, PortKind::Endpoint), port(0, 1, 0, above)];
             let b = [port(domain, bus, devfn, PortKind::Endpoint), port(0, 1, 0, above)];
-            let chain = |ports| Chain { ports, host_bridge: 0, numa_node: 0 };
+            let chain = |ports| Chain {
+                ports,
+                host_bridge: 0,
+                numa_node: 0,
+            };
             classify(&chain(&a), &chain(&b), 2, 10).class
         })
     };
