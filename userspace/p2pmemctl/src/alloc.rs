@@ -1,0 +1,219 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `alloc` and `explain`.
+
+use std::io::{BufRead, IsTerminal};
+use std::process::Command;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
+
+use anyhow::{bail, Context as _};
+use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request};
+use serde::Serialize;
+
+use crate::cli::{AllocArgs, RequestArgs, Strategy};
+use crate::table::{number, render, text};
+use crate::{Context, Outcome};
+
+/// A step of filling: small enough for a progress bar that moves.
+const STEP: usize = 1 << 20;
+
+fn request(context: &Context<'_>, device: &Device, args: &RequestArgs) -> anyhow::Result<Request> {
+    let strategy = match args.strategy {
+        Strategy::Nearest => p2pmem::Strategy::Nearest,
+        Strategy::Upstream => p2pmem::Strategy::Upstream,
+    };
+    let mut request = Request::new(args.size)
+        .align(args.align)
+        .near(context.clients(&args.near)?)
+        .strategy(strategy);
+    if let Some(name) = &args.provider {
+        request = request.provider(context.provider(device, name)?.id);
+    }
+    if let Some(name) = &args.prefer {
+        request = request.prefer(context.provider(device, name)?.id);
+    }
+    if let Some(class) = args.max_class {
+        request = request.max_class(class);
+    }
+    Ok(request)
+}
+
+pub(crate) fn explain(context: &mut Context<'_>, args: &RequestArgs) -> anyhow::Result<Outcome> {
+    let device = context.open()?;
+    let explanation = device.explain(&request(context, &device, args)?)?;
+    if context.json {
+        context.print_json(&explanation)?;
+    } else {
+        write!(context.out, "{}", render_explanation(&explanation))?;
+    }
+    Ok(Outcome::of(explanation.errno.is_none()))
+}
+
+fn render_explanation(explanation: &Explanation) -> String {
+    let outcome = explanation.lines().into_iter().next().unwrap_or_default();
+    let rows: Vec<_> = explanation
+        .verdicts
+        .iter()
+        .map(|v| vec![v.provider.to_string(), v.addr.to_string(), v.why.clone()])
+        .collect();
+    if rows.is_empty() {
+        return format!("{outcome}\n");
+    }
+    format!(
+        "{outcome}\n\n{}",
+        render(&[number("ID"), text("PROVIDER"), text("VERDICT")], &rows)
+    )
+}
+
+#[derive(Serialize)]
+struct Landed {
+    handle: u32,
+    provider: u32,
+    addr: Option<PciAddr>,
+    bar: Option<u32>,
+    bar_offset: Option<u64>,
+    size: u64,
+    class: Option<PathClass>,
+    explanation: Explanation,
+}
+
+pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Result<Outcome> {
+    let device = context.open()?;
+    let request = request(context, &device, &args.request)?;
+    let buffer = match device.alloc(&request) {
+        Ok(buffer) => buffer,
+        Err(error) => {
+            // The error has the reason in a sentence; the verdicts say it for each provider.
+            if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
+                write!(context.out, "{}", render_explanation(&explanation))?;
+            }
+            return Err(error.into());
+        }
+    };
+    let provider = device.providers()?.into_iter().find(|p| p.id == buffer.provider());
+    let landed = Landed {
+        handle: buffer.handle(),
+        provider: buffer.provider(),
+        addr: provider.as_ref().map(|p| p.addr),
+        bar: provider.as_ref().and_then(|p| p.bar),
+        bar_offset: buffer.bar_offset(),
+        size: buffer.size(),
+        class: buffer.class(),
+        // A dry run would see the memory as it is now; the last decision is the one that was made.
+        explanation: device.explain_last()?,
+    };
+    if context.json {
+        context.print_json(&landed)?;
+    } else {
+        writeln!(context.out, "{}", render_landed(&landed))?;
+    }
+    context.out.flush()?;
+    if let Some(byte) = args.fill {
+        fill(context, &buffer, byte)?;
+    }
+    if let Some((program, arguments)) = args.exec.split_first() {
+        return exec(program, arguments, &landed);
+    }
+    if args.hold {
+        return hold(context, &device, &buffer);
+    }
+    buffer.free()?;
+    Ok(Outcome::Done)
+}
+
+fn render_landed(landed: &Landed) -> String {
+    let mut line = format!("{} in provider {}", human_size(landed.size), landed.provider);
+    if let Some(addr) = landed.addr {
+        line += &format!(" ({addr})");
+    }
+    if let (Some(bar), Some(offset)) = (landed.bar, landed.bar_offset) {
+        line += &format!(", BAR {bar} from byte {offset:#x} on");
+    }
+    if let Some(class) = landed.class {
+        line += &format!(", farthest path: {class} ({})", class.meaning());
+    }
+    line
+}
+
+fn fill(context: &Context<'_>, buffer: &Buffer, byte: u8) -> anyhow::Result<()> {
+    let mapping = buffer.map()?;
+    let bar = context.progress_bar("filling", buffer.size());
+    let mut at = 0;
+    while at < mapping.len() {
+        let end = mapping.len().min(at + STEP);
+        mapping.fill(at..end, byte)?;
+        at = end;
+        bar.set_position(at as u64);
+    }
+    mapping.flush();
+    bar.finish_and_clear();
+    Ok(())
+}
+
+/// What ends a hold.
+enum End {
+    Enter,
+    Signal,
+}
+
+fn hold(context: &mut Context<'_>, device: &Device, buffer: &Buffer) -> anyhow::Result<Outcome> {
+    let (sender, ends) = mpsc::channel();
+    let on_signal = sender.clone();
+    ctrlc::set_handler(move || {
+        // When the receiver is gone the program is ending anyway.
+        let _ = on_signal.send(End::Signal);
+    })
+    .context("cannot catch signals")?;
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        // The end of input is no Enter: a program in the background is to hold on until it is told to end.
+        if matches!(std::io::stdin().lock().read_line(&mut line), Ok(n) if n > 0) {
+            let _ = sender.send(End::Enter);
+        }
+        // Keep the channel open, so that only a real end is one.
+        std::mem::forget(sender);
+    });
+    if !context.json {
+        let keys = if std::io::stdin().is_terminal() {
+            "Enter or Ctrl-C"
+        } else {
+            "a line of input or a signal"
+        };
+        writeln!(context.out, "holding it until {keys}")?;
+        context.out.flush()?;
+    }
+    let mut events = device.events();
+    loop {
+        match ends.recv_timeout(Duration::from_millis(200)) {
+            Ok(End::Enter | End::Signal) | Err(RecvTimeoutError::Disconnected) => return Ok(Outcome::Done),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        while let Some(event) = events.next_within(Some(Duration::ZERO))? {
+            if matches!(event.kind, EventKind::BufferRevoked { handle, .. } if handle == buffer.handle()) {
+                bail!("the buffer was revoked: provider {} left", buffer.provider());
+            }
+        }
+    }
+}
+
+fn exec(program: &str, arguments: &[String], landed: &Landed) -> anyhow::Result<Outcome> {
+    // A Ctrl-C is for the command; we stay until it has ended, and free the buffer then.
+    ctrlc::set_handler(|| {}).context("cannot catch signals")?;
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .env("P2PMEM_PROVIDER", landed.provider.to_string());
+    command.env("P2PMEM_SIZE", landed.size.to_string());
+    if let Some(addr) = landed.addr {
+        command.env("P2PMEM_PROVIDER_ADDR", addr.to_string());
+    }
+    if let Some(offset) = landed.bar_offset {
+        command.env("P2PMEM_BAR_OFFSET", offset.to_string());
+    }
+    let status = command.status().with_context(|| format!("cannot run {program}"))?;
+    if !status.success() {
+        bail!("{program} failed: {status}");
+    }
+    Ok(Outcome::Done)
+}

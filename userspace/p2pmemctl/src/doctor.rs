@@ -1,0 +1,606 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `doctor`: every precondition of peer-to-peer memory checked, each failure with its remedy.
+
+use std::fmt;
+
+use p2pmem::{devices_in, PciDevice};
+use serde::Serialize;
+
+use crate::environment::Environment;
+use crate::{Context, Outcome};
+
+/// How a check went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Level {
+    /// As it should be.
+    Ok,
+    /// Worth knowing, neither good nor bad.
+    Info,
+    /// Works, but some things do not, or slower.
+    Warning,
+    /// Peer-to-peer memory does not work so.
+    Failure,
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Ok => "ok",
+            Self::Info => "info",
+            Self::Warning => "WARN",
+            Self::Failure => "FAIL",
+        })
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Check {
+    check: &'static str,
+    level: Level,
+    /// What was found.
+    found: String,
+    /// What to do.
+    remedy: Option<String>,
+}
+
+impl Check {
+    fn new(check: &'static str, level: Level, found: impl Into<String>) -> Self {
+        Self {
+            check,
+            level,
+            found: found.into(),
+            remedy: None,
+        }
+    }
+
+    fn remedy(self, remedy: impl Into<String>) -> Self {
+        Self {
+            remedy: Some(remedy.into()),
+            ..self
+        }
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    ok: bool,
+    checks: Vec<Check>,
+}
+
+pub(crate) fn doctor(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
+    let checks = examine(context.environment);
+    let report = Report {
+        ok: checks.iter().all(|c| c.level != Level::Failure),
+        checks,
+    };
+    if context.json {
+        context.print_json(&report)?;
+    } else {
+        write!(context.out, "{}", render_report(&report))?;
+    }
+    Ok(Outcome::of(report.ok))
+}
+
+fn render_report(report: &Report) -> String {
+    let width = report.checks.iter().map(|c| c.check.len()).max().unwrap_or(0);
+    let mut out = String::new();
+    for Check {
+        check,
+        level,
+        found,
+        remedy,
+    } in &report.checks
+    {
+        out += &format!("{level:<4}  {check:<width$}  {found}\n");
+        if let Some(remedy) = remedy {
+            out += &format!("{:6}{:width$}  -> {remedy}\n", "", "");
+        }
+    }
+    let count = |level| report.checks.iter().filter(|c| c.level == level).count();
+    out += &format!(
+        "\n{} failures, {} warnings\n",
+        count(Level::Failure),
+        count(Level::Warning)
+    );
+    out
+}
+
+fn examine(machine: &Environment) -> Vec<Check> {
+    let devices = devices_in(&machine.path("sys")).unwrap_or_default();
+    let mut checks = vec![module(machine)];
+    checks.extend(device(machine));
+    checks.push(kernel_config(machine));
+    checks.push(configfs(machine));
+    checks.push(host_bridge(machine, &devices));
+    checks.push(iommu(machine));
+    checks.push(acs(machine, &devices));
+    checks.extend(rdma(machine));
+    checks
+}
+
+fn module(machine: &Environment) -> Check {
+    if machine.path("sys/module/p2pmem").exists() {
+        let version = machine
+            .read("sys/module/p2pmem/version")
+            .map(|v| format!(", version {v}"))
+            .unwrap_or_default();
+        Check::new("module", Level::Ok, format!("p2pmem is loaded{version}"))
+    } else {
+        Check::new("module", Level::Failure, "p2pmem is not loaded")
+            .remedy("modprobe p2pmem; if there is no such module, build and install it: make modules install")
+    }
+}
+
+/// The device, the version of its ABI, and its providers.
+fn device(machine: &Environment) -> Vec<Check> {
+    let device = match (machine.open)() {
+        Ok(device) => device,
+        Err(error) => {
+            let check = if matches!(error, p2pmem::Error::Abi { .. }) {
+                "ABI version"
+            } else {
+                "device"
+            };
+            let failed = Check::new(check, Level::Failure, error.to_string());
+            return vec![Check {
+                remedy: error.remedy().map(str::to_owned),
+                ..failed
+            }];
+        }
+    };
+    let mut checks = vec![Check::new("device", Level::Ok, "it can be opened")];
+    match device.info() {
+        Ok(info) => checks.push(Check::new(
+            "ABI version",
+            Level::Ok,
+            format!("{}, as this program's", info.abi_version),
+        )),
+        Err(error) => checks.push(Check::new("ABI version", Level::Failure, error.to_string())),
+    }
+    checks.push(match device.providers() {
+        Ok(providers) if providers.is_empty() => Check::new("providers", Level::Warning, "there are none")
+            .remedy("publish a device's memory: p2pmemctl publish DEVICE"),
+        Ok(providers) => {
+            let list: Vec<_> = providers
+                .iter()
+                .map(|p| format!("{} ({})", p.addr, p2pmem::human_size(p.size)))
+                .collect();
+            Check::new("providers", Level::Ok, list.join(", "))
+        }
+        Err(error) => Check::new("providers", Level::Failure, error.to_string()),
+    });
+    checks
+}
+
+fn kernel_config(machine: &Environment) -> Check {
+    const NAME: &str = "kernel config";
+    let release = machine.read("proc/sys/kernel/osrelease").unwrap_or_default();
+    let places = [
+        format!("boot/config-{release}"),
+        format!("lib/modules/{release}/config"),
+        format!("usr/lib/modules/{release}/config"),
+        format!("lib/modules/{release}/build/.config"),
+    ];
+    if let Some(config) = places.iter().find_map(|place| machine.read(place)) {
+        return if config.lines().any(|l| l == "CONFIG_PCI_P2PDMA=y") {
+            Check::new(NAME, Level::Ok, format!("{release} has CONFIG_PCI_P2PDMA=y"))
+        } else {
+            Check::new(NAME, Level::Failure, format!("{release} lacks CONFIG_PCI_P2PDMA=y"))
+                .remedy("boot a kernel with CONFIG_PCI_P2PDMA=y, such as Debian's")
+        };
+    }
+    // The config may be nowhere; the running kernel's symbols tell as well.
+    match has_symbol(machine, "pci_p2pdma_distance_many") {
+        Some(true) => Check::new(NAME, Level::Ok, format!("{release} has PCI P2PDMA (by its symbols)")),
+        Some(false) => Check::new(
+            NAME,
+            Level::Failure,
+            format!("{release} has no PCI P2PDMA (by its symbols)"),
+        )
+        .remedy("boot a kernel with CONFIG_PCI_P2PDMA=y, such as Debian's"),
+        None => Check::new(
+            NAME,
+            Level::Info,
+            "neither the kernel's config nor its symbols can be read here",
+        ),
+    }
+}
+
+/// Whether the running kernel, or a module in it, has a symbol; none where the list cannot be read.
+fn has_symbol(machine: &Environment, symbol: &str) -> Option<bool> {
+    let all = machine.read("proc/kallsyms")?;
+    if all.is_empty() {
+        return None;
+    }
+    Some(all.lines().any(|line| line.split_whitespace().nth(2) == Some(symbol)))
+}
+
+fn configfs(machine: &Environment) -> Check {
+    const NAME: &str = "configfs";
+    let mounts = machine.read("proc/mounts").unwrap_or_default();
+    let mounted = mounts.lines().any(|l| {
+        let mut fields = l.split(' ').skip(1);
+        fields.next() == Some("/sys/kernel/config") && fields.next() == Some("configfs")
+    });
+    if !mounted {
+        return Check::new(NAME, Level::Failure, "it is not mounted, so nothing can be published")
+            .remedy("mount -t configfs none /sys/kernel/config");
+    }
+    if machine.path("sys/kernel/config/p2pmem/providers").exists() {
+        Check::new(NAME, Level::Ok, "it is mounted and has p2pmem/providers")
+    } else {
+        Check::new(NAME, Level::Failure, "it is mounted but has no p2pmem/providers").remedy("modprobe p2pmem")
+    }
+}
+
+/// Devices at the start of a root bus behind which the kernel (drivers/pci/p2pdma.c of 7.2) trusts the root complex
+/// with peer traffic: vendor, device, and whether only among devices of one host bridge.
+const TRUSTED_HOST_BRIDGES: [(u16, u16, bool); 20] = [
+    (0x8086, 0x3c00, true),
+    (0x8086, 0x3c01, true),
+    (0x8086, 0x2f00, true),
+    (0x8086, 0x2f01, true),
+    (0x8086, 0x2030, false),
+    (0x8086, 0x2031, false),
+    (0x8086, 0x2032, false),
+    (0x8086, 0x2033, false),
+    (0x8086, 0x2020, false),
+    (0x8086, 0x09a2, false),
+    (0x8086, 0x0b25, false),
+    (0x8086, 0x0cfe, false),
+    (0x8086, 0x11fb, false),
+    (0x8086, 0x1212, false),
+    (0x8086, 0x1216, false),
+    (0x8086, 0x4940, false),
+    (0x8086, 0x4942, false),
+    (0x8086, 0x4944, false),
+    (0x8086, 0x4946, false),
+    (0x8086, 0x4948, false),
+];
+const GOOGLE: u16 = 0x1ae0;
+
+fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check {
+    const NAME: &str = "host bridge";
+    let cpuinfo = machine.read("proc/cpuinfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = cpuinfo
+            .lines()
+            .find(|l| l.split(':').next().is_some_and(|key| key.trim() == name))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let family: u32 = field("cpu family").and_then(|f| f.parse().ok()).unwrap_or(0);
+    if field("vendor_id").as_deref() == Some("AuthenticAMD") && family >= 0x17 {
+        return Check::new(
+            NAME,
+            Level::Ok,
+            format!("AMD family {family:#x}: peer traffic may cross the root complex"),
+        );
+    }
+    // The first device of each root bus stands for its host bridge; root buses hold what no bridge of ours leads to.
+    let root = devices.iter().find(|d| d.addr.devfn == 0 && machine_root(machine, d));
+    let Some(root) = root else {
+        return Check::new(
+            NAME,
+            Level::Info,
+            "no host bridge can be seen; `p2pmemctl topo` shows the kernel's verdicts",
+        );
+    };
+    let id = format!("{:04x}:{:04x}", root.vendor, root.device);
+    match TRUSTED_HOST_BRIDGES
+        .iter()
+        .find(|t| (t.0, t.1) == (root.vendor, root.device))
+    {
+        Some((_, _, true)) => Check::new(
+            NAME,
+            Level::Ok,
+            format!("{id} is trusted with peer traffic below one host bridge"),
+        ),
+        Some(_) => Check::new(NAME, Level::Ok, format!("{id} is trusted with peer traffic")),
+        None if root.vendor == GOOGLE => Check::new(NAME, Level::Ok, format!("{id} is trusted with peer traffic")),
+        None => Check::new(
+            NAME,
+            Level::Warning,
+            format!("{id} is not on the kernel's list, so only devices below one switch reach each other"),
+        )
+        .remedy(
+            "put provider and clients below one PCIe switch; `p2pmemctl topo` shows the kernel's verdict for each pair",
+        ),
+    }
+}
+
+/// True for a device right on a root bus.
+fn machine_root(machine: &Environment, device: &PciDevice) -> bool {
+    let link = machine.path("sys/bus/pci/devices").join(device.addr.to_string());
+    let parent = link
+        .canonicalize()
+        .ok()
+        .and_then(|p| Some(p.parent()?.file_name()?.to_str()?.to_owned()));
+    parent.is_some_and(|name| name.starts_with("pci"))
+}
+
+fn iommu(machine: &Environment) -> Check {
+    const NAME: &str = "IOMMU";
+    let groups = machine
+        .path("sys/kernel/iommu_groups")
+        .read_dir()
+        .into_iter()
+        .flatten()
+        .flatten();
+    let mut modes: Vec<String> = groups
+        .filter_map(|g| std::fs::read_to_string(g.path().join("type")).ok())
+        .map(|t| t.trim().to_owned())
+        .collect();
+    modes.sort();
+    modes.dedup();
+    match modes.as_slice() {
+        [] => Check::new(NAME, Level::Ok, "none is active: devices use bus addresses"),
+        [one] if one == "identity" => Check::new(NAME, Level::Ok, "passed through: devices use bus addresses"),
+        modes => Check::new(
+            NAME,
+            Level::Warning,
+            format!(
+                "it translates ({}): it sends peer traffic of devices it isolates through the root complex",
+                modes.join(", ")
+            ),
+        )
+        .remedy("for the shortest ways boot with iommu=pt, where devices need not be isolated from each other"),
+    }
+}
+
+/// ACS control bits that send peer traffic up to the root complex: request redirect, completion redirect, egress
+/// control.
+const ACS_REDIRECT: u16 = 0x04 | 0x08 | 0x20;
+
+/// ACS control word of the PCI function whose config space this is. None: it has no ACS capability. An error: not all
+/// of the config space can be read.
+fn acs_control(config: &[u8]) -> Result<Option<u16>, ()> {
+    if config.len() < 4096 {
+        // Without privileges only 64 bytes are shown; conventional PCI has 256 in all, and no ACS.
+        return if config.len() == 256 { Ok(None) } else { Err(()) };
+    }
+    let word = |at: usize| u16::from_le_bytes([config[at], config[at + 1]]);
+    let mut at = 0x100;
+    // As many capabilities as fit: a loop in a broken device's list must not be one here.
+    for _ in 0..(4096 - 0x100) / 8 {
+        let (id, next) = (word(at), word(at + 2) >> 4);
+        if id == 0x000d {
+            return Ok(Some(word(at + 6)));
+        }
+        at = usize::from(next) & !3;
+        if !(0x100..=4096 - 8).contains(&at) {
+            break;
+        }
+    }
+    Ok(None)
+}
+
+fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
+    const NAME: &str = "ACS";
+    let (mut redirecting, mut unknown) = (Vec::new(), 0);
+    for bridge in devices.iter().filter(|d| d.class >> 8 == 0x0604) {
+        let path = machine
+            .path("sys/bus/pci/devices")
+            .join(bridge.addr.to_string())
+            .join("config");
+        match acs_control(&std::fs::read(path).unwrap_or_default()) {
+            Ok(Some(control)) if control & ACS_REDIRECT != 0 => redirecting.push(bridge.addr.to_string()),
+            Ok(_) => {}
+            Err(()) => unknown += 1,
+        }
+    }
+    if !redirecting.is_empty() {
+        let list = redirecting.join(", ");
+        let bridges = redirecting.join(";");
+        Check::new(
+            NAME,
+            Level::Warning,
+            format!("these ports send peer traffic up to the root complex: {list}"),
+        )
+        .remedy(format!(
+            "where isolation is not needed boot with pci=disable_acs_redir={bridges}"
+        ))
+    } else if unknown > 0 {
+        Check::new(
+            NAME,
+            Level::Info,
+            format!("of {unknown} bridges the config space cannot be read"),
+        )
+        .remedy("run doctor as root")
+    } else {
+        Check::new(NAME, Level::Ok, "no port redirects peer traffic")
+    }
+}
+
+fn rdma(machine: &Environment) -> Vec<Check> {
+    const NAME: &str = "RDMA";
+    let entries = machine
+        .path("sys/class/infiniband")
+        .read_dir()
+        .into_iter()
+        .flatten()
+        .flatten();
+    let mut nics: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+    nics.sort();
+    if nics.is_empty() {
+        return vec![Check::new(NAME, Level::Info, "there are no RDMA devices")];
+    }
+    let found = Check::new(NAME, Level::Ok, nics.join(", "));
+    let core = match machine.read("sys/module/ib_core/version") {
+        Some(version) => format!("ib_core {version}"),
+        None => "the kernel's own ib_core".into(),
+    };
+    let peer = match has_symbol(machine, "ib_register_peer_memory_client") {
+        Some(true) => Check::new(
+            "RDMA peer memory",
+            Level::Ok,
+            format!("{core} has the interface: ibv_reg_mr() can take mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"),
+        ),
+        Some(false) => Check::new(
+            "RDMA peer memory",
+            Level::Info,
+            format!("{core} lacks the interface: buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()"),
+        ),
+        None => Check::new("RDMA peer memory", Level::Info, "the kernel's symbols cannot be read here"),
+    };
+    vec![found, peer]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem::fake::Fake;
+    use std::fs;
+    use std::path::Path;
+
+    fn put(root: &Path, path: &str, content: impl AsRef<[u8]>) {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+
+    fn pci(root: &Path, addr: &str, vendor: &str, class: &str, config: &[u8]) {
+        let real = format!("sys/devices/pci0000:00/{addr}");
+        for (name, value) in [("vendor", vendor), ("device", "0x09a2"), ("class", class)] {
+            put(root, &format!("{real}/{name}"), format!("{value}\n"));
+        }
+        put(root, &format!("{real}/config"), config);
+        fs::create_dir_all(root.join("sys/bus/pci/devices")).unwrap();
+        std::os::unix::fs::symlink(root.join(real), root.join("sys/bus/pci/devices").join(addr)).unwrap();
+    }
+
+    /// Config space with a first extended capability (AER), then ACS with this control word.
+    fn config_with_acs(control: u16) -> Vec<u8> {
+        let mut config = vec![0; 4096];
+        config[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x14]); // next at 0x140
+        config[0x140..0x144].copy_from_slice(&[0x0d, 0, 0x01, 0]);
+        config[0x146..0x148].copy_from_slice(&control.to_le_bytes());
+        config
+    }
+
+    fn healthy(root: &Path) -> Environment {
+        put(root, "sys/module/p2pmem/version", "0.1.0\n");
+        put(root, "proc/sys/kernel/osrelease", "7.2.0-test\n");
+        put(root, "boot/config-7.2.0-test", "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n");
+        put(root, "proc/mounts", "configfs /sys/kernel/config configfs rw 0 0\n");
+        put(root, "proc/cpuinfo", "vendor_id\t: AuthenticAMD\ncpu family\t: 25\n");
+        put(
+            root,
+            "proc/kallsyms",
+            "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n",
+        );
+        put(root, "sys/class/infiniband/mlx5_0/node_type", "1: CA\n");
+        fs::create_dir_all(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
+        pci(root, "0000:00:00.0", "0x8086", "0x060000", &[0; 256]);
+        pci(root, "0000:00:01.0", "0x1b36", "0x060400", &config_with_acs(0));
+        Environment {
+            root: root.to_owned(),
+            open: Box::new(|| Ok(Fake::example().device())),
+        }
+    }
+
+    fn level(checks: &[Check], name: &str) -> (Level, String) {
+        let check = checks
+            .iter()
+            .find(|c| c.check == name)
+            .unwrap_or_else(|| panic!("no check {name}: {checks:?}"));
+        (
+            check.level,
+            format!("{} -> {}", check.found, check.remedy.as_deref().unwrap_or_default()),
+        )
+    }
+
+    #[test]
+    fn a_healthy_machine_is_found_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let checks = examine(&healthy(dir.path()));
+        assert!(checks.iter().all(|c| c.level == Level::Ok), "{checks:#?}");
+        assert_eq!(checks.len(), 11, "{checks:#?}");
+    }
+
+    #[test]
+    fn each_fault_is_found_and_has_a_remedy() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path();
+        let mut machine = healthy(root);
+        let expect = |machine: &Environment, name: &str, expected: Level, words: &str| {
+            let (level, text) = level(&examine(machine), name);
+            assert!(level == expected && text.contains(words), "{name}: {level:?} {text}");
+        };
+
+        put(root, "boot/config-7.2.0-test", "# CONFIG_PCI_P2PDMA is not set\n");
+        expect(&machine, "kernel config", Level::Failure, "boot a kernel");
+        fs::remove_file(root.join("boot/config-7.2.0-test")).unwrap();
+        expect(&machine, "kernel config", Level::Failure, "by its symbols");
+        put(root, "proc/kallsyms", "0000000000000000 T pci_p2pdma_distance_many\n");
+        expect(&machine, "kernel config", Level::Ok, "by its symbols");
+        expect(&machine, "RDMA peer memory", Level::Info, "ibv_reg_dmabuf_mr()");
+        put(root, "proc/kallsyms", "");
+        expect(&machine, "kernel config", Level::Info, "neither");
+        expect(&machine, "RDMA peer memory", Level::Info, "cannot be read");
+        fs::remove_dir_all(root.join("sys/class/infiniband")).unwrap();
+        expect(&machine, "RDMA", Level::Info, "no RDMA devices");
+
+        fs::remove_dir(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
+        expect(&machine, "configfs", Level::Failure, "modprobe p2pmem");
+        put(root, "proc/mounts", "proc /proc proc rw 0 0\n");
+        expect(&machine, "configfs", Level::Failure, "mount -t configfs");
+        fs::remove_dir_all(root.join("sys/module")).unwrap();
+        expect(&machine, "module", Level::Failure, "modprobe p2pmem");
+
+        put(root, "proc/cpuinfo", "vendor_id\t: GenuineIntel\ncpu family\t: 6\n");
+        expect(&machine, "host bridge", Level::Ok, "8086:09a2");
+        put(root, "sys/devices/pci0000:00/0000:00:00.0/vendor", "0x1234\n");
+        expect(&machine, "host bridge", Level::Warning, "below one PCIe switch");
+
+        put(root, "sys/kernel/iommu_groups/0/type", "identity\n");
+        expect(&machine, "IOMMU", Level::Ok, "passed through");
+        put(root, "sys/kernel/iommu_groups/1/type", "DMA-FQ\n");
+        expect(&machine, "IOMMU", Level::Warning, "iommu=pt");
+
+        put(
+            root,
+            "sys/devices/pci0000:00/0000:00:01.0/config",
+            config_with_acs(0x1d),
+        );
+        expect(&machine, "ACS", Level::Warning, "disable_acs_redir=0000:00:01.0");
+        put(root, "sys/devices/pci0000:00/0000:00:01.0/config", [0; 64]);
+        expect(&machine, "ACS", Level::Info, "as root");
+
+        machine.open = Box::new(|| Ok(Fake::new().device()));
+        expect(&machine, "providers", Level::Warning, "p2pmemctl publish");
+        machine.open = Box::new(|| Err(p2pmem::Error::Abi { module: 9, program: 1 }));
+        expect(&machine, "ABI version", Level::Failure, "one version");
+        machine.open = Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem"));
+        expect(&machine, "device", Level::Failure, "modprobe p2pmem");
+    }
+
+    #[test]
+    fn acs_is_found_in_any_config_space() {
+        assert_eq!(acs_control(&config_with_acs(0x1d)), Ok(Some(0x1d)));
+        assert_eq!(acs_control(&[0; 256]), Ok(None));
+        assert_eq!(acs_control(&[0; 64]), Err(()));
+        assert_eq!(acs_control(&[0xff; 4096]), Ok(None), "a device that is gone");
+        let mut looping = vec![0; 4096];
+        looping[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x10]);
+        assert_eq!(acs_control(&looping), Ok(None));
+    }
+
+    #[test]
+    fn an_empty_machine_is_reported_without_a_panic() {
+        let dir = tempfile::tempdir().unwrap();
+        let machine = Environment {
+            root: dir.path().to_owned(),
+            open: Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem")),
+        };
+        let checks = examine(&machine);
+        let report = Report { ok: false, checks };
+        let text = render_report(&report);
+        assert!(
+            text.contains("FAIL  module") && text.contains("-> modprobe p2pmem"),
+            "{text}"
+        );
+        assert!(text.contains("3 failures"), "{text}");
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the commands touch: the device, the machine's files, the output.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use anyhow::{bail, Context as _};
+use p2pmem::{Client, Device, Provider};
+use serde::Serialize;
+
+/// Opens the module's device.
+type Open = Box<dyn Fn() -> p2pmem::Result<Device>>;
+
+/// The machine.
+pub struct Environment {
+    /// Where its file system starts: `/`, but for tests.
+    pub root: PathBuf,
+    /// Opens the module's device.
+    pub open: Open,
+}
+
+impl Environment {
+    /// This machine, with the device at `device`.
+    pub fn of_this_machine(device: PathBuf) -> Self {
+        Self {
+            root: "/".into(),
+            open: Box::new(move || Device::open_path(&device)),
+        }
+    }
+
+    /// A path of the machine, such as `sys/class/nvme`.
+    pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.root.join(path)
+    }
+
+    /// A text file of the machine, without surrounding white space.
+    pub fn read(&self, path: impl AsRef<Path>) -> Option<String> {
+        Some(std::fs::read_to_string(self.path(path)).ok()?.trim().to_owned())
+    }
+}
+
+/// A command's surroundings.
+pub struct Context<'a> {
+    /// The machine.
+    pub environment: &'a Environment,
+    /// Print JSON.
+    pub json: bool,
+    /// Show progress of long work on standard error.
+    pub progress: bool,
+    /// Where results go.
+    pub out: &'a mut dyn Write,
+}
+
+impl Context<'_> {
+    /// Opens the device.
+    pub fn open(&self) -> anyhow::Result<Device> {
+        Ok((self.environment.open)()?)
+    }
+
+    /// Resolves names of clients.
+    pub fn clients(&self, names: &[String]) -> anyhow::Result<Vec<Client>> {
+        names.iter().map(|n| self.client(n)).collect()
+    }
+
+    /// Resolves a client's name.
+    pub fn client(&self, name: &str) -> anyhow::Result<Client> {
+        Ok(Client::resolve_in(&self.environment.path("sys"), name)?)
+    }
+
+    /// Finds a provider by its id or its device.
+    pub fn provider(&self, device: &Device, name: &str) -> anyhow::Result<Provider> {
+        let providers = device.providers()?;
+        let found = match name.parse::<u32>() {
+            Ok(id) => providers.into_iter().find(|p| p.id == id),
+            Err(_) => {
+                let addr = self.client(name)?.addr();
+                providers.into_iter().find(|p| p.addr == addr)
+            }
+        };
+        match found {
+            Some(provider) => Ok(provider),
+            None => bail!("{name} is no provider: see `p2pmemctl list`"),
+        }
+    }
+
+    /// Prints a value as JSON, indented.
+    pub fn print_json(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+        let text = serde_json::to_string_pretty(value).context("cannot write JSON")?;
+        writeln!(self.out, "{text}")?;
+        Ok(())
+    }
+
+    /// A progress bar over `bytes`, invisible where nobody watches.
+    pub fn progress_bar(&self, what: &'static str, bytes: u64) -> indicatif::ProgressBar {
+        if !self.progress {
+            return indicatif::ProgressBar::hidden();
+        }
+        // The template is a constant, and indicatif's default bar serves where it were wrong.
+        let template = "{msg} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}";
+        let style = indicatif::ProgressStyle::with_template(template)
+            .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar())
+            .progress_chars("=> ");
+        indicatif::ProgressBar::new(bytes).with_style(style).with_message(what)
+    }
+}

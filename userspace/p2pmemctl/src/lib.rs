@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The commands of p2pmemctl, with everything they touch (device, sysfs, output) handed in, so that tests can replace it.
+
+mod alloc;
+mod cli;
+mod doctor;
+mod environment;
+mod events;
+mod list;
+mod publish;
+mod selftest;
+mod table;
+mod topo;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+pub use cli::{Cli, Command};
+pub use environment::{Context, Environment};
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did what was asked: exit code 0.
+    Done,
+    /// The answer is no, and was printed: exit code 1.
+    Refused,
+}
+
+impl Outcome {
+    fn of(good: bool) -> Self {
+        if good {
+            Self::Done
+        } else {
+            Self::Refused
+        }
+    }
+}
+
+/// Runs the tool with the process's arguments, on this machine.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let environment = Environment::of_this_machine(cli.device.clone());
+    let mut out = std::io::stdout().lock();
+    let tty = std::io::stderr().is_terminal();
+    let mut context = Context {
+        environment: &environment,
+        json: cli.json,
+        progress: tty && !cli.json,
+        out: &mut out,
+    };
+    ExitCode::from(exit_code(&mut context, &cli.command))
+}
+
+/// Runs one command and reports its errors; returns the exit code: 0 done, 1 refused, 2 bad usage.
+pub fn exit_code(context: &mut Context<'_>, command: &Command) -> u8 {
+    match run(context, command) {
+        Ok(Outcome::Done) => 0,
+        Ok(Outcome::Refused) => 1,
+        // Whoever reads our output has seen enough.
+        Err(error) if is_broken_pipe(&error) => 0,
+        Err(error) => {
+            report(context, &error);
+            match error.downcast_ref::<p2pmem::Error>() {
+                Some(p2pmem::Error::Request(_)) => 2,
+                _ => 1,
+            }
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<std::io::Error>()
+        .is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+fn report(context: &mut Context<'_>, error: &anyhow::Error) {
+    let known = error.chain().find_map(|e| e.downcast_ref::<p2pmem::Error>());
+    let remedy = known.and_then(p2pmem::Error::remedy);
+    // The library's errors name their own cause, which is not to be said twice.
+    let mut said = Vec::new();
+    for link in error.chain() {
+        said.push(link.to_string());
+        if link.is::<p2pmem::Error>() {
+            break;
+        }
+    }
+    let text = said.join(": ");
+    if context.json {
+        let value = serde_json::json!({
+            "error": text,
+            "errno": known.and_then(p2pmem::Error::errno),
+            "reason": known.and_then(p2pmem::Error::reason),
+            "remedy": remedy,
+        });
+        // Where even that cannot be written the exit code is all that is left to say.
+        let _ = context.print_json(&value);
+    }
+    eprintln!("p2pmemctl: {text}");
+    if let Some(remedy) = remedy {
+        eprintln!("  remedy: {remedy}");
+    }
+}
+
+fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> {
+    match command {
+        Command::List => list::list(context),
+        Command::Stats(args) => list::stats(context, args),
+        Command::Topo(args) => topo::topo(context, args),
+        Command::Publish(args) => publish::publish(context, args),
+        Command::Unpublish(args) => publish::unpublish(context, args),
+        Command::Alloc(args) => alloc::alloc(context, args),
+        Command::Explain(args) => alloc::explain(context, args),
+        Command::Selftest(args) => selftest::selftest(context, args),
+        Command::Events(args) => events::events(context, args),
+        Command::Doctor => doctor::doctor(context),
+        Command::Completions { shell } => {
+            clap_complete::generate(*shell, &mut Cli::command(), "p2pmemctl", context.out);
+            Ok(Outcome::Done)
+        }
+        Command::Man { dir } => {
+            match dir {
+                Some(dir) => clap_mangen::generate_to(Cli::command(), dir)?,
+                None => clap_mangen::Man::new(Cli::command()).render(context.out)?,
+            }
+            Ok(Outcome::Done)
+        }
+    }
+}

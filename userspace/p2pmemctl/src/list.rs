@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `list` and `stats`.
+
+use p2pmem::{human_size, Info, Provider, Stats};
+use serde::Serialize;
+
+use crate::cli::StatsArgs;
+use crate::table::{number, render, text};
+use crate::{Context, Outcome};
+
+#[derive(Serialize)]
+struct List {
+    info: Info,
+    providers: Vec<Provider>,
+}
+
+pub(crate) fn list(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
+    let device = context.open()?;
+    let list = List {
+        info: device.info()?,
+        providers: device.providers()?,
+    };
+    if context.json {
+        context.print_json(&list)?;
+    } else if list.providers.is_empty() {
+        writeln!(
+            context.out,
+            "There are no providers. Make one: p2pmemctl publish DEVICE"
+        )?;
+    } else {
+        write!(context.out, "{}", render_list(&list.providers))?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn render_list(providers: &[Provider]) -> String {
+    let columns = [
+        number("ID"),
+        text("DEVICE"),
+        text("KIND"),
+        text("STATE"),
+        text("DRIVER"),
+        text("BAR"),
+        text("NUMA"),
+        number("SIZE"),
+        number("FREE"),
+        number("LARGEST"),
+        number("BUFFERS"),
+        number("PARKED"),
+    ];
+    let dash = |value: Option<String>| value.unwrap_or_else(|| "-".into());
+    let rows: Vec<_> = providers
+        .iter()
+        .map(|p| {
+            vec![
+                p.id.to_string(),
+                p.addr.to_string(),
+                p.kind.to_string(),
+                p.state.to_string(),
+                dash(p.driver.clone()),
+                dash(p.bar.map(|b| format!("{b}+{:#x}", p.bar_offset))),
+                dash(p.numa_node.map(|n| n.to_string())),
+                human_size(p.size),
+                human_size(p.free),
+                human_size(p.largest),
+                p.buffers.to_string(),
+                if p.parked == 0 {
+                    "-".into()
+                } else {
+                    human_size(p.parked)
+                },
+            ]
+        })
+        .collect();
+    render(&columns, &rows)
+}
+
+#[derive(Serialize)]
+struct OneStats {
+    /// None: the sum over all providers there ever were.
+    provider: Option<u32>,
+    #[serde(flatten)]
+    stats: Stats,
+}
+
+pub(crate) fn stats(context: &mut Context<'_>, args: &StatsArgs) -> anyhow::Result<Outcome> {
+    let device = context.open()?;
+    let mut all = Vec::new();
+    let mut names = Vec::new();
+    let providers = match &args.provider {
+        Some(name) => vec![context.provider(&device, name)?],
+        None => device.providers()?,
+    };
+    for provider in providers {
+        match device.stats(Some(provider.id)) {
+            Ok(stats) => {
+                all.push(OneStats {
+                    provider: Some(provider.id),
+                    stats,
+                });
+                names.push(format!("{} {}", provider.id, provider.addr));
+            }
+            // It left since it was listed.
+            Err(error) if args.provider.is_none() && error.errno() == Some(2) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    if args.provider.is_none() {
+        all.push(OneStats {
+            provider: None,
+            stats: device.stats(None)?,
+        });
+        names.push("all, ever".into());
+    }
+    if context.json {
+        context.print_json(&all)?;
+    } else {
+        write!(context.out, "{}", render_stats(&names, &all))?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn render_stats(names: &[String], all: &[OneStats]) -> String {
+    let columns = [
+        text("PROVIDER"),
+        number("ALLOCS"),
+        number("BYTES"),
+        number("FREES"),
+        number("BYTES"),
+        number("FAILED"),
+        number("MAPS"),
+        number("SCRUBBED"),
+        number("PARKED"),
+        number("REVOKED"),
+    ];
+    let rows: Vec<_> = names
+        .iter()
+        .zip(all)
+        .map(|(name, OneStats { stats: s, .. })| {
+            vec![
+                name.clone(),
+                s.allocs.to_string(),
+                human_size(s.alloc_bytes),
+                s.frees.to_string(),
+                human_size(s.free_bytes),
+                s.failed.to_string(),
+                s.maps.to_string(),
+                human_size(s.scrubbed_bytes),
+                s.parked.to_string(),
+                s.revoked.to_string(),
+            ]
+        })
+        .collect();
+    render(&columns, &rows)
+}

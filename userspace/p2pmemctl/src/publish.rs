@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `publish` and `unpublish`.
+
+use p2pmem::admin::{self, Admin};
+
+use crate::cli::{Mode, PublishArgs, UnpublishArgs};
+use crate::{Context, Outcome};
+
+fn admin(context: &Context<'_>) -> Admin {
+    let environment = context.environment;
+    Admin::with_roots(environment.path("sys"), environment.path("sys/kernel/config"))
+}
+
+pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::Result<Outcome> {
+    let client = context.client(&args.device_name)?;
+    let publish = admin::Publish {
+        bar: args.bar,
+        offset: args.offset,
+        size: args.size,
+        mode: args.mode.map(|mode| match mode {
+            Mode::Paged => admin::Mode::Paged,
+        }),
+        kernel_reserve: args.kernel_reserve,
+        rebind: args.force,
+        ..admin::Publish::new(client.addr())
+    };
+    let published = admin(context).publish(&publish)?;
+    if context.json {
+        context.print_json(&published)?;
+    } else if published.status.is_empty() {
+        writeln!(context.out, "{} is published", published.addr)?;
+    } else {
+        writeln!(context.out, "{} is published: {}", published.addr, published.status)?;
+    }
+    Ok(Outcome::Done)
+}
+
+pub(crate) fn unpublish(context: &mut Context<'_>, args: &UnpublishArgs) -> anyhow::Result<Outcome> {
+    let client = context.client(&args.device_name)?;
+    admin(context).unpublish(client.addr(), args.reprobe)?;
+    if context.json {
+        context.print_json(&serde_json::json!({ "addr": client.addr(), "enabled": false }))?;
+    } else {
+        writeln!(context.out, "{} is no longer published", client.addr())?;
+    }
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The binary itself: usage errors, and a machine without the module.
+
+use std::process::Command;
+
+use assert_cmd::prelude::*;
+
+fn run(args: &[&str]) -> (i32, String, String) {
+    let output = Command::cargo_bin("p2pmemctl").unwrap().args(args).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code().unwrap(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
+    let cases: [(&[&str], &str); 9] = [
+        (&[], "Usage: p2pmemctl"),
+        (&["frobnicate"], "unrecognized subcommand"),
+        (&["alloc"], "<SIZE>"),
+        (&["alloc", "16Q"], "such as 64K, 16M or 1GiB"),
+        (
+            &["alloc", "4K", "--max-class", "XYZ"],
+            "use one of DEV, SW, SWS, PHB, NODE, SYS",
+        ),
+        (
+            &["alloc", "4K", "--provider", "1", "--prefer", "2"],
+            "cannot be used with",
+        ),
+        (&["alloc", "4K", "--fill", "256"], "give a byte"),
+        (&["publish", "03:00.0", "--bar", "6"], "6 is not in 0..6"),
+        (&["events", "--timeout", "never"], "give a number of seconds"),
+    ];
+    for (args, words) in cases {
+        let (code, out, err) = run(args);
+        assert_eq!((code, out.as_str()), (2, ""), "{args:?}");
+        assert!(err.contains(words), "{args:?}: {err}");
+    }
+}
+
+#[test]
+fn without_the_module_the_remedy_is_named() {
+    let (code, out, err) = run(&["list", "--device", "/nonexistent/p2pmem"]);
+    assert_eq!((code, out.as_str()), (1, ""));
+    assert_eq!(
+        err,
+        "p2pmemctl: cannot open /nonexistent/p2pmem: No such file or directory (ENOENT)\n  \
+         remedy: load the module: modprobe p2pmem\n"
+    );
+    let (code, out, _) = run(&["list", "--device", "/nonexistent/p2pmem", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &json["errno"]), (1, &2.into()));
+}
+
+#[test]
+fn another_device_is_refused() {
+    let (code, _, err) = run(&["list", "--device", "/dev/null"]);
+    assert_eq!(code, 1);
+    assert!(err.contains("ENOTTY") && err.contains("remedy"), "{err}");
+}
+
+#[test]
+fn doctor_works_on_any_machine() {
+    let (code, out, _) = run(&["doctor", "--device", "/nonexistent/p2pmem"]);
+    assert_eq!(code, 1);
+    assert!(out.contains("FAIL  device") && out.contains("IOMMU"), "{out}");
+}

@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The commands, run in this process against a fake device and a fake sysfs: what they print, and their exit codes.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+
+use clap::Parser;
+use p2pmem::fake::Fake;
+use p2pmemctl::{exit_code, Cli, Context, Environment};
+use serde_json::Value;
+
+struct Machine {
+    dir: tempfile::TempDir,
+    fake: Fake,
+}
+
+/// A sysfs with a drive that is nvme0, one that is a provider too, and a sound card.
+fn machine(fake: Fake) -> Machine {
+    let dir = tempfile::tempdir().unwrap();
+    let device = |addr: &str, class: &str, name: &str| {
+        let folder = dir.path().join("sys/devices/pci0000:00").join(addr);
+        fs::create_dir_all(&folder).unwrap();
+        for (file, text) in [
+            ("vendor", "0x1b36"),
+            ("device", "0x0010"),
+            ("class", class),
+            ("numa_node", "-1"),
+        ] {
+            fs::write(folder.join(file), text).unwrap();
+        }
+        let devices = dir.path().join("sys/bus/pci/devices");
+        fs::create_dir_all(&devices).unwrap();
+        symlink(&folder, devices.join(addr)).unwrap();
+        if !name.is_empty() {
+            let class = dir.path().join("sys/class/nvme");
+            fs::create_dir_all(&class).unwrap();
+            fs::create_dir_all(folder.join("nvme").join(name)).unwrap();
+            symlink(folder.join("nvme").join(name), class.join(name)).unwrap();
+        }
+    };
+    device("0000:04:00.0", "0x010802", "nvme0");
+    device("0000:05:00.0", "0x010802", "nvme1");
+    device("0000:06:00.0", "0x040300", "");
+    device("0000:0a:00.0", "0x020700", "");
+    Machine { dir, fake }
+}
+
+impl Machine {
+    fn root(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Runs the tool; returns its exit code and output.
+    fn run(&self, args: &[&str]) -> (u8, String) {
+        let cli = Cli::try_parse_from(std::iter::once("p2pmemctl").chain(args.iter().copied())).expect("good usage");
+        let fake = self.fake.clone();
+        let environment = Environment {
+            root: self.root().to_owned(),
+            open: Box::new(move || Ok(fake.device())),
+        };
+        let mut out = Vec::new();
+        let mut context = Context {
+            environment: &environment,
+            json: cli.json,
+            progress: false,
+            out: &mut out,
+        };
+        let code = exit_code(&mut context, &cli.command);
+        (code, String::from_utf8(out).unwrap())
+    }
+
+    fn json(&self, args: &[&str]) -> (u8, Value) {
+        let (code, out) = self.run(&[args, &["--json"]].concat());
+        (
+            code,
+            serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}")),
+        )
+    }
+}
+
+#[test]
+fn list_shows_providers_aligned() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["list"]);
+    assert_eq!(code, 0);
+    let expected = "\
+ID  DEVICE        KIND     STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  PARKED
+ 1  0000:03:00.0  own      live   p2pmem  2+0x0  -     256 MiB  256 MiB  256 MiB        0       -
+ 2  0000:08:00.0  own      live   p2pmem  2+0x0  -      64 MiB   64 MiB   64 MiB        0       -
+ 3  0000:05:00.0  adopted  live   nvme    -      -      32 MiB   32 MiB   32 MiB        0       -
+";
+    assert_eq!(out, expected);
+    let (_, json) = machine.json(&["list"]);
+    assert_eq!(json["providers"][2]["kind"], "adopted");
+    assert_eq!(json["info"]["abi_version"], 1);
+}
+
+#[test]
+fn an_empty_machine_says_what_to_do() {
+    let machine = machine(Fake::new());
+    for command in ["list", "topo"] {
+        let (code, out) = machine.run(&[command]);
+        assert_eq!(
+            (code, out.as_str()),
+            (0, "There are no providers. Make one: p2pmemctl publish DEVICE\n")
+        );
+    }
+}
+
+#[test]
+fn topo_finds_the_clients_and_draws_the_matrix() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["topo"]);
+    assert_eq!(code, 0);
+    let expected = "\
+ID  PROVIDER      nvme0  nvme1  0000:0a:00.0  NUMA
+ 1  0000:03:00.0  SW 4   SW 4   --            -
+ 2  0000:08:00.0  PHB 6  PHB 6  --            -
+ 3  0000:05:00.0  SW 4   X      --            -
+
+Clients:
+  nvme0      0000:04:00.0
+  nvme1      0000:05:00.0
+
+Legend (a number after the class: links crossed; *: a port on the way redirects by ACS):
+  X     the provider itself
+  DEV   another function of the same device
+  SW    one PCIe switch: traffic stays in it
+";
+    assert!(out.starts_with(expected), "{out}");
+    assert!(out.ends_with("  --    the client cannot reach the provider\n"), "{out}");
+}
+
+#[test]
+fn topo_takes_names_and_gives_json() {
+    let machine = machine(Fake::example());
+    let (code, json) = machine.json(&["topo", "nvme0", "08:00.0"]);
+    assert_eq!(code, 0);
+    assert_eq!(json["clients"][0]["addr"], "0000:04:00.0");
+    let path = &json["paths"][0];
+    assert_eq!((&path["class"], &path["hops"]), (&"same-switch".into(), &4.into()));
+    assert_eq!(
+        (&path["bandwidth"], &path["acs_redirect"]),
+        (&15754.into(), &false.into())
+    );
+    assert_eq!(json["paths"].as_array().unwrap().len(), 6);
+    let (code, out) = machine.run(&["topo", "nvme9"]);
+    assert_eq!((code, out.as_str()), (1, ""));
+}
+
+#[test]
+fn alloc_says_where_it_landed_and_leaves_nothing() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["alloc", "16M", "--near", "nvme0", "--align", "2M", "--fill", "0x5a"]);
+    assert_eq!(code, 0);
+    let line = "16 MiB in provider 1 (0000:03:00.0), BAR 2 from byte 0x0 on, \
+                farthest path: SW (one PCIe switch: traffic stays in it)\n";
+    assert_eq!(out, line);
+    let (_, out) = machine.run(&["alloc", "16M", "--near", "nvme0,nvme1"]);
+    assert!(
+        out.starts_with("16 MiB in provider 3 (0000:05:00.0), farthest path: SW"),
+        "no link at all to nvme1: {out}"
+    );
+    let (_, json) = machine.json(&["alloc", "5000", "--provider", "0000:08:00.0"]);
+    assert_eq!((&json["provider"], &json["size"]), (&2.into(), &8192.into()));
+    assert_eq!(json["explanation"]["verdicts"][1]["code"], "chosen");
+    let (_, json) = machine.json(&["list"]);
+    assert_eq!(json["info"]["buffers"], 0);
+}
+
+#[test]
+fn alloc_refused_tells_why_for_each_provider() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["alloc", "1G", "--near", "nvme0"]);
+    assert_eq!(code, 1);
+    assert!(out.starts_with("refused: No such device (ENODEV)"), "{out}");
+    assert!(out.contains("1  0000:03:00.0  too small: 256 MiB in all"), "{out}");
+    let (code, json) = machine.json(&["alloc", "1G"]);
+    assert_eq!((code, &json["errno"]), (1, &19.into()));
+    assert!(
+        json["reason"].as_str().unwrap().contains("1 GiB") && json["remedy"].is_string(),
+        "{json}"
+    );
+    assert_eq!(machine.run(&["alloc", "0"]).0, 2);
+    assert_eq!(machine.run(&["alloc", "4K", "--align", "3"]).0, 2);
+    assert_eq!(machine.run(&["alloc", "4K", "--provider", "77"]).0, 1);
+}
+
+#[test]
+fn alloc_runs_a_command_with_the_buffer_s_place() {
+    let machine = machine(Fake::example());
+    let out = machine.root().join("out");
+    let script = format!(
+        "echo $P2PMEM_PROVIDER $P2PMEM_PROVIDER_ADDR $P2PMEM_SIZE $P2PMEM_BAR_OFFSET >{}",
+        out.display()
+    );
+    let (code, _) = machine.run(&["alloc", "4K", "--exec", "sh", "-c", &script]);
+    assert_eq!(code, 0);
+    assert_eq!(fs::read_to_string(out).unwrap(), "1 0000:03:00.0 4096 0\n");
+}
+
+#[test]
+fn explain_is_a_dry_run() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["explain", "16M", "--near", "nvme0"]);
+    assert_eq!(code, 0);
+    let expected = "\
+0000:03:00.0 was chosen
+
+ID  PROVIDER      VERDICT
+ 1  0000:03:00.0  chosen: below the same switch as nvme0 (4 hops), 256 MiB free
+ 2  0000:08:00.0  farther: through the host bridge to nvme0 (6 hops), the chosen one stays in the switch
+ 3  0000:05:00.0  equal: as good as the chosen one, which came earlier
+";
+    assert_eq!(out, expected);
+    let (code, json) = machine.json(&[
+        "explain",
+        "16M",
+        "--near",
+        "nvme0",
+        "--provider",
+        "2",
+        "--max-class",
+        "SW",
+    ]);
+    assert_eq!((code, &json["errno"]), (1, &19.into()));
+    let codes: Vec<_> = json["verdicts"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v["code"].clone())
+        .collect();
+    assert_eq!(codes, ["not-named", "too-far", "not-named"]);
+    let (_, json) = machine.json(&["stats"]);
+    assert_eq!(json[3]["allocs"], 0);
+}
+
+#[test]
+fn stats_count() {
+    let machine = machine(Fake::example());
+    machine.run(&["alloc", "1M"]);
+    let (code, out) = machine.run(&["stats"]);
+    assert_eq!(code, 0);
+    assert!(out.contains("1 0000:03:00.0       1    1 MiB      1    1 MiB"), "{out}");
+    assert!(out.contains("all, ever"), "{out}");
+    let (_, json) = machine.json(&["stats", "--provider", "1"]);
+    assert_eq!(
+        (&json[0]["provider"], &json[0]["alloc_bytes"]),
+        (&1.into(), &(1 << 20).into())
+    );
+    assert_eq!(machine.run(&["stats", "--provider", "9"]).0, 1);
+}
+
+#[test]
+fn selftest_passes_on_memory_that_holds() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["selftest", "--provider", "1", "--size", "200K"]);
+    assert_eq!(code, 0, "{out}");
+    assert!(out.ends_with("provider 1 (0000:03:00.0): 200 KiB passed\n"), "{out}");
+    let (_, json) = machine.json(&["selftest", "--provider", "nvme1", "--size", "4K"]);
+    assert_eq!((&json["provider"], &json["ok"]), (&3.into(), &true.into()));
+}
+
+#[test]
+fn events_are_followed_for_as_long_as_asked() {
+    let machine = machine(Fake::example());
+    let (code, out) = machine.run(&["events", "--timeout", "0.01"]);
+    assert_eq!((code, out.as_str()), (0, ""));
+    let (fake, done) = (machine.fake.clone(), Arc::new(AtomicBool::new(false)));
+    let heard = done.clone();
+    // The tool hears what comes after it has opened the device, so providers come until it has heard of one.
+    let adder = std::thread::spawn(move || {
+        for domain in 1..5000 {
+            if heard.load(Ordering::Relaxed) {
+                return;
+            }
+            fake.clone().provider(
+                p2pmem::PciAddr {
+                    domain,
+                    bus: 0,
+                    devfn: 0,
+                },
+                4096,
+            );
+            std::thread::yield_now();
+        }
+    });
+    let (code, event) = machine.json(&["events", "--count", "1", "--timeout", "60"]);
+    done.store(true, Ordering::Relaxed);
+    adder.join().unwrap();
+    assert_eq!((code, &event["event"]), (0, &"provider-added".into()));
+    assert!(event["provider"].as_u64() > Some(3), "{event}");
+}
+
+#[test]
+fn publish_says_what_is_missing() {
+    let machine = machine(Fake::example());
+    let (code, json) = machine.json(&["publish", "06:00.0"]);
+    assert_eq!(code, 1);
+    assert!(json["error"].as_str().unwrap().contains("p2pmem/providers"), "{json}");
+    assert!(json["remedy"].as_str().unwrap().contains("mount -t configfs"), "{json}");
+    let (code, json) = machine.json(&["unpublish", "06:00.0"]);
+    assert_eq!(
+        (code, json["error"].as_str().unwrap()),
+        (1, "0000:06:00.0 is not published by p2pmem")
+    );
+}
+
+#[test]
+fn doctor_s_exit_code_tells() {
+    let machine = machine(Fake::example());
+    let (code, json) = machine.json(&["doctor"]);
+    assert_eq!((code, &json["ok"]), (1, &false.into()));
+    assert_eq!(
+        (&json["checks"][0]["check"], &json["checks"][0]["level"]),
+        (&"module".into(), &"failure".into())
+    );
+}
+
+#[test]
+fn man_pages_and_completions_are_made() {
+    let machine = machine(Fake::new());
+    let (code, out) = machine.run(&["completions", "bash"]);
+    assert!(code == 0 && out.contains("p2pmemctl"), "{out}");
+    let (code, out) = machine.run(&["man"]);
+    assert!(code == 0 && out.contains("topo"), "{out}");
+    let (code, _) = machine.run(&["man", machine.root().to_str().unwrap()]);
+    assert_eq!(code, 0);
+    assert!(machine.root().join("p2pmemctl-publish.1").exists());
+}
