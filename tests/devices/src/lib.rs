@@ -1,3 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! p2pmem-devices
+//! Device models of the test bed. Each is a library, tested here without an emulator, and a process of its own.
+
+pub mod accel;
+pub mod size;

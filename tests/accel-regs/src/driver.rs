@@ -1,0 +1,665 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The accelerator's driver in user space, for programs in guests: registers through sysfs, completion by polling.
+//!
+//! Several programs may use one accelerator: each submission holds a lock on the device's register file. Counters are the
+//! device's, not the program's.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use p2pmem_accel_regs::driver::{Accel, Direction};
+//!
+//! # fn main() -> Result<(), p2pmem_accel_regs::driver::Error> {
+//! let accel = Accel::open("0000:03:00.0")?;
+//! let timeout = Duration::from_secs(10);
+//! accel.fft(0, 16 << 20, 1024, Direction::Forward, timeout)?;
+//! println!("CRC-32C of the result: {:08x}", accel.checksum(0, 16 << 20, timeout)?);
+//! # Ok(())
+//! # }
+//! ```
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
+
+use crate::sys::{OutOfBounds, Shared};
+use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
+
+/// What can go wrong.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Not a PCI address of a present device.
+    #[error("no PCI device {0}")]
+    NoDevice(String),
+    /// Another device, or another version of this one.
+    #[error("{0} is no accelerator of version {VERSION}: {1}")]
+    NotAnAccelerator(String, String),
+    /// A file of the device cannot be used.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// The device ended a command with an error.
+    #[error("{op:?} failed: {status}")]
+    Command {
+        /// The command.
+        op: Op,
+        /// What the device says.
+        status: Status,
+    },
+    /// The device has too many commands waiting.
+    #[error("the accelerator's queue is full")]
+    QueueFull,
+    /// A command did not end in time, or the device's lock was not free in time.
+    #[error("{0} did not end within {1:?}")]
+    Timeout(&'static str, Duration),
+    /// The device does not answer any more: it was removed.
+    #[error("the accelerator is gone")]
+    Gone,
+    /// An access outside of a buffer or of the device's memory.
+    #[error("range outside of the memory")]
+    OutOfBounds,
+    /// The physical addresses of a buffer are hidden from this process.
+    #[error("physical addresses cannot be read: {0}")]
+    Pagemap(&'static str),
+}
+
+impl From<OutOfBounds> for Error {
+    fn from(_: OutOfBounds) -> Self {
+        Error::OutOfBounds
+    }
+}
+
+/// Direction of a Fourier transform.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// Not scaled.
+    Forward,
+    /// Scaled by 1/points.
+    Inverse,
+}
+
+/// Values of the device's counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counters([u64; Counter::COUNT]);
+
+impl Counters {
+    /// The value of one.
+    pub fn get(&self, counter: Counter) -> u64 {
+        self.0[counter as usize]
+    }
+
+    /// Names and values of all.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        Counter::ALL.iter().map(|(counter, name)| (*name, self.get(*counter)))
+    }
+
+    /// Bytes of host memory that the device's DMA engine touched.
+    pub fn host_bytes(&self) -> u64 {
+        self.get(Counter::HostRead) + self.get(Counter::HostWritten)
+    }
+}
+
+/// An accelerator.
+#[derive(Debug)]
+pub struct Accel {
+    folder: PathBuf,
+    /// Kept open for its lock.
+    registers_file: File,
+    registers: Shared,
+    memory_size: u64,
+}
+
+fn open(path: PathBuf, options: &OpenOptions) -> Result<File, Error> {
+    options.open(&path).map_err(|error| Error::File { path, error })
+}
+
+fn read_text(path: PathBuf) -> Result<String, Error> {
+    std::fs::read_to_string(&path)
+        .map(|text| text.trim().to_owned())
+        .map_err(|error| Error::File { path, error })
+}
+
+impl Accel {
+    /// Opens the accelerator at PCI address `bdf`, such as `0000:03:00.0`. If no driver has it, its memory is enabled
+    /// first.
+    ///
+    /// # Errors
+    ///
+    /// See [`Error`]. Needs the right to map the device's registers, which is root's.
+    pub fn open(bdf: &str) -> Result<Self, Error> {
+        Self::open_in(Path::new("/sys/bus/pci/devices"), bdf)
+    }
+
+    fn open_in(devices: &Path, bdf: &str) -> Result<Self, Error> {
+        let folder = devices.join(bdf);
+        if bdf.is_empty() || bdf.contains('/') || !folder.is_dir() {
+            return Err(Error::NoDevice(bdf.to_owned()));
+        }
+        let ids = (read_text(folder.join("vendor"))?, read_text(folder.join("device"))?);
+        if ids != (format!("{VENDOR_ID:#06x}"), format!("{DEVICE_ID:#06x}")) {
+            return Err(Error::NotAnAccelerator(
+                bdf.to_owned(),
+                format!("its ids are {} {}", ids.0, ids.1),
+            ));
+        }
+        let enable = folder.join("enable");
+        if read_text(enable.clone())? == "0" {
+            let result = std::fs::write(&enable, "1");
+            result.map_err(|error| Error::File { path: enable, error })?;
+        }
+        let path = folder.join("resource0");
+        let registers_file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
+        let registers =
+            Shared::file(&registers_file, BAR0_SIZE as usize).map_err(|error| Error::File { path, error })?;
+        let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
+        if id == u32::MAX {
+            return Err(Error::Gone);
+        }
+        if (id, version) != (ID, VERSION) {
+            let what = format!("its registers say {id:#010x}, version {version}");
+            return Err(Error::NotAnAccelerator(bdf.to_owned(), what));
+        }
+        let memory_size = registers.load64(reg::MEMORY_SIZE)?;
+        Ok(Self {
+            folder,
+            registers_file,
+            registers,
+            memory_size,
+        })
+    }
+
+    /// Size of the accelerator's memory, BAR2, in bytes.
+    pub fn memory_size(&self) -> u64 {
+        self.memory_size
+    }
+
+    /// Switches the device's DMA on. A driver that has the device may have done so; without one it is off.
+    ///
+    /// # Errors
+    ///
+    /// If the configuration space cannot be written.
+    pub fn enable_dma(&self) -> Result<(), Error> {
+        const COMMAND: u64 = 4;
+        const MASTER: u8 = 1 << 2;
+        let path = self.folder.join("config");
+        let mut file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
+        let mut change = || {
+            let mut command = [0; 2];
+            file.seek(SeekFrom::Start(COMMAND))?;
+            file.read_exact(&mut command)?;
+            command[0] |= MASTER;
+            file.seek(SeekFrom::Start(COMMAND))?;
+            file.write_all(&command)
+        };
+        change().map_err(|error| Error::File { path, error })
+    }
+
+    /// Maps BAR2 through sysfs. Not possible where a driver has claimed it.
+    ///
+    /// # Errors
+    ///
+    /// See [`Error::File`].
+    pub fn map_memory(&self) -> Result<DeviceMemory, Error> {
+        let path = self.folder.join("resource2");
+        let file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
+        let len = usize::try_from(self.memory_size).map_err(|_| Error::OutOfBounds)?;
+        Ok(DeviceMemory {
+            map: Shared::file(&file, len).map_err(|error| Error::File { path, error })?,
+        })
+    }
+
+    /// Submits a command and waits for its end, at most for `timeout`. Returns the command's result.
+    ///
+    /// # Errors
+    ///
+    /// See [`Error`]. After [`Error::Timeout`] the command may still be running.
+    pub fn run(
+        &self,
+        op: Op,
+        flags: u32,
+        offset: u64,
+        length: u64,
+        argument: u64,
+        timeout: Duration,
+    ) -> Result<u64, Error> {
+        let deadline = Instant::now() + timeout;
+        let seq = self.submit(op, flags, offset, length, argument, deadline, timeout)?;
+        let entry = result_entry(seq);
+        let mut pace = Pace::new(deadline);
+        loop {
+            let word = self.registers.load64(entry)?;
+            if word == u64::MAX {
+                return Err(Error::Gone);
+            }
+            if word as u32 == seq {
+                let value = self.registers.load64(entry + 8)?;
+                return match Status::from_u32((word >> 32) as u32) {
+                    Some(Status::Ok) => Ok(value),
+                    Some(status) => Err(Error::Command { op, status }),
+                    None => Err(Error::Gone),
+                };
+            }
+            if !pace.wait() {
+                return Err(Error::Timeout("a command", timeout));
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn submit(
+        &self,
+        op: Op,
+        flags: u32,
+        offset: u64,
+        length: u64,
+        argument: u64,
+        deadline: Instant,
+        timeout: Duration,
+    ) -> Result<u32, Error> {
+        let _lock = Lock::take(&self.registers_file, deadline)
+            .map_err(|error| Error::File {
+                path: self.folder.join("resource0"),
+                error,
+            })?
+            .ok_or(Error::Timeout("another program's submission", timeout))?;
+        let registers = &self.registers;
+        let refused = registers.load32(reg::REFUSED)?;
+        registers.store32(reg::OP, op as u32)?;
+        registers.store32(reg::FLAGS, flags)?;
+        registers.store64(reg::OFFSET, offset)?;
+        registers.store64(reg::LENGTH, length)?;
+        registers.store64(reg::ARGUMENT, argument)?;
+        registers.store32(reg::DOORBELL, 1)?;
+        let seq = registers.load32(reg::SUBMITTED)?;
+        if registers.load32(reg::ID)? != ID {
+            return Err(Error::Gone);
+        }
+        if registers.load32(reg::REFUSED)? != refused {
+            return Err(Error::QueueFull);
+        }
+        Ok(seq)
+    }
+
+    /// Transforms `length` bytes at `offset`: consecutive vectors of `points` complex f32 each, in place.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn fft(
+        &self,
+        offset: u64,
+        length: u64,
+        points: u64,
+        direction: Direction,
+        timeout: Duration,
+    ) -> Result<(), Error> {
+        let flags = if direction == Direction::Inverse {
+            flags::INVERSE
+        } else {
+            0
+        };
+        self.run(Op::Fft, flags, offset, length, points, timeout).map(drop)
+    }
+
+    /// CRC-32C of a range.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn checksum(&self, offset: u64, length: u64, timeout: Duration) -> Result<u32, Error> {
+        // Truncated on purpose: the result is a 32-bit sum.
+        self.run(Op::Crc32c, 0, offset, length, 0, timeout)
+            .map(|crc| crc as u32)
+    }
+
+    /// Fills a range with a repeated word.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn fill(&self, offset: u64, length: u64, word: u64, timeout: Duration) -> Result<(), Error> {
+        self.run(Op::Fill, 0, offset, length, word, timeout).map(drop)
+    }
+
+    /// Fills a range with the words [`crate::pattern_word`]`(seed, 0..)`.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn pattern(&self, offset: u64, length: u64, seed: u64, timeout: Duration) -> Result<(), Error> {
+        self.run(Op::Pattern, 0, offset, length, seed, timeout).map(drop)
+    }
+
+    /// Copies within the device's memory.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn copy(&self, from: u64, to: u64, length: u64, timeout: Duration) -> Result<(), Error> {
+        self.run(Op::Copy, 0, to, length, from, timeout).map(drop)
+    }
+
+    /// DMA from a bus address into the device's memory.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn dma_in(&self, address: u64, offset: u64, length: u64, timeout: Duration) -> Result<(), Error> {
+        self.run(Op::DmaIn, 0, offset, length, address, timeout).map(drop)
+    }
+
+    /// DMA from the device's memory to a bus address.
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`].
+    pub fn dma_out(&self, offset: u64, address: u64, length: u64, timeout: Duration) -> Result<(), Error> {
+        self.run(Op::DmaOut, 0, offset, length, address, timeout).map(drop)
+    }
+
+    /// The device's counters. Reading them counts as register reads.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Gone`].
+    pub fn counters(&self) -> Result<Counters, Error> {
+        let mut values = [0; Counter::COUNT];
+        for (counter, _) in Counter::ALL {
+            values[counter as usize] = self.registers.load64(counter.register())?;
+        }
+        if self.registers.load32(reg::ID)? != ID {
+            return Err(Error::Gone);
+        }
+        Ok(Counters(values))
+    }
+
+    /// Sets all counters to 0.
+    ///
+    /// # Errors
+    ///
+    /// None the device reports.
+    pub fn reset_counters(&self) -> Result<(), Error> {
+        Ok(self.registers.store32(reg::COUNTERS_RESET, 1)?)
+    }
+}
+
+/// Polls quickly at first, then leaves the processor to others between polls.
+struct Pace {
+    deadline: Instant,
+    polls: u32,
+}
+
+impl Pace {
+    fn new(deadline: Instant) -> Self {
+        Self { deadline, polls: 0 }
+    }
+
+    /// False when time is up.
+    fn wait(&mut self) -> bool {
+        self.polls += 1;
+        if self.polls > 16 {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Instant::now() < self.deadline
+    }
+}
+
+/// The advisory lock under which commands are submitted.
+struct Lock<'a>(&'a File);
+
+impl<'a> Lock<'a> {
+    fn take(file: &'a File, deadline: Instant) -> io::Result<Option<Self>> {
+        let mut pace = Pace::new(deadline);
+        loop {
+            match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(Some(Self(file))),
+                Err(rustix::io::Errno::WOULDBLOCK) if pace.wait() => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+impl Drop for Lock<'_> {
+    fn drop(&mut self) {
+        // The lock goes with the file at the latest.
+        let _ = rustix::fs::flock(self.0, FlockOperation::Unlock);
+    }
+}
+
+/// The accelerator's memory, mapped.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    map: Shared,
+}
+
+impl DeviceMemory {
+    /// Copies out of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), Error> {
+        Ok(self.map.read(offset, data)?)
+    }
+
+    /// Copies into it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), Error> {
+        Ok(self.map.write(offset, data)?)
+    }
+}
+
+/// Locked memory of this process with known physical addresses, for DMA where bus addresses are physical ones (no IOMMU
+/// in between). The kernel may still move pages when it compacts memory: good for tests, not for data that matters.
+#[derive(Debug)]
+pub struct HostBuffer {
+    map: Shared,
+    page: usize,
+    /// Physical address of each page.
+    pages: Vec<u64>,
+}
+
+impl HostBuffer {
+    /// Allocates `len` bytes, rounded up to whole pages.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Pagemap`] unless the process is root's.
+    pub fn new(len: usize) -> Result<Self, Error> {
+        const PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = (1 << 55) - 1;
+        let page = rustix::param::page_size();
+        let path = PathBuf::from("/proc/self/pagemap");
+        let len = len.max(1).checked_next_multiple_of(page).ok_or(Error::OutOfBounds)?;
+        let fail = |error| Error::File {
+            path: path.clone(),
+            error,
+        };
+        let map = Shared::anonymous(len).map_err(fail)?;
+        let mut file = File::open(&path).map_err(fail)?;
+        file.seek(SeekFrom::Start((map.address() / page * 8) as u64))
+            .map_err(fail)?;
+        let mut entries = vec![0; len / page * 8];
+        file.read_exact(&mut entries).map_err(fail)?;
+        let mut pages = Vec::with_capacity(len / page);
+        for entry in entries.chunks_exact(8) {
+            let entry = entry.iter().rev().fold(0, |word, byte| (word << 8) | u64::from(*byte));
+            if entry & PRESENT == 0 {
+                return Err(Error::Pagemap("a page is not present"));
+            }
+            if entry & FRAME == 0 {
+                return Err(Error::Pagemap("this process may not know them (not root?)"));
+            }
+            pages.push((entry & FRAME) * page as u64);
+        }
+        Ok(Self { map, page, pages })
+    }
+
+    /// Length in bytes; at least a page.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// The buffer's runs of contiguous physical memory, in order: bus address and length.
+    pub fn segments(&self) -> Vec<(u64, u64)> {
+        let mut segments: Vec<(u64, u64)> = Vec::new();
+        for address in &self.pages {
+            match segments.last_mut() {
+                Some((start, len)) if *start + *len == *address => *len += self.page as u64,
+                _ => segments.push((*address, self.page as u64)),
+            }
+        }
+        segments
+    }
+
+    /// Copies out of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), Error> {
+        Ok(self.map.read(offset, data)?)
+    }
+
+    /// Copies into it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), Error> {
+        Ok(self.map.write(offset, data)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A folder that looks like sysfs with one device, whose registers are those given.
+    fn devices(vendor: &str, registers: &[(u64, u32)]) -> tempfile::TempDir {
+        let devices = tempfile::tempdir().unwrap();
+        let folder = devices.path().join("0000:01:00.0");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(folder.join("vendor"), format!("{vendor}\n")).unwrap();
+        std::fs::write(folder.join("device"), format!("{DEVICE_ID:#06x}\n")).unwrap();
+        std::fs::write(folder.join("enable"), "1\n").unwrap();
+        std::fs::write(folder.join("config"), [0; 64]).unwrap();
+        let mut bytes = vec![0; BAR0_SIZE as usize];
+        for (offset, value) in registers {
+            bytes[*offset as usize..][..4].copy_from_slice(&value.to_le_bytes());
+        }
+        std::fs::write(folder.join("resource0"), bytes).unwrap();
+        devices
+    }
+
+    const TIMEOUT: Duration = Duration::from_millis(20);
+
+    #[test]
+    fn refuses_what_is_no_accelerator() {
+        let good = devices(
+            "0x1234",
+            &[(reg::ID, ID), (reg::VERSION, VERSION), (reg::MEMORY_SIZE, 4096)],
+        );
+        for bdf in ["", "..", "0000:01:00.1", "../x"] {
+            assert!(Accel::open_in(good.path(), bdf).is_err(), "{bdf}");
+        }
+        assert_eq!(Accel::open_in(good.path(), "0000:01:00.0").unwrap().memory_size(), 4096);
+        let other = devices("0x8086", &[(reg::ID, ID), (reg::VERSION, VERSION)]);
+        assert!(matches!(
+            Accel::open_in(other.path(), "0000:01:00.0"),
+            Err(Error::NotAnAccelerator(..))
+        ));
+        let newer = devices("0x1234", &[(reg::ID, ID), (reg::VERSION, VERSION + 1)]);
+        assert!(matches!(
+            Accel::open_in(newer.path(), "0000:01:00.0"),
+            Err(Error::NotAnAccelerator(..))
+        ));
+        let gone = devices("0x1234", &[(reg::ID, u32::MAX)]);
+        assert!(matches!(Accel::open_in(gone.path(), "0000:01:00.0"), Err(Error::Gone)));
+    }
+
+    #[test]
+    fn waits_are_bounded_and_ends_are_told_apart() {
+        // Registers that never change: the sequence number a submission gets is what SUBMITTED held.
+        let open = |registers: &[(u64, u32)]| {
+            let devices = devices(
+                "0x1234",
+                &[&[(reg::ID, ID), (reg::VERSION, VERSION)], registers].concat(),
+            );
+            Accel::open_in(devices.path(), "0000:01:00.0").unwrap()
+        };
+        let stuck = open(&[(reg::SUBMITTED, 5)]);
+        assert!(matches!(stuck.fill(0, 8, 1, TIMEOUT), Err(Error::Timeout(..))));
+        let entry = result_entry(5);
+        let done = open(&[
+            (reg::SUBMITTED, 5),
+            (entry, 5),
+            (entry + 4, Status::Ok as u32),
+            (entry + 8, 0xabcd),
+        ]);
+        assert_eq!(done.checksum(0, 8, TIMEOUT).unwrap(), 0xabcd);
+        let bad = open(&[(reg::SUBMITTED, 5), (entry, 5), (entry + 4, Status::BadRange as u32)]);
+        match bad.fft(0, 8, 1, Direction::Forward, TIMEOUT) {
+            Err(Error::Command {
+                op: Op::Fft,
+                status: Status::BadRange,
+            }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_held_lock_is_waited_for_with_a_bound() {
+        let devices = devices("0x1234", &[(reg::ID, ID), (reg::VERSION, VERSION)]);
+        let accel = Accel::open_in(devices.path(), "0000:01:00.0").unwrap();
+        let other = File::open(devices.path().join("0000:01:00.0/resource0")).unwrap();
+        rustix::fs::flock(&other, FlockOperation::LockExclusive).unwrap();
+        match accel.fill(0, 8, 0, TIMEOUT) {
+            Err(Error::Timeout(what, _)) => assert_eq!(what, "another program's submission"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn dma_is_enabled_in_the_command_register() {
+        let devices = devices("0x1234", &[(reg::ID, ID), (reg::VERSION, VERSION)]);
+        let accel = Accel::open_in(devices.path(), "0000:01:00.0").unwrap();
+        accel.enable_dma().unwrap();
+        assert_eq!(
+            std::fs::read(devices.path().join("0000:01:00.0/config")).unwrap()[4],
+            1 << 2
+        );
+    }
+
+    #[test]
+    fn host_buffers_have_addresses_or_say_why_not() {
+        match HostBuffer::new(10_000) {
+            Ok(buffer) => {
+                assert_eq!(
+                    buffer.segments().iter().map(|(_, len)| len).sum::<u64>(),
+                    buffer.len() as u64
+                );
+                buffer.write(9_990, b"0123456789").unwrap();
+                let mut back = [0; 10];
+                buffer.read(9_990, &mut back).unwrap();
+                assert_eq!(&back, b"0123456789");
+                assert!(buffer.write(buffer.len() as u64 - 1, &back).is_err());
+            }
+            Err(Error::Pagemap(_) | Error::File { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

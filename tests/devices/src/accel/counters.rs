@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The accelerator's counters.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use p2pmem_accel_regs::Counter;
+use p2pmem_vfio_user::DmaCounts;
+
+/// One number per [`Counter`]; those of the bus are kept by the bus and only merged in.
+#[derive(Debug, Default)]
+pub struct Counters {
+    values: [AtomicU64; Counter::COUNT],
+}
+
+impl Counters {
+    pub(super) fn add(&self, counter: Counter, amount: u64) {
+        self.values[counter as usize].fetch_add(amount, Ordering::Relaxed);
+    }
+
+    pub(super) fn reset(&self) {
+        self.values.iter().for_each(|value| value.store(0, Ordering::Relaxed));
+    }
+
+    pub(super) fn snapshot(&self, bus: &DmaCounts) -> [u64; Counter::COUNT] {
+        let mut values = std::array::from_fn(|i| self.values[i].load(Ordering::Relaxed));
+        for (counter, value) in [
+            (Counter::HostRead, bus.host_read),
+            (Counter::HostWritten, bus.host_written),
+            (Counter::PeerRead, bus.peer_read),
+            (Counter::PeerWritten, bus.peer_written),
+            (Counter::MessageRead, bus.message_read),
+            (Counter::MessageWritten, bus.message_written),
+        ] {
+            values[counter as usize] = value;
+        }
+        values
+    }
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Whole messages and their descriptors over a unix socket.
+
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+use zerocopy::FromBytes;
+
+use crate::proto::{HEADER, Header, MAX_FDS, MAX_MESSAGE};
+
+/// How long the rest of a message that has begun may take, and how long the other side may take to accept one.
+pub(crate) const STALL: Duration = Duration::from_secs(10);
+
+/// A message received.
+#[derive(Debug)]
+pub(crate) struct Message {
+    pub(crate) header: Header,
+    pub(crate) body: Vec<u8>,
+    pub(crate) fds: Vec<OwnedFd>,
+    /// Descriptors were lost because there were more than [`MAX_FDS`], or they could not be taken.
+    pub(crate) truncated: bool,
+}
+
+/// Why no message could be received.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReceiveError {
+    #[error("the other side closed the connection")]
+    Closed,
+    #[error("the other side closed the connection within a message")]
+    Cut,
+    #[error("a message did not arrive in full within {} s", STALL.as_secs())]
+    Stalled,
+    /// The stream cannot be followed any more after such a header.
+    #[error("message size {} is out of bounds", .0.size)]
+    BadSize(Header),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Receives one message. Waits without a bound for its first byte, and at most [`STALL`] for the rest.
+pub(crate) fn receive(stream: &UnixStream) -> Result<Message, ReceiveError> {
+    let mut fds = Vec::new();
+    let mut truncated = false;
+    let mut deadline = None;
+    let mut header = [0; HEADER];
+    fill(stream, &mut header, &mut fds, &mut truncated, &mut deadline)?;
+    let header = Header::read_from_bytes(&header).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
+    let size = header.size as usize;
+    if !(HEADER..=MAX_MESSAGE).contains(&size) {
+        return Err(ReceiveError::BadSize(header));
+    }
+    let mut body = vec![0; size - HEADER];
+    fill(stream, &mut body, &mut fds, &mut truncated, &mut deadline)?;
+    Ok(Message {
+        header,
+        body,
+        fds,
+        truncated,
+    })
+}
+
+fn fill(
+    stream: &UnixStream,
+    mut buffer: &mut [u8],
+    fds: &mut Vec<OwnedFd>,
+    truncated: &mut bool,
+    deadline: &mut Option<Instant>,
+) -> Result<(), ReceiveError> {
+    while !buffer.is_empty() {
+        if let Some(deadline) = *deadline {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let left = Timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            match rustix::event::poll(&mut [PollFd::new(stream, PollFlags::IN)], Some(&left)) {
+                Ok(0) => return Err(ReceiveError::Stalled),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error).into()),
+            }
+        }
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let got = match rustix::net::recvmsg(
+            stream,
+            &mut [IoSliceMut::new(buffer)],
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
+            Ok(got) => got,
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(rustix::io::Errno::CONNRESET) => return Err(ReceiveError::Closed),
+            Err(error) => return Err(io::Error::from(error).into()),
+        };
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(received) = message {
+                fds.extend(received);
+            }
+        }
+        if got.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+            *truncated = true;
+            fds.truncate(MAX_FDS);
+        }
+        if got.bytes == 0 {
+            return Err(if deadline.is_some() {
+                ReceiveError::Cut
+            } else {
+                ReceiveError::Closed
+            });
+        }
+        deadline.get_or_insert_with(|| Instant::now() + STALL);
+        buffer = &mut buffer[got.bytes..];
+    }
+    Ok(())
+}
+
+/// Sends a whole message, with descriptors attached to its first byte. The socket's send timeout bounds each part.
+pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(fds)) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        match rustix::net::sendmsg(
+            stream.as_fd(),
+            &[io::IoSlice::new(&bytes[sent..])],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        ) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(n) => sent += n,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
