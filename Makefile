@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: MIT OR Apache-2.0
+# Everything there is to do with p2pmem, each from nothing: `make help` lists it.
+#
+# Without KDIR and KREL all is built and run in the sandbox, a cached Debian root that these targets make when it is
+# missing. With KDIR or KREL the module is built on and for this machine. Kbuild has the module's own build rules.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS += --no-print-directory
+
+VERSION := 0.1.0
+sandbox := tools/sandbox/sandbox
+in := $(sandbox) run
+reports := build/reports
+
+# Whoever shares a machine can keep several checkouts' builds apart with P2PMEM_TARGET.
+target := $(or $(P2PMEM_TARGET),main)
+# What the programs of the test bed find the module and user space by; both paths are the sandbox's.
+export P2PMEM_MODULE := /src/build/p2pmem.ko
+export P2PMEM_BIN := /build/target/$(target)/debug
+# tools/check-tree looks for it: a checkout's own path has no business in the tree.
+export P2PMEM_CHECKOUT := $(CURDIR)
+export JOBS V KEEP_WORK
+
+# Cargo in the sandbox, with the versions that the lock files name.
+cargo := $(in) cargo --locked
+
+ifneq ($(origin KDIR),undefined)
+module-for := kdir $(KDIR)
+else ifneq ($(origin KREL),undefined)
+module-for := krel $(KREL)
+endif
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z][a-z_-]*:.*## / { \
+		kind = substr($$2, 1, 2); text = $$2; sub(/^[+-] /, "", text); \
+		line = sprintf("  %-16s %s\n", $$1, text); \
+		if (kind == "+ ") main = main line; else if (kind == "- ") use = use line; else part = part line } \
+		END { printf "The main job and its proof:\n%sParts:\n%sOn a machine that is to use p2pmem:\n%s", main, part, use }' \
+		$(firstword $(MAKEFILE_LIST))
+	@echo 'Variables:'
+	@echo '  KDIR=<folder>         build the module here, against this kernel build folder (with Rust metadata)'
+	@echo '  KREL=<release>        build the module here, for this installed kernel; on Debian the metadata is made'
+	@echo '  OUT=<folder>          where rust-metadata puts what it makes for KREL'
+	@echo '  JOBS=<n> V=1          number of jobs; whole commands of the module build'
+	@echo '  P2PMEM_CACHE=<folder> where caches live          (default: $${XDG_CACHE_HOME:-~/.cache}/p2pmem)'
+	@echo '  P2PMEM_MIRROR=<url>   Debian mirror              (default: the one that apt uses)'
+	@echo '  P2PMEM_KERNEL=<7.x>   another stock kernel       (default: the one in tools/sandbox/make-root)'
+
+# --- the main job and its proof ---------------------------------------------------------------------------------------
+
+demo: modules user testbed ## + peer-to-peer work on a stock kernel, from nothing: build, boot, transform, verify
+	@mkdir -p $(reports)
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json
+
+test: ## + everything there is: lint, host tests, module, VM tests, demo; ends with "N passed, N failed"
+	@tools/run-tests
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+sandbox: ## make the sandbox where it is missing
+	@tools/probe sandbox
+	@$(sandbox) make
+
+ifdef module-for
+modules: ## build p2pmem.ko into build/ (for the sandbox's stock kernel, or with KDIR or KREL)
+	@tools/make-modules $(module-for)
+else
+modules: sandbox
+	@$(in) tools/make-modules sandbox
+endif
+
+user: sandbox ## build the user-space workspace: library, p2pmemctl
+	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features
+
+testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
+	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
+
+lint: sandbox ## formats, clippy, shellcheck, where unsafe stands, the tree (CHECKS="unsafe tree ..." for some)
+	@$(in) tools/lint $(CHECKS)
+
+format: sandbox ## format all Rust sources
+	@$(in) bash -c "git ls-files -co --exclude-standard -z 'rust/*.rs' | xargs -0 rustfmt --edition 2021"
+	@$(in) cargo fmt --manifest-path userspace/Cargo.toml --all
+	@$(in) cargo fmt --manifest-path tests/Cargo.toml --all
+
+test-user: sandbox ## tests that need no guest: of user space and of the test bed's own parts
+	@$(cargo) test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(cargo) test --manifest-path tests/Cargo.toml --no-fail-fast
+
+test-vm: modules user testbed ## tests in guests with a stock kernel
+	@$(in) tools/vm-tests
+
+# --- on a machine that is to use p2pmem -------------------------------------------------------------------------------
+
+ifdef KREL
+rust-metadata: ## - make the Rust metadata Debian's headers lack: for KREL=<release> in OUT=<folder>
+	@tools/rust-metadata $(if $(OUT),$(KREL) $(OUT),cached $(KREL) $${P2PMEM_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/p2pmem}/build)
+else
+rust-metadata: sandbox
+	@$(in) bash -c 'tools/rust-metadata cached "$$(cat /etc/p2pmem-kernel)" /build'
+endif
+
+modules_install: ## - install the module that `make modules KDIR=...` or KREL=... built, below INSTALL_MOD_PATH
+	@[ -e build/kmod/p2pmem.ko ] || { echo 'modules_install: build it first: make modules KREL=$$(uname -r)' >&2; exit 1; }
+	@env -u MAKEFLAGS -u MFLAGS $(MAKE) -C "$$(cat build/kdir)" M=$(CURDIR) MO=$(CURDIR)/build/kmod \
+		INSTALL_MOD_PATH="$(INSTALL_MOD_PATH)" modules_install
+
+install: modules_install ## - modules_install, and p2pmemctl and the header below DESTDIR and PREFIX
+	@command -v cargo >/dev/null || { echo 'install: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
+	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl --target-dir build/target
+	@install -D -m 755 -t "$(DESTDIR)$(PREFIX)/bin" build/target/release/p2pmemctl
+	@install -D -m 644 -t "$(DESTDIR)$(PREFIX)/include/linux" include/uapi/linux/p2pmem.h
+
+dkms: ## - put the sources where DKMS takes them from, and have it build and install the module
+	@tools/dkms $(VERSION) "$(DESTDIR)"
+
+# --- cleaning ---------------------------------------------------------------------------------------------------------
+
+clean: ## remove build/: reports and the module
+	@rm -rf build
+
+distclean: clean ## remove what the cache holds of this project too: sandboxes, metadata, targets
+	@$(sandbox) distclean
+
+PREFIX ?= /usr/local
+
+.PHONY: help demo test sandbox modules user testbed lint format test-user test-vm rust-metadata modules_install install \
+	dkms clean distclean
