@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The first program of a guest: makes it usable, then runs the commands the VM runner sends.
+//!
+//! It is process 1, so it must not end before the guest does: whatever fails is told to the runner, then the guest is
+//! powered off. Without a runner (the port is gone) the guest is powered off as well.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use p2pmem_guest::devices;
+use p2pmem_guest::host::SOCKET;
+use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, PORT_NAME, Request, ToGuest, ToHost};
+use rustix::mount::{MountFlags, mount};
+use rustix::process::{Pid, Signal, WaitOptions};
+
+/// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
+const DRAIN: Duration = Duration::from_secs(5);
+/// How long drives may take to show their block devices.
+const BLOCK_DEVICES: Duration = Duration::from_secs(20);
+
+/// Where programs are.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+fn main() {
+    if std::process::id() != 1 {
+        eprintln!("p2pmem-guest-init: this is the init of a guest, started by its kernel (process 1)");
+        std::process::exit(2);
+    }
+    if let Err(e) = run() {
+        kernel_log(&format!("p2pmem-guest-init: {e:#}"));
+        eprintln!("p2pmem-guest-init: {e:#}");
+    }
+    rustix::fs::sync();
+    let _ = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
+    // Ending would be a kernel panic, which hides why powering off failed.
+    loop {
+        thread::park();
+    }
+}
+
+/// Where frames to the runner go; whole frames, from any thread.
+#[derive(Clone)]
+struct Port(Arc<Mutex<File>>);
+
+impl Port {
+    fn frame(&self, kind: Kind, payload: &[u8]) {
+        // An error means that the runner is gone; the reading side sees that as the end of the stream and ends the guest.
+        if let Ok(mut file) = self.0.lock() {
+            let _ = wire::write_frame(&mut *file, kind, payload);
+        }
+    }
+
+    fn control(&self, message: &ToHost) {
+        if let Ok(mut file) = self.0.lock() {
+            let _ = wire::write_control(&mut *file, message);
+        }
+    }
+}
+
+fn run() -> Result<()> {
+    mount_all()?;
+    let file = open_port()?;
+    let mut from = BufReader::new(file.try_clone()?);
+    let port = Port(Arc::new(Mutex::new(file)));
+    forward_kernel_log(port.clone())?;
+    port.control(&ToHost::Hello {
+        release: fs::read_to_string("/proc/sys/kernel/osrelease")?.trim().to_owned(),
+    });
+
+    let replies: Replies = Replies::default();
+    let (execs, exec_queue) = mpsc::channel::<Exec>();
+    let running: Arc<Mutex<Option<(u64, Pid)>>> = Arc::default();
+    let mut exec_queue = Some(exec_queue);
+    while let Some(Frame { kind, payload }) = wire::read_frame(&mut from)? {
+        if kind != Kind::Control {
+            bail!("the runner sent a frame that is not control");
+        }
+        match serde_json::from_slice(&payload).context("message of the runner")? {
+            ToGuest::Setup { devices, topology } => {
+                let Some(queue) = exec_queue.take() else {
+                    bail!("set up twice")
+                };
+                match set_up(&devices, &topology) {
+                    Ok(vars) => {
+                        serve_requests(port.clone(), replies.clone())?;
+                        let (port, running) = (port.clone(), running.clone());
+                        thread::spawn(move || {
+                            for exec in queue {
+                                execute(&port, &running, exec, &vars);
+                            }
+                        });
+                    }
+                    Err(e) => {
+                        port.control(&ToHost::Failed {
+                            error: format!("{e:#}"),
+                        });
+                        return Err(e);
+                    }
+                }
+                port.control(&ToHost::Ready);
+            }
+            ToGuest::Exec { id, argv, env, cwd } => execs.send(Exec { id, argv, env, cwd })?,
+            ToGuest::TimedOut { id } => {
+                // Backtraces of what blocks, into the kernel log, before the evidence is killed.
+                let _ = fs::write("/proc/sysrq-trigger", "w");
+                if let Some((_, pid)) = running.lock().ok().and_then(|r| *r).filter(|r| r.0 == id) {
+                    let _ = rustix::process::kill_process_group(pid, Signal::KILL);
+                }
+            }
+            ToGuest::Reply { id, result } => {
+                let waiting = replies.0.lock().ok().and_then(|mut map| map.remove(&id));
+                if let Some(waiting) = waiting {
+                    let _ = waiting.send(result);
+                }
+            }
+            ToGuest::PowerOff => return Ok(()),
+        }
+    }
+    Ok(())
+}
+
+fn mount_all() -> Result<()> {
+    const EXEC_OK: MountFlags = MountFlags::NOSUID.union(MountFlags::NODEV);
+    let dir = |path: &str| fs::create_dir_all(path).with_context(|| path.to_owned());
+    let put = |kind: &str, at: &str, flags: MountFlags, data: &str| {
+        let data = std::ffi::CString::new(data).expect("no NUL in mount options");
+        mount(kind, at, kind, flags, (!data.is_empty()).then_some(data.as_c_str()))
+            .with_context(|| format!("mounting {kind} on {at}"))
+    };
+    put("proc", "/proc", MountFlags::empty(), "")?;
+    put("sysfs", "/sys", MountFlags::empty(), "")?;
+    // The kernel may have mounted it on /dev already: again on top does no harm.
+    put("devtmpfs", "/dev", MountFlags::empty(), "mode=0755")?;
+    dir("/dev/pts")?;
+    put("devpts", "/dev/pts", MountFlags::empty(), "")?;
+    dir("/dev/shm")?;
+    put("tmpfs", "/dev/shm", EXEC_OK, "mode=1777")?;
+    put("tmpfs", "/run", EXEC_OK, "mode=0755")?;
+    put("tmpfs", "/tmp", EXEC_OK, "mode=1777")?;
+    put("tmpfs", "/var/log", EXEC_OK, "mode=0755")?;
+    put("tmpfs", "/root", EXEC_OK, "mode=0700")?;
+    put("debugfs", "/sys/kernel/debug", MountFlags::empty(), "")?;
+    put("tracefs", "/sys/kernel/tracing", MountFlags::empty(), "")?;
+    dir("/run/p2pmem")
+}
+
+/// Opens the virtio-serial port of the runner, found by its name.
+fn open_port() -> Result<File> {
+    for entry in fs::read_dir("/sys/class/virtio-ports").context("no virtio-serial ports")? {
+        let entry = entry?;
+        let name = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
+        if name.trim() == PORT_NAME {
+            let path = Path::new("/dev").join(entry.file_name());
+            return OpenOptions::new()
+                .read(true)
+                .write(true)
+                .open(&path)
+                .with_context(|| path.display().to_string());
+        }
+    }
+    bail!("no virtio-serial port is named {PORT_NAME}")
+}
+
+/// Sends every record of the kernel log, from the first on, to the runner.
+fn forward_kernel_log(port: Port) -> Result<()> {
+    let mut log = File::open("/dev/kmsg").context("/dev/kmsg")?;
+    thread::spawn(move || {
+        let mut record = vec![0; 8192];
+        loop {
+            match log.read(&mut record) {
+                Ok(0) => return,
+                Ok(n) => port.frame(Kind::Kmsg, &record[..n]),
+                // EPIPE: records were overwritten before they were read; the next read goes on with the oldest.
+                Err(e) if e.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {
+                    port.frame(Kind::Kmsg, b"4,0,0,-;p2pmem-guest-init: kernel log records were lost");
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(_) => return,
+            }
+        }
+    });
+    Ok(())
+}
+
+fn kernel_log(line: &str) {
+    if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
+        // One write is one record.
+        let _ = log.write_all(line.as_bytes());
+    }
+}
+
+fn set_up(notes: &BTreeMap<String, wire::DeviceNote>, topology: &str) -> Result<BTreeMap<String, String>> {
+    rustix::system::sethostname(b"guest").context("hostname")?;
+    fs::write("/proc/sys/kernel/hung_task_timeout_secs", "20").context("hung task time-out")?;
+    run_quietly("ip", &["link", "set", "lo", "up"])?;
+    run_quietly("modprobe", &["-a", "configfs", "nvme"])?;
+    mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
+    // Drives appear when their controllers have been probed, which the kernel does in the background.
+    let deadline = Instant::now() + BLOCK_DEVICES;
+    let found = loop {
+        let found = devices::locate(notes)?;
+        let missing: Vec<_> = found
+            .iter()
+            .filter(|(_, d)| d.kind == "nvme" && !usable(&d.block))
+            .map(|d| d.0)
+            .collect();
+        if missing.is_empty() {
+            break found;
+        }
+        if Instant::now() > deadline {
+            bail!("no block device within {BLOCK_DEVICES:?} for {missing:?}");
+        }
+        thread::sleep(Duration::from_millis(20));
+    };
+    devices::store(&found)?;
+    let mut vars = devices::environment(&found);
+    vars.insert("P2PMEM_TOPOLOGY".into(), topology.to_owned());
+    Ok(vars)
+}
+
+fn usable(block: &Option<PathBuf>) -> bool {
+    block.as_ref().is_some_and(|path| path.exists())
+}
+
+fn run_quietly(program: &str, args: &[&str]) -> Result<()> {
+    let output = Command::new(program)
+        .env("PATH", PATH)
+        .args(args)
+        .output()
+        .with_context(|| program.to_owned())?;
+    if !output.status.success() {
+        bail!(
+            "{program} {}: {}: {}",
+            args.join(" "),
+            output.status,
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+    }
+    Ok(())
+}
+
+type Answer = Result<serde_json::Value, String>;
+
+/// Programs that wait for the runner's answer, by request number.
+#[derive(Clone, Default)]
+struct Replies(Arc<Mutex<HashMap<u64, mpsc::Sender<Answer>>>>);
+
+/// Passes requests of programs in the guest on to the runner, a thread for each connection.
+fn serve_requests(port: Port, replies: Replies) -> Result<()> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let listener = UnixListener::bind(SOCKET).context(SOCKET)?;
+    thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let (port, replies) = (port.clone(), replies.clone());
+            thread::spawn(move || -> Result<()> {
+                let mut to: UnixStream = stream.try_clone()?;
+                for line in BufReader::new(stream).lines() {
+                    let answer: Answer = match serde_json::from_str::<Request>(&line?) {
+                        Err(e) => Err(format!("bad request: {e}")),
+                        Ok(request) => {
+                            let id = NEXT.fetch_add(1, Ordering::Relaxed);
+                            let (send, receive) = mpsc::channel();
+                            replies.0.lock().map_err(|_| anyhow!("poisoned"))?.insert(id, send);
+                            port.control(&ToHost::Request { id, request });
+                            receive.recv()?
+                        }
+                    };
+                    let mut line = serde_json::to_vec(&answer)?;
+                    line.push(b'\n');
+                    to.write_all(&line)?;
+                }
+                Ok(())
+            });
+        }
+    });
+    Ok(())
+}
+
+struct Exec {
+    id: u64,
+    argv: Vec<String>,
+    env: BTreeMap<String, String>,
+    cwd: String,
+}
+
+/// Runs one command in a process group of its own, sends its output and its end, and leaves no process behind.
+fn execute(port: &Port, running: &Mutex<Option<(u64, Pid)>>, exec: Exec, vars: &BTreeMap<String, String>) {
+    let mut exited = ToHost::Exited {
+        id: exec.id,
+        code: None,
+        signal: None,
+        error: None,
+    };
+    match run_command(port, running, &exec, vars) {
+        Ok(status) => {
+            if let ToHost::Exited { code, signal, .. } = &mut exited {
+                (*code, *signal) = (status.code(), status.signal());
+            }
+        }
+        Err(e) => {
+            if let ToHost::Exited { error, .. } = &mut exited {
+                *error = Some(format!("{e:#}"));
+            }
+        }
+    }
+    kernel_log(&format!("{KMSG_MARK}{}", exec.id));
+    port.control(&exited);
+}
+
+fn run_command(
+    port: &Port,
+    running: &Mutex<Option<(u64, Pid)>>,
+    exec: &Exec,
+    vars: &BTreeMap<String, String>,
+) -> Result<std::process::ExitStatus> {
+    let (program, args) = exec.argv.split_first().context("empty command")?;
+    let mut child = Command::new(program)
+        .args(args)
+        .env_clear()
+        .env("PATH", PATH)
+        .env("HOME", "/root")
+        .env("LC_ALL", "C.UTF-8")
+        .env("TERM", "dumb")
+        .envs(vars)
+        .envs(&exec.env)
+        .current_dir(&exec.cwd)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("cannot run {program} in {}", exec.cwd))?;
+    let pid = Pid::from_child(&child);
+    if let Ok(mut running) = running.lock() {
+        *running = Some((exec.id, pid));
+    }
+    let (done, drained) = mpsc::channel();
+    let out = child.stdout.take().context("no stdout")?;
+    let err = child.stderr.take().context("no stderr")?;
+    forward(port.clone(), Kind::Stdout, out, done.clone());
+    forward(port.clone(), Kind::Stderr, err, done);
+    let status = child.wait().context("waiting for the command")?;
+    if let Ok(mut running) = running.lock() {
+        *running = None;
+    }
+    // What it left running would keep the pipes open and disturb the next command. ESRCH: nothing left.
+    let _ = rustix::process::kill_process_group(pid, Signal::KILL);
+    let deadline = Instant::now() + DRAIN;
+    for _ in 0..2 {
+        match drained.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(()) => {}
+            Err(RecvTimeoutError::Timeout) => {
+                kernel_log("p2pmem-guest-init: the command's output stays open, something it started still runs");
+                break;
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    // Orphans become children of process 1; no other command runs now, so any zombie is theirs.
+    while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
+    Ok(status)
+}
+
+fn forward(port: Port, kind: Kind, mut from: impl Read + Send + 'static, done: mpsc::Sender<()>) {
+    thread::spawn(move || {
+        let mut bytes = vec![0; 64 << 10];
+        loop {
+            match from.read(&mut bytes) {
+                Ok(0) => break,
+                Ok(n) => port.frame(kind, &bytes[..n]),
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(_) => break,
+            }
+        }
+        let _ = done.send(());
+    });
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The topology's devices as a program in the guest finds them: by name, with PCI address and block device.
+//!
+//! The identity comes from the emulator (which device it put where), never from probing order. The init writes
+//! [`FILE`] and sets `P2PMEM_DEV_<NAME>` (PCI address) and `P2PMEM_BLOCK_<NAME>` in the environment of commands.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use crate::host;
+use crate::wire::{DeviceNote, Request};
+
+/// Where the list of devices is.
+pub const FILE: &str = "/run/p2pmem/devices.json";
+
+/// One device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Device {
+    /// `accel`, `nvme` or `ivshmem`.
+    pub kind: String,
+    /// PCI address, `0000:03:00.0`.
+    pub bdf: String,
+    /// Bytes of memory it can lend; 0 for none.
+    pub memory: u64,
+    /// The drive's block device, once its driver is bound.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub block: Option<PathBuf>,
+}
+
+impl Device {
+    /// Its folder in sysfs.
+    pub fn sysfs(&self) -> PathBuf {
+        Path::new("/sys/bus/pci/devices").join(&self.bdf)
+    }
+}
+
+/// Devices by name.
+pub type Devices = BTreeMap<String, Device>;
+
+/// Reads [`FILE`].
+///
+/// # Errors
+///
+/// The file is missing (not in a guest of the VM runner) or not readable.
+pub fn load() -> Result<Devices> {
+    let text = fs::read_to_string(FILE).with_context(|| format!("{FILE}: not in a guest of the VM runner"))?;
+    serde_json::from_str(&text).context(FILE)
+}
+
+/// Asks the runner where the devices are now (after a hotplug), and rewrites [`FILE`].
+///
+/// # Errors
+///
+/// Those of [`host::request`] and of writing the file.
+pub fn refresh() -> Result<Devices> {
+    let notes: BTreeMap<String, DeviceNote> = serde_json::from_value(host::request(&Request::Devices)?)?;
+    let devices = locate(&notes)?;
+    store(&devices)?;
+    Ok(devices)
+}
+
+/// Completes the runner's notes with what only the guest knows: the block devices.
+///
+/// # Errors
+///
+/// A device the emulator speaks of is not there, or sysfs cannot be read.
+pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
+    let mut devices = Devices::new();
+    for (name, note) in notes {
+        let mut device = Device {
+            kind: note.kind.clone(),
+            bdf: note.bdf.clone(),
+            memory: note.memory,
+            block: None,
+        };
+        if !device.sysfs().exists() {
+            bail!("device {name}: there is no PCI function {} in the guest", note.bdf);
+        }
+        if note.kind == "nvme" {
+            device.block = block_device(&device.sysfs())?;
+        }
+        devices.insert(name.clone(), device);
+    }
+    Ok(devices)
+}
+
+/// The first namespace of the NVMe controller at a PCI function, or `None` while there is none yet.
+fn block_device(sysfs: &Path) -> Result<Option<PathBuf>> {
+    let Ok(controllers) = fs::read_dir(sysfs.join("nvme")) else {
+        return Ok(None);
+    };
+    for controller in controllers {
+        let controller = controller?;
+        for entry in fs::read_dir(controller.path())? {
+            let name = entry?.file_name().to_string_lossy().into_owned();
+            let after = name.strip_prefix(&*controller.file_name().to_string_lossy());
+            if after.is_some_and(|rest| rest.starts_with('n')) {
+                return Ok(Some(Path::new("/dev").join(name)));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Writes [`FILE`].
+///
+/// # Errors
+///
+/// Those of writing a file.
+pub fn store(devices: &Devices) -> Result<()> {
+    fs::write(FILE, serde_json::to_vec_pretty(devices)?).context(FILE)
+}
+
+/// The environment variables that name the devices: `P2PMEM_DEV_ACCEL0=0000:03:00.0`, `P2PMEM_BLOCK_NVME0=/dev/nvme0n1`.
+pub fn environment(devices: &Devices) -> BTreeMap<String, String> {
+    let mut vars = BTreeMap::new();
+    for (name, device) in devices {
+        let upper = name.to_uppercase().replace('-', "_");
+        vars.insert(format!("P2PMEM_DEV_{upper}"), device.bdf.clone());
+        if let Some(block) = &device.block {
+            vars.insert(format!("P2PMEM_BLOCK_{upper}"), block.display().to_string());
+        }
+    }
+    vars
+}

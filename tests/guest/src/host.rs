@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The channel by which a program in the guest asks the VM runner for things only the host can do.
+//!
+//! The guest's init listens on [`SOCKET`] and passes requests on. A request is one line of JSON, and so is its answer:
+//! `{"Ok": value}` or `{"Err": "why not"}`. A shell script can use it too:
+//! `echo '{"op":"snapshot"}' | socat - UNIX-CONNECT:/run/p2pmem/host.sock`.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+
+use crate::wire::Request;
+
+/// Where the guest's init listens.
+pub const SOCKET: &str = "/run/p2pmem/host.sock";
+
+/// Longest time the host takes for a request; an orderly unplug needs the most.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Asks the runner, and waits for the answer.
+///
+/// # Errors
+///
+/// The runner's own sentence where it refuses; otherwise what is wrong with the channel. Outside a guest there is no
+/// such channel.
+pub fn request(request: &Request) -> Result<serde_json::Value> {
+    let mut stream =
+        UnixStream::connect(SOCKET).with_context(|| format!("{SOCKET}: not in a guest of the VM runner"))?;
+    stream.set_read_timeout(Some(LIMIT))?;
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    stream.write_all(&line)?;
+    let mut answer = String::new();
+    BufReader::new(stream)
+        .read_line(&mut answer)
+        .context("no answer from the VM runner")?;
+    let answer: Result<serde_json::Value, String> = serde_json::from_str(&answer).context("answer of the VM runner")?;
+    answer.map_err(|why| anyhow!(why))
+}

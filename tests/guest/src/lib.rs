@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What a guest and the VM runner share: the [`wire`] protocol between the runner and the guest's init, the names of
+//! the topology's [`devices`] as the guest sees them, and the [`host`] channel by which a program in the guest asks the
+//! runner for things only the host can do.
+
+pub mod devices;
+pub mod host;
+pub mod wire;

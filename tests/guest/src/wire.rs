@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The protocol between the VM runner and the guest's init, over one virtio-serial port.
+//!
+//! The port carries frames: one byte of kind, four bytes of length (little endian), the payload. Commands' stdout and
+//! stderr, kernel log records and control messages are separate kinds, so they never mix, and they share one stream, so
+//! their order is the order in which the guest sent them: when the end of a command arrives, all its output has.
+
+use std::collections::BTreeMap;
+use std::io::{self, Read, Write};
+
+use serde::{Deserialize, Serialize};
+
+/// Name of the virtio-serial port.
+pub const PORT_NAME: &str = "org.p2pmem.agent";
+
+/// Largest payload of one frame, in bytes. A longer one means that the stream is out of step.
+pub const MAX_PAYLOAD: usize = 16 << 20;
+
+/// Start of the kernel log line by which the init marks a point in the log; a decimal number follows.
+pub const KMSG_MARK: &str = "p2pmem-mark: ";
+
+/// What a frame carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A [`ToGuest`] or [`ToHost`] message as JSON.
+    Control,
+    /// Bytes a command wrote to its standard output.
+    Stdout,
+    /// Bytes a command wrote to its standard error.
+    Stderr,
+    /// One record of the kernel log, as `/dev/kmsg` gives it.
+    Kmsg,
+}
+
+impl Kind {
+    fn code(self) -> u8 {
+        match self {
+            Kind::Control => 1,
+            Kind::Stdout => 2,
+            Kind::Stderr => 3,
+            Kind::Kmsg => 4,
+        }
+    }
+
+    fn from_code(code: u8) -> Option<Kind> {
+        [Kind::Control, Kind::Stdout, Kind::Stderr, Kind::Kmsg]
+            .into_iter()
+            .find(|kind| kind.code() == code)
+    }
+}
+
+/// One frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame {
+    /// What it carries.
+    pub kind: Kind,
+    /// The payload.
+    pub payload: Vec<u8>,
+}
+
+/// Writes one frame in one piece.
+///
+/// # Errors
+///
+/// Those of the writer, and `InvalidInput` for a payload longer than [`MAX_PAYLOAD`].
+pub fn write_frame(to: &mut impl Write, kind: Kind, payload: &[u8]) -> io::Result<()> {
+    if payload.len() > MAX_PAYLOAD {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "frame too long"));
+    }
+    let mut bytes = Vec::with_capacity(5 + payload.len());
+    bytes.push(kind.code());
+    bytes.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+    bytes.extend_from_slice(payload);
+    to.write_all(&bytes)?;
+    to.flush()
+}
+
+/// Writes a control message.
+///
+/// # Errors
+///
+/// Those of [`write_frame`].
+pub fn write_control(to: &mut impl Write, message: &impl Serialize) -> io::Result<()> {
+    write_frame(to, Kind::Control, &serde_json::to_vec(message)?)
+}
+
+/// Reads one frame; `None` at the end of the stream.
+///
+/// # Errors
+///
+/// Those of the reader; `UnexpectedEof` inside a frame; `InvalidData` for an unknown kind or an impossible length.
+pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
+    let mut code = [0u8; 1];
+    loop {
+        match from.read(&mut code) {
+            Ok(0) => return Ok(None),
+            Ok(_) => break,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    let bad = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
+    let kind = Kind::from_code(code[0]).ok_or_else(|| bad(format!("unknown frame kind {}", code[0])))?;
+    let mut len = [0u8; 4];
+    from.read_exact(&mut len)?;
+    let len = u32::from_le_bytes(len) as usize;
+    if len > MAX_PAYLOAD {
+        return Err(bad(format!("frame of {len} bytes")));
+    }
+    let mut payload = vec![0; len];
+    from.read_exact(&mut payload)?;
+    Ok(Some(Frame { kind, payload }))
+}
+
+/// What the runner knows of a device of the topology.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceNote {
+    /// `accel`, `nvme` or `ivshmem`.
+    pub kind: String,
+    /// Its PCI address (`0000:03:00.0`), as the emulator numbers it from what the guest put into the bridges.
+    pub bdf: String,
+    /// Size of the memory it can lend, in bytes: the accelerator's or ivshmem's BAR, the drive's CMB; 0 for none.
+    pub memory: u64,
+}
+
+/// Runner to guest.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum ToGuest {
+    /// Answer to [`ToHost::Hello`]: what to set up.
+    Setup {
+        /// Devices of the topology by name.
+        devices: BTreeMap<String, DeviceNote>,
+        /// Name of the topology.
+        topology: String,
+    },
+    /// Run a command.
+    Exec {
+        /// Number that comes back in [`ToHost::Exited`].
+        id: u64,
+        /// Program and arguments; the program is looked for in `PATH`.
+        argv: Vec<String>,
+        /// Environment added to the guest's.
+        env: BTreeMap<String, String>,
+        /// Working directory.
+        cwd: String,
+    },
+    /// The command ran out of time: write what blocks into the kernel log, then end it.
+    TimedOut {
+        /// The command.
+        id: u64,
+    },
+    /// Answer to [`ToHost::Request`].
+    Reply {
+        /// The request's number.
+        id: u64,
+        /// What came of it; the error is a sentence.
+        result: Result<serde_json::Value, String>,
+    },
+    /// End the guest.
+    PowerOff,
+}
+
+/// Guest to runner.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum ToHost {
+    /// The init runs; devices can be looked at.
+    Hello {
+        /// Kernel release.
+        release: String,
+    },
+    /// The guest is set up.
+    Ready,
+    /// The set-up failed.
+    Failed {
+        /// Why.
+        error: String,
+    },
+    /// A command ended. Its output was sent before; its kernel log ends with the mark of the same number.
+    Exited {
+        /// The command.
+        id: u64,
+        /// Exit code.
+        code: Option<i32>,
+        /// Signal that ended it.
+        signal: Option<i32>,
+        /// Why it could not be started.
+        error: Option<String>,
+    },
+    /// A program in the guest asks for something.
+    Request {
+        /// Number that comes back in [`ToGuest::Reply`].
+        id: u64,
+        /// What it asks for.
+        request: Request,
+    },
+}
+
+/// What a program in the guest may ask the runner for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Request {
+    /// The topology's devices and where they are now: a map of names to [`DeviceNote`].
+    Devices,
+    /// Byte counters of all devices: a map of names to counters, see the runner's documentation.
+    Snapshot,
+    /// Kill the process behind a device, without a word to the guest: surprise removal.
+    Kill {
+        /// The device.
+        name: String,
+    },
+    /// Unplug a device in an orderly way; answered once it is gone.
+    DeviceDel {
+        /// The device.
+        name: String,
+    },
+    /// Plug a device in again that was unplugged.
+    DeviceAdd {
+        /// The device.
+        name: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_come_back_as_sent() {
+        let mut wire = Vec::new();
+        for (kind, payload) in [
+            (Kind::Control, &b"{}"[..]),
+            (Kind::Stdout, b""),
+            (Kind::Stderr, b"x"),
+            (Kind::Kmsg, b"6,1,2,-;a"),
+        ] {
+            write_frame(&mut wire, kind, payload).unwrap();
+        }
+        let mut from = &wire[..];
+        assert_eq!(
+            read_frame(&mut from).unwrap(),
+            Some(Frame {
+                kind: Kind::Control,
+                payload: b"{}".to_vec()
+            })
+        );
+        assert_eq!(
+            read_frame(&mut from).unwrap(),
+            Some(Frame {
+                kind: Kind::Stdout,
+                payload: vec![]
+            })
+        );
+        assert_eq!(
+            read_frame(&mut from).unwrap(),
+            Some(Frame {
+                kind: Kind::Stderr,
+                payload: b"x".to_vec()
+            })
+        );
+        assert_eq!(
+            read_frame(&mut from).unwrap(),
+            Some(Frame {
+                kind: Kind::Kmsg,
+                payload: b"6,1,2,-;a".to_vec()
+            })
+        );
+        assert_eq!(read_frame(&mut from).unwrap(), None);
+    }
+
+    #[test]
+    fn a_stream_out_of_step_is_an_error() {
+        assert_eq!(
+            read_frame(&mut &[9u8, 0, 0, 0, 0][..]).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
+        );
+        assert_eq!(
+            read_frame(&mut &[1u8, 255, 255, 255, 255][..]).unwrap_err().kind(),
+            io::ErrorKind::InvalidData
+        );
+        assert_eq!(
+            read_frame(&mut &[1u8, 4, 0, 0, 0, 1][..]).unwrap_err().kind(),
+            io::ErrorKind::UnexpectedEof
+        );
+        assert_eq!(
+            read_frame(&mut &[1u8, 4][..]).unwrap_err().kind(),
+            io::ErrorKind::UnexpectedEof
+        );
+    }
+
+    #[test]
+    fn requests_are_lines_of_json() {
+        let text = r#"{"op":"device-del","name":"accel0"}"#;
+        let request = Request::DeviceDel { name: "accel0".into() };
+        assert_eq!(serde_json::from_str::<Request>(text).unwrap(), request);
+        assert_eq!(serde_json::to_string(&request).unwrap(), text);
+        assert!(serde_json::from_str::<Request>(r#"{"op":"reboot"}"#).is_err());
+    }
+}

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The kernel to boot: the uncompressed ELF image inside Debian's `vmlinuz`.
+//!
+//! QEMU enters an ELF kernel directly (PVH), which saves the time the emulated processor needs to decompress it, about a
+//! second. The image is not changed: it is what the kernel's own decompressor would put into memory.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Release of the kernel that the sandbox was made for.
+///
+/// # Errors
+///
+/// `/etc/p2pmem-kernel` is missing: this is not the sandbox.
+pub fn release() -> Result<String> {
+    let file = "/etc/p2pmem-kernel";
+    let text = fs::read_to_string(file).with_context(|| format!("{file}: run this in the sandbox"))?;
+    Ok(text.trim().to_owned())
+}
+
+/// The uncompressed image of a kernel in `/boot`, made in `/build` where it is missing or older than the kernel.
+///
+/// # Errors
+///
+/// The kernel is missing or of an unknown format, or the image cannot be written.
+pub fn vmlinux(release: &str) -> Result<PathBuf> {
+    let from = PathBuf::from(format!("/boot/vmlinuz-{release}"));
+    let to = PathBuf::from(format!("/build/vmlinux-{release}"));
+    let made = fs::metadata(&to).and_then(|m| m.modified());
+    let source = fs::metadata(&from)
+        .and_then(|m| m.modified())
+        .with_context(|| from.display().to_string())?;
+    if made.is_ok_and(|made| made >= source) {
+        return Ok(to);
+    }
+    let image = fs::read(&from).with_context(|| from.display().to_string())?;
+    let elf = extract(&image).with_context(|| from.display().to_string())?;
+    let folder = to.parent().unwrap_or(Path::new("/"));
+    let mut file = tempfile::NamedTempFile::new_in(folder).with_context(|| folder.display().to_string())?;
+    file.write_all(&elf)?;
+    // Another runner may be doing the same: each renames a whole file.
+    file.persist(&to)?;
+    Ok(to)
+}
+
+/// Cuts the compressed kernel out of a bzImage (x86 boot protocol 2.08 or later) and decompresses it.
+fn extract(image: &[u8]) -> Result<Vec<u8>> {
+    let word = |at: usize| -> Result<usize> {
+        let bytes = image.get(at..at + 4).context("too short for a bzImage")?;
+        Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize)
+    };
+    ensure!(image.get(0x202..0x206) == Some(b"HdrS"), "no bzImage");
+    let sectors = match image[0x1f1] {
+        0 => 4,
+        n => usize::from(n),
+    };
+    let start = (sectors + 1) * 512 + word(0x248)?;
+    let payload = image
+        .get(start..start.saturating_add(word(0x24c)?))
+        .context("payload beyond the end")?;
+    let mut elf = Vec::new();
+    match payload {
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => {
+            // The payload ends with the uncompressed size, which is no part of the frame.
+            let mut decoder = zstd::stream::read::Decoder::with_buffer(payload)?.single_frame();
+            decoder.read_to_end(&mut elf).context("decompressing")?;
+        }
+        _ => bail!("the kernel is compressed with something other than zstd"),
+    }
+    ensure!(elf.starts_with(b"\x7fELF"), "the payload is no ELF image");
+    Ok(elf)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn image(payload: &[u8]) -> Vec<u8> {
+        let mut image = vec![0; 1024 + 64];
+        image[0x1f1] = 1;
+        image[0x202..0x206].copy_from_slice(b"HdrS");
+        image[0x248..0x24c].copy_from_slice(&64u32.to_le_bytes());
+        image[0x24c..0x250].copy_from_slice(&(payload.len() as u32).to_le_bytes());
+        image.extend_from_slice(payload);
+        image
+    }
+
+    #[test]
+    fn extracts_the_payload() {
+        let elf = b"\x7fELF and so on".repeat(100);
+        let mut payload = zstd::encode_all(&elf[..], 3).unwrap();
+        payload.extend_from_slice(&(elf.len() as u32).to_le_bytes());
+        assert_eq!(extract(&image(&payload)).unwrap(), elf);
+    }
+
+    #[test]
+    fn refuses_what_it_does_not_know() {
+        assert!(extract(b"").is_err());
+        assert!(
+            extract(&image(b"\x1f\x8bgzip"))
+                .unwrap_err()
+                .to_string()
+                .contains("zstd")
+        );
+        let not_elf = zstd::encode_all(&b"plain"[..], 3).unwrap();
+        assert!(extract(&image(&not_elf)).unwrap_err().to_string().contains("ELF"));
+        let mut short = image(b"");
+        short[0x24c] = 200;
+        assert!(extract(&short).is_err());
+    }
+}

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Runs commands in virtual machines whose PCI topology is data.
+//!
+//! A [`topology`] is read from TOML, turned into a QEMU command line by [`qemu`], and booted by [`vm`] with an unmodified
+//! kernel ([`kernel`]) on the file system the runner itself runs in. Commands' output, exit codes and kernel log come
+//! back, the log is searched for anything a kernel should not say ([`dmesg`]), and the devices' byte counters can be read
+//! at any time ([`counters`]). Documentation/testbed/runner.md tells how to use it.
+
+pub mod accel;
+pub mod counters;
+pub mod dmesg;
+pub mod kernel;
+pub mod process;
+pub mod qemu;
+pub mod qmp;
+pub mod topology;
+pub mod trace;
+pub mod vm;

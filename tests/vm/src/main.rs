@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The VM runner's command line: boots a topology, runs one command in the guest, and tells what came of it.
+
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::{Parser, Subcommand};
+use p2pmem_vm::qemu::{self, Paths};
+use p2pmem_vm::topology::Topology;
+use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream, Vm};
+use serde_json::json;
+
+/// The kernel said something it does not say when in order, while the command itself succeeded.
+const EXIT_FINDINGS: u8 = 121;
+/// The guest did not come up.
+const EXIT_BOOT: u8 = 122;
+/// The kernel panicked, or the guest ended otherwise.
+const EXIT_DIED: u8 = 123;
+/// The command ran out of time.
+const EXIT_TIME: u8 = 124;
+/// The runner itself failed, or its arguments are wrong.
+const EXIT_RUNNER: u8 = 125;
+/// The command could not be started.
+const EXIT_NOT_STARTED: u8 = 127;
+
+/// Boots a machine described as data, under an unmodified kernel, and runs a command in it.
+///
+/// Exit codes: the command's own (128 + N for signal N); 121 bad lines in the kernel log; 122 no boot; 123 panic;
+/// 124 time-out; 125 runner; 127 command not started.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Run one command in a fresh guest
+    Run(Run),
+    /// Check topology files and print the QEMU command line of each
+    Check {
+        /// Topology files
+        #[arg(required = true)]
+        files: Vec<PathBuf>,
+    },
+}
+
+#[derive(clap::Args)]
+struct Run {
+    /// Topology file
+    #[arg(long, value_name = "FILE")]
+    topology: PathBuf,
+    /// Kernel module to load before the command; the path is one of the sandbox
+    #[arg(long, value_name = "PATH")]
+    module: Option<PathBuf>,
+    /// Kernel image (ELF) instead of the sandbox's stock kernel
+    #[arg(long, value_name = "PATH")]
+    kernel: Option<PathBuf>,
+    /// Environment variable for the command; may be repeated
+    #[arg(long, value_name = "NAME=VALUE", value_parser = parse_env)]
+    env: Vec<(String, String)>,
+    /// Working directory in the guest
+    #[arg(long, default_value = "/")]
+    cwd: String,
+    /// Time limit of the command, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    timeout: u64,
+    /// Print a report as JSON on standard output, and the command's output on standard error
+    #[arg(long)]
+    json: bool,
+    /// Write the report as JSON to a file
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Print the whole kernel log on standard error at the end
+    #[arg(long)]
+    dmesg: bool,
+    /// Command to run in the guest, after --
+    #[arg(required = true, last = true)]
+    argv: Vec<String>,
+}
+
+fn parse_env(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("write it as NAME=VALUE".into()),
+    }
+}
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            let _ = e.print();
+            return ExitCode::from(if e.use_stderr() { EXIT_RUNNER } else { 0 });
+        }
+    };
+    let result = match cli.command {
+        Verb::Run(run) => run.run(),
+        Verb::Check { files } => check(&files),
+    };
+    result.unwrap_or_else(|e| {
+        eprintln!("p2pmem-vm: {e:#}");
+        ExitCode::from(EXIT_RUNNER)
+    })
+}
+
+fn check(files: &[PathBuf]) -> Result<ExitCode> {
+    let paths = Paths {
+        dir: "/run/guest".into(),
+        kernel: "/run/guest/vmlinux".into(),
+        init: "/run/guest/init".into(),
+    };
+    for file in files {
+        let topology = Topology::load(file)?;
+        println!("# {}: {}", topology.name, topology.description);
+        println!(
+            "{}",
+            qemu::plan(&topology, &paths)?
+                .argv
+                .join(" \\\n    ")
+                .replace(" \\\n    {", " '{")
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Run {
+    fn run(&self) -> Result<ExitCode> {
+        let topology = Topology::load(&self.topology)?;
+        let mut vm = match Vm::boot(
+            &topology,
+            &Options {
+                kernel: self.kernel.clone(),
+            },
+        ) {
+            Ok(vm) => vm,
+            Err(e) => {
+                eprintln!("p2pmem-vm: {e:#}");
+                return Ok(ExitCode::from(EXIT_BOOT));
+            }
+        };
+        if let Some(module) = &self.module {
+            let path = fs::canonicalize(module).with_context(|| module.display().to_string())?;
+            let path = path.to_str().context("the module's path is not UTF-8")?;
+            let outcome = vm.exec(&Command::new(["insmod", path]), &mut |_, _| {})?;
+            if outcome.status != (Status::Exited { code: 0 }) {
+                let log: Vec<_> = outcome.dmesg.iter().rev().take(20).map(|r| r.text.as_str()).collect();
+                let log: Vec<_> = log.into_iter().rev().collect();
+                bail!(
+                    "insmod {path}: {:?}\n{}\n{}",
+                    outcome.status,
+                    String::from_utf8_lossy(&outcome.stderr),
+                    log.join("\n")
+                );
+            }
+            report_findings(&outcome.findings, "loading the module");
+            if !outcome.findings.is_empty() {
+                return Ok(ExitCode::from(EXIT_FINDINGS));
+            }
+        }
+        let command = Command {
+            argv: self.argv.clone(),
+            env: self.env.iter().cloned().collect(),
+            cwd: self.cwd.clone(),
+            limit: Duration::from_secs(self.timeout),
+        };
+        let to_stderr = self.json;
+        let mut outcome = vm.exec(&command, &mut |stream, bytes| {
+            // A reader that went away must not keep the guest from being ended in order.
+            let _ = match stream {
+                Stream::Stdout if !to_stderr => {
+                    let mut out = std::io::stdout().lock();
+                    out.write_all(bytes).and_then(|()| out.flush())
+                }
+                _ => std::io::stderr().lock().write_all(bytes),
+            };
+        })?;
+        if self.dmesg {
+            for record in &outcome.dmesg {
+                eprintln!(
+                    "[{:5}.{:06}] {}",
+                    record.time_us / 1_000_000,
+                    record.time_us % 1_000_000,
+                    record.text
+                );
+            }
+        }
+        let (release, boot_seconds) = (vm.release().to_owned(), vm.boot_time().as_secs_f64());
+        let mut counters = None;
+        let mut console = None;
+        if vm.is_alive() {
+            counters = Some(vm.snapshot()?);
+            outcome.findings.extend(vm.shut_down()?);
+        } else {
+            console = Some(vm.console_tail());
+        }
+        self.tell(&outcome, console.as_deref());
+        let code = exit_code(&outcome);
+        let report = json!({
+            "topology": topology.name, "kernel_release": release, "boot_seconds": boot_seconds, "outcome": outcome,
+            "counters": counters, "console": console, "exit_code": code,
+        });
+        if let Some(path) = &self.report {
+            fs::write(path, serde_json::to_vec_pretty(&report)?).with_context(|| path.display().to_string())?;
+        }
+        if self.json {
+            println!("{}", serde_json::to_string_pretty(&report)?);
+        }
+        Ok(ExitCode::from(code))
+    }
+
+    fn tell(&self, outcome: &Outcome, console: Option<&str>) {
+        match &outcome.status {
+            Status::Exited { .. } | Status::Signalled { .. } => {}
+            Status::NotStarted { error } => eprintln!("p2pmem-vm: {error}"),
+            Status::TimedOut => {
+                eprintln!(
+                    "p2pmem-vm: the command ran out of time ({} s); the kernel log's end:",
+                    self.timeout
+                );
+                let skip = outcome.dmesg.len().saturating_sub(60);
+                for record in &outcome.dmesg[skip..] {
+                    eprintln!("  {}", record.text);
+                }
+            }
+            Status::Panicked { line } => eprintln!("p2pmem-vm: the kernel panicked: {line}"),
+            Status::Died { why } => eprintln!("p2pmem-vm: {why}"),
+        }
+        if let Some(console) = console {
+            eprintln!("{console}");
+        }
+        report_findings(&outcome.findings, "the command");
+    }
+}
+
+fn report_findings(findings: &[String], during: &str) {
+    if !findings.is_empty() {
+        eprintln!("p2pmem-vm: bad lines in the kernel log during {during}:");
+        for line in findings {
+            eprintln!("  {line}");
+        }
+    }
+}
+
+fn exit_code(outcome: &Outcome) -> u8 {
+    match &outcome.status {
+        Status::Exited { code: 0 } if !outcome.findings.is_empty() => EXIT_FINDINGS,
+        Status::Exited { code } => u8::try_from(*code).unwrap_or(u8::MAX),
+        Status::Signalled { signal } => u8::try_from(128 + signal).unwrap_or(u8::MAX),
+        Status::NotStarted { .. } => EXIT_NOT_STARTED,
+        Status::TimedOut => EXIT_TIME,
+        Status::Panicked { .. } | Status::Died { .. } => EXIT_DIED,
+    }
+}

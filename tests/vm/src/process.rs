@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Processes that end with the runner, whatever ends it.
+//!
+//! A [`Process`] is killed, by its own id, when it is dropped. Should the runner be killed without a chance to drop
+//! anything, the kernel kills its children: each is started through `setpriv --pdeathsig`. That signal comes when the
+//! *thread* that started the child ends, so one thread, which lasts as long as the runner, starts all of them.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::sync::{OnceLock, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+
+/// How often a wait for the end of a process looks.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// A process of ours; killed and reaped when dropped.
+#[derive(Debug)]
+pub struct Process {
+    name: String,
+    child: Child,
+    log: PathBuf,
+}
+
+/// What a process gets as standard input and output.
+#[derive(Debug, Default)]
+pub struct Stdin(pub Option<Stdio>);
+
+impl Process {
+    /// Starts a program. Its standard error goes to `log`, and so does its standard output unless `piped` is set.
+    ///
+    /// # Errors
+    ///
+    /// The log cannot be made or the program not be started.
+    pub fn start(name: &str, argv: &[String], stdin: Stdin, log: &Path, piped: bool) -> Result<Process> {
+        let to = File::create(log).with_context(|| log.display().to_string())?;
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "--"]).args(argv);
+        command.stdin(stdin.0.unwrap_or_else(Stdio::null));
+        command.stdout(if piped {
+            Stdio::piped()
+        } else {
+            Stdio::from(to.try_clone()?)
+        });
+        command.stderr(to);
+        let child = spawn(command).with_context(|| format!("cannot start {name} ({})", argv.join(" ")))?;
+        Ok(Process {
+            name: name.to_owned(),
+            child,
+            log: log.to_owned(),
+        })
+    }
+
+    /// Its standard output, once.
+    pub fn take_stdout(&mut self) -> Option<ChildStdout> {
+        self.child.stdout.take()
+    }
+
+    /// How it ended, if it did.
+    ///
+    /// # Errors
+    ///
+    /// Those of waiting for a child.
+    pub fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+        self.child.try_wait()
+    }
+
+    /// Waits for its end until a deadline; tells whether it ended.
+    ///
+    /// # Errors
+    ///
+    /// Those of waiting for a child.
+    pub fn wait_until(&mut self, deadline: Instant) -> io::Result<bool> {
+        loop {
+            if self.ended()?.is_some() {
+                return Ok(true);
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            thread::sleep(LOOK);
+        }
+    }
+
+    /// Its name, id and the end of what it logged, for error messages.
+    pub fn describe(&self) -> String {
+        let log = fs::read(&self.log).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        // QEMU warns of every feature of the CPU model that the emulated processor lacks.
+        let telling = log
+            .lines()
+            .rev()
+            .filter(|line| !line.contains("TCG doesn't support requested feature"));
+        let mut tail: Vec<&str> = telling.take(15).collect();
+        tail.reverse();
+        format!(
+            "{} (process {}): {}",
+            self.name,
+            self.child.id(),
+            if tail.is_empty() {
+                "no output".into()
+            } else {
+                tail.join("\n")
+            }
+        )
+    }
+
+    /// Its process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Not reaped yet, so the id is still its own; an error means that it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+type Job = (Command, mpsc::Sender<io::Result<Child>>);
+
+fn spawn(command: Command) -> Result<Child> {
+    static SPAWNER: OnceLock<std::sync::Mutex<mpsc::Sender<Job>>> = OnceLock::new();
+    let spawner = SPAWNER.get_or_init(|| {
+        let (send, jobs) = mpsc::channel::<Job>();
+        thread::spawn(move || {
+            for (mut command, done) in jobs {
+                // The receiver waits for this answer; it is gone only if its thread died.
+                let _ = done.send(command.spawn());
+            }
+        });
+        std::sync::Mutex::new(send)
+    });
+    let (done, child) = mpsc::channel();
+    spawner
+        .lock()
+        .map_err(|_| anyhow!("poisoned"))?
+        .send((command, done))
+        .context("the spawning thread is gone")?;
+    Ok(child.recv().context("the spawning thread is gone")??)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn argv(words: &[&str]) -> Vec<String> {
+        words.iter().map(|w| (*w).to_owned()).collect()
+    }
+
+    #[test]
+    fn a_dropped_process_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let process = Process::start(
+            "cat",
+            &argv(&["sleep", "1000"]),
+            Stdin::default(),
+            &dir.path().join("log"),
+            false,
+        )
+        .unwrap();
+        let proc = PathBuf::from(format!("/proc/{}", process.id()));
+        assert!(proc.exists());
+        drop(process);
+        assert!(!proc.exists());
+    }
+
+    #[test]
+    fn what_it_logged_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = argv(&["sh", "-c", "echo out; echo err >&2; exit 3"]);
+        let mut process = Process::start("sh", &script, Stdin::default(), &dir.path().join("log"), false).unwrap();
+        assert!(process.wait_until(Instant::now() + Duration::from_secs(10)).unwrap());
+        assert_eq!(process.ended().unwrap().unwrap().code(), Some(3));
+        assert!(process.describe().contains("err"), "{}", process.describe());
+    }
+}

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! From a topology to QEMU's command line.
+//!
+//! Nothing is left to QEMU's choice that a program could see: every device has an identifier, every port a number of its
+//! own, every drive a namespace number of its own (which is how trace events are told apart).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+
+use crate::topology::{BridgeKind, Device, ROOT, Topology};
+use crate::trace;
+use p2pmem_guest::wire::PORT_NAME;
+
+/// Options for every boot: no mitigations and no self-tests, because every emulated instruction costs; the log and the
+/// console as the runner needs them; an end at a panic.
+const CMDLINE: &str = "console=ttyS0 loglevel=4 root=rootfs rootfstype=virtiofs ro mitigations=off nokaslr \
+    cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1";
+
+/// First bus number of the first further host bridge; each has that many buses.
+const HOST_BRIDGE_BUSES: usize = 32;
+
+/// Files and sockets of one guest, all in one folder.
+#[derive(Debug, Clone)]
+pub struct Paths {
+    /// The folder.
+    pub dir: PathBuf,
+    /// The kernel's ELF image.
+    pub kernel: PathBuf,
+    /// The guest's init, as seen from the root both share.
+    pub init: PathBuf,
+}
+
+impl Paths {
+    /// Socket of virtiofsd.
+    pub fn root_socket(&self) -> PathBuf {
+        self.dir.join("root.sock")
+    }
+
+    /// Socket of the guest's init, on which the runner listens.
+    pub fn agent_socket(&self) -> PathBuf {
+        self.dir.join("agent.sock")
+    }
+
+    /// Socket of QEMU's monitor, on which the runner listens.
+    pub fn monitor_socket(&self) -> PathBuf {
+        self.dir.join("monitor.sock")
+    }
+
+    /// File that QEMU traces into.
+    pub fn trace(&self) -> PathBuf {
+        self.dir.join("trace")
+    }
+
+    /// Image of a drive.
+    pub fn image(&self, drive: &str) -> PathBuf {
+        self.dir.join(format!("{drive}.img"))
+    }
+
+    /// vfio-user socket of a device.
+    pub fn device_socket(&self, device: &str) -> PathBuf {
+        self.dir.join(format!("{device}.sock"))
+    }
+
+    /// Control socket of a device process.
+    pub fn control_socket(&self, device: &str) -> PathBuf {
+        self.dir.join(format!("{device}.control"))
+    }
+}
+
+/// What to start, and what to know of it.
+#[derive(Debug)]
+pub struct Plan {
+    /// QEMU and its arguments.
+    pub argv: Vec<String>,
+    /// Arguments of `device_add` for each device.
+    pub devices: BTreeMap<String, Value>,
+    /// Drives by namespace number.
+    pub drives: BTreeMap<u32, String>,
+}
+
+/// Makes the command line.
+///
+/// # Errors
+///
+/// A path cannot be written in UTF-8.
+pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
+    let mut argv = Args(vec!["qemu-system-x86_64".into()]);
+    machine(&mut argv, topology, paths)?;
+    let slots = bridges(&mut argv, topology);
+    let mut devices = BTreeMap::new();
+    let mut drives = BTreeMap::new();
+    for device in &topology.device {
+        let name = device.name();
+        let Some(bus) = slots.get(name) else {
+            bail!("device {name:?} has no port")
+        };
+        let options = match device {
+            Device::Accel { .. } => {
+                let socket = paths.device_socket(name);
+                let socket = text(&socket)?;
+                json!({ "driver": "vfio-user-pci", "id": name, "bus": bus, "socket": { "type": "unix", "path": socket } })
+            }
+            Device::Ivshmem { size, .. } => {
+                let id = format!("{name}-memory");
+                let backend = json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size.0, "share": true });
+                argv.json("-object", &backend);
+                json!({ "driver": "ivshmem-plain", "id": name, "bus": bus, "memdev": id })
+            }
+            Device::Nvme {
+                serial, cmb_size_mb, ..
+            } => {
+                let image = format!("{name}-image");
+                argv.json(
+                    "-blockdev",
+                    &json!({
+                        "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
+                        "file": { "driver": "file", "filename": text(&paths.image(name))? },
+                    }),
+                );
+                json!({
+                    "driver": "nvme", "id": name, "bus": bus, "serial": serial.as_deref().unwrap_or(name),
+                    "cmb_size_mb": cmb_size_mb.unwrap_or(0),
+                    // Payload in another device's trapped memory (a CMB) goes through bounce buffers of that much.
+                    "x-max-bounce-buffer-size": 1 << 20,
+                })
+            }
+        };
+        argv.json("-device", &options);
+        if matches!(device, Device::Nvme { .. }) {
+            let nsid = drives.len() as u32 + 1;
+            drives.insert(nsid, name.to_owned());
+            let (id, image) = (format!("{name}-ns"), format!("{name}-image"));
+            let ns =
+                json!({ "driver": "nvme-ns", "id": id, "bus": name, "drive": image, "nsid": nsid, "shared": false });
+            argv.json("-device", &ns);
+        }
+        devices.insert(name.to_owned(), options);
+    }
+    Ok(Plan {
+        argv: argv.0,
+        devices,
+        drives,
+    })
+}
+
+struct Args(Vec<String>);
+
+impl Args {
+    fn add(&mut self, option: &str, value: impl Into<String>) {
+        self.0.push(option.to_owned());
+        self.0.push(value.into());
+    }
+
+    fn json(&mut self, option: &str, value: &Value) {
+        self.add(option, value.to_string());
+    }
+}
+
+fn text(path: &Path) -> Result<&str> {
+    path.to_str()
+        .with_context(|| format!("{} is not UTF-8", path.display()))
+}
+
+/// Escapes a path for QEMU's comma-separated options.
+fn option_text(path: &Path) -> Result<String> {
+    Ok(text(path)?.replace(',', ",,"))
+}
+
+fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
+    let machine = &topology.machine;
+    argv.add("-name", topology.name.as_str());
+    argv.0
+        .extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(String::from));
+    argv.add("-display", "none");
+    argv.add("-vga", "none");
+    argv.add("-accel", "tcg,thread=multi");
+    argv.add("-cpu", machine.cpu.as_str());
+    argv.add("-smp", machine.smp.to_string());
+    argv.add("-m", format!("{}k", machine.memory.0 >> 10));
+    // Shared, because virtiofsd and device processes map it.
+    let backend =
+        |id: &str, size: u64| json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size, "share": true });
+    if machine.numa.is_empty() {
+        argv.json("-object", &backend("ram0", machine.memory.0));
+        argv.add("-machine", "q35,memory-backend=ram0");
+    } else {
+        argv.add("-machine", "q35");
+        for (number, node) in machine.numa.iter().enumerate() {
+            argv.json("-object", &backend(&format!("ram{number}"), node.memory.0));
+            let cpus: String = node.cpus.iter().map(|cpu| format!(",cpus={cpu}")).collect();
+            argv.add("-numa", format!("node,nodeid={number},memdev=ram{number}{cpus}"));
+        }
+    }
+    argv.add("-kernel", text(&paths.kernel)?);
+    argv.add("-append", format!("{CMDLINE} init={}", text(&paths.init)?));
+    argv.add("-serial", "stdio");
+    argv.add(
+        "-chardev",
+        format!("socket,id=monitor,path={}", option_text(&paths.monitor_socket())?),
+    );
+    argv.json(
+        "-object",
+        &json!({ "qom-type": "monitor-qmp", "id": "qmp", "chardev": "monitor" }),
+    );
+    argv.add(
+        "-chardev",
+        format!("socket,id=root,path={}", option_text(&paths.root_socket())?),
+    );
+    argv.json(
+        "-device",
+        &json!({ "driver": "vhost-user-fs-pci", "bus": ROOT, "chardev": "root", "tag": "rootfs" }),
+    );
+    argv.add(
+        "-chardev",
+        format!("socket,id=agent,path={}", option_text(&paths.agent_socket())?),
+    );
+    argv.json(
+        "-device",
+        &json!({ "driver": "virtio-serial-pci", "id": "ports", "bus": ROOT }),
+    );
+    argv.json(
+        "-device",
+        &json!({ "driver": "virtserialport", "bus": "ports.0", "chardev": "agent", "name": PORT_NAME }),
+    );
+    argv.add("-D", text(&paths.trace())?);
+    for event in trace::EVENTS {
+        argv.add("-trace", format!("enable={event}"));
+    }
+    Ok(())
+}
+
+/// Adds the bridges; returns the bus each thing below a root port or switch goes on.
+fn bridges(argv: &mut Args, topology: &Topology) -> BTreeMap<String, String> {
+    let mut slots: BTreeMap<String, String> = BTreeMap::new();
+    let mut number = 0;
+    let mut host_bridges = 0;
+    let mut next_number = || {
+        number += 1;
+        number
+    };
+    for bridge in &topology.bridge {
+        let name = &bridge.name;
+        let bus = slots.get(name).cloned().unwrap_or_else(|| bridge.parent.clone());
+        // Who is below, in the order of the file: bridges first, then devices.
+        let below = topology
+            .bridge
+            .iter()
+            .filter(|b| b.parent == *name)
+            .map(|b| b.name.clone());
+        let below: Vec<String> = below
+            .chain(
+                topology
+                    .device
+                    .iter()
+                    .filter(|d| d.parent() == name)
+                    .map(|d| d.name().to_owned()),
+            )
+            .collect();
+        match bridge.kind {
+            BridgeKind::RootPort => {
+                let n = next_number();
+                argv.json(
+                    "-device",
+                    &json!({ "driver": "pcie-root-port", "id": name, "bus": bus, "chassis": n, "slot": n }),
+                );
+                slots.extend(below.into_iter().map(|child| (child, name.clone())));
+            }
+            BridgeKind::Switch => {
+                argv.json(
+                    "-device",
+                    &json!({ "driver": "x3130-upstream", "id": name, "bus": bus }),
+                );
+                for port in 0..bridge.ports.unwrap_or(0) {
+                    let (n, id) = (next_number(), format!("{name}-port{port}"));
+                    argv.json(
+                        "-device",
+                        &json!({ "driver": "xio3130-downstream", "id": id, "bus": name, "chassis": n, "slot": n, "port": port }),
+                    );
+                    if let Some(child) = below.get(usize::from(port)) {
+                        slots.insert(child.clone(), id);
+                    }
+                }
+            }
+            BridgeKind::HostBridge => {
+                host_bridges += 1;
+                let mut options = json!({ "driver": "pxb-pcie", "id": name, "bus": ROOT, "bus_nr": 255 - host_bridges * HOST_BRIDGE_BUSES });
+                if let Some(node) = bridge.numa_node {
+                    options["numa_node"] = json!(node);
+                }
+                argv.json("-device", &options);
+            }
+        }
+    }
+    slots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn demo() -> Plan {
+        let text = include_str!("../../topologies/demo.toml");
+        let topology = Topology::parse("demo", text).unwrap();
+        let paths = Paths {
+            dir: "/tmp/x,y".into(),
+            kernel: "/build/vmlinux".into(),
+            init: "/build/init".into(),
+        };
+        plan(&topology, &paths).unwrap()
+    }
+
+    fn devices(plan: &Plan) -> BTreeMap<String, Value> {
+        let pairs = plan.argv.windows(2).filter(|pair| pair[0] == "-device");
+        let devices = pairs.map(|pair| serde_json::from_str::<Value>(&pair[1]).unwrap());
+        devices
+            .filter_map(|d| Some((d["id"].as_str()?.to_owned(), d)))
+            .collect()
+    }
+
+    #[test]
+    fn everything_is_where_the_topology_says() {
+        let plan = demo();
+        let devices = devices(&plan);
+        let bus = |id: &str| devices[id]["bus"].as_str().unwrap().to_owned();
+        assert_eq!(bus("rp0"), "pcie.0");
+        assert_eq!(bus("sw0"), "rp0");
+        assert_eq!(bus("sw0-port3"), "sw0");
+        assert_eq!(bus("accel0"), "sw0-port0");
+        assert_eq!(bus("nvme0"), "sw0-port1");
+        assert_eq!(bus("nvme1"), "sw0-port2");
+        assert_eq!(bus("shm0"), "rp1");
+        assert_eq!(bus("rp2"), "hb1");
+        assert_eq!(bus("accel1"), "rp2");
+        assert_eq!(devices["hb1"]["numa_node"], 1);
+        assert_eq!(devices["nvme1"]["cmb_size_mb"], 16);
+        assert_eq!(devices["nvme1-ns"]["nsid"], 2);
+        assert_eq!(plan.drives, BTreeMap::from([(1, "nvme0".into()), (2, "nvme1".into())]));
+        assert_eq!(plan.devices["accel0"]["socket"]["path"], "/tmp/x,y/accel0.sock");
+    }
+
+    #[test]
+    fn ports_have_numbers_of_their_own() {
+        let devices = devices(&demo());
+        let mut numbers: Vec<i64> = devices.values().filter_map(|d| d["chassis"].as_i64()).collect();
+        let count = numbers.len();
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(count, 3 + 4);
+        assert_eq!(numbers.len(), count);
+    }
+
+    #[test]
+    fn memory_is_shared_and_split() {
+        let plan = demo();
+        let line = plan.argv.join(" ");
+        assert!(line.contains("-m 2097152k"));
+        assert!(line.contains("node,nodeid=1,memdev=ram1,cpus=1"));
+        assert!(line.contains("path=/tmp/x,,y/monitor.sock"));
+        let objects = plan.argv.windows(2).filter(|pair| pair[0] == "-object");
+        let objects: Vec<Value> = objects.map(|pair| serde_json::from_str(&pair[1]).unwrap()).collect();
+        let memories: Vec<&Value> = objects
+            .iter()
+            .filter(|o| o["qom-type"] == "memory-backend-memfd")
+            .collect();
+        assert_eq!(memories.len(), 3);
+        assert!(memories.iter().all(|o| o["share"] == true));
+    }
+}

@@ -1,0 +1,543 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The machine and its PCI tree as data, read from TOML and checked before anything is started.
+//!
+//! Parents name bridges; `pcie.0` is the machine's own root complex. A root port holds one thing, a device or a switch; a
+//! switch holds as many devices as it has ports, in the order in which the file names them; a host bridge holds root
+//! ports.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// Name of the machine's own root complex, the parent of last resort.
+pub const ROOT: &str = "pcie.0";
+
+/// Most downstream ports of one switch: device numbers on its internal bus.
+const MAX_PORTS: u8 = 32;
+
+/// Most bridges on the root complex, so that device numbers remain for the runner's own devices.
+const MAX_ON_ROOT: usize = 24;
+
+/// A size in bytes, written as `"256M"` (binary units: K, M, G).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Size(pub u64);
+
+impl<'de> Deserialize<'de> for Size {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(from)?;
+        let bytes = parse_size::Config::new()
+            .with_binary()
+            .parse_size(&text)
+            .map_err(|e| serde::de::Error::custom(format!("size {text:?}: {e}; write it like \"256M\"")))?;
+        if bytes == 0 {
+            return Err(serde::de::Error::custom(format!("size {text:?} is zero")));
+        }
+        Ok(Size(bytes))
+    }
+}
+
+/// A whole topology.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Topology {
+    /// What it is for, one line.
+    pub description: String,
+    /// Processor and memory.
+    #[serde(default)]
+    pub machine: Machine,
+    /// Bridges, parents before their children.
+    #[serde(default)]
+    pub bridge: Vec<Bridge>,
+    /// Devices.
+    #[serde(default)]
+    pub device: Vec<Device>,
+    /// Name: that of the file, without `.toml`.
+    #[serde(skip)]
+    pub name: String,
+}
+
+/// Processor and memory.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Machine {
+    /// CPU model as QEMU names it. The default passes the kernel's test for host bridges that route peer traffic.
+    pub cpu: String,
+    /// Processors.
+    pub smp: u32,
+    /// Memory in all.
+    pub memory: Size,
+    /// Memory by NUMA node; empty for a machine without NUMA. The sum must be `memory`.
+    pub numa: Vec<NumaNode>,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Machine {
+            cpu: "EPYC".into(),
+            smp: 2,
+            memory: Size(1 << 30),
+            numa: Vec::new(),
+        }
+    }
+}
+
+/// A NUMA node; its number is its place in the list.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NumaNode {
+    /// Its memory.
+    pub memory: Size,
+    /// Its processors.
+    pub cpus: Vec<u32>,
+}
+
+/// A bridge.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Bridge {
+    /// Its name.
+    pub name: String,
+    /// What it is.
+    pub kind: BridgeKind,
+    /// What it hangs on.
+    #[serde(default = "root")]
+    pub parent: String,
+    /// Downstream ports, of a switch.
+    pub ports: Option<u8>,
+    /// NUMA node, of a host bridge.
+    pub numa_node: Option<u16>,
+}
+
+fn root() -> String {
+    ROOT.to_owned()
+}
+
+/// Kinds of bridges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BridgeKind {
+    /// A root port: `pcie-root-port`.
+    RootPort,
+    /// A switch: `x3130-upstream` and `xio3130-downstream` ports.
+    Switch,
+    /// Another host bridge: `pxb-pcie`.
+    HostBridge,
+}
+
+/// A device.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Device {
+    /// The accelerator model, a vfio-user process.
+    Accel {
+        /// Its name.
+        name: String,
+        /// The bridge it is below.
+        parent: String,
+        /// Size of its memory BAR.
+        memory: Size,
+    },
+    /// QEMU's NVMe drive.
+    Nvme {
+        /// Its name.
+        name: String,
+        /// The bridge it is below.
+        parent: String,
+        /// Size of the drive, a sparse file that starts as zeroes.
+        image: Size,
+        /// Serial number; its name by default.
+        serial: Option<String>,
+        /// Size of its controller memory buffer in MiB.
+        cmb_size_mb: Option<u32>,
+    },
+    /// QEMU's shared-memory device: a BAR of plain memory that no driver of the kernel's claims.
+    Ivshmem {
+        /// Its name.
+        name: String,
+        /// The bridge it is below.
+        parent: String,
+        /// Size of its memory BAR.
+        size: Size,
+    },
+}
+
+impl Device {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Device::Accel { name, .. } | Device::Nvme { name, .. } | Device::Ivshmem { name, .. } => name,
+        }
+    }
+
+    /// The bridge it is below.
+    pub fn parent(&self) -> &str {
+        match self {
+            Device::Accel { parent, .. } | Device::Nvme { parent, .. } | Device::Ivshmem { parent, .. } => parent,
+        }
+    }
+
+    /// Its kind as in the file.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Device::Accel { .. } => "accel",
+            Device::Nvme { .. } => "nvme",
+            Device::Ivshmem { .. } => "ivshmem",
+        }
+    }
+
+    /// Bytes of memory it can lend; 0 for none.
+    pub fn memory(&self) -> u64 {
+        match self {
+            Device::Accel { memory, .. } => memory.0,
+            Device::Nvme { cmb_size_mb, .. } => u64::from(cmb_size_mb.unwrap_or(0)) << 20,
+            Device::Ivshmem { size, .. } => size.0,
+        }
+    }
+}
+
+impl Topology {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, is no TOML of this shape, or describes what cannot be built; the error names the entry.
+    pub fn load(path: &Path) -> Result<Topology> {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        let name = path
+            .file_stem()
+            .context("topology file without a name")?
+            .to_string_lossy()
+            .into_owned();
+        Topology::parse(&name, &text).with_context(|| path.display().to_string())
+    }
+
+    /// Reads and checks a text.
+    ///
+    /// # Errors
+    ///
+    /// As [`Topology::load`].
+    pub fn parse(name: &str, text: &str) -> Result<Topology> {
+        let mut topology: Topology = toml::from_str(text)?;
+        topology.name = name.to_owned();
+        topology.check()?;
+        Ok(topology)
+    }
+
+    /// The device of that name.
+    pub fn device(&self, name: &str) -> Option<&Device> {
+        self.device.iter().find(|device| device.name() == name)
+    }
+
+    /// The bridge of that name.
+    pub fn bridge(&self, name: &str) -> Option<&Bridge> {
+        self.bridge.iter().find(|bridge| bridge.name == name)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.check_machine()?;
+        let mut seen: BTreeMap<&str, &str> = BTreeMap::new();
+        seen.insert(ROOT, "root complex");
+        let mut children: BTreeMap<&str, usize> = BTreeMap::new();
+        for bridge in &self.bridge {
+            self.check_bridge(bridge, &seen)
+                .with_context(|| format!("bridge {:?}", bridge.name))?;
+            seen.insert(&bridge.name, "bridge");
+            *children.entry(&bridge.parent).or_default() += 1;
+        }
+        for device in &self.device {
+            let (name, parent) = (device.name(), device.parent());
+            check_device(device, &seen).with_context(|| format!("device {name:?}"))?;
+            let Some(bridge) = self.bridge(parent) else {
+                bail!("device {name:?}: unknown parent {parent:?}; a device is below a root port or a switch");
+            };
+            ensure!(
+                bridge.kind != BridgeKind::HostBridge,
+                "device {name:?}: parent {parent:?} is a host bridge; put a root port between them"
+            );
+            seen.insert(name, "device");
+            *children.entry(parent).or_default() += 1;
+        }
+        for bridge in &self.bridge {
+            let held = children.get(bridge.name.as_str()).copied().unwrap_or(0);
+            let room = match bridge.kind {
+                BridgeKind::RootPort => 1,
+                BridgeKind::Switch => usize::from(bridge.ports.unwrap_or(0)),
+                BridgeKind::HostBridge => usize::from(MAX_PORTS),
+            };
+            ensure!(
+                held <= room,
+                "bridge {:?}: {held} things below it, but it has room for {room}",
+                bridge.name
+            );
+        }
+        let on_root = children.get(ROOT).copied().unwrap_or(0);
+        ensure!(
+            on_root <= MAX_ON_ROOT,
+            "{on_root} bridges on {ROOT}, but it has room for {MAX_ON_ROOT}"
+        );
+        Ok(())
+    }
+
+    fn check_machine(&self) -> Result<()> {
+        let machine = &self.machine;
+        ensure!(!machine.cpu.is_empty(), "machine: empty cpu model");
+        ensure!(
+            (1..=64).contains(&machine.smp),
+            "machine: smp {} is not in 1..=64",
+            machine.smp
+        );
+        if machine.numa.is_empty() {
+            return Ok(());
+        }
+        let sum: u64 = machine.numa.iter().map(|node| node.memory.0).sum();
+        ensure!(
+            sum == machine.memory.0,
+            "machine: memory is {}, but its NUMA nodes have {sum}",
+            machine.memory.0
+        );
+        let mut owner = BTreeMap::new();
+        for (number, node) in machine.numa.iter().enumerate() {
+            for &cpu in &node.cpus {
+                ensure!(
+                    cpu < machine.smp,
+                    "machine: NUMA node {number} names cpu {cpu}, but smp is {}",
+                    machine.smp
+                );
+                if let Some(other) = owner.insert(cpu, number) {
+                    bail!("machine: cpu {cpu} is in NUMA nodes {other} and {number}");
+                }
+            }
+        }
+        ensure!(
+            owner.len() == machine.smp as usize,
+            "machine: some cpus are in no NUMA node"
+        );
+        Ok(())
+    }
+
+    fn check_bridge(&self, bridge: &Bridge, seen: &BTreeMap<&str, &str>) -> Result<()> {
+        check_name(&bridge.name, seen)?;
+        let parent = bridge.parent.as_str();
+        let parent_kind = match (parent, self.bridge(parent)) {
+            (ROOT, _) => None,
+            (_, Some(above)) if seen.contains_key(parent) => Some(above.kind),
+            (_, Some(_)) => bail!("parent {parent:?} comes later in the file; parents come first"),
+            (_, None) => bail!("unknown parent {parent:?}"),
+        };
+        match (bridge.kind, parent_kind) {
+            (BridgeKind::RootPort, None | Some(BridgeKind::HostBridge))
+            | (BridgeKind::HostBridge, None)
+            | (BridgeKind::Switch, Some(BridgeKind::RootPort | BridgeKind::Switch)) => {}
+            (BridgeKind::RootPort, _) => bail!("a root port is on {ROOT} or a host bridge, not on {parent:?}"),
+            (BridgeKind::HostBridge, _) => bail!("a host bridge is on {ROOT}, not on {parent:?}"),
+            (BridgeKind::Switch, _) => bail!("a switch is below a root port or another switch, not on {parent:?}"),
+        }
+        match (bridge.kind, bridge.ports) {
+            (BridgeKind::Switch, None) => bail!("a switch needs ports = N"),
+            (BridgeKind::Switch, Some(n)) => {
+                ensure!((1..=MAX_PORTS).contains(&n), "ports {n} is not in 1..={MAX_PORTS}")
+            }
+            (_, Some(_)) => bail!("only a switch has ports"),
+            (_, None) => {}
+        }
+        if let Some(node) = bridge.numa_node {
+            ensure!(
+                bridge.kind == BridgeKind::HostBridge,
+                "only a host bridge has a numa_node"
+            );
+            let nodes = self.machine.numa.len();
+            ensure!(
+                usize::from(node) < nodes,
+                "numa_node {node}, but the machine has {nodes} NUMA nodes"
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Names become QEMU identifiers, file names and environment variables.
+fn check_name(name: &str, seen: &BTreeMap<&str, &str>) -> Result<()> {
+    let mut chars = name.chars();
+    let fine = chars.next().is_some_and(|c| c.is_ascii_lowercase())
+        && chars.all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+        && name.len() <= 20;
+    ensure!(
+        fine,
+        "a name is up to 20 lower-case letters, digits and hyphens, a letter first"
+    );
+    ensure!(name != "host", "the name \"host\" means host memory in the counters");
+    if let Some(what) = seen.get(name) {
+        bail!("there is a {what} of that name already");
+    }
+    Ok(())
+}
+
+fn check_device(device: &Device, seen: &BTreeMap<&str, &str>) -> Result<()> {
+    check_name(device.name(), seen)?;
+    match device {
+        Device::Accel { memory: size, .. } | Device::Ivshmem { size, .. } => {
+            ensure!(
+                size.0.is_power_of_two() && size.0 >= 1 << 20,
+                "a BAR's size is a power of two from 1M up"
+            );
+        }
+        Device::Nvme {
+            image,
+            serial,
+            cmb_size_mb,
+            name,
+            ..
+        } => {
+            ensure!(
+                image.0 % 4096 == 0 && image.0 >= 1 << 20,
+                "a drive's size is a multiple of 4K from 1M up"
+            );
+            let serial = serial.as_ref().unwrap_or(name);
+            let fine =
+                (1..=20).contains(&serial.len()) && serial.chars().all(|c| c.is_ascii_alphanumeric() || c == '-');
+            ensure!(fine, "serial {serial:?}: 1 to 20 letters, digits and hyphens");
+            if let Some(mb) = cmb_size_mb {
+                ensure!(
+                    mb.is_power_of_two() && *mb <= 1024,
+                    "cmb_size_mb {mb} is no power of two up to 1024"
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GOOD: &str = r#"
+        description = "test"
+        [[bridge]]
+        name = "rp0"
+        kind = "root-port"
+        [[bridge]]
+        name = "sw0"
+        kind = "switch"
+        parent = "rp0"
+        ports = 2
+        [[device]]
+        kind = "accel"
+        name = "accel0"
+        parent = "sw0"
+        memory = "64M"
+        [[device]]
+        kind = "nvme"
+        name = "nvme0"
+        parent = "sw0"
+        image = "256M"
+    "#;
+
+    fn error(text: &str) -> String {
+        format!("{:#}", Topology::parse("t", text).expect_err("accepted"))
+    }
+
+    #[test]
+    fn a_good_one() {
+        let topology = Topology::parse("t", GOOD).unwrap();
+        assert_eq!(topology.machine, Machine::default());
+        assert_eq!(topology.device("accel0").unwrap().memory(), 64 << 20);
+        assert_eq!(topology.device("nvme0").unwrap().memory(), 0);
+        assert_eq!(topology.bridge("rp0").unwrap().parent, ROOT);
+    }
+
+    #[test]
+    fn the_files_of_the_test_bed() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies");
+        let mut count = 0;
+        for entry in fs::read_dir(folder).unwrap() {
+            Topology::load(&entry.unwrap().path()).unwrap();
+            count += 1;
+        }
+        assert!(count >= 3);
+    }
+
+    #[test]
+    fn bad_ones_are_named() {
+        let double =
+            format!("{GOOD}\n[[device]]\nkind = \"ivshmem\"\nname = \"accel0\"\nparent = \"sw0\"\nsize = \"1M\"");
+        assert!(
+            error(&double).contains("device \"accel0\": there is a device of that name already"),
+            "{}",
+            error(&double)
+        );
+        let full = double.replace("name = \"accel0\"\nparent", "name = \"shm0\"\nparent");
+        assert!(
+            error(&full).contains("bridge \"sw0\": 3 things below it, but it has room for 2"),
+            "{}",
+            error(&full)
+        );
+        let orphan = GOOD.replacen("parent = \"sw0\"", "parent = \"sw9\"", 1);
+        assert!(
+            error(&orphan).contains("device \"accel0\": unknown parent \"sw9\""),
+            "{}",
+            error(&orphan)
+        );
+        let cases = [
+            ("ports = 2", "ports = 0", "ports 0 is not in"),
+            ("ports = 2", "", "a switch needs ports"),
+            (
+                "kind = \"root-port\"",
+                "kind = \"root-port\"\nports = 3",
+                "only a switch has ports",
+            ),
+            (
+                "kind = \"root-port\"",
+                "kind = \"host-bridge\"",
+                "a switch is below a root port",
+            ),
+            (
+                "kind = \"root-port\"",
+                "kind = \"host-bridge\"\nnuma_node = 1",
+                "the machine has 0 NUMA nodes",
+            ),
+            (
+                "parent = \"rp0\"",
+                "parent = \"rp1\"",
+                "bridge \"sw0\": unknown parent \"rp1\"",
+            ),
+            ("memory = \"64M\"", "memory = \"65M\"", "power of two"),
+            ("memory = \"64M\"", "memory = \"lots\"", "size \"lots\""),
+            ("memory = \"64M\"", "memory = \"0\"", "is zero"),
+            ("memory = \"64M\"", "size = \"64M\"", "size"),
+            ("name = \"accel0\"", "name = \"Accel 0\"", "a name is"),
+            ("name = \"accel0\"", "name = \"host\"", "host memory"),
+            ("image = \"256M\"", "image = \"256M\"\ncmb_size_mb = 3", "cmb_size_mb 3"),
+            ("image = \"256M\"", "image = \"256M\"\nserial = \"a,b\"", "serial"),
+            ("description = \"test\"", "", "description"),
+            (
+                "description = \"test\"",
+                "description = \"test\"\n[machine]\nsmp = 0",
+                "smp 0",
+            ),
+            (
+                "description = \"test\"",
+                "description = \"test\"\n[machine]\nnuma = [{ memory = \"1G\", cpus = [0] }]",
+                "in no NUMA node",
+            ),
+            (
+                "description = \"test\"",
+                "description = \"test\"\n[machine]\nnuma = [{ memory = \"2G\", cpus = [0, 1] }]",
+                "its NUMA nodes have",
+            ),
+        ];
+        for (from, to, expected) in cases {
+            let text = GOOD.replacen(from, to, 1);
+            assert_ne!(text, GOOD);
+            assert!(
+                error(&text).contains(expected),
+                "{expected:?} not in {:?}",
+                error(&text)
+            );
+        }
+    }
+}

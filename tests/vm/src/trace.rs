@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What QEMU's NVMe model says it moves: a parser of its trace events.
+//!
+//! A read or write command is traced with its namespace, and each piece of memory its payload is in is traced with bus
+//! address and length right after it. The model handles commands one at a time in one thread, so a piece belongs to the
+//! read or write last announced, and to none where another command came in between. Namespace numbers tell the drives
+//! apart (the runner gives every drive its own), because the events do not name the controller.
+//!
+//! QEMU's log backend flushes its file after each event, and the model announces the pieces before it starts the
+//! transfer. So whoever has seen a command complete finds its events in the file, without any further flushing.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+/// The events to switch on.
+pub const EVENTS: &[&str] = &[
+    "pci_nvme_admin_cmd",
+    "pci_nvme_io_cmd",
+    "pci_nvme_read",
+    "pci_nvme_write",
+    "pci_nvme_map_addr",
+    "pci_nvme_err_req_status",
+];
+
+/// Direction of a transfer, as seen by the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the drive to memory.
+    Read,
+    /// From memory to the drive.
+    Write,
+}
+
+/// What the trace says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event {
+    /// A read or write command of a namespace.
+    Command {
+        /// Namespace number.
+        nsid: u32,
+        /// Its direction.
+        direction: Direction,
+    },
+    /// A piece of a command's payload.
+    Payload {
+        /// Namespace number.
+        nsid: u32,
+        /// The command's direction.
+        direction: Direction,
+        /// First bus address.
+        address: u64,
+        /// Bytes.
+        length: u64,
+    },
+    /// Memory mapped for a command that is neither read nor write: identify data, log pages, ranges to discard.
+    Other {
+        /// Bytes.
+        length: u64,
+    },
+    /// A command that failed.
+    Failed {
+        /// Namespace number.
+        nsid: u32,
+    },
+}
+
+/// The state between lines.
+#[derive(Debug, Default)]
+pub struct Parser {
+    current: Option<(u32, Direction)>,
+}
+
+impl Parser {
+    /// Takes one line; `None` for lines that say nothing about transfers.
+    pub fn line(&mut self, line: &str) -> Option<Event> {
+        // With timestamps on, the name comes after a prefix that ends with a colon or a space.
+        let at = line.find("pci_nvme_")?;
+        let mut words = line[at..].split_ascii_whitespace();
+        let name = words.next()?;
+        let words: Vec<&str> = words.collect();
+        let value = |key: &str| -> Option<u64> {
+            let at = words.iter().position(|w| *w == key)?;
+            number(words.get(at + 1)?)
+        };
+        match name {
+            "pci_nvme_io_cmd" | "pci_nvme_admin_cmd" => {
+                self.current = None;
+                None
+            }
+            "pci_nvme_read" | "pci_nvme_write" => {
+                let direction = if name == "pci_nvme_read" {
+                    Direction::Read
+                } else {
+                    Direction::Write
+                };
+                let nsid = u32::try_from(value("nsid")?).ok()?;
+                self.current = Some((nsid, direction));
+                Some(Event::Command { nsid, direction })
+            }
+            "pci_nvme_map_addr" => {
+                let (address, length) = (value("addr")?, value("len")?);
+                Some(match self.current {
+                    Some((nsid, direction)) => Event::Payload {
+                        nsid,
+                        direction,
+                        address,
+                        length,
+                    },
+                    None => Event::Other { length },
+                })
+            }
+            "pci_nvme_err_req_status" => Some(Event::Failed {
+                nsid: u32::try_from(value("nsid")?).ok()?,
+            }),
+            _ => None,
+        }
+    }
+}
+
+fn number(word: &str) -> Option<u64> {
+    match word.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None => word.parse().ok(),
+    }
+}
+
+/// Reads a growing trace file, whole lines at a time.
+#[derive(Debug)]
+pub struct Reader {
+    file: File,
+    rest: Vec<u8>,
+    parser: Parser,
+}
+
+impl Reader {
+    /// Opens a trace file.
+    ///
+    /// # Errors
+    ///
+    /// Those of opening a file.
+    pub fn open(path: &Path) -> Result<Reader> {
+        let file = File::open(path).with_context(|| path.display().to_string())?;
+        Ok(Reader {
+            file,
+            rest: Vec::new(),
+            parser: Parser::default(),
+        })
+    }
+
+    /// Hands every event written since the last call to `take`.
+    ///
+    /// # Errors
+    ///
+    /// Those of reading a file.
+    pub fn read(&mut self, mut take: impl FnMut(Event)) -> io::Result<()> {
+        let mut bytes = vec![0; 1 << 20];
+        loop {
+            let n = self.file.read(&mut bytes)?;
+            if n == 0 {
+                return Ok(());
+            }
+            self.rest.extend_from_slice(&bytes[..n]);
+            let Some(end) = self.rest.iter().rposition(|&b| b == b'\n') else {
+                continue;
+            };
+            for line in self.rest[..end].split(|&b| b == b'\n') {
+                if let Some(event) = std::str::from_utf8(line).ok().and_then(|line| self.parser.line(line)) {
+                    take(event);
+                }
+            }
+            self.rest.drain(..=end);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    const TRACE: &str = "\
+pci_nvme_admin_cmd cid 8 sqid 0 opc 0x6 opname 'NVME_ADM_CMD_IDENTIFY'
+pci_nvme_map_addr addr 0x1000 len 4096
+pci_nvme_io_cmd cid 1 nsid 0x2 sqid 1 opc 0x2 opname 'NVME_NVM_CMD_READ'
+pci_nvme_read cid 1 nsid 2 nlb 16 count 8192 lba 0x0
+pci_nvme_map_addr addr 0x380000000 len 4096
+pci_nvme_map_addr addr 0x2000 len 4096
+pci_nvme_io_cmd cid 2 nsid 0x1 sqid 2 opc 0x1 opname 'NVME_NVM_CMD_WRITE'
+pci_nvme_write cid 2 opname 'NVME_NVM_CMD_WRITE' nsid 1 nlb 8 count 4096 lba 0x10
+pci_nvme_map_addr addr 0x3000 len 4096
+pci_nvme_err_req_status cid 2 nsid 1 status 0x2 opc 0x1
+pci_nvme_io_cmd cid 3 nsid 0x1 sqid 2 opc 0x9 opname 'NVME_NVM_CMD_DSM'
+pci_nvme_map_addr addr 0x4000 len 16
+some other line
+";
+
+    fn expected() -> Vec<Event> {
+        use Direction::{Read, Write};
+        vec![
+            Event::Other { length: 4096 },
+            Event::Command {
+                nsid: 2,
+                direction: Read,
+            },
+            Event::Payload {
+                nsid: 2,
+                direction: Read,
+                address: 0x3_8000_0000,
+                length: 4096,
+            },
+            Event::Payload {
+                nsid: 2,
+                direction: Read,
+                address: 0x2000,
+                length: 4096,
+            },
+            Event::Command {
+                nsid: 1,
+                direction: Write,
+            },
+            Event::Payload {
+                nsid: 1,
+                direction: Write,
+                address: 0x3000,
+                length: 4096,
+            },
+            Event::Failed { nsid: 1 },
+            Event::Other { length: 16 },
+        ]
+    }
+
+    #[test]
+    fn events() {
+        let mut parser = Parser::default();
+        let events: Vec<Event> = TRACE.lines().filter_map(|line| parser.line(line)).collect();
+        assert_eq!(events, expected());
+    }
+
+    #[test]
+    fn timestamps_and_rubbish() {
+        let mut parser = Parser::default();
+        let line = "12@1700000000.123456:pci_nvme_read cid 1 nsid 7 nlb 1 count 512 lba 0x0";
+        assert_eq!(
+            parser.line(line),
+            Some(Event::Command {
+                nsid: 7,
+                direction: Direction::Read
+            })
+        );
+        assert_eq!(parser.line("pci_nvme_map_addr addr 0xzz len 1"), None);
+        assert_eq!(parser.line("pci_nvme_map_addr addr"), None);
+        assert_eq!(parser.line("pci_nvme_read"), None);
+        assert_eq!(parser.line(""), None);
+    }
+
+    #[test]
+    fn a_growing_file() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let mut reader = Reader::open(file.path()).unwrap();
+        let mut events = Vec::new();
+        // In pieces that split lines anywhere.
+        for piece in TRACE.as_bytes().chunks(7) {
+            file.write_all(piece).unwrap();
+            file.flush().unwrap();
+            reader.read(|event| events.push(event)).unwrap();
+        }
+        assert_eq!(events, expected());
+    }
+}

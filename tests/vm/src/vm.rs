@@ -1,0 +1,820 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A running guest: boots a topology, runs commands in it, and ends everything it started.
+//!
+//! One thread reads the console and one the port of the guest's init; both send what they read to the thread that uses
+//! the [`Vm`], which waits with a deadline for whatever comes next. A panic shows on the console, the end of QEMU as the
+//! end of both streams, so a guest that dies is told apart from one that takes too long.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Request, ToGuest, ToHost};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::accel::Accel;
+use crate::counters::Classifier;
+use crate::dmesg::{self, Record};
+use crate::kernel;
+use crate::process::{Process, Stdin};
+use crate::qemu::{self, Paths, Plan};
+use crate::qmp::Qmp;
+use crate::topology::{Device, Topology};
+use crate::trace;
+
+/// How long a boot may take, generous for a machine that is busy with other things.
+pub const BOOT_LIMIT: Duration = Duration::from_secs(90);
+/// How long a guest may take to power off.
+const POWER_OFF_LIMIT: Duration = Duration::from_secs(20);
+/// How long the rest of the console may take to come after a panic.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+/// How long a command that ran out of time may take to end when killed.
+const KILL_LIMIT: Duration = Duration::from_secs(10);
+/// How long an orderly unplug may take.
+const UNPLUG_LIMIT: Duration = Duration::from_secs(40);
+/// Lines of the console that are kept.
+const CONSOLE_LINES: usize = 2000;
+/// Lines of the console that errors show.
+const CONSOLE_TAIL: usize = 40;
+
+/// What may differ from boot to boot beside the topology.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// Kernel image (ELF) instead of the sandbox's stock kernel.
+    pub kernel: Option<PathBuf>,
+}
+
+/// A command for the guest.
+#[derive(Debug, Clone)]
+pub struct Command {
+    /// Program and arguments.
+    pub argv: Vec<String>,
+    /// Environment added to the guest's.
+    pub env: BTreeMap<String, String>,
+    /// Working directory.
+    pub cwd: String,
+    /// How long it may take.
+    pub limit: Duration,
+}
+
+impl Command {
+    /// A command in `/`, with ten minutes.
+    pub fn new<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> Command {
+        let argv = argv.into_iter().map(Into::into).collect();
+        Command {
+            argv,
+            env: BTreeMap::new(),
+            cwd: "/".into(),
+            limit: Duration::from_secs(600),
+        }
+    }
+
+    /// With another limit.
+    #[must_use]
+    pub fn limit(mut self, limit: Duration) -> Command {
+        self.limit = limit;
+        self
+    }
+
+    /// With one more environment variable.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl Into<String>) -> Command {
+        self.env.insert(name.to_owned(), value.into());
+        self
+    }
+}
+
+/// How a command ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "end", rename_all = "kebab-case")]
+pub enum Status {
+    /// By itself.
+    Exited {
+        /// Its exit code.
+        code: i32,
+    },
+    /// By a signal.
+    Signalled {
+        /// The signal.
+        signal: i32,
+    },
+    /// It could not be started.
+    NotStarted {
+        /// Why.
+        error: String,
+    },
+    /// It ran out of time and was killed.
+    TimedOut,
+    /// The kernel panicked.
+    Panicked {
+        /// The panic's line.
+        line: String,
+    },
+    /// The guest ended without a panic.
+    Died {
+        /// What is known of it.
+        why: String,
+    },
+}
+
+/// What came of a command.
+#[derive(Debug, Clone, Serialize)]
+pub struct Outcome {
+    /// How it ended.
+    pub status: Status,
+    /// What it wrote to standard output.
+    #[serde(serialize_with = "as_text")]
+    pub stdout: Vec<u8>,
+    /// What it wrote to standard error.
+    #[serde(serialize_with = "as_text")]
+    pub stderr: Vec<u8>,
+    /// The kernel log since the command before.
+    pub dmesg: Vec<Record>,
+    /// Lines of it that a kernel in order does not say.
+    pub findings: Vec<String>,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+fn as_text<S: serde::Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&String::from_utf8_lossy(bytes))
+}
+
+impl Outcome {
+    /// Tells whether the command succeeded and the kernel had nothing to say against it.
+    pub fn is_clean(&self) -> bool {
+        self.status == Status::Exited { code: 0 } && self.findings.is_empty()
+    }
+}
+
+/// Which stream output belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stream {
+    /// Standard output.
+    Stdout,
+    /// Standard error.
+    Stderr,
+}
+
+enum Event {
+    Frame(Frame),
+    PortEnded(String),
+    Panic(String),
+    ConsoleEnded,
+}
+
+/// Why the guest can do no more.
+#[derive(Debug, Clone)]
+enum End {
+    TimedOut,
+    Panicked(String),
+    Died(String),
+}
+
+#[derive(Debug, Default)]
+struct Console {
+    lines: VecDeque<String>,
+    count: usize,
+}
+
+/// A guest.
+pub struct Vm {
+    // Dropped first to last: the guest before the processes behind its devices, and the folder last.
+    qemu: Process,
+    accels: BTreeMap<String, Accel>,
+    virtiofsd: Process,
+    topology: Topology,
+    plan: Plan,
+    qmp: Qmp,
+    port: UnixStream,
+    events: Receiver<Event>,
+    console: Arc<Mutex<Console>>,
+    kernel_log: Vec<Record>,
+    taken: usize,
+    trace: trace::Reader,
+    classifier: Classifier,
+    next_command: u64,
+    end: Option<End>,
+    release: String,
+    boot_time: Duration,
+    paths: Paths,
+    _dir: tempfile::TempDir,
+}
+
+/// A program built with the runner: beside it, or one folder up from a test program.
+///
+/// # Errors
+///
+/// It was not built.
+pub fn sibling(name: &str) -> Result<PathBuf> {
+    let me = std::env::current_exe().context("own path")?;
+    let folder = me.parent().context("own folder")?;
+    let folders = [Some(folder), folder.parent()];
+    let found = folders
+        .into_iter()
+        .flatten()
+        .map(|f| f.join(name))
+        .find(|path| path.is_file());
+    found.with_context(|| format!("{name} is not beside {}: build the whole test workspace", me.display()))
+}
+
+impl Vm {
+    /// Boots a topology.
+    ///
+    /// # Errors
+    ///
+    /// Something cannot be started, or the guest is not ready in time; the console's end is in the error.
+    pub fn boot(topology: &Topology, options: &Options) -> Result<Vm> {
+        let start = Instant::now();
+        let release = kernel::release()?;
+        let kernel = match &options.kernel {
+            Some(path) => path.clone(),
+            None => kernel::vmlinux(&release)?,
+        };
+        let dir = tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?;
+        let paths = Paths {
+            dir: dir.path().to_owned(),
+            kernel,
+            init: sibling("p2pmem-guest-init")?,
+        };
+        let plan = qemu::plan(topology, &paths)?;
+        let mut accels = BTreeMap::new();
+        for device in &topology.device {
+            match device {
+                Device::Nvme { name, image, .. } => File::create(paths.image(name))?.set_len(image.0)?,
+                Device::Accel { name, memory, .. } => {
+                    let accel = Accel::start(&sibling("p2pmem-accel")?, name, memory.0, &paths);
+                    accels.insert(name.clone(), accel.with_context(|| format!("device {name}"))?);
+                }
+                Device::Ivshmem { .. } => {}
+            }
+        }
+        let virtiofsd = start_virtiofsd(&paths)?;
+        let monitor = UnixListener::bind(paths.monitor_socket())?;
+        let agent = UnixListener::bind(paths.agent_socket())?;
+        let mut qemu = Process::start("QEMU", &plan.argv, Stdin::default(), &paths.dir.join("qemu.log"), true)?;
+        let (send, events) = mpsc::channel();
+        let console = Arc::new(Mutex::new(Console::default()));
+        read_console(
+            qemu.take_stdout().context("QEMU's output")?,
+            console.clone(),
+            send.clone(),
+        );
+        let deadline = start + BOOT_LIMIT;
+        let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?)?;
+        let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
+        read_port(port.try_clone()?, send);
+        let trace = trace::Reader::open(&paths.trace())?;
+        let classifier = Classifier::new(topology.machine.memory.0, plan.drives.clone());
+        let mut vm = Vm {
+            qemu,
+            accels,
+            virtiofsd,
+            topology: topology.clone(),
+            plan,
+            qmp,
+            port,
+            events,
+            console,
+            kernel_log: Vec::new(),
+            taken: 0,
+            trace,
+            classifier,
+            next_command: 1,
+            end: None,
+            release,
+            boot_time: Duration::ZERO,
+            paths,
+            _dir: dir,
+        };
+        vm.set_up(deadline)
+            .with_context(|| format!("topology {}: the guest did not come up", topology.name))?;
+        vm.boot_time = start.elapsed();
+        Ok(vm)
+    }
+
+    fn set_up(&mut self, deadline: Instant) -> Result<()> {
+        loop {
+            let message = match self.next(deadline) {
+                Ok(Frame {
+                    kind: Kind::Control,
+                    payload,
+                }) => serde_json::from_slice(&payload)?,
+                Ok(_) => continue,
+                Err(end) => {
+                    let why = match end {
+                        End::TimedOut => format!("not ready within {BOOT_LIMIT:?}"),
+                        End::Panicked(line) => line,
+                        End::Died(why) => why,
+                    };
+                    bail!("{why}\n{}", self.console_tail());
+                }
+            };
+            match message {
+                ToHost::Hello { release } => {
+                    self.release = release;
+                    let setup = ToGuest::Setup {
+                        devices: self.devices()?,
+                        topology: self.topology.name.clone(),
+                    };
+                    wire::write_control(&mut self.port, &setup)?;
+                }
+                ToHost::Ready => return Ok(()),
+                ToHost::Failed { error } => bail!("the guest's init: {error}\n{}", self.console_tail()),
+                other => bail!("the guest's init said {other:?} before it was ready"),
+            }
+        }
+    }
+
+    /// Release of the running kernel.
+    pub fn release(&self) -> &str {
+        &self.release
+    }
+
+    /// From the start to the guest being ready for commands.
+    pub fn boot_time(&self) -> Duration {
+        self.boot_time
+    }
+
+    /// Tells whether the guest can still run commands.
+    pub fn is_alive(&self) -> bool {
+        self.end.is_none()
+    }
+
+    /// Process ids of everything it started.
+    pub fn process_ids(&self) -> Vec<u32> {
+        let mut ids: Vec<u32> = self.accels.values().map(|accel| accel.process.id()).collect();
+        ids.extend([self.qemu.id(), self.virtiofsd.id()]);
+        ids
+    }
+
+    /// The last lines of the kernel's console, and of QEMU's own output.
+    pub fn console_tail(&self) -> String {
+        let mut tail = String::from("--- end of the console ---\n");
+        if let Ok(console) = self.console.lock() {
+            let skip = console.lines.len().saturating_sub(CONSOLE_TAIL);
+            for line in console.lines.iter().skip(skip) {
+                tail.push_str(line);
+                tail.push('\n');
+            }
+        }
+        tail.push_str("--- ");
+        tail.push_str(&self.qemu.describe());
+        tail.push_str(" ---");
+        tail
+    }
+
+    /// The next frame from the guest. Kernel log records are kept here and not returned.
+    fn next(&mut self, deadline: Instant) -> Result<Frame, End> {
+        let mut panic = None;
+        let mut deadline = deadline;
+        loop {
+            if let Some(end) = &self.end {
+                return Err(end.clone());
+            }
+            let event = match self
+                .events
+                .recv_timeout(deadline.saturating_duration_since(Instant::now()))
+            {
+                Ok(event) => event,
+                Err(RecvTimeoutError::Timeout) => {
+                    return match panic.take() {
+                        Some(line) => Err(self.ended(End::Panicked(line))),
+                        None => Err(End::TimedOut),
+                    };
+                }
+                Err(RecvTimeoutError::Disconnected) => Event::ConsoleEnded,
+            };
+            match event {
+                Event::Frame(Frame {
+                    kind: Kind::Kmsg,
+                    payload,
+                }) => self.kernel_log.push(Record::parse(&payload)),
+                Event::Frame(frame) if panic.is_none() => return Ok(frame),
+                Event::Frame(_) | Event::PortEnded(_) if panic.is_some() => {}
+                Event::Frame(_) => {}
+                Event::Panic(line) => {
+                    // The rest of the report is worth a short wait.
+                    panic.get_or_insert(line);
+                    deadline = deadline.min(Instant::now() + LAST_WORDS);
+                }
+                Event::PortEnded(why) => return Err(self.died(&why)),
+                Event::ConsoleEnded => {
+                    return match panic.take() {
+                        Some(line) => Err(self.ended(End::Panicked(line))),
+                        None => Err(self.died("QEMU ended")),
+                    };
+                }
+            }
+        }
+    }
+
+    fn ended(&mut self, end: End) -> End {
+        self.end = Some(end.clone());
+        end
+    }
+
+    fn died(&mut self, why: &str) -> End {
+        let _ = self.qemu.wait_until(Instant::now() + LAST_WORDS);
+        // The two streams end in any order, so the panic may still be in the queue.
+        let late = self.events.try_iter().find_map(|event| {
+            if let Event::Panic(line) = event {
+                Some(line)
+            } else {
+                None
+            }
+        });
+        match late {
+            Some(line) => self.ended(End::Panicked(line)),
+            None => {
+                let status = self.qemu.ended().ok().flatten();
+                self.ended(End::Died(format!(
+                    "the guest is gone: {why}; QEMU's status: {status:?}"
+                )))
+            }
+        }
+    }
+
+    /// Runs a command, handing its output to `live` as it comes.
+    ///
+    /// # Errors
+    ///
+    /// The runner's own channels are broken. A guest that panics or dies is an outcome, not an error.
+    pub fn exec(&mut self, command: &Command, live: &mut dyn FnMut(Stream, &[u8])) -> Result<Outcome> {
+        let start = Instant::now();
+        let id = self.next_command;
+        self.next_command += 1;
+        let mut outcome = Outcome {
+            status: Status::TimedOut,
+            stdout: Vec::new(),
+            stderr: Vec::new(),
+            dmesg: Vec::new(),
+            findings: Vec::new(),
+            seconds: 0.0,
+        };
+        let exec = ToGuest::Exec {
+            id,
+            argv: command.argv.clone(),
+            env: command.env.clone(),
+            cwd: command.cwd.clone(),
+        };
+        // A broken port shows as the end of its stream below.
+        let _ = wire::write_control(&mut self.port, &exec);
+        let ended = self.follow(id, start + command.limit, &mut outcome, live);
+        outcome.status = match ended {
+            Ok(status) => status,
+            Err(End::TimedOut) => {
+                let _ = wire::write_control(&mut self.port, &ToGuest::TimedOut { id });
+                match self.follow(id, Instant::now() + KILL_LIMIT, &mut outcome, live) {
+                    Err(End::Panicked(line)) => Status::Panicked { line },
+                    Ok(_) => Status::TimedOut,
+                    Err(_) => {
+                        self.ended(End::Died("it did not answer after a command ran out of time".into()));
+                        Status::TimedOut
+                    }
+                }
+            }
+            Err(End::Panicked(line)) => Status::Panicked { line },
+            Err(End::Died(why)) => Status::Died { why },
+        };
+        outcome.dmesg = self.take_log();
+        outcome.findings = dmesg::findings(&outcome.dmesg);
+        outcome.seconds = start.elapsed().as_secs_f64();
+        Ok(outcome)
+    }
+
+    /// Waits for a command's end and for the mark in the kernel log that belongs to it.
+    fn follow(
+        &mut self,
+        id: u64,
+        deadline: Instant,
+        outcome: &mut Outcome,
+        live: &mut dyn FnMut(Stream, &[u8]),
+    ) -> Result<Status, End> {
+        let mark = format!("{KMSG_MARK}{id}");
+        let mut status = None;
+        let mut seen = self.taken;
+        loop {
+            if let Some(status) = &status {
+                let marked = self.kernel_log[seen..].iter().any(|record| record.text == mark);
+                seen = self.kernel_log.len();
+                if marked {
+                    return Ok(Status::clone(status));
+                }
+            }
+            // With the status known, only the mark is missing, and it comes as a record, which next() keeps to itself:
+            // look again at short intervals.
+            let until = if status.is_some() {
+                deadline.min(Instant::now() + Duration::from_millis(20))
+            } else {
+                deadline
+            };
+            let frame = match self.next(until) {
+                Ok(frame) => frame,
+                Err(End::TimedOut) if Instant::now() < deadline => continue,
+                Err(end) => return Err(end),
+            };
+            match frame.kind {
+                Kind::Stdout => {
+                    live(Stream::Stdout, &frame.payload);
+                    outcome.stdout.extend_from_slice(&frame.payload);
+                }
+                Kind::Stderr => {
+                    live(Stream::Stderr, &frame.payload);
+                    outcome.stderr.extend_from_slice(&frame.payload);
+                }
+                Kind::Kmsg => {}
+                Kind::Control => match serde_json::from_slice(&frame.payload) {
+                    Ok(ToHost::Exited {
+                        id: which,
+                        code,
+                        signal,
+                        error,
+                    }) if which == id => {
+                        status = Some(match (code, signal, error) {
+                            (_, _, Some(error)) => Status::NotStarted { error },
+                            (Some(code), _, _) => Status::Exited { code },
+                            (_, signal, _) => Status::Signalled {
+                                signal: signal.unwrap_or(0),
+                            },
+                        });
+                    }
+                    Ok(ToHost::Request { id, request }) => {
+                        let result = self.serve(&request).map_err(|e| format!("{e:#}"));
+                        let _ = wire::write_control(&mut self.port, &ToGuest::Reply { id, result });
+                    }
+                    Ok(_) => {}
+                    Err(e) => return Err(self.ended(End::Died(format!("the guest's init sent nonsense: {e}")))),
+                },
+            }
+        }
+    }
+
+    fn take_log(&mut self) -> Vec<Record> {
+        // Whatever already arrived belongs to this command too.
+        let new = self.kernel_log[self.taken..]
+            .iter()
+            .filter(|r| !r.text.starts_with(KMSG_MARK))
+            .cloned()
+            .collect();
+        self.taken = self.kernel_log.len();
+        new
+    }
+
+    /// Answers a request, of a program in the guest or of a test.
+    ///
+    /// # Errors
+    ///
+    /// The request cannot be met: unknown device, wrong kind, or the emulator refuses.
+    pub fn serve(&mut self, request: &Request) -> Result<Value> {
+        match request {
+            Request::Devices => Ok(serde_json::to_value(self.devices()?)?),
+            Request::Snapshot => self.snapshot(),
+            Request::Kill { name } => {
+                self.known(name)?;
+                let accel = self.accels.remove(name);
+                let accel =
+                    accel.with_context(|| format!("device {name} has no process of its own that still runs"))?;
+                drop(accel);
+                Ok(json!({}))
+            }
+            Request::DeviceDel { name } => self.unplug(name),
+            Request::DeviceAdd { name } => self.plug(name),
+        }
+    }
+
+    fn known(&self, name: &str) -> Result<&Device> {
+        self.topology
+            .device(name)
+            .with_context(|| format!("topology {} has no device {name:?}", self.topology.name))
+    }
+
+    fn unplug(&mut self, name: &str) -> Result<Value> {
+        self.known(name)?;
+        self.qmp.execute("device_del", json!({ "id": name }))?;
+        let deadline = Instant::now() + UNPLUG_LIMIT;
+        self.qmp.wait_event(deadline, &format!("the end of {name}"), |event| {
+            event["event"] == "DEVICE_DELETED" && event["data"]["device"] == name
+        })?;
+        self.accels.remove(name);
+        Ok(json!({}))
+    }
+
+    fn plug(&mut self, name: &str) -> Result<Value> {
+        let device = self.known(name)?.clone();
+        match &device {
+            Device::Accel { memory, .. } => {
+                ensure!(!self.accels.contains_key(name), "device {name} is there");
+                let accel = Accel::start(&sibling("p2pmem-accel")?, name, memory.0, &self.paths)?;
+                self.accels.insert(name.to_owned(), accel);
+            }
+            Device::Ivshmem { .. } => {}
+            Device::Nvme { .. } => bail!("device {name}: QEMU cannot plug a namespace into a drive while it runs"),
+        }
+        let options = self.plan.devices.get(name).context("planned devices")?.clone();
+        let added = self.qmp.execute("device_add", options);
+        if added.is_err() {
+            self.accels.remove(name);
+        }
+        added
+    }
+
+    /// Where the topology's devices are now.
+    ///
+    /// # Errors
+    ///
+    /// The emulator does not answer.
+    pub fn devices(&mut self) -> Result<BTreeMap<String, DeviceNote>> {
+        let functions = self.qmp.functions()?;
+        let topology = &self.topology;
+        self.classifier.learn(&functions, |id| topology.device(id).is_some());
+        let notes = functions.into_iter().filter_map(|function| {
+            let device = topology.device(&function.id)?;
+            let note = DeviceNote {
+                kind: device.kind().to_owned(),
+                bdf: function.bdf,
+                memory: device.memory(),
+            };
+            Some((function.id, note))
+        });
+        Ok(notes.collect())
+    }
+
+    /// Counters of all devices now, by name.
+    ///
+    /// A drive: `{"kind": "nvme", "payload": {"host": N, "accel0": N}, "read": {..}, "write": {..}, "commands": N,
+    /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator: `{"kind": "accel", "counters": ..}` with what its
+    /// process says, or `{"kind": "accel", "gone": true}`. All I/O whose completion the asking program has seen is in.
+    ///
+    /// # Errors
+    ///
+    /// The trace cannot be read, or the emulator or a device process does not answer.
+    pub fn snapshot(&mut self) -> Result<Value> {
+        self.devices()?;
+        let classifier = &mut self.classifier;
+        self.trace
+            .read(|event| classifier.count(event))
+            .context("QEMU's trace")?;
+        let mut all = serde_json::Map::new();
+        for (name, counters) in self.classifier.counters() {
+            let mut value = serde_json::to_value(counters)?;
+            value["kind"] = json!("nvme");
+            all.insert(name.clone(), value);
+        }
+        for device in &self.topology.device {
+            let value = match device {
+                Device::Accel { name, .. } => match self.accels.get(name) {
+                    Some(accel) => {
+                        let counters = accel.counters().with_context(|| format!("counters of {name}"))?;
+                        json!({ "kind": "accel", "counters": counters })
+                    }
+                    None => json!({ "kind": "accel", "gone": true }),
+                },
+                _ => continue,
+            };
+            all.insert(device.name().to_owned(), value);
+        }
+        Ok(Value::Object(all))
+    }
+
+    /// Powers the guest off, and returns the bad lines of the kernel log that no command returned.
+    ///
+    /// # Errors
+    ///
+    /// The guest does not power off in time.
+    pub fn shut_down(mut self) -> Result<Vec<String>> {
+        ensure!(self.is_alive(), "the guest is gone already");
+        let console_before = self.console.lock().map_err(|_| anyhow!("poisoned"))?.count;
+        wire::write_control(&mut self.port, &ToGuest::PowerOff)?;
+        let deadline = Instant::now() + POWER_OFF_LIMIT;
+        loop {
+            match self.next(deadline) {
+                Ok(_) => {}
+                Err(End::TimedOut) => {
+                    bail!(
+                        "the guest did not power off within {POWER_OFF_LIMIT:?}\n{}",
+                        self.console_tail()
+                    )
+                }
+                Err(End::Panicked(line)) => bail!("{line}\n{}", self.console_tail()),
+                Err(End::Died(_)) => break,
+            }
+        }
+        ensure!(
+            self.qemu.wait_until(deadline)?,
+            "QEMU did not end within {POWER_OFF_LIMIT:?}"
+        );
+        let mut findings = dmesg::findings(&self.take_log());
+        // What the kernel said after its init had stopped listening is on the console only.
+        let console = self.console.lock().map_err(|_| anyhow!("poisoned"))?;
+        let skip = console.lines.len().saturating_sub(console.count - console_before);
+        findings.extend(
+            console
+                .lines
+                .iter()
+                .skip(skip)
+                .filter(|line| dmesg::is_bad(line))
+                .cloned(),
+        );
+        Ok(findings)
+    }
+}
+
+fn start_virtiofsd(paths: &Paths) -> Result<Process> {
+    // It gets the listening socket as standard input, so that QEMU can connect whenever it likes.
+    let listener = UnixListener::bind(paths.root_socket())?;
+    let stdin = Stdin(Some(Stdio::from(OwnedFd::from(listener))));
+    let argv = [
+        "/usr/libexec/virtiofsd",
+        "--fd=0",
+        "--shared-dir=/",
+        "--sandbox=none",
+        "--seccomp=none",
+        "--cache=auto",
+        "--readonly",
+        "--log-level=warn",
+    ];
+    let argv = argv.map(String::from);
+    Process::start("virtiofsd", &argv, stdin, &paths.dir.join("virtiofsd.log"), false)
+}
+
+/// Accepts one connection, unless QEMU ends or the time does.
+fn accept(listener: &UnixListener, qemu: &mut Process, deadline: Instant) -> Result<UnixStream> {
+    let slice = Timespec {
+        tv_sec: 0,
+        tv_nsec: 20_000_000,
+    };
+    loop {
+        let ready = poll(
+            &mut [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)],
+            Some(&slice),
+        )?;
+        if ready > 0 {
+            return Ok(listener.accept()?.0);
+        }
+        if let Some(status) = qemu.ended()? {
+            bail!("QEMU ended ({status}): {}", qemu.describe());
+        }
+        if Instant::now() > deadline {
+            bail!("QEMU did not connect within {BOOT_LIMIT:?}: {}", qemu.describe());
+        }
+    }
+}
+
+fn read_console(from: impl std::io::Read + Send + 'static, console: Arc<Mutex<Console>>, send: Sender<Event>) {
+    thread::spawn(move || {
+        let mut from = BufReader::new(from);
+        let mut line = Vec::new();
+        while from.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
+            let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+            line.clear();
+            let panic = dmesg::is_panic(&text).then(|| text.clone());
+            if let Ok(mut console) = console.lock() {
+                console.lines.push_back(text);
+                console.count += 1;
+                if console.lines.len() > CONSOLE_LINES {
+                    console.lines.pop_front();
+                }
+            }
+            if let Some(line) = panic {
+                let _ = send.send(Event::Panic(line));
+            }
+        }
+        let _ = send.send(Event::ConsoleEnded);
+    });
+}
+
+fn read_port(port: UnixStream, send: Sender<Event>) {
+    thread::spawn(move || {
+        let mut from = BufReader::new(port);
+        let why = loop {
+            match wire::read_frame(&mut from) {
+                Ok(Some(frame)) => {
+                    if send.send(Event::Frame(frame)).is_err() {
+                        return;
+                    }
+                }
+                Ok(None) => break "its port was closed".to_owned(),
+                Err(e) => break format!("its port: {e}"),
+            }
+        };
+        let _ = send.send(Event::PortEnded(why));
+    });
+}
+
+/// Where the test bed's topology files are, seen from this crate's sources.
+pub fn topologies() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies")
+}
