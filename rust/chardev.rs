@@ -157,6 +157,16 @@ impl File {
         found.ok_or_else(|| refuse!(ENOENT, "there is no handle {} on this file", handle))
     }
 
+    /// Remembers what was decided; without a buffer the decision is a refusal.
+    fn settle(&self, holder: Option<Holder>, account: Account) -> Answer<Holder> {
+        let (error, text) = (account.error, account.text);
+        self.remember(account);
+        holder.ok_or_else(|| Refusal {
+            error: Error::from_errno(-error),
+            text,
+        })
+    }
+
     /// Remembers what was decided.
     fn remember(&self, account: Account) {
         let Account {
@@ -271,13 +281,8 @@ impl File {
         no_reserved(alloc.reserved)?;
         let wish = wish(&alloc.req)?;
         let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
-        let refusal = Refusal {
-            error: Error::from_errno(-account.error),
-            text: account.text,
-        };
         let (provider, class) = (account.chosen, account.class);
-        self.remember(account);
-        let holder = holder.ok_or(refusal)?;
+        let holder = self.settle(holder, account)?;
         alloc.provider = provider;
         alloc.size = holder.size;
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
@@ -382,12 +387,7 @@ impl File {
                 max_class: None,
             };
             let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
-            let refusal = Refusal {
-                error: Error::from_errno(-account.error),
-                text: account.text,
-            };
-            self.remember(account);
-            let holder = holder.ok_or(refusal)?;
+            let holder = self.settle(holder, account)?;
             // The handle ends here, the mapping keeps the buffer.
             return attach(area, holder.buffer(), holder.page_offset);
         }

@@ -166,9 +166,12 @@ static int p2pmem_fs_init(struct fs_context *fc)
 	return init_pseudo(fc, 0x7032706d /* "p2pm" */) ? 0 : -ENOMEM;
 }
 
+/*
+ * No owner: the mount is made and undone by this module alone, and its reference to an owner would keep the module
+ * from ever being unloaded.
+ */
 static struct file_system_type p2pmem_fs_type = {
 	.name = "p2pmem",
-	.owner = THIS_MODULE,
 	.init_fs_context = p2pmem_fs_init,
 	.kill_sb = kill_anon_super,
 };
