@@ -28,6 +28,9 @@ use rustix::fs::FlockOperation;
 use crate::sys::{OutOfBounds, Shared};
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
 
+/// The bit of the command register that permits DMA.
+const BUS_MASTER: u8 = 1 << 2;
+
 /// What can go wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -180,25 +183,41 @@ impl Accel {
         self.memory_size
     }
 
+    /// Reads the command register of the configuration space and, if told to, sets bits in it.
+    fn command_register(&self, set: u8) -> Result<u8, Error> {
+        const COMMAND: u64 = 4;
+        let path = self.folder.join("config");
+        let mut file = open(path.clone(), OpenOptions::new().read(true).write(set != 0))?;
+        let mut change = || {
+            let mut command = [0; 2];
+            file.seek(SeekFrom::Start(COMMAND))?;
+            file.read_exact(&mut command)?;
+            if set != 0 {
+                command[0] |= set;
+                file.seek(SeekFrom::Start(COMMAND))?;
+                file.write_all(&command)?;
+            }
+            io::Result::Ok(command[0])
+        };
+        change().map_err(|error| Error::File { path, error })
+    }
+
+    /// Whether the device may do DMA: the bus-master bit of its configuration space.
+    ///
+    /// # Errors
+    ///
+    /// If the configuration space cannot be read.
+    pub fn dma_enabled(&self) -> Result<bool, Error> {
+        Ok(self.command_register(0)? & BUS_MASTER != 0)
+    }
+
     /// Switches the device's DMA on. A driver that has the device may have done so; without one it is off.
     ///
     /// # Errors
     ///
     /// If the configuration space cannot be written.
     pub fn enable_dma(&self) -> Result<(), Error> {
-        const COMMAND: u64 = 4;
-        const MASTER: u8 = 1 << 2;
-        let path = self.folder.join("config");
-        let mut file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
-        let mut change = || {
-            let mut command = [0; 2];
-            file.seek(SeekFrom::Start(COMMAND))?;
-            file.read_exact(&mut command)?;
-            command[0] |= MASTER;
-            file.seek(SeekFrom::Start(COMMAND))?;
-            file.write_all(&command)
-        };
-        change().map_err(|error| Error::File { path, error })
+        self.command_register(BUS_MASTER).map(drop)
     }
 
     /// Maps BAR2 through sysfs. Not possible where a driver has claimed it.
@@ -637,7 +656,9 @@ mod tests {
     fn dma_is_enabled_in_the_command_register() {
         let devices = devices("0x1234", &[(reg::ID, ID), (reg::VERSION, VERSION)]);
         let accel = Accel::open_in(devices.path(), "0000:01:00.0").unwrap();
+        assert!(!accel.dma_enabled().unwrap());
         accel.enable_dma().unwrap();
+        assert!(accel.dma_enabled().unwrap());
         assert_eq!(
             std::fs::read(devices.path().join("0000:01:00.0/config")).unwrap()[4],
             1 << 2

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Runs every operation of an accelerator from user space and checks what it did, counters included.
+//!
+//! `accel-selftest BDF [PEER-BUS-ADDRESS]`: with an address, also moves data to and from there by DMA. It uses the first
+//! 16 MiB of the accelerator's memory, and 64 KiB at the address, and needs root, no IOMMU, and BAR2 unclaimed.
+
+use std::error::Error;
+use std::time::{Duration, Instant};
+
+use p2pmem_accel_regs::driver::{Accel, Direction, HostBuffer};
+use p2pmem_accel_regs::{Counter, Op, Status, driver, pattern_word};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+
+/// CRC-32C (Castagnoli, reflected), bit by bit: a second opinion on the device's.
+fn crc32c(data: &[u8]) -> u32 {
+    !data.iter().fold(!0_u32, |crc, byte| {
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg()))
+    })
+}
+
+fn samples(data: &[u8]) -> Vec<(f64, f64)> {
+    let part = |bytes: &[u8]| f64::from(f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
+    data.chunks_exact(8).map(|bytes| (part(&bytes[..4]), part(&bytes[4..]))).collect()
+}
+
+/// The transform by its definition.
+fn dft(input: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let n = input.len();
+    (0..n)
+        .map(|k| {
+            input.iter().enumerate().fold((0.0, 0.0), |(re, im), (i, (a, b))| {
+                let (sin, cos) = (-2.0 * std::f64::consts::PI * (i * k % n) as f64 / n as f64).sin_cos();
+                (re + a * cos - b * sin, im + a * sin + b * cos)
+            })
+        })
+        .collect()
+}
+
+fn close(a: &[(f64, f64)], b: &[(f64, f64)], tolerance: f64) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a.0 - b.0).abs() < tolerance && (a.1 - b.1).abs() < tolerance)
+}
+
+fn check(what: &str, good: bool) -> Result<(), Box<dyn Error>> {
+    if good {
+        println!("ok   {what}");
+        Ok(())
+    } else {
+        Err(format!("{what}: not as it should be").into())
+    }
+}
+
+fn refused(what: &str, result: Result<u64, driver::Error>, expected: Status) -> Result<(), Box<dyn Error>> {
+    let good = matches!(result, Err(driver::Error::Command { status, .. }) if status == expected);
+    if !good {
+        println!("got {result:?}");
+    }
+    check(what, good)
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args().skip(1);
+    let bdf = args.next().ok_or("usage: accel-selftest BDF [PEER-BUS-ADDRESS]")?;
+    let peer = args.next().map(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16)).transpose()?;
+    let accel = Accel::open(&bdf)?;
+    let memory = accel.map_memory()?;
+    println!("     {} MiB of memory", accel.memory_size() >> 20);
+
+    accel.reset_counters()?;
+    const LEN: u64 = 1 << 20;
+    accel.pattern(0, LEN, 42, TIMEOUT)?;
+    let mut data = vec![0; LEN as usize];
+    memory.read(0, &mut data)?;
+    let words = data.chunks_exact(8).enumerate();
+    let good = words.clone().all(|(i, word)| word == pattern_word(42, i as u64).to_le_bytes());
+    check("pattern is in memory", good)?;
+    check("checksum", accel.checksum(0, LEN, TIMEOUT)? == crc32c(&data))?;
+
+    accel.copy(0, LEN / 2, LEN, TIMEOUT)?;
+    let mut copied = vec![0; LEN as usize];
+    memory.read(LEN / 2, &mut copied)?;
+    check("copy with overlap", copied == data)?;
+    accel.fill(3, 13, 0x1122_3344_5566_7788, TIMEOUT)?;
+    memory.read(0, &mut copied[..20])?;
+    check("fill", copied[3..11] == 0x1122_3344_5566_7788_u64.to_le_bytes() && copied[16..20] == data[16..20])?;
+
+    const POINTS: usize = 64;
+    let signal: Vec<u8> = (0..POINTS * 4)
+        .flat_map(|i| {
+            let re = ((i * 37 % 101) as f32) / 101.0 - 0.5;
+            let im = ((i * 53 % 97) as f32) / 97.0 - 0.5;
+            [re.to_le_bytes(), im.to_le_bytes()].concat()
+        })
+        .collect();
+    memory.write(8 << 20, &signal)?;
+    accel.fft(8 << 20, signal.len() as u64, POINTS as u64, Direction::Forward, TIMEOUT)?;
+    let mut spectrum = vec![0; signal.len()];
+    memory.read(8 << 20, &mut spectrum)?;
+    let expected: Vec<(f64, f64)> = samples(&signal).chunks_exact(POINTS).flat_map(dft).collect();
+    check("FFT agrees with its definition", close(&samples(&spectrum), &expected, 1e-4))?;
+    accel.fft(8 << 20, signal.len() as u64, POINTS as u64, Direction::Inverse, TIMEOUT)?;
+    memory.read(8 << 20, &mut spectrum)?;
+    check("inverse FFT undoes it", close(&samples(&spectrum), &samples(&signal), 1e-5))?;
+    let start = Instant::now();
+    accel.fft(8 << 20, 8 << 20, 1024, Direction::Forward, TIMEOUT)?;
+    println!("     8 MiB of 1024-point FFTs in {:?}", start.elapsed());
+
+    let counters = accel.counters()?;
+    check("nothing touched host memory so far", counters.host_bytes() == 0)?;
+
+    let buffer = HostBuffer::new(256 << 10)?;
+    let len = buffer.len() as u64;
+    if !accel.dma_enabled()? {
+        let result = accel.run(Op::DmaOut, 0, 0, 16, buffer.segments()[0].0, TIMEOUT);
+        refused("DMA needs bus mastering", result, Status::BusMasterOff)?;
+    }
+    accel.enable_dma()?;
+    accel.pattern(0, len, 7, TIMEOUT)?;
+    let segments = buffer.segments();
+    println!("     host buffer of {} KiB in {} segments", len >> 10, segments.len());
+    let mut at = 0;
+    for (address, len) in &segments {
+        accel.dma_out(at, *address, *len, TIMEOUT)?;
+        at += len;
+    }
+    let mut data = vec![0; buffer.len()];
+    buffer.read(0, &mut data)?;
+    let good = data.chunks_exact(8).enumerate().all(|(i, word)| word == pattern_word(7, i as u64).to_le_bytes());
+    check("DMA to host memory", good)?;
+    data.reverse();
+    buffer.write(0, &data)?;
+    let mut at = 0;
+    for (address, len) in &segments {
+        accel.dma_in(*address, at, *len, TIMEOUT)?;
+        at += len;
+    }
+    check("DMA from host memory", accel.checksum(0, len, TIMEOUT)? == crc32c(&data))?;
+    let counters = accel.counters()?;
+    check(
+        "host bytes are counted exactly",
+        counters.get(Counter::HostRead) == len && counters.get(Counter::HostWritten) == len,
+    )?;
+
+    if let Some(peer) = peer {
+        const LEN: u64 = 64 << 10;
+        accel.pattern(0, LEN, 99, TIMEOUT)?;
+        let crc = accel.checksum(0, LEN, TIMEOUT)?;
+        accel.dma_out(0, peer, LEN, TIMEOUT)?;
+        accel.fill(0, LEN, 0, TIMEOUT)?;
+        accel.dma_in(peer, 0, LEN, TIMEOUT)?;
+        check("peer gives back what it was given", accel.checksum(0, LEN, TIMEOUT)? == crc)?;
+        let after = accel.counters()?;
+        let moved = |counter| after.get(counter) - counters.get(counter);
+        println!(
+            "     peer bytes: {} by mapping, {} by message",
+            moved(Counter::PeerRead) + moved(Counter::PeerWritten),
+            moved(Counter::MessageRead) + moved(Counter::MessageWritten)
+        );
+        check("no host memory in between", after.host_bytes() == counters.host_bytes())?;
+    }
+
+    let size = accel.memory_size();
+    refused("range past the end", accel.run(Op::Fill, 0, size - 8, 16, 0, TIMEOUT), Status::BadRange)?;
+    refused("range that wraps", accel.run(Op::Crc32c, 0, u64::MAX, 2, 0, TIMEOUT), Status::BadRange)?;
+    refused("no length", accel.run(Op::Fill, 0, 0, 0, 0, TIMEOUT), Status::BadLength)?;
+    refused("bad number of points", accel.run(Op::Fft, 0, 0, 24, 3, TIMEOUT), Status::BadArgument)?;
+    refused("unknown flags", accel.run(Op::Nop, 1 << 30, 0, 0, 0, TIMEOUT), Status::BadOperation)?;
+    refused("nothing at the address", accel.run(Op::DmaIn, 0, 0, 64, 0x7f_0000_0000_0000, TIMEOUT), Status::Unreachable)?;
+    for (name, value) in accel.counters()?.iter() {
+        println!("     {name:<16} {value}");
+    }
+    println!("all good");
+    Ok(())
+}
