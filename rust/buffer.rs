@@ -81,7 +81,7 @@ static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
 
 impl Buffer {
     /// A Live buffer with one holder, which the result is.
-    pub(crate) fn new(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
+    pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
         // One page of distance, so that no mapping can run from one buffer into the next.
         let pages = (size >> PAGE_SHIFT) + 1;
         let bar_offset = provider.bar_offset_of(&memory);

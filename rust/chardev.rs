@@ -161,10 +161,7 @@ impl File {
     fn settle(&self, holder: Option<Holder>, account: Account) -> Answer<Holder> {
         let (error, text) = (account.error, account.text);
         self.remember(account);
-        holder.ok_or_else(|| Refusal {
-            error: Error::from_errno(-error),
-            text,
-        })
+        holder.ok_or_else(|| Refusal::new(Error::from_errno(-error), text))
     }
 
     /// Remembers what was decided.
@@ -188,18 +185,18 @@ impl File {
     /// Remembers a refusal, and puts it into the log. One without a sentence leaves no trace.
     fn refused(&self, what: &str, refusal: &Refusal) {
         refusal.log(what);
-        if refusal.text.as_str().is_empty() {
+        if refusal.text().as_str().is_empty() {
             return;
         }
         let mut last = self.last.lock();
         let error = -refusal.error.to_errno();
         match &mut *last {
             // A decision that found no provider was remembered with its verdicts just before.
-            Some(last) if last.error == error && last.text.as_str() == refusal.text.as_str() => {}
+            Some(last) if last.error == error && last.text.as_str() == refusal.text().as_str() => {}
             last => {
                 let old = last.replace(Last {
                     verdicts: KVec::new(),
-                    text: refusal.text,
+                    text: *refusal.text(),
                     error,
                     chosen: 0,
                 });

@@ -127,7 +127,7 @@ impl ProviderDir {
         let mut settings = self.settings.lock();
         change(&mut settings).map_err(|refusal| {
             refusal.log("configfs");
-            settings.status = refusal.text;
+            settings.status = *refusal.text();
             refusal.error
         })
     }

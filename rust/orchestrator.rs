@@ -295,7 +295,7 @@ impl Orchestrator {
             };
             let held = provider
                 .alloc(wish.size, wish.align)
-                .and_then(|memory| Buffer::new(provider.clone(), memory, wish.size, file));
+                .and_then(|memory| Buffer::create(provider.clone(), memory, wish.size, file));
             match held {
                 Ok(holder) => {
                     let account = account(wish, &providers, &verdicts, decision.outcome, Some(provider))?;

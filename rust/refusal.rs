@@ -58,28 +58,34 @@ impl Write for Text {
 /// Why something was refused.
 pub(crate) struct Refusal {
     pub(crate) error: Error,
-    pub(crate) text: Text,
+    /// Boxed, as answers travel on the kernel's small stack. None where there is nothing to say, or no memory for it.
+    text: Option<KBox<Text>>,
 }
 
 /// The result of what can be refused.
 pub(crate) type Answer<T = ()> = core::result::Result<T, Refusal>;
 
 impl Refusal {
-    pub(crate) fn new(error: Error, args: fmt::Arguments<'_>) -> Self {
+    pub(crate) fn new(error: Error, text: Text) -> Self {
         Self {
             error,
-            text: Text::new(args),
+            text: KBox::new(text, GFP_KERNEL).ok(),
         }
+    }
+
+    /// The sentence; empty where there is none.
+    pub(crate) fn text(&self) -> &Text {
+        self.text.as_deref().unwrap_or(&Text::EMPTY)
     }
 
     /// Puts the refusal into the log, unless there were many of late.
     pub(crate) fn log(&self, what: &str) {
-        if !self.text.as_str().is_empty() && log::allowed() {
+        if !self.text().as_str().is_empty() && log::allowed() {
             pr_notice!(
                 "{} refused for {}: {} (errno {})\n",
                 what,
                 Owner::current(),
-                self.text.as_str(),
+                self.text().as_str(),
                 -self.error.to_errno()
             );
         }
@@ -89,11 +95,11 @@ impl Refusal {
 /// An error that needs no sentence, or of which only the kernel knows more.
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
-        let text = match error {
-            e if e == ENOMEM => Text::new(fmt!("the kernel has no memory left for bookkeeping")),
-            _ => Text::EMPTY,
-        };
-        Self { error, text }
+        if error == ENOMEM {
+            Self::new(error, Text::new(fmt!("the kernel has no memory left for bookkeeping")))
+        } else {
+            Self { error, text: None }
+        }
     }
 }
 
@@ -106,7 +112,7 @@ impl From<kernel::alloc::AllocError> for Refusal {
 /// Makes a [`Refusal`] of an errno and a sentence.
 macro_rules! refuse {
     ($error:expr, $($text:tt)*) => {
-        $crate::refusal::Refusal::new($error, ::kernel::prelude::fmt!($($text)*))
+        $crate::refusal::Refusal::new($error, $crate::refusal::Text::new(::kernel::prelude::fmt!($($text)*)))
     };
 }
 pub(crate) use refuse;
