@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -22,6 +23,9 @@ use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::devices;
 use p2pmem_guest::host::SOCKET;
 use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, PORT_NAME, Request, ToGuest, ToHost};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 use rustix::process::{Pid, Signal, WaitOptions};
 
@@ -175,7 +179,18 @@ fn open_port() -> Result<File> {
 
 /// Sends every record of the kernel log, from the first on, to the runner.
 fn forward_kernel_log(port: Port) -> Result<()> {
-    let mut log = File::open("/dev/kmsg").context("/dev/kmsg")?;
+    // The kernel wakes readers of its log from a lazy interrupt, which an idle processor may take seconds to run: never
+    // wait for that alone.
+    let look = Timespec {
+        tv_sec: 0,
+        tv_nsec: 20_000_000,
+    };
+    let nonblocking = OFlags::NONBLOCK.bits() as i32;
+    let mut log = OpenOptions::new()
+        .read(true)
+        .custom_flags(nonblocking)
+        .open("/dev/kmsg")
+        .context("/dev/kmsg")?;
     thread::spawn(move || {
         let mut record = vec![0; 8192];
         loop {
@@ -183,10 +198,13 @@ fn forward_kernel_log(port: Port) -> Result<()> {
                 Ok(0) => return,
                 Ok(n) => port.frame(Kind::Kmsg, &record[..n]),
                 // EPIPE: records were overwritten before they were read; the next read goes on with the oldest.
-                Err(e) if e.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {
+                Err(e) if e.raw_os_error() == Some(Errno::PIPE.raw_os_error()) => {
                     port.frame(Kind::Kmsg, b"4,0,0,-;p2pmem-guest-init: kernel log records were lost");
                 }
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                    let _ = poll(&mut [PollFd::new(&log, PollFlags::IN)], Some(&look));
+                }
                 Err(_) => return,
             }
         }
@@ -196,8 +214,8 @@ fn forward_kernel_log(port: Port) -> Result<()> {
 
 fn kernel_log(line: &str) {
     if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
-        // One write is one record.
-        let _ = log.write_all(line.as_bytes());
+        // One write is one record; without the newline readers would not see it before the next one begins.
+        let _ = log.write_all(format!("{line}\n").as_bytes());
     }
 }
 
