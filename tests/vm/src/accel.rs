@@ -61,7 +61,8 @@ impl Accel {
             false,
         )?;
         let deadline = Instant::now() + START;
-        while !(socket.exists() && control.exists()) {
+        // It says so when both sockets listen; a socket's file alone may be there a moment too early.
+        while !process.log().lines().any(|line| line.starts_with("ready ")) {
             if process.ended()?.is_some() {
                 bail!("the device process ended at once: {}", process.describe());
             }
@@ -84,15 +85,16 @@ impl Accel {
     pub fn counters(&self) -> Result<Value> {
         let mut stream = UnixStream::connect(&self.control).with_context(|| self.control.display().to_string())?;
         stream.set_read_timeout(Some(ANSWER))?;
-        stream.write_all(b"{\"op\":\"counters\"}\n")?;
+        stream.write_all(b"{\"get\":\"counters\"}\n")?;
         let mut line = String::new();
         BufReader::new(stream)
             .read_line(&mut line)
             .context("no answer from the device process")?;
-        let answer: Value = serde_json::from_str(&line).with_context(|| format!("the device process said {line:?}"))?;
-        match answer.get("error") {
-            Some(error) => Err(anyhow!("the device process refused: {error}")),
-            None => Ok(answer),
+        let mut answer: Value =
+            serde_json::from_str(&line).with_context(|| format!("the device process said {line:?}"))?;
+        if answer["ok"] != true {
+            return Err(anyhow!("the device process refused: {}", answer["error"]));
         }
+        Ok(answer["counters"].take())
     }
 }

@@ -89,8 +89,7 @@ impl Process {
 
     /// Its name, id and the end of what it logged, for error messages.
     pub fn describe(&self) -> String {
-        let log = fs::read(&self.log).unwrap_or_default();
-        let log = String::from_utf8_lossy(&log);
+        let log = self.log();
         // QEMU warns of every feature of the CPU model that the emulated processor lacks.
         let telling = log
             .lines()
@@ -108,6 +107,11 @@ impl Process {
                 tail.join("\n")
             }
         )
+    }
+
+    /// What it has written to its log.
+    pub fn log(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
     /// Its process id.
