@@ -16,13 +16,17 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// CRC-32C (Castagnoli, reflected), bit by bit: a second opinion on the device's.
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0_u32, |crc, byte| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg()))
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg())
+        })
     })
 }
 
 fn samples(data: &[u8]) -> Vec<(f64, f64)> {
     let part = |bytes: &[u8]| f64::from(f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
-    data.chunks_exact(8).map(|bytes| (part(&bytes[..4]), part(&bytes[4..]))).collect()
+    data.chunks_exact(8)
+        .map(|bytes| (part(&bytes[..4]), part(&bytes[4..])))
+        .collect()
 }
 
 /// The transform by its definition.
@@ -39,7 +43,10 @@ fn dft(input: &[(f64, f64)]) -> Vec<(f64, f64)> {
 }
 
 fn close(a: &[(f64, f64)], b: &[(f64, f64)], tolerance: f64) -> bool {
-    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a.0 - b.0).abs() < tolerance && (a.1 - b.1).abs() < tolerance)
+    a.len() == b.len()
+        && a.iter()
+            .zip(b)
+            .all(|(a, b)| (a.0 - b.0).abs() < tolerance && (a.1 - b.1).abs() < tolerance)
 }
 
 fn check(what: &str, good: bool) -> Result<(), Box<dyn Error>> {
@@ -62,7 +69,10 @@ fn refused(what: &str, result: Result<u64, driver::Error>, expected: Status) -> 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
     let bdf = args.next().ok_or("usage: accel-selftest BDF [PEER-BUS-ADDRESS]")?;
-    let peer = args.next().map(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16)).transpose()?;
+    let peer = args
+        .next()
+        .map(|text| u64::from_str_radix(text.trim_start_matches("0x"), 16))
+        .transpose()?;
     let accel = Accel::open(&bdf)?;
     let memory = accel.map_memory()?;
     println!("     {} MiB of memory", accel.memory_size() >> 20);
@@ -73,7 +83,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut data = vec![0; LEN as usize];
     memory.read(0, &mut data)?;
     let words = data.chunks_exact(8).enumerate();
-    let good = words.clone().all(|(i, word)| word == pattern_word(42, i as u64).to_le_bytes());
+    let good = words
+        .clone()
+        .all(|(i, word)| word == pattern_word(42, i as u64).to_le_bytes());
     check("pattern is in memory", good)?;
     check("checksum", accel.checksum(0, LEN, TIMEOUT)? == crc32c(&data))?;
 
@@ -83,7 +95,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     check("copy with overlap", copied == data)?;
     accel.fill(3, 13, 0x1122_3344_5566_7788, TIMEOUT)?;
     memory.read(0, &mut copied[..20])?;
-    check("fill", copied[3..11] == 0x1122_3344_5566_7788_u64.to_le_bytes() && copied[16..20] == data[16..20])?;
+    check(
+        "fill",
+        copied[3..11] == 0x1122_3344_5566_7788_u64.to_le_bytes() && copied[16..20] == data[16..20],
+    )?;
 
     const POINTS: usize = 64;
     let signal: Vec<u8> = (0..POINTS * 4)
@@ -98,10 +113,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut spectrum = vec![0; signal.len()];
     memory.read(8 << 20, &mut spectrum)?;
     let expected: Vec<(f64, f64)> = samples(&signal).chunks_exact(POINTS).flat_map(dft).collect();
-    check("FFT agrees with its definition", close(&samples(&spectrum), &expected, 1e-4))?;
+    check(
+        "FFT agrees with its definition",
+        close(&samples(&spectrum), &expected, 1e-4),
+    )?;
     accel.fft(8 << 20, signal.len() as u64, POINTS as u64, Direction::Inverse, TIMEOUT)?;
     memory.read(8 << 20, &mut spectrum)?;
-    check("inverse FFT undoes it", close(&samples(&spectrum), &samples(&signal), 1e-5))?;
+    check(
+        "inverse FFT undoes it",
+        close(&samples(&spectrum), &samples(&signal), 1e-5),
+    )?;
     let start = Instant::now();
     accel.fft(8 << 20, 8 << 20, 1024, Direction::Forward, TIMEOUT)?;
     println!("     8 MiB of 1024-point FFTs in {:?}", start.elapsed());
@@ -126,7 +147,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let mut data = vec![0; buffer.len()];
     buffer.read(0, &mut data)?;
-    let good = data.chunks_exact(8).enumerate().all(|(i, word)| word == pattern_word(7, i as u64).to_le_bytes());
+    let good = data
+        .chunks_exact(8)
+        .enumerate()
+        .all(|(i, word)| word == pattern_word(7, i as u64).to_le_bytes());
     check("DMA to host memory", good)?;
     data.reverse();
     buffer.write(0, &data)?;
@@ -135,7 +159,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         accel.dma_in(*address, at, *len, TIMEOUT)?;
         at += len;
     }
-    check("DMA from host memory", accel.checksum(0, len, TIMEOUT)? == crc32c(&data))?;
+    check(
+        "DMA from host memory",
+        accel.checksum(0, len, TIMEOUT)? == crc32c(&data),
+    )?;
     let counters = accel.counters()?;
     check(
         "host bytes are counted exactly",
@@ -149,7 +176,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         accel.dma_out(0, peer, LEN, TIMEOUT)?;
         accel.fill(0, LEN, 0, TIMEOUT)?;
         accel.dma_in(peer, 0, LEN, TIMEOUT)?;
-        check("peer gives back what it was given", accel.checksum(0, LEN, TIMEOUT)? == crc)?;
+        check(
+            "peer gives back what it was given",
+            accel.checksum(0, LEN, TIMEOUT)? == crc,
+        )?;
         let after = accel.counters()?;
         let moved = |counter| after.get(counter) - counters.get(counter);
         println!(
@@ -161,12 +191,32 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 
     let size = accel.memory_size();
-    refused("range past the end", accel.run(Op::Fill, 0, size - 8, 16, 0, TIMEOUT), Status::BadRange)?;
-    refused("range that wraps", accel.run(Op::Crc32c, 0, u64::MAX, 2, 0, TIMEOUT), Status::BadRange)?;
+    refused(
+        "range past the end",
+        accel.run(Op::Fill, 0, size - 8, 16, 0, TIMEOUT),
+        Status::BadRange,
+    )?;
+    refused(
+        "range that wraps",
+        accel.run(Op::Crc32c, 0, u64::MAX, 2, 0, TIMEOUT),
+        Status::BadRange,
+    )?;
     refused("no length", accel.run(Op::Fill, 0, 0, 0, 0, TIMEOUT), Status::BadLength)?;
-    refused("bad number of points", accel.run(Op::Fft, 0, 0, 24, 3, TIMEOUT), Status::BadArgument)?;
-    refused("unknown flags", accel.run(Op::Nop, 1 << 30, 0, 0, 0, TIMEOUT), Status::BadOperation)?;
-    refused("nothing at the address", accel.run(Op::DmaIn, 0, 0, 64, 0x7f_0000_0000_0000, TIMEOUT), Status::Unreachable)?;
+    refused(
+        "bad number of points",
+        accel.run(Op::Fft, 0, 0, 24, 3, TIMEOUT),
+        Status::BadArgument,
+    )?;
+    refused(
+        "unknown flags",
+        accel.run(Op::Nop, 1 << 30, 0, 0, 0, TIMEOUT),
+        Status::BadOperation,
+    )?;
+    refused(
+        "nothing at the address",
+        accel.run(Op::DmaIn, 0, 0, 64, 0x7f_0000_0000_0000, TIMEOUT),
+        Status::Unreachable,
+    )?;
     for (name, value) in accel.counters()?.iter() {
         println!("     {name:<16} {value}");
     }

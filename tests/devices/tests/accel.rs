@@ -32,14 +32,23 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        let mut accel = Accel::new(Settings { memory: SIZE, ..Settings::default() }).unwrap();
+        let mut accel = Accel::new(Settings {
+            memory: SIZE,
+            ..Settings::default()
+        })
+        .unwrap();
         let shared = accel.shared();
         let (theirs, ours) = UnixStream::pair().unwrap();
         let server = std::thread::spawn(move || serve(ours, &mut accel).is_ok());
         let mut client = Client::new(theirs).unwrap();
         client.version().unwrap();
         let control = Control::new(Arc::clone(&shared));
-        Self { client: Some(client), shared, control, server: Some(server) }
+        Self {
+            client: Some(client),
+            shared,
+            control,
+            server: Some(server),
+        }
     }
 
     fn client(&mut self) -> &mut Client {
@@ -53,8 +62,12 @@ impl Bench {
         client.write(0, reg::OFFSET, &offset.to_le_bytes()).unwrap();
         client.write(0, reg::LENGTH, &length.to_le_bytes()).unwrap();
         // In two halves, as a 32-bit driver does.
-        client.write(0, reg::ARGUMENT, &(argument as u32).to_le_bytes()).unwrap();
-        client.write(0, reg::ARGUMENT + 4, &((argument >> 32) as u32).to_le_bytes()).unwrap();
+        client
+            .write(0, reg::ARGUMENT, &(argument as u32).to_le_bytes())
+            .unwrap();
+        client
+            .write(0, reg::ARGUMENT + 4, &((argument >> 32) as u32).to_le_bytes())
+            .unwrap();
         client.write(0, reg::DOORBELL, &[1, 0, 0, 0]).unwrap();
         client.read32(0, reg::SUBMITTED).unwrap()
     }
@@ -100,7 +113,10 @@ impl Drop for Bench {
     fn drop(&mut self) {
         self.client = None;
         let good = self.server.take().unwrap().join();
-        assert!(std::thread::panicking() || good.unwrap(), "the device was served to a good end");
+        assert!(
+            std::thread::panicking() || good.unwrap(),
+            "the device was served to a good end"
+        );
     }
 }
 
@@ -110,16 +126,37 @@ fn identifies_itself() {
     let client = bench.client();
     assert_eq!(client.read32(0, reg::ID).unwrap(), ID);
     assert_eq!(client.read32(0, reg::VERSION).unwrap(), VERSION);
-    assert_eq!(client.read64(0, reg::ID).unwrap(), u64::from(ID) | u64::from(VERSION) << 32);
+    assert_eq!(
+        client.read64(0, reg::ID).unwrap(),
+        u64::from(ID) | (u64::from(VERSION) << 32)
+    );
     assert_eq!(client.read64(0, reg::MEMORY_SIZE).unwrap(), SIZE);
     assert_eq!(client.read32(0, reg::FEATURES).unwrap(), Op::features());
     assert_eq!(client.read32(CONFIG_REGION, 0).unwrap(), 0xa2c1_1234);
     assert_eq!(client.read32(CONFIG_REGION, 8).unwrap() >> 8, 0x12_0000);
     let (info, _, fds) = client.region_info(2).unwrap();
     assert_eq!((info.size, info.flags, fds.len()), (SIZE, 0xf, 1));
-    assert!(Accel::new(Settings { memory: 3 << 20, ..Settings::default() }).is_err());
-    assert!(Accel::new(Settings { memory: 16, ..Settings::default() }).is_err());
-    assert!(Accel::new(Settings { lanes: 5, ..Settings::default() }).is_err());
+    assert!(
+        Accel::new(Settings {
+            memory: 3 << 20,
+            ..Settings::default()
+        })
+        .is_err()
+    );
+    assert!(
+        Accel::new(Settings {
+            memory: 16,
+            ..Settings::default()
+        })
+        .is_err()
+    );
+    assert!(
+        Accel::new(Settings {
+            lanes: 5,
+            ..Settings::default()
+        })
+        .is_err()
+    );
 }
 
 #[test]
@@ -127,7 +164,11 @@ fn fills_copies_and_sums() {
     let mut bench = Bench::new();
     bench.ok(Op::Pattern, 0, 3 << 20, 5);
     let data = bench.memory(0, 3 << 20);
-    assert!(data.chunks_exact(8).enumerate().all(|(i, word)| word == pattern_word(5, i as u64).to_le_bytes()));
+    assert!(
+        data.chunks_exact(8)
+            .enumerate()
+            .all(|(i, word)| word == pattern_word(5, i as u64).to_le_bytes())
+    );
     assert_eq!(bench.ok(Op::Crc32c, 0, 3 << 20, 0), u64::from(crc32c::crc32c(&data)));
     // Overlapping copies over more than a piece, both ways.
     bench.ok(Op::Copy, 12_345, 3 << 20, 0);
@@ -137,15 +178,30 @@ fn fills_copies_and_sums() {
     bench.ok(Op::Fill, 1, 11, u64::from_le_bytes(*b"abcdefgh"));
     assert_eq!(bench.memory(1, 11), b"abcdefghabc");
     let values = |at: u64, bench: &Bench| -> Vec<f32> {
-        bench.memory(at, 16).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+        bench
+            .memory(at, 16)
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+            .collect()
     };
     for (i, value) in [1.5_f32, -2.0, 1e20, 0.25].iter().enumerate() {
-        bench.shared.memory().write(64 + 4 * i as u64, &value.to_le_bytes()).unwrap();
-        bench.shared.memory().write(128 + 4 * i as u64, &(value * 2.0).to_le_bytes()).unwrap();
+        bench
+            .shared
+            .memory()
+            .write(64 + 4 * i as u64, &value.to_le_bytes())
+            .unwrap();
+        bench
+            .shared
+            .memory()
+            .write(128 + 4 * i as u64, &(value * 2.0).to_le_bytes())
+            .unwrap();
     }
     bench.ok(Op::AddF32, 64, 16, 128);
     assert_eq!(values(64, &bench), [4.5, -6.0, 3e20, 0.75]);
-    assert_eq!(bench.counter(Counter::HostRead) + bench.counter(Counter::HostWritten), 0);
+    assert_eq!(
+        bench.counter(Counter::HostRead) + bench.counter(Counter::HostWritten),
+        0
+    );
     assert_eq!(bench.counter(Counter::ComputeWritten), 9 * (1 << 20) + 11 + 16);
     assert_eq!(bench.counter(Counter::ComputeRead), 9 * (1 << 20) + 32);
     assert_eq!(bench.counter(Counter::CommandsOk), 6);
@@ -155,15 +211,20 @@ fn fills_copies_and_sums() {
 fn transforms_agree_with_the_definition() {
     let mut bench = Bench::new();
     const N: usize = 32;
-    let input: Vec<Complex64> =
-        (0..3 * N).map(|i| Complex64::new((i as f64 * 0.7).sin(), (i as f64 * 1.3).cos())).collect();
+    let input: Vec<Complex64> = (0..3 * N)
+        .map(|i| Complex64::new((i as f64 * 0.7).sin(), (i as f64 * 1.3).cos()))
+        .collect();
     for (i, sample) in input.iter().enumerate() {
         let bytes = [(sample.re as f32).to_le_bytes(), (sample.im as f32).to_le_bytes()].concat();
         bench.shared.memory().write(4096 + 8 * i as u64, &bytes).unwrap();
     }
     let samples = |bench: &Bench| -> Vec<Complex64> {
         let part = |b: &[u8]| f64::from(f32::from_le_bytes(b.try_into().unwrap()));
-        bench.memory(4096, 24 * N).chunks_exact(8).map(|b| Complex64::new(part(&b[..4]), part(&b[4..]))).collect()
+        bench
+            .memory(4096, 24 * N)
+            .chunks_exact(8)
+            .map(|b| Complex64::new(part(&b[..4]), part(&b[4..])))
+            .collect()
     };
     bench.ok(Op::Fft, 4096, 24 * N as u64, N as u64);
     for (v, vector) in samples(&bench).chunks_exact(N).enumerate() {
@@ -174,7 +235,10 @@ fn transforms_agree_with_the_definition() {
                     input[v * N + i] * Complex64::from_polar(1.0, angle)
                 })
                 .sum();
-            assert!((got - expected).norm() < 1e-4, "vector {v} bin {k}: {got} instead of {expected}");
+            assert!(
+                (got - expected).norm() < 1e-4,
+                "vector {v} bin {k}: {got} instead of {expected}"
+            );
         }
     }
     let (status, _) = bench.run_flags(Op::Fft, flags::INVERSE, 4096, 24 * N as u64, N as u64);
@@ -209,7 +273,11 @@ fn bad_parameters_end_as_errors() {
         (Op::DmaIn, 0, 64, 0, Status::BusMasterOff),
         (Op::DmaOut, SIZE, 64, 0, Status::BadRange),
     ] {
-        assert_eq!(bench.run(op, offset, length, argument).0, status, "{op:?} {offset:#x} {length:#x} {argument:#x}");
+        assert_eq!(
+            bench.run(op, offset, length, argument).0,
+            status,
+            "{op:?} {offset:#x} {length:#x} {argument:#x}"
+        );
     }
     for (op, flags, status) in [
         (0, 0, Status::BadOperation),
@@ -217,7 +285,11 @@ fn bad_parameters_end_as_errors() {
         (u32::MAX, 0, Status::BadOperation),
         (Op::Nop as u32, 1 << 31, Status::BadOperation),
         (Op::Fill as u32, flags::INVERSE, Status::BadOperation),
-        (Op::Nop as u32, flags::INTERRUPT | u32::from(MSIX_VECTORS) << flags::VECTOR_SHIFT, Status::BadArgument),
+        (
+            Op::Nop as u32,
+            flags::INTERRUPT | (u32::from(MSIX_VECTORS) << flags::VECTOR_SHIFT),
+            Status::BadArgument,
+        ),
     ] {
         let seq = bench.submit(op, flags, 0, 8, 0);
         assert_eq!(bench.wait(seq).0, status, "{op} {flags:#x}");
@@ -238,7 +310,11 @@ fn dma_counts_what_it_moves_by_target() {
         let mut peer = peer.lock().unwrap();
         let at = address.checked_sub(1 << 30).ok_or(19_u32)? as usize;
         let there = peer.get_mut(at..at + data.len()).ok_or(19_u32)?;
-        if write { there.copy_from_slice(data) } else { data.copy_from_slice(there) }
+        if write {
+            there.copy_from_slice(data)
+        } else {
+            data.copy_from_slice(there)
+        }
         Ok(())
     }));
     bench.ok(Op::Pattern, 0, 1 << 18, 1);
@@ -264,7 +340,10 @@ fn dma_counts_what_it_moves_by_target() {
         assert_eq!(bench.client().read64(0, counter.register()).unwrap(), bytes);
     }
     // Half of this is there, half is not: the error says so, and what moved is counted.
-    assert_eq!(bench.run(Op::DmaIn, 0, 1 << 17, (1 << 30) + (1 << 20) - (1 << 16)).0, Status::Unreachable);
+    assert_eq!(
+        bench.run(Op::DmaIn, 0, 1 << 17, (1 << 30) + (1 << 20) - (1 << 16)).0,
+        Status::Unreachable
+    );
     assert_eq!(bench.counter(Counter::EngineWritten), (1 << 17) + (1 << 16));
     let json = bench.control.answer(b"{\"get\":\"counters\"}");
     assert_eq!(json["counters"]["host_written"], 1 << 18);
@@ -283,9 +362,12 @@ fn interrupts_come_when_asked_for() {
     assert_eq!(bench.client().read32(CONFIG_REGION, at).unwrap() & 0xff, 0x11);
     bench.client().write(CONFIG_REGION, at + 2, &[0, 0x80]).unwrap();
     let fired = |fd: &OwnedFd| rustix::io::read(fd, &mut [0; 8]).is_ok();
-    let wanted = flags::INTERRUPT | 1 << flags::VECTOR_SHIFT;
+    let wanted = flags::INTERRUPT | (1 << flags::VECTOR_SHIFT);
     assert_eq!(bench.run_flags(Op::Nop, wanted, 0, 0, 0).0, Status::Ok);
-    bench.client().write(0, reg::CONTROL, &control::INTERRUPTS.to_le_bytes()).unwrap();
+    bench
+        .client()
+        .write(0, reg::CONTROL, &control::INTERRUPTS.to_le_bytes())
+        .unwrap();
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
     assert_eq!(bench.run_flags(Op::Nop, wanted, 0, 0, 0).0, Status::Ok);
     // Raised after the result is visible, so it may need a moment.
@@ -294,7 +376,11 @@ fn interrupts_come_when_asked_for() {
     assert_eq!(rustix::event::poll(&mut poll, Some(&timeout)).unwrap(), 1);
     let mut value = [0; 8];
     rustix::io::read(&fds[1], &mut value).unwrap();
-    assert_eq!(u64::from_ne_bytes(value), 1, "only the command that asked while interrupts were on");
+    assert_eq!(
+        u64::from_ne_bytes(value),
+        1,
+        "only the command that asked while interrupts were on"
+    );
     assert!(!fired(&fds[0]));
 }
 
@@ -304,11 +390,23 @@ fn a_full_queue_refuses() {
     bench.enable_dma();
     // A DMA that nobody answers keeps the worker: the client reads no messages while it only writes without replies.
     let total = QUEUE_DEPTH + 10;
-    let access = |offset: u64, count: u32| p2pmem_vfio_user::proto::RegionAccess { offset, region: 0, count };
+    let access = |offset: u64, count: u32| p2pmem_vfio_user::proto::RegionAccess {
+        offset,
+        region: 0,
+        count,
+    };
     let send = |bench: &mut Bench, offset: u64, data: &[u8]| {
         let head = access(offset, data.len() as u32);
         let head = zerocopy_bytes(&head);
-        bench.client().send(p2pmem_vfio_user::proto::command::REGION_WRITE, 0x10, &[&head, data], &[]).unwrap();
+        bench
+            .client()
+            .send(
+                p2pmem_vfio_user::proto::command::REGION_WRITE,
+                0x10,
+                &[&head, data],
+                &[],
+            )
+            .unwrap();
     };
     send(&mut bench, reg::OP, &(Op::DmaIn as u32).to_le_bytes());
     send(&mut bench, reg::LENGTH, &8_u64.to_le_bytes());
@@ -319,16 +417,30 @@ fn a_full_queue_refuses() {
     let refused = bench.client().read32(0, reg::REFUSED).unwrap();
     let submitted = bench.client().read32(0, reg::SUBMITTED).unwrap();
     assert_eq!(refused + submitted, total);
-    assert!(refused > 0 && submitted >= QUEUE_DEPTH, "{refused} refused, {submitted} taken");
+    assert!(
+        refused > 0 && submitted >= QUEUE_DEPTH,
+        "{refused} refused, {submitted} taken"
+    );
     // Abort ends them all.
-    bench.client().write(0, reg::CONTROL, &control::ABORT.to_le_bytes()).unwrap();
-    bench.client().poll32(0, reg::PENDING, TIMEOUT, |pending| pending == 0).unwrap();
+    bench
+        .client()
+        .write(0, reg::CONTROL, &control::ABORT.to_le_bytes())
+        .unwrap();
+    bench
+        .client()
+        .poll32(0, reg::PENDING, TIMEOUT, |pending| pending == 0)
+        .unwrap();
     assert_eq!(bench.wait(submitted).0, Status::Aborted);
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
 }
 
 fn zerocopy_bytes(access: &p2pmem_vfio_user::proto::RegionAccess) -> Vec<u8> {
-    [&access.offset.to_le_bytes()[..], &access.region.to_le_bytes(), &access.count.to_le_bytes()].concat()
+    [
+        &access.offset.to_le_bytes()[..],
+        &access.region.to_le_bytes(),
+        &access.count.to_le_bytes(),
+    ]
+    .concat()
 }
 
 #[test]
@@ -367,13 +479,26 @@ fn odd_accesses_are_ignored_and_counted() {
     let mut data = [0; 3];
     bench.client().read(2, 100, &mut data).unwrap();
     assert_eq!(data, [1, 2, 3]);
-    assert_eq!((bench.counter(Counter::TrappedRead), bench.counter(Counter::TrappedWritten)), (3, 3));
+    assert_eq!(
+        (
+            bench.counter(Counter::TrappedRead),
+            bench.counter(Counter::TrappedWritten)
+        ),
+        (3, 3)
+    );
 }
 
 #[test]
 fn control_requests_are_checked() {
     let bench = Bench::new();
-    for bad in [&b"{}"[..], b"", b"{\"get\":\"all\"}", b"{\"set\":1}", b"\xff\xfe", b"{\"get\":\"state\",\"reset\":\"counters\"}"] {
+    for bad in [
+        &b"{}"[..],
+        b"",
+        b"{\"get\":\"all\"}",
+        b"{\"set\":1}",
+        b"\xff\xfe",
+        b"{\"get\":\"state\",\"reset\":\"counters\"}",
+    ] {
         let answer = bench.control.answer(bad);
         assert_eq!(answer["ok"], false, "{}", String::from_utf8_lossy(bad));
         assert!(answer["error"].is_string());

@@ -2,7 +2,7 @@
 
 //! The serving side: takes the client's commands one after another and answers them.
 
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
@@ -117,11 +117,21 @@ pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(
         negotiated: false,
     }
     .run();
-    let _ = stream.shutdown(std::net::Shutdown::Both);
+    hang_up(&stream);
     device.bus().dma.disconnect();
     device.bus().irqs.disconnect_all();
     device.disconnected();
     result
+}
+
+/// Ends a connection so that the client sees its end, not an error: closing a socket that holds unread data resets the
+/// connection, and an emulator waiting for an answer then takes its own life.
+fn hang_up(mut stream: &UnixStream) {
+    // Fails only if the client was faster.
+    let _ = stream.shutdown(std::net::Shutdown::Both);
+    let mut rest = [0; 4096];
+    // Nothing can be added any more, so this ends.
+    while matches!(stream.read(&mut rest), Ok(n) if n > 0) {}
 }
 
 struct Session<'a, D: ?Sized> {

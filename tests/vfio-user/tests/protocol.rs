@@ -136,7 +136,11 @@ fn version_comes_first_and_once() {
         refused(client.request(command::VERSION, &[&bad], &[]), Errno::INVAL);
     }
     refused(
-        client.request(command::VERSION, &[&version(0, b"{\"capabilities\":{\"max_data_xfer_size\":0}}\0")], &[]),
+        client.request(
+            command::VERSION,
+            &[&version(0, b"{\"capabilities\":{\"max_data_xfer_size\":0}}\0")],
+            &[],
+        ),
         Errno::INVAL,
     );
     let capabilities = client.version().unwrap();
@@ -177,24 +181,48 @@ fn regions_are_described_and_mappable() {
     assert_eq!((info.size, info.flags), (0, 0));
     refused(client.region_info(9), Errno::INVAL);
     // With too little room the answer says how much it takes.
-    let request = proto::RegionInfo { argsz: 32, index: 2, ..Default::default() };
-    let answer = client.request(command::DEVICE_GET_REGION_INFO, &[request.as_bytes()], &[]).unwrap();
+    let request = proto::RegionInfo {
+        argsz: 32,
+        index: 2,
+        ..Default::default()
+    };
+    let answer = client
+        .request(command::DEVICE_GET_REGION_INFO, &[request.as_bytes()], &[])
+        .unwrap();
     assert_eq!((answer.body.len(), answer.body[0]), (32, 80));
 }
 
 #[test]
 fn device_and_interrupts_are_described() {
     let (mut client, ..) = started();
-    let request = proto::DeviceInfo { argsz: 16, ..Default::default() };
-    let answer = client.request(command::DEVICE_GET_INFO, &[request.as_bytes()], &[]).unwrap();
+    let request = proto::DeviceInfo {
+        argsz: 16,
+        ..Default::default()
+    };
+    let answer = client
+        .request(command::DEVICE_GET_INFO, &[request.as_bytes()], &[])
+        .unwrap();
     assert_eq!(answer.body, [16, 0, 0, 0, 3, 0, 0, 0, 9, 0, 0, 0, 5, 0, 0, 0]);
     for (index, count) in [(0, 0), (1, 0), (2, 4), (3, 0), (4, 0)] {
-        let request = proto::IrqInfo { argsz: 16, index, ..Default::default() };
-        let answer = client.request(command::DEVICE_GET_IRQ_INFO, &[request.as_bytes()], &[]).unwrap();
+        let request = proto::IrqInfo {
+            argsz: 16,
+            index,
+            ..Default::default()
+        };
+        let answer = client
+            .request(command::DEVICE_GET_IRQ_INFO, &[request.as_bytes()], &[])
+            .unwrap();
         assert_eq!(answer.body[12], count);
     }
-    let request = proto::IrqInfo { argsz: 16, index: 5, ..Default::default() };
-    refused(client.request(command::DEVICE_GET_IRQ_INFO, &[request.as_bytes()], &[]), Errno::INVAL);
+    let request = proto::IrqInfo {
+        argsz: 16,
+        index: 5,
+        ..Default::default()
+    };
+    refused(
+        client.request(command::DEVICE_GET_IRQ_INFO, &[request.as_bytes()], &[]),
+        Errno::INVAL,
+    );
     refused(client.request(command::DEVICE_GET_INFO, &[&[0; 4]], &[]), Errno::INVAL);
 }
 
@@ -212,10 +240,24 @@ fn accesses_are_checked() {
         refused(client.read(region, 0, &mut data), Errno::INVAL);
         refused(client.write(region, 0, &data), Errno::INVAL);
     }
-    let lie = proto::RegionAccess { offset: 0, region: 0, count: 64 };
-    refused(client.request(command::REGION_WRITE, &[lie.as_bytes(), &[0; 8]], &[]), Errno::INVAL);
-    let huge = proto::RegionAccess { offset: 0, region: 2, count: u32::MAX };
-    refused(client.request(command::REGION_READ, &[huge.as_bytes()], &[]), Errno::INVAL);
+    let lie = proto::RegionAccess {
+        offset: 0,
+        region: 0,
+        count: 64,
+    };
+    refused(
+        client.request(command::REGION_WRITE, &[lie.as_bytes(), &[0; 8]], &[]),
+        Errno::INVAL,
+    );
+    let huge = proto::RegionAccess {
+        offset: 0,
+        region: 2,
+        count: u32::MAX,
+    };
+    refused(
+        client.request(command::REGION_READ, &[huge.as_bytes()], &[]),
+        Errno::INVAL,
+    );
     for unknown in [0, 6, 11, 12, 14, 16, 17, 18, 999] {
         refused(client.request(unknown, &[&[0; 64]], &[]), Errno::NOSYS);
     }
@@ -226,29 +268,56 @@ fn accesses_are_checked() {
 fn multiple_writes_are_all_done() {
     let (mut client, ..) = started();
     let one = |offset: u64, region: u32, data: &[u8]| {
-        let access = proto::RegionAccess { offset, region, count: data.len() as u32 };
+        let access = proto::RegionAccess {
+            offset,
+            region,
+            count: data.len() as u32,
+        };
         let mut bytes = [0; 8];
         bytes[..data.len().min(8)].copy_from_slice(&data[..data.len().min(8)]);
         [access.as_bytes(), &bytes].concat()
     };
     let count = |n: u64| n.to_le_bytes();
     let writes = [one(32, 0, &[1, 1, 1, 1]), one(36, 0, &[2, 2])].concat();
-    client.request(command::REGION_WRITE_MULTI, &[&count(2), &writes], &[]).unwrap();
+    client
+        .request(command::REGION_WRITE_MULTI, &[&count(2), &writes], &[])
+        .unwrap();
     assert_eq!(client.read64(0, 32).unwrap(), 0x0202_0101_0101);
     // A mistake in one is reported and does not keep the others from being done.
-    let writes = [one(40, 0, &[3]), one(9999, 0, &[3]), one(41, 0, &[0; 9]), one(42, 0, &[4])].concat();
-    refused(client.request(command::REGION_WRITE_MULTI, &[&count(4), &writes], &[]), Errno::INVAL);
+    let writes = [
+        one(40, 0, &[3]),
+        one(9999, 0, &[3]),
+        one(41, 0, &[0; 9]),
+        one(42, 0, &[4]),
+    ]
+    .concat();
+    refused(
+        client.request(command::REGION_WRITE_MULTI, &[&count(4), &writes], &[]),
+        Errno::INVAL,
+    );
     assert_eq!(client.read32(0, 40).unwrap(), 0x0004_0003);
-    refused(client.request(command::REGION_WRITE_MULTI, &[&count(u64::MAX), &writes], &[]), Errno::INVAL);
-    refused(client.request(command::REGION_WRITE_MULTI, &[&[0; 4]], &[]), Errno::INVAL);
+    refused(
+        client.request(command::REGION_WRITE_MULTI, &[&count(u64::MAX), &writes], &[]),
+        Errno::INVAL,
+    );
+    refused(
+        client.request(command::REGION_WRITE_MULTI, &[&[0; 4]], &[]),
+        Errno::INVAL,
+    );
 }
 
 #[test]
 fn no_reply_is_honoured() {
     let (mut client, ..) = started();
     for i in 0..10_u64 {
-        let access = proto::RegionAccess { offset: 8 * i + 64, region: 0, count: 8 };
-        client.send(command::REGION_WRITE, 0x10, &[access.as_bytes(), &i.to_le_bytes()], &[]).unwrap();
+        let access = proto::RegionAccess {
+            offset: 8 * i + 64,
+            region: 0,
+            count: 8,
+        };
+        client
+            .send(command::REGION_WRITE, 0x10, &[access.as_bytes(), &i.to_le_bytes()], &[])
+            .unwrap();
         client.send(command::REGION_WRITE, 0x10, &[&[0xff; 40]], &[]).unwrap();
     }
     // The first reply to arrive is that of the read.
@@ -292,7 +361,7 @@ fn fired(fd: &OwnedFd) -> u64 {
 fn enable_msix(client: &mut Client) {
     let mut at = u64::from(client.read32(proto::CONFIG_REGION, 0x34).unwrap() & 0xff);
     while client.read32(proto::CONFIG_REGION, at).unwrap() & 0xff != 0x11 {
-        at = u64::from(client.read32(proto::CONFIG_REGION, at).unwrap() >> 8 & 0xff);
+        at = u64::from(client.read32(proto::CONFIG_REGION, at).unwrap() >> 8) & 0xff;
         assert_ne!(at, 0);
     }
     config_write(client, at + 2, &[3, 0x80]);
@@ -319,13 +388,25 @@ fn interrupts_survive_rearming() {
     // One vector taken away, as when the guest masks it.
     client.set_irqs(EVENTFD, 1, 1, &[], &[]).unwrap();
     assert_eq!(bus.irqs.raise(1), Raised::Latched);
-    client.set_irqs(proto::SET_DATA_NONE | proto::SET_ACTION_MASK, 1, 1, &[], &[]).unwrap();
+    client
+        .set_irqs(proto::SET_DATA_NONE | proto::SET_ACTION_MASK, 1, 1, &[], &[])
+        .unwrap();
     client.arm(1, &fds[1..2]).unwrap();
     assert_eq!(fired(&fds[1]), 0);
-    client.set_irqs(proto::SET_DATA_BOOL | proto::SET_ACTION_UNMASK, 0, 2, &[0, 1], &[]).unwrap();
+    client
+        .set_irqs(proto::SET_DATA_BOOL | proto::SET_ACTION_UNMASK, 0, 2, &[0, 1], &[])
+        .unwrap();
     assert_eq!(fired(&fds[1]), 1);
     // The client may trigger vectors itself.
-    client.set_irqs(proto::SET_DATA_BOOL | proto::SET_ACTION_TRIGGER, 0, 4, &[1, 0, 0, 1], &[]).unwrap();
+    client
+        .set_irqs(
+            proto::SET_DATA_BOOL | proto::SET_ACTION_TRIGGER,
+            0,
+            4,
+            &[1, 0, 0, 1],
+            &[],
+        )
+        .unwrap();
     assert_eq!(fds.iter().map(fired).collect::<Vec<_>>(), [1, 0, 0, 1]);
     // Table writes are the client's own business.
     client.write(4, 0, &[0xff; 16]).unwrap();
@@ -342,11 +423,23 @@ fn bad_interrupt_set_ups() {
     refused(client.set_irqs(eventfd, 3, 2, &[], &borrowed), Errno::INVAL);
     refused(client.set_irqs(eventfd, u32::MAX, 2, &[], &borrowed), Errno::INVAL);
     refused(client.set_irqs(eventfd, 4, 1, &[], &[]), Errno::INVAL);
-    refused(client.set_irqs(proto::SET_DATA_BOOL | proto::SET_ACTION_MASK, 0, 4, &[1], &[]), Errno::INVAL);
+    refused(
+        client.set_irqs(proto::SET_DATA_BOOL | proto::SET_ACTION_MASK, 0, 4, &[1], &[]),
+        Errno::INVAL,
+    );
     refused(client.set_irqs(proto::SET_DATA_NONE, 0, 1, &[], &[]), Errno::INVAL);
     refused(client.set_irqs(0x3f, 0, 1, &[], &[]), Errno::INVAL);
-    refused(client.set_irqs(1 << 30 | eventfd, 0, 1, &[], &[]), Errno::INVAL);
-    refused(client.set_irqs(proto::SET_DATA_EVENTFD | proto::SET_ACTION_MASK, 0, 1, &[], &borrowed[..1]), Errno::OPNOTSUPP);
+    refused(client.set_irqs((1 << 30) | eventfd, 0, 1, &[], &[]), Errno::INVAL);
+    refused(
+        client.set_irqs(
+            proto::SET_DATA_EVENTFD | proto::SET_ACTION_MASK,
+            0,
+            1,
+            &[],
+            &borrowed[..1],
+        ),
+        Errno::OPNOTSUPP,
+    );
     let pipe = rustix::pipe::pipe().unwrap();
     refused(client.arm(0, &[pipe.1]), Errno::INVAL);
     // More descriptors than a message may have.
@@ -404,11 +497,19 @@ fn dma_by_message_is_cut_and_counted() {
     client.set_bus(Box::new({
         let (peer, sizes) = (Arc::clone(&peer), Arc::clone(&sizes));
         move |address, data, write| {
-            let Some(at) = address.checked_sub(0x10000) else { return Err(14) };
+            let Some(at) = address.checked_sub(0x10000) else {
+                return Err(14);
+            };
             sizes.lock().unwrap().push(data.len());
             let mut peer = peer.lock().unwrap();
-            let Some(there) = peer.get_mut(at as usize..at as usize + data.len()) else { return Err(19) };
-            if write { there.copy_from_slice(data) } else { data.copy_from_slice(there) }
+            let Some(there) = peer.get_mut(at as usize..at as usize + data.len()) else {
+                return Err(19);
+            };
+            if write {
+                there.copy_from_slice(data)
+            } else {
+                data.copy_from_slice(there)
+            }
             Ok(())
         }
     }));
@@ -424,7 +525,10 @@ fn dma_by_message_is_cut_and_counted() {
     });
     pump_until(&mut client, &worker);
     assert!(worker.join().unwrap().unwrap() == data, "what was written is read back");
-    assert!(peer.lock().unwrap()[..0x28000] == data[0x8000..], "it is the peer that has it");
+    assert!(
+        peer.lock().unwrap()[..0x28000] == data[0x8000..],
+        "it is the peer that has it"
+    );
     assert!(sizes.lock().unwrap().iter().all(|size| *size <= 64 << 10));
     let counts = bus.dma.counts();
     assert_eq!((counts.host_written, counts.message_written), (0x8000, 0x28000));
@@ -450,11 +554,25 @@ fn dma_never_overtakes_the_answer_that_triggered_it() {
     });
     for i in 0..200_u64 {
         // Sent raw, so that the order of what comes back is seen: the answer is first.
-        let access = proto::RegionAccess { offset: 0, region: 0, count: 8 };
-        let id = client.send(command::REGION_WRITE, 0, &[access.as_bytes(), &(i << 12).to_le_bytes()], &[]).unwrap();
+        let access = proto::RegionAccess {
+            offset: 0,
+            region: 0,
+            count: 8,
+        };
+        let id = client
+            .send(
+                command::REGION_WRITE,
+                0,
+                &[access.as_bytes(), &(i << 12).to_le_bytes()],
+                &[],
+            )
+            .unwrap();
         let mut header = [0; 16];
         read_exact(&client, &mut header);
-        assert_eq!(header[..4], [id.to_le_bytes(), command::REGION_WRITE.to_le_bytes()].concat());
+        assert_eq!(
+            header[..4],
+            [id.to_le_bytes(), command::REGION_WRITE.to_le_bytes()].concat()
+        );
         read_exact(&client, &mut [0; 16]);
         let mut header = [0; 16];
         read_exact(&client, &mut header);
@@ -523,9 +641,25 @@ fn impossible_sizes_end_the_connection_with_an_error() {
         header[4..8].copy_from_slice(&size.to_le_bytes());
         client.stream().write_all(&header).unwrap();
         refused(client.answer(0, command::DEVICE_RESET).map(drop), Errno::INVAL);
-        assert!(matches!(client.answer(0, 0), Err(ClientError::Closed | ClientError::Io(_))));
+        assert!(matches!(
+            client.answer(0, 0),
+            Err(ClientError::Closed | ClientError::Io(_))
+        ));
         assert!(!server.join().unwrap().1);
     }
+}
+
+#[test]
+fn a_server_that_gives_up_leaves_no_reset_behind() {
+    // A size that cannot be, and a request after it that is never read: the client still sees an orderly end.
+    let (mut client, _bus, _jobs, server) = started();
+    let mut bytes = [0_u8; 16 + 4096];
+    bytes[4] = 1;
+    client.stream().write_all(&bytes).unwrap();
+    refused(client.answer(0, 0).map(drop), Errno::INVAL);
+    assert!(!server.join().unwrap().1);
+    assert!(matches!(client.answer(0, 0), Err(ClientError::Closed)));
+    assert_eq!(rustix::net::sockopt::socket_error(client.stream()).unwrap(), Ok(()));
 }
 
 #[test]

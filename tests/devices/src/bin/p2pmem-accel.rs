@@ -5,7 +5,11 @@
 //! Prints `ready` and the socket's path once it listens. Ends on SIGTERM or SIGINT, or with `--once` when its client does.
 
 use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -13,6 +17,9 @@ use p2pmem_devices::accel::{Accel, Control, Settings};
 use p2pmem_devices::size::parse_size;
 use p2pmem_vfio_user::{LinkSpeed, Listener, serve};
 use tracing::{error, info};
+
+/// How long a client may take to be served to its end after a signal.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Emulated accelerator: a PCI device with memory behind a BAR, compute operations and a DMA engine.
 #[derive(Debug, Parser)]
@@ -74,12 +81,19 @@ fn main() -> Result<()> {
     }
     let listener =
         Listener::bind(&args.socket).with_context(|| format!("cannot listen on {}", args.socket.display()))?;
-    end_on_signals(&args, control.clone())?;
+    let ending = Arc::new(Ending::default());
+    end_on_signals(
+        Arc::clone(&ending),
+        args.counters.clone(),
+        sockets(&args),
+        control.clone(),
+    )?;
     println!("ready {}", listener.path().display());
     std::io::stdout().flush()?;
     loop {
         let stream = listener.accept().context("cannot accept a client")?;
         info!("client connected");
+        ending.serving(stream.try_clone().context("cannot watch the client")?);
         shared.set_connected(true);
         let result = serve(stream, &mut accel);
         shared.set_connected(false);
@@ -87,36 +101,86 @@ fn main() -> Result<()> {
             error!(%error, "connection lost");
         }
         save_counters(args.counters.as_deref(), &control);
-        if args.once {
-            remove_sockets(&args);
+        if ending.served() || args.once {
+            remove(&sockets(&args));
             return Ok(());
         }
     }
 }
 
-/// Ends the process in good order when it is told to.
-fn end_on_signals(args: &Args, control: Control) -> Result<()> {
-    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT])
-        .context("cannot watch for signals")?;
-    let counters = args.counters.clone();
-    let sockets: Vec<PathBuf> = std::iter::once(&args.socket).chain(&args.control).cloned().collect();
-    std::thread::Builder::new().name("signals".into()).spawn(move || {
-        if signals.forever().next().is_some() {
-            save_counters(counters.as_deref(), &control);
-            for socket in sockets {
-                let _ = std::fs::remove_file(socket);
-            }
-            std::process::exit(0);
-        }
-    })?;
-    Ok(())
+fn sockets(args: &Args) -> Vec<PathBuf> {
+    std::iter::once(&args.socket).chain(&args.control).cloned().collect()
 }
 
-fn remove_sockets(args: &Args) {
-    for socket in std::iter::once(&args.socket).chain(&args.control) {
+fn remove(sockets: &[PathBuf]) {
+    for socket in sockets {
         // Gone already is as good.
         let _ = std::fs::remove_file(socket);
     }
+}
+
+/// Lets a signal end the client's connection first: an emulator in the middle of an access survives that, but not a
+/// socket closed with its request unread.
+#[derive(Debug, Default)]
+struct Ending {
+    state: Mutex<(bool, Option<UnixStream>)>,
+}
+
+impl Ending {
+    fn lock(&self) -> MutexGuard<'_, (bool, Option<UnixStream>)> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A client is about to be served.
+    fn serving(&self, stream: UnixStream) {
+        let mut state = self.lock();
+        if state.0 {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        state.1 = Some(stream);
+    }
+
+    /// The client has gone. Returns whether the process was told to end.
+    fn served(&self) -> bool {
+        let mut state = self.lock();
+        state.1 = None;
+        state.0
+    }
+
+    /// The process shall end. Returns whether a client is being served, whose end will be that of the process.
+    fn begin(&self) -> bool {
+        let mut state = self.lock();
+        state.0 = true;
+        state
+            .1
+            .as_ref()
+            .is_some_and(|stream| stream.shutdown(Shutdown::Both).is_ok())
+    }
+}
+
+/// Ends the process in good order when it is told to.
+fn end_on_signals(
+    ending: Arc<Ending>,
+    counters: Option<PathBuf>,
+    sockets: Vec<PathBuf>,
+    control: Control,
+) -> Result<()> {
+    let mut signals = signal_hook::iterator::Signals::new([signal_hook::consts::SIGTERM, signal_hook::consts::SIGINT])
+        .context("cannot watch for signals")?;
+    std::thread::Builder::new().name("signals".into()).spawn(move || {
+        if signals.forever().next().is_none() {
+            return;
+        }
+        if ending.begin() {
+            // The serving thread ends the process; this is for the case that it cannot.
+            std::thread::sleep(END_TIMEOUT);
+            error!("the client was not served to an end within {} s", END_TIMEOUT.as_secs());
+        }
+        save_counters(counters.as_deref(), &control);
+        remove(&sockets);
+        std::process::exit(0);
+    })?;
+    Ok(())
 }
 
 /// Writes the counters beside the file and moves them into place, so that nobody reads half of them.
