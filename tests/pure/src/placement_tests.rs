@@ -532,6 +532,13 @@ fn extremes() {
         Outcome::Chosen,
         &[V::Chosen, V::Order],
     );
+    // One id twice: a caller's mistake too, and still one choice.
+    check(
+        &request(0),
+        &[provider(1, &[]), provider(1, &[])],
+        Outcome::Chosen,
+        &[V::Chosen, V::Order],
+    );
     // Loads of providers so large that a thousandfold does not fit.
     let large = |id, free| Provider {
         size: u64::MAX,
