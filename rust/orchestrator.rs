@@ -16,7 +16,7 @@ use crate::{
     },
     path::{Path, PathClass, PciAddr},
     placement::{self, Candidate, Named, Outcome, Strategy, Verdict},
-    provider::{say_revoked, Counters, Kind, Leave, Parts, Provider},
+    provider::{Counters, Kind, Leave, Parts, Provider},
     refusal::{refuse, Answer, Text},
     topology::{Cache, Walk},
 };
@@ -603,7 +603,13 @@ impl Orchestrator {
         buffer.finish_revoke();
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.tell(consts::EVENT_BUFFER_REVOKED, buffer.provider.id, Some(buffer));
-        say_revoked(buffer.provider.addr, &buffer.owner, buffer.size, mappings);
+        pr_info!(
+            "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
+            buffer.provider.addr,
+            buffer.size,
+            mappings,
+            buffer.owner
+        );
     }
 
     /// Ends all providers, as the module is going away.

@@ -47,6 +47,8 @@ pub(crate) struct Memory {
     size: u64,
     /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
     touched: bool,
+    /// Whose it is, or was last.
+    owner: Owner,
     /// The next one of a [`Stack`].
     next: Option<KBox<Memory>>,
 }
@@ -416,6 +418,7 @@ impl Provider {
             },
             size,
             touched: false,
+            owner: Owner::current(),
             next: None,
         };
         Ok(KBox::new(memory, GFP_KERNEL)?)
@@ -432,6 +435,7 @@ impl Provider {
                 piece: Piece::Adopted { slab, skip },
                 size,
                 touched: false,
+                owner: Owner::current(),
                 next: None,
             };
             Ok(KBox::new(memory, GFP_KERNEL)?)
@@ -685,18 +689,17 @@ impl Provider {
                 return waited;
             }
             if waited >= MOST {
-                let (_, start) = memory.place();
                 pr_warn!(
-                    "{}: leaving with {} pages at {:#x} still referred to (I/O under way): the kernel waits for them\n",
+                    "{}: leaving with {} pages of {} still referred to: the kernel waits for the I/O\n",
                     self.addr,
                     busy,
-                    start
+                    memory.owner
                 );
                 return waited;
             }
             fsleep(Delta::from_millis(step as i64));
             if waited < SAY && waited + step >= SAY {
-                pr_warn!("{}: waiting for I/O on {} pages of a freed buffer\n", self.addr, busy);
+                pr_warn!("{}: waiting for I/O on {} pages of {}\n", self.addr, busy, memory.owner);
             }
             waited += step;
             step = (step * 2).min(50);
@@ -746,15 +749,4 @@ impl From<PciAddr> for uapi::PciAddress {
             reserved: 0,
         }
     }
-}
-
-/// Names a buffer's owner in a line about its revocation.
-pub(crate) fn say_revoked(addr: PciAddr, owner: &Owner, size: u64, mappings: u32) {
-    pr_info!(
-        "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
-        addr,
-        size,
-        mappings,
-        owner
-    );
 }
