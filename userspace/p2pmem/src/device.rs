@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path as FsPath;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use p2pmem_sys as abi;
 
@@ -33,8 +33,9 @@ pub struct Device {
 struct Inner {
     kernel: Box<dyn Kernel>,
     /// Held across a call and the question why it was refused: the module keeps one last reason for each open file,
-    /// and another thread's must not be taken for ours.
-    last_reason: Mutex<()>,
+    /// and another thread's must not be taken for ours. It holds the last allocation's request, which the module's
+    /// verdicts speak of: it keeps the verdicts, not the names and sizes that they were made of.
+    last_reason: Mutex<Option<Request>>,
 }
 
 impl fmt::Debug for Device {
@@ -86,7 +87,7 @@ impl Device {
         Self {
             inner: Arc::new(Inner {
                 kernel,
-                last_reason: Mutex::new(()),
+                last_reason: Mutex::new(None),
             }),
         }
     }
@@ -97,8 +98,16 @@ impl Device {
 
     /// Calls the module; where it refuses, asks for its sentence.
     pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
-        // The lock guards no data, so a thread that panicked with it left nothing broken.
-        let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = self.lock();
+        self.call_locked(operation, f)
+    }
+
+    /// What is under the lock is whole at any time, so a thread that panicked with it left nothing broken.
+    fn lock(&self) -> MutexGuard<'_, Option<Request>> {
+        self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn call_locked<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
         f(self.kernel()).map_err(|error| {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
             // These two leave no sentence of their own, and an older one would mislead.
@@ -175,7 +184,10 @@ impl Device {
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
         let raw = request.raw()?;
         let clients = addresses(&request.clients);
-        let got = self.call(Operation::Alloc, |k| k.alloc(&raw, &clients))?;
+        let mut last = self.lock();
+        *last = Some(request.clone());
+        let got = self.call_locked(Operation::Alloc, |k| k.alloc(&raw, &clients))?;
+        drop(last);
         Ok(Buffer::new(self.clone(), &got))
     }
 
@@ -189,7 +201,7 @@ impl Device {
         let raw = request.raw()?;
         let clients = addresses(&request.clients);
         let (answer, verdicts, text) = {
-            let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+            let _guard = self.lock();
             self.explain_raw(Some((&raw, &clients)))
                 .map_err(|error| Error::Refused {
                     operation: Operation::Explain,
@@ -202,20 +214,26 @@ impl Device {
         Ok(Explanation::new(&answer, &verdicts, text, &request.clients))
     }
 
-    /// Explains the last allocation through this device, or the last thing that was refused. Verdicts tell clients by
-    /// their index in that request.
+    /// Explains the last allocation through this device, or what was refused since.
     ///
     /// # Errors
     ///
     /// [`Error::Refused`] with ENODATA where there was none yet.
     pub fn explain_last(&self) -> Result<Explanation> {
-        let _guard = self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = self.lock();
         let (answer, verdicts, text) = self.explain_raw(None).map_err(|error| Error::Refused {
             operation: Operation::Explain,
             errno: error.raw_os_error().unwrap_or(libc::EIO),
             reason: None,
         })?;
-        Ok(Explanation::new(&answer, &verdicts, text, &[]))
+        // Only allocations leave verdicts, so where there are any they are about the request kept here.
+        let size = last.as_ref().map_or(0, |r| r.size);
+        let answer = abi::p2pmem_explain {
+            req: abi::p2pmem_request { size, ..answer.req },
+            ..answer
+        };
+        let clients = last.as_ref().map_or(&[][..], |r| &r.clients);
+        Ok(Explanation::new(&answer, &verdicts, text, clients))
     }
 
     /// Counters of the provider with this id, or of all there ever were.
@@ -475,7 +493,12 @@ mod tests {
         assert_eq!((dry.chosen, dry.errno), (Some(1), None));
         let buffer = device.alloc(&request).unwrap();
         assert_eq!((buffer.provider(), buffer.class()), (1, Some(PathClass::SameSwitch)));
-        assert_eq!(device.explain_last().unwrap().chosen, Some(1));
+        let last = device.explain_last().unwrap();
+        assert_eq!(
+            (last.chosen, &last.verdicts),
+            (Some(1), &dry.verdicts),
+            "the names of clients too"
+        );
     }
 
     #[test]
@@ -485,6 +508,8 @@ mod tests {
         assert_eq!(error.errno(), Some(libc::ENODEV));
         assert!(error.reason().unwrap().contains("no provider"), "{error}");
         assert!(error.remedy().is_some());
+        let why = &device.explain_last().unwrap().verdicts[0].why;
+        assert_eq!(why, "too small: 256 MiB in all, 1 TiB wanted");
         let error = device.stats(Some(99)).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT));
         assert!(error.reason().unwrap().contains("99"), "{error}");

@@ -202,7 +202,7 @@ impl Error {
                 ..
             } => match errno {
                 Some(libc::ENODEV) => {
-                    Some("see `p2pmemctl list` and `p2pmemctl topo`: publish a provider that the clients can reach")
+                    Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and in reach of all clients")
                 }
                 Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or ask for less"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),

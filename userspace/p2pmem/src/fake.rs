@@ -90,7 +90,6 @@ struct Decision {
     text: String,
     error: i32,
     chosen: u32,
-    request: abi::p2pmem_request,
 }
 
 impl fmt::Debug for Fake {
@@ -405,7 +404,6 @@ impl State {
             text,
             error,
             chosen: best.map_or(0, |b| b.provider),
-            request: *request,
         }
     }
 
@@ -609,7 +607,7 @@ impl Kernel for FakeDevice {
             *to = from;
         }
         Ok(abi::p2pmem_explain {
-            req: decision.request,
+            req: request.map(|(request, _)| *request).unwrap_or_default(), // as the module: not kept for later
             nr_verdicts: decision.verdicts.len() as u32,
             text_len: decision.text.len() as u32 + 1,
             error: decision.error as u32,
