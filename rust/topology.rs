@@ -56,7 +56,11 @@ impl Walk {
         Ok(Self {
             ports,
             host_bridge: host_bridge_id(domain, bus),
-            node: function.node(),
+            // Where there is only one node, all belong to it, whatever the firmware says.
+            node: match function.node() {
+                -1 => pci::only_node(),
+                node => node,
+            },
         })
     }
 

@@ -240,6 +240,12 @@ impl PciAddr {
     }
 }
 
+/// The node that everything belongs to on a machine with one node online, else -1.
+pub(crate) fn only_node() -> i32 {
+    // SAFETY: The function takes no arguments and reads a mask that is always there.
+    unsafe { sys::p2pmem_only_node() }
+}
+
 /// The kernel's NUMA distance between two nodes, 0 where one of them is unknown.
 pub(crate) fn node_distance(a: i32, b: i32) -> u32 {
     // SAFETY: A look-up in a table that checks the nodes' numbers.

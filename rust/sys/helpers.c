@@ -10,6 +10,7 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/mount.h>
+#include <linux/nodemask.h>
 #include <linux/pci.h>
 #include <linux/pci-p2pdma.h>
 #include <linux/percpu-refcount.h>
@@ -249,6 +250,12 @@ int p2pmem_pci_node(struct pci_dev *pdev)
 size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 {
 	return strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
+}
+
+/* The node that everything belongs to on a machine with one node online, else none. */
+int p2pmem_only_node(void)
+{
+	return num_online_nodes() == 1 ? first_online_node : NUMA_NO_NODE;
 }
 
 u32 p2pmem_node_distance(int a, int b)

@@ -39,6 +39,7 @@ struct pci_dev *p2pmem_pci_physfn(struct pci_dev *pdev);
 int p2pmem_pci_pcie_type(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
 size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
+int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
 const struct bus_type *p2pmem_pci_bus_type(void);
 
