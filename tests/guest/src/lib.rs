@@ -6,4 +6,5 @@
 
 pub mod devices;
 pub mod host;
+pub mod sys;
 pub mod wire;

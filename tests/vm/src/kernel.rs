@@ -48,7 +48,11 @@ pub fn vmlinux(release: &str) -> Result<PathBuf> {
 }
 
 /// Cuts the compressed kernel out of a bzImage (x86 boot protocol 2.08 or later) and decompresses it.
-fn extract(image: &[u8]) -> Result<Vec<u8>> {
+///
+/// # Errors
+///
+/// It is no bzImage, or compressed with something other than zstd, or damaged.
+pub fn extract(image: &[u8]) -> Result<Vec<u8>> {
     let word = |at: usize| -> Result<usize> {
         let bytes = image.get(at..at + 4).context("too short for a bzImage")?;
         Ok(u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) as usize)

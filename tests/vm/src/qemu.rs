@@ -179,7 +179,8 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
     argv.add("-vga", "none");
     argv.add("-accel", "tcg,thread=multi");
     argv.add("-cpu", machine.cpu.as_str());
-    argv.add("-smp", machine.smp.to_string());
+    // A socket for each processor: cores of one socket on two NUMA nodes are no machine Linux believes in.
+    argv.add("-smp", format!("{0},sockets={0}", machine.smp));
     argv.add("-m", format!("{}k", machine.memory.0 >> 10));
     // Shared, because virtiofsd and device processes map it.
     let backend =

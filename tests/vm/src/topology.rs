@@ -299,23 +299,22 @@ impl Topology {
             "machine: memory is {}, but its NUMA nodes have {sum}",
             machine.memory.0
         );
-        let mut owner = BTreeMap::new();
-        for (number, node) in machine.numa.iter().enumerate() {
-            for &cpu in &node.cpus {
-                ensure!(
-                    cpu < machine.smp,
-                    "machine: NUMA node {number} names cpu {cpu}, but smp is {}",
-                    machine.smp
-                );
-                if let Some(other) = owner.insert(cpu, number) {
-                    bail!("machine: cpu {cpu} is in NUMA nodes {other} and {number}");
-                }
-            }
-        }
+        let nodes = machine.numa.len() as u32;
         ensure!(
-            owner.len() == machine.smp as usize,
-            "machine: some cpus are in no NUMA node"
+            machine.smp % nodes == 0,
+            "machine: smp {} cannot be split over {nodes} NUMA nodes",
+            machine.smp
         );
+        let each = machine.smp / nodes;
+        for (number, node) in (0..).zip(&machine.numa) {
+            // Each node is a socket of its own, and sockets number their processors in order.
+            let own: Vec<u32> = (number * each..(number + 1) * each).collect();
+            ensure!(
+                node.cpus == own,
+                "machine: the cpus of NUMA node {number} have to be {own:?}, not {:?}",
+                node.cpus
+            );
+        }
         Ok(())
     }
 
@@ -522,7 +521,7 @@ mod tests {
             (
                 "description = \"test\"",
                 "description = \"test\"\n[machine]\nnuma = [{ memory = \"1G\", cpus = [0] }]",
-                "in no NUMA node",
+                "have to be [0, 1]",
             ),
             (
                 "description = \"test\"",

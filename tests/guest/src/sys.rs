@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Raw calls of the test programs: ioctls with whatever arguments a test wants, mappings, signals.
+//!
+//! Safe for the caller: user memory goes to the kernel as slices with counts that fit, bad pointers only as addresses at
+//! which no program has memory.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use p2pmem_sys as abi;
+
+/// An errno, or success.
+pub type Answer = Result<(), i32>;
+
+/// Addresses at which no program has memory: null, one beyond the user half, one of the kernel, one in neither half.
+pub const BAD_POINTERS: [u64; 4] = [0, 0x7fff_ffff_f000, 0xffff_ffff_ffff_f000, 0xdead_0000_0000_0000];
+
+fn result(value: i64) -> Answer {
+    if value < 0 {
+        Err(io::Error::last_os_error().raw_os_error().unwrap_or(0))
+    } else {
+        Ok(())
+    }
+}
+
+/// Memory for the kernel to read or write, or an address at which there is none.
+#[derive(Debug)]
+pub enum Memory<'a, T> {
+    /// Elements to fill or read.
+    Slice(&'a mut [T]),
+    /// One of [`BAD_POINTERS`], by index.
+    Bad(usize),
+}
+
+impl<T> Memory<'_, T> {
+    fn address(&mut self, count: u64) -> u64 {
+        match self {
+            Memory::Slice(slice) => {
+                assert!(count <= slice.len() as u64, "more elements claimed than there are");
+                slice.as_mut_ptr() as u64
+            }
+            Memory::Bad(index) => BAD_POINTERS[*index],
+        }
+    }
+}
+
+fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+    assert!(
+        abi::ioc_size(request) as usize <= size_of::<T>(),
+        "the argument is smaller than the call says"
+    );
+    // SAFETY: the kernel touches as many bytes at the argument as the request's number says, which are there; pointers
+    // in it were made by Memory::address.
+    result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), ptr::from_mut(argument)) }.into())
+}
+
+/// A call whose argument holds no pointers: `INFO`, `FREE`, `BUFFER`, `STATS`.
+pub trait Plain {}
+impl Plain for abi::p2pmem_info {}
+impl Plain for abi::p2pmem_free {}
+impl Plain for abi::p2pmem_buffer {}
+impl Plain for abi::p2pmem_stats {}
+/// Argument of calls that do not exist.
+impl Plain for [u64; 32] {}
+
+/// Makes a call whose argument holds no pointers.
+pub fn plain<T: Plain>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+    raw(fd, request, argument)
+}
+
+/// Makes a call with a pointer at which there is no memory.
+pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> Answer {
+    // SAFETY: there is no memory of this program at the address.
+    result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), BAD_POINTERS[bad]) }.into())
+}
+
+/// `LIST`.
+pub fn list(fd: BorrowedFd<'_>, list: &mut abi::p2pmem_list, mut out: Memory<'_, abi::p2pmem_provider>) -> Answer {
+    list.providers = out.address(list.count.into());
+    raw(fd, abi::P2PMEM_IOC_LIST, list)
+}
+
+/// `PATHS`.
+pub fn paths(
+    fd: BorrowedFd<'_>,
+    paths: &mut abi::p2pmem_paths,
+    mut clients: Memory<'_, abi::p2pmem_pci_addr>,
+    mut out: Memory<'_, abi::p2pmem_path>,
+) -> Answer {
+    paths.clients = clients.address(paths.nr_clients.into());
+    paths.paths = out.address(paths.nr_paths.into());
+    raw(fd, abi::P2PMEM_IOC_PATHS, paths)
+}
+
+/// `ALLOC`.
+pub fn alloc(
+    fd: BorrowedFd<'_>,
+    alloc: &mut abi::p2pmem_alloc,
+    mut clients: Memory<'_, abi::p2pmem_pci_addr>,
+) -> Answer {
+    alloc.req.clients = clients.address(alloc.req.nr_clients.into());
+    raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
+}
+
+/// `EXPLAIN`.
+pub fn explain(
+    fd: BorrowedFd<'_>,
+    explain: &mut abi::p2pmem_explain,
+    mut clients: Memory<'_, abi::p2pmem_pci_addr>,
+    mut verdicts: Memory<'_, abi::p2pmem_verdict>,
+    mut text: Memory<'_, u8>,
+) -> Answer {
+    explain.req.clients = clients.address(explain.req.nr_clients.into());
+    explain.verdicts = verdicts.address(explain.nr_verdicts.into());
+    explain.text = text.address(explain.text_len.into());
+    raw(fd, abi::P2PMEM_IOC_EXPLAIN, explain)
+}
+
+/// `read()` of events; returns those read.
+///
+/// # Errors
+///
+/// The errno.
+pub fn read_events(fd: BorrowedFd<'_>, room: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
+    let size = size_of::<abi::p2pmem_event>();
+    let mut events = vec![abi::p2pmem_event::default(); room.div_ceil(size)];
+    // SAFETY: the buffer has at least that much room, and any bytes are a valid event.
+    let n = unsafe { libc::read(fd.as_raw_fd(), events.as_mut_ptr().cast(), room) };
+    result(n as i64)?;
+    events.truncate(n as usize / size);
+    Ok(events)
+}
+
+/// A mapping, unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: the memory is shared with devices and other processes anyway, and only touched by volatile accesses.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of a file at an offset. `flags` as for mmap, without `MAP_FIXED`.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn new(fd: BorrowedFd<'_>, offset: u64, len: usize, prot: i32, flags: i32) -> Result<Mapping, i32> {
+        assert_eq!(flags & libc::MAP_FIXED, 0);
+        // SAFETY: the kernel chooses an unused place.
+        let base = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, fd.as_raw_fd(), offset as i64) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        Ok(Mapping { base: base.cast(), len })
+    }
+
+    /// Maps shared, for reading and writing.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Mapping, i32> {
+        Mapping::new(fd, offset, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
+    }
+
+    /// Its length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Tells whether nothing of it is left.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Reads the word at an offset that is a multiple of 8.
+    pub fn get(&self, at: usize) -> u64 {
+        assert!(at % 8 == 0 && at < self.len);
+        // SAFETY: inside the mapping and aligned.
+        unsafe { self.base.add(at).cast::<u64>().read_volatile() }
+    }
+
+    /// Writes the word at an offset that is a multiple of 8.
+    pub fn set(&self, at: usize, value: u64) {
+        assert!(at % 8 == 0 && at < self.len);
+        // SAFETY: inside the mapping and aligned.
+        unsafe { self.base.add(at).cast::<u64>().write_volatile(value) }
+    }
+
+    /// Unmaps `len` bytes at an offset. What is left is either the front (offset > 0) or the back.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn unmap_part(&mut self, at: usize, len: usize) -> Answer {
+        assert!(at % 4096 == 0 && (at == 0 || at + len == self.len) && len <= self.len);
+        // SAFETY: only this mapping's own pages, which it gives up below.
+        result(unsafe { libc::munmap(self.base.add(at).cast(), len) }.into())?;
+        if at == 0 {
+            // SAFETY: within the mapping.
+            self.base = unsafe { self.base.add(len) };
+        }
+        self.len -= len;
+        Ok(())
+    }
+
+    /// Moves or resizes it by mremap.
+    ///
+    /// # Errors
+    ///
+    /// The errno; the mapping is as before then.
+    pub fn remap(&mut self, len: usize, flags: i32) -> Answer {
+        // SAFETY: only this mapping's own pages; it takes the new place over.
+        let base = unsafe { libc::mremap(self.base.cast(), self.len, len, flags) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        (self.base, self.len) = (base.cast(), len);
+        Ok(())
+    }
+
+    /// Changes its protection.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn protect(&self, prot: i32) -> Answer {
+        // SAFETY: only this mapping's own pages.
+        result(unsafe { libc::mprotect(self.base.cast(), self.len, prot) }.into())
+    }
+
+    /// Reads from a file into it.
+    ///
+    /// # Errors
+    ///
+    /// Those of pread.
+    pub fn fill_from(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<usize> {
+        assert!(at + len <= self.len);
+        // SAFETY: inside the mapping.
+        let n = unsafe { libc::pread(file.as_raw_fd(), self.base.add(at).cast(), len, offset as i64) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Writes from it into a file.
+    ///
+    /// # Errors
+    ///
+    /// Those of pwrite.
+    pub fn drain_to(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<usize> {
+        assert!(at + len <= self.len);
+        // SAFETY: inside the mapping.
+        let n = unsafe { libc::pwrite(file.as_raw_fd(), self.base.add(at).cast(), len, offset as i64) };
+        usize::try_from(n).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: only this mapping's own pages, which nobody uses any more.
+            unsafe { libc::munmap(self.base.cast(), self.len) };
+        }
+    }
+}
+
+static BUS_ERRORS: AtomicU64 = AtomicU64::new(0);
+
+/// SIGBUS raised so far, since [`survive_bus_errors`].
+pub fn bus_errors() -> u64 {
+    BUS_ERRORS.load(Ordering::SeqCst)
+}
+
+extern "C" fn on_bus_error(_signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    BUS_ERRORS.fetch_add(1, Ordering::SeqCst);
+    // SAFETY: the kernel passes a valid structure; SIGBUS has an address.
+    let page = (unsafe { (*info).si_addr() } as usize & !4095) as *mut libc::c_void;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: replaces the page whose memory is gone; mmap is a plain system call, allowed in a handler.
+    let put = unsafe { libc::mmap(page, 4096, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    if put == libc::MAP_FAILED {
+        // SAFETY: ends the process; the access would fault for ever.
+        unsafe { libc::_exit(99) };
+    }
+}
+
+/// From now on a page whose memory is gone is replaced by a page of zeroes when it is touched, and counted.
+///
+/// # Errors
+///
+/// Those of sigaction.
+pub fn survive_bus_errors() -> io::Result<()> {
+    // SAFETY: all-zero is a valid sigaction.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_bus_error as usize;
+    action.sa_flags = libc::SA_SIGINFO;
+    // SAFETY: the handler only makes calls that are allowed in one.
+    match unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Forks; the child runs `child` and exits with what it returns. Returns how the child ended, as wait does.
+///
+/// # Errors
+///
+/// Those of fork and waitpid.
+pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
+    // SAFETY: the caller is single-threaded where it uses this, so the child may do anything.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => {
+            let code = child();
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(code) }
+        }
+        pid => {
+            let mut status = 0;
+            // SAFETY: the status is a valid place.
+            if unsafe { libc::waitpid(pid, &mut status, 0) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+            Ok(status)
+        }
+    }
+}
