@@ -134,6 +134,8 @@ struct Table {
     maps: BTreeMap<u64, Map>,
     /// Files known to hold guest memory.
     host: HashSet<FileId>,
+    /// The client has told of its memory and goes on with the device: what comes now may be anything.
+    settled: bool,
 }
 
 impl Table {
@@ -582,6 +584,16 @@ impl Dma {
         self.unmap_all();
         let mut table = self.shared.table.write().unwrap_or_else(PoisonError::into_inner);
         table.host.clear();
+        table.settled = false;
+    }
+
+    /// The client has told of all the memory there is at the start.
+    pub(crate) fn settle(&self) {
+        self.shared
+            .table
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .settled = true;
     }
 
     pub(crate) fn set_max_transfer(&self, bytes: u64) {
@@ -633,9 +645,10 @@ impl Dma {
         {
             return Err(Errno::EXIST);
         }
-        let window = window.map(|(window, file, is_host)| {
-            // The guest's memory is what is at address 0, and memory made for the purpose.
-            if is_host || request.address == 0 {
+        let window = window.map(|(window, file, is_memfd)| {
+            // The guest's memory is what is at address 0, and the memfds known from the start, before any BAR of a peer
+            // can have an address.
+            if request.address == 0 || is_memfd && !table.settled {
                 table.host.insert(file);
             }
             (window, file)
@@ -724,7 +737,7 @@ fn check_reply(header: &Header, body: Vec<u8>, address: u64) -> Result<Vec<u8>, 
     })
 }
 
-/// Maps a part of a file, which must hold that part, and tells which file it is and whether it looks like guest memory.
+/// Maps a part of a file, which must hold that part, and tells which file it is and whether it is a memfd.
 fn map_file(fd: &OwnedFd, offset: u64, size: u64, writable: bool) -> Result<(Window, FileId, bool), Errno> {
     let stat = rustix::fs::fstat(fd)?;
     let end = offset.checked_add(size).ok_or(Errno::INVAL)?;
@@ -857,6 +870,22 @@ mod tests {
         assert_eq!(dma.segments(0x10_0000, 1).unwrap()[0].target, Target::Peer);
         dma.map(&request(0, 0x1000, 0, RW), Some(ram)).unwrap();
         assert_eq!(dma.segments(0x10_0000, 1).unwrap()[0].target, Target::Host);
+    }
+
+    #[test]
+    fn memory_that_comes_late_is_a_peers() {
+        let dma = Dma::new();
+        let ram = memfd(0x2000);
+        dma.map(&request(0x1000, 0x1000, 0, RW), Some(ram.try_clone().unwrap()))
+            .unwrap();
+        dma.settle();
+        dma.map(&request(0x8000, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
+        dma.map(&request(0x9000, 0x1000, 0x1000, RW), Some(ram)).unwrap();
+        let target = |address| dma.segments(address, 1).unwrap()[0].target;
+        assert_eq!(
+            [target(0x1000), target(0x8000), target(0x9000)],
+            [Target::Host, Target::Peer, Target::Host]
+        );
     }
 
     #[test]

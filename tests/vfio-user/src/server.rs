@@ -222,7 +222,12 @@ impl<D: Device + ?Sized> Session<'_, D> {
             command::VERSION => self.version(&body),
             command::DMA_MAP => self.dma_map(&body, fds),
             command::DMA_UNMAP => self.dma_unmap(&body),
-            command::DEVICE_GET_INFO => Ok(device_info(&body)?.into()),
+            command::DEVICE_GET_INFO => {
+                // The emulator tells of its memory before it asks this.
+                debug!("device information; the memory there is at the start is known");
+                self.device.bus().dma.settle();
+                Ok(device_info(&body)?.into())
+            }
             command::DEVICE_GET_REGION_INFO => self.region_info(&body),
             command::DEVICE_GET_IRQ_INFO => Ok(self.irq_info(&body)?.into()),
             command::DEVICE_SET_IRQS => self.set_irqs(&body, fds).map(|()| Reply::default()),
