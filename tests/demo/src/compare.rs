@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! When a spectrum is the expected one.
+
+use num_complex::Complex32;
+use serde::{Deserialize, Serialize};
+
+/// Largest error allowed, relative to the root mean square of the expected spectrum. A transform of 1024 points in f32
+/// is about 3e-6 off in its strongest bins, so what is above this is no rounding.
+pub const TOLERANCE: f64 = 5e-5;
+
+/// How far a spectrum is from the expected one.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// Values compared.
+    pub values: u64,
+    /// Root mean square of the expected values' magnitudes.
+    pub rms: f64,
+    /// Largest magnitude of a difference, relative to `rms`; infinite where a value is no number.
+    #[serde(with = "finite")]
+    pub max_error: f64,
+}
+
+impl Comparison {
+    /// Tells whether the spectra are equal within [`TOLERANCE`]. Nothing equals nothing, and silence equals nothing: the
+    /// demo's spectrum is neither.
+    pub fn is_equal(&self) -> bool {
+        self.values > 0 && self.rms > 0.0 && self.max_error <= TOLERANCE
+    }
+}
+
+/// JSON has no infinity: it is written as null.
+mod finite {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub fn serialize<S: Serializer>(value: &f64, to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_f64(*value)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+        Ok(Option::<f64>::deserialize(from)?.unwrap_or(f64::INFINITY))
+    }
+}
+
+/// Compares spectra piece by piece.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Comparator {
+    values: u64,
+    energy: f64,
+    /// Squared magnitude of the largest difference.
+    worst: f64,
+}
+
+impl Comparator {
+    /// Takes the next values.
+    ///
+    /// # Panics
+    ///
+    /// If the slices are of different length.
+    pub fn add(&mut self, got: &[Complex32], expected: &[Complex32]) {
+        assert_eq!(got.len(), expected.len(), "spectra of different length");
+        self.values += got.len() as u64;
+        for (got, expected) in got.iter().zip(expected) {
+            let off = f64::from((got - expected).norm_sqr());
+            // Comparisons with what is no number are false, so this keeps no NaN out of sight.
+            if !(off <= self.worst) {
+                self.worst = if off.is_nan() { f64::INFINITY } else { off };
+            }
+            self.energy += f64::from(expected.norm_sqr());
+        }
+    }
+
+    /// The outcome.
+    pub fn finish(&self) -> Comparison {
+        let rms = (self.energy / self.values.max(1) as f64).sqrt();
+        let max_error = if self.worst == 0.0 { 0.0 } else { self.worst.sqrt() / rms };
+        Comparison {
+            values: self.values,
+            rms,
+            max_error,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn compare(got: &[Complex32], expected: &[Complex32]) -> Comparison {
+        let mut comparator = Comparator::default();
+        comparator.add(got, expected);
+        comparator.finish()
+    }
+
+    fn spectrum() -> Vec<Complex32> {
+        (0..64).map(|n| Complex32::new(n as f32, -2.0)).collect()
+    }
+
+    #[test]
+    fn equal_and_nearly_equal() {
+        let expected = spectrum();
+        let same = compare(&expected, &expected);
+        assert!(same.is_equal());
+        assert_eq!((same.values, same.max_error), (64, 0.0));
+        let mut near = expected.clone();
+        near[63].re += 1e-3;
+        let near = compare(&near, &expected);
+        assert!(near.is_equal() && near.max_error > 1e-5, "{near:?}");
+    }
+
+    #[test]
+    fn one_wrong_value_is_enough() {
+        let expected = spectrum();
+        for wrong in [0.01, f32::NAN, f32::INFINITY] {
+            let mut got = expected.clone();
+            got[17].im += wrong;
+            assert!(!compare(&got, &expected).is_equal(), "{wrong}");
+        }
+        let mut broken = expected.clone();
+        broken[0].re = f32::NAN;
+        assert!(!compare(&expected, &broken).is_equal());
+    }
+
+    #[test]
+    fn a_nan_is_not_forgotten_by_later_values() {
+        let expected = spectrum();
+        let mut got = expected.clone();
+        got[0].re = f32::NAN;
+        got[1].re += 5.0;
+        let comparison = compare(&got, &expected);
+        assert_eq!(comparison.max_error, f64::INFINITY);
+        let text = serde_json::to_string(&comparison).unwrap();
+        assert_eq!(serde_json::from_str::<Comparison>(&text).unwrap(), comparison);
+    }
+
+    #[test]
+    fn nothing_and_silence_prove_nothing() {
+        assert!(!compare(&[], &[]).is_equal());
+        let silence = [Complex32::default(); 8];
+        assert!(!compare(&silence, &silence).is_equal());
+    }
+}

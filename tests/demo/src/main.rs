@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The demo: boots the demo's topology under the stock kernel, loads the module, publishes and chooses memory, has real
+//! work done with it peer to peer and through host memory, takes all down again, and says what it measured.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
+use comfy_table::{CellAlignment, Table};
+use p2pmem::human_size;
+use p2pmem_demo::job::{Job, Run};
+use p2pmem_demo::report::{Facts, Report, candidates};
+use p2pmem_demo::stock::{self, Running};
+use p2pmem_demo::traffic::HOST;
+use p2pmem_guest::devices::{self, Device, Devices};
+use p2pmem_vm::kernel;
+use p2pmem_vm::topology::Topology;
+use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream, Vm, sibling, topologies};
+use serde_json::Value;
+
+/// Name of the module.
+const MODULE: &str = "p2pmem";
+/// How long a short command may take.
+const SHORT: Duration = Duration::from_secs(60);
+/// How long the job may take.
+const LONG: Duration = Duration::from_secs(300);
+/// The drive with the samples and the drive for the result, by their names in the topology.
+const DRIVES: [&str; 2] = ["nvme0", "nvme1"];
+/// Devices whose memory is published by hand; the drive's is by its own driver.
+const PUBLISHED: [&str; 3] = ["accel0", "accel1", "shm0"];
+
+/// Puts peer-to-peer memory to work under a stock kernel, and measures what it saves.
+///
+/// Exit codes: 0 all is as it must be, 1 something is not, 2 bad usage.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// The module, for the stock kernel; the path is one of the sandbox
+    #[arg(long, value_name = "PATH")]
+    module: PathBuf,
+    /// Where the report goes, as JSON
+    #[arg(long, value_name = "PATH")]
+    report: PathBuf,
+    /// Topology to boot
+    #[arg(long, value_name = "FILE", default_value_os_t = topologies().join("demo.toml"))]
+    topology: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let start = Instant::now();
+    let cli = Cli::parse();
+    let mut facts = Facts {
+        from: DRIVES[0].into(),
+        to: DRIVES[1].into(),
+        ..Facts::default()
+    };
+    if let Err(error) = demo(&cli, &mut facts, start) {
+        facts.errors.push(format!("{error:#}"));
+    }
+    facts.total_seconds = start.elapsed().as_secs_f64();
+    let report = Report::new(facts);
+    let written = report.write(&cli.report);
+    sum_up(&report);
+    match written {
+        Ok(()) => println!("Report: {}", cli.report.display()),
+        Err(error) => {
+            println!("The report could not be written: {error:#}");
+            return ExitCode::FAILURE;
+        }
+    }
+    if report.passed {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn sum_up(report: &Report) {
+    println!();
+    for failure in &report.failures {
+        println!("FAILED: {failure}");
+    }
+    if let (true, Some(job)) = (report.passed, &report.job) {
+        println!(
+            "PASSED in {:.1} s: {} from drive through accelerator to drive on a stock kernel {}, right to {:.1e}, with {} \
+             of host memory touched by the devices; staged it was {}.",
+            report.total_seconds,
+            human_size(job.payload_bytes),
+            report.kernel_release.as_deref().unwrap_or("?"),
+            report.max_error.unwrap_or(f64::INFINITY),
+            human_size(job.p2p.traffic.host_bytes()),
+            human_size(job.staged.traffic.host_bytes()),
+        );
+    } else {
+        println!("The demo FAILED after {:.1} s.", report.total_seconds);
+    }
+}
+
+fn step(number: u32, what: &str) {
+    println!("\n{number}. {what}");
+}
+
+/// Prints text below a step.
+fn show(text: &str) {
+    for line in text.lines() {
+        println!("   {line}");
+    }
+}
+
+fn demo(cli: &Cli, facts: &mut Facts, start: Instant) -> Result<()> {
+    let module = fs::canonicalize(&cli.module)
+        .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
+    let topology = Topology::load(&cli.topology)?;
+    let release = kernel::release()?;
+    let booted = kernel::vmlinux(&release)?;
+
+    step(1, &format!("Boot: {}", topology.description));
+    // The kernel's files are verified while the guest boots.
+    let inspection = {
+        let release = release.clone();
+        thread::spawn(move || stock::inspect(&release, &booted))
+    };
+    let vm = Vm::boot(&topology, &Options::default())?;
+    facts.boot_seconds = Some(vm.boot_time().as_secs_f64());
+    facts.kernel_release = Some(vm.release().to_owned());
+    ensure!(
+        vm.release() == release,
+        "kernel {} runs, not the installed {release}",
+        vm.release()
+    );
+    let mut guest = Guest {
+        vm,
+        findings: Vec::new(),
+    };
+    let worked = work(&mut guest, facts, &module, inspection);
+    let ended = end(&mut guest, facts);
+    let Guest { vm, mut findings } = guest;
+    match vm.shut_down() {
+        Ok(late) => {
+            findings.extend(late);
+            facts.ended_in_order = true;
+        }
+        Err(error) => facts.errors.push(format!("the guest's end: {error:#}")),
+    }
+    facts.findings = findings;
+    if facts.ended_in_order && facts.findings.is_empty() {
+        show("the guest is off; its kernel log has no warning");
+    }
+    // Both are told: what follows a failure may say more of it.
+    if let Err(error) = ended {
+        facts.errors.push(format!("taking down: {error:#}"));
+    }
+    worked
+}
+
+/// The guest, and what its kernel had to say so far.
+struct Guest {
+    vm: Vm,
+    findings: Vec<String>,
+}
+
+impl Guest {
+    /// Runs a command and gives its outcome. Its kernel log is searched.
+    fn run(&mut self, command: &Command, live: &mut dyn FnMut(Stream, &[u8])) -> Result<Outcome> {
+        let outcome = self.vm.exec(command, live)?;
+        self.findings.extend(outcome.findings.iter().cloned());
+        if outcome.status == (Status::Exited { code: 0 }) {
+            return Ok(outcome);
+        }
+        let stderr = String::from_utf8_lossy(&outcome.stderr);
+        let log: Vec<&str> = outcome.dmesg.iter().map(|record| record.text.as_str()).collect();
+        let log = &log[log.len().saturating_sub(20)..];
+        bail!(
+            "{}: {:?}\n{}\nkernel log:\n  {}",
+            command.argv.join(" "),
+            outcome.status,
+            stderr.trim_end(),
+            log.join("\n  ")
+        );
+    }
+
+    /// Runs a short command without showing it; gives its standard output.
+    fn quiet(&mut self, argv: &[&str]) -> Result<Vec<u8>> {
+        let command = Command::new(argv.iter().copied()).limit(SHORT);
+        Ok(self.run(&command, &mut |_, _| {})?.stdout)
+    }
+
+    fn text(&mut self, argv: &[&str]) -> Result<String> {
+        Ok(String::from_utf8_lossy(&self.quiet(argv)?).into_owned())
+    }
+
+    /// Runs a short command, and shows it with all that it says.
+    fn shown(&mut self, argv: &[&str]) -> Result<()> {
+        let mut words = argv.to_vec();
+        words[0] = words[0].rsplit('/').next().unwrap_or(words[0]);
+        println!("   # {}", words.join(" "));
+        let command = Command::new(argv.iter().copied()).limit(SHORT);
+        let outcome = self.run(&command, &mut |_, _| {})?;
+        for stream in [&outcome.stdout, &outcome.stderr] {
+            show(&String::from_utf8_lossy(stream));
+        }
+        Ok(())
+    }
+
+    fn json(&mut self, argv: &[&str]) -> Result<Value> {
+        let stdout = self.quiet(argv)?;
+        serde_json::from_slice(&stdout).with_context(|| format!("output of {}", argv.join(" ")))
+    }
+}
+
+/// The administrator's tool, as built with the rest or beside this program.
+fn p2pmemctl() -> Result<String> {
+    let path = match std::env::var_os("P2PMEM_BIN") {
+        Some(folder) => PathBuf::from(folder).join("p2pmemctl"),
+        None => sibling("p2pmemctl")?,
+    };
+    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
+    Ok(utf8(&path)?.to_owned())
+}
+
+fn utf8(path: &Path) -> Result<&str> {
+    path.to_str()
+        .with_context(|| format!("{} is not UTF-8", path.display()))
+}
+
+fn device<'a>(devices: &'a Devices, name: &str) -> Result<&'a Device> {
+    devices
+        .get(name)
+        .with_context(|| format!("the topology has no device {name}"))
+}
+
+/// Everything from the first look at the guest to the end of the job.
+fn work(
+    guest: &mut Guest,
+    facts: &mut Facts,
+    module: &Path,
+    inspection: thread::JoinHandle<Result<stock::Image>>,
+) -> Result<()> {
+    let ctl = p2pmemctl()?;
+    let ctl = ctl.as_str();
+    let devices: Devices = serde_json::from_slice(&guest.quiet(&["cat", devices::FILE])?)?;
+    let image = inspection
+        .join()
+        .ok()
+        .context("looking at the installed kernel failed")??;
+    let mut running = Running {
+        version: guest.text(&["cat", "/proc/version"])?,
+        notes: guest.quiet(&["cat", "/sys/kernel/notes"])?,
+        taint_before: taint(guest)?,
+        ..Running::default()
+    };
+    show(&format!(
+        "ready after {:.1} s: {}",
+        facts.boot_seconds.unwrap_or(0.0),
+        running.version.trim()
+    ));
+    show(&devices_table(&devices));
+
+    step(2, "Load the module, publish memory");
+    guest.shown(&["insmod", utf8(module)?])?;
+    running.taint_after = taint(guest)?;
+    running.modules = guest.text(&["cat", "/proc/modules"])?;
+    let stock = stock::judge(&image, &running, MODULE);
+    show(&match stock.objections.as_slice() {
+        [] => format!(
+            "The kernel is stock: {} verified by dpkg, build id {} runs, tainted by {MODULE} alone.",
+            stock.packages.join(" and "),
+            stock.build_id
+        ),
+        objections => format!("The kernel is NOT stock: {}", objections.join("; ")),
+    });
+    facts.stock = Some(stock);
+    for name in PUBLISHED {
+        guest.shown(&[ctl, "publish", &device(&devices, name)?.bdf])?;
+    }
+    // The module finds by itself what drivers published: the drive's controller memory buffer.
+    let own = devices.values().filter(|device| device.memory > 0).count();
+    facts.providers_expected = own;
+
+    step(3, "Who has memory, and how far it is from whom");
+    guest.shown(&[ctl, "list"])?;
+    let list = guest.json(&[ctl, "list", "--json"])?;
+    expect_providers(&list, &devices)?;
+    let drives: Vec<String> = DRIVES
+        .iter()
+        .map(|name| controller(device(&devices, name)?))
+        .collect::<Result<_>>()?;
+    let [from, to] = [drives[0].as_str(), drives[1].as_str()];
+    guest.shown(&[
+        ctl,
+        "topo",
+        from,
+        to,
+        &device(&devices, "accel0")?.bdf,
+        &device(&devices, "accel1")?.bdf,
+    ])?;
+
+    step(4, "A buffer near both drives: who is chosen, and why the others are not");
+    let near = drives.join(",");
+    let request = ["16M", "--near", &near];
+    guest.shown(&[&[ctl, "alloc"], &request[..]].concat())?;
+    guest.shown(&[&[ctl, "explain"], &request[..]].concat())?;
+    let explanation = guest.json(&[&[ctl, "explain", "--json"], &request[..]].concat())?;
+    let names: BTreeMap<String, String> = devices
+        .iter()
+        .map(|(name, device)| (device.bdf.clone(), name.clone()))
+        .collect();
+    facts.candidates = candidates(&explanation, &names)?;
+    for candidate in &facts.candidates {
+        show(&format!(
+            "{} is {}",
+            candidate.addr,
+            match candidate.chosen {
+                true => format!("{}: chosen", candidate.device),
+                false => format!("{}: lost ({})", candidate.device, candidate.verdict),
+            }
+        ));
+    }
+
+    step(5, "Real work: samples from a drive, transformed in the accelerator, to the other drive");
+    let program = sibling("p2pmem-demo-guest")?;
+    let command = Command::new([utf8(&program)?, "--from", DRIVES[0], "--to", DRIVES[1]]).limit(LONG);
+    let mut story = Lines::default();
+    let outcome = guest.run(&command, &mut |stream, bytes| {
+        if stream == Stream::Stderr {
+            story.take(bytes, &mut |line| show(line));
+        }
+    })?;
+    let job: Job = serde_json::from_slice(&outcome.stdout).context("output of p2pmem-demo-guest")?;
+
+    step(6, "What the devices counted");
+    show(&comparison_table(&job, &devices));
+    facts.job = Some(job);
+    Ok(())
+}
+
+fn taint(guest: &mut Guest) -> Result<u64> {
+    let text = guest.text(&["cat", "/proc/sys/kernel/tainted"])?;
+    text.trim().parse().with_context(|| format!("taint {text:?}"))
+}
+
+/// Name of a drive's controller, by which the kernel knows it: `nvme0` of `/dev/nvme0n1`.
+fn controller(device: &Device) -> Result<String> {
+    let block = device.block.as_ref().context("the device is no drive")?;
+    let name = block.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let (controller, _) = name
+        .rsplit_once('n')
+        .with_context(|| format!("{} is no NVMe drive", block.display()))?;
+    Ok(controller.to_owned())
+}
+
+/// Checks that each device with memory is a live provider, adopted where its own driver published it.
+fn expect_providers(list: &Value, devices: &Devices) -> Result<()> {
+    let providers = list["providers"].as_array().context("a list without providers")?;
+    for (name, device) in devices.iter().filter(|(_, device)| device.memory > 0) {
+        let provider = providers
+            .iter()
+            .find(|provider| provider["addr"] == *device.bdf)
+            .with_context(|| format!("{name} is no provider"))?;
+        let kind = if device.kind == "nvme" { "adopted" } else { "own" };
+        ensure!(
+            provider["kind"] == kind && provider["state"] == "live",
+            "{name} is a provider of kind {} and state {}, not {kind} and live",
+            provider["kind"],
+            provider["state"]
+        );
+    }
+    Ok(())
+}
+
+/// Takes everything down, as far as it is up.
+fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
+    ensure!(
+        guest.vm.is_alive(),
+        "the guest is gone\n{}",
+        guest.vm.console_tail()
+    );
+    step(7, "Take all down");
+    if !guest
+        .text(&["cat", "/proc/modules"])?
+        .lines()
+        .any(|line| line.split(' ').next() == Some(MODULE))
+    {
+        bail!("the module is not loaded");
+    }
+    let ctl = p2pmemctl()?;
+    let list = guest.json(&[&ctl, "list", "--json"])?;
+    let leaked = list["info"]["buffers"].as_u64().context("no number of buffers")?;
+    let stats = guest.json(&[&ctl, "stats", "--json"])?;
+    let all = stats
+        .as_array()
+        .and_then(|all| all.iter().find(|one| one["provider"].is_null()))
+        .context("no sum in the statistics")?;
+    let number = |key: &str| all[key].as_u64().with_context(|| format!("statistics without {key}"));
+    let (allocs, frees) = (number("allocs")?, number("frees")?);
+    show(&format!("{allocs} buffers were allocated, {frees} freed, {leaked} are live"));
+    // Live ones, and those the books have lost; nothing was revoked so far.
+    facts.leaked_buffers = Some(leaked.max(allocs.saturating_sub(frees)));
+    let providers = list["providers"].as_array().context("a list without providers")?;
+    for provider in providers.iter().filter(|provider| provider["kind"] == "own") {
+        let addr = provider["addr"].as_str().context("a provider without an address")?;
+        guest.shown(&[&ctl, "unpublish", addr])?;
+    }
+    guest.shown(&["rmmod", MODULE])?;
+    let modules = guest.text(&["cat", "/proc/modules"])?;
+    facts.unloaded = !modules.lines().any(|line| line.split(' ').next() == Some(MODULE));
+    Ok(())
+}
+
+/// Cuts output that comes in pieces into lines.
+#[derive(Default)]
+struct Lines(Vec<u8>);
+
+impl Lines {
+    fn take(&mut self, bytes: &[u8], each: &mut dyn FnMut(&str)) {
+        self.0.extend_from_slice(bytes);
+        while let Some(at) = self.0.iter().position(|byte| *byte == b'\n') {
+            let line: Vec<u8> = self.0.drain(..=at).collect();
+            each(String::from_utf8_lossy(&line).trim_end());
+        }
+    }
+}
+
+fn devices_table(devices: &Devices) -> String {
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header(["NAME", "KIND", "ADDRESS", "DRIVE", "MEMORY TO LEND"]);
+    for (name, device) in devices {
+        table.add_row([
+            name.clone(),
+            device.kind.clone(),
+            device.bdf.clone(),
+            device
+                .block
+                .as_ref()
+                .map_or_else(|| "-".into(), |block| block.display().to_string()),
+            match device.memory {
+                0 => "-".into(),
+                bytes => human_size(bytes),
+            },
+        ]);
+    }
+    table.trim_fmt()
+}
+
+/// Both runs side by side.
+fn comparison_table(job: &Job, devices: &Devices) -> String {
+    let mut table = Table::new();
+    table
+        .load_preset(UTF8_HORIZONTAL_ONLY)
+        .set_header(["", "peer to peer", "staged"]);
+    for column in 1..=2 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    let mut row = |what: &str, cell: &dyn Fn(&Run) -> String| {
+        table.add_row([what.to_owned(), cell(&job.p2p), cell(&job.staged)]);
+    };
+    let seconds = |seconds: f64| format!("{seconds:.3} s");
+    let bytes = |bytes: u64| bytes.to_string();
+    row("time, by the guest's clock", &|run| seconds(run.seconds.total()));
+    row("  drive to accelerator", &|run| seconds(run.seconds.read));
+    row("  transform", &|run| seconds(run.seconds.compute));
+    row("  accelerator to drive", &|run| seconds(run.seconds.write));
+    row("payload, bytes", &|_| bytes(job.payload_bytes));
+    row("drives' reads and writes, bytes", &|run| {
+        bytes(run.traffic.by_memory().values().sum())
+    });
+    for (name, _) in devices.iter().filter(|(_, device)| device.memory > 0) {
+        row(&format!("  from and to the memory of {name}"), &|run| {
+            bytes(run.traffic.by_memory().get(name).copied().unwrap_or(0))
+        });
+    }
+    row("  from and to host memory", &|run| {
+        bytes(run.traffic.by_memory().get(HOST).copied().unwrap_or(0))
+    });
+    row("accelerators from and to host memory, bytes", &|run| {
+        bytes(run.traffic.accelerators.values().map(|accel| accel.host).sum())
+    });
+    row("host memory touched by devices, bytes", &|run| bytes(run.traffic.host_bytes()));
+    row("copied by the processor, bytes", &|run| bytes(run.cpu_copied_bytes));
+    row("CRC-32C of the result", &|run| format!("{:08x}", run.checksum));
+    row("largest error, relative to the RMS", &|run| {
+        format!("{:.2e}", run.comparison.max_error)
+    });
+    row("verified", &|run| if run.is_verified() { "yes" } else { "NO" }.into());
+    table.trim_fmt()
+}

@@ -1,0 +1,551 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The demo's report: what was measured, and what of it is not as it must be.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::compare;
+use crate::job::{Job, Run};
+use crate::stock::Stock;
+use crate::traffic::Bytes;
+
+/// A provider and what the orchestrator said of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Candidate {
+    /// Name of the device in the topology.
+    pub device: String,
+    /// Its PCI address.
+    pub addr: String,
+    /// Whether it was chosen.
+    pub chosen: bool,
+    /// The verdict in a word.
+    pub verdict: String,
+    /// Class of the path to the farthest client.
+    pub class: String,
+    /// The verdict as a sentence.
+    pub reason: String,
+}
+
+/// Reads the candidates in what `p2pmemctl explain --json` prints. `names` are the devices' by PCI address.
+///
+/// # Errors
+///
+/// The JSON is not of the form known.
+pub fn candidates(explanation: &Value, names: &BTreeMap<String, String>) -> Result<Vec<Candidate>> {
+    let verdicts = explanation["verdicts"]
+        .as_array()
+        .context("the explanation has no verdicts")?;
+    verdicts
+        .iter()
+        .map(|verdict| {
+            let word = |key: &str| verdict[key].as_str().map(str::to_owned);
+            let addr = word("addr").context("a verdict without an address")?;
+            let code = word("code").context("a verdict without a code")?;
+            Ok(Candidate {
+                device: names.get(&addr).unwrap_or(&addr).clone(),
+                addr,
+                chosen: code == "chosen",
+                verdict: code,
+                class: word("class").unwrap_or_default(),
+                reason: word("why").context("a verdict without a reason")?,
+            })
+        })
+        .collect()
+}
+
+/// What the demo found out, as far as it came.
+#[derive(Debug, Default)]
+pub struct Facts {
+    /// Release of the running kernel.
+    pub kernel_release: Option<String>,
+    /// Whether it is the distribution's.
+    pub stock: Option<Stock>,
+    /// Providers that the topology should give.
+    pub providers_expected: usize,
+    /// The verdicts on the request that was shown.
+    pub candidates: Vec<Candidate>,
+    /// The job's measurements.
+    pub job: Option<Job>,
+    /// Name of the drive with the samples.
+    pub from: String,
+    /// Name of the drive with the result.
+    pub to: String,
+    /// Live buffers that the module knew of when all programs had ended.
+    pub leaked_buffers: Option<u64>,
+    /// Whether the module was unloaded.
+    pub unloaded: bool,
+    /// Whether the guest lived to its orderly end, so that its whole log was searched.
+    pub ended_in_order: bool,
+    /// Bad lines of the kernel log, of the whole life of the guest.
+    pub findings: Vec<String>,
+    /// Steps that failed.
+    pub errors: Vec<String>,
+    /// Seconds from the start to a guest ready for commands.
+    pub boot_seconds: Option<f64>,
+    /// Seconds of all.
+    pub total_seconds: f64,
+}
+
+/// The report as it is written. What was not reached is null.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// Whether everything is as it must be.
+    pub passed: bool,
+    /// What is not.
+    pub failures: Vec<String>,
+    /// Release of the running kernel.
+    pub kernel_release: Option<String>,
+    /// Whether the kernel is the distribution's own, unmodified.
+    pub stock_kernel: bool,
+    /// The evidence for it.
+    pub stock: Option<Stock>,
+    /// Name of the device chosen for the buffer near both drives.
+    pub provider_chosen: Option<String>,
+    /// All providers, with the reason for each verdict.
+    pub candidates: Vec<Candidate>,
+    /// Bytes of samples.
+    pub payload_bytes: Option<u64>,
+    /// Bytes of host memory that devices touched in the peer-to-peer run.
+    pub host_bytes_p2p: Option<u64>,
+    /// The same in the staged run.
+    pub host_bytes_staged: Option<u64>,
+    /// Seconds of the guest's clock for the peer-to-peer run.
+    pub seconds_p2p: Option<f64>,
+    /// The same for the staged run.
+    pub seconds_staged: Option<f64>,
+    /// Whether both results are right.
+    pub verified: bool,
+    /// CRC-32C of the result on the drive, in hexadecimal.
+    pub checksum: Option<String>,
+    /// Largest error of both results, relative to the RMS of the spectrum.
+    pub max_error: Option<f64>,
+    /// The most it may be.
+    pub tolerance: f64,
+    /// Whether the kernel said nothing that a kernel in order does not say.
+    pub dmesg_clean: bool,
+    /// Live buffers that were left when all programs had ended.
+    pub leaked_buffers: Option<u64>,
+    /// Seconds from the start to a guest ready for commands.
+    pub boot_seconds: Option<f64>,
+    /// Seconds from the start of the demo to its end.
+    pub total_seconds: f64,
+    /// The job's measurements in full.
+    pub job: Option<Job>,
+}
+
+impl Report {
+    /// Judges the facts.
+    pub fn new(facts: Facts) -> Report {
+        let failures = judge(&facts);
+        let job = facts.job.as_ref();
+        let runs = job.map(|job| [&job.p2p, &job.staged]);
+        let worst = |runs: [&Run; 2]| runs.map(|r| r.comparison.max_error).into_iter().fold(0.0, f64::max);
+        Report {
+            passed: failures.is_empty(),
+            failures,
+            kernel_release: facts.kernel_release,
+            stock_kernel: is_stock(facts.stock.as_ref()),
+            stock: facts.stock,
+            provider_chosen: facts.candidates.iter().find(|c| c.chosen).map(|c| c.device.clone()),
+            candidates: facts.candidates,
+            payload_bytes: job.map(|job| job.payload_bytes),
+            host_bytes_p2p: job.map(|job| job.p2p.traffic.host_bytes()),
+            host_bytes_staged: job.map(|job| job.staged.traffic.host_bytes()),
+            seconds_p2p: job.map(|job| job.p2p.seconds.total()),
+            seconds_staged: job.map(|job| job.staged.seconds.total()),
+            verified: job.is_some_and(is_verified),
+            checksum: job.map(|job| format!("{:08x}", job.p2p.checksum)),
+            max_error: runs.map(worst),
+            tolerance: compare::TOLERANCE,
+            dmesg_clean: facts.ended_in_order && facts.findings.is_empty(),
+            leaked_buffers: facts.leaked_buffers,
+            boot_seconds: facts.boot_seconds,
+            total_seconds: facts.total_seconds,
+            job: facts.job,
+        }
+    }
+
+    /// Writes the report so that nobody ever reads half of it.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing files.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let folder = match path.parent() {
+            Some(folder) if folder != Path::new("") => folder,
+            _ => Path::new("."),
+        };
+        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        let mut file = tempfile::Builder::new()
+            .prefix(".demo-")
+            // As any new file, not for its owner alone as temporary files are.
+            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
+            .tempfile_in(folder)
+            .with_context(|| folder.display().to_string())?;
+        serde_json::to_writer_pretty(&mut file, self)?;
+        writeln!(file)?;
+        file.persist(path).with_context(|| path.display().to_string())?;
+        Ok(())
+    }
+}
+
+fn is_stock(stock: Option<&Stock>) -> bool {
+    stock.is_some_and(|stock| stock.objections.is_empty())
+}
+
+fn is_verified(job: &Job) -> bool {
+    job.p2p.is_verified() && job.staged.is_verified() && job.p2p.checksum == job.staged.checksum
+}
+
+/// Everything that is not as it must be, in words.
+fn judge(facts: &Facts) -> Vec<String> {
+    let mut failures = facts.errors.clone();
+    let mut must = |holds: bool, else_what: String| {
+        if !holds {
+            failures.push(else_what);
+        }
+    };
+    match &facts.stock {
+        Some(stock) => must(
+            stock.objections.is_empty(),
+            format!("the kernel is not stock: {}", stock.objections.join("; ")),
+        ),
+        None => must(false, "whether the kernel is stock is not known".into()),
+    }
+    let chosen: Vec<_> = facts.candidates.iter().filter(|c| c.chosen).collect();
+    must(
+        chosen.len() == 1 && chosen[0].class == "same-switch",
+        "no provider below the drives' own switch was chosen".into(),
+    );
+    must(
+        facts.candidates.len() == facts.providers_expected && facts.candidates.iter().all(|c| !c.reason.is_empty()),
+        format!(
+            "{} providers have a verdict with a reason, not {}",
+            facts.candidates.iter().filter(|c| !c.reason.is_empty()).count(),
+            facts.providers_expected
+        ),
+    );
+    if let Some(job) = &facts.job {
+        judge_job(job, &facts.from, &facts.to, &mut must);
+    } else {
+        must(false, "the job was not done".into());
+    }
+    match facts.leaked_buffers {
+        Some(leaked) => must(leaked == 0, format!("{leaked} buffers were leaked")),
+        None => must(false, "whether buffers were leaked is not known".into()),
+    }
+    must(facts.unloaded, "the module was not unloaded".into());
+    must(facts.ended_in_order, "the guest did not end in order".into());
+    must(
+        facts.findings.is_empty(),
+        format!("the kernel log has bad lines: {}", facts.findings.join(" | ")),
+    );
+    failures
+}
+
+/// What must hold of the runs; `from` and `to` name the drives.
+fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String)) {
+    let payload = job.payload_bytes;
+    must(payload > 0, "there was no payload".into());
+    let all_in = |memory: &str| Bytes::from([(memory.to_owned(), payload)]);
+    for (name, run, memory) in [
+        ("peer-to-peer", &job.p2p, job.provider.as_str()),
+        ("staged", &job.staged, crate::traffic::HOST),
+    ] {
+        for (drive, moved) in &run.traffic.drives {
+            let nothing = Bytes::new();
+            let read = if drive == from { all_in(memory) } else { nothing.clone() };
+            let written = if drive == to { all_in(memory) } else { nothing };
+            must(
+                moved.read == read && moved.written == written,
+                format!(
+                    "{name} run: drive {drive} read into {:?} and wrote from {:?}, expected {read:?} and {written:?}",
+                    moved.read, moved.written
+                ),
+            );
+        }
+        for drive in [from, to] {
+            must(
+                run.traffic.drives.contains_key(drive),
+                format!("{name} run: drive {drive} was not counted"),
+            );
+        }
+        for (accel, did) in &run.traffic.accelerators {
+            // The transform reads its input once at least and writes its output once at least.
+            let worked = did.computed >= 2 * payload;
+            must(
+                did.host == 0 && did.peers == 0 && worked == (*accel == job.provider),
+                format!("{name} run: accelerator {accel} did what it should not, or not its work: {did:?}"),
+            );
+        }
+        must(
+            run.traffic.accelerators.contains_key(&job.provider),
+            format!("{name} run: accelerator {} was not counted", job.provider),
+        );
+        must(
+            run.traffic.failed() == 0,
+            format!("{name} run: {} commands failed", run.traffic.failed()),
+        );
+        must(
+            run.comparison.is_equal(),
+            format!("{name} run: the result is wrong: {:?}", run.comparison),
+        );
+        must(
+            run.checksum == run.checksum_device,
+            format!(
+                "{name} run: the drive has {:08x}, the accelerator {:08x}",
+                run.checksum, run.checksum_device
+            ),
+        );
+        must(
+            run.checksum != job.checksum_samples,
+            format!("{name} run: the result is the samples"),
+        );
+    }
+    must(
+        job.p2p.traffic.host_bytes() == 0,
+        format!(
+            "peer-to-peer run: {} bytes of host memory were touched",
+            job.p2p.traffic.host_bytes()
+        ),
+    );
+    must(
+        job.p2p.cpu_copied_bytes == 0,
+        format!("peer-to-peer run: {} bytes were copied", job.p2p.cpu_copied_bytes),
+    );
+    must(
+        job.staged.cpu_copied_bytes == 2 * payload,
+        format!("staged run: {} bytes were copied", job.staged.cpu_copied_bytes),
+    );
+    must(
+        job.p2p.checksum == job.staged.checksum,
+        format!(
+            "the runs' results differ: {:08x} and {:08x}",
+            job.p2p.checksum, job.staged.checksum
+        ),
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::compare::Comparison;
+    use crate::job::Seconds;
+    use crate::traffic::{Accelerator, Drive, Traffic};
+    use serde_json::json;
+
+    const PAYLOAD: u64 = 1 << 20;
+
+    fn run(memory: &str, copied: u64) -> Run {
+        let bytes = Bytes::from([(memory.to_owned(), PAYLOAD)]);
+        let drive = |read: &Bytes, written: &Bytes| Drive {
+            read: read.clone(),
+            written: written.clone(),
+            commands: 2,
+            failed: 0,
+        };
+        let none = Bytes::new();
+        Run {
+            seconds: Seconds {
+                read: 1.0,
+                compute: 0.5,
+                write: 0.25,
+            },
+            cpu_copied_bytes: copied,
+            traffic: Traffic {
+                drives: BTreeMap::from([
+                    ("nvme0".into(), drive(&bytes, &none)),
+                    ("nvme1".into(), drive(&none, &bytes)),
+                ]),
+                accelerators: BTreeMap::from([
+                    (
+                        "accel0".into(),
+                        Accelerator {
+                            computed: 2 * PAYLOAD,
+                            commands: 1,
+                            ..Accelerator::default()
+                        },
+                    ),
+                    ("accel1".into(), Accelerator::default()),
+                ]),
+            },
+            checksum: 0xabc,
+            checksum_device: 0xabc,
+            comparison: Comparison {
+                values: PAYLOAD / 8,
+                rms: 10.0,
+                max_error: 1e-6,
+            },
+        }
+    }
+
+    fn candidate(device: &str, chosen: bool, class: &str) -> Candidate {
+        Candidate {
+            device: device.into(),
+            addr: "0000:01:00.0".into(),
+            chosen,
+            verdict: "x".into(),
+            class: class.into(),
+            reason: "because".into(),
+        }
+    }
+
+    fn facts() -> Facts {
+        Facts {
+            kernel_release: Some("7.2".into()),
+            stock: Some(Stock {
+                packages: vec![],
+                build_id: "00".into(),
+                objections: vec![],
+            }),
+            providers_expected: 2,
+            candidates: vec![
+                candidate("accel0", true, "same-switch"),
+                candidate("accel1", false, "system"),
+            ],
+            job: Some(Job {
+                payload_bytes: PAYLOAD,
+                provider: "accel0".into(),
+                verdicts: vec![],
+                checksum_samples: 1,
+                seconds_cpu: 1.0,
+                p2p: run("accel0", 0),
+                staged: run("host", 2 * PAYLOAD),
+            }),
+            from: "nvme0".into(),
+            to: "nvme1".into(),
+            leaked_buffers: Some(0),
+            unloaded: true,
+            ended_in_order: true,
+            findings: vec![],
+            errors: vec![],
+            boot_seconds: Some(3.0),
+            total_seconds: 12.0,
+        }
+    }
+
+    #[test]
+    fn all_in_order() {
+        let report = Report::new(facts());
+        assert_eq!(report.failures, Vec::<String>::new());
+        assert!(report.passed && report.stock_kernel && report.verified && report.dmesg_clean);
+        assert_eq!(report.provider_chosen.as_deref(), Some("accel0"));
+        assert_eq!(report.host_bytes_p2p, Some(0));
+        assert_eq!(report.host_bytes_staged, Some(2 * PAYLOAD));
+        assert_eq!(report.seconds_p2p, Some(1.75));
+        assert_eq!(report.checksum.as_deref(), Some("00000abc"));
+    }
+
+    /// One fact at a time goes wrong, and the report has to say so.
+    #[test]
+    fn nothing_wrong_goes_unnoticed() {
+        type Break = fn(&mut Facts);
+        fn job(facts: &mut Facts) -> &mut Job {
+            facts.job.as_mut().expect("the test's facts have a job")
+        }
+        let breaks: [(&str, Break); 25] = [
+            ("not stock", |f| f.stock.as_mut().unwrap().objections.push("x".into())),
+            ("is not known", |f| f.stock = None),
+            ("own switch", |f| f.candidates[0].class = "host-bridge".into()),
+            ("own switch", |f| f.candidates[0].chosen = false),
+            ("a verdict", |f| drop(f.candidates.pop())),
+            ("a verdict", |f| f.candidates[1].reason.clear()),
+            ("not done", |f| f.job = None),
+            ("1 buffers", |f| f.leaked_buffers = Some(1)),
+            ("is not known", |f| f.leaked_buffers = None),
+            ("unloaded", |f| f.unloaded = false),
+            ("end in order", |f| f.ended_in_order = false),
+            ("bad lines", |f| f.findings.push("BUG: x".into())),
+            ("broken", |f| f.errors.push("broken".into())),
+            ("nvme0 read into", |f| {
+                job(f)
+                    .p2p
+                    .traffic
+                    .drives
+                    .get_mut("nvme0")
+                    .unwrap()
+                    .read
+                    .insert("host".into(), 512)
+                    .map_or((), drop)
+            }),
+            ("nvme1 read into", |f| {
+                job(f).p2p.traffic.drives.get_mut("nvme1").unwrap().written.clear()
+            }),
+            ("nvme0 was not counted", |f| {
+                drop(job(f).staged.traffic.drives.remove("nvme0"))
+            }),
+            ("accelerator accel0 did", |f| {
+                job(f).p2p.traffic.accelerators.get_mut("accel0").unwrap().host = 8
+            }),
+            ("accelerator accel0 did", |f| {
+                job(f).p2p.traffic.accelerators.get_mut("accel0").unwrap().computed = 0
+            }),
+            ("accelerator accel1 did", |f| {
+                job(f).p2p.traffic.accelerators.get_mut("accel1").unwrap().computed = 2 * PAYLOAD
+            }),
+            ("1 commands failed", |f| {
+                job(f).staged.traffic.drives.get_mut("nvme1").unwrap().failed = 1
+            }),
+            ("result is wrong", |f| job(f).staged.comparison.max_error = f64::INFINITY),
+            ("the accelerator 00000001", |f| job(f).p2p.checksum_device = 1),
+            ("is the samples", |f| job(f).checksum_samples = 0xabc),
+            ("bytes were copied", |f| job(f).p2p.cpu_copied_bytes = 1),
+            ("results differ", |f| {
+                job(f).staged.checksum = 2;
+                job(f).staged.checksum_device = 2;
+            }),
+        ];
+        for (what, break_it) in breaks {
+            let mut facts = facts();
+            break_it(&mut facts);
+            let report = Report::new(facts);
+            assert!(!report.passed, "{what}");
+            assert!(report.failures.iter().any(|f| f.contains(what)), "{what}: {report:?}");
+        }
+    }
+
+    #[test]
+    fn a_demo_that_got_nowhere_still_reports() {
+        let report = Report::new(Facts::default());
+        assert!(!report.passed && !report.verified && !report.dmesg_clean && !report.stock_kernel);
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["leaked_buffers"], Value::Null);
+        assert_eq!(json["host_bytes_p2p"], Value::Null);
+    }
+
+    #[test]
+    fn explanations_are_read() {
+        let names = BTreeMap::from([("0000:03:00.0".to_owned(), "accel0".to_owned())]);
+        let verdict = |addr: &str, code: &str| json!({ "addr": addr, "code": code, "class": "same-switch", "why": "w" });
+        let explanation =
+            json!({ "verdicts": [verdict("0000:03:00.0", "chosen"), verdict("0000:09:00.0", "too-small")] });
+        let read = candidates(&explanation, &names).unwrap();
+        assert_eq!(read[0].device, "accel0");
+        assert!(read[0].chosen && !read[1].chosen);
+        assert_eq!(
+            (read[1].device.as_str(), read[1].verdict.as_str()),
+            ("0000:09:00.0", "too-small")
+        );
+        assert!(candidates(&json!({}), &names).is_err());
+        assert!(candidates(&json!({ "verdicts": [{}] }), &names).is_err());
+    }
+
+    #[test]
+    fn the_file_is_whole_or_not_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("reports/demo.json");
+        let report = Report::new(facts());
+        report.write(&path).unwrap();
+        report.write(&path).unwrap();
+        let read: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(read, serde_json::to_value(&report).unwrap());
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        assert!(report.write(Path::new("/proc/no/demo.json")).is_err());
+    }
+}

@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the devices moved between two snapshots of their counters, by where it went.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// Name the VM runner gives to host memory.
+pub const HOST: &str = "host";
+
+/// Bytes by the name of the memory they went to or came from: a device of the topology, or [`HOST`].
+pub type Bytes = BTreeMap<String, u64>;
+
+/// What one drive moved.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drive {
+    /// Bytes from the drive, by target.
+    pub read: Bytes,
+    /// Bytes to the drive, by source.
+    pub written: Bytes,
+    /// Read and write commands.
+    pub commands: u64,
+    /// Of them, those that failed.
+    pub failed: u64,
+}
+
+/// What one accelerator did.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accelerator {
+    /// Bytes of host memory its DMA engine touched, in both directions.
+    pub host: u64,
+    /// Bytes its DMA engine moved from and to other devices.
+    pub peers: u64,
+    /// Bytes of its own memory that its compute kernels read and wrote.
+    pub computed: u64,
+    /// Commands done.
+    pub commands: u64,
+    /// Commands that failed.
+    pub failed: u64,
+}
+
+/// What all devices moved in a span of time.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Drives by name.
+    pub drives: BTreeMap<String, Drive>,
+    /// Accelerators by name.
+    pub accelerators: BTreeMap<String, Accelerator>,
+}
+
+impl Traffic {
+    /// What happened from one snapshot to a later one; both as the VM runner gives them.
+    ///
+    /// # Errors
+    ///
+    /// A snapshot is not of the form known, a device is missing in one, or a counter went backwards.
+    pub fn between(before: &Value, after: &Value) -> Result<Traffic> {
+        let (before, after) = (devices(before)?, devices(after)?);
+        if !before.keys().eq(after.keys()) {
+            bail!("the snapshots are of different devices");
+        }
+        let mut traffic = Traffic::default();
+        for (name, later) in after {
+            let earlier = &before[name];
+            let taken = match later["kind"].as_str() {
+                Some("nvme") => drive(earlier, later).map(|d| drop(traffic.drives.insert(name.clone(), d))),
+                Some("accel") => {
+                    accelerator(earlier, later).map(|a| drop(traffic.accelerators.insert(name.clone(), a)))
+                }
+                kind => bail!("device {name} is of unknown kind {kind:?}"),
+            };
+            taken.with_context(|| format!("counters of {name}"))?;
+        }
+        Ok(traffic)
+    }
+
+    /// Bytes of host memory that devices touched, each as often as it was.
+    pub fn host_bytes(&self) -> u64 {
+        let drives = self.by_memory().get(HOST).copied().unwrap_or(0);
+        drives + self.accelerators.values().map(|a| a.host).sum::<u64>()
+    }
+
+    /// Payload of the drives in both directions, by the memory on the other side.
+    pub fn by_memory(&self) -> Bytes {
+        let mut sum = Bytes::new();
+        for drive in self.drives.values() {
+            for (memory, bytes) in drive.read.iter().chain(&drive.written) {
+                *sum.entry(memory.clone()).or_default() += bytes;
+            }
+        }
+        sum
+    }
+
+    /// Commands of any device that failed.
+    pub fn failed(&self) -> u64 {
+        let drives: u64 = self.drives.values().map(|d| d.failed).sum();
+        drives + self.accelerators.values().map(|a| a.failed).sum::<u64>()
+    }
+}
+
+type Devices = serde_json::Map<String, Value>;
+
+fn devices(snapshot: &Value) -> Result<&Devices> {
+    snapshot.as_object().context("a snapshot is a map of devices")
+}
+
+fn difference(earlier: &Value, later: &Value, key: &str) -> Result<u64> {
+    let number = |from: &Value| from[key].as_u64().with_context(|| format!("no number {key:?}"));
+    let (earlier, later) = (number(earlier)?, number(later)?);
+    later
+        .checked_sub(earlier)
+        .with_context(|| format!("{key:?} went backwards: {earlier}, then {later}"))
+}
+
+fn bytes(earlier: &Value, later: &Value, key: &str) -> Result<Bytes> {
+    let map = |from: &Value| -> Result<Bytes> { Ok(serde_json::from_value(from[key].clone())?) };
+    let (earlier, later) = (map(earlier).context(key.to_owned())?, map(later).context(key.to_owned())?);
+    let mut moved = Bytes::new();
+    for (memory, value) in &later {
+        let before = earlier.get(memory).copied().unwrap_or(0);
+        let more = value
+            .checked_sub(before)
+            .with_context(|| format!("{key:?} of {memory} went backwards"))?;
+        if more > 0 {
+            moved.insert(memory.clone(), more);
+        }
+    }
+    if let Some(gone) = earlier.keys().find(|memory| !later.contains_key(*memory)) {
+        bail!("{key:?} of {gone} is gone");
+    }
+    Ok(moved)
+}
+
+fn drive(earlier: &Value, later: &Value) -> Result<Drive> {
+    Ok(Drive {
+        read: bytes(earlier, later, "read")?,
+        written: bytes(earlier, later, "write")?,
+        commands: difference(earlier, later, "commands")?,
+        failed: difference(earlier, later, "failed")?,
+    })
+}
+
+fn accelerator(earlier: &Value, later: &Value) -> Result<Accelerator> {
+    let (earlier, later) = (&earlier["counters"], &later["counters"]);
+    let sum = |keys: &[&str]| -> Result<u64> { keys.iter().map(|key| difference(earlier, later, key)).sum() };
+    Ok(Accelerator {
+        host: sum(&["host_read", "host_written"])?,
+        peers: sum(&["peer_read", "peer_written", "message_read", "message_written"])?,
+        computed: sum(&["compute_read", "compute_written"])?,
+        commands: sum(&["commands_ok"])?,
+        failed: sum(&["commands_failed"])?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem_accel_regs::Counter;
+    use serde_json::json;
+
+    fn accel(count: impl Fn(&str) -> u64) -> Value {
+        let counters = Counter::ALL
+            .iter()
+            .map(|(_, name)| ((*name).to_owned(), json!(count(name))));
+        json!({ "kind": "accel", "counters": counters.collect::<Devices>() })
+    }
+
+    fn drive(read: Value, write: Value, commands: u64, failed: u64) -> Value {
+        json!({ "kind": "nvme", "payload": {}, "read": read, "write": write, "commands": commands, "failed": failed })
+    }
+
+    #[test]
+    fn only_what_happened_between_counts() {
+        let before = json!({
+            "nvme0": drive(json!({ "host": 4096 }), json!({ "host": 100 }), 10, 1),
+            "accel0": accel(|_| 5),
+        });
+        let after = json!({
+            "nvme0": drive(json!({ "host": 4096, "accel0": 8192 }), json!({ "host": 612, "accel0": 1 }), 14, 1),
+            "accel0": accel(|name| if name == "host_read" { 12 } else { 5 }),
+        });
+        let traffic = Traffic::between(&before, &after).unwrap();
+        let nvme0 = &traffic.drives["nvme0"];
+        assert_eq!(nvme0.read, Bytes::from([("accel0".into(), 8192)]));
+        assert_eq!(
+            nvme0.written,
+            Bytes::from([("host".into(), 512), ("accel0".into(), 1)])
+        );
+        assert_eq!((nvme0.commands, nvme0.failed), (4, 0));
+        assert_eq!(traffic.accelerators["accel0"].host, 7);
+        assert_eq!(traffic.accelerators["accel0"].computed, 0);
+        assert_eq!(traffic.host_bytes(), 519);
+        assert_eq!(
+            traffic.by_memory(),
+            Bytes::from([("host".into(), 512), ("accel0".into(), 8193)])
+        );
+    }
+
+    #[test]
+    fn failures_count() {
+        let before = json!({ "nvme0": drive(json!({}), json!({}), 0, 0), "accel0": accel(|_| 0) });
+        let after = json!({ "nvme0": drive(json!({}), json!({}), 2, 2), "accel0": accel(|_| 1) });
+        assert_eq!(Traffic::between(&before, &after).unwrap().failed(), 3);
+    }
+
+    #[test]
+    fn impossible_snapshots_are_refused() {
+        let nvme = |n: u64| json!({ "nvme0": drive(json!({ "host": n }), json!({}), n, 0) });
+        for (before, after) in [
+            (nvme(2), nvme(1)),
+            (json!({}), nvme(1)),
+            (nvme(1), json!({})),
+            (json!([]), json!([])),
+            (json!({ "accel0": accel(|_| 0) }), json!({ "accel0": { "kind": "accel", "gone": true } })),
+            (json!({ "x": { "kind": "toaster" } }), json!({ "x": { "kind": "toaster" } })),
+            (nvme(1), json!({ "nvme0": drive(json!({}), json!({}), 1, 0) })),
+        ] {
+            assert!(Traffic::between(&before, &after).is_err(), "{before} {after}");
+        }
+    }
+}
