@@ -4,6 +4,7 @@
 //! the topology's [`devices`] as the guest sees them, and the [`host`] channel by which a program in the guest asks the
 //! runner for things only the host can do.
 
+pub mod cases;
 pub mod devices;
 pub mod host;
 pub mod sys;

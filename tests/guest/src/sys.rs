@@ -214,6 +214,21 @@ impl Mapping {
         Ok(())
     }
 
+    /// Puts inaccessible memory into its place: the file is mapped no more, and nobody else gets the addresses.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn vacate(&self) -> Answer {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        // SAFETY: only this mapping's own pages are replaced.
+        let base = unsafe { libc::mmap(self.base.cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        Ok(())
+    }
+
     /// Moves or resizes it by mremap.
     ///
     /// # Errors

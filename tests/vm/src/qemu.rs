@@ -111,16 +111,27 @@ pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
                 json!({ "driver": "ivshmem-plain", "id": name, "bus": bus, "memdev": id })
             }
             Device::Nvme {
-                serial, cmb_size_mb, ..
+                serial,
+                cmb_size_mb,
+                bytes_per_second,
+                ..
             } => {
                 let image = format!("{name}-image");
-                argv.json(
-                    "-blockdev",
-                    &json!({
-                        "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
-                        "file": { "driver": "file", "filename": text(&paths.image(name))? },
-                    }),
-                );
+                let mut node = json!({
+                    "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
+                    "file": { "driver": "file", "filename": text(&paths.image(name))? },
+                });
+                if let Some(rate) = bytes_per_second {
+                    let group = format!("{name}-throttle");
+                    let limits = json!({ "bps-total": rate.0 });
+                    argv.json(
+                        "-object",
+                        &json!({ "qom-type": "throttle-group", "id": group, "limits": limits }),
+                    );
+                    node["node-name"] = json!(format!("{name}-raw"));
+                    node = json!({ "driver": "throttle", "node-name": image, "throttle-group": group, "file": node });
+                }
+                argv.json("-blockdev", &node);
                 json!({
                     "driver": "nvme", "id": name, "bus": bus, "serial": serial.as_deref().unwrap_or(name),
                     "cmb_size_mb": cmb_size_mb.unwrap_or(0),

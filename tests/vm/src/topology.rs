@@ -153,6 +153,8 @@ pub enum Device {
         serial: Option<String>,
         /// Size of its controller memory buffer in MiB.
         cmb_size_mb: Option<u32>,
+        /// How much it reads and writes in a second at the most: a drive whose I/O can be caught under way.
+        bytes_per_second: Option<Size>,
     },
     /// QEMU's shared-memory device: a BAR of plain memory that no driver of the kernel's claims.
     Ivshmem {

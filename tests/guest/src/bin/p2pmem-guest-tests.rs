@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Runs one test of the module in a guest: `p2pmem-guest-tests list | run NAME`. The harness on the host starts it.
+
+use std::process::ExitCode;
+
+use p2pmem_guest::cases;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let result = match words.as_slice() {
+        ["list"] => {
+            for case in cases::all() {
+                println!("{}\t{}\t{}", case.name, case.topology, case.about);
+            }
+            return ExitCode::SUCCESS;
+        }
+        ["run", name] => cases::run(name),
+        ["part", name, ..] => cases::run_part(name, &arguments[2..]),
+        _ => {
+            eprintln!("usage: p2pmem-guest-tests list | run NAME");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("{e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

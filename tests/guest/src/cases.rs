@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests of the module that run in a guest: what each is, and what every one of them starts from and leaves behind.
+//!
+//! A case runs in a process of its own (`p2pmem-guest-tests run NAME`). Before it, the module is loaded and `accel0`
+//! published; after it, as many bytes are free and as many buffers live as before, or the case has failed.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use p2pmem_sys as abi;
+
+use crate::devices::{self, Device, Devices};
+use crate::sys::{self, Memory};
+
+mod bad;
+mod good;
+mod inflight;
+mod life;
+
+/// The device node.
+pub const NODE: &str = "/dev/p2pmem";
+/// Where providers are made.
+pub const PROVIDERS: &str = "/sys/kernel/config/p2pmem/providers";
+/// How long freed memory may take to be cleared and counted as free.
+const SETTLE: Duration = Duration::from_secs(20);
+
+/// One test.
+pub struct Case {
+    /// Its name.
+    pub name: &'static str,
+    /// What it shows, one line.
+    pub about: &'static str,
+    /// The topology it needs.
+    pub topology: &'static str,
+    /// Whether the guest is of no use to others afterwards.
+    pub ruins: bool,
+    run: fn(&mut Bed) -> Result<()>,
+}
+
+/// All tests.
+pub fn all() -> impl Iterator<Item = &'static Case> {
+    good::CASES
+        .iter()
+        .chain(bad::CASES)
+        .chain(life::CASES)
+        .chain(inflight::CASES)
+}
+
+/// Runs a test by name.
+///
+/// # Errors
+///
+/// Why it failed.
+pub fn run(name: &str) -> Result<()> {
+    let case = all()
+        .find(|case| case.name == name)
+        .with_context(|| format!("there is no test {name:?}"))?;
+    let mut bed = Bed::new()?;
+    let before = bed.settled()?;
+    (case.run)(&mut bed)?;
+    if !case.ruins {
+        bed.publish("accel0")?;
+        let after = bed.settled()?;
+        ensure!(
+            after == before,
+            "free bytes and buffers were {before:?} before, and are {after:?} now"
+        );
+    }
+    Ok(())
+}
+
+/// Runs a part of a test that needs a process of its own.
+///
+/// # Errors
+///
+/// Why it failed.
+pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
+    life::part(name, arguments)
+}
+
+/// A guest with the module loaded and `accel0` published.
+pub struct Bed {
+    /// The topology's devices.
+    pub devices: Devices,
+}
+
+impl Bed {
+    fn new() -> Result<Bed> {
+        let bed = Bed {
+            devices: devices::load()?,
+        };
+        bed.load_module()?;
+        bed.publish("accel0")?;
+        Ok(bed)
+    }
+
+    /// Loads the module where it is not.
+    pub fn load_module(&self) -> Result<()> {
+        if Path::new("/sys/module/p2pmem").exists() {
+            return Ok(());
+        }
+        let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: which module?")?;
+        command("insmod", &[&module])
+    }
+
+    /// A device of the topology.
+    pub fn device(&self, name: &str) -> Result<&Device> {
+        self.devices
+            .get(name)
+            .with_context(|| format!("the topology has no {name}"))
+    }
+
+    /// The block device of a drive.
+    pub fn block(&self, name: &str) -> Result<PathBuf> {
+        self.device(name)?
+            .block
+            .clone()
+            .with_context(|| format!("{name} has no block device"))
+    }
+
+    /// A device's address for the ABI.
+    pub fn address(&self, name: &str) -> Result<abi::p2pmem_pci_addr> {
+        parse_address(&self.device(name)?.bdf)
+    }
+
+    /// A provider's folder in configfs.
+    pub fn provider_dir(&self, name: &str) -> Result<PathBuf> {
+        Ok(Path::new(PROVIDERS).join(&self.device(name)?.bdf))
+    }
+
+    /// Binds a device to the module and publishes it, where that is not so already.
+    pub fn publish(&self, name: &str) -> Result<()> {
+        let device = self.device(name)?;
+        let driver = device.sysfs().join("driver");
+        if !driver.exists() {
+            write(&device.sysfs().join("driver_override"), "p2pmem")?;
+            write(Path::new("/sys/bus/pci/drivers_probe"), &device.bdf)?;
+            ensure!(driver.exists(), "{name} was not bound");
+        }
+        let dir = self.provider_dir(name)?;
+        if !dir.exists() {
+            fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
+        }
+        if read(&dir.join("enable"))? != "1" {
+            write(&dir.join("enable"), "1").with_context(|| read(&dir.join("status")).unwrap_or_default())?;
+        }
+        Ok(())
+    }
+
+    /// Takes a provider back and unbinds the device.
+    pub fn unpublish(&self, name: &str) -> Result<()> {
+        let dir = self.provider_dir(name)?;
+        if dir.exists() {
+            fs::remove_dir(&dir).with_context(|| dir.display().to_string())?;
+        }
+        self.unbind(name)
+    }
+
+    /// Unbinds a device from its driver.
+    pub fn unbind(&self, name: &str) -> Result<()> {
+        let device = self.device(name)?;
+        let driver = device.sysfs().join("driver");
+        if driver.exists() {
+            write(&driver.join("unbind"), &device.bdf)?;
+        }
+        Ok(())
+    }
+
+    /// The provider that a device is.
+    pub fn provider(&self, name: &str) -> Result<abi::p2pmem_provider> {
+        let address = self.address(name)?;
+        let found = providers(open()?.as_fd())?
+            .into_iter()
+            .find(|p| p.addr.bus == address.bus && p.addr.devfn == address.devfn);
+        found.with_context(|| format!("{name} is no provider"))
+    }
+
+    /// Free bytes and buffers of accel0, once nothing waits to be cleared or let go.
+    pub fn settled(&self) -> Result<(u64, u32)> {
+        let deadline = Instant::now() + SETTLE;
+        loop {
+            let p = self.provider("accel0")?;
+            if p.scrubbing == 0 && p.parked == 0 {
+                return Ok((p.free, p.buffers));
+            }
+            ensure!(
+                Instant::now() < deadline,
+                "after {SETTLE:?} there are still {} bytes to clear and {} parked",
+                p.scrubbing,
+                p.parked
+            );
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// Opens the device node.
+pub fn open() -> Result<File> {
+    OpenOptions::new().read(true).write(true).open(NODE).context(NODE)
+}
+
+/// Lists the providers.
+pub fn providers(fd: BorrowedFd<'_>) -> Result<Vec<abi::p2pmem_provider>> {
+    let mut rows = vec![abi::p2pmem_provider::default(); 16];
+    let mut list = abi::p2pmem_list {
+        count: 16,
+        ..Default::default()
+    };
+    sys::list(fd, &mut list, Memory::Slice(&mut rows))
+        .map_err(errno)
+        .context("LIST")?;
+    rows.truncate(list.count as usize);
+    Ok(rows)
+}
+
+/// A request for `size` bytes near nothing in particular.
+pub fn request(size: u64) -> abi::p2pmem_alloc {
+    abi::p2pmem_alloc {
+        req: abi::p2pmem_request {
+            size,
+            ..Default::default()
+        },
+        ..Default::default()
+    }
+}
+
+/// Allocates `size` bytes near nothing in particular.
+pub fn alloc(fd: BorrowedFd<'_>, size: u64) -> Result<abi::p2pmem_alloc, i32> {
+    let mut answer = request(size);
+    sys::alloc(fd, &mut answer, Memory::Slice(&mut []))?;
+    Ok(answer)
+}
+
+/// Ends a handle.
+pub fn free(fd: BorrowedFd<'_>, handle: u32) -> Result<(), i32> {
+    sys::plain(fd, abi::P2PMEM_IOC_FREE, &mut abi::p2pmem_free { handle, flags: 0 })
+}
+
+/// Asks about a buffer.
+pub fn buffer(fd: BorrowedFd<'_>, handle: u32) -> Result<abi::p2pmem_buffer, i32> {
+    let mut ask = abi::p2pmem_buffer {
+        handle,
+        ..Default::default()
+    };
+    sys::plain(fd, abi::P2PMEM_IOC_BUFFER, &mut ask)?;
+    Ok(ask)
+}
+
+/// An errno as an error.
+pub fn errno(code: i32) -> anyhow::Error {
+    std::io::Error::from_raw_os_error(code).into()
+}
+
+/// Fails unless a call ended with one errno.
+pub fn expect<T: std::fmt::Debug>(what: &str, answer: Result<T, i32>, code: i32) -> Result<()> {
+    match answer {
+        Err(got) if got == code => Ok(()),
+        Err(got) => bail!("{what}: {} instead of {}", errno(got), errno(code)),
+        Ok(got) => bail!("{what}: success ({got:?}) instead of {}", errno(code)),
+    }
+}
+
+fn parse_address(bdf: &str) -> Result<abi::p2pmem_pci_addr> {
+    let part = |range: std::ops::Range<usize>| -> Result<u32> {
+        let text = bdf.get(range).with_context(|| format!("{bdf:?} is no PCI address"))?;
+        Ok(u32::from_str_radix(text, 16)?)
+    };
+    let (domain, bus, device, function) = (part(0..4)?, part(5..7)?, part(8..10)?, part(11..12)?);
+    Ok(abi::p2pmem_pci_addr {
+        domain,
+        bus: bus as u8,
+        devfn: (device << 3 | function) as u8,
+        reserved: 0,
+    })
+}
+
+/// Runs a program and fails with what it said.
+pub fn command(program: &str, arguments: &[&str]) -> Result<()> {
+    let output = Command::new(program)
+        .args(arguments)
+        .output()
+        .with_context(|| program.to_owned())?;
+    ensure!(
+        output.status.success(),
+        "{program} {}: {}: {}{}",
+        arguments.join(" "),
+        output.status,
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(())
+}
+
+/// Writes an attribute.
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("writing {text:?} to {}", path.display()))
+}
+
+/// Reads an attribute, without the white space around it.
+pub fn read(path: &Path) -> Result<String> {
+    Ok(fs::read_to_string(path)
+        .with_context(|| path.display().to_string())?
+        .trim()
+        .to_owned())
+}

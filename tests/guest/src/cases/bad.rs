@@ -1,0 +1,563 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the ABI refuses, and with which errno.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_sys as abi;
+
+use super::{Bed, Case, PROVIDERS, alloc, buffer, errno, expect, free, open, providers, read, request};
+use crate::sys::{self, BAD_POINTERS, Mapping, Memory, bad_argument};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "bad-calls",
+        about: "unknown calls are ENOTTY, bad pointers EFAULT",
+        topology: "small",
+        ruins: false,
+        run: calls,
+    },
+    Case {
+        name: "bad-requests",
+        about: "each bad field of a request has its errno",
+        topology: "small",
+        ruins: false,
+        run: requests,
+    },
+    Case {
+        name: "bad-handles",
+        about: "handles that are none, of other files, or freed",
+        topology: "small",
+        ruins: false,
+        run: handles,
+    },
+    Case {
+        name: "bad-arrays",
+        about: "bad arrays and counts of LIST, PATHS and EXPLAIN",
+        topology: "small",
+        ruins: false,
+        run: arrays,
+    },
+    Case {
+        name: "bad-mmap",
+        about: "mappings that are private, too long or nowhere",
+        topology: "small",
+        ruins: false,
+        run: mappings,
+    },
+    Case {
+        name: "full",
+        about: "a full provider says ENOSPC, and gives everything back",
+        topology: "small",
+        ruins: false,
+        run: full,
+    },
+    Case {
+        name: "bad-configfs",
+        about: "configfs refuses bad values and says why",
+        topology: "small",
+        ruins: false,
+        run: configfs,
+    },
+];
+
+const ROW: [u32; 8] = [
+    abi::P2PMEM_IOC_INFO,
+    abi::P2PMEM_IOC_LIST,
+    abi::P2PMEM_IOC_PATHS,
+    abi::P2PMEM_IOC_ALLOC,
+    abi::P2PMEM_IOC_FREE,
+    abi::P2PMEM_IOC_BUFFER,
+    abi::P2PMEM_IOC_EXPLAIN,
+    abi::P2PMEM_IOC_STATS,
+];
+
+fn calls(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    for request in ROW {
+        for (bad, address) in BAD_POINTERS.iter().enumerate() {
+            expect(
+                &format!("call {request:#x} at {address:#x}"),
+                bad_argument(fd, request, bad),
+                libc::EFAULT,
+            )?;
+        }
+        let mut any = [0u64; 32];
+        // Another number, another magic, another size, another direction.
+        for other in [request + 8, request ^ 0x100, request + (8 << 16), request ^ (3 << 30)] {
+            if !ROW.contains(&other) && abi::ioc_size(other) <= 256 {
+                expect(
+                    &format!("call {other:#x}"),
+                    sys::plain(fd, other, &mut any),
+                    libc::ENOTTY,
+                )?;
+            }
+        }
+    }
+    Ok(())
+}
+
+type Change = fn(&mut abi::p2pmem_alloc);
+
+fn requests(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let unknown = providers(fd)?.iter().map(|p| p.id).max().unwrap_or(0) + 1000;
+    let cases: &[(&str, Change, i32)] = &[
+        ("size 0", |a| a.req.size = 0, libc::EINVAL),
+        (
+            "size that overflows when rounded",
+            |a| a.req.size = u64::MAX,
+            libc::EINVAL,
+        ),
+        ("size beyond every BAR", |a| a.req.size = 1 << 50, libc::ENODEV),
+        ("align 3", |a| a.req.align = 3, libc::EINVAL),
+        ("align 12288", |a| a.req.align = 12288, libc::EINVAL),
+        ("align 2 GiB", |a| a.req.align = 1 << 31, libc::EINVAL),
+        ("align all ones", |a| a.req.align = u64::MAX, libc::EINVAL),
+        ("unknown flag", |a| a.req.flags = 2, libc::EINVAL),
+        ("highest flag", |a| a.req.flags = 1 << 31, libc::EINVAL),
+        ("strategy 2", |a| a.req.strategy = 2, libc::EINVAL),
+        ("strategy all ones", |a| a.req.strategy = u32::MAX, libc::EINVAL),
+        ("max_class 7", |a| a.req.max_class = 7, libc::EINVAL),
+        ("max_class 256", |a| a.req.max_class = 256, libc::EINVAL),
+        ("reserved in the request", |a| a.req.reserved = 1, libc::EINVAL),
+        ("reserved", |a| a.reserved = 1, libc::EINVAL),
+    ];
+    let (free_before, buffers) = bed.settled()?;
+    for (what, change, code) in cases {
+        let mut a = request(4096);
+        change(&mut a);
+        expect(what, sys::alloc(fd, &mut a, Memory::Slice(&mut [])), *code)?;
+        explain_last(fd, *code).with_context(|| (*what).to_owned())?;
+    }
+    let mut a = request(4096);
+    a.req.provider = unknown;
+    let answer = sys::alloc(fd, &mut a, Memory::Slice(&mut []));
+    ensure!(
+        matches!(answer, Err(libc::ENODEV | libc::ENOENT)),
+        "unknown provider: {answer:?}"
+    );
+
+    let good = bed.address("nvme0")?;
+    let mut many = vec![good; 65];
+    let clients = |nr, clients: &mut [abi::p2pmem_pci_addr]| {
+        let mut a = request(4096);
+        a.req.nr_clients = nr;
+        sys::alloc(fd, &mut a, Memory::Slice(clients)).map(|()| a.handle)
+    };
+    expect("65 clients", clients(65, &mut many), libc::E2BIG)?;
+    free(fd, clients(64, &mut many).map_err(errno).context("64 clients")?).map_err(errno)?;
+    let mut huge = request(4096);
+    huge.req.nr_clients = u32::MAX;
+    // The count is refused before the address is looked at.
+    expect("4 billion clients", alloc_bad_clients(fd, huge, 1), libc::E2BIG)?;
+    for bad in 0..BAD_POINTERS.len() {
+        let mut a = request(4096);
+        a.req.nr_clients = 1;
+        expect("clients at a bad pointer", alloc_bad_clients(fd, a, bad), libc::EFAULT)?;
+    }
+    for nobody in [
+        abi::p2pmem_pci_addr { bus: 0xee, ..good },
+        abi::p2pmem_pci_addr { devfn: 0xff, ..good },
+        abi::p2pmem_pci_addr {
+            domain: 0x1234_5678,
+            ..good
+        },
+    ] {
+        expect("a client that is not there", clients(1, &mut [nobody]), libc::ENODEV)?;
+    }
+    expect(
+        "reserved in a client",
+        clients(1, &mut [abi::p2pmem_pci_addr { reserved: 1, ..good }]),
+        libc::EINVAL,
+    )?;
+    ensure!(bed.settled()? == (free_before, buffers), "refused requests took memory");
+    Ok(())
+}
+
+fn alloc_bad_clients(fd: std::os::fd::BorrowedFd<'_>, mut a: abi::p2pmem_alloc, bad: usize) -> Result<(), i32> {
+    sys::alloc(fd, &mut a, Memory::Bad(bad))
+}
+
+/// The sentence and errno of the refusal before.
+fn explain_last(fd: std::os::fd::BorrowedFd<'_>, code: i32) -> Result<()> {
+    let mut text = [0u8; 256];
+    let mut explain = abi::p2pmem_explain {
+        text_len: 256,
+        flags: abi::P2PMEM_EXPLAIN_LAST,
+        ..Default::default()
+    };
+    sys::explain(
+        fd,
+        &mut explain,
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut text),
+    )
+    .map_err(errno)
+    .context("EXPLAIN_LAST")?;
+    ensure!(
+        explain.error == code as u32,
+        "the explanation's errno is {}",
+        explain.error
+    );
+    ensure!(explain.text_len > 8 && text[0] != 0, "no sentence");
+    Ok(())
+}
+
+fn handles(_: &mut Bed) -> Result<()> {
+    let (file, other) = (open()?, open()?);
+    let (fd, foreign) = (file.as_fd(), other.as_fd());
+    let a = alloc(fd, 4096).map_err(errno)?;
+    for handle in [0, a.handle + 1, u32::MAX] {
+        expect(&format!("FREE {handle}"), free(fd, handle), libc::ENOENT)?;
+        expect(&format!("BUFFER {handle}"), buffer(fd, handle), libc::ENOENT)?;
+    }
+    expect("FREE of another file's handle", free(foreign, a.handle), libc::ENOENT)?;
+    expect(
+        "BUFFER of another file's handle",
+        buffer(foreign, a.handle),
+        libc::ENOENT,
+    )?;
+    expect(
+        "mmap of another file's buffer",
+        Mapping::shared(foreign, a.mmap_offset, 4096),
+        libc::EINVAL,
+    )?;
+    let mut flags = abi::p2pmem_free {
+        handle: a.handle,
+        flags: 1,
+    };
+    expect(
+        "FREE with a flag",
+        sys::plain(fd, abi::P2PMEM_IOC_FREE, &mut flags),
+        libc::EINVAL,
+    )?;
+    let mut ask = abi::p2pmem_buffer {
+        handle: a.handle,
+        flags: 1,
+        ..Default::default()
+    };
+    expect(
+        "BUFFER with a flag",
+        sys::plain(fd, abi::P2PMEM_IOC_BUFFER, &mut ask),
+        libc::EINVAL,
+    )?;
+    let mut ask = abi::p2pmem_buffer {
+        handle: a.handle,
+        reserved: 1,
+        ..Default::default()
+    };
+    expect(
+        "BUFFER with reserved",
+        sys::plain(fd, abi::P2PMEM_IOC_BUFFER, &mut ask),
+        libc::EINVAL,
+    )?;
+    let mut ask = abi::p2pmem_stats {
+        flags: 1,
+        ..Default::default()
+    };
+    expect(
+        "STATS with a flag",
+        sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut ask),
+        libc::EINVAL,
+    )?;
+    let mut ask = abi::p2pmem_stats {
+        provider: u32::MAX,
+        ..Default::default()
+    };
+    expect(
+        "STATS of no provider",
+        sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut ask),
+        libc::ENOENT,
+    )?;
+    // None of that ended it.
+    buffer(fd, a.handle).map_err(errno)?;
+    free(fd, a.handle).map_err(errno)?;
+    expect("FREE twice", free(fd, a.handle), libc::ENOENT)?;
+    expect(
+        "mmap after FREE",
+        Mapping::shared(fd, a.mmap_offset, 4096),
+        libc::EINVAL,
+    )?;
+    expect("read without room for an event", sys::read_events(fd, 23), libc::EINVAL)
+}
+
+fn arrays(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut clients = [bed.address("nvme0")?];
+    let mut list = abi::p2pmem_list {
+        flags: 1,
+        ..Default::default()
+    };
+    expect(
+        "LIST with a flag",
+        sys::list(fd, &mut list, Memory::Slice(&mut [])),
+        libc::EINVAL,
+    )?;
+    let mut first = abi::p2pmem_explain {
+        flags: abi::P2PMEM_EXPLAIN_LAST,
+        ..Default::default()
+    };
+    let other = open()?;
+    expect("EXPLAIN_LAST of nothing", dry(other.as_fd(), &mut first), libc::ENODATA)?;
+    for bad in 0..BAD_POINTERS.len() {
+        let mut list = abi::p2pmem_list {
+            count: 1,
+            ..Default::default()
+        };
+        expect(
+            "LIST to a bad pointer",
+            sys::list(fd, &mut list, Memory::Bad(bad)),
+            libc::EFAULT,
+        )?;
+        let mut paths = abi::p2pmem_paths {
+            nr_clients: 1,
+            nr_paths: 1,
+            ..Default::default()
+        };
+        let answer = sys::paths(fd, &mut paths, Memory::Slice(&mut clients), Memory::Bad(bad));
+        expect("PATHS to a bad pointer", answer, libc::EFAULT)?;
+        let answer = sys::paths(
+            fd,
+            &mut paths,
+            Memory::Bad(bad),
+            Memory::Slice(&mut [abi::p2pmem_path::default()]),
+        );
+        expect("PATHS of clients at a bad pointer", answer, libc::EFAULT)?;
+        let mut explain = explain(4096);
+        explain.nr_verdicts = 1;
+        let answer = sys::explain(
+            fd,
+            &mut explain,
+            Memory::Slice(&mut []),
+            Memory::Bad(bad),
+            Memory::Slice(&mut []),
+        );
+        expect("EXPLAIN to a bad pointer", answer, libc::EFAULT)?;
+        let mut explain = self::explain(4096);
+        explain.text_len = 64;
+        let answer = sys::explain(
+            fd,
+            &mut explain,
+            Memory::Slice(&mut []),
+            Memory::Slice(&mut []),
+            Memory::Bad(bad),
+        );
+        expect("EXPLAIN with its text at a bad pointer", answer, libc::EFAULT)?;
+    }
+    let mut none = abi::p2pmem_paths::default();
+    let answer = sys::paths(fd, &mut none, Memory::Slice(&mut []), Memory::Slice(&mut []));
+    expect("PATHS without clients", answer, libc::EINVAL)?;
+    let mut many = abi::p2pmem_paths {
+        nr_clients: 65,
+        ..Default::default()
+    };
+    let answer = sys::paths(
+        fd,
+        &mut many,
+        Memory::Slice(&mut [clients[0]; 65]),
+        Memory::Slice(&mut []),
+    );
+    expect("PATHS of 65 clients", answer, libc::E2BIG)?;
+    for (flags, reserved) in [(2, 0), (1 << 31, 0), (0, 1)] {
+        let mut paths = abi::p2pmem_paths {
+            nr_clients: 1,
+            flags,
+            reserved,
+            ..Default::default()
+        };
+        let answer = sys::paths(fd, &mut paths, Memory::Slice(&mut clients), Memory::Slice(&mut []));
+        expect("PATHS with bad flags or reserved", answer, libc::EINVAL)?;
+    }
+    for (flags, reserved) in [(2, 0), (0, 1)] {
+        let mut explain = explain(4096);
+        (explain.flags, explain.reserved) = (flags, reserved);
+        expect(
+            "EXPLAIN with bad flags or reserved",
+            dry(fd, &mut explain),
+            libc::EINVAL,
+        )?;
+    }
+    let mut bad = explain(0);
+    expect("EXPLAIN of a bad request", dry(fd, &mut bad), libc::EINVAL)?;
+    // A request nobody can serve is an answer, not an error; a cut text still ends with NUL.
+    let mut large = explain(1 << 50);
+    large.text_len = 8;
+    let mut text = [0xffu8; 8];
+    sys::explain(
+        fd,
+        &mut large,
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut text),
+    )
+    .map_err(errno)?;
+    ensure!(
+        large.error == libc::ENODEV as u32 && large.chosen == 0 && large.nr_verdicts >= 1,
+        "{large:?}"
+    );
+    ensure!(
+        large.text_len > 8 && text[7] == 0 && text[6] != 0,
+        "a text cut to 8 bytes: {text:?}"
+    );
+    Ok(())
+}
+
+fn explain(size: u64) -> abi::p2pmem_explain {
+    abi::p2pmem_explain {
+        req: abi::p2pmem_request {
+            size,
+            ..Default::default()
+        },
+        ..Default::default()
+    }
+}
+
+fn dry(fd: std::os::fd::BorrowedFd<'_>, explain: &mut abi::p2pmem_explain) -> Result<(), i32> {
+    sys::explain(
+        fd,
+        explain,
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut []),
+    )
+}
+
+fn mappings(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let a = alloc(fd, 16384).map_err(errno)?;
+    let both = libc::PROT_READ | libc::PROT_WRITE;
+    expect(
+        "private",
+        Mapping::new(fd, a.mmap_offset, 4096, both, libc::MAP_PRIVATE),
+        libc::EINVAL,
+    )?;
+    expect(
+        "private at 0",
+        Mapping::new(fd, 0, 4096, both, libc::MAP_PRIVATE),
+        libc::EINVAL,
+    )?;
+    expect("too long", Mapping::shared(fd, a.mmap_offset, 20480), libc::EINVAL)?;
+    expect(
+        "beyond the end",
+        Mapping::shared(fd, a.mmap_offset + 12288, 8192),
+        libc::EINVAL,
+    )?;
+    expect(
+        "after the end",
+        Mapping::shared(fd, a.mmap_offset + 16384, 4096),
+        libc::EINVAL,
+    )?;
+    expect(
+        "before the buffer",
+        Mapping::shared(fd, a.mmap_offset - 4096, 4096),
+        libc::EINVAL,
+    )?;
+    expect("no such offset", Mapping::shared(fd, 1 << 46, 4096), libc::EINVAL)?;
+    let answer = Mapping::shared(fd, i64::MAX as u64 & !4095, 4096);
+    ensure!(
+        matches!(answer, Err(libc::EINVAL | libc::EOVERFLOW)),
+        "the highest offset: {answer:?}"
+    );
+    let more = bed.provider("accel0")?.size as usize + 4096;
+    let answer = Mapping::shared(fd, 0, more);
+    ensure!(
+        matches!(answer, Err(libc::ENOSPC | libc::ENODEV)),
+        "more than there is, at 0: {answer:?}"
+    );
+    let state = buffer(fd, a.handle).map_err(errno)?;
+    ensure!(state.mappings == 0, "a refused mapping was counted: {state:?}");
+    Ok(())
+}
+
+fn full(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let before = bed.settled()?;
+    // By halves down to a page, until nothing is left.
+    let mut handles = Vec::new();
+    let mut size = bed.provider("accel0")?.size.next_power_of_two();
+    while size >= 4096 {
+        match alloc(fd, size) {
+            Ok(a) => handles.push(a.handle),
+            Err(libc::ENOSPC | libc::ENODEV) => size /= 2,
+            Err(code) => return Err(errno(code)).with_context(|| format!("{size} bytes")),
+        }
+    }
+    let now = bed.provider("accel0")?;
+    ensure!(
+        now.free == 0 && now.largest == 0 && now.buffers as usize == handles.len(),
+        "{now:?}"
+    );
+    expect("a page more", alloc(fd, 4096), libc::ENOSPC)?;
+    expect("a mapping at 0 more", Mapping::shared(fd, 0, 4096), libc::ENOSPC)?;
+    for handle in handles {
+        free(fd, handle).map_err(errno)?;
+    }
+    ensure!(bed.settled()? == before, "not everything came back");
+    let whole = bed.provider("accel0")?;
+    ensure!(
+        alloc(fd, whole.largest).is_ok(),
+        "the largest piece cannot be had: {whole:?}"
+    );
+    Ok(())
+}
+
+fn configfs(bed: &mut Bed) -> Result<()> {
+    for name in ["nonsense", "0000:zz:00.0", "0000:ee:1f.7", "1234567:00:00.0"] {
+        let made = fs::create_dir(Path::new(PROVIDERS).join(name));
+        ensure!(made.is_err(), "mkdir {name} succeeded");
+    }
+    let dir = bed.provider_dir("accel0")?;
+    let refused = |attribute: &str, value: &str, code: i32| -> Result<()> {
+        let answer = fs::write(dir.join(attribute), value).map_err(|e| e.raw_os_error().unwrap_or(0));
+        expect(&format!("{attribute} = {value:?}"), answer, code)?;
+        let status = read(&dir.join("status"))?;
+        ensure!(!status.is_empty(), "no status after {attribute} = {value:?}");
+        Ok(())
+    };
+    for attribute in ["bar", "offset", "size", "mode", "kernel_reserve"] {
+        let value = read(&dir.join(attribute))?;
+        refused(attribute, &value, libc::EBUSY).context("while published")?;
+    }
+    refused("enable", "2", libc::EINVAL)?;
+    refused("enable", "", libc::EINVAL)?;
+    fs::write(dir.join("enable"), "0")?;
+    for (attribute, value) in [
+        ("bar", "6"),
+        ("bar", "-1"),
+        ("bar", "x"),
+        ("offset", "1"),
+        ("offset", "99999999999999999999"),
+        ("size", "4097"),
+        ("size", "0x"),
+        ("mode", "none"),
+        ("kernel_reserve", "7"),
+        ("enable", "yes"),
+    ] {
+        refused(attribute, value, libc::EINVAL)?;
+    }
+    // Values that are numbers, but make no provider.
+    for (attribute, value, good) in [
+        ("bar", "1", "auto"),
+        ("size", "0x10000000000", "0"),
+        ("offset", "0x10000000000", "0"),
+    ] {
+        fs::write(dir.join(attribute), value)?;
+        ensure!(
+            fs::write(dir.join("enable"), "1").is_err(),
+            "enabled with {attribute} {value}"
+        );
+        ensure!(read(&dir.join("enable"))? == "0");
+        fs::write(dir.join(attribute), good)?;
+    }
+    fs::write(dir.join("enable"), "1").with_context(|| read(&dir.join("status")).unwrap_or_default())
+}

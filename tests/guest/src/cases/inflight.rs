@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Memory that a drive is still writing to when its owner lets go, or its provider leaves.
+
+use std::fs::{File, OpenOptions};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Bed, Case, alloc, errno, free, open, read};
+use crate::sys::Mapping;
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "parked",
+        about: "memory that is freed while a drive writes to it goes to nobody before the drive is done",
+        topology: "slow",
+        ruins: false,
+        run: parked,
+    },
+    Case {
+        name: "unbind-pinned",
+        about: "unbinding waits for the I/O that is under way, says whose it is, and ends with it",
+        topology: "slow",
+        ruins: false,
+        run: unbind_pinned,
+    },
+];
+
+/// What one read takes: some seconds, and no more pages than the kernel refers to all at once.
+const IO: usize = 1 << 20;
+/// A bound for everything that waits for the drive.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Waits until something holds; it is looked at every few milliseconds.
+fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + LIMIT;
+    while !holds()? {
+        ensure!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}
+
+/// Whether the drive has I/O under way.
+fn busy(block: &Path) -> Result<bool> {
+    let name = block.file_name().context("a block device has a name")?;
+    let inflight = read(&Path::new("/sys/block").join(name).join("inflight"))?;
+    Ok(inflight.split_whitespace().any(|count| count != "0"))
+}
+
+/// The drive, with its budget used up, so that the next read has to wait.
+fn slow_drive(bed: &Bed) -> Result<File> {
+    let drive = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(bed.block("nvme0")?)?;
+    let file = open()?;
+    let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)?;
+    map.fill_from(&drive, 0, 0, IO)?;
+    Ok(drive)
+}
+
+fn parked(bed: &mut Bed) -> Result<()> {
+    let block = bed.block("nvme0")?;
+    let drive = slow_drive(bed)?;
+    bed.settled()?;
+    let whole = bed.provider("accel0")?;
+    let file = open()?;
+    let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)?;
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| -> Result<()> {
+        let read = scope.spawn(|| {
+            let got = map.fill_from(&drive, 0, 0, IO);
+            done.store(true, Ordering::SeqCst);
+            got
+        });
+        until("the drive has begun", || busy(&block))?;
+        free(file.as_fd(), a.handle).map_err(errno)?;
+        map.vacate().map_err(errno)?;
+        until("the memory is parked", || {
+            Ok(bed.provider("accel0")?.parked >= IO as u64 || done.load(Ordering::SeqCst))
+        })?;
+        ensure!(
+            !done.load(Ordering::SeqCst),
+            "the drive was faster than the test: nothing was shown"
+        );
+        // As long as the drive writes, no allocation may get these bytes: all others together are too few.
+        let rest = alloc(file.as_fd(), whole.free);
+        let still = bed.provider("accel0")?.parked;
+        match rest {
+            Err(code) => ensure!(code == libc::ENOSPC, "ALLOC: {}", errno(code)),
+            Ok(got) => {
+                free(file.as_fd(), got.handle).map_err(errno)?;
+                ensure!(still == 0, "memory was handed out that a drive still writes to");
+            }
+        }
+        let got = read.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
+        ensure!(got == IO, "the drive read {got} of {IO} bytes");
+        Ok(())
+    })?;
+    until("nothing is parked any more", || {
+        Ok(bed.provider("accel0")?.parked == 0)
+    })?;
+    bed.settled()?;
+    let all = alloc(file.as_fd(), whole.free).map_err(errno)?;
+    free(file.as_fd(), all.handle).map_err(errno)
+}
+
+fn unbind_pinned(bed: &mut Bed) -> Result<()> {
+    let block = bed.block("nvme0")?;
+    let drive = slow_drive(bed)?;
+    bed.settled()?;
+    let file = open()?;
+    let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)?;
+    let waited = thread::scope(|scope| -> Result<Duration> {
+        let read = scope.spawn(|| map.fill_from(&drive, 0, 0, IO));
+        until("the drive has begun", || busy(&block))?;
+        let began = Instant::now();
+        bed.unbind("accel0")?;
+        let waited = began.elapsed();
+        ensure!(!busy(&block)?, "remove() returned while the drive still wrote to the BAR");
+        let got = read.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
+        ensure!(got == IO, "the drive read {got} of {IO} bytes");
+        Ok(waited)
+    })?;
+    if waited > Duration::from_millis(1500) {
+        let log = dmesg()?;
+        let pid = format!("of pid {}", std::process::id());
+        let said = log.lines().any(|l| l.contains("waiting for I/O on") && l.contains(&pid));
+        ensure!(said, "{waited:?} were waited, and the log does not say for whom");
+    }
+    println!("unbinding took {waited:?}");
+    Ok(())
+}
+
+/// The kernel's log.
+fn dmesg() -> Result<String> {
+    let output = std::process::Command::new("dmesg").output()?;
+    ensure!(output.status.success(), "dmesg: {}", output.status);
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}

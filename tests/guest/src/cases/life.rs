@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Ends: of processes, of bindings, of the module, of the device itself; with buffers alive.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsFd;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use p2pmem_sys as abi;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open};
+use crate::host;
+use crate::sys::{self, Mapping};
+use crate::wire::Request;
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "scrub",
+        about: "a process never sees what another one left in the memory",
+        topology: "small",
+        ruins: false,
+        run: scrub,
+    },
+    Case {
+        name: "events",
+        about: "read and poll tell of providers and of revoked buffers",
+        topology: "small",
+        ruins: false,
+        run: events,
+    },
+    Case {
+        name: "sigkill",
+        about: "a killed process leaves nothing behind",
+        topology: "small",
+        ruins: false,
+        run: sigkill,
+    },
+    Case {
+        name: "unbind",
+        about: "unbinding with mapped buffers ends within a second, with SIGBUS for who touches them",
+        topology: "small",
+        ruins: false,
+        run: unbind,
+    },
+    Case {
+        name: "unbind-and-kill",
+        about: "unbinding and killing the holder at the same time, many times",
+        topology: "small",
+        ruins: false,
+        run: unbind_and_kill,
+    },
+    Case {
+        name: "unbind-under-io",
+        about: "unbinding while a drive reads into the BAR",
+        topology: "small",
+        ruins: false,
+        run: unbind_under_io,
+    },
+    Case {
+        name: "rmmod",
+        about: "rmmod is refused while a file is open or mapped, and works afterwards",
+        topology: "small",
+        ruins: false,
+        run: rmmod,
+    },
+    Case {
+        name: "surprise",
+        about: "the device's process is killed with buffers mapped",
+        topology: "small",
+        ruins: true,
+        run: surprise,
+    },
+];
+
+/// How long remove() may take with nothing pinned.
+const REMOVE: Duration = Duration::from_secs(1);
+
+/// Another process of this program, which says `ready` and then waits for a line.
+struct Part(Child);
+
+impl Part {
+    fn start(name: &str, arguments: &[&str]) -> Result<Part> {
+        let me = std::env::current_exe()?;
+        let mut child = Command::new(me)
+            .arg("part")
+            .arg(name)
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let mut line = String::new();
+        BufReader::new(child.stdout.as_mut().context("stdout")?).read_line(&mut line)?;
+        let part = Part(child);
+        ensure!(line.trim() == "ready", "part {name} said {line:?}");
+        Ok(part)
+    }
+
+    /// Lets it go on, and waits for its end.
+    fn finish(mut self) -> Result<()> {
+        self.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
+        let status = self.0.wait()?;
+        ensure!(status.success(), "the other process failed: {status}");
+        Ok(())
+    }
+
+    fn kill(mut self) -> Result<()> {
+        self.0.kill()?;
+        self.0.wait()?;
+        Ok(())
+    }
+}
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn ready() -> Result<()> {
+    println!("ready");
+    std::io::stdout().flush()?;
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line)?;
+    Ok(())
+}
+
+const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+
+pub(super) fn part(name: &str, arguments: &[String]) -> Result<()> {
+    let size: usize = arguments.first().map_or(Ok(1 << 20), |text| text.parse())?;
+    let file = open()?;
+    let a = alloc(file.as_fd(), size as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, size).map_err(errno)?;
+    for at in (0..size).step_by(8) {
+        map.set(at, SECRET);
+    }
+    match name {
+        "hold" => ready(),
+        "survive" => {
+            sys::survive_bus_errors()?;
+            ready()?;
+            // The provider is gone by now.
+            ensure!(
+                map.get(0) == 0 && map.get(size - 4096) == 0,
+                "the memory of a gone provider can still be read"
+            );
+            ensure!(sys::bus_errors() == 2, "{} bus errors instead of 2", sys::bus_errors());
+            let state = buffer(file.as_fd(), a.handle).map_err(errno)?;
+            ensure!(state.state == abi::P2PMEM_BUFFER_GONE, "{state:?}");
+            expect(
+                "mmap of a revoked buffer",
+                Mapping::shared(file.as_fd(), a.mmap_offset, size),
+                libc::ENODEV,
+            )
+        }
+        "die" => {
+            ready()?;
+            map.set(0, 1);
+            bail!("touching the memory of a gone provider did not end the process")
+        }
+        _ => bail!("there is no part {name:?}"),
+    }
+}
+
+fn scrub(bed: &mut Bed) -> Result<()> {
+    let size = 8 << 20;
+    Part::start("hold", &[&size.to_string()])?.finish()?;
+    Part::start("hold", &[&size.to_string()])?.kill()?;
+    // All of the provider's memory, piece by piece, at once.
+    let file = open()?;
+    let mut maps = Vec::new();
+    let mut piece = bed.provider("accel0")?.size.next_power_of_two();
+    while piece >= 1 << 20 {
+        match alloc(file.as_fd(), piece) {
+            Ok(a) => maps.push(Mapping::shared(file.as_fd(), a.mmap_offset, a.size as usize).map_err(errno)?),
+            Err(_) => piece /= 2,
+        }
+    }
+    let seen: usize = maps.iter().map(Mapping::len).sum();
+    ensure!(
+        seen as u64 >= bed.provider("accel0")?.size / 2,
+        "only {seen} bytes could be looked at"
+    );
+    for map in &maps {
+        for at in (0..map.len()).step_by(4096) {
+            ensure!(
+                map.get(at) == 0 && map.get(at + 4088) == 0,
+                "{:#x} is left at {at}",
+                map.get(at)
+            );
+        }
+    }
+    Ok(())
+}
+
+fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: i64::from(left.subsec_nanos()),
+        };
+        let n = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&timeout))?;
+        ensure!(n == 1, "no event of type {kind} came");
+        for event in sys::read_events(file.as_fd(), 24).map_err(errno)? {
+            if event.type_ == kind {
+                return Ok(event);
+            }
+        }
+    }
+}
+
+fn events(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
+    expect(
+        "read with nothing there",
+        sys::read_events(file.as_fd(), 240),
+        libc::EAGAIN,
+    )?;
+    let nothing = poll(
+        &mut [PollFd::new(&file, PollFlags::IN)],
+        Some(&Timespec { tv_sec: 0, tv_nsec: 0 }),
+    )?;
+    ensure!(nothing == 0, "poll says there is an event, but there is none");
+    let provider = bed.provider("accel0")?.id;
+    let a = alloc(file.as_fd(), 4096).map_err(errno)?;
+    bed.unbind("accel0")?;
+    let revoked = wait_event(&file, abi::P2PMEM_EVENT_BUFFER_REVOKED)?;
+    ensure!(
+        revoked.handle == a.handle && revoked.provider == provider && revoked.time_ns > 0,
+        "{revoked:?}"
+    );
+    let removed = wait_event(&file, abi::P2PMEM_EVENT_PROVIDER_REMOVED)?;
+    ensure!(
+        removed.provider == provider && removed.handle == 0 && removed.time_ns >= revoked.time_ns,
+        "{removed:?}"
+    );
+    bed.publish("accel0")?;
+    let added = wait_event(&file, abi::P2PMEM_EVENT_PROVIDER_ADDED)?;
+    ensure!(
+        added.provider == bed.provider("accel0")?.id && added.provider != provider,
+        "{added:?}"
+    );
+    // Another file's buffers are none of this file's business.
+    let other = open()?;
+    let b = alloc(other.as_fd(), 4096).map_err(errno)?;
+    bed.unbind("accel0")?;
+    let removed = wait_event(&file, abi::P2PMEM_EVENT_PROVIDER_REMOVED)?;
+    ensure!(removed.provider == added.provider);
+    let mine = wait_event(&other, abi::P2PMEM_EVENT_BUFFER_REVOKED)?;
+    ensure!(mine.handle == b.handle);
+    bed.publish("accel0")
+}
+
+fn sigkill(bed: &mut Bed) -> Result<()> {
+    let before = bed.settled()?;
+    for _ in 0..5 {
+        let part = Part::start("hold", &["4194304"])?;
+        ensure!(bed.provider("accel0")?.buffers == before.1 + 1);
+        part.kill()?;
+        ensure!(bed.settled()? == before, "a killed process left something behind");
+    }
+    Ok(())
+}
+
+fn timed_unbind(bed: &Bed) -> Result<()> {
+    let start = Instant::now();
+    bed.unbind("accel0")?;
+    let took = start.elapsed();
+    ensure!(took < REMOVE, "remove took {took:?}");
+    Ok(())
+}
+
+fn unbind(bed: &mut Bed) -> Result<()> {
+    let survivor = Part::start("survive", &["4194304"])?;
+    let mut victim = Part::start("die", &["1048576"])?;
+    timed_unbind(bed)?;
+    survivor.finish()?;
+    victim.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
+    let status = victim.0.wait()?;
+    use std::os::unix::process::ExitStatusExt;
+    ensure!(status.signal() == Some(libc::SIGBUS), "instead of SIGBUS: {status}");
+    // And with a buffer that is not mapped, and one whose handle was freed before.
+    bed.publish("accel0")?;
+    let file = open()?;
+    let a = alloc(file.as_fd(), 4096).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), 0, 4096).map_err(errno)?;
+    timed_unbind(bed)?;
+    ensure!(buffer(file.as_fd(), a.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+    drop(map);
+    super::free(file.as_fd(), a.handle).map_err(errno)?;
+    expect("ALLOC without a provider", alloc(file.as_fd(), 4096), libc::ENODEV)?;
+    expect(
+        "mmap at 0 without a provider",
+        Mapping::shared(file.as_fd(), 0, 4096),
+        libc::ENODEV,
+    )?;
+    bed.publish("accel0")
+}
+
+fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
+    for _ in 0..10 {
+        let parts = [Part::start("hold", &["4194304"])?, Part::start("hold", &["65536"])?];
+        let bed = &*bed;
+        thread::scope(|scope| -> Result<()> {
+            let kill = scope.spawn(move || parts.into_iter().try_for_each(Part::kill));
+            timed_unbind(bed)?;
+            kill.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?
+        })?;
+        bed.publish("accel0")?;
+    }
+    Ok(())
+}
+
+fn unbind_under_io(bed: &mut Bed) -> Result<()> {
+    let name = format!("--filename={}", bed.block("nvme0")?.display());
+    let arguments = [
+        "--name=t",
+        "--ioengine=psync",
+        "--direct=1",
+        "--mem=mmapshared:/dev/p2pmem",
+        "--bs=1m",
+        "--size=64m",
+        "--rw=read",
+        "--time_based",
+        "--runtime=30",
+        &name,
+    ];
+    let mut fio = Command::new("fio")
+        .args(arguments)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()?;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    let started = host::request(&Request::Snapshot)?["nvme0"]["read"]["accel0"]
+        .as_u64()
+        .unwrap_or(0);
+    while host::request(&Request::Snapshot)?["nvme0"]["read"]["accel0"]
+        .as_u64()
+        .unwrap_or(0)
+        < started + (4 << 20)
+    {
+        ensure!(
+            Instant::now() < deadline && fio.try_wait()?.is_none(),
+            "fio does not read"
+        );
+        thread::sleep(Duration::from_millis(20));
+    }
+    // Transient pins of I/O in flight are waited for, so this may take as long as one I/O.
+    let start = Instant::now();
+    let answer = bed.unbind("accel0");
+    let took = start.elapsed();
+    // fio fails, by an I/O error or SIGBUS; it must not go on.
+    let ended = fio.wait()?;
+    answer?;
+    ensure!(took < Duration::from_secs(5), "remove took {took:?}");
+    ensure!(!ended.success(), "fio went on without the memory");
+    bed.publish("accel0")
+}
+
+fn rmmod(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    ensure!(
+        command("rmmod", &["p2pmem"]).is_err(),
+        "rmmod succeeded with {NODE} open"
+    );
+    let map = Mapping::shared(file.as_fd(), 0, 4096).map_err(errno)?;
+    map.set(0, 1);
+    drop(file);
+    ensure!(command("rmmod", &["p2pmem"]).is_err(), "rmmod succeeded with a mapping");
+    ensure!(map.get(0) == 1);
+    drop(map);
+    for _ in 0..2 {
+        bed.unpublish("accel0")?;
+        command("rmmod", &["p2pmem"])?;
+        bed.load_module()?;
+        bed.publish("accel0")?;
+    }
+    Ok(())
+}
+
+fn surprise(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let a = alloc(file.as_fd(), 1 << 20).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, 1 << 20).map_err(errno)?;
+    map.set(0, SECRET);
+    host::request(&Request::Kill { name: "accel0".into() })?;
+    // What is mapped straight into the guest may still answer; what matters is that nothing hangs or oopses.
+    map.set(8, 1);
+    super::free(file.as_fd(), a.handle).map_err(errno)?;
+    drop(map);
+    drop(file);
+    let start = Instant::now();
+    bed.unpublish("accel0")?;
+    ensure!(
+        start.elapsed() < Duration::from_secs(5),
+        "unbinding a dead device took {:?}",
+        start.elapsed()
+    );
+    command("rmmod", &["p2pmem"])
+}

@@ -1,0 +1,529 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests that boot guests: of the runner itself, and those of the module (`p2pmem_guest::cases`).
+//!
+//! One guest runs at a time. Tests of one topology share a guest as long as it is sound: after a test that fails, whose
+//! kernel log is bad, or that ruins the guest by design, the next one gets a fresh one.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use libtest_mimic::{Arguments, Failed, Trial};
+use p2pmem_guest::cases;
+use p2pmem_guest::wire::Request;
+use p2pmem_vm::topology::Topology;
+use p2pmem_vm::vm::{Command, Options, Outcome, Status, Vm, sibling, topologies};
+
+/// How long a test's command may take.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// Guests that wait for the next test, by topology; one at a time is kept.
+type Shelf = Arc<Mutex<Option<(String, Vm)>>>;
+
+/// A test of the runner.
+struct VmTest {
+    name: &'static str,
+    topology: &'static str,
+    /// Whether it needs a guest that nobody used, and leaves one that nobody should use.
+    alone: bool,
+    run: fn(&mut Vm) -> Result<()>,
+}
+
+const RUNNER: &[VmTest] = &[
+    VmTest {
+        name: "runner::exit-code",
+        topology: "small",
+        alone: false,
+        run: exit_code,
+    },
+    VmTest {
+        name: "runner::output",
+        topology: "small",
+        alone: false,
+        run: output,
+    },
+    VmTest {
+        name: "runner::devices",
+        topology: "demo",
+        alone: false,
+        run: devices,
+    },
+    VmTest {
+        name: "runner::adopted-cmb",
+        topology: "demo",
+        alone: false,
+        run: cmb,
+    },
+    VmTest {
+        name: "runner::devices-unreachable",
+        topology: "unreachable",
+        alone: false,
+        run: devices,
+    },
+    VmTest {
+        name: "runner::counters",
+        topology: "small",
+        alone: false,
+        run: counters,
+    },
+    VmTest {
+        name: "runner::requests",
+        topology: "small",
+        alone: false,
+        run: requests,
+    },
+    VmTest {
+        name: "runner::bad-log-line",
+        topology: "small",
+        alone: false,
+        run: bad_log_line,
+    },
+    VmTest {
+        name: "runner::leftovers",
+        topology: "small",
+        alone: false,
+        run: leftovers,
+    },
+    VmTest {
+        name: "runner::time-out",
+        topology: "small",
+        alone: false,
+        run: time_out,
+    },
+    VmTest {
+        name: "runner::hotplug",
+        topology: "small",
+        alone: true,
+        run: hotplug,
+    },
+    VmTest {
+        name: "runner::device-killed",
+        topology: "small",
+        alone: true,
+        run: device_killed,
+    },
+    VmTest {
+        name: "runner::panic",
+        topology: "small",
+        alone: true,
+        run: panic,
+    },
+];
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // A guest has as many processors as the machines this runs on; two at once would only slow each other down.
+    arguments.test_threads = Some(1);
+    let shelf = Shelf::default();
+    let mut trials = vec![
+        Trial::test("runner::leaves-no-process", || leaves_no_process().map_err(failed)),
+        Trial::test("runner::exit-codes-of-the-program", || program().map_err(failed)),
+    ];
+    for test in RUNNER {
+        let shelf = shelf.clone();
+        trials.push(Trial::test(test.name, move || with_guest(&shelf, test).map_err(failed)));
+    }
+    // In the order of topologies, so that guests are shared.
+    let mut of_module: Vec<_> = cases::all().collect();
+    of_module.sort_by_key(|case| (case.topology, case.ruins));
+    let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
+    for case in of_module {
+        let (shelf, module) = (shelf.clone(), module.clone());
+        let ignored = module.is_none();
+        let trial = Trial::test(format!("module::{}", case.name), move || {
+            run_case(&shelf, case, module.as_deref()).map_err(failed)
+        });
+        trials.push(trial.with_ignored_flag(ignored));
+    }
+    if module.is_none() {
+        eprintln!("P2PMEM_MODULE is not set: tests of the module are ignored");
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let clean = match shelf.lock().map(|mut shelf| shelf.take()) {
+        Ok(Some((topology, vm))) => match vm.shut_down() {
+            Ok(findings) if findings.is_empty() => true,
+            Ok(findings) => complain(&topology, &findings.join("\n")),
+            Err(e) => complain(&topology, &format!("{e:#}")),
+        },
+        _ => true,
+    };
+    if clean {
+        conclusion.exit_code()
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn complain(topology: &str, what: &str) -> bool {
+    eprintln!("the last guest ({topology}) did not end in order: {what}");
+    false
+}
+
+fn failed(e: anyhow::Error) -> Failed {
+    Failed::from(format!("{e:#}"))
+}
+
+/// A guest of a topology: the one on the shelf, or a fresh one.
+fn guest(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Vm> {
+    let kept = shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))?.take();
+    if let Some((name, vm)) = kept {
+        if name == topology && !fresh && vm.is_alive() {
+            return Ok(vm);
+        }
+        let findings = vm
+            .shut_down()
+            .with_context(|| format!("ending the guest before ({name})"))?;
+        ensure!(
+            findings.is_empty(),
+            "the guest before ({name}) ended with: {}",
+            findings.join("\n")
+        );
+    }
+    let file = topologies().join(format!("{topology}.toml"));
+    Vm::boot(&Topology::load(&file)?, &Options::default())
+}
+
+fn keep(shelf: &Shelf, topology: &str, vm: Vm) -> Result<()> {
+    *shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = Some((topology.to_owned(), vm));
+    Ok(())
+}
+
+fn with_guest(shelf: &Shelf, test: &VmTest) -> Result<()> {
+    let mut vm = guest(shelf, test.topology, test.alone)?;
+    (test.run)(&mut vm)?;
+    if !test.alone {
+        keep(shelf, test.topology, vm)?;
+    }
+    Ok(())
+}
+
+fn run_case(shelf: &Shelf, case: &cases::Case, module: Option<&Path>) -> Result<()> {
+    let module = fs::canonicalize(module.context("P2PMEM_MODULE is not set")?).context("P2PMEM_MODULE")?;
+    let mut vm = guest(shelf, case.topology, false)?;
+    let program = sibling("p2pmem-guest-tests")?;
+    let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
+    let outcome = run(&mut vm, &command.env("P2PMEM_MODULE", module.to_str().context("path")?))?;
+    if !outcome.is_clean() {
+        bail!("{}\n{}", case.about, describe(&outcome, &vm));
+    }
+    if !case.ruins {
+        keep(shelf, case.topology, vm)?;
+    }
+    Ok(())
+}
+
+fn run(vm: &mut Vm, command: &Command) -> Result<Outcome> {
+    vm.exec(command, &mut |_, _| {})
+}
+
+fn sh(vm: &mut Vm, script: &str) -> Result<Outcome> {
+    run(vm, &Command::new(["sh", "-c", script]).limit(LIMIT))
+}
+
+fn describe(outcome: &Outcome, vm: &Vm) -> String {
+    let mut text = format!(
+        "{:?}\n{}{}",
+        outcome.status,
+        String::from_utf8_lossy(&outcome.stdout),
+        String::from_utf8_lossy(&outcome.stderr)
+    );
+    if !outcome.findings.is_empty() {
+        text.push_str("bad lines in the kernel log:\n");
+        text.push_str(&outcome.findings.join("\n"));
+        text.push('\n');
+    }
+    text.push_str("kernel log:\n");
+    let skip = outcome.dmesg.len().saturating_sub(60);
+    for record in &outcome.dmesg[skip..] {
+        text.push_str(&format!("  {}\n", record.text));
+    }
+    if !vm.is_alive() {
+        text.push_str(&vm.console_tail());
+    }
+    text
+}
+
+fn clean(vm: &mut Vm, script: &str) -> Result<Outcome> {
+    let outcome = sh(vm, script)?;
+    ensure!(outcome.is_clean(), "{script}: {}", describe(&outcome, vm));
+    Ok(outcome)
+}
+
+fn exit_code(vm: &mut Vm) -> Result<()> {
+    for code in [0, 1, 42, 255] {
+        let status = sh(vm, &format!("exit {code}"))?.status;
+        ensure!(status == Status::Exited { code }, "{status:?} instead of {code}");
+    }
+    let status = sh(vm, "kill -TERM $$")?.status;
+    ensure!(status == Status::Signalled { signal: 15 }, "{status:?}");
+    let status = run(vm, &Command::new(["/no/such/program"]))?.status;
+    ensure!(matches!(status, Status::NotStarted { .. }), "{status:?}");
+    Ok(())
+}
+
+fn output(vm: &mut Vm) -> Result<()> {
+    // More than any buffer on the way, both streams, bytes of all values.
+    let outcome = clean(vm, "head -c 3000000 /dev/zero; printf 'a\\377\\000b'; echo err >&2")?;
+    ensure!(
+        outcome.stdout.len() == 3_000_004 && outcome.stdout.ends_with(b"a\xff\0b"),
+        "{} bytes",
+        outcome.stdout.len()
+    );
+    ensure!(outcome.stderr == b"err\n");
+    let mut streamed = Vec::new();
+    let command = Command::new(["sh", "-c", "echo $WORD; pwd"]).env("WORD", "value");
+    vm.exec(
+        &Command {
+            cwd: "/usr".into(),
+            ..command
+        },
+        &mut |_, bytes| streamed.extend_from_slice(bytes),
+    )?;
+    ensure!(streamed == b"value\n/usr\n", "{streamed:?}");
+    Ok(())
+}
+
+fn devices(vm: &mut Vm) -> Result<()> {
+    let outcome = clean(vm, "cat /run/p2pmem/devices.json")?;
+    let seen: BTreeMap<String, p2pmem_guest::devices::Device> = serde_json::from_slice(&outcome.stdout)?;
+    let known = vm.devices()?;
+    ensure!(seen.len() >= 2 && seen.keys().eq(known.keys()), "{seen:?}");
+    for (name, device) in &seen {
+        let id = clean(vm, &format!("cat /sys/bus/pci/devices/{}/device", device.bdf))?.stdout;
+        let expected: &[u8] = match device.kind.as_str() {
+            "accel" => b"0xa2c1\n",
+            "nvme" => b"0x0010\n",
+            _ => b"0x1110\n",
+        };
+        ensure!(
+            id == expected,
+            "{name} at {}: device id {}",
+            device.bdf,
+            String::from_utf8_lossy(&id)
+        );
+        if let Some(block) = &device.block {
+            // The drive's serial number is the device's name.
+            let controller = block.file_name().context("name")?.to_string_lossy().replace("n1", "");
+            let serial = clean(vm, &format!("cat /sys/class/nvme/{controller}/serial"))?.stdout;
+            ensure!(
+                String::from_utf8_lossy(&serial).trim() == name,
+                "{name} has serial {serial:?}"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn cmb(vm: &mut Vm) -> Result<()> {
+    let text = clean(vm, "cat /sys/bus/pci/devices/$P2PMEM_DEV_NVME1/p2pmem/size")?.stdout;
+    ensure!(String::from_utf8_lossy(&text).trim() == (16 << 20).to_string());
+    let node = clean(vm, "cat /sys/bus/pci/devices/$P2PMEM_DEV_ACCEL1/numa_node")?.stdout;
+    ensure!(node == b"1\n", "accel1 is on node {}", String::from_utf8_lossy(&node));
+    Ok(())
+}
+
+fn moved(vm: &mut Vm, direction: &str, target: &str) -> Result<u64> {
+    Ok(vm.snapshot()?["nvme0"][direction][target].as_u64().unwrap_or(0))
+}
+
+fn counters(vm: &mut Vm) -> Result<()> {
+    for bytes in [4096u64, 512 << 10, 8 << 20] {
+        let (read, written) = (moved(vm, "read", "host")?, moved(vm, "write", "host")?);
+        let block = (bytes as usize).min(1 << 20);
+        let count = bytes / block as u64;
+        clean(
+            vm,
+            &format!("dd if=$P2PMEM_BLOCK_NVME0 of=/dev/null iflag=direct bs={block} count={count}"),
+        )?;
+        ensure!(moved(vm, "read", "host")? - read == bytes, "reading {bytes}");
+        clean(
+            vm,
+            &format!("dd if=/dev/zero of=$P2PMEM_BLOCK_NVME0 oflag=direct bs={block} count={count}"),
+        )?;
+        ensure!(moved(vm, "write", "host")? - written == bytes, "writing {bytes}");
+    }
+    let snapshot = vm.snapshot()?;
+    ensure!(snapshot["nvme0"]["payload"]["unknown"].is_null(), "{snapshot}");
+    ensure!(snapshot["nvme0"]["failed"] == 0, "{snapshot}");
+    ensure!(snapshot["accel0"]["counters"].is_object(), "{snapshot}");
+    Ok(())
+}
+
+fn requests(vm: &mut Vm) -> Result<()> {
+    let ask = |vm: &mut Vm, request: &str| -> Result<serde_json::Value> {
+        let script = format!(
+            "python3 -c 'import socket,sys; s=socket.socket(socket.AF_UNIX); s.connect(\"/run/p2pmem/host.sock\"); \
+             s.sendall(sys.argv[1].encode()+b\"\\n\"); print(s.makefile().readline())' '{request}'"
+        );
+        Ok(serde_json::from_slice(&clean(vm, &script)?.stdout)?)
+    };
+    let snapshot = ask(vm, r#"{"op":"snapshot"}"#)?;
+    ensure!(snapshot["Ok"]["nvme0"]["kind"] == "nvme", "{snapshot}");
+    let devices = ask(vm, r#"{"op":"devices"}"#)?;
+    ensure!(devices["Ok"]["accel0"]["memory"] == 64 << 20, "{devices}");
+    let unknown = ask(vm, r#"{"op":"kill","name":"nobody"}"#)?;
+    ensure!(
+        unknown["Err"]
+            .as_str()
+            .is_some_and(|e| e.contains("no device \"nobody\"")),
+        "{unknown}"
+    );
+    let drive = ask(vm, r#"{"op":"kill","name":"nvme0"}"#)?;
+    ensure!(
+        drive["Err"]
+            .as_str()
+            .is_some_and(|e| e.contains("no process of its own")),
+        "{drive}"
+    );
+    let bad = ask(vm, r#"{"op":"fly"}"#)?;
+    ensure!(bad["Err"].as_str().is_some_and(|e| e.contains("bad request")), "{bad}");
+    Ok(())
+}
+
+fn bad_log_line(vm: &mut Vm) -> Result<()> {
+    let outcome = sh(
+        vm,
+        "echo 'WARNING: CPU: 0 PID: 1 at test.c:1' >/dev/kmsg; echo '<6>all is well' >/dev/kmsg",
+    )?;
+    ensure!(outcome.status == Status::Exited { code: 0 } && !outcome.is_clean());
+    ensure!(
+        outcome.findings.len() == 1 && outcome.findings[0].contains("WARNING: CPU: 0"),
+        "{:?}",
+        outcome.findings
+    );
+    ensure!(outcome.dmesg.iter().any(|r| r.text == "all is well"));
+    // It is not held against the next one.
+    clean(vm, "true")?;
+    Ok(())
+}
+
+fn leftovers(vm: &mut Vm) -> Result<()> {
+    clean(vm, "sleep 1000 & sleep 1001 & exit 0")?;
+    let outcome = sh(vm, "pgrep -x sleep")?;
+    ensure!(
+        outcome.status == Status::Exited { code: 1 },
+        "processes were left: {}",
+        describe(&outcome, vm)
+    );
+    Ok(())
+}
+
+fn time_out(vm: &mut Vm) -> Result<()> {
+    let start = Instant::now();
+    let outcome = run(
+        vm,
+        &Command::new(["sh", "-c", "echo before; sleep 1000"]).limit(Duration::from_secs(3)),
+    )?;
+    ensure!(
+        outcome.status == Status::TimedOut && outcome.stdout == b"before\n",
+        "{outcome:?}"
+    );
+    ensure!(start.elapsed() < Duration::from_secs(20));
+    ensure!(
+        outcome.dmesg.iter().any(|r| r.text.contains("Show Blocked State")),
+        "no backtraces were asked for"
+    );
+    // The guest is still of use.
+    clean(vm, "true")?;
+    Ok(())
+}
+
+fn hotplug(vm: &mut Vm) -> Result<()> {
+    let count = "ls /sys/bus/pci/devices | wc -l";
+    let number =
+        |vm: &mut Vm| -> Result<u32> { Ok(String::from_utf8_lossy(&clean(vm, count)?.stdout).trim().parse()?) };
+    let before = number(vm)?;
+    vm.serve(&Request::DeviceDel { name: "accel0".into() })?;
+    ensure!(number(vm)? == before - 1);
+    ensure!(vm.snapshot()?["accel0"]["gone"] == true);
+    vm.serve(&Request::DeviceAdd { name: "accel0".into() })?;
+    // The guest notices by itself, soon.
+    clean(
+        vm,
+        "for i in $(seq 200); do grep -qs 0xa2c1 /sys/bus/pci/devices/*/device && exit 0; sleep 0.05; done; exit 1",
+    )?;
+    ensure!(vm.snapshot()?["accel0"]["counters"].is_object());
+    Ok(())
+}
+
+fn device_killed(vm: &mut Vm) -> Result<()> {
+    vm.serve(&Request::Kill { name: "accel0".into() })?;
+    ensure!(vm.snapshot()?["accel0"]["gone"] == true);
+    let again = vm.serve(&Request::Kill { name: "accel0".into() });
+    ensure!(again.is_err(), "killed twice");
+    // The guest lives, and its drive works.
+    clean(
+        vm,
+        "dd if=$P2PMEM_BLOCK_NVME0 of=/dev/null iflag=direct bs=4096 count=1",
+    )?;
+    Ok(())
+}
+
+fn panic(vm: &mut Vm) -> Result<()> {
+    let outcome = sh(vm, "echo c >/proc/sysrq-trigger; sleep 100")?;
+    let Status::Panicked { line } = &outcome.status else {
+        bail!("{}", describe(&outcome, vm))
+    };
+    ensure!(line.contains("sysrq triggered crash"), "{line}");
+    ensure!(
+        !vm.is_alive() && vm.console_tail().contains("Kernel panic"),
+        "{}",
+        vm.console_tail()
+    );
+    let after = sh(vm, "true")?;
+    ensure!(matches!(after.status, Status::Panicked { .. }), "{:?}", after.status);
+    Ok(())
+}
+
+fn leaves_no_process() -> Result<()> {
+    let vm = Vm::boot(&Topology::load(&topologies().join("small.toml"))?, &Options::default())?;
+    let ids = vm.process_ids();
+    ensure!(ids.len() == 3, "{ids:?}");
+    let alive = |id: &u32| Path::new(&format!("/proc/{id}")).exists();
+    ensure!(ids.iter().all(alive), "{ids:?}");
+    drop(vm);
+    ensure!(!ids.iter().any(alive), "of {ids:?} some are left");
+    Ok(())
+}
+
+fn program() -> Result<()> {
+    let program = sibling("p2pmem-vm")?;
+    let topology = topologies().join("small.toml");
+    let run = |words: &[&str]| -> Result<std::process::Output> {
+        Ok(std::process::Command::new(&program)
+            .arg("run")
+            .arg("--topology")
+            .arg(&topology)
+            .args(words)
+            .output()?)
+    };
+    let cases: &[(&[&str], i32)] = &[
+        (&["--env", "X=7", "--", "sh", "-c", "echo out; exit $X"], 7),
+        (&["--", "sh", "-c", "echo BUG: x >/dev/kmsg"], 121),
+        (&["--timeout", "1", "--", "sleep", "100"], 124),
+        (&["--"], 125),
+        (&["--env", "X", "--", "true"], 125),
+        (&["--module", "/no/such.ko", "--", "true"], 125),
+    ];
+    for (words, code) in cases {
+        let output = run(words)?;
+        ensure!(output.status.code() == Some(*code), "{words:?}: {:?}", output);
+    }
+    let output = run(&["--json", "--", "sh", "-c", "echo out; echo err >&2"])?;
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).context("report")?;
+    ensure!(
+        report["outcome"]["stdout"] == "out\n" && report["outcome"]["stderr"] == "err\n",
+        "{report}"
+    );
+    ensure!(
+        report["exit_code"] == 0 && report["kernel_release"].is_string(),
+        "{report}"
+    );
+    ensure!(report["boot_seconds"].as_f64().is_some_and(|s| s > 0.1), "{report}");
+    Ok(())
+}
