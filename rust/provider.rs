@@ -166,6 +166,15 @@ struct Inner {
     count: u32,
     dirty: Stack,
     parked: Stack,
+    /// Bytes that were dirty and are being cleared now.
+    clearing: u64,
+}
+
+impl Inner {
+    /// Bytes that are free as soon as they have been cleared.
+    fn returning(&self) -> u64 {
+        self.dirty.bytes + self.clearing
+    }
 }
 
 /// Declares the counters of a provider, which are those of `struct p2pmem_stats`.
@@ -299,6 +308,7 @@ impl Provider {
                     count: 0,
                     dirty: Stack::EMPTY,
                     parked: Stack::EMPTY,
+                    clearing: 0,
                 }),
                 settled <- new_condvar!(),
                 janitor <- new_work!("p2pmem_janitor"),
@@ -326,7 +336,7 @@ impl Provider {
             Some(Source::Own { buddy, .. }) => {
                 let buddy = buddy.clone();
                 // What is being cleared is as good as free: an allocation waits for it.
-                let returning = inner.dirty.bytes;
+                let returning = inner.returning();
                 drop(inner);
                 let free = buddy.free() + returning;
                 let largest = buddy.largest_for(size, align);
@@ -510,14 +520,15 @@ impl Provider {
         let Some(mut memory) = inner.dirty.pop() else {
             return false;
         };
-        inner.outstanding += 1;
-        drop(inner);
-        let busy = memory.busy() > 0;
         let taken = memory.footprint();
-        if busy {
+        inner.outstanding += 1;
+        inner.clearing += taken;
+        drop(inner);
+        if memory.busy() > 0 {
             let mut inner = self.inner.lock();
             inner.parked.push(memory);
             inner.outstanding -= 1;
+            inner.clearing -= taken;
             drop(inner);
             self.counters.parked.fetch_add(1, Relaxed);
         } else {
@@ -530,6 +541,7 @@ impl Provider {
                 *ceiling = self.size;
             }
             inner.outstanding -= 1;
+            inner.clearing -= taken;
         }
         self.settled.notify_all();
         true
@@ -597,7 +609,7 @@ impl Provider {
         let inner = self.inner.lock();
         row.buffers = inner.count;
         row.parked = inner.parked.bytes;
-        row.scrubbing = inner.dirty.bytes;
+        row.scrubbing = inner.returning();
         row.state = if inner.source.is_some() {
             consts::PROVIDER_LIVE
         } else {
