@@ -105,9 +105,8 @@ pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
                 json!({ "driver": "vfio-user-pci", "id": name, "bus": bus, "socket": { "type": "unix", "path": socket } })
             }
             Device::Ivshmem { size, .. } => {
-                let id = format!("{name}-memory");
-                let backend = json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size.0, "share": true });
-                argv.json("-object", &backend);
+                let id = backend_id(name);
+                argv.json("-object", &backend(&id, size.0));
                 json!({ "driver": "ivshmem-plain", "id": name, "bus": bus, "memdev": id })
             }
             Device::Nvme {
@@ -158,6 +157,16 @@ pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
     })
 }
 
+/// Identifier of the memory behind an ivshmem device.
+pub fn backend_id(device: &str) -> String {
+    format!("{device}-memory")
+}
+
+/// Memory that other processes can map: virtiofsd and device processes do.
+pub fn backend(id: &str, size: u64) -> Value {
+    json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size, "share": true })
+}
+
 struct Args(Vec<String>);
 
 impl Args {
@@ -193,9 +202,6 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
     // A socket for each processor: cores of one socket on two NUMA nodes are no machine Linux believes in.
     argv.add("-smp", format!("{0},sockets={0}", machine.smp));
     argv.add("-m", format!("{}k", machine.memory.0 >> 10));
-    // Shared, because virtiofsd and device processes map it.
-    let backend =
-        |id: &str, size: u64| json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size, "share": true });
     if machine.numa.is_empty() {
         argv.json("-object", &backend("ram0", machine.memory.0));
         argv.add("-machine", "q35,memory-backend=ram0");

@@ -529,7 +529,7 @@ fn configfs(bed: &mut Bed) -> Result<()> {
         refused(attribute, &value, libc::EBUSY).context("while published")?;
     }
     refused("enable", "2", libc::EINVAL)?;
-    refused("enable", "", libc::EINVAL)?;
+    refused("enable", "\n", libc::EINVAL)?;
     fs::write(dir.join("enable"), "0")?;
     for (attribute, value) in [
         ("bar", "6"),
