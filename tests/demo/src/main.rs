@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
-use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
+use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem::human_size;
 use p2pmem_demo::job::{Job, Run};
@@ -33,6 +34,8 @@ const SHORT: Duration = Duration::from_secs(60);
 const LONG: Duration = Duration::from_secs(300);
 /// The drive with the samples and the drive for the result, by their names in the topology.
 const DRIVES: [&str; 2] = ["nvme0", "nvme1"];
+/// Where the drive with the samples is mounted in the guest.
+const FOLDER: &str = "/run/p2pmem-demo";
 /// Devices whose memory is published by hand; the drive's is by its own driver.
 const PUBLISHED: [&str; 3] = ["accel0", "accel1", "shm0"];
 
@@ -61,7 +64,14 @@ fn main() -> ExitCode {
         to: DRIVES[1].into(),
         ..Facts::default()
     };
-    if let Err(error) = demo(&cli, &mut facts, start) {
+    // Should this run be killed, no earlier one's report is to be taken for its own.
+    let worked = match fs::remove_file(&cli.report) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| cli.report.display().to_string())
+        }
+        _ => demo(&cli, &mut facts),
+    };
+    if let Err(error) = worked {
         facts.errors.push(format!("{error:#}"));
     }
     facts.total_seconds = start.elapsed().as_secs_f64();
@@ -114,7 +124,14 @@ fn show(text: &str) {
     }
 }
 
-fn demo(cli: &Cli, facts: &mut Facts, start: Instant) -> Result<()> {
+/// Prints a command as one would type it.
+fn show_command(argv: &[&str]) {
+    let mut words = argv.to_vec();
+    words[0] = words[0].rsplit('/').next().unwrap_or(words[0]);
+    show(&format!("# {}", words.join(" ")));
+}
+
+fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     let topology = Topology::load(&cli.topology)?;
@@ -198,9 +215,7 @@ impl Guest {
 
     /// Runs a short command, and shows it with all that it says.
     fn shown(&mut self, argv: &[&str]) -> Result<()> {
-        let mut words = argv.to_vec();
-        words[0] = words[0].rsplit('/').next().unwrap_or(words[0]);
-        println!("   # {}", words.join(" "));
+        show_command(argv);
         let command = Command::new(argv.iter().copied()).limit(SHORT);
         let outcome = self.run(&command, &mut |_, _| {})?;
         for stream in [&outcome.stdout, &outcome.stderr] {
@@ -280,9 +295,8 @@ fn work(
     for name in PUBLISHED {
         guest.shown(&[ctl, "publish", &device(&devices, name)?.bdf])?;
     }
-    // The module finds by itself what drivers published: the drive's controller memory buffer.
-    let own = devices.values().filter(|device| device.memory > 0).count();
-    facts.providers_expected = own;
+    // What drivers published the module finds by itself: the drive's controller memory buffer.
+    facts.providers_expected = devices.values().filter(|device| device.memory > 0).count();
 
     step(3, "Who has memory, and how far it is from whom");
     guest.shown(&[ctl, "list"])?;
@@ -302,7 +316,10 @@ fn work(
         &device(&devices, "accel1")?.bdf,
     ])?;
 
-    step(4, "A buffer near both drives: who is chosen, and why the others are not");
+    step(
+        4,
+        "A buffer near both drives: who is chosen, and why the others are not",
+    );
     let near = drives.join(",");
     let request = ["16M", "--near", &near];
     guest.shown(&[&[ctl, "alloc"], &request[..]].concat())?;
@@ -313,22 +330,43 @@ fn work(
         .map(|(name, device)| (device.bdf.clone(), name.clone()))
         .collect();
     facts.candidates = candidates(&explanation, &names)?;
-    for candidate in &facts.candidates {
-        show(&format!(
-            "{} is {}",
-            candidate.addr,
-            match candidate.chosen {
-                true => format!("{}: chosen", candidate.device),
-                false => format!("{}: lost ({})", candidate.device, candidate.verdict),
-            }
-        ));
-    }
+    let by_name: Vec<String> = facts
+        .candidates
+        .iter()
+        .map(|candidate| {
+            // The verdict's sentence begins with the verdict.
+            let verdict = candidate.reason.split(':').next().unwrap_or_default();
+            format!("{}: {verdict}", candidate.device)
+        })
+        .collect();
+    show(&format!("By name: {}.", by_name.join("; ")));
 
-    step(5, "Real work: samples from a drive, transformed in the accelerator, to the other drive");
+    step(
+        5,
+        "Real work: samples from a drive, transformed in the accelerator, to the other drive",
+    );
     let program = sibling("p2pmem-demo-guest")?;
-    let command = Command::new([utf8(&program)?, "--from", DRIVES[0], "--to", DRIVES[1]]).limit(LONG);
+    let program = utf8(&program)?;
+    let drive = device(&devices, DRIVES[0])?.block.as_ref().context("no block device")?;
+    guest.quiet(&["mkdir", FOLDER])?;
+    // Without a journal, and read-only once the file is there, the file system itself moves nothing while the job runs.
+    guest.shown(&[
+        "mkfs.ext4",
+        "-q",
+        "-O",
+        "^has_journal",
+        "-E",
+        "lazy_itable_init=0",
+        utf8(drive)?,
+    ])?;
+    guest.shown(&["mount", "-t", "ext4", utf8(drive)?, FOLDER])?;
+    let samples = format!("{FOLDER}/samples.c32");
+    guest.shown(&[program, "make", &samples])?;
+    guest.shown(&["mount", "-o", "remount,ro", FOLDER])?;
+    let argv = [program, "transform", &samples, "--from", DRIVES[0], "--to", DRIVES[1]];
+    show_command(&argv);
     let mut story = Lines::default();
-    let outcome = guest.run(&command, &mut |stream, bytes| {
+    let outcome = guest.run(&Command::new(argv).limit(LONG), &mut |stream, bytes| {
         if stream == Stream::Stderr {
             story.take(bytes, &mut |line| show(line));
         }
@@ -377,11 +415,7 @@ fn expect_providers(list: &Value, devices: &Devices) -> Result<()> {
 
 /// Takes everything down, as far as it is up.
 fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
-    ensure!(
-        guest.vm.is_alive(),
-        "the guest is gone\n{}",
-        guest.vm.console_tail()
-    );
+    ensure!(guest.vm.is_alive(), "the guest is gone\n{}", guest.vm.console_tail());
     step(7, "Take all down");
     if !guest
         .text(&["cat", "/proc/modules"])?
@@ -389,6 +423,9 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
         .any(|line| line.split(' ').next() == Some(MODULE))
     {
         bail!("the module is not loaded");
+    }
+    if guest.text(&["cat", "/proc/mounts"])?.contains(FOLDER) {
+        guest.shown(&["umount", FOLDER])?;
     }
     let ctl = p2pmemctl()?;
     let list = guest.json(&[&ctl, "list", "--json"])?;
@@ -400,7 +437,9 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
         .context("no sum in the statistics")?;
     let number = |key: &str| all[key].as_u64().with_context(|| format!("statistics without {key}"));
     let (allocs, frees) = (number("allocs")?, number("frees")?);
-    show(&format!("{allocs} buffers were allocated, {frees} freed, {leaked} are live"));
+    show(&format!(
+        "{allocs} buffers were allocated, {frees} freed, {leaked} are live"
+    ));
     // Live ones, and those the books have lost; nothing was revoked so far.
     facts.leaked_buffers = Some(leaked.max(allocs.saturating_sub(frees)));
     let providers = list["providers"].as_array().context("a list without providers")?;
@@ -430,7 +469,9 @@ impl Lines {
 
 fn devices_table(devices: &Devices) -> String {
     let mut table = Table::new();
-    table.load_preset(NOTHING).set_header(["NAME", "KIND", "ADDRESS", "DRIVE", "MEMORY TO LEND"]);
+    table
+        .load_preset(NOTHING)
+        .set_header(["NAME", "KIND", "ADDRESS", "DRIVE", "MEMORY TO LEND"]);
     for (name, device) in devices {
         table.add_row([
             name.clone(),
@@ -446,15 +487,21 @@ fn devices_table(devices: &Devices) -> String {
             },
         ]);
     }
+    plain(&mut table)
+}
+
+/// A table as text, without the space that would stand before the first column.
+fn plain(table: &mut Table) -> String {
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
     table.trim_fmt()
 }
 
 /// Both runs side by side.
 fn comparison_table(job: &Job, devices: &Devices) -> String {
     let mut table = Table::new();
-    table
-        .load_preset(UTF8_HORIZONTAL_ONLY)
-        .set_header(["", "peer to peer", "staged"]);
+    table.load_preset(NOTHING).set_header(["", "PEER TO PEER", "STAGED"]);
     for column in 1..=2 {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -484,12 +531,14 @@ fn comparison_table(job: &Job, devices: &Devices) -> String {
     row("accelerators from and to host memory, bytes", &|run| {
         bytes(run.traffic.accelerators.values().map(|accel| accel.host).sum())
     });
-    row("host memory touched by devices, bytes", &|run| bytes(run.traffic.host_bytes()));
+    row("host memory touched by devices, bytes", &|run| {
+        bytes(run.traffic.host_bytes())
+    });
     row("copied by the processor, bytes", &|run| bytes(run.cpu_copied_bytes));
     row("CRC-32C of the result", &|run| format!("{:08x}", run.checksum));
     row("largest error, relative to the RMS", &|run| {
         format!("{:.2e}", run.comparison.max_error)
     });
     row("verified", &|run| if run.is_verified() { "yes" } else { "NO" }.into());
-    table.trim_fmt()
+    plain(&mut table)
 }

@@ -492,7 +492,9 @@ mod tests {
             ("1 commands failed", |f| {
                 job(f).staged.traffic.drives.get_mut("nvme1").unwrap().failed = 1
             }),
-            ("result is wrong", |f| job(f).staged.comparison.max_error = f64::INFINITY),
+            ("result is wrong", |f| {
+                job(f).staged.comparison.max_error = f64::INFINITY
+            }),
             ("the accelerator 00000001", |f| job(f).p2p.checksum_device = 1),
             ("is the samples", |f| job(f).checksum_samples = 0xabc),
             ("bytes were copied", |f| job(f).p2p.cpu_copied_bytes = 1),
@@ -522,7 +524,8 @@ mod tests {
     #[test]
     fn explanations_are_read() {
         let names = BTreeMap::from([("0000:03:00.0".to_owned(), "accel0".to_owned())]);
-        let verdict = |addr: &str, code: &str| json!({ "addr": addr, "code": code, "class": "same-switch", "why": "w" });
+        let verdict =
+            |addr: &str, code: &str| json!({ "addr": addr, "code": code, "class": "same-switch", "why": "w" });
         let explanation =
             json!({ "verdicts": [verdict("0000:03:00.0", "chosen"), verdict("0000:09:00.0", "too-small")] });
         let read = candidates(&explanation, &names).unwrap();

@@ -119,7 +119,9 @@ mod tests {
     #[test]
     fn tones_are_where_they_should_be() {
         let mut spectrum = samples(3, POINTS);
-        rustfft::FftPlanner::new().plan_fft_forward(POINTS).process(&mut spectrum);
+        rustfft::FftPlanner::new()
+            .plan_fft_forward(POINTS)
+            .process(&mut spectrum);
         let level = |bin: usize| spectrum[bin].norm() / POINTS as f32;
         assert!((level(100) - 1.0).abs() < 0.05, "{}", level(100));
         assert!((level(POINTS - 31) - 0.25).abs() < 0.05, "{}", level(POINTS - 31));

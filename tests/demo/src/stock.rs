@@ -166,7 +166,7 @@ pub fn judge(image: &Image, running: &Running, ours: &str) -> Stock {
         format!("the installed image has no kernel that calls itself {version:?}"),
     );
     let id = build_id(&running.notes).unwrap_or_default();
-    let hex: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = id.iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     object(
         !id.is_empty() && memmem::find(&image.bytes, id).is_some(),
         format!("the running kernel's build id {hex:?} is not that of the installed image"),
@@ -318,7 +318,10 @@ mod tests {
 
     #[test]
     fn owners() {
-        assert_eq!(first_owner("linux-binary-7: /usr/x\n").as_deref(), Some("linux-binary-7"));
+        assert_eq!(
+            first_owner("linux-binary-7: /usr/x\n").as_deref(),
+            Some("linux-binary-7")
+        );
         assert_eq!(first_owner("libc6:amd64, x: /usr/x\n").as_deref(), Some("libc6:amd64"));
         assert_eq!(first_owner(""), None);
     }

@@ -65,14 +65,18 @@ impl Traffic {
         let mut traffic = Traffic::default();
         for (name, later) in after {
             let earlier = &before[name];
-            let taken = match later["kind"].as_str() {
-                Some("nvme") => drive(earlier, later).map(|d| drop(traffic.drives.insert(name.clone(), d))),
+            let context = || format!("counters of {name}");
+            match later["kind"].as_str() {
+                Some("nvme") => {
+                    let moved = drive(earlier, later).with_context(context)?;
+                    traffic.drives.insert(name.clone(), moved);
+                }
                 Some("accel") => {
-                    accelerator(earlier, later).map(|a| drop(traffic.accelerators.insert(name.clone(), a)))
+                    let did = accelerator(earlier, later).with_context(context)?;
+                    traffic.accelerators.insert(name.clone(), did);
                 }
                 kind => bail!("device {name} is of unknown kind {kind:?}"),
-            };
-            taken.with_context(|| format!("counters of {name}"))?;
+            }
         }
         Ok(traffic)
     }
@@ -117,7 +121,10 @@ fn difference(earlier: &Value, later: &Value, key: &str) -> Result<u64> {
 
 fn bytes(earlier: &Value, later: &Value, key: &str) -> Result<Bytes> {
     let map = |from: &Value| -> Result<Bytes> { Ok(serde_json::from_value(from[key].clone())?) };
-    let (earlier, later) = (map(earlier).context(key.to_owned())?, map(later).context(key.to_owned())?);
+    let (earlier, later) = (
+        map(earlier).context(key.to_owned())?,
+        map(later).context(key.to_owned())?,
+    );
     let mut moved = Bytes::new();
     for (memory, value) in &later {
         let before = earlier.get(memory).copied().unwrap_or(0);
@@ -185,10 +192,7 @@ mod tests {
         let traffic = Traffic::between(&before, &after).unwrap();
         let nvme0 = &traffic.drives["nvme0"];
         assert_eq!(nvme0.read, Bytes::from([("accel0".into(), 8192)]));
-        assert_eq!(
-            nvme0.written,
-            Bytes::from([("host".into(), 512), ("accel0".into(), 1)])
-        );
+        assert_eq!(nvme0.written, Bytes::from([("host".into(), 512), ("accel0".into(), 1)]));
         assert_eq!((nvme0.commands, nvme0.failed), (4, 0));
         assert_eq!(traffic.accelerators["accel0"].host, 7);
         assert_eq!(traffic.accelerators["accel0"].computed, 0);
@@ -214,8 +218,14 @@ mod tests {
             (json!({}), nvme(1)),
             (nvme(1), json!({})),
             (json!([]), json!([])),
-            (json!({ "accel0": accel(|_| 0) }), json!({ "accel0": { "kind": "accel", "gone": true } })),
-            (json!({ "x": { "kind": "toaster" } }), json!({ "x": { "kind": "toaster" } })),
+            (
+                json!({ "accel0": accel(|_| 0) }),
+                json!({ "accel0": { "kind": "accel", "gone": true } }),
+            ),
+            (
+                json!({ "x": { "kind": "toaster" } }),
+                json!({ "x": { "kind": "toaster" } }),
+            ),
             (nvme(1), json!({ "nvme0": drive(json!({}), json!({}), 1, 0) })),
         ] {
             assert!(Traffic::between(&before, &after).is_err(), "{before} {after}");
