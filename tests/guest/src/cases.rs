@@ -275,7 +275,7 @@ fn parse_address(bdf: &str) -> Result<abi::p2pmem_pci_addr> {
     Ok(abi::p2pmem_pci_addr {
         domain,
         bus: bus as u8,
-        devfn: (device << 3 | function) as u8,
+        devfn: ((device << 3) | function) as u8,
         reserved: 0,
     })
 }

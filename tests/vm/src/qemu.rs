@@ -209,7 +209,10 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
         argv.add("-machine", "q35");
         for (number, node) in machine.numa.iter().enumerate() {
             argv.json("-object", &backend(&format!("ram{number}"), node.memory.0));
-            let cpus: String = node.cpus.iter().map(|cpu| format!(",cpus={cpu}")).collect();
+            let cpus = node
+                .cpus
+                .iter()
+                .fold(String::new(), |cpus, cpu| cpus + ",cpus=" + &cpu.to_string());
             argv.add("-numa", format!("node,nodeid={number},memdev=ram{number}{cpus}"));
         }
     }
