@@ -170,11 +170,13 @@ fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
     if facts.ended_in_order && facts.findings.is_empty() {
         show("the guest is off; its kernel log has no warning");
     }
-    // Both are told: what follows a failure may say more of it.
-    if let Err(error) = ended {
-        facts.errors.push(format!("taking down: {error:#}"));
+    // Both are told, the first cause first: what follows a failure may say more of it.
+    for (what, result) in [("", worked), ("taking down: ", ended)] {
+        if let Err(error) = result {
+            facts.errors.push(format!("{what}{error:#}"));
+        }
     }
-    worked
+    Ok(())
 }
 
 /// The guest, and what its kernel had to say so far.
