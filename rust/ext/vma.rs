@@ -63,8 +63,7 @@ impl NewArea<'_> {
     /// Whether the mapping is shared (or could become so), not copy-on-write.
     pub(crate) fn is_shared(&self) -> bool {
         // SAFETY: The area is valid and ours while it is being set up.
-        let flags = unsafe { self.vma.as_ref().__bindgen_anon_2.vm_flags };
-        flags & kernel::mm::virt::flags::MAYSHARE != 0
+        unsafe { sys::p2pmem_vma_may_share(self.vma.as_ptr()) }
     }
 
     /// Makes the area a mapping of `object` from page `page_offset` of the common address space on.

@@ -148,6 +148,12 @@ u64 p2pmem_page_phys(unsigned long kaddr)
 	return page_to_phys(virt_to_page((void *)kaddr));
 }
 
+/* The kernel crate's own constant for this flag has the value of another one (VM_MAYEXEC) in 7.2. */
+bool p2pmem_vma_may_share(struct vm_area_struct *vma)
+{
+	return vma->vm_flags & VM_MAYSHARE;
+}
+
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine)
 {
 	/* No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. */

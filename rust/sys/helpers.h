@@ -23,6 +23,7 @@ void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len);
 u64 p2pmem_page_phys(unsigned long kaddr);
 
+bool p2pmem_vma_may_share(struct vm_area_struct *vma);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine);
 
 struct inode *p2pmem_mapping_inode(void);
