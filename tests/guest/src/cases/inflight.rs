@@ -106,9 +106,7 @@ fn parked(bed: &mut Bed) -> Result<()> {
         ensure!(got == IO, "the drive read {got} of {IO} bytes");
         Ok(())
     })?;
-    until("nothing is parked any more", || {
-        Ok(bed.provider("accel0")?.parked == 0)
-    })?;
+    until("nothing is parked any more", || Ok(bed.provider("accel0")?.parked == 0))?;
     bed.settled()?;
     let all = alloc(file.as_fd(), whole.free).map_err(errno)?;
     free(file.as_fd(), all.handle).map_err(errno)
@@ -127,7 +125,10 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
         let began = Instant::now();
         bed.unbind("accel0")?;
         let waited = began.elapsed();
-        ensure!(!busy(&block)?, "remove() returned while the drive still wrote to the BAR");
+        ensure!(
+            !busy(&block)?,
+            "remove() returned while the drive still wrote to the BAR"
+        );
         let got = read.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
         ensure!(got == IO, "the drive read {got} of {IO} bytes");
         Ok(waited)
@@ -135,7 +136,9 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     if waited > Duration::from_millis(1500) {
         let log = dmesg()?;
         let pid = format!("of pid {}", std::process::id());
-        let said = log.lines().any(|l| l.contains("waiting for I/O on") && l.contains(&pid));
+        let said = log
+            .lines()
+            .any(|l| l.contains("waiting for I/O on") && l.contains(&pid));
         ensure!(said, "{waited:?} were waited, and the log does not say for whom");
     }
     println!("unbinding took {waited:?}");
