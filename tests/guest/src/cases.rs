@@ -22,6 +22,7 @@ mod bad;
 mod good;
 mod inflight;
 mod life;
+mod place;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -50,6 +51,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(bad::CASES)
         .chain(life::CASES)
         .chain(inflight::CASES)
+        .chain(place::CASES)
 }
 
 /// Runs a test by name.

@@ -38,7 +38,7 @@ const IO: usize = 1 << 20;
 const LIMIT: Duration = Duration::from_secs(30);
 
 /// Waits until something holds; it is looked at every few milliseconds.
-fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
+pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + LIMIT;
     while !holds()? {
         ensure!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Placement on machines with several providers: who is chosen, what is said of the others, and who cannot be reached.
+
+use std::fs::OpenOptions;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_sys as abi;
+
+use super::{Bed, Case, alloc, buffer, errno, expect, free, open, read, request, write};
+use crate::sys::{self, Mapping, Memory};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "nearest",
+        about: "the nearest provider that has room is chosen, and every other one's verdict is true",
+        topology: "demo",
+        ruins: false,
+        run: nearest,
+    },
+    Case {
+        name: "hops",
+        about: "hops are what the kernel calls distance, for every pair",
+        topology: "demo",
+        ruins: false,
+        run: hops,
+    },
+    Case {
+        name: "adopted",
+        about: "memory of a drive's own is handed out, given back to its driver, and revoked when the driver goes",
+        topology: "demo",
+        ruins: false,
+        run: adopted,
+    },
+    Case {
+        name: "unreachable",
+        about: "a provider that the kernel calls unreachable is never chosen, and the refusal says so",
+        topology: "unreachable",
+        ruins: false,
+        run: unreachable,
+    },
+];
+
+const MIB: u64 = 1 << 20;
+
+/// An allocation near some devices.
+fn near(bed: &Bed, fd: BorrowedFd<'_>, size: u64, names: &[&str]) -> Result<Result<abi::p2pmem_alloc, i32>> {
+    near_with(bed, fd, size, names, |_| ())
+}
+
+/// As [`near`], with more asked for.
+fn near_with(
+    bed: &Bed,
+    fd: BorrowedFd<'_>,
+    size: u64,
+    names: &[&str],
+    more: impl FnOnce(&mut abi::p2pmem_request),
+) -> Result<Result<abi::p2pmem_alloc, i32>> {
+    let mut clients = names.iter().map(|name| bed.address(name)).collect::<Result<Vec<_>>>()?;
+    let mut a = request(size);
+    a.req.nr_clients = clients.len() as u32;
+    more(&mut a.req);
+    Ok(sys::alloc(fd, &mut a, Memory::Slice(&mut clients)).map(|()| a))
+}
+
+/// What the last decision said: the verdict codes by provider, and the sentence.
+fn last(fd: BorrowedFd<'_>) -> Result<(Vec<(u32, u32)>, String)> {
+    let mut verdicts = [abi::p2pmem_verdict::default(); 8];
+    let mut text = [0u8; 512];
+    let mut explain = abi::p2pmem_explain {
+        nr_verdicts: 8,
+        text_len: 512,
+        flags: abi::P2PMEM_EXPLAIN_LAST,
+        ..Default::default()
+    };
+    sys::explain(
+        fd,
+        &mut explain,
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut verdicts),
+        Memory::Slice(&mut text),
+    )
+    .map_err(errno)
+    .context("EXPLAIN")?;
+    let codes = verdicts[..explain.nr_verdicts as usize]
+        .iter()
+        .map(|v| (v.provider, v.code))
+        .collect();
+    let text = String::from_utf8_lossy(&text[..explain.text_len as usize - 1]).into_owned();
+    Ok((codes, text))
+}
+
+/// Fails unless a provider's verdict was this one.
+fn verdict(codes: &[(u32, u32)], provider: u32, code: u32) -> Result<()> {
+    ensure!(
+        codes.contains(&(provider, code)),
+        "provider {provider} should have verdict {code}: {codes:?}"
+    );
+    Ok(())
+}
+
+fn nearest(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    bed.publish("shm0")?;
+    let id = |name| -> Result<u32> { Ok(bed.provider(name)?.id) };
+    let (cmb, accel0, accel1, shm0) = (id("nvme1")?, id("accel0")?, id("accel1")?, id("shm0")?);
+    let drives = ["nvme0", "nvme1"];
+    let file = open()?;
+    let fd = file.as_fd();
+
+    // The drive's own memory is below the same switch too, and fewer hops away in all.
+    let small = near(bed, fd, MIB, &drives)?.map_err(errno)?;
+    ensure!(small.provider == cmb, "1 MiB near both drives: {small:?}");
+    let (codes, _) = last(fd)?;
+    verdict(&codes, cmb, abi::P2PMEM_VERDICT_CHOSEN)?;
+    verdict(&codes, accel0, abi::P2PMEM_VERDICT_HOPS)?;
+    verdict(&codes, accel1, abi::P2PMEM_VERDICT_CLASS)?;
+    verdict(&codes, shm0, abi::P2PMEM_VERDICT_CLASS)?;
+
+    // It is too small for more.
+    let large = near(bed, fd, 16 * MIB, &drives)?.map_err(errno)?;
+    ensure!(
+        large.provider == accel0 && large.class == abi::P2PMEM_PATH_SAME_SWITCH,
+        "16 MiB near both drives: {large:?}"
+    );
+    verdict(&last(fd)?.0, cmb, abi::P2PMEM_VERDICT_TOO_SMALL)?;
+
+    // With the near accelerator full, the next best is below the same host bridge, not on the other socket.
+    let rest = bed.provider("accel0")?.largest;
+    let all = near_with(bed, fd, rest, &[], |req| req.provider = accel0)?.map_err(errno)?;
+    let mut filler = Vec::new();
+    while let Ok(piece) = near_with(bed, fd, 4 * MIB, &[], |req| req.provider = accel0)? {
+        filler.push(piece.handle);
+    }
+    let next = near(bed, fd, 16 * MIB, &drives)?.map_err(errno)?;
+    ensure!(
+        next.provider == shm0 && next.class == abi::P2PMEM_PATH_HOST_BRIDGE,
+        "16 MiB near both drives with accel0 full: {next:?}"
+    );
+    verdict(&last(fd)?.0, accel0, abi::P2PMEM_VERDICT_FULL)?;
+
+    // Nothing farther than the switch: then there is no room, and that is what is said.
+    let near_only = near_with(bed, fd, 16 * MIB, &drives, |req| {
+        req.max_class = abi::P2PMEM_PATH_SAME_SWITCH;
+    })?;
+    expect("16 MiB in the switch with accel0 full", near_only, libc::ENOSPC)?;
+    let (codes, text) = last(fd)?;
+    verdict(&codes, shm0, abi::P2PMEM_VERDICT_TOO_FAR)?;
+    ensure!(text.contains("free"), "the sentence does not say what lacks: {text:?}");
+
+    // A provider that is named is taken, however far; one that is only preferred gives way where it is full.
+    let far = near_with(bed, fd, MIB, &drives, |req| req.provider = accel1)?.map_err(errno)?;
+    ensure!(
+        far.provider == accel1 && far.class == abi::P2PMEM_PATH_SYSTEM,
+        "accel1 by name: {far:?}"
+    );
+    let wish = near_with(bed, fd, 16 * MIB, &drives, |req| {
+        (req.provider, req.flags) = (accel0, abi::P2PMEM_ALLOC_PREFER);
+    })?
+    .map_err(errno)?;
+    ensure!(wish.provider == shm0, "accel0 preferred, but full: {wish:?}");
+
+    for handle in [small, large, all, next, far, wish]
+        .map(|a| a.handle)
+        .into_iter()
+        .chain(filler)
+    {
+        free(fd, handle).map_err(errno)?;
+    }
+    bed.unpublish("accel1")?;
+    bed.unpublish("shm0")
+}
+
+fn hops(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    bed.publish("shm0")?;
+    let file = open()?;
+    let names = ["accel0", "accel1", "nvme0", "nvme1", "shm0"];
+    let mut clients = names
+        .map(|name| bed.address(name))
+        .into_iter()
+        .collect::<Result<Vec<_>>>()?;
+    let mut rows = [abi::p2pmem_path::default(); 32];
+    let mut paths = abi::p2pmem_paths {
+        nr_clients: clients.len() as u32,
+        nr_paths: 32,
+        flags: abi::P2PMEM_PATHS_RESCAN,
+        ..Default::default()
+    };
+    sys::paths(
+        file.as_fd(),
+        &mut paths,
+        Memory::Slice(&mut clients),
+        Memory::Slice(&mut rows),
+    )
+    .map_err(errno)?;
+    ensure!(paths.nr_paths == 20, "4 providers, 5 clients: {} paths", paths.nr_paths);
+    for path in &rows[..20] {
+        ensure!(path.distance >= 0 && path.hops == path.distance as u32, "{path:?}");
+        let own = path.distance == 0;
+        ensure!(own == (path.class == abi::P2PMEM_PATH_SAME_DEVICE), "{path:?}");
+        // The links that the emulator describes have a width and a speed.
+        ensure!(own || path.bandwidth > 0, "{path:?}");
+    }
+    bed.unpublish("accel1")?;
+    bed.unpublish("shm0")
+}
+
+/// Bytes that the kernel's own pool of a device has.
+fn available(bed: &Bed, name: &str) -> Result<u64> {
+    Ok(read(&bed.device(name)?.sysfs().join("p2pmem/available"))?.parse()?)
+}
+
+fn adopted(bed: &mut Bed) -> Result<()> {
+    let before = available(bed, "nvme1")?;
+    let row = bed.provider("nvme1")?;
+    ensure!(
+        row.kind == abi::P2PMEM_KIND_ADOPTED && row.kernel_reserve > 0 && row.size + row.kernel_reserve == 16 * MIB,
+        "{row:?}"
+    );
+    let file = open()?;
+    let fd = file.as_fd();
+    // An alignment that the kernel's pool does not know.
+    let mut a = request(MIB);
+    (a.req.provider, a.req.align) = (row.id, MIB);
+    sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
+    ensure!(a.bar_offset % MIB == 0, "{a:?}");
+    ensure!(
+        available(bed, "nvme1")? + MIB <= before,
+        "nothing was taken from the driver's pool"
+    );
+    // Another drive writes to it.
+    let map = Mapping::shared(fd, a.mmap_offset, MIB as usize).map_err(errno)?;
+    let drive = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(bed.block("nvme0")?)?;
+    map.set(0, u64::MAX);
+    ensure!(map.fill_from(&drive, 64 * MIB, 0, 64 << 10)? == 64 << 10);
+    ensure!(map.get(0) == 0, "the drive's zeroes did not arrive");
+    drop(map);
+    free(fd, a.handle).map_err(errno)?;
+    super::inflight::until("the memory is back in the driver's pool", || {
+        Ok(available(bed, "nvme1")? == before)
+    })?;
+
+    // The driver leaves with a buffer alive.
+    let mut a = request(MIB);
+    a.req.provider = row.id;
+    sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
+    let map = Mapping::shared(fd, a.mmap_offset, MIB as usize).map_err(errno)?;
+    map.set(0, 1);
+    sys::survive_bus_errors()?;
+    bed.unbind("nvme1")?;
+    ensure!(buffer(fd, a.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+    let errors = sys::bus_errors();
+    map.get(0);
+    ensure!(sys::bus_errors() == errors + 1, "no SIGBUS");
+    ensure!(
+        bed.provider("nvme1").is_err(),
+        "a device without a driver is still a provider"
+    );
+
+    // And comes back.
+    write(Path::new("/sys/bus/pci/drivers/nvme/bind"), &bed.device("nvme1")?.bdf)?;
+    let again = bed.provider("nvme1")?;
+    ensure!(
+        again.id != row.id && again.size == row.size,
+        "{row:?} came back as {again:?}"
+    );
+    expect(
+        "the old provider by its number",
+        sys_alloc_named(fd, row.id),
+        libc::ENODEV,
+    )
+}
+
+fn sys_alloc_named(fd: BorrowedFd<'_>, provider: u32) -> Result<abi::p2pmem_alloc, i32> {
+    let mut a = request(4096);
+    a.req.provider = provider;
+    sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
+}
+
+fn unreachable(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    bed.publish("shm0")?;
+    let (accel0, accel1, shm0) = (bed.provider("accel0")?, bed.provider("accel1")?, bed.provider("shm0")?);
+    let file = open()?;
+    let fd = file.as_fd();
+    // Below the switch the root complex does not matter.
+    let size = accel0.largest;
+    let a = near(bed, fd, size, &["nvme0"])?.map_err(errno)?;
+    ensure!(a.provider == accel0.id, "{a:?}");
+    let (codes, _) = last(fd)?;
+    verdict(&codes, accel1.id, abi::P2PMEM_VERDICT_UNREACHABLE)?;
+    verdict(&codes, shm0.id, abi::P2PMEM_VERDICT_UNREACHABLE)?;
+    // The only one that can be reached is full: the others are empty, and still not taken.
+    let full = near(bed, fd, size, &["nvme0"])?;
+    expect("with accel0 full", full, libc::ENOSPC)?;
+    let named = near_with(bed, fd, 4096, &["nvme0"], |req| req.provider = accel1.id)?;
+    expect("accel1 by name", named, libc::ENODEV)?;
+    let (_, text) = last(fd)?;
+    ensure!(text.contains("reached"), "the sentence does not say why: {text:?}");
+    // Near nothing in particular they are as good as any.
+    let any = alloc(fd, 4096).map_err(errno)?;
+    ensure!(any.provider != accel0.id, "{any:?}");
+    free(fd, any.handle).map_err(errno)?;
+    free(fd, a.handle).map_err(errno)?;
+    bed.unpublish("accel1")?;
+    bed.unpublish("shm0")
+}
