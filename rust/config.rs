@@ -267,10 +267,11 @@ attributes! {
         })
     };
     // mode
-    3 (_dir, page): {
+    3 (dir, page): {
+        let _ = dir;
         show(page, fmt!("paged"))
     }, text: {
-        _dir.set(|_| match word(text)? {
+        dir.set(|_| match word(text)? {
             "paged" => Ok(()),
             "pageless" => Err(refuse!(uapi::errno(uapi::EOPNOTSUPP), "pageless providers can only be exported as dma-bufs, which this version does not do")),
             _ => Err(refuse!(EINVAL, "the only mode is paged")),

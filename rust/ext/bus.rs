@@ -6,7 +6,6 @@
 
 use super::{global::POOLS, p2pdma::Pool, pci::Function};
 use crate::sys;
-use core::marker::PhantomData;
 use kernel::{bindings, error::to_result, ffi, prelude::*, sync::Arc, types::Opaque};
 
 /// What is told of the bus. All are called with the device locked, in process context.
@@ -29,7 +28,6 @@ pub(crate) struct Notifier<L: Listener> {
     #[pin]
     block: Opaque<bindings::notifier_block>,
     listener: Arc<L>,
-    _p: PhantomData<L>,
 }
 
 // SAFETY: A notifier can be unregistered from any thread.
@@ -82,7 +80,6 @@ impl<L: Listener> Notifier<L> {
                 *POOLS.lock() = Some(KVec::new());
                 Ok::<(), Error>(())
             }),
-            _p: PhantomData,
         }? Error)
     }
 

@@ -24,8 +24,14 @@ pub(crate) trait Hooks: Send + Sync + 'static {
 /// The driver.
 pub(crate) struct Driver<H>(PhantomData<H>);
 
-/// What the driver core keeps of a bound device: nothing, as [`BOUND`] has it.
-pub(crate) struct Data;
+/// What the driver core keeps of a bound device: its place in [`BOUND`], which ends with this at the latest.
+pub(crate) struct Data(BoundDevice);
+
+impl Drop for Data {
+    fn drop(&mut self) {
+        BOUND.lock().retain(|d| !ptr::eq(d.device, self.0.device));
+    }
+}
 
 kernel::pci_device_table!(
     TABLE,
@@ -48,14 +54,16 @@ impl<H: Hooks> pci::Driver for Driver<H> {
         let add = || -> Result<Data> {
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
-            BOUND.lock().push(BoundDevice { device, range: None }, GFP_KERNEL)?;
-            Ok(Data)
+            let entry = || BoundDevice { device, range: None };
+            BOUND.lock().push(entry(), GFP_KERNEL)?;
+            Ok(Data(entry()))
         };
         add()
     }
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
         let function = Function::of(dev);
+        // First of all, so that nothing is made of it any more.
         BOUND.lock().retain(|d| !ptr::eq(d.device, function.as_raw()));
         H::unbinding(&function);
     }

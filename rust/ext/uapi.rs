@@ -29,14 +29,15 @@ pub(crate) mod consts {
 
     pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
-    /// `P2PMEM_MAX_ALIGN`, whose type suffix bindgen cannot read.
-    pub(crate) const MAX_ALIGN: u64 = 1 << 30;
-    pub(crate) const FEATURES: u64 = 1 << 0 | 1 << 1 | 1 << 2;
-    pub(crate) const PATHS_RESCAN: u32 = 1 << 0;
-    pub(crate) const PATH_ACS_REDIRECT: u32 = 1 << 0;
-    pub(crate) const PATH_BUS_ADDR: u32 = 1 << 1;
-    pub(crate) const ALLOC_PREFER: u32 = 1 << 0;
-    pub(crate) const EXPLAIN_LAST: u32 = 1 << 0;
+    pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
+    /// What this module can do.
+    pub(crate) const FEATURES: u64 =
+        (sys::P2PMEM_FEATURE_MMAP_PAGED | sys::P2PMEM_FEATURE_EVENTS | sys::P2PMEM_FEATURE_ADOPT) as u64;
+    pub(crate) const PATHS_RESCAN: u32 = sys::P2PMEM_PATHS_RESCAN;
+    pub(crate) const PATH_ACS_REDIRECT: u32 = sys::P2PMEM_PATH_ACS_REDIRECT;
+    pub(crate) const PATH_BUS_ADDR: u32 = sys::P2PMEM_PATH_BUS_ADDR;
+    pub(crate) const ALLOC_PREFER: u32 = sys::P2PMEM_ALLOC_PREFER;
+    pub(crate) const EXPLAIN_LAST: u32 = sys::P2PMEM_EXPLAIN_LAST;
     pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
     pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
     pub(crate) const PROVIDER_LIVE: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_LIVE;
