@@ -254,6 +254,33 @@ pub fn buffer(fd: BorrowedFd<'_>, handle: u32) -> Result<abi::p2pmem_buffer, i32
     Ok(ask)
 }
 
+/// What the file's last decision or refusal was: the answer, the verdicts, and the sentence.
+pub fn explain_last(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
+    let mut verdicts = vec![abi::p2pmem_verdict::default(); 8];
+    let mut text = [0u8; 512];
+    let mut explain = abi::p2pmem_explain {
+        nr_verdicts: 8,
+        text_len: 512,
+        flags: abi::P2PMEM_EXPLAIN_LAST,
+        ..Default::default()
+    };
+    sys::explain(
+        fd,
+        &mut explain,
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut verdicts),
+        Memory::Slice(&mut text),
+    )
+    .map_err(errno)
+    .context("EXPLAIN")?;
+    verdicts.truncate(explain.nr_verdicts as usize);
+    let end = (explain.text_len as usize)
+        .checked_sub(1)
+        .filter(|&end| end > 0 && text.get(end) == Some(&0))
+        .context("no sentence")?;
+    Ok((explain, verdicts, String::from_utf8_lossy(&text[..end]).into_owned()))
+}
+
 /// An errno as an error.
 pub fn errno(code: i32) -> anyhow::Error {
     std::io::Error::from_raw_os_error(code).into()

@@ -133,7 +133,7 @@ fn requests(bed: &mut Bed) -> Result<()> {
         let mut a = request(4096);
         change(&mut a);
         expect(what, sys::alloc(fd, &mut a, Memory::Slice(&mut [])), *code)?;
-        explain_last(fd, *code).with_context(|| (*what).to_owned())?;
+        refused_with(fd, *code).with_context(|| (*what).to_owned())?;
     }
     let mut a = request(4096);
     a.req.provider = unknown;
@@ -185,28 +185,14 @@ fn alloc_bad_clients(fd: std::os::fd::BorrowedFd<'_>, mut a: abi::p2pmem_alloc, 
 }
 
 /// The sentence and errno of the refusal before.
-fn explain_last(fd: std::os::fd::BorrowedFd<'_>, code: i32) -> Result<()> {
-    let mut text = [0u8; 256];
-    let mut explain = abi::p2pmem_explain {
-        text_len: 256,
-        flags: abi::P2PMEM_EXPLAIN_LAST,
-        ..Default::default()
-    };
-    sys::explain(
-        fd,
-        &mut explain,
-        Memory::Slice(&mut []),
-        Memory::Slice(&mut []),
-        Memory::Slice(&mut text),
-    )
-    .map_err(errno)
-    .context("EXPLAIN_LAST")?;
+fn refused_with(fd: std::os::fd::BorrowedFd<'_>, code: i32) -> Result<()> {
+    let (explain, _, text) = super::explain_last(fd)?;
     ensure!(
         explain.error == code as u32,
         "the explanation's errno is {}",
         explain.error
     );
-    ensure!(explain.text_len > 8 && text[0] != 0, "no sentence");
+    ensure!(text.len() > 8, "no sentence: {text:?}");
     Ok(())
 }
 

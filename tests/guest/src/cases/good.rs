@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
-use super::{Bed, Case, alloc, buffer, command, errno, free, open, providers, request};
+use super::{Bed, Case, alloc, buffer, command, errno, explain_last, free, open, providers, request};
 use crate::host;
 use crate::sys::{self, Mapping, Memory};
 use crate::wire::Request;
@@ -236,34 +236,12 @@ fn near(bed: &mut Bed) -> Result<()> {
         a.class == abi::P2PMEM_PATH_SAME_SWITCH && a.provider == accel.id,
         "{a:?}"
     );
-    let mut verdicts = [abi::p2pmem_verdict::default(); 4];
-    let mut text = [0u8; 512];
-    let mut explain = abi::p2pmem_explain {
-        nr_verdicts: 4,
-        text_len: 512,
-        flags: abi::P2PMEM_EXPLAIN_LAST,
-        ..Default::default()
-    };
-    sys::explain(
-        fd,
-        &mut explain,
-        Memory::Slice(&mut []),
-        Memory::Slice(&mut verdicts),
-        Memory::Slice(&mut text),
-    )
-    .map_err(errno)?;
+    let (explain, verdicts, _) = explain_last(fd)?;
     ensure!(explain.error == 0 && explain.chosen == accel.id, "{explain:?}");
-    let verdict = verdicts[..explain.nr_verdicts as usize]
-        .iter()
-        .find(|v| v.provider == accel.id)
-        .context("no verdict")?;
+    let verdict = verdicts.iter().find(|v| v.provider == accel.id).context("no verdict")?;
     ensure!(
         verdict.code == abi::P2PMEM_VERDICT_CHOSEN && verdict.class == abi::P2PMEM_PATH_SAME_SWITCH,
         "{verdict:?}"
-    );
-    ensure!(
-        explain.text_len > 1 && text[explain.text_len.min(512) as usize - 1] == 0,
-        "no sentence"
     );
     // A request of upstream's strategy ends at the only provider there is too.
     a.req.strategy = abi::P2PMEM_STRATEGY_UPSTREAM;

@@ -7,10 +7,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use p2pmem_sys as abi;
 
-use super::{Bed, Case, alloc, buffer, errno, expect, free, open, read, request, write};
+use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, open, read, request, write};
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -68,29 +68,8 @@ fn near_with(
 
 /// What the last decision said: the verdict codes by provider, and the sentence.
 fn last(fd: BorrowedFd<'_>) -> Result<(Vec<(u32, u32)>, String)> {
-    let mut verdicts = [abi::p2pmem_verdict::default(); 8];
-    let mut text = [0u8; 512];
-    let mut explain = abi::p2pmem_explain {
-        nr_verdicts: 8,
-        text_len: 512,
-        flags: abi::P2PMEM_EXPLAIN_LAST,
-        ..Default::default()
-    };
-    sys::explain(
-        fd,
-        &mut explain,
-        Memory::Slice(&mut []),
-        Memory::Slice(&mut verdicts),
-        Memory::Slice(&mut text),
-    )
-    .map_err(errno)
-    .context("EXPLAIN")?;
-    let codes = verdicts[..explain.nr_verdicts as usize]
-        .iter()
-        .map(|v| (v.provider, v.code))
-        .collect();
-    let text = String::from_utf8_lossy(&text[..explain.text_len as usize - 1]).into_owned();
-    Ok((codes, text))
+    let (_, verdicts, text) = explain_last(fd)?;
+    Ok((verdicts.iter().map(|v| (v.provider, v.code)).collect(), text))
 }
 
 /// Fails unless a provider's verdict was this one.
