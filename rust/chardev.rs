@@ -121,11 +121,9 @@ impl File {
         self.readable.notify_all();
     }
 
-    /// The handle of one of the file's buffers.
-    pub(crate) fn handle_of(&self, buffer: u64) -> Option<u32> {
-        let handles = self.handles.lock();
-        let found = handles.by_handle.iter().find(|(_, holder)| holder.id == buffer);
-        found.map(|(&handle, _)| handle)
+    /// The handle of one of the file's buffers; none where it was freed, and only mappings are left.
+    pub(crate) fn handle_of(&self, buffer: &Buffer) -> Option<u32> {
+        self.handles.lock().by_page.get(&buffer.page_offset).copied()
     }
 
     /// Keeps a buffer under a new handle.

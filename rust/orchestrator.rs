@@ -8,7 +8,7 @@ use crate::{
     ext::{
         bus,
         driver,
-        log::capable_admin,
+        log::{self, capable_admin},
         p2pdma,
         pci::Function,
         uapi::{self, consts},
@@ -140,7 +140,7 @@ impl Orchestrator {
             match buffer {
                 None => file.tell(kind, provider, 0),
                 Some(buffer) if buffer.file == file.id => {
-                    file.tell(kind, provider, file.handle_of(buffer.id).unwrap_or(0));
+                    file.tell(kind, provider, file.handle_of(buffer).unwrap_or(0));
                 }
                 Some(_) => {}
             }
@@ -578,7 +578,8 @@ impl Orchestrator {
         let Some(stopped) = provider.stop() else {
             return;
         };
-        provider.for_each_buffer(|buffer| self.revoke(buffer));
+        let mut revoked = 0u32;
+        provider.for_each_buffer(|buffer| revoked += u32::from(self.revoke(buffer)));
         provider.drain(stopped, leave);
         let mut registry = self.registry.lock();
         let at = registry.providers.iter().position(|p| p.id == provider.id);
@@ -590,26 +591,33 @@ impl Orchestrator {
         drop(removed);
         self.forget_paths();
         self.tell(consts::EVENT_PROVIDER_REMOVED, provider.id, None);
-        pr_info!("{}: no provider any more\n", provider.addr);
+        pr_info!(
+            "{}: no provider any more, {} buffers were revoked\n",
+            provider.addr,
+            revoked
+        );
     }
 
-    /// Ends one buffer: no new mappings, no old ones, no memory.
-    fn revoke(&self, buffer: &Arc<Buffer>) {
+    /// Ends one buffer: no new mappings, no old ones, no memory. False when it had ended already.
+    fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
         if !buffer.revoke() {
-            return;
+            return false;
         }
         let (_, mappings) = buffer.status();
-        self.space.unmap(buffer.page_offset, buffer.size / PAGE_SIZE as u64);
+        self.space.unmap(buffer.page_offset, buffer.size / PAGE);
         buffer.finish_revoke();
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.tell(consts::EVENT_BUFFER_REVOKED, buffer.provider.id, Some(buffer));
-        pr_info!(
-            "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
-            buffer.provider.addr,
-            buffer.size,
-            mappings,
-            buffer.owner
-        );
+        if log::allowed() {
+            pr_info!(
+                "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
+                buffer.provider.addr,
+                buffer.size,
+                mappings,
+                buffer.owner
+            );
+        }
+        true
     }
 
     /// Ends all providers, as the module is going away.
