@@ -47,6 +47,13 @@ pub(super) const CASES: &[Case] = &[
         run: unbind,
     },
     Case {
+        name: "unbind-many",
+        about: "unbinding with two thousand buffers ends within a second, and tells of those it has no room to tell of",
+        topology: "small",
+        ruins: false,
+        run: unbind_many,
+    },
+    Case {
         name: "unbind-and-kill",
         about: "unbinding and killing the holder at the same time, many times",
         topology: "small",
@@ -303,6 +310,37 @@ fn unbind(bed: &mut Bed) -> Result<()> {
         Mapping::shared(file.as_fd(), 0, 4096),
         libc::ENODEV,
     )?;
+    bed.publish("accel0")
+}
+
+fn unbind_many(bed: &mut Bed) -> Result<()> {
+    const MANY: u32 = 2000;
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut maps = Vec::new();
+    for n in 0..MANY {
+        let a = alloc(fd, 4096).map_err(errno)?;
+        if n % 100 == 0 {
+            let map = Mapping::shared(fd, a.mmap_offset, 4096).map_err(errno)?;
+            map.set(0, u64::from(n));
+            maps.push(map);
+        }
+    }
+    timed_unbind(bed)?;
+    let mut told = 0;
+    // At most as many reads as events that fit, and one for those that did not.
+    while told < MANY + 1 {
+        let events = sys::read_events(fd, 64 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
+        ensure!(!events.is_empty(), "a read without an event");
+        for event in events {
+            told += match event.type_ {
+                abi::P2PMEM_EVENT_LOST => event.count,
+                abi::P2PMEM_EVENT_BUFFER_REVOKED | abi::P2PMEM_EVENT_PROVIDER_REMOVED => 1,
+                other => bail!("event {other}"),
+            };
+        }
+    }
+    ensure!(told == MANY + 1, "{told} events for {MANY} buffers and their provider");
     bed.publish("accel0")
 }
 
