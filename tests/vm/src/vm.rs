@@ -358,11 +358,14 @@ impl Vm {
         ids
     }
 
-    /// The last lines of the kernel's console, and of QEMU's own output.
+    /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
     pub fn console_tail(&self) -> String {
         let mut tail = String::from("--- end of the console ---\n");
         if let Ok(console) = self.console.lock() {
-            let skip = console.lines.len().saturating_sub(CONSOLE_TAIL);
+            let last = console.lines.len().saturating_sub(CONSOLE_TAIL);
+            // A panic's trace may be longer than that, and its first line says what it was.
+            let panic = console.lines.iter().position(|line| dmesg::is_panic(line));
+            let skip = panic.map_or(last, |panic| panic.min(last));
             for line in console.lines.iter().skip(skip) {
                 tail.push_str(line);
                 tail.push('\n');
