@@ -327,12 +327,14 @@ impl Provider {
     /// What there is for a request, without taking it.
     pub(crate) fn room(&self, size: u64, align: u64) -> Room {
         let inner = self.inner.lock();
-        match &inner.source {
-            None => Room {
-                live: false,
-                free: 0,
-                largest: 0,
-            },
+        let (free, largest) = match &inner.source {
+            None => {
+                return Room {
+                    live: false,
+                    free: 0,
+                    largest: 0,
+                }
+            }
             Some(Source::Own { buddy, .. }) => {
                 let buddy = buddy.clone();
                 // What is being cleared is as good as free: an allocation waits for it.
@@ -341,32 +343,28 @@ impl Provider {
                 let free = buddy.free() + returning;
                 let largest = buddy.largest_for(size, align);
                 // Whether the pieces that are being cleared will join is known when they have.
-                let largest = if returning > 0 && largest < size {
-                    size.min(free)
-                } else {
-                    largest
-                };
-                Room {
-                    live: true,
-                    free,
-                    largest,
-                }
+                let joined = returning > 0 && largest < size;
+                (free, if joined { size.min(free) } else { largest })
             }
             Some(Source::Adopted { held, ceiling }) => {
                 let free = self.size - held;
                 let largest = free.min(*ceiling);
                 // The alignment is made by taking more.
-                let largest = if free >= size && largest < padded(size, align) {
-                    size - PAGE_SIZE as u64
-                } else {
-                    largest
-                };
-                Room {
-                    live: true,
+                let fits = largest >= padded(size, align);
+                (
                     free,
-                    largest,
-                }
+                    if fits {
+                        largest
+                    } else {
+                        largest.min(size - PAGE_SIZE as u64)
+                    },
+                )
             }
+        };
+        Room {
+            live: true,
+            free,
+            largest,
         }
     }
 
