@@ -83,6 +83,6 @@ macro_rules! travel {
 }
 
 travel! {
-    PciAddress: 8, Info: 80, Provider: 128, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
-    Buffer: 56, Verdict: 64, Explain: 88, Stats: 80, Event: 24,
+    PciAddress: 8, Info: 80, Provider: 136, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
+    Buffer: 64, Verdict: 64, Explain: 88, Stats: 104, Event: 24,
 }

@@ -19,10 +19,12 @@
  * -EFAULT (a bad pointer) and -ENOTTY (an unknown ioctl) leave none.
  */
 
-#define P2PMEM_ABI_VERSION	1
+#define P2PMEM_ABI_VERSION	2
 
 /* Most clients one request may name. */
 #define P2PMEM_MAX_CLIENTS	64
+/* Most ranges one dma-buf may consist of. */
+#define P2PMEM_MAX_RANGES	64
 /* Largest alignment of a buffer: 1 GiB. */
 #define P2PMEM_MAX_ALIGN	(1ULL << 30)
 
@@ -44,6 +46,8 @@ struct p2pmem_pci_addr {
 #define P2PMEM_FEATURE_MMAP_PAGED	(1ULL << 0)	/* page-backed mappings: O_DIRECT works */
 #define P2PMEM_FEATURE_EVENTS		(1ULL << 1)	/* read() and poll() deliver events */
 #define P2PMEM_FEATURE_ADOPT		(1ULL << 2)	/* providers other drivers published are adopted */
+#define P2PMEM_FEATURE_DMABUF		(1ULL << 3)	/* buffers can be exported as dma-bufs */
+#define P2PMEM_FEATURE_PAGELESS		(1ULL << 4)	/* providers can do without struct pages */
 
 /**
  * struct p2pmem_info - what this module is, and what it holds in all
@@ -89,6 +93,11 @@ enum p2pmem_provider_state {
 	P2PMEM_PROVIDER_REVOKING = 2,
 };
 
+/* &struct p2pmem_provider.flags */
+#define P2PMEM_PROVIDER_PAGELESS	(1U << 0)	/* no struct pages: mappings are for the CPU alone, O_DIRECT fails */
+#define P2PMEM_PROVIDER_EXPORTABLE	(1U << 1)	/* buffers in it can be exported as dma-bufs */
+#define P2PMEM_PROVIDER_PINNED_EXPORTS	(1U << 2)	/* the administrator allows %P2PMEM_EXPORT_PINNED */
+
 /**
  * struct p2pmem_provider - one provider
  * @id: its number, never 0, never used twice while the module is loaded
@@ -108,6 +117,8 @@ enum p2pmem_provider_state {
  * @vendor: PCI vendor id
  * @device: PCI device id
  * @class: PCI class code (24 bits)
+ * @flags: P2PMEM_PROVIDER_PAGELESS and the other bits of that row
+ * @exports: dma-bufs of buffers in it that are not closed yet
  * @driver: name of the driver bound to the function, NUL-terminated, empty where there is none
  */
 struct p2pmem_provider {
@@ -128,6 +139,8 @@ struct p2pmem_provider {
 	__u16 vendor;
 	__u16 device;
 	__u32 class;
+	__u32 flags;
+	__u32 exports;
 	char driver[32];
 };
 
@@ -284,7 +297,8 @@ struct p2pmem_alloc {
  * @handle: the handle
  * @flags: must be zero
  *
- * The memory is free once the last mapping is gone too. Errors: -ENOENT (no such handle on this file).
+ * The memory is free once the last mapping and the last dma-buf are gone too. Errors: -ENOENT (no such handle on this
+ * file).
  */
 struct p2pmem_free {
 	__u32 handle;
@@ -313,6 +327,8 @@ enum p2pmem_buffer_state {
  * @bus_addr: its address on the provider's PCI bus
  * @state: &enum p2pmem_buffer_state
  * @mappings: user mappings of it (VMAs)
+ * @exports: dma-bufs of it that are not closed yet
+ * @attachments: importers that are attached to these dma-bufs now
  * @flags: must be zero
  * @reserved: must be zero
  *
@@ -327,8 +343,58 @@ struct p2pmem_buffer {
 	__u64 bus_addr;
 	__u32 state;
 	__u32 mappings;
+	__u32 exports;
+	__u32 attachments;
 	__u32 flags;
 	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_range - a part of a buffer
+ * @offset: first byte in the buffer, or with %P2PMEM_EXPORT_MAPPED an address of the caller; whole pages
+ * @size: bytes; whole pages, not 0
+ */
+struct p2pmem_range {
+	__u64 offset;
+	__u64 size;
+};
+
+/* &struct p2pmem_export.flags */
+#define P2PMEM_EXPORT_PINNED		(1U << 0)	/* importers that cannot be revoked may attach too */
+#define P2PMEM_EXPORT_MAPPED		(1U << 1)	/* the ranges are addresses of the caller */
+
+/**
+ * struct p2pmem_export - export parts of one buffer as a dma-buf
+ * @ranges: array of &struct p2pmem_range
+ * @nr_ranges: elements in @ranges, 1 to %P2PMEM_MAX_RANGES
+ * @handle: the buffer's handle on this file; 0 with %P2PMEM_EXPORT_MAPPED
+ * @flags: P2PMEM_EXPORT_* bits
+ * @fd: out: descriptor of the dma-buf, close-on-exec, open for reading and writing
+ *
+ * The dma-buf is the concatenation of the ranges, in their order; they must not overlap. With %P2PMEM_EXPORT_MAPPED
+ * each range has to lie in mappings, which may be several, of one and the same buffer, allocated through whichever
+ * file, that could be made writable.
+ *
+ * The dma-buf keeps the buffer's memory until it is closed and its last importer is detached, longer than the handle,
+ * the mappings and the file may live. When the provider leaves the dma-buf is revoked: importers are told and have to
+ * unmap, and from then on mapping it ends in -ENODEV.
+ *
+ * Importers attach later, through their own driver's call (ibv_reg_dmabuf_mr(), say). One that cannot do peer-to-peer
+ * DMA or cannot be revoked is refused with -EOPNOTSUPP, one that cannot reach the provider with -EHOSTUNREACH. The
+ * reason is in the kernel's log, and %P2PMEM_EXPLAIN_LAST gives it on the file that exported.
+ *
+ * Errors: -EINVAL (a bad field, a range that is empty, not whole pages, past the buffer's end, or overlaps another),
+ * -E2BIG (more ranges than %P2PMEM_MAX_RANGES), -ENOENT (no such handle on this file, or no mapping of a buffer at an
+ * address), -EXDEV (mappings of two buffers), -EACCES (a mapping that is read-only for good), -ENODEV (the buffer was
+ * revoked), -EPERM (%P2PMEM_EXPORT_PINNED where the administrator does not allow it: configfs attribute
+ * pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE, -ENOMEM.
+ */
+struct p2pmem_export {
+	__u64 ranges;
+	__u32 nr_ranges;
+	__u32 handle;
+	__u32 flags;
+	__s32 fd;
 };
 
 /**
@@ -399,7 +465,7 @@ struct p2pmem_verdict {
 	__u64 largest;
 };
 
-/* &struct p2pmem_explain.flags: explain this file's last ALLOC or refused ioctl; @req is not looked at */
+/* &struct p2pmem_explain.flags: explain this file's last ALLOC, refused ioctl or refused importer; @req is not used */
 #define P2PMEM_EXPLAIN_LAST		(1U << 0)
 
 /**
@@ -442,6 +508,9 @@ struct p2pmem_explain {
  * @scrubbed_bytes: bytes cleared between owners
  * @parked: times a freed buffer had to wait for others' page references
  * @revoked: buffers ended by a revocation
+ * @exports: dma-bufs made
+ * @attaches: importers attached to them
+ * @attach_failed: importers that were refused
  *
  * Errors: -ENOENT (no such provider).
  */
@@ -457,6 +526,9 @@ struct p2pmem_stats {
 	__u64 scrubbed_bytes;
 	__u64 parked;
 	__u64 revoked;
+	__u64 exports;
+	__u64 attaches;
+	__u64 attach_failed;
 };
 
 /**
@@ -501,13 +573,15 @@ struct p2pmem_event {
 #define P2PMEM_IOC_BUFFER	_IOWR(P2PMEM_IOC_MAGIC, 0x05, struct p2pmem_buffer)
 #define P2PMEM_IOC_EXPLAIN	_IOWR(P2PMEM_IOC_MAGIC, 0x06, struct p2pmem_explain)
 #define P2PMEM_IOC_STATS	_IOWR(P2PMEM_IOC_MAGIC, 0x07, struct p2pmem_stats)
+#define P2PMEM_IOC_EXPORT_DMABUF	_IOWR(P2PMEM_IOC_MAGIC, 0x08, struct p2pmem_export)
 
 /**
  * DOC: mmap
  *
  * mmap(MAP_SHARED) at a buffer's mmap_offset (or inside its range) maps it; at offset 0 it allocates a buffer near
  * nothing in particular that lives as long as its mappings, as the kernel's own p2pmem/allocate does. Mappings are
- * page-backed: O_DIRECT and other GUP users work. Errors: -EINVAL (private, past the buffer's end, no such offset),
+ * page-backed: O_DIRECT and other GUP users work; those of a %P2PMEM_PROVIDER_PAGELESS provider are for the CPU alone,
+ * and O_DIRECT on them fails with -EFAULT. Errors: -EINVAL (private, past the buffer's end, no such offset),
  * -ENODEV (no provider, or the buffer was revoked), -ENOSPC. A mapping of a revoked buffer raises SIGBUS.
  */
 

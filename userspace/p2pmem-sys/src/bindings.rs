@@ -45,7 +45,7 @@ pub struct p2pmem_info {
     pub generation: __u64,
     pub version: [core::ffi::c_char; 32usize],
 }
-#[doc = " struct p2pmem_provider - one provider\n @id: its number, never 0, never used twice while the module is loaded\n @kind: &enum p2pmem_kind\n @addr: the PCI function whose memory it is\n @state: &enum p2pmem_provider_state\n @bar: the BAR, or -1 where the device's own driver published and did not say\n @numa_node: the function's NUMA node, or -1\n @buffers: live buffers in it\n @bar_offset: first published byte in the BAR\n @size: bytes that p2pmem manages; for an adopted provider the pool of the device's driver\n @free: bytes that are free, of @size\n @largest: largest contiguous piece that an allocation could get now\n @kernel_reserve: bytes left in the kernel's own pool for in-kernel users\n @parked: bytes of freed buffers that wait for DMA or page references of others to end\n @scrubbing: bytes of freed buffers that wait to be cleared\n @vendor: PCI vendor id\n @device: PCI device id\n @class: PCI class code (24 bits)\n @driver: name of the driver bound to the function, NUL-terminated, empty where there is none"]
+#[doc = " struct p2pmem_provider - one provider\n @id: its number, never 0, never used twice while the module is loaded\n @kind: &enum p2pmem_kind\n @addr: the PCI function whose memory it is\n @state: &enum p2pmem_provider_state\n @bar: the BAR, or -1 where the device's own driver published and did not say\n @numa_node: the function's NUMA node, or -1\n @buffers: live buffers in it\n @bar_offset: first published byte in the BAR\n @size: bytes that p2pmem manages; for an adopted provider the pool of the device's driver\n @free: bytes that are free, of @size\n @largest: largest contiguous piece that an allocation could get now\n @kernel_reserve: bytes left in the kernel's own pool for in-kernel users\n @parked: bytes of freed buffers that wait for DMA or page references of others to end\n @scrubbing: bytes of freed buffers that wait to be cleared\n @vendor: PCI vendor id\n @device: PCI device id\n @class: PCI class code (24 bits)\n @flags: P2PMEM_PROVIDER_PAGELESS and the other bits of that row\n @exports: dma-bufs of buffers in it that are not closed yet\n @driver: name of the driver bound to the function, NUL-terminated, empty where there is none"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_provider {
@@ -66,6 +66,8 @@ pub struct p2pmem_provider {
     pub vendor: __u16,
     pub device: __u16,
     pub class: __u32,
+    pub flags: __u32,
+    pub exports: __u32,
     pub driver: [core::ffi::c_char; 32usize],
 }
 #[doc = " struct p2pmem_list - list the providers, in the order of their ids\n @providers: array of &struct p2pmem_provider to fill\n @count: in: elements in @providers; out: providers there are (more than fit are counted, not written)\n @flags: must be zero"]
@@ -128,14 +130,14 @@ pub struct p2pmem_alloc {
     pub class: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_free - end a buffer's handle\n @handle: the handle\n @flags: must be zero\n\n The memory is free once the last mapping is gone too. Errors: -ENOENT (no such handle on this file)."]
+#[doc = " struct p2pmem_free - end a buffer's handle\n @handle: the handle\n @flags: must be zero\n\n The memory is free once the last mapping and the last dma-buf are gone too. Errors: -ENOENT (no such handle on this\n file)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_free {
     pub handle: __u32,
     pub flags: __u32,
 }
-#[doc = " struct p2pmem_buffer - ask about a buffer\n @handle: in: the handle\n @provider: id of its provider\n @size: bytes\n @mmap_offset: the offset at which mmap() maps it\n @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known\n @bus_addr: its address on the provider's PCI bus\n @state: &enum p2pmem_buffer_state\n @mappings: user mappings of it (VMAs)\n @flags: must be zero\n @reserved: must be zero\n\n Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN."]
+#[doc = " struct p2pmem_buffer - ask about a buffer\n @handle: in: the handle\n @provider: id of its provider\n @size: bytes\n @mmap_offset: the offset at which mmap() maps it\n @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known\n @bus_addr: its address on the provider's PCI bus\n @state: &enum p2pmem_buffer_state\n @mappings: user mappings of it (VMAs)\n @exports: dma-bufs of it that are not closed yet\n @attachments: importers that are attached to these dma-bufs now\n @flags: must be zero\n @reserved: must be zero\n\n Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_buffer {
@@ -147,8 +149,27 @@ pub struct p2pmem_buffer {
     pub bus_addr: __u64,
     pub state: __u32,
     pub mappings: __u32,
+    pub exports: __u32,
+    pub attachments: __u32,
     pub flags: __u32,
     pub reserved: __u32,
+}
+#[doc = " struct p2pmem_range - a part of a buffer\n @offset: first byte in the buffer, or with %P2PMEM_EXPORT_MAPPED an address of the caller; whole pages\n @size: bytes; whole pages, not 0"]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_range {
+    pub offset: __u64,
+    pub size: __u64,
+}
+#[doc = " struct p2pmem_export - export parts of one buffer as a dma-buf\n @ranges: array of &struct p2pmem_range\n @nr_ranges: elements in @ranges, 1 to %P2PMEM_MAX_RANGES\n @handle: the buffer's handle on this file; 0 with %P2PMEM_EXPORT_MAPPED\n @flags: P2PMEM_EXPORT_* bits\n @fd: out: descriptor of the dma-buf, close-on-exec, open for reading and writing\n\n The dma-buf is the concatenation of the ranges, in their order; they must not overlap. With %P2PMEM_EXPORT_MAPPED\n each range has to lie in mappings, which may be several, of one and the same buffer, allocated through whichever\n file, that could be made writable.\n\n The dma-buf keeps the buffer's memory until it is closed and its last importer is detached, longer than the handle,\n the mappings and the file may live. When the provider leaves the dma-buf is revoked: importers are told and have to\n unmap, and from then on mapping it ends in -ENODEV.\n\n Importers attach later, through their own driver's call (ibv_reg_dmabuf_mr(), say). One that cannot do peer-to-peer\n DMA or cannot be revoked is refused with -EOPNOTSUPP, one that cannot reach the provider with -EHOSTUNREACH. The\n reason is in the kernel's log, and %P2PMEM_EXPLAIN_LAST gives it on the file that exported.\n\n Errors: -EINVAL (a bad field, a range that is empty, not whole pages, past the buffer's end, or overlaps another),\n -E2BIG (more ranges than %P2PMEM_MAX_RANGES), -ENOENT (no such handle on this file, or no mapping of a buffer at an\n address), -EXDEV (mappings of two buffers), -EACCES (a mapping that is read-only for good), -ENODEV (the buffer was\n revoked), -EPERM (%P2PMEM_EXPORT_PINNED where the administrator does not allow it: configfs attribute\n pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE, -ENOMEM."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_export {
+    pub ranges: __u64,
+    pub nr_ranges: __u32,
+    pub handle: __u32,
+    pub flags: __u32,
+    pub fd: __s32,
 }
 #[doc = " struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from\n @provider: &struct p2pmem_provider.id\n @addr: the provider's PCI function\n @code: &enum p2pmem_verdict_code\n @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients\n @class: &enum p2pmem_path_class of that path, 0 without clients\n @hops: sum of hops to all clients\n @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells\n @numa_distance: largest NUMA distance to a client, 0 where none is known\n @size: bytes the provider manages\n @free: bytes that were free\n @largest: largest contiguous piece\n @reserved: zero"]
 #[repr(C)]
@@ -181,7 +202,7 @@ pub struct p2pmem_explain {
     pub chosen: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_stats - counters of one provider since it came, or of the whole module\n @provider: in: its id, 0 for the sum over all there ever were\n @flags: must be zero\n @allocs: buffers allocated\n @frees: buffers whose memory came back\n @failed: requests that named or considered it and got no memory from anyone\n @alloc_bytes: bytes of @allocs\n @free_bytes: bytes of @frees\n @maps: user mappings made\n @scrubbed_bytes: bytes cleared between owners\n @parked: times a freed buffer had to wait for others' page references\n @revoked: buffers ended by a revocation\n\n Errors: -ENOENT (no such provider)."]
+#[doc = " struct p2pmem_stats - counters of one provider since it came, or of the whole module\n @provider: in: its id, 0 for the sum over all there ever were\n @flags: must be zero\n @allocs: buffers allocated\n @frees: buffers whose memory came back\n @failed: requests that named or considered it and got no memory from anyone\n @alloc_bytes: bytes of @allocs\n @free_bytes: bytes of @frees\n @maps: user mappings made\n @scrubbed_bytes: bytes cleared between owners\n @parked: times a freed buffer had to wait for others' page references\n @revoked: buffers ended by a revocation\n @exports: dma-bufs made\n @attaches: importers attached to them\n @attach_failed: importers that were refused\n\n Errors: -ENOENT (no such provider)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_stats {
@@ -196,6 +217,9 @@ pub struct p2pmem_stats {
     pub scrubbed_bytes: __u64,
     pub parked: __u64,
     pub revoked: __u64,
+    pub exports: __u64,
+    pub attaches: __u64,
+    pub attach_failed: __u64,
 }
 #[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @time_ns: CLOCK_MONOTONIC\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
 #[repr(C)]
@@ -207,16 +231,24 @@ pub struct p2pmem_event {
     pub count: __u32,
     pub time_ns: __u64,
 }
-pub const P2PMEM_ABI_VERSION: u32 = 1;
+pub const P2PMEM_ABI_VERSION: u32 = 2;
 pub const P2PMEM_MAX_CLIENTS: u32 = 64;
+pub const P2PMEM_MAX_RANGES: u32 = 64;
 pub const P2PMEM_MAX_ALIGN: u32 = 1073741824;
 pub const P2PMEM_FEATURE_MMAP_PAGED: u32 = 1;
 pub const P2PMEM_FEATURE_EVENTS: u32 = 2;
 pub const P2PMEM_FEATURE_ADOPT: u32 = 4;
+pub const P2PMEM_FEATURE_DMABUF: u32 = 8;
+pub const P2PMEM_FEATURE_PAGELESS: u32 = 16;
+pub const P2PMEM_PROVIDER_PAGELESS: u32 = 1;
+pub const P2PMEM_PROVIDER_EXPORTABLE: u32 = 2;
+pub const P2PMEM_PROVIDER_PINNED_EXPORTS: u32 = 4;
 pub const P2PMEM_PATH_ACS_REDIRECT: u32 = 1;
 pub const P2PMEM_PATH_BUS_ADDR: u32 = 2;
 pub const P2PMEM_PATHS_RESCAN: u32 = 1;
 pub const P2PMEM_ALLOC_PREFER: u32 = 1;
+pub const P2PMEM_EXPORT_PINNED: u32 = 1;
+pub const P2PMEM_EXPORT_MAPPED: u32 = 2;
 pub const P2PMEM_EXPLAIN_LAST: u32 = 1;
 pub const P2PMEM_IOC_MAGIC: u32 = 178;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -248,7 +280,7 @@ pub const P2PMEM_PROVIDER_LIVE: p2pmem_provider_state = 1;
 pub const P2PMEM_PROVIDER_REVOKING: p2pmem_provider_state = 2;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_provider"][::core::mem::size_of::<p2pmem_provider>() - 128usize];
+    ["Size of p2pmem_provider"][::core::mem::size_of::<p2pmem_provider>() - 136usize];
     ["Alignment of p2pmem_provider"][::core::mem::align_of::<p2pmem_provider>() - 8usize];
     ["Offset of field: p2pmem_provider::id"][::core::mem::offset_of!(p2pmem_provider, id) - 0usize];
     ["Offset of field: p2pmem_provider::kind"][::core::mem::offset_of!(p2pmem_provider, kind) - 4usize];
@@ -268,7 +300,9 @@ const _: () = {
     ["Offset of field: p2pmem_provider::vendor"][::core::mem::offset_of!(p2pmem_provider, vendor) - 88usize];
     ["Offset of field: p2pmem_provider::device"][::core::mem::offset_of!(p2pmem_provider, device) - 90usize];
     ["Offset of field: p2pmem_provider::class"][::core::mem::offset_of!(p2pmem_provider, class) - 92usize];
-    ["Offset of field: p2pmem_provider::driver"][::core::mem::offset_of!(p2pmem_provider, driver) - 96usize];
+    ["Offset of field: p2pmem_provider::flags"][::core::mem::offset_of!(p2pmem_provider, flags) - 96usize];
+    ["Offset of field: p2pmem_provider::exports"][::core::mem::offset_of!(p2pmem_provider, exports) - 100usize];
+    ["Offset of field: p2pmem_provider::driver"][::core::mem::offset_of!(p2pmem_provider, driver) - 104usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -351,7 +385,7 @@ pub const P2PMEM_BUFFER_REVOKING: p2pmem_buffer_state = 2;
 pub const P2PMEM_BUFFER_GONE: p2pmem_buffer_state = 3;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_buffer"][::core::mem::size_of::<p2pmem_buffer>() - 56usize];
+    ["Size of p2pmem_buffer"][::core::mem::size_of::<p2pmem_buffer>() - 64usize];
     ["Alignment of p2pmem_buffer"][::core::mem::align_of::<p2pmem_buffer>() - 8usize];
     ["Offset of field: p2pmem_buffer::handle"][::core::mem::offset_of!(p2pmem_buffer, handle) - 0usize];
     ["Offset of field: p2pmem_buffer::provider"][::core::mem::offset_of!(p2pmem_buffer, provider) - 4usize];
@@ -361,8 +395,27 @@ const _: () = {
     ["Offset of field: p2pmem_buffer::bus_addr"][::core::mem::offset_of!(p2pmem_buffer, bus_addr) - 32usize];
     ["Offset of field: p2pmem_buffer::state"][::core::mem::offset_of!(p2pmem_buffer, state) - 40usize];
     ["Offset of field: p2pmem_buffer::mappings"][::core::mem::offset_of!(p2pmem_buffer, mappings) - 44usize];
-    ["Offset of field: p2pmem_buffer::flags"][::core::mem::offset_of!(p2pmem_buffer, flags) - 48usize];
-    ["Offset of field: p2pmem_buffer::reserved"][::core::mem::offset_of!(p2pmem_buffer, reserved) - 52usize];
+    ["Offset of field: p2pmem_buffer::exports"][::core::mem::offset_of!(p2pmem_buffer, exports) - 48usize];
+    ["Offset of field: p2pmem_buffer::attachments"][::core::mem::offset_of!(p2pmem_buffer, attachments) - 52usize];
+    ["Offset of field: p2pmem_buffer::flags"][::core::mem::offset_of!(p2pmem_buffer, flags) - 56usize];
+    ["Offset of field: p2pmem_buffer::reserved"][::core::mem::offset_of!(p2pmem_buffer, reserved) - 60usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_range"][::core::mem::size_of::<p2pmem_range>() - 16usize];
+    ["Alignment of p2pmem_range"][::core::mem::align_of::<p2pmem_range>() - 8usize];
+    ["Offset of field: p2pmem_range::offset"][::core::mem::offset_of!(p2pmem_range, offset) - 0usize];
+    ["Offset of field: p2pmem_range::size"][::core::mem::offset_of!(p2pmem_range, size) - 8usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_export"][::core::mem::size_of::<p2pmem_export>() - 24usize];
+    ["Alignment of p2pmem_export"][::core::mem::align_of::<p2pmem_export>() - 8usize];
+    ["Offset of field: p2pmem_export::ranges"][::core::mem::offset_of!(p2pmem_export, ranges) - 0usize];
+    ["Offset of field: p2pmem_export::nr_ranges"][::core::mem::offset_of!(p2pmem_export, nr_ranges) - 8usize];
+    ["Offset of field: p2pmem_export::handle"][::core::mem::offset_of!(p2pmem_export, handle) - 12usize];
+    ["Offset of field: p2pmem_export::flags"][::core::mem::offset_of!(p2pmem_export, flags) - 16usize];
+    ["Offset of field: p2pmem_export::fd"][::core::mem::offset_of!(p2pmem_export, fd) - 20usize];
 };
 pub const P2PMEM_VERDICT_CHOSEN: p2pmem_verdict_code = 1;
 pub const P2PMEM_VERDICT_UNREACHABLE: p2pmem_verdict_code = 2;
@@ -414,7 +467,7 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_stats"][::core::mem::size_of::<p2pmem_stats>() - 80usize];
+    ["Size of p2pmem_stats"][::core::mem::size_of::<p2pmem_stats>() - 104usize];
     ["Alignment of p2pmem_stats"][::core::mem::align_of::<p2pmem_stats>() - 8usize];
     ["Offset of field: p2pmem_stats::provider"][::core::mem::offset_of!(p2pmem_stats, provider) - 0usize];
     ["Offset of field: p2pmem_stats::flags"][::core::mem::offset_of!(p2pmem_stats, flags) - 4usize];
@@ -427,6 +480,9 @@ const _: () = {
     ["Offset of field: p2pmem_stats::scrubbed_bytes"][::core::mem::offset_of!(p2pmem_stats, scrubbed_bytes) - 56usize];
     ["Offset of field: p2pmem_stats::parked"][::core::mem::offset_of!(p2pmem_stats, parked) - 64usize];
     ["Offset of field: p2pmem_stats::revoked"][::core::mem::offset_of!(p2pmem_stats, revoked) - 72usize];
+    ["Offset of field: p2pmem_stats::exports"][::core::mem::offset_of!(p2pmem_stats, exports) - 80usize];
+    ["Offset of field: p2pmem_stats::attaches"][::core::mem::offset_of!(p2pmem_stats, attaches) - 88usize];
+    ["Offset of field: p2pmem_stats::attach_failed"][::core::mem::offset_of!(p2pmem_stats, attach_failed) - 96usize];
 };
 pub const P2PMEM_EVENT_PROVIDER_ADDED: p2pmem_event_type = 1;
 pub const P2PMEM_EVENT_PROVIDER_REMOVED: p2pmem_event_type = 2;

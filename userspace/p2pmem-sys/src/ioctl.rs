@@ -3,8 +3,8 @@
 //! ioctl numbers, computed from the argument types as `<linux/ioctl.h>` does.
 
 use crate::{
-    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_free, p2pmem_info, p2pmem_list, p2pmem_paths, p2pmem_stats,
-    P2PMEM_IOC_MAGIC,
+    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_info, p2pmem_list, p2pmem_paths,
+    p2pmem_stats, P2PMEM_IOC_MAGIC,
 };
 
 /// Layout of an ioctl number: widths of its fields and codes of its directions.
@@ -80,6 +80,8 @@ pub const P2PMEM_IOC_BUFFER: u32 = ioc::<p2pmem_buffer>(arch::READ | arch::WRITE
 pub const P2PMEM_IOC_EXPLAIN: u32 = ioc::<p2pmem_explain>(arch::READ | arch::WRITE, 0x06);
 /// Counters: [`p2pmem_stats`].
 pub const P2PMEM_IOC_STATS: u32 = ioc::<p2pmem_stats>(arch::READ | arch::WRITE, 0x07);
+/// Export parts of a buffer as a dma-buf: [`p2pmem_export`].
+pub const P2PMEM_IOC_EXPORT_DMABUF: u32 = ioc::<p2pmem_export>(arch::READ | arch::WRITE, 0x08);
 
 // The row has no holes: a number given twice or skipped is a mistake.
 const _: () = {
@@ -92,6 +94,7 @@ const _: () = {
         P2PMEM_IOC_BUFFER,
         P2PMEM_IOC_EXPLAIN,
         P2PMEM_IOC_STATS,
+        P2PMEM_IOC_EXPORT_DMABUF,
     ];
     let mut i = 0;
     while i < all.len() {

@@ -42,7 +42,7 @@ fn of_rust() -> Numbers {
         p2pmem_info { abi_version, page_size, features, providers, buffers, size, free, generation, version }
         p2pmem_provider {
             id, kind, addr, state, bar, numa_node, buffers, bar_offset, size, free, largest, kernel_reserve, parked,
-            scrubbing, vendor, device, class, driver,
+            scrubbing, vendor, device, class, flags, exports, driver,
         }
         p2pmem_list { providers, count, flags }
         p2pmem_path { provider, client, class, flags, hops, distance, bandwidth, numa_distance, bridge }
@@ -51,27 +51,34 @@ fn of_rust() -> Numbers {
         p2pmem_alloc { req, handle, provider, size, mmap_offset, bar_offset, class, reserved }
         p2pmem_free { handle, flags }
         p2pmem_buffer {
-            handle, provider, size, mmap_offset, bar_offset, bus_addr, state, mappings, flags, reserved,
+            handle, provider, size, mmap_offset, bar_offset, bus_addr, state, mappings, exports, attachments, flags,
+            reserved,
         }
+        p2pmem_range { offset, size }
+        p2pmem_export { ranges, nr_ranges, handle, flags, fd }
         p2pmem_verdict {
             provider, code, addr, worst_client, class, hops, bandwidth, numa_distance, reserved, size, free, largest,
         }
         p2pmem_explain { req, verdicts, text, nr_verdicts, text_len, flags, error, chosen, reserved }
         p2pmem_stats {
             provider, flags, allocs, frees, failed, alloc_bytes, free_bytes, maps, scrubbed_bytes, parked, revoked,
+            exports, attaches, attach_failed,
         }
         p2pmem_event { type_ as "type", provider, handle, count, time_ns }
     }
     constants! { n,
-        P2PMEM_ABI_VERSION, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_ALIGN,
-        P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT,
+        P2PMEM_ABI_VERSION, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_ALIGN,
+        P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT, P2PMEM_FEATURE_DMABUF,
+        P2PMEM_FEATURE_PAGELESS,
         P2PMEM_KIND_OWN, P2PMEM_KIND_ADOPTED,
         P2PMEM_PROVIDER_LIVE, P2PMEM_PROVIDER_REVOKING,
+        P2PMEM_PROVIDER_PAGELESS, P2PMEM_PROVIDER_EXPORTABLE, P2PMEM_PROVIDER_PINNED_EXPORTS,
         P2PMEM_PATH_SAME_DEVICE, P2PMEM_PATH_SAME_SWITCH, P2PMEM_PATH_SWITCHES, P2PMEM_PATH_HOST_BRIDGE,
         P2PMEM_PATH_NUMA_NODE, P2PMEM_PATH_SYSTEM, P2PMEM_PATH_UNREACHABLE,
         P2PMEM_PATH_ACS_REDIRECT, P2PMEM_PATH_BUS_ADDR, P2PMEM_PATHS_RESCAN,
         P2PMEM_STRATEGY_NEAREST, P2PMEM_STRATEGY_UPSTREAM, P2PMEM_ALLOC_PREFER,
         P2PMEM_BUFFER_LIVE, P2PMEM_BUFFER_REVOKING, P2PMEM_BUFFER_GONE,
+        P2PMEM_EXPORT_PINNED, P2PMEM_EXPORT_MAPPED,
         P2PMEM_VERDICT_CHOSEN, P2PMEM_VERDICT_UNREACHABLE, P2PMEM_VERDICT_TOO_FAR, P2PMEM_VERDICT_TOO_SMALL,
         P2PMEM_VERDICT_FULL, P2PMEM_VERDICT_FRAGMENTED, P2PMEM_VERDICT_LEAVING, P2PMEM_VERDICT_NOT_NAMED,
         P2PMEM_VERDICT_CLASS, P2PMEM_VERDICT_HOPS, P2PMEM_VERDICT_BANDWIDTH, P2PMEM_VERDICT_NUMA,
@@ -79,7 +86,7 @@ fn of_rust() -> Numbers {
         P2PMEM_EXPLAIN_LAST,
         P2PMEM_EVENT_PROVIDER_ADDED, P2PMEM_EVENT_PROVIDER_REMOVED, P2PMEM_EVENT_BUFFER_REVOKED, P2PMEM_EVENT_LOST,
         P2PMEM_IOC_MAGIC, P2PMEM_IOC_INFO, P2PMEM_IOC_LIST, P2PMEM_IOC_PATHS, P2PMEM_IOC_ALLOC, P2PMEM_IOC_FREE,
-        P2PMEM_IOC_BUFFER, P2PMEM_IOC_EXPLAIN, P2PMEM_IOC_STATS,
+        P2PMEM_IOC_BUFFER, P2PMEM_IOC_EXPLAIN, P2PMEM_IOC_STATS, P2PMEM_IOC_EXPORT_DMABUF,
     }
     n
 }
