@@ -3,4 +3,5 @@
 //! Device models of the test bed. Each is a library, tested here without an emulator, and a process of its own.
 
 pub mod accel;
+pub mod mlx5;
 pub mod size;
