@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Work requests as the host decodes them from its queues, and completions as it encodes them.
+
+use smallvec::SmallVec;
+
+use crate::packet::Gid;
+
+/// A piece of local memory: an entry of a scatter/gather list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sge {
+    /// Local key.
+    pub key: u32,
+    /// First address, in the key's address space.
+    pub address: u64,
+    /// Length in bytes. 0 is an empty piece, whose key is not looked at.
+    pub length: u32,
+}
+
+/// Where a work request's data is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Payload {
+    /// In memory: gathered from (or, for reads and atomics, scattered to) these pieces in order.
+    Memory(SmallVec<[Sge; 4]>),
+    /// In the work request itself.
+    Inline(Vec<u8>),
+}
+
+/// Memory of the other side.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Remote {
+    /// First address, in the key's address space.
+    pub address: u64,
+    /// Remote key.
+    pub key: u32,
+}
+
+/// What a send work request asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SendOp {
+    /// A message into a receive of the other side.
+    Send {
+        /// Immediate data.
+        imm: Option<u32>,
+    },
+    /// A message after which the other side invalidates its key.
+    SendInvalidate {
+        /// The remote key.
+        key: u32,
+    },
+    /// Data into the other side's memory; with immediate data it also takes a receive there.
+    Write {
+        /// Where to.
+        remote: Remote,
+        /// Immediate data.
+        imm: Option<u32>,
+    },
+    /// Data out of the other side's memory, as much as the payload has room for.
+    Read {
+        /// Where from.
+        remote: Remote,
+    },
+    /// 8 bytes of the other side become `swap` if they are `compare`; the payload receives what they were.
+    CompareSwap {
+        /// Which 8 bytes; aligned.
+        remote: Remote,
+        /// Value expected.
+        compare: u64,
+        /// Value to put there.
+        swap: u64,
+    },
+    /// `add` is added to 8 bytes of the other side; the payload receives what they were.
+    FetchAdd {
+        /// Which 8 bytes; aligned.
+        remote: Remote,
+        /// Number to add.
+        add: u64,
+    },
+    /// Something the host does itself when its turn comes, by [`Host::local`](crate::Host::local): registration or
+    /// invalidation of a key, or nothing.
+    Local,
+}
+
+/// What a send work request waits for before it starts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fence {
+    /// Nothing.
+    #[default]
+    None,
+    /// The end of all earlier reads and atomics of the queue (the fence of the verbs).
+    Reads,
+    /// The end of all earlier work of the queue.
+    All,
+}
+
+/// Flags of a send work request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SendFlags {
+    /// Its success makes a completion; its failure always does.
+    pub signaled: bool,
+    /// The other side's completion is a solicited event.
+    pub solicited: bool,
+    /// What it waits for.
+    pub fence: Fence,
+}
+
+/// Fields of a global route header that a sender chooses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grh {
+    /// Index of the source in the port's table of GIDs.
+    pub sgid_index: u16,
+    /// Destination.
+    pub dgid: Gid,
+    /// Flow label, 20 bits.
+    pub flow_label: u32,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Hop limit.
+    pub hop_limit: u8,
+}
+
+/// A way through the subnet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// LID of the destination port, or of a multicast group.
+    pub dlid: u16,
+    /// Added to the port's base LID to make the source LID.
+    pub path_bits: u8,
+    /// Service level, 4 bits.
+    pub sl: u8,
+    /// Global route header, if one is to be sent.
+    pub grh: Option<Grh>,
+}
+
+/// Whom a datagram goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AddressVector {
+    /// The way there.
+    pub path: Path,
+    /// The queue pair there; 0xffffff for a multicast group.
+    pub qpn: u32,
+    /// Q_Key; with its highest bit set, the sending queue pair's own is sent instead.
+    pub qkey: u32,
+}
+
+/// A work request of a send queue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SendWork {
+    /// What the host knows the request by (such as the index of its first queue slot): comes back in the completion.
+    pub id: u64,
+    /// What is asked for.
+    pub op: SendOp,
+    /// Flags.
+    pub flags: SendFlags,
+    /// Local data; ignored for [`SendOp::Local`].
+    pub payload: Payload,
+    /// Datagram services: whom it goes to.
+    pub to: Option<AddressVector>,
+    /// XRC: number of the shared receive queue on the other side.
+    pub remote_srqn: u32,
+}
+
+/// A receive queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Queue {
+    /// The receive queue of a queue pair, by the pair's number.
+    Own(u32),
+    /// A shared receive queue, by its number.
+    Shared(u32),
+}
+
+/// A work request of a receive queue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ReceiveWork {
+    /// What the host knows the request by: comes back in the completion.
+    pub id: u64,
+    /// Where the message goes.
+    pub pieces: SmallVec<[Sge; 4]>,
+    /// How many requests are left in the queue without this one. Looked at for shared queues' limit only.
+    pub left: u32,
+}
+
+/// How work ended; the verbs' completion statuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Status {
+    /// As asked.
+    Success,
+    /// Local length error: a message longer than the receive, or a work request longer than allowed.
+    LocalLength,
+    /// Local queue pair operation error: the work request makes no sense.
+    LocalQpOperation,
+    /// Local protection error: a local key does not allow the access.
+    LocalProtection,
+    /// Not done: the queue pair is in the error state.
+    Flushed,
+    /// A memory window could not be bound.
+    MwBind,
+    /// An answer that does not fit the request.
+    BadResponse,
+    /// Local access error: a remote write with immediate data failed on the receiving side.
+    LocalAccess,
+    /// The other side cannot carry out such a request.
+    RemoteInvalidRequest,
+    /// The other side's key does not allow the access.
+    RemoteAccess,
+    /// The other side could not carry out the request.
+    RemoteOperation,
+    /// No acknowledgement, for as often as was to be tried.
+    RetryExceeded,
+    /// The other side had no receive, for as often as was to be tried.
+    RnrRetryExceeded,
+}
+
+/// What a receive got.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Received {
+    /// A message.
+    Send,
+    /// A message with immediate data.
+    SendImm(u32),
+    /// A message, after which this key of this side was invalidated.
+    SendInvalidate(u32),
+    /// The immediate data of a remote write.
+    WriteImm(u32),
+}
+
+/// Where a datagram came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UdSource {
+    /// Sending queue pair.
+    pub qpn: u32,
+    /// LID of the sending port.
+    pub lid: u16,
+    /// Service level.
+    pub sl: u8,
+    /// Low bits of the destination LID, above this port's base LID.
+    pub path_bits: u8,
+    /// The first 40 bytes of the buffer hold a global route header.
+    pub grh: bool,
+    /// Index of the packet's P_Key in this port's table.
+    pub pkey_index: u16,
+    /// It was sent to a multicast group.
+    pub multicast: bool,
+}
+
+/// The end of a work request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Completion {
+    /// Of a send queue. Completions of one queue come in its order.
+    Send {
+        /// The queue pair.
+        qpn: u32,
+        /// The completion queue.
+        cqn: u32,
+        /// As in [`SendWork::id`].
+        id: u64,
+        /// What was asked; `None` if it could not be decoded.
+        op: Option<SendOp>,
+        /// How it ended.
+        status: Status,
+        /// Bytes that a read or an atomic brought.
+        length: u32,
+    },
+    /// Of a receive queue. For a receive queue of a pair's own they come in its order.
+    Receive {
+        /// The queue pair that received.
+        qpn: u32,
+        /// The completion queue: the queue pair's, or an XRC receive queue's.
+        cqn: u32,
+        /// The queue that the work request was taken from.
+        queue: Queue,
+        /// As in [`ReceiveWork::id`].
+        id: u64,
+        /// How it ended; the fields that follow mean something on success only.
+        status: Status,
+        /// Bytes received (for datagrams with the 40 bytes for a global route header; for a write with immediate data,
+        /// the bytes written).
+        length: u32,
+        /// What was received.
+        what: Received,
+        /// The sender asks for a solicited event.
+        solicited: bool,
+        /// Datagram services: who sent it.
+        source: Option<UdSource>,
+    },
+}
