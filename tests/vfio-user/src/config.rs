@@ -453,6 +453,11 @@ impl ConfigSpace {
         }
         (self.memory_enabled() && address != 0 && address != sizing).then_some(address)
     }
+
+    /// Bus addresses of all BARs, as [`ConfigSpace::bar_address`] tells them.
+    pub(crate) fn bar_addresses(&self) -> [Option<u64>; 6] {
+        std::array::from_fn(|index| self.bar_address(index))
+    }
 }
 
 #[cfg(test)]

@@ -3,12 +3,13 @@
 //! What a device model implements, and what it is given.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::ConfigSpace;
 use crate::dma::Dma;
 use crate::irq::Irqs;
 use crate::memory::Memory;
+use crate::peers::{NameTaken, Offer, Peers};
 
 /// What a device does by itself: DMA and interrupts. It outlives connections; clones stand for the same bus.
 #[derive(Clone, Debug)]
@@ -17,14 +18,56 @@ pub struct Bus {
     pub dma: Dma,
     /// MSI-X.
     pub irqs: Irqs,
+    /// Memory of this device that others reach directly.
+    offers: Arc<Mutex<Vec<Offer>>>,
+    peers: Option<Peers>,
 }
 
 impl Bus {
     /// A bus for a device with `vectors` MSI-X vectors; nothing is connected to it yet.
     pub fn new(vectors: u16) -> Self {
+        Self::make(vectors, None)
+    }
+
+    /// As [`Bus::new`], for a device that reaches the memory of `peers` directly.
+    pub fn among(vectors: u16, peers: &Peers) -> Self {
+        Self::make(vectors, Some(peers.clone()))
+    }
+
+    fn make(vectors: u16, peers: Option<Peers>) -> Self {
         Self {
-            dma: Dma::new(),
+            dma: Dma::new(peers.clone()),
             irqs: Irqs::new(vectors),
+            offers: Arc::default(),
+            peers,
+        }
+    }
+
+    /// Lets the peers of this device, if it has any, reach `memory`, which is all of BAR `region`, wherever the guest puts
+    /// that BAR. It ends with the last clone of this bus. `name` is what the bytes are counted under.
+    ///
+    /// # Errors
+    ///
+    /// [`NameTaken`].
+    pub fn offer(&self, region: u32, name: &str, memory: &Arc<Memory>) -> Result<(), NameTaken> {
+        if let Some(peers) = &self.peers {
+            let offer = peers.offer(region, name, Arc::clone(memory))?;
+            self.offers.lock().unwrap_or_else(PoisonError::into_inner).push(offer);
+        }
+        Ok(())
+    }
+
+    /// Ends the connection to the client, which sees the device vanish; for a device that cannot go on. Its serving
+    /// thread returns soon after.
+    pub fn sever(&self) {
+        self.place(&[None; 6]);
+        self.dma.sever();
+    }
+
+    /// Follows the addresses that the BARs have now.
+    pub(crate) fn place(&self, bars: &[Option<u64>; 6]) {
+        for offer in &*self.offers.lock().unwrap_or_else(PoisonError::into_inner) {
+            offer.place(bars.get(offer.region() as usize).copied().flatten());
         }
     }
 }

@@ -2,37 +2,50 @@
 
 //! DMA by the device: bus addresses, what is behind them, and how it is reached.
 //!
-//! Memory that came with a descriptor is mapped and copied. Everything else (a peer's BAR behind another process, memory
-//! the client emulates, or nothing at all) is asked for by messages, which the client carries out as the device's own
-//! accesses on its bus. Such messages are short, one at a time, and wait while the client's register access is being
+//! Memory that came with a descriptor is mapped and copied. What came without one may be the memory of a device that
+//! this process serves as well ([`Peers`]), which is copied too. Everything else (a peer's BAR behind another process,
+//! memory the client emulates, or nothing at all) is asked for by messages, which the client carries out as the device's
+//! own accesses on its bus. Such messages are short, one at a time, and wait while the client's register access is being
 //! answered: the client may process them only after it.
 
-use std::collections::{BTreeMap, HashSet};
+mod link;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
-use std::thread::ThreadId;
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::io::Errno;
-use tracing::{debug, warn};
-use zerocopy::{FromBytes, IntoBytes};
 
 use crate::memory::{Memory, OutOfBounds};
-use crate::proto::{self, DmaAccess, HEADER, Header, command, message};
-use crate::stream;
+use crate::peers::{self, Peers};
+use crate::proto;
 use crate::sys::Window;
+pub(crate) use table::MAX_MAPS;
+use table::{MappedFile, Table, last_address};
 
-/// Most bytes in one message; longer replies have been seen to break the client.
-const MESSAGE_CHUNK: u64 = 64 << 10;
 /// Most bytes copied while the table of mappings is held, so that an unmapping waits only shortly.
 const COPY_CHUNK: u64 = 1 << 20;
-/// How long a message may take from being wanted to being answered.
-const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Most mappings at once, as announced to the client.
-pub(crate) const MAX_MAPS: usize = 65535;
+
+/// Class of guest memory in [`Dma::by_target`].
+pub const HOST: &str = "host";
+/// Class of memory that came with a descriptor and is neither the guest's nor a known peer's in [`Dma::by_target`].
+pub const OTHER_MAPPED: &str = "mapped";
+/// Class of everything reached by messages in [`Dma::by_target`].
+pub const MESSAGE: &str = "message";
+
+/// A range of bus addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// First bus address.
+    pub address: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
 
 /// What is behind a bus address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +90,9 @@ pub enum DmaError {
     /// [`Dma::abort`] was called.
     #[error("aborted")]
     Aborted,
+    /// An atomic access needs a naturally aligned address.
+    #[error("atomic access to {0:#x}, which is not aligned")]
+    Misaligned(u64),
     /// There is no client.
     #[error("not connected")]
     Disconnected,
@@ -105,95 +121,50 @@ pub struct DmaCounts {
     pub message_written: u64,
 }
 
+/// Bytes moved from and to one target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Read from it.
+    pub read: u64,
+    /// Written to it.
+    pub written: u64,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     /// From the bus to the device.
     Read,
     /// From the device to the bus.
     Write,
+    /// Both at once.
+    Update,
 }
 
+/// What was moved from and to one peer.
 #[derive(Debug)]
-struct Map {
-    last: u64,
-    readable: bool,
-    writable: bool,
-    /// The memory, if it came with a descriptor.
-    window: Option<(Window, FileId)>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct FileId {
-    device: u64,
-    inode: u64,
-}
-
-#[derive(Debug, Default)]
-struct Table {
-    /// By first address; no two overlap.
-    maps: BTreeMap<u64, Map>,
-    /// Files known to hold guest memory.
-    host: HashSet<FileId>,
-    /// The client has told of its memory and goes on with the device: what comes now may be anything.
-    settled: bool,
-}
-
-impl Table {
-    /// What is at `address`: the mapping, if any, and how many of `len` bytes have that answer.
-    fn find(&self, address: u64, len: u64) -> (Option<(u64, &Map)>, u64) {
-        if let Some((start, map)) = self.maps.range(..=address).next_back() {
-            if address <= map.last {
-                return (Some((*start, map)), len.min((map.last - address).saturating_add(1)));
-            }
-        }
-        let free = self
-            .maps
-            .range(address..)
-            .next()
-            .map_or(len, |(start, _)| start - address);
-        (None, len.min(free))
-    }
-
-    fn target(&self, map: Option<&Map>) -> Target {
-        match map.and_then(|map| map.window.as_ref()) {
-            Some((_, file)) if self.host.contains(file) => Target::Host,
-            Some(_) => Target::Peer,
-            None => Target::Message,
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Outstanding {
-    id: u16,
-    reply: Option<(Header, Vec<u8>)>,
-}
-
-/// The way to the client, shared by the serving thread and those that do DMA.
-#[derive(Debug, Default)]
-struct Link {
-    stream: Option<Arc<UnixStream>>,
-    server: Option<ThreadId>,
-    /// A command of the client is being carried out and not answered yet.
-    busy: bool,
-    outstanding: Option<Outstanding>,
-    next_id: u16,
-    max_transfer: u64,
+struct Named {
+    name: Arc<str>,
+    read: AtomicU64,
+    written: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
     table: RwLock<Table>,
-    link: Mutex<Link>,
+    peers: Option<Peers>,
+    link: Mutex<link::Link>,
     changed: Condvar,
     bus_master: AtomicBool,
     epoch: AtomicU64,
     host_read: AtomicU64,
     host_written: AtomicU64,
+    /// All peers together.
     peer_read: AtomicU64,
     peer_written: AtomicU64,
     message_read: AtomicU64,
     message_written: AtomicU64,
+    /// The peers known by name, each in `peer_read` and `peer_written` as well.
+    named: RwLock<Vec<Named>>,
 }
 
 /// Access to bus addresses; clones stand for the same bus.
@@ -210,10 +181,72 @@ enum Part<'a> {
     Message { address: u64 },
 }
 
+/// The maps of the bus, held so that nothing is unmapped or moved underneath a copy.
+struct Held<'a> {
+    table: RwLockReadGuard<'a, Table>,
+    peers: Option<RwLockReadGuard<'a, peers::Table>>,
+}
+
+/// What is at an address.
+struct Place<'a> {
+    /// How many bytes have this answer.
+    run: u64,
+    /// What the client permits; everything where it said nothing.
+    readable: bool,
+    writable: bool,
+    target: Target,
+    /// The memory and the offset in it, if it is mapped here.
+    memory: Option<(&'a Window, u64)>,
+    /// The peer's name, if it is a known one.
+    name: Option<&'a Arc<str>>,
+}
+
+impl Held<'_> {
+    fn find(&self, address: u64, len: u64) -> Place<'_> {
+        let (found, run) = self.table.find(address, len);
+        let mut place = Place {
+            run,
+            readable: true,
+            writable: true,
+            target: Target::Message,
+            memory: None,
+            name: None,
+        };
+        let Some((start, map)) = found else { return place };
+        (place.readable, place.writable) = (map.readable, map.writable);
+        match (&map.window, &self.peers) {
+            (Some((window, file)), peers) => {
+                place.memory = Some((window, address - start));
+                if self.table.is_host(file) {
+                    place.target = Target::Host;
+                } else {
+                    place.target = Target::Peer;
+                    let peer = peers.as_ref().and_then(|peers| peers.by_file(file));
+                    place.name = peer.map(|peer| &peer.name);
+                }
+            }
+            (None, Some(peers)) => {
+                let (peer, run) = peers.find(address, run);
+                place.run = run;
+                if let Some((peer, offset)) = peer {
+                    place.target = Target::Peer;
+                    place.memory = Some((peer.memory.window(), offset));
+                    place.name = Some(&peer.name);
+                }
+            }
+            (None, None) => {}
+        }
+        place
+    }
+}
+
 impl Dma {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(peers: Option<Peers>) -> Self {
         Self {
-            shared: Arc::default(),
+            shared: Arc::new(Shared {
+                peers,
+                ..Shared::default()
+            }),
             pinned: None,
         }
     }
@@ -231,15 +264,46 @@ impl Dma {
         }
     }
 
+    /// Bytes moved so far by what they were moved from and to: [`HOST`], each peer by its name, [`OTHER_MAPPED`] and
+    /// [`MESSAGE`]. Peers appear with the first byte, the others always.
+    pub fn by_target(&self) -> BTreeMap<String, Moved> {
+        let named = self.shared.named.read().unwrap_or_else(PoisonError::into_inner);
+        let mut all = BTreeMap::new();
+        let mut known = Moved::default();
+        for peer in named.iter() {
+            let moved = Moved {
+                read: peer.read.load(Ordering::Relaxed),
+                written: peer.written.load(Ordering::Relaxed),
+            };
+            known.read += moved.read;
+            known.written += moved.written;
+            all.insert(peer.name.to_string(), moved);
+        }
+        drop(named);
+        let counts = self.counts();
+        let mut insert = |name: &str, read, written| all.insert(name.to_owned(), Moved { read, written });
+        insert(HOST, counts.host_read, counts.host_written);
+        insert(MESSAGE, counts.message_read, counts.message_written);
+        // The names were counted before the sum, which is therefore never the smaller one.
+        insert(
+            OTHER_MAPPED,
+            counts.peer_read.saturating_sub(known.read),
+            counts.peer_written.saturating_sub(known.written),
+        );
+        all
+    }
+
     /// Sets the counts to 0.
     pub fn reset_counts(&self) {
+        let shared = &self.shared;
+        shared.named.write().unwrap_or_else(PoisonError::into_inner).clear();
         for counter in [
-            &self.shared.host_read,
-            &self.shared.host_written,
-            &self.shared.peer_read,
-            &self.shared.peer_written,
-            &self.shared.message_read,
-            &self.shared.message_written,
+            &shared.host_read,
+            &shared.host_written,
+            &shared.peer_read,
+            &shared.peer_written,
+            &shared.message_read,
+            &shared.message_written,
         ] {
             counter.store(0, Ordering::Relaxed);
         }
@@ -265,8 +329,11 @@ impl Dma {
         self.pinned.unwrap_or_else(|| self.shared.epoch.load(Ordering::SeqCst))
     }
 
-    fn link(&self) -> MutexGuard<'_, Link> {
-        self.shared.link.lock().unwrap_or_else(PoisonError::into_inner)
+    fn hold_maps(&self) -> Held<'_> {
+        // Always in this order, and never held while waiting for the client.
+        let table = self.shared.table.read().unwrap_or_else(PoisonError::into_inner);
+        let peers = self.shared.peers.as_ref().map(Peers::read);
+        Held { table, peers }
     }
 
     /// Tells what is behind `len` bytes from `address`, in order.
@@ -276,13 +343,12 @@ impl Dma {
     /// [`DmaError::Unreachable`] if the range leaves the address space.
     pub fn segments(&self, address: u64, len: u64) -> Result<Vec<Segment>, DmaError> {
         check_range(address, len)?;
-        let table = self.shared.table.read().unwrap_or_else(PoisonError::into_inner);
+        let held = self.hold_maps();
         let mut segments: Vec<Segment> = Vec::new();
         let mut done = 0;
         while done < len {
             let at = address + done;
-            let (map, run) = table.find(at, len - done);
-            let target = table.target(map.map(|(_, map)| map));
+            let Place { run, target, .. } = held.find(at, len - done);
             match segments.last_mut() {
                 Some(last) if last.target == target => last.len += run,
                 _ => segments.push(Segment {
@@ -302,7 +368,28 @@ impl Dma {
     ///
     /// See [`DmaError`].
     pub fn read(&self, address: u64, data: &mut [u8]) -> Result<(), DmaError> {
-        self.transfer(address, data.len() as u64, Direction::Read, |at, len, part| {
+        let len = data.len() as u64;
+        self.read_extents(&[Extent { address, len }], data)
+    }
+
+    /// Writes to the bus.
+    ///
+    /// # Errors
+    ///
+    /// See [`DmaError`].
+    pub fn write(&self, address: u64, data: &[u8]) -> Result<(), DmaError> {
+        let len = data.len() as u64;
+        self.write_extents(&[Extent { address, len }], data)
+    }
+
+    /// Reads ranges one after another, `data.len()` bytes in all.
+    ///
+    /// # Errors
+    ///
+    /// See [`DmaError`]; [`DmaError::Local`] if the ranges are not as long as `data`.
+    pub fn read_extents(&self, extents: &[Extent], data: &mut [u8]) -> Result<(), DmaError> {
+        check_total(extents, data.len() as u64)?;
+        self.transfer(extents, Direction::Read, |at, len, part| {
             // Not truncated: both are within `data`.
             let data = &mut data[at as usize..][..len as usize];
             match part {
@@ -312,13 +399,35 @@ impl Dma {
         })
     }
 
-    /// Writes to the bus.
+    /// Reads ranges one after another and appends what they hold to `out`. On an error, what was read before it is there.
     ///
     /// # Errors
     ///
     /// See [`DmaError`].
-    pub fn write(&self, address: u64, data: &[u8]) -> Result<(), DmaError> {
-        self.transfer(address, data.len() as u64, Direction::Write, |at, len, part| {
+    pub fn append_extents(&self, extents: &[Extent], out: &mut Vec<u8>) -> Result<(), DmaError> {
+        self.transfer(extents, Direction::Read, |_, len, part| match part {
+            // Not truncated: a part is a megabyte at most.
+            Part::Mapped { window, offset } => Ok(window.append(offset, len as usize, out)?),
+            Part::Message { address } => {
+                let start = out.len();
+                out.resize(start + len as usize, 0);
+                let result = self.message_read(address, &mut out[start..]);
+                if result.is_err() {
+                    out.truncate(start);
+                }
+                result
+            }
+        })
+    }
+
+    /// Writes ranges one after another, `data.len()` bytes in all.
+    ///
+    /// # Errors
+    ///
+    /// See [`DmaError`]; [`DmaError::Local`] if the ranges are not as long as `data`.
+    pub fn write_extents(&self, extents: &[Extent], data: &[u8]) -> Result<(), DmaError> {
+        check_total(extents, data.len() as u64)?;
+        self.transfer(extents, Direction::Write, |at, len, part| {
             // Not truncated: both are within `data`.
             let data = &data[at as usize..][..len as usize];
             match part {
@@ -336,14 +445,20 @@ impl Dma {
     pub fn read_into(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
         check_local(memory, offset, len)?;
         let mut buffer = Vec::new();
-        self.transfer(address, len, Direction::Read, |at, len, part| match part {
-            Part::Mapped { window, offset: from } => Ok(Window::copy(window, from, memory.window(), offset + at, len)?),
-            Part::Message { address } => {
-                buffer.resize(len as usize, 0);
-                self.message_read(address, &mut buffer)?;
-                Ok(memory.write(offset + at, &buffer)?)
-            }
-        })
+        self.transfer(
+            &[Extent { address, len }],
+            Direction::Read,
+            |at, len, part| match part {
+                Part::Mapped { window, offset: from } => {
+                    Ok(Window::copy(window, from, memory.window(), offset + at, len)?)
+                }
+                Part::Message { address } => {
+                    buffer.resize(len as usize, 0);
+                    self.message_read(address, &mut buffer)?;
+                    Ok(memory.write(offset + at, &buffer)?)
+                }
+            },
+        )
     }
 
     /// Writes `len` bytes of `memory` at `offset` to the bus.
@@ -354,353 +469,205 @@ impl Dma {
     pub fn write_from(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
         check_local(memory, offset, len)?;
         let mut buffer = Vec::new();
-        self.transfer(address, len, Direction::Write, |at, len, part| match part {
-            Part::Mapped { window, offset: to } => Ok(Window::copy(memory.window(), offset + at, window, to, len)?),
-            Part::Message { address } => {
-                buffer.resize(len as usize, 0);
-                memory.read(offset + at, &mut buffer)?;
-                self.message_write(address, &buffer)
-            }
-        })
+        self.transfer(
+            &[Extent { address, len }],
+            Direction::Write,
+            |at, len, part| match part {
+                Part::Mapped { window, offset: to } => Ok(Window::copy(memory.window(), offset + at, window, to, len)?),
+                Part::Message { address } => {
+                    buffer.resize(len as usize, 0);
+                    memory.read(offset + at, &mut buffer)?;
+                    self.message_write(address, &buffer)
+                }
+            },
+        )
     }
 
-    /// Cuts a range at the borders of mappings, and calls `step` with position, length and place of each part.
+    /// Changes the 8 bytes at `address`, a little-endian number, and returns what they were. Where the memory is mapped
+    /// here, no access of another device or of a processor comes in between; where it is reached by messages, only no
+    /// other such change by a device of this process. `change` may be called more than once.
+    ///
+    /// # Errors
+    ///
+    /// See [`DmaError`]; [`DmaError::Misaligned`] if the address is not divisible by 8.
+    pub fn update(&self, address: u64, mut change: impl FnMut(u64) -> u64) -> Result<u64, DmaError> {
+        /// Held from reading to writing by message.
+        static BY_MESSAGE: Mutex<()> = Mutex::new(());
+
+        if address % 8 != 0 {
+            return Err(DmaError::Misaligned(address));
+        }
+        let mut old = 0;
+        self.transfer(&[Extent { address, len: 8 }], Direction::Update, |_, len, part| {
+            if len != 8 {
+                // Half of it is somewhere else.
+                return Err(DmaError::Misaligned(address));
+            }
+            old = match part {
+                Part::Mapped { window, offset } => {
+                    let old = window.update(offset, &mut change)?;
+                    old.ok_or(DmaError::Misaligned(address))?
+                }
+                Part::Message { address } => {
+                    let _only = BY_MESSAGE.lock().unwrap_or_else(PoisonError::into_inner);
+                    let mut bytes = [0; 8];
+                    self.message_read(address, &mut bytes)?;
+                    let old = u64::from_le_bytes(bytes);
+                    self.message_write(address, &change(old).to_le_bytes())?;
+                    old
+                }
+            };
+            Ok(())
+        })?;
+        Ok(old)
+    }
+
+    /// Cuts ranges at the borders of mappings, and calls `step` with position in the whole, length and place of each part.
     fn transfer(
         &self,
-        address: u64,
-        len: u64,
+        extents: &[Extent],
         direction: Direction,
         mut step: impl FnMut(u64, u64, Part<'_>) -> Result<(), DmaError>,
     ) -> Result<(), DmaError> {
-        check_range(address, len)?;
+        for extent in extents {
+            check_range(extent.address, extent.len)?;
+        }
         let epoch = self.epoch();
-        let mut done = 0;
-        while done < len {
-            if self.shared.epoch.load(Ordering::SeqCst) != epoch {
-                return Err(DmaError::Aborted);
-            }
-            if !self.shared.bus_master.load(Ordering::SeqCst) {
-                return Err(DmaError::BusMasterOff);
-            }
-            let at = address + done;
-            let table = self.shared.table.read().unwrap_or_else(PoisonError::into_inner);
-            let (found, run) = table.find(at, len - done);
-            let target = table.target(found.map(|(_, map)| map));
-            if let Some((_, map)) = found {
-                let permitted = if direction == Direction::Read {
-                    map.readable
-                } else {
-                    map.writable
+        let mut position = 0;
+        let mut held: Option<Held<'_>> = None;
+        // What may be copied until the maps are let go for a moment.
+        let mut budget = COPY_CHUNK;
+        for extent in extents {
+            let mut done = 0;
+            while done < extent.len {
+                if self.shared.epoch.load(Ordering::SeqCst) != epoch {
+                    return Err(DmaError::Aborted);
+                }
+                if !self.shared.bus_master.load(Ordering::SeqCst) {
+                    return Err(DmaError::BusMasterOff);
+                }
+                let address = extent.address + done;
+                let place = held
+                    .get_or_insert_with(|| self.hold_maps())
+                    .find(address, extent.len - done);
+                let permitted = match direction {
+                    Direction::Read => place.readable,
+                    Direction::Write => place.writable,
+                    Direction::Update => place.readable && place.writable,
                 };
                 if !permitted {
-                    return Err(DmaError::Denied(at));
+                    return Err(DmaError::Denied(address));
                 }
-            }
-            let moved = match found {
-                Some((
-                    start,
-                    Map {
-                        window: Some((window, _)),
-                        ..
-                    },
-                )) => {
-                    let run = run.min(COPY_CHUNK);
-                    // The table stays locked while its mapping is in use, so that nothing is unmapped underneath.
-                    step(
-                        done,
-                        run,
-                        Part::Mapped {
-                            window,
-                            offset: at - start,
-                        },
-                    )?;
+                let moved = if let Some((window, offset)) = place.memory {
+                    let run = place.run.min(budget);
+                    step(position, run, Part::Mapped { window, offset })?;
+                    self.count(place.target, place.name, direction, run);
+                    budget -= run;
+                    if budget == 0 {
+                        budget = COPY_CHUNK;
+                        held = None;
+                    }
                     run
-                }
-                _ => {
-                    drop(table);
+                } else {
+                    let run = place.run;
+                    held = None;
                     let run = run.min(self.message_chunk());
-                    step(done, run, Part::Message { address: at })?;
+                    step(position, run, Part::Message { address })?;
+                    self.count(Target::Message, None, direction, run);
                     run
-                }
-            };
-            self.count(target, direction, moved);
-            done += moved;
+                };
+                done += moved;
+                position += moved;
+            }
         }
+        drop(held);
         // What follows, such as an interrupt or a flag the guest polls, must not overtake the data.
         std::sync::atomic::fence(Ordering::SeqCst);
         Ok(())
     }
 
-    fn count(&self, target: Target, direction: Direction, bytes: u64) {
+    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
         let shared = &self.shared;
-        let counter = match (target, direction) {
-            (Target::Host, Direction::Read) => &shared.host_read,
-            (Target::Host, Direction::Write) => &shared.host_written,
-            (Target::Peer, Direction::Read) => &shared.peer_read,
-            (Target::Peer, Direction::Write) => &shared.peer_written,
-            (Target::Message, Direction::Read) => &shared.message_read,
-            (Target::Message, Direction::Write) => &shared.message_written,
+        let (read, written) = match target {
+            Target::Host => (&shared.host_read, &shared.host_written),
+            Target::Peer => (&shared.peer_read, &shared.peer_written),
+            Target::Message => (&shared.message_read, &shared.message_written),
         };
-        counter.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    fn message_chunk(&self) -> u64 {
-        MESSAGE_CHUNK.min(self.link().max_transfer).max(1)
-    }
-
-    fn message_read(&self, address: u64, data: &mut [u8]) -> Result<(), DmaError> {
-        let access = DmaAccess {
-            address,
-            count: data.len() as u64,
-        };
-        let reply = self.request(command::DMA_READ, address, &[access.as_bytes()])?;
-        match DmaAccess::read_from_prefix(&reply) {
-            Ok((got, bytes)) if got.count == access.count && bytes.len() == data.len() => {
-                data.copy_from_slice(bytes);
-                Ok(())
+        let add = |read: &AtomicU64, written: &AtomicU64| {
+            if direction != Direction::Write {
+                read.fetch_add(bytes, Ordering::Relaxed);
             }
-            _ => Err(DmaError::Failed(address, Errno::PROTO.raw_os_error())),
-        }
-    }
-
-    fn message_write(&self, address: u64, data: &[u8]) -> Result<(), DmaError> {
-        let access = DmaAccess {
-            address,
-            count: data.len() as u64,
-        };
-        self.request(command::DMA_WRITE, address, &[access.as_bytes(), data])
-            .map(drop)
-    }
-
-    /// Sends a command to the client and waits for its reply, whose body is returned.
-    fn request(&self, command: u16, address: u64, parts: &[&[u8]]) -> Result<Vec<u8>, DmaError> {
-        let epoch = self.epoch();
-        let deadline = Instant::now() + MESSAGE_TIMEOUT;
-        let mut link = self.link();
-        if link.server == Some(std::thread::current().id()) {
-            return Err(DmaError::WrongThread);
-        }
-        while link.busy || link.outstanding.is_some() {
-            link = self.wait(link, epoch, deadline, address)?;
-        }
-        self.check_alive(&link, epoch)?;
-        let Some(stream) = link.stream.clone() else {
-            return Err(DmaError::Disconnected);
-        };
-        let id = link.next_id;
-        link.next_id = link.next_id.wrapping_add(1);
-        let bytes = proto::encode(
-            Header {
-                id,
-                command,
-                ..Header::default()
-            },
-            parts,
-        );
-        // Sent with the lock held: the serving thread then cannot begin with a command in between.
-        if let Err(error) = stream::send(&stream, &bytes, &[]) {
-            warn!(%error, "a DMA message cannot be sent");
-            // Half a message may be on its way; nothing after it could be understood.
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            return Err(DmaError::Disconnected);
-        }
-        link.outstanding = Some(Outstanding { id, reply: None });
-        loop {
-            match &mut link.outstanding {
-                Some(mine) if mine.id == id => {
-                    if let Some((header, body)) = mine.reply.take() {
-                        link.outstanding = None;
-                        drop(link);
-                        self.shared.changed.notify_all();
-                        return check_reply(&header, body, address);
-                    }
-                }
-                _ => return Err(DmaError::Disconnected),
+            if direction != Direction::Read {
+                written.fetch_add(bytes, Ordering::Relaxed);
             }
-            link = match self.wait(link, epoch, deadline, address) {
-                Ok(link) => link,
-                Err(error) => {
-                    // A reply that comes later is of nobody's interest.
-                    let mut link = self.link();
-                    if link.outstanding.as_ref().is_some_and(|mine| mine.id == id) {
-                        link.outstanding = None;
-                    }
-                    drop(link);
-                    self.shared.changed.notify_all();
-                    return Err(error);
-                }
-            };
+        };
+        add(read, written);
+        let Some(name) = name else { return };
+        let find = |peers: &[Named]| match peers.iter().find(|peer| peer.name == *name) {
+            Some(peer) => {
+                add(&peer.read, &peer.written);
+                true
+            }
+            None => false,
+        };
+        if find(&shared.named.read().unwrap_or_else(PoisonError::into_inner)) {
+            return;
         }
-    }
-
-    fn check_alive(&self, link: &Link, epoch: u64) -> Result<(), DmaError> {
-        if self.shared.epoch.load(Ordering::SeqCst) != epoch {
-            return Err(DmaError::Aborted);
+        let mut named = shared.named.write().unwrap_or_else(PoisonError::into_inner);
+        if !find(&named) {
+            named.push(Named {
+                name: Arc::clone(name),
+                read: AtomicU64::new(0),
+                written: AtomicU64::new(0),
+            });
+            find(&named);
         }
-        if link.stream.is_none() {
-            return Err(DmaError::Disconnected);
-        }
-        Ok(())
-    }
-
-    fn wait<'a>(
-        &'a self,
-        link: MutexGuard<'a, Link>,
-        epoch: u64,
-        deadline: Instant,
-        address: u64,
-    ) -> Result<MutexGuard<'a, Link>, DmaError> {
-        self.check_alive(&link, epoch)?;
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            warn!(address = format_args!("{address:#x}"), "no answer to a DMA message");
-            return Err(DmaError::Timeout(address));
-        }
-        let (link, _) = self
-            .shared
-            .changed
-            .wait_timeout(link, left)
-            .unwrap_or_else(PoisonError::into_inner);
-        self.check_alive(&link, epoch)?;
-        Ok(link)
     }
 
     // What follows is for the serving thread.
 
-    /// A client is there; this thread serves it.
-    pub(crate) fn connect(&self, stream: Arc<UnixStream>) {
-        let mut link = self.link();
-        link.stream = Some(stream);
-        link.server = Some(std::thread::current().id());
-        link.busy = false;
-        link.outstanding = None;
-        link.max_transfer = proto::DEFAULT_TRANSFER;
-    }
-
     /// The client is gone: transfers fail, mappings are dropped.
     pub(crate) fn disconnect(&self) {
-        *self.link() = Link::default();
-        self.shared.changed.notify_all();
-        self.unmap_all();
-        let mut table = self.shared.table.write().unwrap_or_else(PoisonError::into_inner);
-        table.host.clear();
-        table.settled = false;
+        self.hang_up();
+        self.table_mut(Table::forget);
     }
 
     /// The client has told of all the memory there is at the start.
     pub(crate) fn settle(&self) {
-        self.shared
-            .table
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .settled = true;
-    }
-
-    pub(crate) fn set_max_transfer(&self, bytes: u64) {
-        self.link().max_transfer = bytes;
+        self.table_mut(Table::settle);
     }
 
     pub(crate) fn set_bus_master(&self, on: bool) {
         self.shared.bus_master.store(on, Ordering::SeqCst);
     }
 
-    /// From now until the value returned is dropped, no message goes to the client but the serving thread's own.
-    pub(crate) fn hold(&self) -> Hold<'_> {
-        self.link().busy = true;
-        Hold(self)
-    }
-
-    /// A reply has arrived.
-    pub(crate) fn deliver(&self, header: Header, body: Vec<u8>) {
-        let mut link = self.link();
-        match &mut link.outstanding {
-            Some(waiting) if waiting.id == header.id => waiting.reply = Some((header, body)),
-            _ => debug!(id = header.id, "a reply nobody waits for"),
-        }
-        drop(link);
-        self.shared.changed.notify_all();
+    /// Changes the table; waits for copies under way, which hold it for reading.
+    fn table_mut<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
+        change(&mut self.shared.table.write().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Makes an address range known.
     pub(crate) fn map(&self, request: &proto::DmaMap, fd: Option<OwnedFd>) -> Result<(), Errno> {
-        let last = last_address(request.address, request.size)?;
+        last_address(request.address, request.size)?;
         if request.flags & !(proto::DMA_READABLE | proto::DMA_WRITABLE) != 0 {
             return Err(Errno::INVAL);
         }
-        let readable = request.flags & proto::DMA_READABLE != 0;
         let writable = request.flags & proto::DMA_WRITABLE != 0;
-        let window = match fd {
-            Some(fd) => Some(map_file(&fd, request.offset, request.size, writable)?),
+        let file = match fd {
+            Some(fd) => Some(MappedFile::new(&fd, request.offset, request.size, writable)?),
             None => None,
         };
-        let mut table = self.shared.table.write().unwrap_or_else(PoisonError::into_inner);
-        if table.maps.len() >= MAX_MAPS {
-            return Err(Errno::NOSPC);
-        }
-        if table
-            .maps
-            .range(..=last)
-            .next_back()
-            .is_some_and(|(_, map)| map.last >= request.address)
-        {
-            return Err(Errno::EXIST);
-        }
-        let window = window.map(|(window, file, is_memfd)| {
-            // The guest's memory is what is at address 0, and the memfds known from the start, before any BAR of a peer
-            // can have an address.
-            if request.address == 0 || is_memfd && !table.settled {
-                table.host.insert(file);
-            }
-            (window, file)
-        });
-        table.maps.insert(
-            request.address,
-            Map {
-                last,
-                readable,
-                writable,
-                window,
-            },
-        );
-        Ok(())
+        self.table_mut(|table| table.map(request, file))
     }
 
     /// Takes away all mappings inside of the range. One that reaches over its border is an error.
     pub(crate) fn unmap(&self, address: u64, size: u64) -> Result<(), Errno> {
-        let last = last_address(address, size)?;
-        // Waits for copies under way: they hold the table for reading.
-        let mut table = self.shared.table.write().unwrap_or_else(PoisonError::into_inner);
-        let cut_before = table
-            .maps
-            .range(..address)
-            .next_back()
-            .is_some_and(|(_, map)| map.last >= address);
-        let cut_after = table
-            .maps
-            .range(address..=last)
-            .next_back()
-            .is_some_and(|(_, map)| map.last > last);
-        if cut_before || cut_after {
-            return Err(Errno::INVAL);
-        }
-        table.maps.retain(|start, _| !(address..=last).contains(start));
-        Ok(())
+        self.table_mut(|table| table.unmap(address, size))
     }
 
     /// Takes away all mappings.
     pub(crate) fn unmap_all(&self) {
-        let mut table = self.shared.table.write().unwrap_or_else(PoisonError::into_inner);
-        table.maps.clear();
-    }
-}
-
-/// Lets messages go out again when dropped.
-pub(crate) struct Hold<'a>(&'a Dma);
-
-impl Drop for Hold<'_> {
-    fn drop(&mut self) {
-        self.0.link().busy = false;
-        self.0.shared.changed.notify_all();
+        self.table_mut(Table::clear);
     }
 }
 
@@ -719,264 +686,15 @@ fn check_local(memory: &Memory, offset: u64, len: u64) -> Result<(), OutOfBounds
     }
 }
 
-fn last_address(address: u64, size: u64) -> Result<u64, Errno> {
-    size.checked_sub(1)
-        .and_then(|rest| address.checked_add(rest))
-        .ok_or(Errno::INVAL)
-}
-
-fn check_reply(header: &Header, body: Vec<u8>, address: u64) -> Result<Vec<u8>, DmaError> {
-    if header.flags & message::ERROR == 0 {
-        return Ok(body);
-    }
-    let errno = i32::try_from(header.error).unwrap_or(i32::MAX);
-    Err(match Errno::from_raw_os_error(errno.clamp(1, 4095)) {
-        Errno::NODEV | Errno::FAULT | Errno::NXIO => DmaError::Unreachable(address),
-        Errno::PERM | Errno::ACCESS => DmaError::Denied(address),
-        _ => DmaError::Failed(address, errno),
-    })
-}
-
-/// Maps a part of a file, which must hold that part, and tells which file it is and whether it is a memfd.
-fn map_file(fd: &OwnedFd, offset: u64, size: u64, writable: bool) -> Result<(Window, FileId, bool), Errno> {
-    let stat = rustix::fs::fstat(fd)?;
-    let end = offset.checked_add(size).ok_or(Errno::INVAL)?;
-    // Accesses past a file's end would kill this process; devices have no size and take care of themselves.
-    let regular = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file();
-    if regular && u64::try_from(stat.st_size).map_or(true, |have| have < end) {
-        return Err(Errno::INVAL);
-    }
-    let window = Window::map(fd.as_fd(), offset, size, writable)
-        .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::INVAL))?;
-    let link = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new())?;
-    let memfd = link.as_bytes().starts_with(b"/memfd:");
-    Ok((
-        window,
-        FileId {
-            device: stat.st_dev,
-            inode: stat.st_ino,
-        },
-        memfd,
-    ))
+fn check_total(extents: &[Extent], len: u64) -> Result<(), OutOfBounds> {
+    let total = extents
+        .iter()
+        .try_fold(0_u64, |sum, extent| sum.checked_add(extent.len));
+    if total == Some(len) { Ok(()) } else { Err(OutOfBounds) }
 }
 
 impl From<DmaError> for io::Error {
     fn from(error: DmaError) -> Self {
         io::Error::other(error)
-    }
-}
-
-const _: () = assert!(HEADER + size_of::<DmaAccess>() + MESSAGE_CHUNK as usize <= proto::MAX_MESSAGE);
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use rustix::fs::MemfdFlags;
-
-    fn request(address: u64, size: u64, offset: u64, flags: u32) -> proto::DmaMap {
-        proto::DmaMap {
-            argsz: 32,
-            flags,
-            offset,
-            address,
-            size,
-        }
-    }
-
-    fn memfd(size: u64) -> OwnedFd {
-        let fd = rustix::fs::memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
-        rustix::fs::ftruncate(&fd, size).unwrap();
-        fd
-    }
-
-    fn file(size: u64) -> OwnedFd {
-        // A file without a name that is no memfd, as memory of an ivshmem device is.
-        let fd = rustix::fs::open(
-            std::env::temp_dir(),
-            rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR,
-            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
-        )
-        .unwrap();
-        rustix::fs::ftruncate(&fd, size).unwrap();
-        fd
-    }
-
-    const RW: u32 = proto::DMA_READABLE | proto::DMA_WRITABLE;
-
-    #[test]
-    fn moves_across_mappings_and_counts_by_target() {
-        let dma = Dma::new();
-        dma.set_bus_master(true);
-        let ram = memfd(0x4000);
-        dma.map(&request(0x1000, 0x1000, 0x2000, RW), Some(ram.try_clone().unwrap()))
-            .unwrap();
-        dma.map(&request(0x2000, 0x1000, 0x1000, RW), Some(ram.try_clone().unwrap()))
-            .unwrap();
-        dma.map(&request(0x3000, 0x1000, 0, RW), Some(file(0x1000))).unwrap();
-        let data: Vec<u8> = (0..0x2000_u32).map(|i| (i % 251) as u8).collect();
-        dma.write(0x1800, &data).unwrap();
-        let mut back = vec![0; 0x2000];
-        dma.read(0x1800, &mut back).unwrap();
-        assert_eq!(back, data);
-        let mut raw = vec![0; 0x800];
-        rustix::io::pread(&ram, &mut raw, 0x2800).unwrap();
-        assert_eq!(raw, data[..0x800]);
-        let counts = dma.counts();
-        assert_eq!((counts.host_written, counts.peer_written), (0x1800, 0x800));
-        assert_eq!(
-            (counts.host_read, counts.peer_read, counts.message_read),
-            (0x1800, 0x800, 0)
-        );
-        let memory = Memory::new("device", 0x4000).unwrap();
-        dma.read_into(0x1800, &memory, 0x100, 0x2000).unwrap();
-        memory.read(0x100, &mut back).unwrap();
-        assert_eq!(back, data);
-        dma.write_from(0x2000, &memory, 0x100, 0x10).unwrap();
-        assert_eq!(
-            dma.read_into(0x1800, &memory, 0x2001, 0x2000),
-            Err(DmaError::Local(OutOfBounds))
-        );
-        assert_eq!(
-            dma.segments(0x1800, 0x4000).unwrap(),
-            [
-                Segment {
-                    address: 0x1800,
-                    len: 0x1800,
-                    target: Target::Host
-                },
-                Segment {
-                    address: 0x3000,
-                    len: 0x1000,
-                    target: Target::Peer
-                },
-                Segment {
-                    address: 0x4000,
-                    len: 0x1800,
-                    target: Target::Message
-                },
-            ]
-        );
-        dma.reset_counts();
-        assert_eq!(dma.counts(), DmaCounts::default());
-    }
-
-    #[test]
-    fn what_is_at_address_0_is_guest_memory() {
-        let dma = Dma::new();
-        let ram = file(0x2000);
-        dma.map(&request(0x10_0000, 0x1000, 0x1000, RW), Some(ram.try_clone().unwrap()))
-            .unwrap();
-        assert_eq!(dma.segments(0x10_0000, 1).unwrap()[0].target, Target::Peer);
-        dma.map(&request(0, 0x1000, 0, RW), Some(ram)).unwrap();
-        assert_eq!(dma.segments(0x10_0000, 1).unwrap()[0].target, Target::Host);
-    }
-
-    #[test]
-    fn memory_that_comes_late_is_a_peers() {
-        let dma = Dma::new();
-        let ram = memfd(0x2000);
-        dma.map(&request(0x1000, 0x1000, 0, RW), Some(ram.try_clone().unwrap()))
-            .unwrap();
-        dma.settle();
-        dma.map(&request(0x8000, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
-        dma.map(&request(0x9000, 0x1000, 0x1000, RW), Some(ram)).unwrap();
-        let target = |address| dma.segments(address, 1).unwrap()[0].target;
-        assert_eq!(
-            [target(0x1000), target(0x8000), target(0x9000)],
-            [Target::Host, Target::Peer, Target::Host]
-        );
-    }
-
-    #[test]
-    fn refusals() {
-        let dma = Dma::new();
-        let mut data = [0; 16];
-        dma.map(&request(0x1000, 0x1000, 0, proto::DMA_READABLE), Some(memfd(0x1000)))
-            .unwrap();
-        assert_eq!(dma.read(0x1000, &mut data), Err(DmaError::BusMasterOff));
-        dma.set_bus_master(true);
-        dma.read(0x1000, &mut data).unwrap();
-        assert_eq!(dma.write(0x1000, &data), Err(DmaError::Denied(0x1000)));
-        assert_eq!(dma.read(0x1ff8, &mut data), Err(DmaError::Disconnected));
-        assert_eq!(
-            dma.read(u64::MAX - 3, &mut data),
-            Err(DmaError::Unreachable(u64::MAX - 3))
-        );
-        let pinned = dma.pinned();
-        pinned.read(0x1000, &mut data).unwrap();
-        dma.abort();
-        assert_eq!(pinned.read(0x1000, &mut data), Err(DmaError::Aborted));
-        dma.read(0x1000, &mut data).unwrap();
-    }
-
-    #[test]
-    fn bad_mappings() {
-        let dma = Dma::new();
-        let try_map = |address, size, offset, fd: Option<OwnedFd>| dma.map(&request(address, size, offset, RW), fd);
-        assert_eq!(try_map(0, 0, 0, None), Err(Errno::INVAL));
-        assert_eq!(try_map(u64::MAX, 2, 0, None), Err(Errno::INVAL));
-        assert_eq!(try_map(0, 0x2000, 0, Some(memfd(0x1000))), Err(Errno::INVAL));
-        assert_eq!(try_map(0, 0x1000, u64::MAX, Some(memfd(0x1000))), Err(Errno::INVAL));
-        assert_eq!(dma.map(&request(0, 1, 0, 4), None), Err(Errno::INVAL));
-        let (pipe, _other) = rustix::pipe::pipe().unwrap();
-        assert!(try_map(0, 0x1000, 0, Some(pipe)).is_err());
-        try_map(0x1000, 0x1000, 0, None).unwrap();
-        for (address, size) in [
-            (0x1000, 0x1000),
-            (0, 0x1001),
-            (0x1fff, 1),
-            (0x1800, 0x10),
-            (0, u64::MAX),
-        ] {
-            assert_eq!(
-                try_map(address, size, 0, None),
-                Err(Errno::EXIST),
-                "{address:#x} {size:#x}"
-            );
-        }
-        try_map(0x2000, u64::MAX - 0x1fff, 0, None).unwrap();
-        assert_eq!(dma.unmap(0x1000, 0x800), Err(Errno::INVAL));
-        assert_eq!(dma.unmap(0x1800, 0x800), Err(Errno::INVAL));
-        assert_eq!(dma.unmap(0x1000, 0), Err(Errno::INVAL));
-        dma.unmap(0, 0x1000).unwrap();
-        dma.unmap(0x1000, 0x1000).unwrap();
-        try_map(0x1000, 0x1000, 0, None).unwrap();
-        dma.unmap_all();
-        try_map(0, u64::MAX, 0, None).unwrap();
-    }
-
-    proptest! {
-        /// The table agrees with a list searched from end to end.
-        #[test]
-        fn table_agrees_with_a_list(ops in proptest::collection::vec((any::<bool>(), 0_u64..64, 1_u64..16), 1..60)) {
-            let dma = Dma::new();
-            let mut list: Vec<(u64, u64)> = Vec::new();
-            for (map, start, len) in ops {
-                let end = start + len;
-                if map {
-                    let clash = list.iter().any(|(s, e)| *s < end && start < *e);
-                    let result = dma.map(&request(start, len, 0, RW), None);
-                    prop_assert_eq!(result, if clash { Err(Errno::EXIST) } else { Ok(()) });
-                    if !clash {
-                        list.push((start, end));
-                    }
-                } else {
-                    let cut = list.iter().any(|(s, e)| *s < end && start < *e && (*s < start || *e > end));
-                    prop_assert_eq!(dma.unmap(start, len), if cut { Err(Errno::INVAL) } else { Ok(()) });
-                    if !cut {
-                        list.retain(|(s, e)| *s < start || *e > end);
-                    }
-                }
-                let table = dma.shared.table.read().unwrap();
-                for address in 0..80 {
-                    let inside = list.iter().find(|(s, e)| (*s..*e).contains(&address));
-                    let (found, run) = table.find(address, 1000);
-                    prop_assert_eq!(found.is_some(), inside.is_some());
-                    let free = list.iter().map(|(s, _)| *s).filter(|s| *s > address).min().map_or(1000, |s| s - address);
-                    prop_assert_eq!(run, inside.map_or(free, |(_, e)| e - address));
-                }
-            }
-        }
     }
 }

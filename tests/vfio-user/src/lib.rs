@@ -20,6 +20,7 @@ mod device;
 mod dma;
 mod irq;
 mod memory;
+mod peers;
 pub mod proto;
 mod server;
 mod stream;
@@ -27,7 +28,8 @@ mod sys;
 
 pub use config::{BarKind, ConfigBuilder, ConfigError, ConfigSpace, LinkSpeed, Msix};
 pub use device::{Bus, Device, Region};
-pub use dma::{Dma, DmaCounts, DmaError, Segment, Target};
+pub use dma::{Dma, DmaCounts, DmaError, Extent, HOST, MESSAGE, Moved, OTHER_MAPPED, Segment, Target};
 pub use irq::{Irqs, Raised};
 pub use memory::{Memory, OutOfBounds};
+pub use peers::{NameTaken, Peer, Peers};
 pub use server::{Listener, ServeError, serve};

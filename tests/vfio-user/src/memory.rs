@@ -14,10 +14,27 @@ use crate::sys::Window;
 #[error("range outside of the memory")]
 pub struct OutOfBounds;
 
+/// Which file memory is in, however many descriptors of it there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    pub(crate) fn from_stat(stat: &rustix::fs::Stat) -> Self {
+        Self {
+            device: stat.st_dev,
+            inode: stat.st_ino,
+        }
+    }
+}
+
 /// Memory of a device, as a sealed memfd and a mapping of it. It starts as zeros.
 #[derive(Debug)]
 pub struct Memory {
     fd: OwnedFd,
+    file: FileId,
     window: Window,
 }
 
@@ -33,7 +50,8 @@ impl Memory {
         // Whoever gets the descriptor must not be able to pull the pages away under the mapping here.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let window = Window::map(fd.as_fd(), 0, size, true)?;
-        Ok(Self { fd, window })
+        let file = FileId::from_stat(&rustix::fs::fstat(&fd)?);
+        Ok(Self { fd, file, window })
     }
 
     /// Size in bytes; never 0.
@@ -72,6 +90,10 @@ impl Memory {
     /// [`OutOfBounds`]; then nothing was copied.
     pub fn copy_within(&self, from: u64, to: u64, len: u64) -> Result<(), OutOfBounds> {
         Window::copy(&self.window, from, &self.window, to, len)
+    }
+
+    pub(crate) fn file_id(&self) -> FileId {
+        self.file
     }
 
     pub(crate) fn window(&self) -> &Window {

@@ -16,7 +16,7 @@ use tracing::{debug, info, warn};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::config::Msix;
-use crate::device::Device;
+use crate::device::{Bus, Device};
 use crate::dma::MAX_MAPS;
 use crate::memory::Memory;
 use crate::proto::{self, Header, command, message};
@@ -111,17 +111,34 @@ pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(
         .set_write_timeout(Some(STALL))
         .map_err(|error| ServeError(error.to_string()))?;
     device.bus().dma.connect(Arc::clone(&stream));
+    let plugged = Plugged {
+        bus: device.bus().clone(),
+        stream: Arc::clone(&stream),
+    };
     let result = Session {
         stream: &stream,
         device,
         negotiated: false,
     }
     .run();
-    hang_up(&stream);
-    device.bus().dma.disconnect();
-    device.bus().irqs.disconnect_all();
+    drop(plugged);
     device.disconnected();
     result
+}
+
+/// A client is served. When it ends, by a panic of the device too, the device has left the guest's bus.
+struct Plugged {
+    bus: Bus,
+    stream: Arc<UnixStream>,
+}
+
+impl Drop for Plugged {
+    fn drop(&mut self) {
+        self.bus.place(&[None; 6]);
+        hang_up(&self.stream);
+        self.bus.dma.disconnect();
+        self.bus.irqs.disconnect_all();
+    }
 }
 
 /// Ends a connection so that the client sees its end, not an error: closing a socket that holds unread data resets the
@@ -542,14 +559,18 @@ impl<D: Device + ?Sized> Session<'_, D> {
         if self.device.config().take_reset_request() {
             self.reset();
         }
-        let (master, msix) = (self.device.config().bus_master(), self.device.config().msix_enabled());
+        let config = self.device.config();
+        let (master, msix) = (config.bus_master(), config.msix_enabled());
+        let bars = config.bar_addresses();
         let bus = self.device.bus();
+        bus.place(&bars);
         bus.dma.set_bus_master(master);
         bus.irqs.set_enabled(msix);
     }
 
     fn reset(&mut self) {
         info!("reset");
+        self.device.bus().place(&[None; 6]);
         self.device.bus().dma.abort();
         self.device.reset();
         self.device.bus().irqs.reset();

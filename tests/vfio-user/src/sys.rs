@@ -116,6 +116,41 @@ impl Window {
         Ok(())
     }
 
+    /// Copies `len` bytes of the window to the end of `out`.
+    pub(crate) fn append(&self, offset: u64, len: usize, out: &mut Vec<u8>) -> Result<(), OutOfBounds> {
+        let at = self.check(offset, len, false)?;
+        out.reserve(len);
+        let spare = out.spare_capacity_mut().as_mut_ptr();
+        // SAFETY: `check` found `len` bytes from `at` on inside of the mapping, which is readable by the type's invariant.
+        // `reserve` made room for `len` bytes at `spare`, which belong to the vector alone and so do not overlap memory
+        // that no reference exists to. The copy initialises them all before the length says that they are there.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.map.as_mut_ptr().add(at), spare.cast(), len);
+            out.set_len(out.len() + len);
+        }
+        Ok(())
+    }
+
+    /// Changes the 8 bytes at `offset`, a little-endian number, in one step that no other access to them can interrupt,
+    /// and returns what they were. `None` if they are not naturally aligned here.
+    pub(crate) fn update(&self, offset: u64, mut change: impl FnMut(u64) -> u64) -> Result<Option<u64>, OutOfBounds> {
+        let at = self.check(offset, 8, true)?;
+        let to = self.map.as_mut_ptr().wrapping_add(at);
+        if to.addr() % 8 != 0 {
+            return Ok(None);
+        }
+        // SAFETY: `check` found 8 bytes from `at` on inside of the mapping, and the mapping writable and thereby readable;
+        // the alignment was tested. The mapping outlives the reference, and is only accessed through raw pointers and
+        // atomics.
+        let word = unsafe { AtomicU64::from_ptr(to.cast()) };
+        let step = |old: u64| Some(change(u64::from_le(old)).to_le());
+        // Never refused, as `step` always has an answer.
+        let old = match word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, step) {
+            Ok(old) | Err(old) => old,
+        };
+        Ok(Some(u64::from_le(old)))
+    }
+
     /// Copies `len` bytes from one window to another, or within one; the ranges may overlap.
     pub(crate) fn copy(from: &Window, from_at: u64, to: &Window, to_at: u64, len: u64) -> Result<(), OutOfBounds> {
         let len = usize::try_from(len).map_err(|_| OutOfBounds)?;
