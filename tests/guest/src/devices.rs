@@ -3,7 +3,8 @@
 //! The topology's devices as a program in the guest finds them: by name, with PCI address and block device.
 //!
 //! The identity comes from the emulator (which device it put where), never from probing order. The init writes
-//! [`FILE`] and sets `P2PMEM_DEV_<NAME>` (PCI address) and `P2PMEM_BLOCK_<NAME>` in the environment of commands.
+//! [`FILE`] and sets `P2PMEM_DEV_<NAME>` (PCI address), `P2PMEM_BLOCK_<NAME>`, `P2PMEM_RDMA_<NAME>` and
+//! `P2PMEM_NET_<NAME>` in the environment of commands.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,7 +22,7 @@ pub const FILE: &str = "/run/p2pmem/devices.json";
 /// One device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
-    /// `accel`, `nvme` or `ivshmem`.
+    /// `accel`, `nvme`, `ivshmem` or `nic`.
     pub kind: String,
     /// PCI address, `0000:03:00.0`.
     pub bdf: String,
@@ -30,6 +31,12 @@ pub struct Device {
     /// The drive's block device, once its driver is bound.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub block: Option<PathBuf>,
+    /// The NIC's RDMA device (`mlx5_0`), once its driver is bound.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub rdma: Option<String>,
+    /// The NIC's network interface (`ib0`), once there is one.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub net: Option<String>,
 }
 
 impl Device {
@@ -77,6 +84,8 @@ pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
             bdf: note.bdf.clone(),
             memory: note.memory,
             block: None,
+            rdma: None,
+            net: None,
         };
         if !device.sysfs().exists() {
             bail!("device {name}: there is no PCI function {} in the guest", note.bdf);
@@ -84,9 +93,19 @@ pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
         if note.kind == "nvme" {
             device.block = block_device(&device.sysfs())?;
         }
+        if note.kind == "nic" {
+            device.rdma = only_entry(&device.sysfs().join("infiniband"));
+            device.net = only_entry(&device.sysfs().join("net"));
+        }
         devices.insert(name.clone(), device);
     }
     Ok(devices)
+}
+
+/// The name of what is in a folder of sysfs, or `None` while there is nothing.
+fn only_entry(folder: &Path) -> Option<String> {
+    let entry = fs::read_dir(folder).ok()?.next()?.ok()?;
+    Some(entry.file_name().to_string_lossy().into_owned())
 }
 
 /// The first namespace of the NVMe controller at a PCI function, or `None` while there is none yet.
@@ -116,7 +135,8 @@ pub fn store(devices: &Devices) -> Result<()> {
     fs::write(FILE, serde_json::to_vec_pretty(devices)?).context(FILE)
 }
 
-/// The environment variables that name the devices: `P2PMEM_DEV_ACCEL0=0000:03:00.0`, `P2PMEM_BLOCK_NVME0=/dev/nvme0n1`.
+/// The environment variables that name the devices: `P2PMEM_DEV_ACCEL0=0000:03:00.0`, `P2PMEM_BLOCK_NVME0=/dev/nvme0n1`,
+/// `P2PMEM_RDMA_NIC0=mlx5_0`, `P2PMEM_NET_NIC0=ib0`.
 pub fn environment(devices: &Devices) -> BTreeMap<String, String> {
     let mut vars = BTreeMap::new();
     for (name, device) in devices {
@@ -124,6 +144,12 @@ pub fn environment(devices: &Devices) -> BTreeMap<String, String> {
         vars.insert(format!("P2PMEM_DEV_{upper}"), device.bdf.clone());
         if let Some(block) = &device.block {
             vars.insert(format!("P2PMEM_BLOCK_{upper}"), block.display().to_string());
+        }
+        if let Some(rdma) = &device.rdma {
+            vars.insert(format!("P2PMEM_RDMA_{upper}"), rdma.clone());
+        }
+        if let Some(net) = &device.net {
+            vars.insert(format!("P2PMEM_NET_{upper}"), net.clone());
         }
     }
     vars

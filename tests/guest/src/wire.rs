@@ -116,12 +116,31 @@ pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
 /// What the runner knows of a device of the topology.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNote {
-    /// `accel`, `nvme` or `ivshmem`.
+    /// `accel`, `nvme`, `ivshmem` or `nic`.
     pub kind: String,
     /// Its PCI address (`0000:03:00.0`), as the emulator numbers it from what the guest put into the bridges.
     pub bdf: String,
     /// Size of the memory it can lend, in bytes: the accelerator's or ivshmem's BAR, the drive's CMB; 0 for none.
     pub memory: u64,
+}
+
+/// A guest's place among several on one network.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Network {
+    /// Its own name.
+    pub node: String,
+    /// Names of all, itself included, in the order of their addresses.
+    pub nodes: Vec<String>,
+}
+
+/// A port that a server listens on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Listen {
+    /// Of TCP.
+    Tcp(u16),
+    /// Of the RDMA connection manager, of any port space.
+    Rdma(u16),
 }
 
 /// Runner to guest.
@@ -134,6 +153,10 @@ pub enum ToGuest {
         devices: BTreeMap<String, DeviceNote>,
         /// Name of the topology.
         topology: String,
+        /// The guest's place among several.
+        network: Option<Network>,
+        /// Whether to load the drivers of NICs and set their ports up.
+        rdma: bool,
     },
     /// Run a command.
     Exec {
@@ -145,6 +168,13 @@ pub enum ToGuest {
         env: BTreeMap<String, String>,
         /// Working directory.
         cwd: String,
+        /// Say [`ToHost::Listening`] as soon as this port is listened on.
+        listen: Option<Listen>,
+    },
+    /// End a command that is still running.
+    Stop {
+        /// The command.
+        id: u64,
     },
     /// The command ran out of time: write what blocks into the kernel log, then end it.
     TimedOut {
@@ -177,6 +207,11 @@ pub enum ToHost {
     Failed {
         /// Why.
         error: String,
+    },
+    /// Somebody listens on the port that belongs to a command.
+    Listening {
+        /// The command.
+        id: u64,
     },
     /// A command ended. Its output was sent before; its kernel log ends with the mark of the same number.
     Exited {
@@ -220,6 +255,13 @@ pub enum Request {
     DeviceAdd {
         /// The device.
         name: String,
+    },
+    /// Pass a request on to the control socket of a device model, such as `{"link": "down"}` for a NIC.
+    Control {
+        /// The device.
+        name: String,
+        /// What its process is asked.
+        request: serde_json::Value,
     },
 }
 

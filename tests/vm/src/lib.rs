@@ -5,12 +5,15 @@
 //! A [`topology`] is read from TOML, turned into a QEMU command line by [`qemu`], and booted by [`vm`] with an unmodified
 //! kernel ([`kernel`]) on the file system the runner itself runs in. Commands' output, exit codes and kernel log come
 //! back, the log is searched for anything a kernel should not say ([`dmesg`]), and the devices' byte counters can be read
-//! at any time ([`counters`]). Documentation/testbed/runner.md tells how to use it.
+//! at any time ([`counters`]). A file may describe several machines: a [`cluster`] boots them all, joined by a network and
+//! by the NICs it has. Documentation/testbed/runner.md tells how to use it.
 
-pub mod accel;
+pub mod cluster;
+pub mod command;
 pub mod counters;
 pub mod dmesg;
 pub mod kernel;
+pub mod models;
 pub mod process;
 pub mod qemu;
 pub mod qmp;

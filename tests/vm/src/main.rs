@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The VM runner's command line: boots a topology, runs one command in the guest, and tells what came of it.
+//! The VM runner's command line: boots a topology, runs a command in a guest, and tells what came of it.
 
 use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
-use p2pmem_vm::qemu::{self, Paths};
-use p2pmem_vm::topology::Topology;
-use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream, Vm};
+use p2pmem_guest::wire::Listen;
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::qemu::{self, Ends, Paths};
+use p2pmem_vm::topology::Layout;
+use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream};
 use serde_json::json;
 
 /// The kernel said something it does not say when in order, while the command itself succeeded.
@@ -42,7 +44,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Verb {
     /// Run one command in a fresh guest
-    Run(Run),
+    Run(Box<Run>),
     /// Check topology files and print the QEMU command line of each
     Check {
         /// Topology files
@@ -65,6 +67,12 @@ struct Run {
     /// Environment variable for the command; may be repeated
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_env)]
     env: Vec<(String, String)>,
+    /// Node to run the command on, of a topology with several (default: the first)
+    #[arg(long, value_name = "NAME")]
+    node: Option<String>,
+    /// Shell command for another node; the command runs once that one listens on the port (of rdma_cm with "rdma:")
+    #[arg(long, value_name = "NODE:[rdma:]PORT=COMMAND", value_parser = parse_serve)]
+    serve: Option<Serve>,
     /// Working directory in the guest
     #[arg(long, default_value = "/")]
     cwd: String,
@@ -83,6 +91,32 @@ struct Run {
     /// Command to run in the guest, after --
     #[arg(required = true, last = true)]
     argv: Vec<String>,
+}
+
+/// A server on another node.
+#[derive(Clone)]
+struct Serve {
+    node: String,
+    listen: Listen,
+    script: String,
+}
+
+fn parse_serve(text: &str) -> Result<Serve, String> {
+    let parts = || {
+        let (place, script) = text.split_once('=')?;
+        let (node, port) = place.split_once(':')?;
+        let (rdma, port) = match port.strip_prefix("rdma:") {
+            Some(port) => (true, port),
+            None => (false, port),
+        };
+        let port = port.parse().ok()?;
+        Some(Serve {
+            node: node.to_owned(),
+            listen: if rdma { Listen::Rdma(port) } else { Listen::Tcp(port) },
+            script: script.to_owned(),
+        })
+    };
+    parts().ok_or_else(|| "write it as NODE:PORT=COMMAND or NODE:rdma:PORT=COMMAND".into())
 }
 
 fn parse_env(text: &str) -> Result<(String, String), String> {
@@ -111,76 +145,53 @@ fn main() -> ExitCode {
 }
 
 fn check(files: &[PathBuf]) -> Result<ExitCode> {
-    let paths = Paths {
-        dir: "/run/guest".into(),
-        kernel: "/run/guest/vmlinux".into(),
-        init: "/run/guest/init".into(),
-    };
     for file in files {
-        let topology = Topology::load(file)?;
-        println!("# {}: {}", topology.name, topology.description);
-        println!(
-            "{}",
-            qemu::plan(&topology, &paths)?
-                .argv
-                .join(" \\\n    ")
-                .replace(" \\\n    {", " '{")
-        );
+        let layout = Layout::load(file)?;
+        println!("# {}: {}", layout.name, layout.description);
+        let all_ends = Ends::new(layout.nodes.len(), Path::new("/run/guests"));
+        let several = layout.nodes.len() > 1;
+        for (node, ends) in layout.nodes.iter().zip(&all_ends) {
+            let paths = Paths {
+                dir: Path::new("/run/guest").join(&node.name),
+                init: "/run/guest-init".into(),
+            };
+            if several {
+                println!("# node {}", node.name);
+            }
+            let kernel = Path::new("/run/vmlinux");
+            let plan = qemu::plan(&node.topology, &paths, kernel, several.then_some(ends))?;
+            println!("{}", plan.argv.join(" \\\n    ").replace(" \\\n    {", " '{"));
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
 
 impl Run {
     fn run(&self) -> Result<ExitCode> {
-        let topology = Topology::load(&self.topology)?;
-        let mut vm = match Vm::boot(
-            &topology,
-            &Options {
-                kernel: self.kernel.clone(),
-            },
-        ) {
-            Ok(vm) => vm,
+        let layout = Layout::load(&self.topology)?;
+        let node = match &self.node {
+            Some(node) => layout
+                .node(node)
+                .with_context(|| format!("there is no node {node:?}"))?,
+            None => layout.nodes.first().context("no node")?,
+        };
+        let node = node.name.clone();
+        let options = Options {
+            kernel: self.kernel.clone(),
+        };
+        let mut cluster = match Cluster::boot(&layout, &options) {
+            Ok(cluster) => cluster,
             Err(e) => {
                 eprintln!("p2pmem-vm: {e:#}");
                 return Ok(ExitCode::from(EXIT_BOOT));
             }
         };
         if let Some(module) = &self.module {
-            let path = fs::canonicalize(module).with_context(|| module.display().to_string())?;
-            let path = path.to_str().context("the module's path is not UTF-8")?;
-            let outcome = vm.exec(&Command::new(["insmod", path]), &mut |_, _| {})?;
-            if outcome.status != (Status::Exited { code: 0 }) {
-                let log: Vec<_> = outcome.dmesg.iter().rev().take(20).map(|r| r.text.as_str()).collect();
-                let log: Vec<_> = log.into_iter().rev().collect();
-                bail!(
-                    "insmod {path}: {:?}\n{}\n{}",
-                    outcome.status,
-                    String::from_utf8_lossy(&outcome.stderr),
-                    log.join("\n")
-                );
-            }
-            report_findings(&outcome.findings, "loading the module");
-            if !outcome.findings.is_empty() {
+            if !load(&mut cluster, module)? {
                 return Ok(ExitCode::from(EXIT_FINDINGS));
             }
         }
-        let command = Command {
-            argv: self.argv.clone(),
-            env: self.env.iter().cloned().collect(),
-            cwd: self.cwd.clone(),
-            limit: Duration::from_secs(self.timeout),
-        };
-        let to_stderr = self.json;
-        let mut outcome = vm.exec(&command, &mut |stream, bytes| {
-            // A reader that went away must not keep the guest from being ended in order.
-            let _ = match stream {
-                Stream::Stdout if !to_stderr => {
-                    let mut out = std::io::stdout().lock();
-                    out.write_all(bytes).and_then(|()| out.flush())
-                }
-                _ => std::io::stderr().lock().write_all(bytes),
-            };
-        })?;
+        let mut outcome = self.run_in(&mut cluster, &node)?;
         if self.dmesg {
             for record in &outcome.dmesg {
                 eprintln!(
@@ -191,19 +202,23 @@ impl Run {
                 );
             }
         }
-        let (release, boot_seconds) = (vm.release().to_owned(), vm.boot_time().as_secs_f64());
+        let release = cluster.node(&node)?.release().to_owned();
+        let boot_seconds = cluster.boot_time().as_secs_f64();
         let mut counters = None;
         let mut console = None;
-        if vm.is_alive() {
-            counters = Some(vm.snapshot()?);
-            outcome.findings.extend(vm.shut_down()?);
+        if cluster.is_alive() {
+            counters = Some(match layout.nodes.len() {
+                1 => cluster.node(&node)?.snapshot()?,
+                _ => cluster.snapshot()?,
+            });
+            outcome.findings.extend(cluster.shut_down()?);
         } else {
-            console = Some(vm.console_tail());
+            console = Some(cluster.node(&node)?.console_tail());
         }
         self.tell(&outcome, console.as_deref());
         let code = exit_code(&outcome);
         let report = json!({
-            "topology": topology.name, "kernel_release": release, "boot_seconds": boot_seconds, "outcome": outcome,
+            "topology": layout.name, "kernel_release": release, "boot_seconds": boot_seconds, "outcome": outcome,
             "counters": counters, "console": console, "exit_code": code,
         });
         if let Some(path) = &self.report {
@@ -215,9 +230,50 @@ impl Run {
         Ok(ExitCode::from(code))
     }
 
+    /// Runs the command, with its server if there is one.
+    fn run_in(&self, cluster: &mut Cluster, node: &str) -> Result<Outcome> {
+        let command = Command {
+            argv: self.argv.clone(),
+            env: self.env.iter().cloned().collect(),
+            cwd: self.cwd.clone(),
+            limit: Duration::from_secs(self.timeout),
+            listen: None,
+        };
+        let Some(serve) = &self.serve else {
+            return cluster
+                .node(node)?
+                .exec(&command, &mut |stream, bytes| self.show(stream, bytes));
+        };
+        let server = Command {
+            argv: ["sh", "-c", serve.script.as_str()].map(String::from).into(),
+            listen: Some(serve.listen),
+            ..command.clone()
+        };
+        let served = cluster.serve((&serve.node, &server), (node, &command))?;
+        eprintln!("p2pmem-vm: the server's end: {:?}", served.server.status);
+        self.show(Stream::Stderr, &served.server.stdout);
+        self.show(Stream::Stderr, &served.server.stderr);
+        report_findings(&served.server.findings, "the server");
+        let outcome = served.client.context("the server did not listen")?;
+        self.show(Stream::Stdout, &outcome.stdout);
+        self.show(Stream::Stderr, &outcome.stderr);
+        Ok(outcome)
+    }
+
+    fn show(&self, stream: Stream, bytes: &[u8]) {
+        // A reader that went away must not keep the guest from being ended in order.
+        let _ = match stream {
+            Stream::Stdout if !self.json => {
+                let mut out = std::io::stdout().lock();
+                out.write_all(bytes).and_then(|()| out.flush())
+            }
+            _ => std::io::stderr().lock().write_all(bytes),
+        };
+    }
+
     fn tell(&self, outcome: &Outcome, console: Option<&str>) {
         match &outcome.status {
-            Status::Exited { .. } | Status::Signalled { .. } => {}
+            Status::Exited { .. } | Status::Signalled { .. } | Status::Stopped => {}
             Status::NotStarted { error } => eprintln!("p2pmem-vm: {error}"),
             Status::TimedOut => {
                 eprintln!(
@@ -239,6 +295,28 @@ impl Run {
     }
 }
 
+/// Loads the module on all nodes; tells whether their kernels had nothing to say against it.
+fn load(cluster: &mut Cluster, module: &Path) -> Result<bool> {
+    let path = fs::canonicalize(module).with_context(|| module.display().to_string())?;
+    let path = path.to_str().context("the module's path is not UTF-8")?;
+    let mut clean = true;
+    for (node, outcome) in cluster.exec_all(|_| Command::new(["insmod", path]))? {
+        if outcome.status != (Status::Exited { code: 0 }) {
+            let skip = outcome.dmesg.len().saturating_sub(20);
+            let log: Vec<_> = outcome.dmesg[skip..].iter().map(|r| r.text.as_str()).collect();
+            bail!(
+                "{node} insmod {path}: {:?}\n{}\n{}",
+                outcome.status,
+                String::from_utf8_lossy(&outcome.stderr),
+                log.join("\n")
+            );
+        }
+        report_findings(&outcome.findings, "loading the module");
+        clean &= outcome.findings.is_empty();
+    }
+    Ok(clean)
+}
+
 fn report_findings(findings: &[String], during: &str) {
     if !findings.is_empty() {
         eprintln!("p2pmem-vm: bad lines in the kernel log during {during}:");
@@ -254,7 +332,7 @@ fn exit_code(outcome: &Outcome) -> u8 {
         Status::Exited { code } => u8::try_from(*code).unwrap_or(u8::MAX),
         Status::Signalled { signal } => u8::try_from(128 + signal).unwrap_or(u8::MAX),
         Status::NotStarted { .. } => EXIT_NOT_STARTED,
-        Status::TimedOut => EXIT_TIME,
+        Status::TimedOut | Status::Stopped => EXIT_TIME,
         Status::Panicked { .. } | Status::Died { .. } => EXIT_DIED,
     }
 }

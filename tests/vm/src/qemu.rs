@@ -28,8 +28,6 @@ const HOST_BRIDGE_BUSES: usize = 32;
 pub struct Paths {
     /// The folder.
     pub dir: PathBuf,
-    /// The kernel's ELF image.
-    pub kernel: PathBuf,
     /// The guest's init, as seen from the root both share.
     pub init: PathBuf,
 }
@@ -71,6 +69,30 @@ impl Paths {
     }
 }
 
+/// A guest's end of the network that joins several: the first guest's emulator is the hub.
+#[derive(Debug, Clone)]
+pub struct Ends {
+    /// The guest's number, which its hardware address ends with.
+    pub index: usize,
+    /// Local and remote socket of each link: to every other guest for the first one, to the first one for the others.
+    pub links: Vec<(PathBuf, PathBuf)>,
+}
+
+impl Ends {
+    /// The ends of `count` guests, with sockets in a folder.
+    pub fn new(count: usize, dir: &Path) -> Vec<Ends> {
+        let socket = |from: usize, to: usize| dir.join(format!("net-{from}-{to}"));
+        let ends = (0..count).map(|index| Ends {
+            index,
+            links: match index {
+                0 => (1..count).map(|other| (socket(0, other), socket(other, 0))).collect(),
+                _ => vec![(socket(index, 0), socket(0, index))],
+            },
+        });
+        ends.collect()
+    }
+}
+
 /// What to start, and what to know of it.
 #[derive(Debug)]
 pub struct Plan {
@@ -82,14 +104,17 @@ pub struct Plan {
     pub drives: BTreeMap<u32, String>,
 }
 
-/// Makes the command line.
+/// Makes the command line, for the ELF image of a kernel.
 ///
 /// # Errors
 ///
 /// A path cannot be written in UTF-8.
-pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
+pub fn plan(topology: &Topology, paths: &Paths, kernel: &Path, ends: Option<&Ends>) -> Result<Plan> {
     let mut argv = Args(vec!["qemu-system-x86_64".into()]);
-    machine(&mut argv, topology, paths)?;
+    machine(&mut argv, topology, paths, kernel)?;
+    if let Some(ends) = ends {
+        network(&mut argv, ends)?;
+    }
     let slots = bridges(&mut argv, topology);
     let mut devices = BTreeMap::new();
     let mut drives = BTreeMap::new();
@@ -99,7 +124,7 @@ pub fn plan(topology: &Topology, paths: &Paths) -> Result<Plan> {
             bail!("device {name:?} has no port")
         };
         let options = match device {
-            Device::Accel { .. } => {
+            Device::Accel { .. } | Device::Nic { .. } => {
                 let socket = paths.device_socket(name);
                 let socket = text(&socket)?;
                 json!({ "driver": "vfio-user-pci", "id": name, "bus": bus, "socket": { "type": "unix", "path": socket } })
@@ -190,7 +215,7 @@ fn option_text(path: &Path) -> Result<String> {
     Ok(text(path)?.replace(',', ",,"))
 }
 
-fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
+fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Path) -> Result<()> {
     let machine = &topology.machine;
     argv.add("-name", topology.name.as_str());
     argv.0
@@ -216,7 +241,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
             argv.add("-numa", format!("node,nodeid={number},memdev=ram{number}{cpus}"));
         }
     }
-    argv.add("-kernel", text(&paths.kernel)?);
+    argv.add("-kernel", text(kernel)?);
     argv.add("-append", format!("{CMDLINE} init={}", text(&paths.init)?));
     argv.add("-serial", "stdio");
     argv.add(
@@ -251,6 +276,31 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths) -> Result<()> {
     for event in trace::EVENTS {
         argv.add("-trace", format!("enable={event}"));
     }
+    Ok(())
+}
+
+/// Adds the network device. Frames travel in datagrams, which need no order in which the emulators start.
+fn network(argv: &mut Args, ends: &Ends) -> Result<()> {
+    for (number, (local, remote)) in ends.links.iter().enumerate() {
+        let (link, port) = (format!("link{number}"), format!("port{number}"));
+        let local = json!({ "type": "unix", "path": text(local)? });
+        let remote = json!({ "type": "unix", "path": text(remote)? });
+        argv.json(
+            "-netdev",
+            &json!({ "type": "dgram", "id": link, "local": local, "remote": remote }),
+        );
+        argv.json(
+            "-netdev",
+            &json!({ "type": "hubport", "id": port, "hubid": 0, "netdev": link }),
+        );
+    }
+    argv.json("-netdev", &json!({ "type": "hubport", "id": "net0", "hubid": 0 }));
+    let mac = format!("52:54:00:70:32:{:02x}", ends.index);
+    // No option ROM: nothing boots from it.
+    argv.json(
+        "-device",
+        &json!({ "driver": "virtio-net-pci", "bus": ROOT, "netdev": "net0", "mac": mac, "romfile": "" }),
+    );
     Ok(())
 }
 
@@ -328,10 +378,19 @@ mod tests {
         let topology = Topology::parse("demo", text).unwrap();
         let paths = Paths {
             dir: "/tmp/x,y".into(),
-            kernel: "/build/vmlinux".into(),
             init: "/build/init".into(),
         };
-        plan(&topology, &paths).unwrap()
+        plan(&topology, &paths, Path::new("/build/vmlinux"), None).unwrap()
+    }
+
+    #[test]
+    fn guests_are_linked_to_the_first() {
+        let ends = Ends::new(3, Path::new("/x"));
+        assert_eq!(ends[0].links.len(), 2);
+        for (index, other) in [(0, 1), (1, 2)] {
+            let (local, remote) = &ends[0].links[index];
+            assert_eq!(ends[other].links, [(remote.clone(), local.clone())]);
+        }
     }
 
     fn devices(plan: &Plan) -> BTreeMap<String, Value> {

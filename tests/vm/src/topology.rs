@@ -5,6 +5,8 @@
 //! Parents name bridges; `pcie.0` is the machine's own root complex. A root port holds one thing, a device or a switch; a
 //! switch holds as many devices as it has ports, in the order in which the file names them; a host bridge holds root
 //! ports.
+//!
+//! A [`Topology`] is one machine. A file may describe several, its nodes: that is a [`Layout`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,6 +23,9 @@ const MAX_PORTS: u8 = 32;
 
 /// Most bridges on the root complex, so that device numbers remain for the runner's own devices.
 const MAX_ON_ROOT: usize = 24;
+
+/// Most nodes of one layout: what the addresses of their network have room for.
+pub const MAX_NODES: usize = 16;
 
 /// A size in bytes, written as `"256M"` (binary units: K, M, G).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -40,24 +45,66 @@ impl<'de> Deserialize<'de> for Size {
     }
 }
 
-/// A whole topology.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// A machine.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Topology {
     /// What it is for, one line.
     pub description: String,
     /// Processor and memory.
-    #[serde(default)]
     pub machine: Machine,
     /// Bridges, parents before their children.
-    #[serde(default)]
     pub bridge: Vec<Bridge>,
     /// Devices.
-    #[serde(default)]
     pub device: Vec<Device>,
     /// Name: that of the file, without `.toml`.
-    #[serde(skip)]
     pub name: String,
+}
+
+/// All machines that a file describes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layout {
+    /// What it is for, one line.
+    pub description: String,
+    /// Name: that of the file, without `.toml`.
+    pub name: String,
+    /// The machines, at least one. Their topologies have the layout's name and description.
+    pub nodes: Vec<Node>,
+}
+
+/// One machine of several.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Node {
+    /// Its name; that of the only machine of a file without nodes is empty.
+    pub name: String,
+    /// What it is.
+    pub topology: Topology,
+}
+
+/// A file: one machine, or nodes.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Text {
+    description: String,
+    machine: Option<Machine>,
+    #[serde(default)]
+    bridge: Vec<Bridge>,
+    #[serde(default)]
+    device: Vec<Device>,
+    #[serde(default)]
+    node: Vec<NodeText>,
+}
+
+/// A node in a file: a machine, or another copy of one.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NodeText {
+    name: String,
+    like: Option<String>,
+    machine: Option<Machine>,
+    #[serde(default)]
+    bridge: Vec<Bridge>,
+    #[serde(default)]
+    device: Vec<Device>,
 }
 
 /// Processor and memory.
@@ -72,6 +119,9 @@ pub struct Machine {
     pub memory: Size,
     /// Memory by NUMA node; empty for a machine without NUMA. The sum must be `memory`.
     pub numa: Vec<NumaNode>,
+    /// Whether the guest loads the drivers of its NICs, waits for their ports and gives them addresses. It does not matter
+    /// to a machine without NICs.
+    pub rdma: bool,
 }
 
 impl Default for Machine {
@@ -81,6 +131,7 @@ impl Default for Machine {
             smp: 2,
             memory: Size(1 << 30),
             numa: Vec::new(),
+            rdma: true,
         }
     }
 }
@@ -165,20 +216,40 @@ pub enum Device {
         /// Size of its memory BAR.
         size: Size,
     },
+    /// The ConnectX model.
+    Nic {
+        /// Its name.
+        name: String,
+        /// The bridge it is below.
+        parent: String,
+        /// The InfiniBand switch its port is on.
+        #[serde(default = "switch")]
+        switch: String,
+    },
+}
+
+fn switch() -> String {
+    "sw".to_owned()
 }
 
 impl Device {
     /// Its name.
     pub fn name(&self) -> &str {
         match self {
-            Device::Accel { name, .. } | Device::Nvme { name, .. } | Device::Ivshmem { name, .. } => name,
+            Device::Accel { name, .. }
+            | Device::Nvme { name, .. }
+            | Device::Ivshmem { name, .. }
+            | Device::Nic { name, .. } => name,
         }
     }
 
     /// The bridge it is below.
     pub fn parent(&self) -> &str {
         match self {
-            Device::Accel { parent, .. } | Device::Nvme { parent, .. } | Device::Ivshmem { parent, .. } => parent,
+            Device::Accel { parent, .. }
+            | Device::Nvme { parent, .. }
+            | Device::Ivshmem { parent, .. }
+            | Device::Nic { parent, .. } => parent,
         }
     }
 
@@ -188,7 +259,13 @@ impl Device {
             Device::Accel { .. } => "accel",
             Device::Nvme { .. } => "nvme",
             Device::Ivshmem { .. } => "ivshmem",
+            Device::Nic { .. } => "nic",
         }
+    }
+
+    /// Whether it is a process of the test bed's, behind vfio-user.
+    pub fn is_model(&self) -> bool {
+        matches!(self, Device::Accel { .. } | Device::Nic { .. })
     }
 
     /// Bytes of memory it can lend; 0 for none.
@@ -197,41 +274,151 @@ impl Device {
             Device::Accel { memory, .. } => memory.0,
             Device::Nvme { cmb_size_mb, .. } => u64::from(cmb_size_mb.unwrap_or(0)) << 20,
             Device::Ivshmem { size, .. } => size.0,
+            Device::Nic { .. } => 0,
         }
     }
 }
 
-impl Topology {
+impl Layout {
     /// Reads and checks a file.
     ///
     /// # Errors
     ///
     /// The file cannot be read, is no TOML of this shape, or describes what cannot be built; the error names the entry.
-    pub fn load(path: &Path) -> Result<Topology> {
+    pub fn load(path: &Path) -> Result<Layout> {
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
         let name = path
             .file_stem()
             .context("topology file without a name")?
             .to_string_lossy()
             .into_owned();
-        Topology::parse(&name, &text).with_context(|| path.display().to_string())
+        Layout::parse(&name, &text).with_context(|| path.display().to_string())
     }
 
     /// Reads and checks a text.
     ///
     /// # Errors
     ///
+    /// As [`Layout::load`].
+    pub fn parse(name: &str, text: &str) -> Result<Layout> {
+        let mut text: Text = toml::from_str(text)?;
+        let mut layout = Layout {
+            description: text.description,
+            name: name.to_owned(),
+            nodes: Vec::new(),
+        };
+        let nodes = std::mem::take(&mut text.node);
+        let alone = NodeText {
+            name: String::new(),
+            like: None,
+            machine: text.machine,
+            bridge: text.bridge,
+            device: text.device,
+        };
+        if nodes.is_empty() {
+            let node = layout.node_from(alone)?;
+            layout.nodes.push(node);
+            return Ok(layout);
+        }
+        let empty = alone.machine.is_none() && alone.bridge.is_empty() && alone.device.is_empty();
+        ensure!(
+            empty,
+            "in a file with nodes, each machine, bridge and device belongs to one: [[node.device]]"
+        );
+        ensure!(
+            nodes.len() <= MAX_NODES,
+            "{} nodes are more than {MAX_NODES}",
+            nodes.len()
+        );
+        for text in nodes {
+            let name = text.name.clone();
+            let seen = layout.nodes.iter().map(|node| (node.name.as_str(), "node")).collect();
+            let node = check_name(&name, &seen).and_then(|()| layout.node_from(text));
+            layout.nodes.push(node.with_context(|| format!("node {name:?}"))?);
+        }
+        Ok(layout)
+    }
+
+    fn node_from(&self, text: NodeText) -> Result<Node> {
+        let topology = match text.like {
+            Some(like) => {
+                let empty = text.machine.is_none() && text.bridge.is_empty() && text.device.is_empty();
+                ensure!(empty, "a node like another one has nothing of its own");
+                let other = self.node(&like);
+                other
+                    .with_context(|| format!("there is no node {like:?} before it"))?
+                    .topology
+                    .clone()
+            }
+            None => Topology {
+                description: self.description.clone(),
+                name: self.name.clone(),
+                machine: text.machine.unwrap_or_default(),
+                bridge: text.bridge,
+                device: text.device,
+            },
+        };
+        topology.check()?;
+        Ok(Node {
+            name: text.name,
+            topology,
+        })
+    }
+
+    /// One machine as a layout.
+    pub fn alone(topology: Topology) -> Layout {
+        Layout {
+            description: topology.description.clone(),
+            name: topology.name.clone(),
+            nodes: vec![Node {
+                name: String::new(),
+                topology,
+            }],
+        }
+    }
+
+    /// The node of that name.
+    pub fn node(&self, name: &str) -> Option<&Node> {
+        self.nodes.iter().find(|node| node.name == name)
+    }
+
+    fn into_one(mut self) -> Result<Topology> {
+        match self.nodes.pop() {
+            Some(node) if node.name.is_empty() => Ok(node.topology),
+            _ => bail!("it describes nodes, where one machine is asked for"),
+        }
+    }
+}
+
+impl Topology {
+    /// Reads and checks a file that describes one machine.
+    ///
+    /// # Errors
+    ///
+    /// As [`Layout::load`], and for a file with nodes.
+    pub fn load(path: &Path) -> Result<Topology> {
+        Layout::load(path)?
+            .into_one()
+            .with_context(|| path.display().to_string())
+    }
+
+    /// Reads and checks a text that describes one machine.
+    ///
+    /// # Errors
+    ///
     /// As [`Topology::load`].
     pub fn parse(name: &str, text: &str) -> Result<Topology> {
-        let mut topology: Topology = toml::from_str(text)?;
-        topology.name = name.to_owned();
-        topology.check()?;
-        Ok(topology)
+        Layout::parse(name, text)?.into_one()
     }
 
     /// The device of that name.
     pub fn device(&self, name: &str) -> Option<&Device> {
         self.device.iter().find(|device| device.name() == name)
+    }
+
+    /// Whether it has a NIC.
+    pub fn has_nic(&self) -> bool {
+        self.device.iter().any(|device| matches!(device, Device::Nic { .. }))
     }
 
     /// The bridge of that name.
@@ -380,6 +567,9 @@ fn check_name(name: &str, seen: &BTreeMap<&str, &str>) -> Result<()> {
 fn check_device(device: &Device, seen: &BTreeMap<&str, &str>) -> Result<()> {
     check_name(device.name(), seen)?;
     match device {
+        Device::Nic { switch, .. } => {
+            check_name(switch, &BTreeMap::new()).with_context(|| format!("switch {switch:?}"))?;
+        }
         Device::Accel { memory: size, .. } | Device::Ivshmem { size, .. } => {
             ensure!(
                 size.0.is_power_of_two() && size.0 >= 1 << 20,
@@ -451,12 +641,82 @@ mod tests {
         assert_eq!(topology.bridge("rp0").unwrap().parent, ROOT);
     }
 
+    /// The good one as a node, and a second one like it.
+    fn two() -> String {
+        let node = GOOD.replace("description = \"test\"", "").replace("[[", "[[node.");
+        format!("description = \"test\"\n[[node]]\nname = \"a\"\n{node}\n[[node]]\nname = \"b\"\nlike = \"a\"\n")
+    }
+
+    #[test]
+    fn nodes() {
+        let layout = Layout::parse("t", &two()).unwrap();
+        let names: Vec<&str> = layout.nodes.iter().map(|node| node.name.as_str()).collect();
+        assert_eq!(names, ["a", "b"]);
+        assert_eq!(layout.nodes[0].topology, layout.nodes[1].topology);
+        assert_eq!(layout.nodes[0].topology, Topology::parse("t", GOOD).unwrap());
+        let alone = Layout::parse("t", GOOD).unwrap();
+        assert_eq!((alone.nodes.len(), alone.nodes[0].name.as_str()), (1, ""));
+        assert!(error(&two()).contains("where one machine is asked for"));
+    }
+
+    #[test]
+    fn bad_nodes_are_named() {
+        let error = |text: &str| format!("{:#}", Layout::parse("t", text).expect_err("accepted"));
+        let cases = [
+            (
+                "like = \"a\"",
+                "like = \"c\"",
+                "node \"b\": there is no node \"c\" before it",
+            ),
+            (
+                "like = \"a\"",
+                "like = \"a\"\n[node.machine]\nsmp = 1",
+                "nothing of its own",
+            ),
+            (
+                "name = \"b\"",
+                "name = \"a\"",
+                "node \"a\": there is a node of that name",
+            ),
+            ("name = \"b\"", "name = \"\"", "a name is"),
+            ("name = \"b\"", "name = \"host\"", "host memory"),
+            ("ports = 2", "ports = 1", "node \"a\": bridge \"sw0\""),
+            (
+                "description = \"test\"",
+                "description = \"test\"\nmachine = {}",
+                "belongs to one",
+            ),
+        ];
+        for (from, to, expected) in cases {
+            let text = two().replacen(from, to, 1);
+            assert_ne!(text, two());
+            assert!(
+                error(&text).contains(expected),
+                "{expected:?} not in {:?}",
+                error(&text)
+            );
+        }
+    }
+
+    #[test]
+    fn a_nic_is_on_a_switch() {
+        let nic = GOOD
+            .replace("kind = \"nvme\"", "kind = \"nic\"")
+            .replace("image = \"256M\"", "");
+        let topology = Topology::parse("t", &nic).unwrap();
+        let nic0 = topology.device("nvme0").unwrap();
+        assert!(matches!(nic0, Device::Nic { switch, .. } if switch == "sw"));
+        assert!(nic0.is_model() && nic0.memory() == 0);
+        let bad = nic.replace("kind = \"nic\"", "kind = \"nic\"\nswitch = \"a/b\"");
+        assert!(error(&bad).contains("switch \"a/b\""), "{}", error(&bad));
+    }
+
     #[test]
     fn the_files_of_the_test_bed() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies");
         let mut count = 0;
         for entry in fs::read_dir(folder).unwrap() {
-            Topology::load(&entry.unwrap().path()).unwrap();
+            Layout::load(&entry.unwrap().path()).unwrap();
             count += 1;
         }
         assert!(count >= 3);

@@ -6,7 +6,7 @@
 //! the [`Vm`], which waits with a deadline for whatever comes next. A panic shows on the console, the end of QEMU as the
 //! end of both streams, so a guest that dies is told apart from one that takes too long.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,19 +19,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Request, ToGuest, ToHost};
+use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Network, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use serde::Serialize;
 use serde_json::{Value, json};
 
-use crate::accel::Accel;
+pub use crate::command::{Command, Outcome, Status, Stream};
 use crate::counters::Classifier;
 use crate::dmesg::{self, Record};
 use crate::kernel;
+use crate::models::{self, Model, Models};
 use crate::process::{Process, Stdin};
-use crate::qemu::{self, Paths, Plan};
+use crate::qemu::{self, Ends, Paths, Plan};
 use crate::qmp::Qmp;
-use crate::topology::{Device, Topology};
+use crate::topology::{Device, Layout, Topology};
 use crate::trace;
 
 /// How long a boot may take, generous for a machine that is busy with other things.
@@ -56,120 +56,10 @@ pub struct Options {
     pub kernel: Option<PathBuf>,
 }
 
-/// A command for the guest.
-#[derive(Debug, Clone)]
-pub struct Command {
-    /// Program and arguments.
-    pub argv: Vec<String>,
-    /// Environment added to the guest's.
-    pub env: BTreeMap<String, String>,
-    /// Working directory.
-    pub cwd: String,
-    /// How long it may take.
-    pub limit: Duration,
-}
-
-impl Command {
-    /// A command in `/`, with ten minutes.
-    pub fn new<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> Command {
-        let argv = argv.into_iter().map(Into::into).collect();
-        Command {
-            argv,
-            env: BTreeMap::new(),
-            cwd: "/".into(),
-            limit: Duration::from_secs(600),
-        }
-    }
-
-    /// With another limit.
-    #[must_use]
-    pub fn limit(mut self, limit: Duration) -> Command {
-        self.limit = limit;
-        self
-    }
-
-    /// With one more environment variable.
-    #[must_use]
-    pub fn env(mut self, name: &str, value: impl Into<String>) -> Command {
-        self.env.insert(name.to_owned(), value.into());
-        self
-    }
-}
-
-/// How a command ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(tag = "end", rename_all = "kebab-case")]
-pub enum Status {
-    /// By itself.
-    Exited {
-        /// Its exit code.
-        code: i32,
-    },
-    /// By a signal.
-    Signalled {
-        /// The signal.
-        signal: i32,
-    },
-    /// It could not be started.
-    NotStarted {
-        /// Why.
-        error: String,
-    },
-    /// It ran out of time and was killed.
-    TimedOut,
-    /// The kernel panicked.
-    Panicked {
-        /// The panic's line.
-        line: String,
-    },
-    /// The guest ended without a panic.
-    Died {
-        /// What is known of it.
-        why: String,
-    },
-}
-
-/// What came of a command.
-#[derive(Debug, Clone, Serialize)]
-pub struct Outcome {
-    /// How it ended.
-    pub status: Status,
-    /// What it wrote to standard output.
-    #[serde(serialize_with = "as_text")]
-    pub stdout: Vec<u8>,
-    /// What it wrote to standard error.
-    #[serde(serialize_with = "as_text")]
-    pub stderr: Vec<u8>,
-    /// The kernel log since the command before.
-    pub dmesg: Vec<Record>,
-    /// Lines of it that a kernel in order does not say.
-    pub findings: Vec<String>,
-    /// How long it took.
-    pub seconds: f64,
-}
-
-fn as_text<S: serde::Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&String::from_utf8_lossy(bytes))
-}
-
-impl Outcome {
-    /// Tells whether the command succeeded and the kernel had nothing to say against it.
-    pub fn is_clean(&self) -> bool {
-        self.status == Status::Exited { code: 0 } && self.findings.is_empty()
-    }
-}
-
-/// Which stream output belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stream {
-    /// Standard output.
-    Stdout,
-    /// Standard error.
-    Stderr,
-}
-
 enum Event {
     Frame(Frame),
+    /// Somebody wants a command to end.
+    Stop(u64),
     PortEnded(String),
     Panic(String),
     ConsoleEnded,
@@ -179,6 +69,7 @@ enum Event {
 #[derive(Debug, Clone)]
 enum End {
     TimedOut,
+    Stopped,
     Panicked(String),
     Died(String),
 }
@@ -189,17 +80,44 @@ struct Console {
     count: usize,
 }
 
+/// Ends a command of a guest, from another thread than the one that waits for it.
+#[derive(Clone)]
+pub struct Stopper {
+    id: u64,
+    send: Sender<Event>,
+}
+
+impl Stopper {
+    /// Ends the command, if it still runs.
+    pub fn stop(&self) {
+        // An error means that the guest is gone, and the command with it.
+        let _ = self.send.send(Event::Stop(self.id));
+    }
+}
+
+/// What a guest of several is given beside its topology.
+#[derive(Debug)]
+pub struct Place {
+    /// Its name and the others'.
+    pub network: Network,
+    /// Its end of the network.
+    pub ends: Ends,
+    /// Its devices, whose processes run already.
+    pub models: Models,
+}
+
 /// A guest.
 pub struct Vm {
     // Dropped first to last: the guest before the processes behind its devices, and the folder last.
     qemu: Process,
-    accels: BTreeMap<String, Accel>,
+    models: Models,
     virtiofsd: Process,
     topology: Topology,
     plan: Plan,
     qmp: Qmp,
     port: UnixStream,
     events: Receiver<Event>,
+    send: Sender<Event>,
     console: Arc<Mutex<Console>>,
     kernel_log: Vec<Record>,
     taken: usize,
@@ -236,28 +154,59 @@ impl Vm {
     ///
     /// Something cannot be started, or the guest is not ready in time; the console's end is in the error.
     pub fn boot(topology: &Topology, options: &Options) -> Result<Vm> {
+        let dir = folder()?;
+        let paths = Vm::paths(dir.path())?;
+        let models = if topology.has_nic() {
+            let layout = Layout::alone(topology.clone());
+            let mut models = models::fabric(&sibling("p2pmem-fabric")?, &layout, &[paths], dir.path())?;
+            models.pop().context("devices of the only node")?
+        } else {
+            models::one_each(&sibling("p2pmem-accel")?, topology, &paths)?
+        };
+        Vm::start(topology, options, dir, models, None)
+    }
+
+    /// Boots a guest of several. Its sockets are in `dir`, see [`Vm::paths`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::boot`].
+    pub fn boot_in(topology: &Topology, options: &Options, dir: tempfile::TempDir, place: Place) -> Result<Vm> {
+        let Place { network, ends, models } = place;
+        Vm::start(topology, options, dir, models, Some((network, ends)))
+    }
+
+    /// Where the files and sockets of a guest are that has its folder at `dir`.
+    ///
+    /// # Errors
+    ///
+    /// The guest's init was not built.
+    pub fn paths(dir: &Path) -> Result<Paths> {
+        Ok(Paths {
+            dir: dir.to_owned(),
+            init: sibling("p2pmem-guest-init")?,
+        })
+    }
+
+    fn start(
+        topology: &Topology,
+        options: &Options,
+        dir: tempfile::TempDir,
+        models: Models,
+        network: Option<(Network, Ends)>,
+    ) -> Result<Vm> {
         let start = Instant::now();
         let release = kernel::release()?;
         let kernel = match &options.kernel {
             Some(path) => path.clone(),
             None => kernel::vmlinux(&release)?,
         };
-        let dir = tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?;
-        let paths = Paths {
-            dir: dir.path().to_owned(),
-            kernel,
-            init: sibling("p2pmem-guest-init")?,
-        };
-        let plan = qemu::plan(topology, &paths)?;
-        let mut accels = BTreeMap::new();
+        let paths = Vm::paths(dir.path())?;
+        let (network, ends) = network.unzip();
+        let plan = qemu::plan(topology, &paths, &kernel, ends.as_ref())?;
         for device in &topology.device {
-            match device {
-                Device::Nvme { name, image, .. } => File::create(paths.image(name))?.set_len(image.0)?,
-                Device::Accel { name, memory, .. } => {
-                    let accel = Accel::start(&sibling("p2pmem-accel")?, name, memory.0, &paths);
-                    accels.insert(name.clone(), accel.with_context(|| format!("device {name}"))?);
-                }
-                Device::Ivshmem { .. } => {}
+            if let Device::Nvme { name, image, .. } = device {
+                File::create(paths.image(name))?.set_len(image.0)?;
             }
         }
         let virtiofsd = start_virtiofsd(&paths)?;
@@ -274,18 +223,19 @@ impl Vm {
         let deadline = start + BOOT_LIMIT;
         let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?)?;
         let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
-        read_port(port.try_clone()?, send);
+        read_port(port.try_clone()?, send.clone());
         let trace = trace::Reader::open(&paths.trace())?;
         let classifier = Classifier::new(topology.machine.memory.0, plan.drives.clone());
         let mut vm = Vm {
             qemu,
-            accels,
+            models,
             virtiofsd,
             topology: topology.clone(),
             plan,
             qmp,
             port,
             events,
+            send,
             console,
             kernel_log: Vec::new(),
             taken: 0,
@@ -297,13 +247,14 @@ impl Vm {
             boot_time: Duration::ZERO,
             _dir: dir,
         };
-        vm.set_up(deadline)
+        vm.set_up(network, deadline)
             .with_context(|| format!("topology {}: the guest did not come up", topology.name))?;
         vm.boot_time = start.elapsed();
         Ok(vm)
     }
 
-    fn set_up(&mut self, deadline: Instant) -> Result<()> {
+    fn set_up(&mut self, network: Option<Network>, deadline: Instant) -> Result<()> {
+        let mut network = network;
         loop {
             let message = match self.next(deadline) {
                 Ok(Frame {
@@ -316,6 +267,7 @@ impl Vm {
                         End::TimedOut => format!("not ready within {BOOT_LIMIT:?}"),
                         End::Panicked(line) => line,
                         End::Died(why) => why,
+                        End::Stopped => "it was stopped".into(),
                     };
                     bail!("{why}\n{}", self.console_tail());
                 }
@@ -326,6 +278,8 @@ impl Vm {
                     let setup = ToGuest::Setup {
                         devices: self.devices()?,
                         topology: self.topology.name.clone(),
+                        network: network.take(),
+                        rdma: self.topology.has_nic() && self.topology.machine.rdma,
                     };
                     wire::write_control(&mut self.port, &setup)?;
                 }
@@ -353,9 +307,9 @@ impl Vm {
 
     /// Process ids of everything it started.
     pub fn process_ids(&self) -> Vec<u32> {
-        let mut ids: Vec<u32> = self.accels.values().map(|accel| accel.process.id()).collect();
-        ids.extend([self.qemu.id(), self.virtiofsd.id()]);
-        ids
+        let models = self.models.values().map(Model::process_id);
+        let ids: BTreeSet<u32> = models.chain([self.qemu.id(), self.virtiofsd.id()]).collect();
+        ids.into_iter().collect()
     }
 
     /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
@@ -411,6 +365,9 @@ impl Vm {
                     panic.get_or_insert(line);
                     deadline = deadline.min(Instant::now() + LAST_WORDS);
                 }
+                // One that comes late is of a command that has ended.
+                Event::Stop(id) if id + 1 == self.next_command => return Err(End::Stopped),
+                Event::Stop(_) => {}
                 Event::PortEnded(why) => return Err(self.died(&why)),
                 Event::ConsoleEnded => {
                     return match panic.take() {
@@ -454,6 +411,28 @@ impl Vm {
     ///
     /// The runner's own channels are broken. A guest that panics or dies is an outcome, not an error.
     pub fn exec(&mut self, command: &Command, live: &mut dyn FnMut(Stream, &[u8])) -> Result<Outcome> {
+        self.exec_server(command, live, &mut || {})
+    }
+
+    /// Ends the next command, when told to.
+    pub fn stopper(&self) -> Stopper {
+        Stopper {
+            id: self.next_command,
+            send: self.send.clone(),
+        }
+    }
+
+    /// As [`Vm::exec`]; `listening` is called once the command's port is listened on.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::exec`].
+    pub fn exec_server(
+        &mut self,
+        command: &Command,
+        live: &mut dyn FnMut(Stream, &[u8]),
+        listening: &mut dyn FnMut(),
+    ) -> Result<Outcome> {
         let start = Instant::now();
         let id = self.next_command;
         self.next_command += 1;
@@ -470,20 +449,25 @@ impl Vm {
             argv: command.argv.clone(),
             env: command.env.clone(),
             cwd: command.cwd.clone(),
+            listen: command.listen,
         };
         // A broken port shows as the end of its stream below.
         let _ = wire::write_control(&mut self.port, &exec);
-        let ended = self.follow(id, start + command.limit, &mut outcome, live);
+        let ended = self.follow(id, start + command.limit, &mut outcome, live, listening);
         outcome.status = match ended {
             Ok(status) => status,
-            Err(End::TimedOut) => {
-                let _ = wire::write_control(&mut self.port, &ToGuest::TimedOut { id });
-                match self.follow(id, Instant::now() + KILL_LIMIT, &mut outcome, live) {
+            Err(end @ (End::TimedOut | End::Stopped)) => {
+                let (kill, status) = match end {
+                    End::Stopped => (ToGuest::Stop { id }, Status::Stopped),
+                    _ => (ToGuest::TimedOut { id }, Status::TimedOut),
+                };
+                let _ = wire::write_control(&mut self.port, &kill);
+                match self.follow(id, Instant::now() + KILL_LIMIT, &mut outcome, live, listening) {
                     Err(End::Panicked(line)) => Status::Panicked { line },
-                    Ok(_) => Status::TimedOut,
+                    Ok(_) => status,
                     Err(_) => {
-                        self.ended(End::Died("it did not answer after a command ran out of time".into()));
-                        Status::TimedOut
+                        self.ended(End::Died("it did not answer after a command was killed".into()));
+                        status
                     }
                 }
             }
@@ -503,6 +487,7 @@ impl Vm {
         deadline: Instant,
         outcome: &mut Outcome,
         live: &mut dyn FnMut(Stream, &[u8]),
+        listening: &mut dyn FnMut(),
     ) -> Result<Status, End> {
         let mark = format!("{KMSG_MARK}{id}");
         let mut status = None;
@@ -552,6 +537,7 @@ impl Vm {
                             },
                         });
                     }
+                    Ok(ToHost::Listening { id: which }) if which == id => listening(),
                     Ok(ToHost::Request { id, request }) => {
                         let result = self.serve(&request).map_err(|e| format!("{e:#}"));
                         let _ = wire::write_control(&mut self.port, &ToGuest::Reply { id, result });
@@ -585,11 +571,16 @@ impl Vm {
             Request::Snapshot => self.snapshot(),
             Request::Kill { name } => {
                 self.known(name)?;
-                let accel = self.accels.remove(name);
-                let accel =
-                    accel.with_context(|| format!("device {name} has no process of its own that still runs"))?;
-                drop(accel);
+                let alone = self.models.get(name).is_some_and(Model::is_alone);
+                ensure!(alone, "device {name} has no process of its own that still runs");
+                self.models.remove(name);
                 Ok(json!({}))
+            }
+            Request::Control { name, request } => {
+                self.known(name)?;
+                let model = self.models.get(name);
+                let model = model.with_context(|| format!("device {name} has no process that runs"))?;
+                model.ask(request).with_context(|| format!("device {name}"))
             }
             Request::DeviceDel { name } => self.unplug(name),
             Request::DeviceAdd { name } => self.plug(name),
@@ -606,7 +597,7 @@ impl Vm {
         let device = self.known(name)?.clone();
         // QEMU 11.1 aborts (an assertion about memory regions) when a vfio-user device is unplugged.
         ensure!(
-            !matches!(device, Device::Accel { .. }),
+            !device.is_model(),
             "device {name}: QEMU cannot unplug a vfio-user device; remove and rescan it in the guest, or kill its process"
         );
         self.qmp.execute("device_del", json!({ "id": name }))?;
@@ -625,7 +616,9 @@ impl Vm {
     fn plug(&mut self, name: &str) -> Result<Value> {
         let size = match self.known(name)? {
             Device::Ivshmem { size, .. } => size.0,
-            Device::Accel { .. } => bail!("device {name}: an accelerator cannot be unplugged, so it is there"),
+            Device::Accel { .. } | Device::Nic { .. } => {
+                bail!("device {name}: a vfio-user device cannot be unplugged, so it is there")
+            }
             Device::Nvme { .. } => bail!("device {name}: QEMU cannot plug a namespace into a drive while it runs"),
         };
         let options = self.plan.devices.get(name).context("planned devices")?.clone();
@@ -658,8 +651,8 @@ impl Vm {
     /// Counters of all devices now, by name.
     ///
     /// A drive: `{"kind": "nvme", "payload": {"host": N, "accel0": N}, "read": {..}, "write": {..}, "commands": N,
-    /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator: `{"kind": "accel", "counters": ..}` with what its
-    /// process says, or `{"kind": "accel", "gone": true}`. All I/O whose completion the asking program has seen is in.
+    /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator or NIC: `{"kind": "accel", "counters": ..}` with what
+    /// its process says, or `{"kind": "accel", "gone": true}`. All I/O whose completion the asking program has seen is in.
     ///
     /// # Errors
     ///
@@ -677,17 +670,18 @@ impl Vm {
             all.insert(name.clone(), value);
         }
         for device in &self.topology.device {
-            let value = match device {
-                Device::Accel { name, .. } => match self.accels.get(name) {
-                    Some(accel) => {
-                        let counters = accel.counters().with_context(|| format!("counters of {name}"))?;
-                        json!({ "kind": "accel", "counters": counters })
-                    }
-                    None => json!({ "kind": "accel", "gone": true }),
-                },
-                _ => continue,
+            if !device.is_model() {
+                continue;
+            }
+            let (name, kind) = (device.name(), device.kind());
+            let value = match self.models.get(name) {
+                Some(model) => {
+                    let counters = model.counters().with_context(|| format!("counters of {name}"))?;
+                    json!({ "kind": kind, "counters": counters })
+                }
+                None => json!({ "kind": kind, "gone": true }),
             };
-            all.insert(device.name().to_owned(), value);
+            all.insert(name.to_owned(), value);
         }
         Ok(Value::Object(all))
     }
@@ -705,6 +699,7 @@ impl Vm {
         loop {
             match self.next(deadline) {
                 Ok(_) => {}
+                Err(End::Stopped) => {}
                 Err(End::TimedOut) => {
                     bail!(
                         "the guest did not power off within {POWER_OFF_LIMIT:?}\n{}",
@@ -733,6 +728,15 @@ impl Vm {
         );
         Ok(findings)
     }
+}
+
+/// A folder for a guest's files and sockets, removed with it.
+///
+/// # Errors
+///
+/// Those of making a folder.
+pub fn folder() -> Result<tempfile::TempDir> {
+    Ok(tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?)
 }
 
 fn start_virtiofsd(paths: &Paths) -> Result<Process> {

@@ -20,19 +20,30 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem_guest::devices;
+use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::host::SOCKET;
-use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, PORT_NAME, Request, ToGuest, ToHost};
+use p2pmem_guest::network::{self, is_listened_on};
+use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Listen, Network, PORT_NAME, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
-use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, setrlimit};
 
 /// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
 const DRAIN: Duration = Duration::from_secs(5);
 /// How long drives may take to show their block devices.
 const BLOCK_DEVICES: Duration = Duration::from_secs(20);
+
+/// How long NICs may take to show their RDMA devices, with ports that are active.
+const PORTS: Duration = Duration::from_secs(30);
+/// How long an IPoIB interface may take to join its network.
+const IPOIB: Duration = Duration::from_secs(10);
+/// How often a wait looks.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The drivers and services that make a NIC of use.
+const RDMA_MODULES: [&str; 6] = ["mlx5_core", "mlx5_ib", "ib_uverbs", "rdma_ucm", "ib_umad", "ib_ipoib"];
 
 /// Where programs are.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -53,6 +64,9 @@ fn main() {
         thread::park();
     }
 }
+
+/// The command that runs, by number and process group.
+type Running = Arc<Mutex<Option<(u64, Pid)>>>;
 
 /// Where frames to the runner go; whole frames, from any thread.
 #[derive(Clone)]
@@ -85,18 +99,23 @@ fn run() -> Result<()> {
 
     let replies: Replies = Replies::default();
     let (execs, exec_queue) = mpsc::channel::<Exec>();
-    let running: Arc<Mutex<Option<(u64, Pid)>>> = Arc::default();
+    let running = Running::default();
     let mut exec_queue = Some(exec_queue);
     while let Some(Frame { kind, payload }) = wire::read_frame(&mut from)? {
         if kind != Kind::Control {
             bail!("the runner sent a frame that is not control");
         }
         match serde_json::from_slice(&payload).context("message of the runner")? {
-            ToGuest::Setup { devices, topology } => {
+            ToGuest::Setup {
+                devices,
+                topology,
+                network,
+                rdma,
+            } => {
                 let Some(queue) = exec_queue.take() else {
                     bail!("set up twice")
                 };
-                match set_up(&devices, &topology) {
+                match set_up(&devices, &topology, network.as_ref(), rdma) {
                     Ok(vars) => {
                         serve_requests(port.clone(), replies.clone())?;
                         let (port, running) = (port.clone(), running.clone());
@@ -115,14 +134,25 @@ fn run() -> Result<()> {
                 }
                 port.control(&ToHost::Ready);
             }
-            ToGuest::Exec { id, argv, env, cwd } => execs.send(Exec { id, argv, env, cwd })?,
+            ToGuest::Exec {
+                id,
+                argv,
+                env,
+                cwd,
+                listen,
+            } => execs.send(Exec {
+                id,
+                argv,
+                env,
+                cwd,
+                listen,
+            })?,
             ToGuest::TimedOut { id } => {
                 // Backtraces of what blocks, into the kernel log, before the evidence is killed.
                 let _ = fs::write("/proc/sysrq-trigger", "w");
-                if let Some((_, pid)) = running.lock().ok().and_then(|r| *r).filter(|r| r.0 == id) {
-                    let _ = rustix::process::kill_process_group(pid, Signal::KILL);
-                }
+                kill(&running, id);
             }
+            ToGuest::Stop { id } => kill(&running, id),
             ToGuest::Reply { id, result } => {
                 let waiting = replies.0.lock().ok().and_then(|mut map| map.remove(&id));
                 if let Some(waiting) = waiting {
@@ -133,6 +163,13 @@ fn run() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Kills a command, if it is the one that runs.
+fn kill(running: &Running, id: u64) {
+    if let Some((_, pid)) = running.lock().ok().and_then(|r| *r).filter(|r| r.0 == id) {
+        let _ = rustix::process::kill_process_group(pid, Signal::KILL);
+    }
 }
 
 fn mount_all() -> Result<()> {
@@ -219,33 +256,108 @@ fn kernel_log(line: &str) {
     }
 }
 
-fn set_up(notes: &BTreeMap<String, wire::DeviceNote>, topology: &str) -> Result<BTreeMap<String, String>> {
-    rustix::system::sethostname(b"guest").context("hostname")?;
+fn set_up(
+    notes: &BTreeMap<String, wire::DeviceNote>,
+    topology: &str,
+    network: Option<&Network>,
+    rdma: bool,
+) -> Result<BTreeMap<String, String>> {
+    let name = network.map_or("", |network| network.node.as_str());
+    let name = if name.is_empty() { "guest" } else { name };
+    rustix::system::sethostname(name.as_bytes()).context("hostname")?;
     fs::write("/proc/sys/kernel/hung_task_timeout_secs", "20").context("hung task time-out")?;
+    // What RDMA pins counts against it, for programs that give up their privileges too.
+    let unlimited = Rlimit {
+        current: None,
+        maximum: None,
+    };
+    setrlimit(Resource::Memlock, unlimited).context("RLIMIT_MEMLOCK")?;
     run_quietly("ip", &["link", "set", "lo", "up"])?;
-    run_quietly("modprobe", &["-a", "configfs", "nvme"])?;
+    let mut modules = vec!["configfs", "nvme"];
+    if network.is_some() {
+        modules.push("virtio_net");
+    }
+    if rdma {
+        modules.extend(RDMA_MODULES);
+    }
+    run_quietly("modprobe", &[&["-a"], modules.as_slice()].concat())?;
     mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
     // Drives appear when their controllers have been probed, which the kernel does in the background.
-    let deadline = Instant::now() + BLOCK_DEVICES;
-    let found = loop {
-        let found = devices::locate(notes)?;
-        let missing: Vec<_> = found
-            .iter()
-            .filter(|(_, d)| d.kind == "nvme" && !usable(&d.block))
-            .map(|d| d.0)
-            .collect();
-        if missing.is_empty() {
-            break found;
-        }
-        if Instant::now() > deadline {
-            bail!("no block device within {BLOCK_DEVICES:?} for {missing:?}");
-        }
-        thread::sleep(Duration::from_millis(20));
-    };
+    let drives = || missing(notes, "nvme", |device| usable(&device.block));
+    wait_for(BLOCK_DEVICES, "a block device", drives)?;
+    if let Some(network) = network {
+        let address = format!("{}/24", network::address(network::number(network)?));
+        run_quietly("ip", &["address", "add", &address, "dev", "eth0"])?;
+        run_quietly("ip", &["link", "set", "eth0", "up"])?;
+    }
+    if rdma {
+        let ports = || missing(notes, "nic", |device| device.rdma.as_deref().is_some_and(is_active));
+        wait_for(PORTS, "an active port", ports)?;
+        let number = network.map_or(Ok(0), network::number)?;
+        set_up_ipoib(&devices::locate(notes)?, number)?;
+    }
+    let found = devices::locate(notes)?;
     devices::store(&found)?;
     let mut vars = devices::environment(&found);
     vars.insert("P2PMEM_TOPOLOGY".into(), topology.to_owned());
+    if let Some(network) = network {
+        vars.extend(network::environment(network, &found));
+    }
     Ok(vars)
+}
+
+/// Devices of a kind that are not ready.
+fn missing(
+    notes: &BTreeMap<String, wire::DeviceNote>,
+    kind: &str,
+    ready: impl Fn(&devices::Device) -> bool,
+) -> Result<Vec<String>> {
+    let found = devices::locate(notes)?;
+    let missing = found
+        .into_iter()
+        .filter(|(_, device)| device.kind == kind && !ready(device));
+    Ok(missing.map(|(name, _)| name).collect())
+}
+
+/// Waits until nothing is missing.
+fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String>>) -> Result<()> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let missing = missing()?;
+        if missing.is_empty() {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            bail!("no {what} within {limit:?} for {missing:?}");
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Whether the first port of an RDMA device is active.
+fn is_active(rdma: &str) -> bool {
+    let state = fs::read_to_string(format!("/sys/class/infiniband/{rdma}/ports/1/state"));
+    state.is_ok_and(|state| state.contains("ACTIVE"))
+}
+
+/// Gives the IPoIB interfaces their addresses. One that does not join its network in time is told of in the kernel log:
+/// programs that do not need it run all the same.
+fn set_up_ipoib(devices: &Devices, node: usize) -> Result<()> {
+    let nics: Vec<_> = devices.values().filter_map(|device| device.net.as_deref()).collect();
+    for (number, net) in nics.iter().enumerate() {
+        let address = format!("{}/24", network::rdma_address(node, number));
+        run_quietly("ip", &["address", "add", &address, "dev", net])?;
+        run_quietly("ip", &["link", "set", net, "up"])?;
+    }
+    let without_carrier = || {
+        let carrier = |net: &str| fs::read_to_string(format!("/sys/class/net/{net}/carrier")).unwrap_or_default();
+        let without = nics.iter().filter(|net| carrier(net).trim() != "1");
+        Ok(without.map(|net| (*net).to_owned()).collect())
+    };
+    if let Err(e) = wait_for(IPOIB, "carrier", without_carrier) {
+        kernel_log(&format!("p2pmem-guest-init: IPoIB: {e:#}"));
+    }
+    Ok(())
 }
 
 fn usable(block: &Option<PathBuf>) -> bool {
@@ -311,10 +423,11 @@ struct Exec {
     argv: Vec<String>,
     env: BTreeMap<String, String>,
     cwd: String,
+    listen: Option<Listen>,
 }
 
 /// Runs one command in a process group of its own, sends its output and its end, and leaves no process behind.
-fn execute(port: &Port, running: &Mutex<Option<(u64, Pid)>>, exec: Exec, vars: &BTreeMap<String, String>) {
+fn execute(port: &Port, running: &Running, exec: Exec, vars: &BTreeMap<String, String>) {
     let mut exited = ToHost::Exited {
         id: exec.id,
         code: None,
@@ -339,7 +452,7 @@ fn execute(port: &Port, running: &Mutex<Option<(u64, Pid)>>, exec: Exec, vars: &
 
 fn run_command(
     port: &Port,
-    running: &Mutex<Option<(u64, Pid)>>,
+    running: &Running,
     exec: &Exec,
     vars: &BTreeMap<String, String>,
 ) -> Result<std::process::ExitStatus> {
@@ -363,6 +476,9 @@ fn run_command(
     let pid = Pid::from_child(&child);
     if let Ok(mut running) = running.lock() {
         *running = Some((exec.id, pid));
+    }
+    if let Some(listen) = exec.listen {
+        tell_when_listening(port.clone(), exec.id, listen, running.clone());
     }
     let (done, drained) = mpsc::channel();
     let out = child.stdout.take().context("no stdout")?;
@@ -389,6 +505,26 @@ fn run_command(
     // Orphans become children of process 1; no other command runs now, so any zombie is theirs.
     while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
     Ok(status)
+}
+
+/// Tells the runner once somebody listens on a command's port, unless the command ends before.
+fn tell_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
+    thread::spawn(move || {
+        let runs = || {
+            running
+                .lock()
+                .is_ok_and(|running| running.is_some_and(|(other, _)| other == id))
+        };
+        while runs() {
+            match is_listened_on(listen) {
+                Ok(true) => return port.control(&ToHost::Listening { id }),
+                Ok(false) => thread::sleep(LOOK),
+                // The reaper of leftovers may be faster than this one's own wait.
+                Err(_) if !runs() => return,
+                Err(e) => return kernel_log(&format!("p2pmem-guest-init: waiting for {listen:?}: {e:#}")),
+            }
+        }
+    });
 }
 
 fn forward(port: Port, kind: Kind, mut from: impl Read + Send + 'static, done: mpsc::Sender<()>) {

@@ -1,258 +1,100 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests that boot guests: of the runner itself, and those of the module (`p2pmem_guest::cases`).
-//!
-//! One guest runs at a time. Tests of one topology share a guest as long as it is sound: after a test that fails, whose
-//! kernel log is bad, or that ruins the guest by design, the next one gets a fresh one.
+//! Tests of the runner with one guest.
 
 use std::collections::BTreeMap;
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use libtest_mimic::{Arguments, Failed, Trial};
-use p2pmem_guest::cases;
 use p2pmem_guest::wire::Request;
-use p2pmem_vm::topology::Topology;
-use p2pmem_vm::vm::{Command, Options, Outcome, Status, Vm, sibling, topologies};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::topology::Layout;
+use p2pmem_vm::vm::{Command, Options, Status, Vm, sibling, topologies};
 
-/// How long a test's command may take.
-const LIMIT: Duration = Duration::from_secs(180);
+use crate::{Test, clean, describe, run, sh};
 
-/// Guests that wait for the next test, by topology; one at a time is kept.
-type Shelf = Arc<Mutex<Option<(String, Vm)>>>;
-
-/// A test of the runner.
-struct VmTest {
-    name: &'static str,
-    topology: &'static str,
-    /// Whether it needs a guest that nobody used, and leaves one that nobody should use.
-    alone: bool,
-    run: fn(&mut Vm) -> Result<()>,
-}
-
-const RUNNER: &[VmTest] = &[
-    VmTest {
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test {
         name: "runner::exit-code",
         topology: "small",
         alone: false,
-        run: exit_code,
+        run: |cluster| exit_code(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::output",
         topology: "small",
         alone: false,
-        run: output,
+        run: |cluster| output(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::devices",
         topology: "demo",
         alone: false,
-        run: devices,
+        run: |cluster| devices(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::adopted-cmb",
         topology: "demo",
         alone: false,
-        run: cmb,
+        run: |cluster| cmb(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::devices-unreachable",
         topology: "unreachable",
         alone: false,
-        run: devices,
+        run: |cluster| devices(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::counters",
         topology: "small",
         alone: false,
-        run: counters,
+        run: |cluster| counters(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::requests",
         topology: "small",
         alone: false,
-        run: requests,
+        run: |cluster| requests(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::bad-log-line",
         topology: "small",
         alone: false,
-        run: bad_log_line,
+        run: |cluster| bad_log_line(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::leftovers",
         topology: "small",
         alone: false,
-        run: leftovers,
+        run: |cluster| leftovers(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::time-out",
         topology: "small",
         alone: false,
-        run: time_out,
+        run: |cluster| time_out(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::hotplug",
         topology: "demo",
         alone: true,
-        run: hotplug,
+        run: |cluster| hotplug(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::device-killed",
         topology: "small",
         alone: true,
-        run: device_killed,
+        run: |cluster| device_killed(cluster.only()?),
     },
-    VmTest {
+    Test {
         name: "runner::panic",
         topology: "small",
         alone: true,
-        run: panic,
+        run: |cluster| panic(cluster.only()?),
     },
 ];
-
-fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
-    // A guest has as many processors as the machines this runs on; two at once would only slow each other down.
-    arguments.test_threads = Some(1);
-    let shelf = Shelf::default();
-    let mut trials = vec![
-        Trial::test("runner::leaves-no-process", || leaves_no_process().map_err(failed)),
-        Trial::test("runner::exit-codes-of-the-program", || program().map_err(failed)),
-    ];
-    for test in RUNNER {
-        let shelf = shelf.clone();
-        trials.push(Trial::test(test.name, move || with_guest(&shelf, test).map_err(failed)));
-    }
-    // In the order of topologies, so that guests are shared.
-    let mut of_module: Vec<_> = cases::all().collect();
-    of_module.sort_by_key(|case| (case.topology, case.ruins));
-    let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
-    for case in of_module {
-        let (shelf, module) = (shelf.clone(), module.clone());
-        let ignored = module.is_none();
-        let trial = Trial::test(format!("module::{}", case.name), move || {
-            run_case(&shelf, case, module.as_deref()).map_err(failed)
-        });
-        trials.push(trial.with_ignored_flag(ignored));
-    }
-    if module.is_none() {
-        eprintln!("P2PMEM_MODULE is not set: tests of the module are ignored");
-    }
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    let clean = match shelf.lock().map(|mut shelf| shelf.take()) {
-        Ok(Some((topology, vm))) => match vm.shut_down() {
-            Ok(findings) if findings.is_empty() => true,
-            Ok(findings) => complain(&topology, &findings.join("\n")),
-            Err(e) => complain(&topology, &format!("{e:#}")),
-        },
-        _ => true,
-    };
-    if clean {
-        conclusion.exit_code()
-    } else {
-        ExitCode::FAILURE
-    }
-}
-
-fn complain(topology: &str, what: &str) -> bool {
-    eprintln!("the last guest ({topology}) did not end in order: {what}");
-    false
-}
-
-fn failed(e: anyhow::Error) -> Failed {
-    Failed::from(format!("{e:#}"))
-}
-
-/// A guest of a topology: the one on the shelf, or a fresh one.
-fn guest(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Vm> {
-    let kept = shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))?.take();
-    if let Some((name, vm)) = kept {
-        if name == topology && !fresh && vm.is_alive() {
-            return Ok(vm);
-        }
-        let findings = vm
-            .shut_down()
-            .with_context(|| format!("ending the guest before ({name})"))?;
-        ensure!(
-            findings.is_empty(),
-            "the guest before ({name}) ended with: {}",
-            findings.join("\n")
-        );
-    }
-    let file = topologies().join(format!("{topology}.toml"));
-    Vm::boot(&Topology::load(&file)?, &Options::default())
-}
-
-fn keep(shelf: &Shelf, topology: &str, vm: Vm) -> Result<()> {
-    *shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = Some((topology.to_owned(), vm));
-    Ok(())
-}
-
-fn with_guest(shelf: &Shelf, test: &VmTest) -> Result<()> {
-    let mut vm = guest(shelf, test.topology, test.alone)?;
-    (test.run)(&mut vm)?;
-    if !test.alone {
-        keep(shelf, test.topology, vm)?;
-    }
-    Ok(())
-}
-
-fn run_case(shelf: &Shelf, case: &cases::Case, module: Option<&Path>) -> Result<()> {
-    let module = fs::canonicalize(module.context("P2PMEM_MODULE is not set")?).context("P2PMEM_MODULE")?;
-    let mut vm = guest(shelf, case.topology, false)?;
-    let program = sibling("p2pmem-guest-tests")?;
-    let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
-    let outcome = run(&mut vm, &command.env("P2PMEM_MODULE", module.to_str().context("path")?))?;
-    if !outcome.is_clean() {
-        bail!("{}\n{}", case.about, describe(&outcome, &vm));
-    }
-    if !case.ruins {
-        keep(shelf, case.topology, vm)?;
-    }
-    Ok(())
-}
-
-fn run(vm: &mut Vm, command: &Command) -> Result<Outcome> {
-    vm.exec(command, &mut |_, _| {})
-}
-
-fn sh(vm: &mut Vm, script: &str) -> Result<Outcome> {
-    run(vm, &Command::new(["sh", "-c", script]).limit(LIMIT))
-}
-
-fn describe(outcome: &Outcome, vm: &Vm) -> String {
-    let mut text = format!(
-        "{:?}\n{}{}",
-        outcome.status,
-        String::from_utf8_lossy(&outcome.stdout),
-        String::from_utf8_lossy(&outcome.stderr)
-    );
-    if !outcome.findings.is_empty() {
-        text.push_str("bad lines in the kernel log:\n");
-        text.push_str(&outcome.findings.join("\n"));
-        text.push('\n');
-    }
-    text.push_str("kernel log:\n");
-    let skip = outcome.dmesg.len().saturating_sub(60);
-    for record in &outcome.dmesg[skip..] {
-        text.push_str(&format!("  {}\n", record.text));
-    }
-    if !vm.is_alive() {
-        text.push_str(&vm.console_tail());
-    }
-    text
-}
-
-fn clean(vm: &mut Vm, script: &str) -> Result<Outcome> {
-    let outcome = sh(vm, script)?;
-    ensure!(outcome.is_clean(), "{script}: {}", describe(&outcome, vm));
-    Ok(outcome)
-}
 
 fn exit_code(vm: &mut Vm) -> Result<()> {
     for code in [0, 1, 42, 255] {
@@ -489,18 +331,21 @@ fn panic(vm: &mut Vm) -> Result<()> {
     Ok(())
 }
 
-fn leaves_no_process() -> Result<()> {
-    let vm = Vm::boot(&Topology::load(&topologies().join("small.toml"))?, &Options::default())?;
-    let ids = vm.process_ids();
-    ensure!(ids.len() == 3, "{ids:?}");
+/// All processes of a topology's guests are gone with them.
+pub fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
+    let layout = Layout::load(&topologies().join(format!("{topology}.toml")))?;
+    let cluster = Cluster::boot(&layout, &Options::default())?;
+    let ids = cluster.process_ids();
+    ensure!(ids.len() == processes, "{ids:?}");
     let alive = |id: &u32| Path::new(&format!("/proc/{id}")).exists();
     ensure!(ids.iter().all(alive), "{ids:?}");
-    drop(vm);
+    drop(cluster);
     ensure!(!ids.iter().any(alive), "of {ids:?} some are left");
     Ok(())
 }
 
-fn program() -> Result<()> {
+/// The runner's command line: exit codes and the report.
+pub fn program() -> Result<()> {
     let program = sibling("p2pmem-vm")?;
     let topology = topologies().join("small.toml");
     let run = |words: &[&str]| -> Result<std::process::Output> {

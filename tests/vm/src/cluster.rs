@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Several guests at once: the nodes of a layout, joined by a network and by their NICs.
+//!
+//! All boot at the same time. Commands run on one, on all, or as a server on one and its client on another; a thread for
+//! each guest waits for what its guest says.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use p2pmem_guest::wire::{Network, Request};
+use serde_json::{Value, json};
+
+use crate::command::{Command, Outcome};
+use crate::models::{self, Models};
+use crate::qemu::Ends;
+use crate::topology::Layout;
+use crate::vm::{Options, Place, Vm, folder, sibling};
+
+/// How long a server may take to listen.
+const LISTEN: Duration = Duration::from_secs(60);
+/// How long a server may take to end after its client has.
+const SERVER_END: Duration = Duration::from_secs(20);
+
+/// Running guests. Those of a layout without nodes are one, whose name is empty.
+pub struct Cluster {
+    // Dropped first to last: the guests, with the last of them the process behind their devices, and the folder.
+    nodes: Vec<(String, Vm)>,
+    boot_time: Duration,
+    _dir: tempfile::TempDir,
+}
+
+/// What came of a server and its client.
+#[derive(Debug)]
+pub struct Served {
+    /// The server's outcome.
+    pub server: Outcome,
+    /// The client's; `None` if the server ended or its time did before it listened.
+    pub client: Option<Outcome>,
+}
+
+impl Cluster {
+    /// Boots all nodes of a layout.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::boot`], with the node's name.
+    pub fn boot(layout: &Layout, options: &Options) -> Result<Cluster> {
+        let start = Instant::now();
+        let dir = folder()?;
+        if let [node] = layout.nodes.as_slice() {
+            return Ok(Cluster {
+                nodes: vec![(node.name.clone(), Vm::boot(&node.topology, options)?)],
+                boot_time: start.elapsed(),
+                _dir: dir,
+            });
+        }
+        let folders = layout.nodes.iter().map(|_| folder()).collect::<Result<Vec<_>>>()?;
+        let paths = folders
+            .iter()
+            .map(|folder| Vm::paths(folder.path()))
+            .collect::<Result<Vec<_>>>()?;
+        let models: Vec<Models> = if layout.nodes.iter().any(|node| node.topology.has_nic()) {
+            models::fabric(&sibling("p2pmem-fabric")?, layout, &paths, dir.path())?
+        } else {
+            let accel = sibling("p2pmem-accel")?;
+            let each = layout.nodes.iter().zip(&paths);
+            each.map(|(node, paths)| models::one_each(&accel, &node.topology, paths))
+                .collect::<Result<_>>()?
+        };
+        let names: Vec<String> = layout.nodes.iter().map(|node| node.name.clone()).collect();
+        let ends = Ends::new(names.len(), dir.path());
+        let parts = layout.nodes.iter().zip(folders).zip(models).zip(ends);
+        let booted: Vec<Result<Vm>> = thread::scope(|scope| {
+            let boots: Vec<_> = parts
+                .map(|(((node, folder), models), ends)| {
+                    let network = Network {
+                        node: node.name.clone(),
+                        nodes: names.clone(),
+                    };
+                    let place = Place { network, ends, models };
+                    scope.spawn(move || Vm::boot_in(&node.topology, options, folder, place))
+                })
+                .collect();
+            boots.into_iter().map(|boot| joined(boot.join())).collect()
+        });
+        let nodes = names.into_iter().zip(booted).map(|(name, vm)| {
+            let vm = vm.with_context(|| format!("node {name:?}"))?;
+            Ok((name, vm))
+        });
+        Ok(Cluster {
+            nodes: nodes.collect::<Result<_>>()?,
+            boot_time: start.elapsed(),
+            _dir: dir,
+        })
+    }
+
+    /// From the start to all guests being ready for commands.
+    pub fn boot_time(&self) -> Duration {
+        self.boot_time
+    }
+
+    /// The nodes' names, in the order of the layout.
+    pub fn names(&self) -> Vec<String> {
+        self.nodes.iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    /// A node.
+    ///
+    /// # Errors
+    ///
+    /// There is none of that name.
+    pub fn node(&mut self, name: &str) -> Result<&mut Vm> {
+        let found = self.nodes.iter_mut().find(|(node, _)| node == name);
+        Ok(&mut found.with_context(|| format!("there is no node {name:?}"))?.1)
+    }
+
+    /// The only node, of a layout that has one.
+    ///
+    /// # Errors
+    ///
+    /// There are several.
+    pub fn only(&mut self) -> Result<&mut Vm> {
+        match self.nodes.as_mut_slice() {
+            [(_, vm)] => Ok(vm),
+            nodes => bail!("there are {} nodes, say which", nodes.len()),
+        }
+    }
+
+    /// Tells whether all guests can still run commands.
+    pub fn is_alive(&self) -> bool {
+        self.nodes.iter().all(|(_, vm)| vm.is_alive())
+    }
+
+    /// Process ids of everything it started.
+    pub fn process_ids(&self) -> Vec<u32> {
+        let mut ids: Vec<u32> = self.nodes.iter().flat_map(|(_, vm)| vm.process_ids()).collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// Runs one command on a node.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::exec`], and [`Cluster::node`].
+    pub fn exec(&mut self, node: &str, command: &Command) -> Result<Outcome> {
+        self.node(node)?.exec(command, &mut |_, _| {})
+    }
+
+    /// Runs a command on every node at the same time. Returns the outcomes by node.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::exec`].
+    pub fn exec_all(&mut self, command: impl Fn(&str) -> Command + Sync) -> Result<BTreeMap<String, Outcome>> {
+        let command = &command;
+        thread::scope(|scope| {
+            let runs: Vec<_> = self
+                .nodes
+                .iter_mut()
+                .map(|(name, vm)| {
+                    scope.spawn(move || {
+                        let outcome = vm.exec(&command(name), &mut |_, _| {});
+                        Ok((name.clone(), outcome.with_context(|| format!("node {name:?}"))?))
+                    })
+                })
+                .collect();
+            runs.into_iter().map(|run| joined(run.join())).collect()
+        })
+    }
+
+    /// Runs a server on a node, and its client on another as soon as the server listens on its port ([`Command::listen`]).
+    /// A server that does not end by itself soon after its client is ended.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::exec`]; both are one node, or one of them is none of these.
+    pub fn serve(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
+        let (server_name, command) = server;
+        let [server_vm, client_vm] = self.two(server_name, client.0)?;
+        let stopper = server_vm.stopper();
+        let (send, said) = mpsc::channel();
+        thread::scope(|scope| {
+            let run = scope.spawn(move || {
+                let listening = send.clone();
+                let outcome = server_vm.exec_server(command, &mut |_, _| {}, &mut || {
+                    // An error means that nobody waits any more.
+                    let _ = listening.send(());
+                });
+                // What the client's side waits for after its end.
+                drop((send, listening));
+                outcome
+            });
+            let answer = said.recv_timeout(LISTEN.min(command.limit));
+            let outcome = match answer {
+                Ok(()) => Some(client_vm.exec(client.1, &mut |_, _| {})),
+                Err(_) => None,
+            };
+            if !matches!(said.recv_timeout(SERVER_END), Err(RecvTimeoutError::Disconnected)) {
+                stopper.stop();
+            }
+            let server = joined(run.join()).with_context(|| format!("node {server_name:?}"))?;
+            let client = outcome.transpose().with_context(|| format!("node {:?}", client.0))?;
+            Ok(Served { server, client })
+        })
+    }
+
+    fn two(&mut self, first: &str, second: &str) -> Result<[&mut Vm; 2]> {
+        let mut found = [None, None];
+        for (name, vm) in &mut self.nodes {
+            if let Some(index) = [first, second].iter().position(|wanted| wanted == name) {
+                found[index] = Some(vm);
+            }
+        }
+        match found {
+            [Some(first), Some(second)] => Ok([first, second]),
+            _ => bail!("{first:?} and {second:?} are not two of these nodes"),
+        }
+    }
+
+    /// Counters of all devices of all nodes now: node, device, and what [`Vm::snapshot`] tells.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::snapshot`].
+    pub fn snapshot(&mut self) -> Result<Value> {
+        let mut all = serde_json::Map::new();
+        for (name, vm) in &mut self.nodes {
+            all.insert(name.clone(), vm.snapshot().with_context(|| format!("node {name:?}"))?);
+        }
+        Ok(Value::Object(all))
+    }
+
+    /// Sets a property of a NIC's link: `"up"`, `"down"`, or as the device process takes it.
+    ///
+    /// # Errors
+    ///
+    /// There is no such NIC, or its process refuses.
+    pub fn link(&mut self, node: &str, nic: &str, setting: Value) -> Result<()> {
+        let request = Request::Control {
+            name: nic.to_owned(),
+            request: json!({ "link": setting }),
+        };
+        self.node(node)?.serve(&request).map(drop)
+    }
+
+    /// Powers all guests off, and returns the bad lines of their kernel logs that no command returned.
+    ///
+    /// # Errors
+    ///
+    /// A guest does not power off in time.
+    pub fn shut_down(mut self) -> Result<Vec<String>> {
+        let nodes = std::mem::take(&mut self.nodes);
+        thread::scope(|scope| {
+            let ends: Vec<_> = nodes
+                .into_iter()
+                .map(|(name, vm)| {
+                    scope.spawn(move || {
+                        let findings = vm.shut_down().with_context(|| format!("node {name:?}"))?;
+                        Ok(findings.into_iter().map(move |line| {
+                            if name.is_empty() {
+                                line
+                            } else {
+                                format!("{name}: {line}")
+                            }
+                        }))
+                    })
+                })
+                .collect();
+            let mut findings = Vec::new();
+            for end in ends {
+                findings.extend(joined(end.join())?);
+            }
+            Ok(findings)
+        })
+    }
+}
+
+fn joined<T>(result: thread::Result<Result<T>>) -> Result<T> {
+    result.unwrap_or_else(|panic| {
+        let why = panic.downcast_ref::<String>().map(String::as_str);
+        Err(anyhow!(
+            "a thread of the runner panicked: {}",
+            why.unwrap_or("no message")
+        ))
+    })
+}

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The processes behind emulated devices: starting them, and asking the devices on their control sockets.
+//!
+//! An accelerator of a machine without a NIC has a process of its own. NICs reach the accelerators' memory and each other
+//! without leaving their process, so where there are any, one process serves all NICs and accelerators of all guests.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::process::{Process, Stdin};
+use crate::qemu::Paths;
+use crate::topology::{Device, Layout, Topology};
+
+/// How long a device process may take to listen.
+const START: Duration = Duration::from_secs(10);
+/// How long it may take to answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// An emulated device and the process behind it.
+#[derive(Debug)]
+pub struct Model {
+    process: Arc<Process>,
+    control: PathBuf,
+}
+
+/// Emulated devices of one guest by name.
+pub type Models = BTreeMap<String, Model>;
+
+impl Model {
+    /// Asks for its counters.
+    ///
+    /// # Errors
+    ///
+    /// As [`Model::ask`].
+    pub fn counters(&self) -> Result<Value> {
+        Ok(self.ask(&json!({ "get": "counters" }))?["counters"].take())
+    }
+
+    /// Asks it something, and returns the answer.
+    ///
+    /// # Errors
+    ///
+    /// It does not answer in time, with something else than JSON, or refuses; its own sentence is in the error.
+    pub fn ask(&self, request: &Value) -> Result<Value> {
+        let mut stream = UnixStream::connect(&self.control).with_context(|| self.control.display().to_string())?;
+        stream.set_read_timeout(Some(ANSWER))?;
+        stream.write_all(format!("{request}\n").as_bytes())?;
+        let mut line = String::new();
+        BufReader::new(stream)
+            .read_line(&mut line)
+            .context("no answer from the device process")?;
+        let answer: Value = serde_json::from_str(&line).with_context(|| format!("the device process said {line:?}"))?;
+        if answer["ok"] != true {
+            return Err(anyhow!("the device process refused {request}: {}", answer["error"]));
+        }
+        Ok(answer)
+    }
+
+    /// Id of its process.
+    pub fn process_id(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// What its process said last.
+    pub fn describe(&self) -> String {
+        self.process.describe()
+    }
+
+    /// Whether its process serves no other device.
+    pub fn is_alone(&self) -> bool {
+        Arc::strong_count(&self.process) == 1
+    }
+}
+
+/// Starts a process for each accelerator of a machine.
+///
+/// # Errors
+///
+/// One cannot be started or does not listen in time; its own last words are in the error. Or there is a NIC.
+pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Models> {
+    let mut models = Models::new();
+    for device in &topology.device {
+        match device {
+            Device::Accel { name, memory, .. } => {
+                let (socket, control) = (paths.device_socket(name), paths.control_socket(name));
+                let argv = [
+                    "--socket".into(),
+                    word(&socket),
+                    "--memory".into(),
+                    format!("{}M", memory.0 >> 20),
+                    "--control".into(),
+                    word(&control),
+                ];
+                let log = paths.dir.join(format!("{name}.log"));
+                let process = start(name, program, &argv, &log).with_context(|| format!("device {name}"))?;
+                let process = Arc::new(process);
+                models.insert(name.clone(), Model { process, control });
+            }
+            Device::Nic { name, .. } => bail!("device {name}: a NIC is served together with all others"),
+            Device::Nvme { .. } | Device::Ivshmem { .. } => {}
+        }
+    }
+    Ok(models)
+}
+
+/// Starts the process that serves all NICs and accelerators of all nodes. Returns the devices of each node, in order.
+///
+/// # Errors
+///
+/// As [`one_each`].
+pub fn fabric(program: &Path, layout: &Layout, paths: &[Paths], dir: &Path) -> Result<Vec<Models>> {
+    let config = dir.join("fabric.toml");
+    let text = toml::to_string(&Config::new(layout, paths)).context("the fabric's configuration")?;
+    fs::write(&config, text).with_context(|| config.display().to_string())?;
+    let argv = ["--config".into(), word(&config)];
+    let process = Arc::new(start("fabric", program, &argv, &dir.join("fabric.log"))?);
+    let nodes = layout.nodes.iter().zip(paths);
+    let models = nodes.map(|(node, paths)| {
+        let devices = node.topology.device.iter().filter(|device| device.is_model());
+        let models = devices.map(|device| {
+            let (process, control) = (Arc::clone(&process), paths.control_socket(device.name()));
+            (device.name().to_owned(), Model { process, control })
+        });
+        models.collect::<Models>()
+    });
+    Ok(models.collect())
+}
+
+fn word(path: &Path) -> String {
+    path.display().to_string()
+}
+
+/// Starts a device process and waits until it listens.
+fn start(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result<Process> {
+    let argv: Vec<String> = std::iter::once(word(program))
+        .chain(arguments.iter().cloned())
+        .collect();
+    let mut process = Process::start(name, &argv, Stdin::default(), log, false)?;
+    let deadline = Instant::now() + START;
+    // It says so when all its sockets listen; a socket's file alone may be there a moment too early.
+    while !process
+        .log()
+        .lines()
+        .any(|line| line.split(' ').next() == Some("ready"))
+    {
+        if process.ended()?.is_some() {
+            bail!("the device process ended at once: {}", process.describe());
+        }
+        if Instant::now() > deadline {
+            bail!(
+                "the device process does not listen within {START:?}: {}",
+                process.describe()
+            );
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(process)
+}
+
+/// The fabric process's configuration file.
+#[derive(Debug, Serialize)]
+struct Config {
+    switch: Vec<ConfigSwitch>,
+    node: Vec<ConfigNode>,
+}
+
+#[derive(Debug, Serialize)]
+struct ConfigSwitch {
+    name: String,
+}
+
+#[derive(Debug, Serialize)]
+struct ConfigNode {
+    name: String,
+    nic: Vec<ConfigNic>,
+    accel: Vec<ConfigAccel>,
+}
+
+#[derive(Debug, Serialize)]
+struct ConfigNic {
+    name: String,
+    socket: PathBuf,
+    control: PathBuf,
+    switch: String,
+}
+
+#[derive(Debug, Serialize)]
+struct ConfigAccel {
+    name: String,
+    socket: PathBuf,
+    control: PathBuf,
+    memory: String,
+}
+
+impl Config {
+    fn new(layout: &Layout, paths: &[Paths]) -> Config {
+        let mut switches = BTreeSet::new();
+        let mut config = Config {
+            switch: Vec::new(),
+            node: Vec::new(),
+        };
+        for (node, paths) in layout.nodes.iter().zip(paths) {
+            let mut entry = ConfigNode {
+                // The only machine of a file without nodes has no name.
+                name: if node.name.is_empty() {
+                    "guest".into()
+                } else {
+                    node.name.clone()
+                },
+                nic: Vec::new(),
+                accel: Vec::new(),
+            };
+            for device in &node.topology.device {
+                let name = device.name().to_owned();
+                let (socket, control) = (paths.device_socket(&name), paths.control_socket(&name));
+                match device {
+                    Device::Nic { switch, .. } => {
+                        switches.insert(switch.clone());
+                        let switch = switch.clone();
+                        entry.nic.push(ConfigNic {
+                            name,
+                            socket,
+                            control,
+                            switch,
+                        });
+                    }
+                    Device::Accel { memory, .. } => {
+                        let memory = format!("{}M", memory.0 >> 20);
+                        entry.accel.push(ConfigAccel {
+                            name,
+                            socket,
+                            control,
+                            memory,
+                        });
+                    }
+                    Device::Nvme { .. } | Device::Ivshmem { .. } => {}
+                }
+            }
+            config.node.push(entry);
+        }
+        config.switch = switches.into_iter().map(|name| ConfigSwitch { name }).collect();
+        config
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_fabric_gets_all_devices_of_all_nodes() {
+        let text = include_str!("../../topologies/rdma.toml");
+        let layout = Layout::parse("rdma", text).unwrap();
+        let paths = ["a", "b"].map(|node| Paths {
+            dir: Path::new("/run/x").join(node),
+            init: "/i".into(),
+        });
+        let text = toml::to_string(&Config::new(&layout, &paths)).unwrap();
+        let config: toml::Table = toml::from_str(&text).unwrap();
+        assert_eq!(config["switch"][0]["name"].as_str(), Some("sw"));
+        for (index, node) in ["a", "b"].into_iter().enumerate() {
+            let entry = &config["node"][index];
+            assert_eq!(entry["name"].as_str(), Some(node));
+            let nic = &entry["nic"][0];
+            assert_eq!(nic["socket"].as_str(), Some(&*format!("/run/x/{node}/nic0.sock")));
+            assert_eq!(nic["control"].as_str(), Some(&*format!("/run/x/{node}/nic0.control")));
+            assert_eq!(nic["switch"].as_str(), Some("sw"));
+            assert_eq!(entry["accel"][0]["memory"].as_str(), Some("256M"));
+        }
+    }
+}
