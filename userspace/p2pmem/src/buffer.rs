@@ -2,20 +2,52 @@
 
 //! A buffer: memory of a provider that this program holds.
 
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
 use p2pmem_sys as abi;
 
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
+use crate::export::{DmaBuf, Export};
 use crate::mapping::Mapping;
-use crate::types::{known_offset, BufferInfo, PathClass};
+use crate::register::{Access, Handle, ProtectionDomain, Register, Registration};
+use crate::sys::Region;
+use crate::types::{human_size, known_offset, BufferInfo, PathClass};
 
-/// An allocation. Dropping it ends its handle; the memory is free once its last mapping is gone too.
+/// Where memory comes from: what a buffer and its mappings have in common.
+#[derive(Debug, Clone)]
+pub(crate) struct Origin {
+    pub(crate) device: Device,
+    pub(crate) handle: u32,
+    pub(crate) provider: u32,
+    /// Of the buffer, in bytes.
+    pub(crate) size: u64,
+}
+
+impl Origin {
+    /// Buffer and provider in words, for an error.
+    pub(crate) fn describe(&self) -> String {
+        let providers = self.device.providers().unwrap_or_default();
+        let provider = providers.iter().find(|p| p.id == self.provider);
+        format!(
+            "buffer {} ({} in {})",
+            self.handle,
+            human_size(self.size),
+            provider.map_or_else(
+                || format!("provider {}, which left", self.provider),
+                |p| format!("provider {}, {}", p.id, p.place())
+            )
+        )
+    }
+}
+
+/// An allocation. Dropping it ends its handle; the memory is free once its last mapping, dma-buf and registration are
+/// gone too.
 #[derive(Debug)]
 pub struct Buffer {
-    device: Device,
-    handle: u32,
-    provider: u32,
-    size: u64,
+    origin: Origin,
+    /// The mapping made last, whose addresses a registration goes by.
+    mapped: Mutex<Weak<Region>>,
     mmap_offset: u64,
     bar_offset: Option<u64>,
     class: Option<PathClass>,
@@ -26,10 +58,13 @@ pub struct Buffer {
 impl Buffer {
     pub(crate) fn new(device: Device, got: &abi::p2pmem_alloc) -> Self {
         Self {
-            device,
-            handle: got.handle,
-            provider: got.provider,
-            size: got.size,
+            origin: Origin {
+                device,
+                handle: got.handle,
+                provider: got.provider,
+                size: got.size,
+            },
+            mapped: Mutex::default(),
             mmap_offset: got.mmap_offset,
             bar_offset: known_offset(got.bar_offset),
             class: PathClass::from_raw(got.class),
@@ -39,17 +74,17 @@ impl Buffer {
 
     /// Its handle on the device's open file: never 0, never used twice.
     pub fn handle(&self) -> u32 {
-        self.handle
+        self.origin.handle
     }
 
     /// Id of the provider it lies in.
     pub fn provider(&self) -> u32 {
-        self.provider
+        self.origin.provider
     }
 
     /// Its size in bytes: what was asked for, rounded up to pages.
     pub fn size(&self) -> u64 {
-        self.size
+        self.origin.size
     }
 
     /// Its first byte in the provider's BAR, where the BAR is known. A command to the provider's engine wants this.
@@ -69,7 +104,7 @@ impl Buffer {
 
     /// The device it was allocated through.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.origin.device
     }
 
     /// What the module says of it now.
@@ -78,8 +113,9 @@ impl Buffer {
     ///
     /// [`Error::Refused`].
     pub fn info(&self) -> Result<BufferInfo> {
-        self.device
-            .call(Operation::Buffer, |k| k.buffer(self.handle))
+        self.origin
+            .device
+            .call(Operation::Buffer, |k| k.buffer(self.handle()))
             .map(BufferInfo::from)
     }
 
@@ -94,11 +130,62 @@ impl Buffer {
             errno,
             reason: None,
         };
-        let len = usize::try_from(self.size).map_err(|_| refused(libc::ENOMEM))?;
+        let len = usize::try_from(self.size()).map_err(|_| refused(libc::ENOMEM))?;
         // mmap() leaves no sentence, so none is asked for.
-        let map = self.device.kernel().map(self.mmap_offset, len);
-        map.map(Mapping::new)
-            .map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))
+        let map = self.origin.device.kernel().map(self.mmap_offset, len);
+        let region = map.map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))?;
+        let region = Arc::new(region);
+        *self.mapped.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&region);
+        Ok(Mapping::new(self.origin.clone(), region))
+    }
+
+    /// Exports it, or parts of it, as a dma-buf.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] for ranges that are empty, too many, or not inside the buffer; [`Error::Refused`] with EINVAL
+    /// (no whole pages, or ranges that overlap), EPERM (pinned, which the administrator does not allow), ENODEV (the
+    /// buffer was revoked), EOPNOTSUPP (memory of another driver whose BAR is not known), EMFILE.
+    pub fn export(&self, parts: &Export) -> Result<DmaBuf> {
+        parts.of_buffer(&self.origin.device, self.handle(), self.size())
+    }
+
+    /// Registers all of it with the NIC of a protection domain. Where the buffer is mapped, work requests name its bytes
+    /// by their addresses in the program; else the first byte is 0.
+    ///
+    /// ```
+    /// # let fake = p2pmem::fake::Fake::example();
+    /// # let device = fake.device();
+    /// # let pd = p2pmem::fake::FakeNic::new("mlx5_0").pd();
+    /// use p2pmem::{Access, Request, Road};
+    ///
+    /// let buffer = device.alloc(&Request::new(1 << 20))?;
+    /// let memory = buffer.map()?;
+    /// let registration = buffer.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+    /// assert_eq!(registration.road(), Road::DmaBuf);
+    /// assert_eq!(registration.addr(), memory.as_ptr() as u64);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Register`], which names the buffer, the NIC and the road: EOPNOTSUPP (the NIC's driver cannot take
+    /// dma-bufs, or not ones that can be taken back), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the
+    /// buffer was revoked), EINVAL (impossible access), ENOMEM (no room for another registration); [`Error::Verbs`]
+    /// where libibverbs is not installed; those of [`Buffer::export`].
+    pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
+        self.register_with(pd, &Register::new(access))
+    }
+
+    /// As [`Buffer::register`], with a choice of bytes, addresses and road.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::register`]; [`Error::Request`] for bytes that are not inside the buffer, or addresses that
+    /// are not as far from the start of a page as the bytes.
+    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &Register) -> Result<Registration> {
+        let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        what.run(pd, &self.origin, mapped.as_ref(), Handle::Lives)
     }
 
     /// Ends its handle, as dropping does, and says whether that worked.
@@ -108,7 +195,8 @@ impl Buffer {
     /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
     pub fn free(mut self) -> Result<()> {
         self.freed = true;
-        self.device.call(Operation::Free, |k| k.free(self.handle))
+        let handle = self.handle();
+        self.origin.device.call(Operation::Free, |k| k.free(handle))
     }
 }
 
@@ -116,7 +204,8 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         if !self.freed {
             // Nobody is left to tell of an error; closing the device's file frees the buffer anyway.
-            let _ = self.device.call(Operation::Free, |k| k.free(self.handle));
+            let handle = self.handle();
+            let _ = self.origin.device.call(Operation::Free, |k| k.free(handle));
         }
     }
 }

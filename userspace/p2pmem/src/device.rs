@@ -121,6 +121,25 @@ impl Device {
         })
     }
 
+    /// Has a driver import a dma-buf of this device. Where that fails, the sentence is the module's, if it was the one
+    /// who refused.
+    pub(crate) fn with_importer<T>(
+        &self,
+        import: impl FnOnce() -> io::Result<T>,
+    ) -> std::result::Result<T, (io::Error, Option<String>)> {
+        let _guard = self.lock();
+        import().map_err(|error| {
+            // A driver has reasons of its own. What the module said last is about this import only if it is the same
+            // error, and no allocation's, which has verdicts.
+            let last = self.explain_raw(None).ok();
+            let last = last.filter(|(answer, verdicts, _)| {
+                verdicts.is_empty() && i32::try_from(answer.error).ok() == error.raw_os_error()
+            });
+            let reason = last.map(|(_, _, text)| text).filter(|text| !text.is_empty());
+            (error, reason)
+        })
+    }
+
     fn last_text(&self) -> Option<String> {
         let (_, _, text) = self.explain_raw(None).ok()?;
         Some(text).filter(|t| !t.is_empty())

@@ -7,6 +7,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::pci::PciAddr;
+use crate::register::Road;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -34,6 +35,8 @@ pub enum Operation {
     Stats,
     /// Mapping a buffer.
     Map,
+    /// Exporting a buffer as a dma-buf.
+    Export,
     /// Reading events.
     Events,
 }
@@ -50,6 +53,7 @@ impl fmt::Display for Operation {
             Self::Explain => "the explanation",
             Self::Stats => "the question for counters",
             Self::Map => "mapping the buffer",
+            Self::Export => "exporting the buffer",
             Self::Events => "reading events",
         })
     }
@@ -138,6 +142,34 @@ pub enum Error {
         len: usize,
     },
 
+    /// Memory could not be registered with a NIC.
+    #[error("registering {what} with {nic} by {road} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    Register {
+        /// The memory: how much of which buffer in which provider.
+        what: String,
+        /// The NIC's name.
+        nic: String,
+        /// The road tried.
+        road: Road,
+        /// The errno, positive.
+        errno: i32,
+        /// The module's own sentence, where it was the one who refused.
+        reason: Option<String>,
+    },
+
+    /// A registration could not be ended.
+    #[error("ending a registration with {nic} failed: {why}")]
+    Deregister {
+        /// The NIC's name.
+        nic: String,
+        /// What libibverbs said.
+        why: String,
+    },
+
+    /// libibverbs cannot be used.
+    #[error("libibverbs cannot be loaded: {0}")]
+    Verbs(String),
+
     /// A file of sysfs or configfs could not be read or written.
     #[error("cannot {action} {}: {}{}", path.display(), os_text(source), status.as_deref().map(|s| format!(": {s}")).unwrap_or_default())]
     Admin {
@@ -170,7 +202,7 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Open { source, .. } | Self::Io { source, .. } | Self::Admin { source, .. } => source.raw_os_error(),
-            Self::Refused { errno, .. } => Some(*errno),
+            Self::Refused { errno, .. } | Self::Register { errno, .. } => Some(*errno),
             _ => None,
         }
     }
@@ -178,7 +210,7 @@ impl Error {
     /// The module's own sentence, where it left one.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Refused { reason, .. } => reason.as_deref(),
+            Self::Refused { reason, .. } | Self::Register { reason, .. } => reason.as_deref(),
             Self::Admin { status, .. } => status.as_deref(),
             _ => None,
         }
@@ -216,6 +248,22 @@ impl Error {
                 _ => None,
             },
             Self::Refused {
+                operation: Operation::Export,
+                ..
+            } => match errno {
+                Some(libc::ENODEV) => Some("the provider left: allocate again"),
+                Some(libc::EPERM) => Some(
+                    "have the administrator write 1 to the provider's attribute pinned_exports, or export without pinning",
+                ),
+                Some(libc::EOPNOTSUPP) => Some(
+                    "publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl list`)",
+                ),
+                Some(libc::EMFILE) => Some("close files, or raise the limit (ulimit -n)"),
+                _ => None,
+            },
+            Self::Register { road, .. } => register_remedy(*road, errno),
+            Self::Verbs(_) => Some("install the RDMA libraries (Debian: apt-get install libibverbs1 ibverbs-providers)"),
+            Self::Refused {
                 errno: libc::ENOTTY, ..
             } => Some("the module is older or newer than this program"),
             Self::Client { .. } => Some(
@@ -244,6 +292,30 @@ impl Error {
             Self::Bound { .. } => Some("publish with --force to take the device from its driver"),
             _ => None,
         }
+    }
+}
+
+/// What to do where memory could not be registered.
+fn register_remedy(road: Road, errno: Option<i32>) -> Option<&'static str> {
+    match (road, errno?) {
+        (_, libc::ENODEV) => Some("the provider or the NIC left: allocate again, or open the NIC again"),
+        (_, libc::ENOMEM) => Some("the NIC or the kernel has no room for it: end other registrations, or register less"),
+        (_, libc::EINVAL) => Some(
+            "check the access asked for: remote writes and atomics need local writes too, and on-demand paging is not \
+             possible",
+        ),
+        (Road::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),
+        (Road::DmaBuf, libc::EOPNOTSUPP) => Some(
+            "the NIC's driver cannot register dma-bufs, or none that can be taken back: use an mlx5 NIC with on-demand \
+             paging or an irdma one, or register pinned where the administrator allows it (`p2pmemctl doctor` says more)",
+        ),
+        (Road::DmaBuf, libc::EHOSTUNREACH | libc::EREMOTEIO) => {
+            Some("the NIC cannot reach the provider: allocate near it, and see `p2pmemctl topo`")
+        }
+        (Road::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP) => Some(
+            "this kernel's RDMA core takes no device memory by its addresses: register by dma-buf, the default",
+        ),
+        _ => None,
     }
 }
 
@@ -280,6 +352,10 @@ pub(crate) fn errno_text(errno: i32) -> String {
         libc::EOVERFLOW => "EOVERFLOW",
         libc::EOPNOTSUPP => "EOPNOTSUPP",
         libc::EREMOTEIO => "EREMOTEIO",
+        libc::EHOSTUNREACH => "EHOSTUNREACH",
+        libc::ENOSYS => "ENOSYS",
+        libc::EMFILE => "EMFILE",
+        libc::EXDEV => "EXDEV",
         _ => return format!("{text} (errno {errno})"),
     };
     format!("{text} ({name})")
@@ -320,6 +396,6 @@ mod tests {
 
     #[test]
     fn unknown_errnos_keep_their_number() {
-        assert!(errno_text(libc::EXDEV).ends_with("(errno 18)"));
+        assert!(errno_text(libc::EDOM).ends_with("(errno 33)"));
     }
 }

@@ -3,7 +3,8 @@
 //! A device without a module: for tests of programs that use this crate, and of the crate itself.
 //!
 //! Providers, paths and failures are what the test says; buffers are real memory that can be mapped and used for direct
-//! I/O. What it cannot play is the hardware: a removed provider's mappings do not raise SIGBUS.
+//! I/O. What it cannot play is the hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but
+//! not the buffer's content, and a [`FakeNic`] moves no data.
 //!
 //! ```
 //! use p2pmem::{fake::Fake, PathClass, Request};
@@ -28,7 +29,7 @@ use std::ffi::c_char;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -39,6 +40,10 @@ use crate::device::Device;
 use crate::pci::PciAddr;
 use crate::sys::{memory_file, Kernel, Region};
 use crate::types::{human_size, PathClass};
+
+mod nic;
+
+pub use nic::FakeNic;
 
 const PAGE: u64 = 4096;
 /// Each provider's memory is at its id times this in the one file that stands for all; so none is at offset 0.
@@ -67,6 +72,8 @@ struct State {
     gone: abi::p2pmem_stats,
     generation: u64,
     fail_next: Option<i32>,
+    /// Mappings ever made: (address, length, offset in the file).
+    maps: Vec<(u64, u64, u64)>,
 }
 
 struct Provider {
@@ -161,6 +168,7 @@ impl Fake {
             vendor: 0x1de5,
             device: 0x0001,
             class: 0x12_0000,
+            flags: abi::P2PMEM_PROVIDER_EXPORTABLE,
             driver: name("p2pmem"),
             ..Default::default()
         })
@@ -228,6 +236,25 @@ impl Fake {
         lock(&self.machine.state).fail_next = Some(errno);
     }
 
+    /// Has the administrator of a provider allow exports to importers that cannot be revoked.
+    pub fn allow_pinned(&self, id: u32) {
+        if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
+            provider.raw.flags |= abi::P2PMEM_PROVIDER_PINNED_EXPORTS;
+        }
+    }
+
+    /// Has the module refuse an importer of a dma-buf, for this reason and with this errno (positive). What the
+    /// importer's driver makes of it is up to the test: [`FakeNic::fail_next`].
+    pub fn refuse_importer(&self, errno: i32, why: &str) {
+        for file in lock(&self.machine.state).files.iter().filter_map(Weak::upgrade) {
+            lock(&file).last = Some(Decision {
+                text: why.to_owned(),
+                error: errno,
+                ..Default::default()
+            });
+        }
+    }
+
     /// Takes a provider away: its buffers are revoked, and all open devices are told.
     pub fn remove_provider(&self, id: u32) {
         let mut state = lock(&self.machine.state);
@@ -287,6 +314,9 @@ fn sum(into: &mut abi::p2pmem_stats, from: &abi::p2pmem_stats) {
     into.scrubbed_bytes += from.scrubbed_bytes;
     into.parked += from.parked;
     into.revoked += from.revoked;
+    into.exports += from.exports;
+    into.attaches += from.attaches;
+    into.attach_failed += from.attach_failed;
 }
 
 impl Provider {
@@ -407,6 +437,24 @@ impl State {
         }
     }
 
+    /// (start, length) of ranges; of addresses, in the file that stands for all memory.
+    fn offsets(&self, ranges: &[abi::p2pmem_range], mapped: bool) -> Result<Vec<(u64, u64)>, String> {
+        let offset = |range: &abi::p2pmem_range| {
+            // The newest: what is gone may have been at the same address.
+            let map = self
+                .maps
+                .iter()
+                .rev()
+                .find(|m| (m.0..m.0 + m.1).contains(&range.offset));
+            match map {
+                _ if !mapped => Ok((range.offset, range.size)),
+                Some((start, _, offset)) => Ok((offset + (range.offset - start), range.size)),
+                None => Err(format!("no buffer is mapped at {:#x}", range.offset)),
+            }
+        };
+        ranges.iter().map(offset).collect()
+    }
+
     /// Frees what the buffer holds, and clears it as the module does.
     fn release(&mut self, buffer: &abi::p2pmem_buffer, memory: &File) -> io::Result<()> {
         let Some(provider) = self.providers.get_mut(&buffer.provider) else {
@@ -474,7 +522,10 @@ impl Kernel for FakeDevice {
             abi_version: abi::P2PMEM_ABI_VERSION,
             page_size: PAGE as u32,
             features: u64::from(
-                abi::P2PMEM_FEATURE_MMAP_PAGED | abi::P2PMEM_FEATURE_EVENTS | abi::P2PMEM_FEATURE_ADOPT,
+                abi::P2PMEM_FEATURE_MMAP_PAGED
+                    | abi::P2PMEM_FEATURE_EVENTS
+                    | abi::P2PMEM_FEATURE_ADOPT
+                    | abi::P2PMEM_FEATURE_DMABUF,
             ),
             providers: all.len() as u32,
             buffers: all.iter().map(|p| p.buffers).sum(),
@@ -634,7 +685,59 @@ impl Kernel for FakeDevice {
         let id = (offset / SPACING) as u32;
         let provider = state.providers.get_mut(&id).ok_or_else(|| errno(libc::ENODEV))?;
         provider.stats.maps += 1;
-        Region::map(&self.machine.memory, offset, len)
+        let region = Region::map(&self.machine.memory, offset, len)?;
+        state.maps.push((region.as_ptr() as u64, len as u64, offset));
+        Ok(region)
+    }
+
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd> {
+        let mut state = self.enter()?;
+        let ranges = state
+            .offsets(ranges, flags & abi::P2PMEM_EXPORT_MAPPED != 0)
+            .map_err(|text| self.refuse(libc::ENOENT, text))?;
+        let buffer = {
+            let file = lock(&self.file);
+            let mut all = file.buffers.values();
+            match flags & abi::P2PMEM_EXPORT_MAPPED {
+                0 => file.buffers.get(&handle).copied(),
+                _ => all
+                    .find(|b| {
+                        ranges
+                            .iter()
+                            .all(|(at, _)| (b.mmap_offset..b.mmap_offset + b.size).contains(at))
+                    })
+                    .copied(),
+            }
+        };
+        let buffer = buffer.ok_or_else(|| self.refuse(libc::ENOENT, format!("there is no buffer {handle}")))?;
+        let start = if handle == 0 { buffer.mmap_offset } else { 0 };
+        let inside = |(at, len): &(u64, u64)| *at >= start && at - start + len <= buffer.size;
+        let overlap = |i: usize| {
+            ranges[..i]
+                .iter()
+                .any(|o| o.0 < ranges[i].0 + ranges[i].1 && ranges[i].0 < o.0 + o.1)
+        };
+        let bad = ranges
+            .iter()
+            .any(|r| r.0 % PAGE != 0 || r.1 % PAGE != 0 || r.1 == 0 || !inside(r));
+        if bad || (0..ranges.len()).any(overlap) {
+            return Err(self.refuse(
+                libc::EINVAL,
+                "a range is no whole pages, past the end, or overlaps another".into(),
+            ));
+        }
+        let provider = state.providers.get_mut(&buffer.provider);
+        let provider =
+            provider.ok_or_else(|| self.refuse(libc::ENODEV, format!("buffer {} was revoked", buffer.handle)))?;
+        let allowed = provider.raw.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS != 0;
+        if flags & abi::P2PMEM_EXPORT_PINNED != 0 && !allowed {
+            return Err(self.refuse(libc::EPERM, "pinned exports are not allowed".into()));
+        }
+        if provider.raw.flags & abi::P2PMEM_PROVIDER_EXPORTABLE == 0 {
+            return Err(self.refuse(libc::EOPNOTSUPP, "the BAR of this memory is not known".into()));
+        }
+        provider.stats.exports += 1;
+        memory_file(c"p2pmem-fake-dmabuf", ranges.iter().map(|r| r.1).sum()).map(OwnedFd::from)
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {

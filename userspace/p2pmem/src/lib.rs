@@ -6,6 +6,7 @@
 //! - [`Device`] is an open `/dev/p2pmem`: it lists providers, tells paths, allocates, explains.
 //! - [`Client`] is a device that will do DMA: a PCI address, `nvme0`, `mlx5_0`.
 //! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
+//! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory.
 //! - `fake` (feature `fake`) plays a device without a module, for tests.
 //!
@@ -32,10 +33,12 @@ mod device;
 mod error;
 mod events;
 mod explain;
+mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod mapping;
 mod pci;
+mod register;
 mod sys;
 mod types;
 
@@ -44,7 +47,9 @@ pub use device::{Device, Request, Strategy, DEFAULT_PATH};
 pub use error::{Error, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{Explanation, Verdict, VerdictCode};
+pub use export::{DmaBuf, Export};
 pub use mapping::{open_direct, Mapping};
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
+pub use register::{Access, Pd, ProtectionDomain, Register, Registration, Road};
 pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};

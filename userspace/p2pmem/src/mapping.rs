@@ -8,10 +8,14 @@ use std::io;
 use std::ops::Range;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
+use crate::buffer::Origin;
 use crate::error::{Error, Result};
+use crate::export::{DmaBuf, Export};
+use crate::register::{Access, Handle, ProtectionDomain, Register, Registration};
 use crate::sys::{open_flags, store_fence, Region};
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
@@ -43,7 +47,8 @@ const MOST_AT_ONCE: usize = 1 << 30;
 /// # Ok::<(), p2pmem::Error>(())
 /// ```
 pub struct Mapping {
-    region: Region,
+    origin: Origin,
+    region: Arc<Region>,
 }
 
 impl fmt::Debug for Mapping {
@@ -56,8 +61,8 @@ impl fmt::Debug for Mapping {
 }
 
 impl Mapping {
-    pub(crate) fn new(region: Region) -> Self {
-        Self { region }
+    pub(crate) fn new(origin: Origin, region: Arc<Region>) -> Self {
+        Self { origin, region }
     }
 
     /// Its length in bytes.
@@ -145,6 +150,34 @@ impl Mapping {
     /// stores to a BAR may sit in the processor's write-combining buffers.
     pub fn flush(&self) {
         store_fence();
+    }
+
+    /// Exports it, or parts of it, as a dma-buf. It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::export`](crate::Buffer::export).
+    pub fn export(&self, parts: &Export) -> Result<DmaBuf> {
+        parts.of_addresses(&self.origin.device, self.as_ptr() as u64, self.len() as u64)
+    }
+
+    /// Registers all of it with the NIC of a protection domain. Work requests name its bytes by their addresses here.
+    /// It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::register`](crate::Buffer::register).
+    pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
+        self.register_with(pd, &Register::new(access))
+    }
+
+    /// As [`Mapping::register`], with a choice of bytes, addresses and road.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::register_with`](crate::Buffer::register_with).
+    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &Register) -> Result<Registration> {
+        what.run(pd, &self.origin, Some(&self.region), Handle::MayBeGone)
     }
 
     fn length_of(&self, range: &Range<usize>) -> Result<usize> {

@@ -7,9 +7,11 @@
 //! references, only bounds-checked volatile copies.
 #![allow(unsafe_code)]
 
+pub(crate) mod verbs;
+
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::ptr::NonNull;
@@ -40,6 +42,8 @@ pub(crate) trait Kernel: Send + Sync {
     ) -> io::Result<abi::p2pmem_explain>;
     fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
     fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
+    /// Makes a dma-buf of `ranges` of the buffer `handle`, or of addresses where `flags` say so.
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
     /// Reads events without waiting: `EAGAIN` where there is none.
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize>;
     /// Waits until there are events to read; false after `timeout` (none: without a limit).
@@ -213,6 +217,21 @@ impl Kernel for CharDevice {
 
     fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
         Region::map(&self.0, offset, len)
+    }
+
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd> {
+        let mut export = abi::p2pmem_export {
+            ranges: address(ranges),
+            nr_ranges: count(ranges.len()),
+            handle,
+            flags,
+            fd: -1,
+        };
+        // SAFETY: the kernel reads the ranges, a slice as long as `nr_ranges` says. What they name is the kernel's to
+        // check: it touches no memory of the program.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
+        // SAFETY: the ioctl succeeded, so the descriptor is new, and nobody else knows of it.
+        Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
@@ -447,7 +466,6 @@ pub(crate) fn open_flags(file: &File) -> io::Result<libc::c_int> {
 /// A file that lives in memory only, `len` bytes long and zeroed.
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
-    use std::os::fd::FromRawFd;
     // SAFETY: the name is NUL-terminated and only read.
     let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {

@@ -161,8 +161,26 @@ pub struct Provider {
     pub device: u16,
     /// PCI class code, 24 bits.
     pub class: u32,
+    /// It has no struct pages: mappings are for the CPU alone, direct I/O does not work.
+    pub pageless: bool,
+    /// Buffers in it can be exported as dma-bufs, and so be registered with NICs.
+    pub exportable: bool,
+    /// The administrator allows exports to importers that cannot be revoked.
+    pub pinned_exports: bool,
+    /// Dma-bufs of buffers in it that are not closed yet.
+    pub exports: u32,
     /// Driver that the function is bound to.
     pub driver: Option<String>,
+}
+
+impl Provider {
+    /// Where its memory is, as part of a sentence.
+    pub(crate) fn place(&self) -> String {
+        match self.bar {
+            Some(bar) => format!("{} BAR {bar}", self.addr),
+            None => self.addr.to_string(),
+        }
+    }
 }
 
 impl From<&abi::p2pmem_provider> for Provider {
@@ -193,6 +211,10 @@ impl From<&abi::p2pmem_provider> for Provider {
             vendor: raw.vendor,
             device: raw.device,
             class: raw.class,
+            pageless: raw.flags & abi::P2PMEM_PROVIDER_PAGELESS != 0,
+            exportable: raw.flags & abi::P2PMEM_PROVIDER_EXPORTABLE != 0,
+            pinned_exports: raw.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS != 0,
+            exports: raw.exports,
             driver: Some(text(&raw.driver)).filter(|d| !d.is_empty()),
         }
     }
@@ -396,6 +418,12 @@ pub struct Stats {
     pub parked: u64,
     /// Buffers ended by a revocation.
     pub revoked: u64,
+    /// Dma-bufs made.
+    pub exports: u64,
+    /// Importers attached to them.
+    pub attaches: u64,
+    /// Importers that were refused.
+    pub attach_failed: u64,
 }
 
 impl From<abi::p2pmem_stats> for Stats {
@@ -410,6 +438,9 @@ impl From<abi::p2pmem_stats> for Stats {
             scrubbed_bytes: raw.scrubbed_bytes,
             parked: raw.parked,
             revoked: raw.revoked,
+            exports: raw.exports,
+            attaches: raw.attaches,
+            attach_failed: raw.attach_failed,
         }
     }
 }
@@ -445,6 +476,10 @@ pub struct BufferInfo {
     pub state: BufferState,
     /// Mappings of it in user space, of all processes.
     pub mappings: u32,
+    /// Dma-bufs of it that are not closed yet.
+    pub exports: u32,
+    /// Importers, such as memory regions of NICs, that are attached to these dma-bufs now.
+    pub attachments: u32,
 }
 
 impl From<abi::p2pmem_buffer> for BufferInfo {
@@ -461,6 +496,8 @@ impl From<abi::p2pmem_buffer> for BufferInfo {
                 _ => BufferState::Unknown,
             },
             mappings: raw.mappings,
+            exports: raw.exports,
+            attachments: raw.attachments,
         }
     }
 }

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Rust and C agree: a C program that includes infiniband/verbs.h is compiled with every offset, flag and function type
+//! as a static assertion.
+
+use std::fmt::Write as _;
+use std::mem::offset_of;
+use std::path::Path;
+use std::process::Command;
+
+use p2pmem_verbs_sys::{access, ibv_context, ibv_mr, ibv_pd, IBV_REREG_MR_ERR_INPUT};
+
+/// In the project's sandbox the header is there, so nothing may be skipped in it.
+fn in_sandbox() -> bool {
+    Path::new("/etc/p2pmem-kernel").exists()
+}
+
+fn source() -> String {
+    let mut c =
+        String::from("#include <stddef.h>\n#include <infiniband/verbs.h>\n#undef ibv_reg_mr\n#undef ibv_reg_mr_iova\n");
+    let mut same = |what: &str, value: i128| {
+        writeln!(c, "_Static_assert(({what}) == {value}, \"{what} is not {value}\");").unwrap();
+    };
+    same(
+        "offsetof(struct ibv_context, device)",
+        offset_of!(ibv_context, device) as i128,
+    );
+    same("offsetof(struct ibv_pd, context)", offset_of!(ibv_pd, context) as i128);
+    same("offsetof(struct ibv_pd, handle)", offset_of!(ibv_pd, handle) as i128);
+    same("offsetof(struct ibv_mr, context)", offset_of!(ibv_mr, context) as i128);
+    same("offsetof(struct ibv_mr, pd)", offset_of!(ibv_mr, pd) as i128);
+    same("offsetof(struct ibv_mr, addr)", offset_of!(ibv_mr, addr) as i128);
+    same("offsetof(struct ibv_mr, length)", offset_of!(ibv_mr, length) as i128);
+    same("offsetof(struct ibv_mr, handle)", offset_of!(ibv_mr, handle) as i128);
+    same("offsetof(struct ibv_mr, lkey)", offset_of!(ibv_mr, lkey) as i128);
+    same("offsetof(struct ibv_mr, rkey)", offset_of!(ibv_mr, rkey) as i128);
+    same("IBV_ACCESS_LOCAL_WRITE", access::LOCAL_WRITE.into());
+    same("IBV_ACCESS_REMOTE_WRITE", access::REMOTE_WRITE.into());
+    same("IBV_ACCESS_REMOTE_READ", access::REMOTE_READ.into());
+    same("IBV_ACCESS_REMOTE_ATOMIC", access::REMOTE_ATOMIC.into());
+    same("IBV_ACCESS_MW_BIND", access::MW_BIND.into());
+    same("IBV_ACCESS_RELAXED_ORDERING", access::RELAXED_ORDERING.into());
+    same("IBV_ACCESS_OPTIONAL_RANGE", access::OPTIONAL_RANGE.into());
+    same("IBV_REREG_MR_ERR_INPUT", IBV_REREG_MR_ERR_INPUT.into());
+    let functions = [
+        "const char *(*a)(struct ibv_device *) = ibv_get_device_name",
+        "struct ibv_mr *(*b)(struct ibv_pd *, void *, size_t, int) = ibv_reg_mr",
+        "struct ibv_mr *(*c)(struct ibv_pd *, void *, size_t, uint64_t, int) = ibv_reg_mr_iova",
+        "struct ibv_mr *(*d)(struct ibv_pd *, void *, size_t, uint64_t, unsigned int) = ibv_reg_mr_iova2",
+        "struct ibv_mr *(*e)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int) = ibv_reg_dmabuf_mr",
+        "int (*f)(struct ibv_mr *, int, struct ibv_pd *, void *, size_t, int) = ibv_rereg_mr",
+        "int (*g)(struct ibv_mr *) = ibv_dereg_mr",
+    ];
+    for function in functions {
+        writeln!(c, "{function};").unwrap();
+    }
+    c
+}
+
+#[test]
+fn offsets_flags_and_functions_are_those_of_the_header() {
+    let dir = tempfile::tempdir().unwrap();
+    let probe = dir.path().join("probe.c");
+    std::fs::write(&probe, "#include <infiniband/verbs.h>\n").unwrap();
+    let compile = |file: &Path| {
+        Command::new("cc")
+            .args(["-std=gnu11", "-Werror", "-fsyntax-only"])
+            .arg(file)
+            .output()
+    };
+    if !compile(&probe).is_ok_and(|out| out.status.success()) {
+        assert!(
+            !in_sandbox(),
+            "in the sandbox this test must run, but there is no cc or no infiniband/verbs.h"
+        );
+        eprintln!("skipped: there is no cc or no infiniband/verbs.h");
+        return;
+    }
+    let file = dir.path().join("abi.c");
+    std::fs::write(&file, source()).unwrap();
+    let out = compile(&file).unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}

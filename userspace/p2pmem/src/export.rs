@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Buffers as dma-bufs, the form in which the kernel's drivers take another device's memory.
+
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use p2pmem_sys as abi;
+
+use crate::device::Device;
+use crate::error::{Error, Operation, Result};
+
+/// Which parts of a buffer a dma-buf is made of, and who may import it.
+///
+/// ```
+/// # let device = p2pmem::fake::Fake::example().device();
+/// use p2pmem::{Export, Request};
+///
+/// let buffer = device.alloc(&Request::new(1 << 20))?;
+/// // The second half first, then the first page.
+/// let parts = Export::new().range(512 << 10..1 << 20).range(0..4096);
+/// let dmabuf = buffer.export(&parts)?;
+/// assert_eq!(dmabuf.size(), (512 << 10) + 4096);
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[must_use]
+pub struct Export {
+    ranges: Vec<Range<u64>>,
+    pinned: bool,
+}
+
+impl Export {
+    /// All of the buffer, for importers that can be revoked.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds a part: bytes counted from the start of the buffer or mapping, whole pages. The dma-buf is the parts one
+    /// after the other, in the order in which they were added, 64 at most. Without any it is the whole.
+    pub fn range(mut self, range: Range<u64>) -> Self {
+        self.ranges.push(range);
+        self
+    }
+
+    /// Allows importers that cannot be revoked. The module refuses that unless the provider's administrator allows it,
+    /// because such an importer holds up the provider's removal for as long as it likes.
+    pub fn pinned(mut self, pinned: bool) -> Self {
+        self.pinned = pinned;
+        self
+    }
+
+    /// The ABI's form of the ranges, of `size` bytes that start at `start`, and the ranges themselves. What can be known
+    /// to be wrong is refused here in words.
+    fn ranges_of(&self, start: u64, size: u64) -> Result<(Vec<abi::p2pmem_range>, Vec<Range<u64>>)> {
+        let bad = |why: String| Err(Error::Request(why));
+        let most = abi::P2PMEM_MAX_RANGES as usize;
+        if self.ranges.len() > most {
+            return bad(format!(
+                "a dma-buf of {} ranges, at most {most} are possible",
+                self.ranges.len()
+            ));
+        }
+        let whole = || std::iter::once(0..size).collect();
+        let ranges: Vec<_> = if self.ranges.is_empty() {
+            whole()
+        } else {
+            self.ranges.clone()
+        };
+        if let Some(range) = ranges.iter().find(|r| r.start >= r.end || r.end > size) {
+            return bad(format!("the range {range:?} is empty, or not inside {size} bytes"));
+        }
+        let raw = ranges.iter().map(|r| abi::p2pmem_range {
+            offset: start + r.start,
+            size: r.end - r.start,
+        });
+        Ok((raw.collect(), ranges))
+    }
+
+    fn flags(&self) -> u32 {
+        if self.pinned {
+            abi::P2PMEM_EXPORT_PINNED
+        } else {
+            0
+        }
+    }
+
+    /// Makes the dma-buf of the buffer `handle`, which has `size` bytes.
+    pub(crate) fn of_buffer(&self, device: &Device, handle: u32, size: u64) -> Result<DmaBuf> {
+        let (raw, ranges) = self.ranges_of(0, size)?;
+        let fd = device.call(Operation::Export, |k| k.export(handle, &raw, self.flags()))?;
+        Ok(DmaBuf {
+            fd,
+            ranges,
+            pinned: self.pinned,
+        })
+    }
+
+    /// Makes the dma-buf of memory of this program that is a mapping of a buffer.
+    pub(crate) fn of_addresses(&self, device: &Device, start: u64, size: u64) -> Result<DmaBuf> {
+        let (raw, ranges) = self.ranges_of(start, size)?;
+        let flags = self.flags() | abi::P2PMEM_EXPORT_MAPPED;
+        let fd = device.call(Operation::Export, |k| k.export(0, &raw, flags))?;
+        Ok(DmaBuf {
+            fd,
+            ranges,
+            pinned: self.pinned,
+        })
+    }
+}
+
+/// A buffer, or parts of it, exported as a dma-buf: a descriptor that a driver takes to reach the memory.
+///
+/// It keeps the memory as a mapping does: it may outlive the [`Buffer`](crate::Buffer), and so may what a driver made of
+/// it. When the provider leaves, importers are told and lose the memory; the descriptor stays, and importing it again is
+/// refused with ENODEV.
+#[derive(Debug)]
+pub struct DmaBuf {
+    fd: OwnedFd,
+    ranges: Vec<Range<u64>>,
+    pinned: bool,
+}
+
+impl DmaBuf {
+    /// Its size in bytes: that of all parts.
+    pub fn size(&self) -> u64 {
+        self.ranges.iter().map(|r| r.end - r.start).sum()
+    }
+
+    /// The parts it consists of, in order: bytes counted from the start of the buffer or mapping.
+    pub fn ranges(&self) -> &[Range<u64>] {
+        &self.ranges
+    }
+
+    /// Whether importers that cannot be revoked are allowed.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+}
+
+impl AsFd for DmaBuf {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+impl From<DmaBuf> for OwnedFd {
+    fn from(dmabuf: DmaBuf) -> Self {
+        dmabuf.fd
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::{BufferState, Request};
+
+    #[test]
+    fn ranges_come_in_the_order_asked_for() {
+        let device = Fake::example().device();
+        let buffer = device.alloc(&Request::new(4 * 4096)).unwrap();
+        let whole = buffer.export(&Export::new()).unwrap();
+        assert_eq!(whole.size(), 4 * 4096);
+        assert!(whole.ranges().iter().eq(std::iter::once(&(0..4 * 4096))));
+        assert!(!whole.is_pinned());
+        let parts = Export::new().range(8192..16384).range(0..4096);
+        let parts = buffer.export(&parts).unwrap();
+        assert_eq!((parts.size(), parts.ranges()), (3 * 4096, &[8192..16384, 0..4096][..]));
+        let fd = OwnedFd::from(parts);
+        assert_eq!(device.stats(None).unwrap().exports, 2);
+        drop((whole, fd));
+    }
+
+    #[test]
+    fn what_cannot_be_exported_is_refused_in_words() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let buffer = device.alloc(&Request::new(8192).provider(2)).unwrap();
+        #[allow(clippy::reversed_empty_ranges)]
+        for range in [0..0, 8192..4096, 4096..12288] {
+            let error = buffer.export(&Export::new().range(range)).unwrap_err();
+            assert!(error.to_string().contains("not inside 8192 bytes"), "{error}");
+        }
+        let many = (0..65).fold(Export::new(), |e, _| e.range(0..4096));
+        assert!(matches!(buffer.export(&many), Err(Error::Request(_))));
+
+        let error = buffer.export(&Export::new().range(0..100)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::EINVAL), "no whole page: {error}");
+        let twice = Export::new().range(0..8192).range(4096..8192);
+        assert_eq!(buffer.export(&twice).unwrap_err().errno(), Some(libc::EINVAL));
+
+        let error = buffer.export(&Export::new().pinned(true)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::EPERM));
+        assert!(error.remedy().unwrap().contains("pinned_exports"), "{error}");
+        fake.allow_pinned(2);
+        assert!(buffer.export(&Export::new().pinned(true)).unwrap().is_pinned());
+
+        fake.remove_provider(2);
+        assert_eq!(buffer.info().unwrap().state, BufferState::Gone);
+        let error = buffer.export(&Export::new()).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENODEV));
+        assert!(error.remedy().unwrap().contains("allocate again"), "{error}");
+    }
+
+    #[test]
+    fn a_mapping_is_exported_by_its_addresses() {
+        let device = Fake::example().device();
+        let buffer = device.alloc(&Request::new(8192)).unwrap();
+        let mapping = buffer.map().unwrap();
+        assert_eq!(mapping.export(&Export::new()).unwrap().size(), 8192);
+        let second = mapping.export(&Export::new().range(4096..8192)).unwrap();
+        assert_eq!(second.size(), 4096);
+    }
+}

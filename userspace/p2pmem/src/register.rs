@@ -1,0 +1,628 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Buffers registered with RDMA NICs.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::Arc;
+
+use p2pmem_verbs_sys::access;
+
+use crate::buffer::Origin;
+use crate::error::{errno_text, Error, Result};
+use crate::export::{DmaBuf, Export};
+use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
+use crate::sys::Region;
+use crate::types::human_size;
+
+/// Where a kernel with the peer-memory interface lists those who offer memory by it.
+const PEER_MEMORY: &str = "/sys/kernel/mm/memory_peers/p2pmem";
+
+/// What may be done with registered memory; local reading always may.
+///
+/// ```
+/// use p2pmem::Access;
+///
+/// let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+/// assert!(access.contains(Access::REMOTE_WRITE) && !access.contains(Access::REMOTE_READ));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[must_use]
+pub struct Access(u32);
+
+impl Access {
+    /// The NIC may only read it, for its own side's work requests.
+    pub const LOCAL_READ: Self = Self(0);
+    /// The NIC may write it for its own side: receives, answers to RDMA READ.
+    pub const LOCAL_WRITE: Self = Self(access::LOCAL_WRITE);
+    /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
+    pub const REMOTE_WRITE: Self = Self(access::REMOTE_WRITE);
+    /// The other side may RDMA READ.
+    pub const REMOTE_READ: Self = Self(access::REMOTE_READ);
+    /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
+    pub const REMOTE_ATOMIC: Self = Self(access::REMOTE_ATOMIC);
+    /// Writes may arrive in another order than they were sent in, which some machines do faster.
+    pub const RELAXED_ORDERING: Self = Self(access::RELAXED_ORDERING);
+    /// All that both sides can do, in order.
+    pub const ALL: Self =
+        Self(access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC);
+
+    /// Flags of `enum ibv_access_flags`, as other crates have them.
+    pub const fn from_bits(bits: u32) -> Self {
+        Self(bits)
+    }
+
+    /// As `enum ibv_access_flags`.
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// Whether it allows all that `other` does.
+    pub const fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+impl std::ops::BitOr for Access {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// How memory comes to a NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum Road {
+    /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
+    DmaBuf,
+    /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
+    PeerMemory,
+}
+
+impl fmt::Display for Road {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::DmaBuf => "dma-buf",
+            Self::PeerMemory => "peer memory",
+        })
+    }
+}
+
+/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
+#[derive(Clone)]
+pub struct Pd {
+    raw: RawPd,
+    /// Whose functions work on it.
+    verbs: Arc<dyn Verbs>,
+    /// What keeps the domain alive.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Pd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pd").field("nic", &self.nic()).finish_non_exhaustive()
+    }
+}
+
+impl Pd {
+    pub(crate) fn new(raw: RawPd, verbs: Arc<dyn Verbs>, keep: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+        Self {
+            raw,
+            verbs,
+            _keep: keep,
+        }
+    }
+
+    /// Name of its NIC, as `mlx5_0`.
+    pub fn nic(&self) -> String {
+        self.verbs.nic(self.raw)
+    }
+}
+
+/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
+pub trait ProtectionDomain {
+    /// The domain in this crate's form.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Verbs`] where libibverbs is not installed.
+    fn to_pd(&self) -> Result<Pd>;
+}
+
+impl ProtectionDomain for Pd {
+    fn to_pd(&self) -> Result<Pd> {
+        Ok(self.clone())
+    }
+}
+
+/// Whether a buffer can be named by its handle: that of a mapping may be gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Handle {
+    Lives,
+    MayBeGone,
+}
+
+/// What to register of a buffer or mapping, and how.
+///
+/// ```
+/// # let fake = p2pmem::fake::Fake::example();
+/// # let device = fake.device();
+/// # let pd = p2pmem::fake::FakeNic::new("mlx5_0").pd();
+/// use p2pmem::{Access, Register, Request};
+///
+/// let buffer = device.alloc(&Request::new(1 << 20))?;
+/// // The other side sees 64 KiB from the middle of the buffer, as addresses from 0 on.
+/// let part = Register::new(Access::REMOTE_READ).range(512 << 10..576 << 10).iova(0);
+/// let registration = buffer.register_with(&pd, &part)?;
+/// assert_eq!((registration.addr(), registration.len()), (0, 64 << 10));
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Register {
+    access: Access,
+    range: Option<Range<u64>>,
+    iova: Option<u64>,
+    pinned: bool,
+    road: Option<Road>,
+}
+
+impl Register {
+    /// All of it, by whichever road the kernel offers.
+    pub fn new(access: Access) -> Self {
+        Self {
+            access,
+            range: None,
+            iova: None,
+            pinned: false,
+            road: None,
+        }
+    }
+
+    /// These bytes only, counted from the start of the buffer or mapping. They need not be whole pages.
+    pub fn range(mut self, range: Range<u64>) -> Self {
+        self.range = Some(range);
+        self
+    }
+
+    /// What work requests and the other side call the first byte. It has to be as far from a page's start as the byte
+    /// itself. Default: the byte's address in the program where it is mapped, else its offset in the buffer.
+    pub fn iova(mut self, iova: u64) -> Self {
+        self.iova = Some(iova);
+        self
+    }
+
+    /// As [`Export::pinned`]: for NICs whose registrations cannot be revoked.
+    pub fn pinned(mut self, pinned: bool) -> Self {
+        self.pinned = pinned;
+        self
+    }
+
+    /// This road and no other.
+    pub fn road(mut self, road: Road) -> Self {
+        self.road = Some(road);
+        self
+    }
+
+    /// Registers memory of `origin`: all of the buffer, or of a mapping of it.
+    pub(crate) fn run(
+        &self,
+        pd: &impl ProtectionDomain,
+        origin: &Origin,
+        mapping: Option<&Arc<Region>>,
+        handle: Handle,
+    ) -> Result<Registration> {
+        let pd = pd.to_pd()?;
+        let range = self.range.clone().unwrap_or(0..origin.size);
+        if range.start >= range.end || range.end > origin.size {
+            return Err(Error::Request(format!(
+                "the range {range:?} is empty, or not inside the {} bytes of the buffer",
+                origin.size
+            )));
+        }
+        let page = u64::from(origin.device.info()?.page_size).max(1);
+        let start = mapping.map_or(0, |region| region.as_ptr() as u64);
+        let iova = self.iova.unwrap_or(start + range.start);
+        if iova % page != range.start % page {
+            return Err(Error::Request(format!(
+                "an iova of {iova:#x} for byte {:#x}: both have to be as far from the start of a page",
+                range.start
+            )));
+        }
+        let attempt = Attempt {
+            pd: &pd,
+            origin,
+            mapping,
+            handle,
+            range: &range,
+            page,
+            part: Part {
+                offset: range.start,
+                len: usize::try_from(range.end - range.start)
+                    .map_err(|_| Error::Request(format!("{range:?} is more than this program can address")))?,
+                iova,
+                access: self.access.bits(),
+            },
+        };
+        let peer_memory = mapping.is_some() && Path::new(PEER_MEMORY).exists();
+        match self.road {
+            Some(Road::DmaBuf) => attempt.by_dmabuf(self.pinned),
+            Some(Road::PeerMemory) => attempt.by_addresses(),
+            None => match attempt.by_dmabuf(self.pinned) {
+                // A driver that knows nothing of dma-bufs, in an RDMA core that has another way.
+                Err(error) if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                    attempt.by_addresses()
+                }
+                result => result,
+            },
+        }
+    }
+}
+
+/// One registration being made.
+struct Attempt<'a> {
+    pd: &'a Pd,
+    origin: &'a Origin,
+    mapping: Option<&'a Arc<Region>>,
+    handle: Handle,
+    /// Bytes of the buffer or mapping.
+    range: &'a Range<u64>,
+    page: u64,
+    part: Part,
+}
+
+impl Attempt<'_> {
+    fn by_dmabuf(&self, pinned: bool) -> Result<Registration> {
+        let pages = self.range.start / self.page * self.page..self.range.end.next_multiple_of(self.page);
+        let part = Part {
+            offset: self.range.start - pages.start,
+            ..self.part
+        };
+        let export = Export::new().range(pages).pinned(pinned);
+        let Origin {
+            device, handle, size, ..
+        } = self.origin;
+        let dmabuf = match (self.handle, self.mapping) {
+            (Handle::MayBeGone, Some(region)) => export.of_addresses(device, region.as_ptr() as u64, *size),
+            _ => export.of_buffer(device, *handle, *size),
+        }?;
+        let result = self
+            .origin
+            .device
+            .with_importer(|| self.pd.verbs.reg_dmabuf(self.pd.raw, dmabuf.as_fd(), part));
+        match result {
+            Ok(mr) => Ok(self.done(mr, Some(dmabuf))),
+            Err((error, reason)) => Err(self.failed(Road::DmaBuf, &error, reason)),
+        }
+    }
+
+    fn by_addresses(&self) -> Result<Registration> {
+        let Some(region) = self.mapping else {
+            return Err(Error::Request(
+                "registration by addresses of a buffer that is not mapped: map it first".into(),
+            ));
+        };
+        match self.pd.verbs.reg_mapped(self.pd.raw, region, self.part) {
+            Ok(mr) => Ok(self.done(mr, None)),
+            Err(error) => Err(self.failed(Road::PeerMemory, &error, None)),
+        }
+    }
+
+    fn done(&self, mr: RawMr, dmabuf: Option<DmaBuf>) -> Registration {
+        Registration {
+            mr: Mr {
+                mr,
+                pd: self.pd.clone(),
+                ended: false,
+            },
+            dmabuf,
+            _mapping: self.mapping.cloned(),
+            addr: self.part.iova,
+            len: self.part.len,
+        }
+    }
+
+    fn failed(&self, road: Road, error: &io::Error, reason: Option<String>) -> Error {
+        Error::Register {
+            what: format!("{} of {}", human_size(self.part.len as u64), self.origin.describe()),
+            nic: self.pd.nic(),
+            road,
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+            reason,
+        }
+    }
+}
+
+/// A memory region that ends with this value.
+struct Mr {
+    mr: RawMr,
+    pd: Pd,
+    ended: bool,
+}
+
+impl Mr {
+    fn end(&mut self) -> io::Result<()> {
+        if std::mem::replace(&mut self.ended, true) {
+            return Ok(());
+        }
+        self.pd.verbs.dereg(&self.mr)
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        // Nobody is left to tell of an error; the kernel ends the region with the device's file.
+        let _ = self.end();
+    }
+}
+
+/// Memory registered with a NIC: what work requests name, on this side by [`Registration::lkey`], on the other by
+/// [`Registration::rkey`].
+///
+/// It keeps what it needs: the dma-buf, so the memory is not anyone else's as long as a NIC can reach it, even where the
+/// [`Buffer`](crate::Buffer) is dropped; the mapping whose addresses it goes by; the protection domain.
+///
+/// When the provider leaves, the registration is revoked: work requests that name it end with a remote access error (or
+/// a local protection error, where it is this side's), and not one byte is written. It stays a value that can be
+/// dropped as any other.
+pub struct Registration {
+    // Dropped in this order: the region before what it stands on.
+    mr: Mr,
+    dmabuf: Option<DmaBuf>,
+    _mapping: Option<Arc<Region>>,
+    addr: u64,
+    len: usize,
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registration")
+            .field("nic", &self.nic())
+            .field("road", &self.road())
+            .field("addr", &self.addr)
+            .field("len", &self.len)
+            .field("lkey", &self.lkey())
+            .field("rkey", &self.rkey())
+            .finish()
+    }
+}
+
+impl Registration {
+    /// The key for work requests of this side.
+    pub fn lkey(&self) -> u32 {
+        self.mr.mr.lkey
+    }
+
+    /// The key for work requests of the other side.
+    pub fn rkey(&self) -> u32 {
+        self.mr.mr.rkey
+    }
+
+    /// What work requests call the first byte: its address in the program where it is mapped, unless
+    /// [`Register::iova`] said otherwise.
+    pub fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Its length in bytes.
+    #[allow(clippy::len_without_is_empty)] // nothing empty can be registered
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The road taken.
+    pub fn road(&self) -> Road {
+        if self.dmabuf.is_some() {
+            Road::DmaBuf
+        } else {
+            Road::PeerMemory
+        }
+    }
+
+    /// The dma-buf, where that was the road.
+    pub fn dmabuf(&self) -> Option<&DmaBuf> {
+        self.dmabuf.as_ref()
+    }
+
+    /// Name of the NIC.
+    pub fn nic(&self) -> String {
+        self.mr.pd.nic()
+    }
+
+    /// The `struct ibv_mr *`, for functions of libibverbs. It is valid until this value is dropped, and must not be
+    /// deregistered.
+    pub fn as_ptr(&self) -> *mut c_void {
+        self.mr.mr.as_ptr()
+    }
+
+    /// Ends it, as dropping does, and says whether that worked.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Deregister`]: EBUSY where memory windows are bound to it.
+    pub fn deregister(mut self) -> Result<()> {
+        self.mr.end().map_err(|error| Error::Deregister {
+            nic: self.nic(),
+            why: errno_text(error.raw_os_error().unwrap_or(libc::EIO)),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::{Fake, FakeNic};
+    use crate::{Device, Request};
+
+    fn bed() -> (Fake, Device, FakeNic) {
+        let fake = Fake::example();
+        let device = fake.device();
+        (fake, device, FakeNic::new("mlx5_0"))
+    }
+
+    #[test]
+    fn addresses_are_the_mapping_s_where_there_is_one() {
+        let (_fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(1 << 20)).unwrap();
+        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+        let unmapped = buffer.register(&nic.pd(), access).unwrap();
+        assert_eq!(
+            (unmapped.addr(), unmapped.len(), unmapped.road()),
+            (0, 1 << 20, Road::DmaBuf)
+        );
+        assert_eq!(unmapped.dmabuf().unwrap().size(), 1 << 20);
+
+        let memory = buffer.map().unwrap();
+        let at = memory.as_ptr() as u64;
+        assert_eq!(buffer.register(&nic.pd(), access).unwrap().addr(), at);
+        let part = Register::new(access).range(5000..5100);
+        let registration = memory.register_with(&nic.pd(), &part).unwrap();
+        assert_eq!((registration.addr(), registration.len()), (at + 5000, 100));
+        assert_eq!(
+            registration.dmabuf().unwrap().size(),
+            4096,
+            "the page that the bytes are in"
+        );
+        assert_ne!(registration.rkey(), unmapped.rkey());
+        drop(memory);
+        let moved = buffer.register(&nic.pd(), access).unwrap();
+        assert_eq!(moved.addr(), at, "a registration keeps the mapping it goes by");
+        drop((registration, moved));
+        assert_eq!(
+            buffer.register(&nic.pd(), access).unwrap().addr(),
+            0,
+            "no mapping is left"
+        );
+        assert_eq!(nic.regions(), 1);
+    }
+
+    #[test]
+    fn a_registration_ends_once_and_may_outlive_its_buffer_and_device() {
+        let (fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(4096)).unwrap();
+        let first = buffer.register(&nic.pd(), Access::ALL).unwrap();
+        let second = buffer.register(&nic.pd(), Access::ALL).unwrap();
+        drop((buffer, device, fake));
+        assert_eq!(nic.regions(), 2);
+        first.deregister().unwrap();
+        drop(second);
+        assert_eq!(nic.regions(), 0);
+    }
+
+    #[test]
+    fn an_end_that_fails_is_told() {
+        let (_fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(4096)).unwrap();
+        let registration = buffer.register(&nic.pd(), Access::LOCAL_READ).unwrap();
+        nic.fail_next(libc::EBUSY);
+        let error = registration.deregister().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "ending a registration with mlx5_0 failed: Device or resource busy (EBUSY)"
+        );
+        assert_eq!(nic.regions(), 1, "it is not tried twice");
+    }
+
+    #[test]
+    fn a_failure_names_buffer_nic_road_errno_and_remedy() {
+        let (fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(16 << 20).provider(1)).unwrap();
+        nic.fail_next(libc::EOPNOTSUPP);
+        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "registering 16 MiB of buffer 1 (16 MiB in provider 1, 0000:03:00.0 BAR 2) with mlx5_0 by dma-buf failed: \
+             Operation not supported (EOPNOTSUPP)"
+        );
+        assert!(error.remedy().unwrap().contains("on-demand paging"));
+        assert_eq!(error.reason(), None, "the allocation's sentence is not about this");
+
+        fake.refuse_importer(libc::EHOSTUNREACH, "0000:0a:00.0 cannot reach 0000:03:00.0: ACS");
+        nic.fail_next(libc::EHOSTUNREACH);
+        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
+        assert_eq!(error.reason(), Some("0000:0a:00.0 cannot reach 0000:03:00.0: ACS"));
+        assert!(error
+            .to_string()
+            .ends_with("(EHOSTUNREACH): 0000:0a:00.0 cannot reach 0000:03:00.0: ACS"));
+        assert!(error.remedy().unwrap().contains("allocate near it"));
+        nic.fail_next(libc::ENOMEM);
+        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
+        assert_eq!(error.reason(), None, "the driver's own error, not the module's");
+
+        fake.remove_provider(1);
+        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
+        assert!(
+            matches!(
+                error,
+                Error::Refused {
+                    errno: libc::ENODEV,
+                    ..
+                }
+            ),
+            "the export fails before the NIC is asked: {error}"
+        );
+        assert_eq!(nic.regions(), 0);
+    }
+
+    #[test]
+    fn impossible_registrations_never_reach_the_nic() {
+        let (_fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(8192)).unwrap();
+        let what = Register::new(Access::ALL);
+        #[allow(clippy::reversed_empty_ranges)]
+        let bad = [
+            what.clone().range(0..0),
+            what.clone().range(0..8193),
+            what.clone().range(9..8),
+            what.clone().range(100..200).iova(4096),
+            what.clone().road(Road::PeerMemory),
+        ];
+        for what in bad {
+            let error = buffer.register_with(&nic.pd(), &what).unwrap_err();
+            assert!(matches!(error, Error::Request(_)), "{what:?}: {error}");
+        }
+        assert_eq!(nic.regions(), 0);
+        let fitting = what.range(100..200).iova((7 << 12) + 100);
+        assert_eq!(
+            buffer.register_with(&nic.pd(), &fitting).unwrap().addr(),
+            (7 << 12) + 100
+        );
+    }
+
+    #[test]
+    fn the_road_of_addresses_is_taken_where_it_is_asked_for() {
+        let (_fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(8192)).unwrap();
+        let memory = buffer.map().unwrap();
+        let what = Register::new(Access::ALL).road(Road::PeerMemory).range(4096..8192);
+        let registration = memory.register_with(&nic.pd(), &what).unwrap();
+        assert_eq!((registration.road(), registration.len()), (Road::PeerMemory, 4096));
+        assert!(registration.dmabuf().is_none());
+        nic.fail_next(libc::EREMOTEIO);
+        let error = memory.register_with(&nic.pd(), &what).unwrap_err();
+        assert!(error.to_string().contains("by peer memory failed"), "{error}");
+        assert!(error.remedy().unwrap().contains("by dma-buf"), "{error}");
+    }
+
+    #[test]
+    fn a_registration_of_a_mapping_outlives_both() {
+        fn check<T: Send + Sync>() {}
+        check::<Registration>();
+        check::<Pd>();
+        let (_fake, device, nic) = bed();
+        let buffer = device.alloc(&Request::new(8192)).unwrap();
+        let memory = buffer.map().unwrap();
+        let registration = memory.register(&nic.pd(), Access::ALL).unwrap();
+        drop((buffer, memory));
+        assert_eq!(registration.len(), 8192);
+        assert!(format!("{registration:?}").contains("mlx5_0"));
+    }
+}

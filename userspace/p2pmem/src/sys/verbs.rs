@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! libibverbs, found at run time, and protection domains of whichever crate or language.
+//!
+//! What the rest of the crate asks of it stands in the trait [`Verbs`], which is safe to implement and to call:
+//! [`Library`] asks the real one, `crate::fake` plays it.
+
+use std::ffi::{c_int, c_void, CStr};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::{Arc, OnceLock};
+
+use p2pmem_verbs_sys as ibv;
+
+use crate::error::{Error, Result};
+use crate::register::Pd;
+
+use super::Region;
+
+/// What of some memory to register, and as what.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    /// First byte in the dma-buf or mapping.
+    pub(crate) offset: u64,
+    /// Bytes.
+    pub(crate) len: usize,
+    /// What work requests call the first byte.
+    pub(crate) iova: u64,
+    /// `IBV_ACCESS_*`
+    pub(crate) access: u32,
+}
+
+/// What is asked of libibverbs. Errors are errnos.
+pub(crate) trait Verbs: Send + Sync {
+    /// Name of the NIC that the domain belongs to.
+    fn nic(&self, pd: RawPd) -> String;
+    fn reg_dmabuf(&self, pd: RawPd, dmabuf: BorrowedFd<'_>, part: Part) -> io::Result<RawMr>;
+    /// Registers mapped memory by its addresses, which a stock kernel refuses for device memory.
+    fn reg_mapped(&self, pd: RawPd, region: &Region, part: Part) -> io::Result<RawMr>;
+    fn dereg(&self, mr: &RawMr) -> io::Result<()>;
+}
+
+/// A `struct ibv_pd *`.
+///
+/// # Invariants
+///
+/// It was made by [`Pd::from_raw`], whose caller promised that it stays valid as long as what was registered in it, or it
+/// is a fake one's and never dereferenced.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RawPd(NonNull<c_void>);
+
+// SAFETY: libibverbs allows every function on a protection domain from any thread.
+unsafe impl Send for RawPd {}
+// SAFETY: as above, and at the same time from several.
+unsafe impl Sync for RawPd {}
+
+/// A `struct ibv_mr *` and its keys.
+///
+/// # Invariants
+///
+/// `mr` was returned by the [`Verbs`] that it is given back to, and was not deregistered.
+#[derive(Debug)]
+pub(crate) struct RawMr {
+    mr: NonNull<c_void>,
+    pub(crate) lkey: u32,
+    pub(crate) rkey: u32,
+}
+
+// SAFETY: libibverbs allows every function on a memory region from any thread.
+unsafe impl Send for RawMr {}
+// SAFETY: as above; nothing is read or written through the pointer but by libibverbs.
+unsafe impl Sync for RawMr {}
+
+impl RawMr {
+    pub(crate) fn as_ptr(&self) -> *mut c_void {
+        self.mr.as_ptr()
+    }
+
+    /// A region that no libibverbs knows, for a [`Verbs`] that plays it; such a one tells its regions apart by `key`.
+    #[cfg(any(test, feature = "fake"))]
+    pub(crate) fn fake(key: u32) -> Self {
+        Self {
+            mr: NonNull::dangling(),
+            lkey: key,
+            rkey: key | (1 << 31),
+        }
+    }
+}
+
+impl RawPd {
+    /// A domain for a [`Verbs`] that plays libibverbs.
+    #[cfg(any(test, feature = "fake"))]
+    pub(crate) fn fake() -> Self {
+        // INVARIANT: a fake one's.
+        Self(NonNull::dangling())
+    }
+
+    /// As libibverbs takes it.
+    fn as_ptr(self) -> *mut ibv::ibv_pd {
+        self.0.as_ptr().cast()
+    }
+}
+
+impl Pd {
+    /// A protection domain made by another crate or library: a `struct ibv_pd *`.
+    ///
+    /// ```no_run
+    /// # fn domain_of_some_library() -> *mut std::ffi::c_void { unimplemented!() }
+    /// use p2pmem::{Access, Device, Pd, Request};
+    ///
+    /// let buffer = Device::open()?.alloc(&Request::new(1 << 20))?;
+    /// let ibv_pd = std::ptr::NonNull::new(domain_of_some_library()).expect("ibv_alloc_pd() failed");
+    /// // SAFETY: the library keeps the domain until the end of the program.
+    /// let pd = unsafe { Pd::from_raw(ibv_pd) }?;
+    /// let registration = buffer.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
+    /// println!("rkey {:#x}", registration.rkey());
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Verbs`] where libibverbs is not installed.
+    ///
+    /// # Safety
+    ///
+    /// `pd` must come from `ibv_alloc_pd()` (or `ibv_alloc_parent_domain()`) of the libibverbs.so.1 of this process, and
+    /// must not be deallocated, nor its device closed, before this value, its clones and all that was registered with
+    /// them are dropped.
+    pub unsafe fn from_raw(pd: NonNull<c_void>) -> Result<Self> {
+        let verbs = Library::load()?;
+        // INVARIANT: the caller's promise.
+        Ok(Self::new(RawPd(pd), verbs, None))
+    }
+}
+
+#[cfg(feature = "verbs")]
+impl crate::register::ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
+    fn to_pd(&self) -> Result<Pd> {
+        let verbs = Library::load()?;
+        // SAFETY: the pointer is only used while the clone below keeps the domain.
+        let pd = unsafe { self.pd() };
+        // INVARIANT: the domain goes when its last `Arc` does, and what is registered holds the clone.
+        Ok(Pd::new(RawPd(pd.cast()), verbs, Some(self.clone())))
+    }
+}
+
+/// The functions of the real libibverbs. It stays loaded for good.
+pub(crate) struct Library {
+    get_device_name: ibv::ibv_get_device_name,
+    reg_mr: ibv::ibv_reg_mr,
+    /// From rdma-core 28 on.
+    reg_mr_iova2: Option<ibv::ibv_reg_mr_iova2>,
+    /// From rdma-core 34 on.
+    reg_dmabuf_mr: Option<ibv::ibv_reg_dmabuf_mr>,
+    dereg_mr: ibv::ibv_dereg_mr,
+}
+
+/// What the dynamic linker says of its last failure in this thread.
+fn dl_error() -> String {
+    // SAFETY: it returns null, or a string that is good until the thread's next call of the linker.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "the dynamic linker does not say why".into();
+    }
+    // SAFETY: not null, so it is such a string, and no call is made before it is copied.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+impl Library {
+    /// Loads it, once.
+    pub(crate) fn load() -> Result<Arc<Self>> {
+        static LIBRARY: OnceLock<std::result::Result<Arc<Library>, String>> = OnceLock::new();
+        let library = LIBRARY.get_or_init(|| Self::open().map(Arc::new));
+        library.clone().map_err(Error::Verbs)
+    }
+
+    fn open() -> std::result::Result<Self, String> {
+        // SAFETY: the name is NUL-terminated. The library's constructors are those that every RDMA program runs.
+        let handle = unsafe { libc::dlopen(ibv::LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let handle = NonNull::new(handle).ok_or_else(dl_error)?;
+        let find = |name: &CStr| {
+            // SAFETY: the handle is open, and stays so; the name is NUL-terminated.
+            NonNull::new(unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) })
+        };
+        let must = |name: &CStr| {
+            find(name).ok_or_else(|| format!("{} has no {}", ibv::LIBRARY.to_string_lossy(), name.to_string_lossy()))
+        };
+        // SAFETY: the symbols are the functions of these names, whose types are those of the library's own header (a
+        // test of p2pmem-verbs-sys compares them), and an Option of a pointer or function is null where it is none.
+        unsafe {
+            Ok(Self {
+                get_device_name: std::mem::transmute::<NonNull<c_void>, ibv::ibv_get_device_name>(must(
+                    ibv::name::GET_DEVICE_NAME,
+                )?),
+                reg_mr: std::mem::transmute::<NonNull<c_void>, ibv::ibv_reg_mr>(must(ibv::name::REG_MR)?),
+                reg_mr_iova2: std::mem::transmute::<Option<NonNull<c_void>>, Option<ibv::ibv_reg_mr_iova2>>(find(
+                    ibv::name::REG_MR_IOVA2,
+                )),
+                reg_dmabuf_mr: std::mem::transmute::<Option<NonNull<c_void>>, Option<ibv::ibv_reg_dmabuf_mr>>(find(
+                    ibv::name::REG_DMABUF_MR,
+                )),
+                dereg_mr: std::mem::transmute::<NonNull<c_void>, ibv::ibv_dereg_mr>(must(ibv::name::DEREG_MR)?),
+            })
+        }
+    }
+
+    /// The result of a function that returns a region, or null and errno.
+    fn region(mr: *mut ibv::ibv_mr, part: Part, addr: u64) -> io::Result<RawMr> {
+        let error = io::Error::last_os_error();
+        let mr = NonNull::new(mr).ok_or(match error.raw_os_error() {
+            // A driver library that fails without an errno.
+            None | Some(0) => io::Error::from_raw_os_error(libc::EIO),
+            Some(_) => error,
+        })?;
+        // SAFETY: libibverbs returned it just now, so it is valid, and nobody else knows of it.
+        let (lkey, rkey) = unsafe {
+            let mr = mr.as_ptr();
+            (*mr).addr = addr as *mut c_void;
+            (*mr).length = part.len;
+            ((*mr).lkey, (*mr).rkey)
+        };
+        // INVARIANT: as above.
+        Ok(RawMr {
+            mr: mr.cast(),
+            lkey,
+            rkey,
+        })
+    }
+}
+
+/// All flags fit, as the highest is bit 29.
+fn access(part: Part) -> c_int {
+    part.access as c_int
+}
+
+impl Verbs for Library {
+    fn nic(&self, pd: RawPd) -> String {
+        // SAFETY: the domain is valid (type invariant), so it has an open device, whose name is a NUL-terminated string
+        // that lives as long.
+        unsafe {
+            let device = (*(*pd.as_ptr()).context).device;
+            let name = (self.get_device_name)(device);
+            if name.is_null() {
+                return "an unnamed NIC".into();
+            }
+            CStr::from_ptr(name).to_string_lossy().into_owned()
+        }
+    }
+
+    fn reg_dmabuf(&self, pd: RawPd, dmabuf: BorrowedFd<'_>, part: Part) -> io::Result<RawMr> {
+        let reg_dmabuf_mr = self
+            .reg_dmabuf_mr
+            .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSYS))?;
+        let fd = dmabuf.as_raw_fd();
+        // SAFETY: the domain is valid (type invariant) and the descriptor open. No memory of the program is touched.
+        let mr = unsafe { reg_dmabuf_mr(pd.as_ptr(), part.offset, part.len, part.iova, fd, access(part)) };
+        Self::region(mr, part, part.iova)
+    }
+
+    fn reg_mapped(&self, pd: RawPd, region: &Region, part: Part) -> io::Result<RawMr> {
+        let offset = usize::try_from(part.offset).unwrap_or(usize::MAX);
+        let addr = region.at(offset, part.len);
+        // SAFETY: the domain is valid (type invariant), and at() has checked that the bytes are mapped. What a NIC does
+        // there later is as any device's DMA, which is what a region is for.
+        let mr = unsafe {
+            match self.reg_mr_iova2 {
+                Some(reg) => reg(pd.as_ptr(), addr.cast(), part.len, part.iova, part.access),
+                None if part.iova == addr as u64 => (self.reg_mr)(pd.as_ptr(), addr.cast(), part.len, access(part)),
+                None => return Err(io::Error::from_raw_os_error(libc::ENOSYS)),
+            }
+        };
+        Self::region(mr, part, addr as u64)
+    }
+
+    fn dereg(&self, mr: &RawMr) -> io::Result<()> {
+        // SAFETY: the region is valid (type invariant), and whoever has it drops it after this.
+        match unsafe { (self.dereg_mr)(mr.as_ptr().cast()) } {
+            0 => Ok(()),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_library_has_what_is_needed_where_it_is_installed() {
+        match Library::load() {
+            Ok(library) => {
+                let again = Library::load().unwrap();
+                assert!(Arc::ptr_eq(&library, &again), "loaded once");
+            }
+            Err(error) => {
+                assert!(
+                    !std::path::Path::new("/etc/p2pmem-kernel").exists(),
+                    "the sandbox has it: {error}"
+                );
+                assert!(error.remedy().unwrap().contains("libibverbs1"), "{error}");
+            }
+        }
+    }
+}
