@@ -295,7 +295,7 @@ impl Worker<'_> {
                 DmaError::Timeout(_) => Status::Timeout,
                 DmaError::Failed(..) | DmaError::WrongThread => Status::Unreachable,
                 DmaError::Aborted => Status::Aborted,
-                DmaError::Local(_) => Status::BadRange,
+                DmaError::Local(_) | DmaError::Misaligned(_) => Status::BadRange,
             }
         })
     }
