@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Objects by number.
+
+/// Objects that got their numbers here. A number that became free is given away again only after all others, so that a
+/// late doorbell or packet does not meet a stranger.
+#[derive(Debug)]
+pub(super) struct Table<T> {
+    first: u32,
+    limit: u32,
+    next: u32,
+    used: u32,
+    slots: Vec<Option<Box<T>>>,
+}
+
+impl<T> Table<T> {
+    /// An empty table for `limit` objects, numbered from `first` on.
+    pub(super) fn new(first: u32, limit: u32) -> Self {
+        Self {
+            first,
+            limit,
+            next: 0,
+            used: 0,
+            slots: Vec::new(),
+        }
+    }
+
+    /// Adds an object and returns its number; nothing if the table is full.
+    pub(super) fn add(&mut self, object: T) -> Option<u32> {
+        if self.used >= self.limit {
+            return None;
+        }
+        loop {
+            let index = self.next as usize;
+            self.next = (self.next + 1) % self.limit;
+            if index >= self.slots.len() {
+                self.slots.push(None);
+            }
+            if let Some(slot @ None) = self.slots.get_mut(index) {
+                *slot = Some(Box::new(object));
+                self.used += 1;
+                // Not truncated: below `limit`.
+                return Some(self.first + index as u32);
+            }
+        }
+    }
+
+    fn slot(&self, number: u32) -> Option<usize> {
+        number.checked_sub(self.first).map(|index| index as usize)
+    }
+
+    /// The object of this number.
+    pub(super) fn get(&self, number: u32) -> Option<&T> {
+        self.slots.get(self.slot(number)?)?.as_deref()
+    }
+
+    /// The object of this number, to be changed.
+    pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
+        let slot = self.slot(number)?;
+        self.slots.get_mut(slot)?.as_deref_mut()
+    }
+
+    /// Takes an object out.
+    pub(super) fn remove(&mut self, number: u32) -> Option<T> {
+        let slot = self.slot(number)?;
+        let object = self.slots.get_mut(slot)?.take()?;
+        self.used -= 1;
+        Some(*object)
+    }
+
+    /// How many there are.
+    pub(super) fn len(&self) -> usize {
+        self.used as usize
+    }
+
+    /// All objects with their numbers.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        self.slots
+            .iter()
+            .zip(self.first..)
+            .filter_map(|(slot, number)| Some((number, slot.as_deref()?)))
+    }
+
+    /// All objects with their numbers, to be changed.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
+        self.slots
+            .iter_mut()
+            .zip(self.first..)
+            .filter_map(|(slot, number)| Some((number, slot.as_deref_mut()?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_rest_before_they_return() {
+        let mut table = Table::new(16, 4);
+        let numbers: Vec<_> = (0..5).map(|object| table.add(object)).collect();
+        assert_eq!(numbers, [Some(16), Some(17), Some(18), Some(19), None]);
+        assert_eq!(table.remove(18), Some(2));
+        assert_eq!(table.remove(18), None);
+        assert_eq!(table.remove(17), Some(1));
+        assert_eq!((table.get(15), table.get(17), table.get(20)), (None, None, None));
+        assert_eq!(table.add(7), Some(17));
+        table.remove(17);
+        assert_eq!(table.add(8), Some(18), "17 was the last to be given");
+        *table.get_mut(18).unwrap() += 1;
+        assert_eq!(table.iter().collect::<Vec<_>>(), [(16, &0), (18, &9), (19, &3)]);
+        assert_eq!(table.len(), 3);
+    }
+}
