@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `libp2pmem_preload.so`: with it preloaded, an unmodified RDMA program can register p2pmem memory that it has mapped.
+//!
+//! ```text
+//! LD_PRELOAD=libp2pmem_preload.so ib_write_bw --mmap=/dev/p2pmem
+//! ```
+//!
+//! A stock kernel's RDMA core takes no device memory by its addresses: `ibv_reg_mr()` on a mapping of /dev/p2pmem fails.
+//! The shim stands before `ibv_reg_mr()`, `ibv_reg_mr_iova()` and `ibv_reg_mr_iova2()`. It has the module export the pages
+//! that the memory is in as a dma-buf, by their addresses, and registers that with `ibv_reg_dmabuf_mr()`; what the
+//! program gets looks as if its own call had worked. Memory that the module does not know goes to the real function,
+//! unchanged. `ibv_rereg_mr()` of such a region is refused; `ibv_dereg_mr()` needs nothing.
+//!
+//! It keeps nothing: no list of regions, no open file, no lock. The dma-buf lives as long as the region. So any number of
+//! threads may register, and a child after `fork()` starts from where every process does. It allocates no memory but to
+//! find out what went wrong.
+//!
+//! A registration of p2pmem memory that fails says why on standard error, one line, and leaves errno as the module or the
+//! NIC's driver set it. With `P2PMEM_PRELOAD_LOG=1` in the environment those that work are told too.
+//!
+//! What it cannot reach: programs that find libibverbs' functions by `dlsym()` on the library itself, and those linked
+//! to it statically.
+
+mod line;
+mod sys;
+
+use p2pmem_verbs_sys::access::{
+    LOCAL_WRITE, OPTIONAL_RANGE, RELAXED_ORDERING, REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE,
+};
+
+use crate::line::say;
+use crate::sys::{Device, Domain, Errno, Region};
+
+/// What the kernel takes for dma-bufs.
+const POSSIBLE: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | RELAXED_ORDERING;
+
+/// A registration that a program asks for.
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    /// The function's name.
+    name: &'static str,
+    addr: u64,
+    length: usize,
+    /// What work requests call the first byte.
+    iova: u64,
+    access: u32,
+}
+
+/// The pages that `length` bytes at `addr` are in: start and size. None where they are in none, or pass the end of
+/// memory, as a program's request for all memory does.
+fn pages(addr: u64, length: usize, page: u64) -> Option<(u64, u64)> {
+    let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
+    let start = addr - addr % page;
+    let end = addr.checked_add(length)?.checked_next_multiple_of(page)?;
+    Some((start, end - start))
+}
+
+/// Registers memory of the module's. None where it is not the module's, which is for the real function to deal with.
+fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
+    let (start, size) = pages(call.addr, call.length, sys::page_size())?;
+    // No device: then nothing of it can be mapped; or one that the program may not open, while it has a mapping that it
+    // was given. A stock kernel refuses that mapping, and the caller then says why: see refused_elsewhere().
+    let device = Device::open().ok()?;
+    let dmabuf = match device.export(start, size) {
+        Ok(dmabuf) => dmabuf,
+        // Not the module's; or a module that exports nothing.
+        Err(Errno(libc::ENOENT | libc::ENOTTY)) => return None,
+        Err(errno) => {
+            let mut reason = [0; line::MOST];
+            let reason = device.reason(&mut reason);
+            say!("{call} on {domain}: cannot be exported: {errno}{reason}");
+            return Some(Err(errno));
+        }
+    };
+    let access = call.access & !(OPTIONAL_RANGE & !RELAXED_ORDERING);
+    if access & !POSSIBLE != 0 {
+        let impossible = access & !POSSIBLE;
+        say!("{call} on {domain}: access flags {impossible:#x} are not possible for device memory");
+        return Some(Err(Errno(libc::EINVAL)));
+    }
+    match domain.reg_dmabuf(&dmabuf, call.addr - start, call, access) {
+        Ok(region) => {
+            if line::wanted() {
+                say!("{call} on {domain}: is a dma-buf region now, {region}");
+            }
+            Some(Ok(region))
+        }
+        Err(errno) => {
+            let mut reason = [0; line::MOST];
+            let reason = match errno {
+                // The module's sentence is about this import only if it is the same error.
+                errno if device.last_errno() == Some(errno) => device.reason(&mut reason),
+                Errno(libc::EOPNOTSUPP) => ": the NIC's driver cannot register dma-bufs",
+                Errno(libc::ENOSYS) => ": libibverbs is too old for dma-bufs",
+                _ => "",
+            };
+            say!("{call} on {domain}: as a dma-buf region: {errno}{reason}");
+            Some(Err(errno))
+        }
+    }
+}
+
+/// Says why the real function failed, where that has to do with the module's memory.
+fn refused_elsewhere(call: &Call, domain: Domain) {
+    let page = sys::page_size();
+    let Some((start, _)) = pages(call.addr, call.length, page) else {
+        return;
+    };
+    match Device::open() {
+        Ok(device) if device.export(start, page).is_ok() => {
+            say!("{call} on {domain}: it begins in p2pmem memory, and ends in other memory");
+        }
+        Err(Errno(libc::EACCES | libc::EPERM)) if sys::is_p2pmem_mapping(start) => {
+            say!("{call} on {domain}: /dev/p2pmem may not be opened by this user");
+        }
+        _ => {}
+    }
+}
+
+/// Whether memory is the module's.
+fn is_p2pmem(addr: u64, length: usize) -> bool {
+    let Some((start, size)) = pages(addr, length, sys::page_size()) else {
+        return false;
+    };
+    Device::open().is_ok_and(|device| device.export(start, size).is_ok())
+}
+
+/// Whether a change of a region is refused: that of a region of the module's memory, or to such memory.
+fn rereg_is_refused(old: (u64, usize), new: Option<(u64, usize)>, domain: Domain) -> bool {
+    let ours = [Some(old), new]
+        .into_iter()
+        .flatten()
+        .find(|(addr, length)| is_p2pmem(*addr, *length));
+    let Some((addr, length)) = ours else {
+        return false;
+    };
+    say!(
+        "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, whose regions cannot be changed: \
+         deregister, and register anew"
+    );
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_cover_the_bytes_and_never_wrap() {
+        assert_eq!(pages(0x1000, 1, 4096), Some((0x1000, 4096)));
+        assert_eq!(pages(0x1fff, 1, 4096), Some((0x1000, 4096)));
+        assert_eq!(pages(0x1fff, 2, 4096), Some((0x1000, 8192)));
+        assert_eq!(pages(0x1000, 8192, 4096), Some((0x1000, 8192)));
+        assert_eq!(pages(0x1000, 0, 4096), None);
+        assert_eq!(pages(0, usize::MAX, 4096), None, "all memory");
+        assert_eq!(pages(u64::MAX - 4096, 4097, 4096), None);
+        assert_eq!(pages(u64::MAX - 8191, 4096, 4096), Some((u64::MAX - 8191, 4096)));
+    }
+}

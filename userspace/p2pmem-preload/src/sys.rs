@@ -1,0 +1,408 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The functions that programs call, the real ones behind them, and the module's device: the one module with `unsafe`.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_uint, c_void, CStr};
+use std::fmt;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use p2pmem_sys as abi;
+use p2pmem_verbs_sys as ibv;
+
+use crate::line::MOST;
+use crate::{refused_elsewhere, register, rereg_is_refused, Call};
+
+/// An errno, positive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Errno(pub(crate) c_int);
+
+impl Errno {
+    /// What the last system or library call of this thread left.
+    fn last() -> Self {
+        // SAFETY: the address of errno is valid in every thread.
+        Self(unsafe { *libc::__errno_location() })
+    }
+
+    fn set(self) {
+        // SAFETY: as above.
+        unsafe { *libc::__errno_location() = self.0 }
+    }
+}
+
+/// Bytes of a page.
+pub(crate) fn page_size() -> u64 {
+    // SAFETY: it reads a constant of the process.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
+}
+
+/// Writes to standard error, as far as it goes in one call.
+pub(crate) fn write_stderr(bytes: &[u8]) {
+    // SAFETY: the bytes are read only. Nobody is left to tell that standard error is closed.
+    let _ = unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
+}
+
+/// A variable of the environment.
+pub(crate) fn environment(name: &CStr) -> Option<&'static CStr> {
+    // SAFETY: the name is NUL-terminated. The value stays as long as the program does not change it while a thread of it
+    // registers memory, which the program must not do anyhow: libibverbs reads its environment too.
+    unsafe {
+        let value = libc::getenv(name.as_ptr());
+        (!value.is_null()).then(|| CStr::from_ptr(value))
+    }
+}
+
+/// A descriptor that is closed when dropped.
+pub(crate) struct Fd(c_int);
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        let errno = Errno::last();
+        // SAFETY: the descriptor is ours alone.
+        unsafe { libc::close(self.0) };
+        errno.set();
+    }
+}
+
+/// An open /dev/p2pmem.
+pub(crate) struct Device(Fd);
+
+impl Device {
+    pub(crate) fn open() -> Result<Self, Errno> {
+        // SAFETY: the path is NUL-terminated.
+        match unsafe { libc::open(c"/dev/p2pmem".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) } {
+            -1 => Err(Errno::last()),
+            fd => Ok(Self(Fd(fd))),
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `request` must be an ioctl of the module's for a `T`, and addresses in `argument` valid for what it does there.
+    unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> Result<(), Errno> {
+        loop {
+            // SAFETY: the caller's promise.
+            match unsafe { libc::ioctl(self.0 .0, request as _, std::ptr::from_mut(argument)) } {
+                0.. => return Ok(()),
+                _ if Errno::last() == Errno(libc::EINTR) => {}
+                _ => return Err(Errno::last()),
+            }
+        }
+    }
+
+    /// A dma-buf of whole pages of this process.
+    pub(crate) fn export(&self, start: u64, size: u64) -> Result<Fd, Errno> {
+        let range = abi::p2pmem_range { offset: start, size };
+        let mut export = abi::p2pmem_export {
+            ranges: std::ptr::from_ref(&range) as u64,
+            nr_ranges: 1,
+            flags: abi::P2PMEM_EXPORT_MAPPED,
+            fd: -1,
+            ..Default::default()
+        };
+        // SAFETY: the one address is that of the one range, which is read.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
+        Ok(Fd(export.fd))
+    }
+
+    /// What the module refused last through this file: the errno, and the sentence's length in `text`.
+    fn last(&self, text: &mut [u8]) -> Option<(Errno, usize)> {
+        let mut explain = abi::p2pmem_explain {
+            text: text.as_mut_ptr() as u64,
+            text_len: u32::try_from(text.len()).ok()?,
+            flags: abi::P2PMEM_EXPLAIN_LAST,
+            ..Default::default()
+        };
+        // SAFETY: the module writes at most `text_len` bytes of the text, and no verdicts, as their number is 0.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPLAIN, &mut explain) }.ok()?;
+        let end = text.iter().position(|byte| *byte == 0)?;
+        Some((Errno(i32::try_from(explain.error).ok()?), end))
+    }
+
+    /// The errno of what was refused last through this file.
+    pub(crate) fn last_errno(&self) -> Option<Errno> {
+        self.last(&mut [0; MOST]).map(|(errno, _)| errno)
+    }
+
+    /// The sentence of what was refused last through this file, after a colon; empty where there is none.
+    pub(crate) fn reason<'a>(&self, room: &'a mut [u8; MOST]) -> &'a str {
+        room[..2].copy_from_slice(b": ");
+        match self.last(&mut room[2..]) {
+            Some((_, len)) if len > 0 => std::str::from_utf8(&room[..2 + len]).unwrap_or_default(),
+            _ => "",
+        }
+    }
+}
+
+/// Whether an address is in a mapping of /dev/p2pmem, as /proc/self/maps has it. For errors only: it is slow.
+pub(crate) fn is_p2pmem_mapping(address: u64) -> bool {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
+        return false;
+    };
+    maps.lines().filter(|line| line.ends_with("/dev/p2pmem")).any(|line| {
+        let mut ends = line.split([' ', '-']).map(|end| u64::from_str_radix(end, 16));
+        matches!((ends.next(), ends.next()), (Some(Ok(start)), Some(Ok(end))) if (start..end).contains(&address))
+    })
+}
+
+/// A protection domain that a program called with.
+///
+/// # Invariants
+///
+/// The pointer is what the program gave to a function of libibverbs, which has to be a valid domain.
+#[derive(Clone, Copy)]
+pub(crate) struct Domain(*mut ibv::ibv_pd);
+
+impl fmt::Display for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(name) = real::<ibv::ibv_get_device_name>(&GET_DEVICE_NAME) else {
+            return f.write_str("a NIC");
+        };
+        // SAFETY: the domain is valid (type invariant), so it has an open device, whose name is a NUL-terminated string.
+        let name = unsafe { CStr::from_ptr(name((*(*self.0).context).device)) };
+        f.write_str(name.to_str().unwrap_or("a NIC"))
+    }
+}
+
+/// A memory region just made.
+pub(crate) struct Region(*mut ibv::ibv_mr);
+
+impl fmt::Display for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // SAFETY: the region was just made, and the program has not got it yet.
+        let (lkey, rkey) = unsafe { ((*self.0).lkey, (*self.0).rkey) };
+        write!(f, "lkey {lkey:#x}, rkey {rkey:#x}")
+    }
+}
+
+impl Domain {
+    /// Registers the bytes of a call, which are in a dma-buf from `offset` on.
+    pub(crate) fn reg_dmabuf(self, dmabuf: &Fd, offset: u64, call: &Call, access: u32) -> Result<Region, Errno> {
+        let reg = real::<ibv::ibv_reg_dmabuf_mr>(&REG_DMABUF_MR).ok_or(Errno(libc::ENOSYS))?;
+        Errno(0).set();
+        // SAFETY: the domain is valid (type invariant), and the descriptor is open. The flags fit: bit 29 is the highest.
+        let mr = unsafe { reg(self.0, offset, call.length, call.iova, dmabuf.0, access as c_int) };
+        if mr.is_null() {
+            return Err(match Errno::last() {
+                Errno(0) => Errno(libc::EIO),
+                errno => errno,
+            });
+        }
+        // SAFETY: libibverbs made the region just now. Programs find their own address in it where they registered it.
+        unsafe { (*mr).addr = call.addr as *mut c_void };
+        Ok(Region(mr))
+    }
+}
+
+/// A function of the real libibverbs: its name, its symbol version, and where it is once it was looked for.
+struct Symbol {
+    name: &'static CStr,
+    version: &'static CStr,
+    found: AtomicPtr<c_void>,
+}
+
+impl Symbol {
+    const fn new(name: &'static CStr, version: &'static CStr) -> Self {
+        Self {
+            name,
+            version,
+            found: AtomicPtr::new(std::ptr::null_mut()),
+        }
+    }
+
+    fn find(&self) -> *mut c_void {
+        let known = self.found.load(Ordering::Relaxed);
+        if !known.is_null() {
+            return known;
+        }
+        // Behind this library, where the program is linked to libibverbs; else in the one that a plugin of the program
+        // has loaded for itself. That one is there: somebody who has a domain is calling.
+        // SAFETY: names are NUL-terminated. The handle is kept for good.
+        let found = unsafe {
+            let next = libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), self.version.as_ptr());
+            if next.is_null() {
+                match libc::dlopen(ibv::LIBRARY.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) {
+                    handle if handle.is_null() => next,
+                    handle => libc::dlvsym(handle, self.name.as_ptr(), self.version.as_ptr()),
+                }
+            } else {
+                next
+            }
+        };
+        // Two threads that look at the same time find the same.
+        self.found.store(found, Ordering::Relaxed);
+        found
+    }
+}
+
+static GET_DEVICE_NAME: Symbol = Symbol::new(ibv::name::GET_DEVICE_NAME, c"IBVERBS_1.1");
+static REG_MR: Symbol = Symbol::new(ibv::name::REG_MR, c"IBVERBS_1.1");
+static REG_MR_IOVA: Symbol = Symbol::new(ibv::name::REG_MR_IOVA, c"IBVERBS_1.7");
+static REG_MR_IOVA2: Symbol = Symbol::new(ibv::name::REG_MR_IOVA2, c"IBVERBS_1.8");
+static REG_DMABUF_MR: Symbol = Symbol::new(ibv::name::REG_DMABUF_MR, c"IBVERBS_1.12");
+static REREG_MR: Symbol = Symbol::new(ibv::name::REREG_MR, c"IBVERBS_1.1");
+
+/// The real function. `F` has to be its type: each static above is used with one of p2pmem-verbs-sys, by its own name.
+fn real<F: Copy>(symbol: &Symbol) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    let found = symbol.find();
+    // SAFETY: not null, so it is the function of that name and version, whose type `F` is (a test of p2pmem-verbs-sys
+    // compares them with the header); function pointers are as wide as others.
+    (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
+}
+
+/// Deals with a registration: by a dma-buf where the memory is the module's, else by the real function.
+///
+/// # Safety
+///
+/// `pd` must be a valid domain of libibverbs.
+unsafe fn stand_in(pd: *mut ibv::ibv_pd, call: &Call, original: impl FnOnce() -> *mut ibv::ibv_mr) -> *mut ibv::ibv_mr {
+    let before = Errno::last();
+    // INVARIANT: the caller's promise.
+    let domain = Domain(pd);
+    match register(call, domain) {
+        Some(Ok(region)) => {
+            before.set();
+            region.0
+        }
+        Some(Err(errno)) => {
+            errno.set();
+            std::ptr::null_mut()
+        }
+        None => {
+            before.set();
+            let mr = original();
+            if mr.is_null() {
+                let errno = Errno::last();
+                refused_elsewhere(call, domain);
+                errno.set();
+            }
+            mr
+        }
+    }
+}
+
+/// What a function ends with whose real one is not there: a program cannot have called it then, short of by mistake.
+fn missing() -> *mut ibv::ibv_mr {
+    Errno(libc::ENOSYS).set();
+    std::ptr::null_mut()
+}
+
+/// Stands before libibverbs' function of this name.
+///
+/// # Safety
+///
+/// As for that function.
+#[no_mangle]
+pub unsafe extern "C" fn ibv_reg_mr(
+    pd: *mut ibv::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_int,
+) -> *mut ibv::ibv_mr {
+    let call = Call {
+        name: "ibv_reg_mr",
+        addr: addr as u64,
+        length,
+        iova: addr as u64,
+        access: access as u32,
+    };
+    // SAFETY: the caller's promise, which is about the same arguments.
+    unsafe {
+        stand_in(pd, &call, || {
+            real::<ibv::ibv_reg_mr>(&REG_MR).map_or_else(missing, |real| real(pd, addr, length, access))
+        })
+    }
+}
+
+/// Stands before libibverbs' function of this name.
+///
+/// # Safety
+///
+/// As for that function.
+#[no_mangle]
+pub unsafe extern "C" fn ibv_reg_mr_iova(
+    pd: *mut ibv::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: c_int,
+) -> *mut ibv::ibv_mr {
+    let call = Call {
+        name: "ibv_reg_mr_iova",
+        addr: addr as u64,
+        length,
+        iova,
+        access: access as u32,
+    };
+    // SAFETY: the caller's promise, which is about the same arguments.
+    unsafe {
+        stand_in(pd, &call, || {
+            real::<ibv::ibv_reg_mr_iova>(&REG_MR_IOVA).map_or_else(missing, |real| real(pd, addr, length, iova, access))
+        })
+    }
+}
+
+/// Stands before libibverbs' function of this name.
+///
+/// # Safety
+///
+/// As for that function.
+#[no_mangle]
+pub unsafe extern "C" fn ibv_reg_mr_iova2(
+    pd: *mut ibv::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: c_uint,
+) -> *mut ibv::ibv_mr {
+    let call = Call {
+        name: "ibv_reg_mr_iova2",
+        addr: addr as u64,
+        length,
+        iova,
+        access,
+    };
+    // SAFETY: the caller's promise, which is about the same arguments.
+    unsafe {
+        stand_in(pd, &call, || {
+            real::<ibv::ibv_reg_mr_iova2>(&REG_MR_IOVA2)
+                .map_or_else(missing, |real| real(pd, addr, length, iova, access))
+        })
+    }
+}
+
+/// Stands before libibverbs' function of this name.
+///
+/// # Safety
+///
+/// As for that function.
+#[no_mangle]
+pub unsafe extern "C" fn ibv_rereg_mr(
+    mr: *mut ibv::ibv_mr,
+    flags: c_int,
+    pd: *mut ibv::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_int,
+) -> c_int {
+    /// `IBV_REREG_MR_CHANGE_TRANSLATION`
+    const TRANSLATION: c_int = 1;
+    let before = Errno::last();
+    // SAFETY: the caller's promise: the region is valid, and so is its domain (the type's invariant).
+    let (old, domain) = unsafe { (((*mr).addr as u64, (*mr).length), Domain((*mr).pd)) };
+    let new = (flags & TRANSLATION != 0).then_some((addr as u64, length));
+    if rereg_is_refused(old, new, domain) {
+        Errno(libc::EOPNOTSUPP).set();
+        return ibv::IBV_REREG_MR_ERR_INPUT;
+    }
+    before.set();
+    match real::<ibv::ibv_rereg_mr>(&REREG_MR) {
+        // SAFETY: the caller's promise, which is about the same arguments.
+        Some(real) => unsafe { real(mr, flags, pd, addr, length, access) },
+        None => {
+            Errno(libc::ENOSYS).set();
+            ibv::IBV_REREG_MR_ERR_INPUT
+        }
+    }
+}

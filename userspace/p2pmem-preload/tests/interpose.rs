@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The shim before a C program: what is translated, what is passed on, what is said.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// In the project's sandbox compiler and headers are there, so nothing may be skipped in it.
+fn in_sandbox() -> bool {
+    Path::new("/etc/p2pmem-kernel").exists()
+}
+
+fn cc(arguments: &[&str], extra: &[&Path]) -> bool {
+    let out = Command::new("cc").args(arguments).args(extra).output();
+    if let Ok(out) = &out {
+        eprintln!("{}", String::from_utf8_lossy(&out.stderr));
+    }
+    out.is_ok_and(|out| out.status.success())
+}
+
+/// The library, which cargo builds beside this test.
+fn shim() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let folder = test.parent().unwrap();
+    let places = [folder.to_owned(), folder.parent().unwrap().to_owned()];
+    let found = places
+        .iter()
+        .map(|dir| dir.join("libp2pmem_preload.so"))
+        .find(|path| path.exists());
+    found.expect("libp2pmem_preload.so beside the test")
+}
+
+#[test]
+fn a_c_program_s_registrations_are_translated() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let uapi = here.join("../../../include/uapi");
+    let dir = tempfile::tempdir().unwrap();
+    let probe = dir.path().join("probe.c");
+    std::fs::write(&probe, "#include <infiniband/verbs.h>\n").unwrap();
+    if !cc(&["-fsyntax-only"], &[&probe]) {
+        assert!(
+            !in_sandbox(),
+            "in the sandbox this test must run, but there is no cc or no infiniband/verbs.h"
+        );
+        eprintln!("skipped: there is no cc or no infiniband/verbs.h");
+        return;
+    }
+    let library = dir.path().join("libibverbs.so.1");
+    let script = format!("-Wl,--version-script={}", here.join("fake_verbs.map").display());
+    let flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-g"];
+    assert!(cc(
+        &[
+            &flags[..],
+            &["-shared", "-fPIC", "-Wl,-soname,libibverbs.so.1", &script, "-o"]
+        ]
+        .concat(),
+        &[&library, &here.join("fake_verbs.c")]
+    ));
+    let program = dir.path().join("program");
+    let include = format!("-I{}", uapi.display());
+    // -rdynamic: its open() and ioctl() are for the shim to find.
+    assert!(cc(
+        &[&flags[..], &["-pthread", "-rdynamic", &include, "-o"]].concat(),
+        &[&program, &here.join("program.c"), &library]
+    ));
+
+    let out = Command::new(&program)
+        .env("LD_LIBRARY_PATH", dir.path())
+        .env("LD_PRELOAD", shim())
+        .env("P2PMEM_PRELOAD_LOG", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(out.stderr).unwrap();
+    assert!(out.status.success(), "{}: {said}", out.status);
+    let lines: Vec<_> = said.lines().collect();
+    assert!(lines.iter().all(|line| line.starts_with("p2pmem_preload: ")), "{said}");
+    let wanted = [
+        "4096 bytes at",
+        "is a dma-buf region now, lkey",
+        "8192 bytes at",
+        "ibv_reg_mr_iova2() of 65536 bytes",
+        "ibv_reg_mr_iova() of 8 bytes",
+        "as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs",
+        "the NIC cannot reach the provider (EHOSTUNREACH): mlx5_0 cannot reach 0000:03:00.0",
+        "access flags 0x40 are not possible",
+        "cannot be exported: the provider left (ENODEV): buffer 1 was revoked",
+    ];
+    for (line, wanted) in lines.iter().zip(wanted) {
+        assert!(
+            line.contains(wanted) && line.contains("on mlx5_0"),
+            "{wanted:?} is not in {line:?}: {said}"
+        );
+    }
+    assert_eq!(lines.len(), wanted.len(), "{said}");
+}
+
+#[test]
+fn only_the_functions_that_it_stands_before_are_exported() {
+    let out = match Command::new("nm").args(["-D", "--defined-only"]).arg(shim()).output() {
+        Ok(out) if out.status.success() => String::from_utf8(out.stdout).unwrap(),
+        _ => {
+            assert!(!in_sandbox(), "in the sandbox there is nm");
+            return;
+        }
+    };
+    let mut names: Vec<_> = out.lines().filter_map(|line| line.split_whitespace().nth(2)).collect();
+    names.sort_unstable();
+    assert_eq!(
+        names,
+        ["ibv_reg_mr", "ibv_reg_mr_iova", "ibv_reg_mr_iova2", "ibv_rereg_mr"]
+    );
+}
