@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What stands behind the C functions, in safe Rust: errors as errnos and sentences, requests, providers.
+
+use std::cell::RefCell;
+use std::ffi::{c_char, c_int, CString};
+use std::panic::{catch_unwind, AssertUnwindSafe};
+
+use p2pmem::{Client, Device, Error, Kind, PathClass, Provider, Request, Strategy};
+
+use crate::sys::{
+    p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_PROVIDER_IS_EXPORTABLE,
+    P2PMEM_PROVIDER_IS_LEAVING, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_WANT_PREFER, P2PMEM_WANT_UPSTREAM,
+};
+
+/// Why a call failed: the errno (positive), what and why, and what to do.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    errno: i32,
+    text: String,
+    remedy: Option<&'static str>,
+}
+
+impl Failure {
+    /// An argument that cannot be.
+    pub(crate) fn argument(text: impl Into<String>) -> Self {
+        Self {
+            errno: libc::EINVAL,
+            text: text.into(),
+            remedy: None,
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let errno = error.errno().unwrap_or(match error {
+            Error::Client { .. } => libc::ENODEV,
+            Error::Verbs(_) => libc::ENOSYS,
+            Error::Abi { .. } => libc::EPROTO,
+            Error::Request(_) | Error::OutOfBounds { .. } => libc::EINVAL,
+            _ => libc::EIO,
+        });
+        Self {
+            errno,
+            text: error.to_string(),
+            remedy: error.remedy(),
+        }
+    }
+}
+
+thread_local! {
+    /// Sentence and remedy of the thread's last failure.
+    static LAST: RefCell<(CString, CString)> = RefCell::default();
+}
+
+/// The text as C has it; it ends where it has a NUL of its own.
+fn c_text(text: &str) -> CString {
+    let text = text.split('\0').next().unwrap_or_default();
+    CString::new(text).unwrap_or_default()
+}
+
+fn keep(failure: &Failure) {
+    let texts = (c_text(&failure.text), c_text(failure.remedy.unwrap_or_default()));
+    // Not there any more while the thread ends: then nobody can ask either.
+    let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
+}
+
+/// The thread's last sentence (or remedy), as long as it does not fail again.
+pub(crate) fn last(remedy: bool) -> *const c_char {
+    LAST.try_with(|last| {
+        let last = last.borrow();
+        if remedy { &last.1 } else { &last.0 }.as_ptr()
+    })
+    .unwrap_or(c"".as_ptr())
+}
+
+/// Runs what a C function stands for: its number, or a negative errno whose sentence is kept.
+pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
+    // What a panic leaves half done is at worst a handle that the caller did not get.
+    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
+        Err(Failure {
+            errno: libc::EIO,
+            text: format!("{function}() panicked, which is a fault of this library"),
+            remedy: None,
+        })
+    });
+    result.unwrap_or_else(|failure| {
+        keep(&failure);
+        -failure.errno
+    })
+}
+
+/// A count as C returns it.
+pub(crate) fn count(n: usize) -> c_int {
+    c_int::try_from(n).unwrap_or(c_int::MAX)
+}
+
+/// What is wanted, in numbers; the names of clients come beside it.
+#[derive(Debug, Default)]
+pub(crate) struct Want {
+    pub(crate) size: u64,
+    pub(crate) align: u64,
+    pub(crate) provider: u32,
+    pub(crate) flags: u32,
+    pub(crate) max_class: u32,
+    pub(crate) reserved: u32,
+    pub(crate) near: Vec<String>,
+}
+
+impl Want {
+    pub(crate) fn request(&self) -> Result<Request, Failure> {
+        if self.flags & !(P2PMEM_WANT_PREFER | P2PMEM_WANT_UPSTREAM) != 0 || self.reserved != 0 {
+            return Err(Failure::argument(format!(
+                "unknown flags {:#x}, or reserved {:#x} is not 0",
+                self.flags, self.reserved
+            )));
+        }
+        let near: Result<Vec<_>, _> = self.near.iter().map(|name| Client::resolve(name)).collect();
+        let mut request = Request::new(self.size).align(self.align).near(near?);
+        if self.flags & P2PMEM_WANT_UPSTREAM != 0 {
+            request = request.strategy(Strategy::Upstream);
+        }
+        if self.provider != 0 {
+            let prefer = self.flags & P2PMEM_WANT_PREFER != 0;
+            request = if prefer {
+                request.prefer(self.provider)
+            } else {
+                request.provider(self.provider)
+            };
+        }
+        if self.max_class != 0 {
+            let class = (self.max_class as usize)
+                .checked_sub(1)
+                .and_then(|at| PathClass::ALL.get(at));
+            let class = class.ok_or_else(|| Failure::argument(format!("{} is no path class", self.max_class)))?;
+            request = request.max_class(*class);
+        }
+        Ok(request)
+    }
+}
+
+/// A string in a fixed array, always with a NUL.
+fn chars<const N: usize>(text: &str) -> [c_char; N] {
+    let mut chars = [0; N];
+    for (to, from) in chars.iter_mut().zip(text.bytes().take(N - 1)) {
+        *to = c_char::from_ne_bytes([from]);
+    }
+    chars
+}
+
+/// A number that C has as -1 where it is not known.
+fn signed(number: Option<u32>) -> i32 {
+    number.and_then(|n| i32::try_from(n).ok()).unwrap_or(-1)
+}
+
+fn provider_info(provider: &Provider) -> p2pmem_provider_info {
+    let flag = |bit, set| if set { bit } else { 0 };
+    p2pmem_provider_info {
+        id: provider.id,
+        kind: match provider.kind {
+            Kind::Own => P2PMEM_KIND_IS_OWN,
+            Kind::Adopted => P2PMEM_KIND_IS_ADOPTED,
+            _ => 0,
+        },
+        flags: flag(P2PMEM_PROVIDER_IS_EXPORTABLE, provider.exportable)
+            | flag(P2PMEM_PROVIDER_IS_PAGELESS, provider.pageless)
+            | flag(
+                P2PMEM_PROVIDER_IS_LEAVING,
+                provider.state != p2pmem::ProviderState::Live,
+            ),
+        buffers: provider.buffers,
+        bar: signed(provider.bar),
+        numa_node: signed(provider.numa_node),
+        size: provider.size,
+        free: provider.free,
+        largest: provider.largest,
+        address: chars(&provider.addr.to_string()),
+        driver: chars(provider.driver.as_deref().unwrap_or_default()),
+    }
+}
+
+pub(crate) fn providers(device: &Device) -> Result<Vec<p2pmem_provider_info>, Failure> {
+    Ok(device.providers()?.iter().map(provider_info).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem::fake::Fake;
+    use std::ffi::CStr;
+
+    #[test]
+    fn a_panic_ends_as_an_errno_with_a_sentence() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let result = run("p2pmem_test", || panic!("on purpose"));
+        std::panic::set_hook(hook);
+        assert_eq!(result, -libc::EIO);
+        LAST.with(|last| assert!(last.borrow().0.to_str().unwrap().contains("p2pmem_test() panicked")));
+    }
+
+    #[test]
+    fn failures_are_each_thread_s_own() {
+        let fail = |text: &str| run("f", || Err(Failure::argument(text)));
+        assert_eq!(fail("here"), -libc::EINVAL);
+        std::thread::spawn(move || {
+            LAST.with(|last| assert!(last.borrow().0.is_empty()));
+            assert_eq!(fail("there\0and more"), -libc::EINVAL);
+            LAST.with(|last| assert_eq!(last.borrow().0.as_c_str(), c"there"));
+        })
+        .join()
+        .unwrap();
+        LAST.with(|last| assert_eq!(last.borrow().0.as_c_str(), c"here"));
+    }
+
+    #[test]
+    fn wants_become_requests() {
+        let want = Want {
+            size: 4096,
+            provider: 2,
+            flags: P2PMEM_WANT_PREFER,
+            max_class: 2,
+            near: vec!["0000:04:00.0".into()],
+            ..Want::default()
+        };
+        let near: p2pmem::PciAddr = "0000:04:00.0".parse().unwrap();
+        let wanted = Request::new(4096)
+            .near([near])
+            .prefer(2)
+            .max_class(PathClass::SameSwitch);
+        assert_eq!(want.request().unwrap(), wanted);
+        for bad in [
+            Want {
+                flags: 8,
+                ..Want::default()
+            },
+            Want {
+                reserved: 1,
+                ..Want::default()
+            },
+            Want {
+                max_class: 99,
+                ..Want::default()
+            },
+            Want {
+                near: vec!["no/such".into()],
+                ..Want::default()
+            },
+        ] {
+            let failure = bad.request().unwrap_err();
+            assert!([libc::EINVAL, libc::ENODEV].contains(&failure.errno), "{failure:?}");
+        }
+    }
+
+    #[test]
+    fn providers_are_whole() {
+        let all = providers(&Fake::example().device()).unwrap();
+        assert_eq!(all.len(), 3);
+        let address = all[0].address.map(|c| c.to_ne_bytes()[0]);
+        assert_eq!(CStr::from_bytes_until_nul(&address).unwrap(), c"0000:03:00.0");
+        assert_eq!((all[0].kind, all[0].bar, all[2].kind, all[2].bar), (1, 2, 2, -1));
+        assert_eq!(all[0].flags, P2PMEM_PROVIDER_IS_EXPORTABLE);
+        assert_eq!(chars::<4>("abcdef").map(|c| c as u8), *b"abc\0");
+    }
+}

@@ -1,0 +1,630 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What C sees, and the one module with `unsafe`. cbindgen makes p2pmem.h of this file, so its comments speak to those
+//! who read that.
+#![allow(unsafe_code, non_camel_case_types)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
+use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use p2pmem::{Access, Buffer, Device, Export, Mapping, Pd, Register, Registration, Road};
+use p2pmem_verbs_sys::{ibv_mr, ibv_pd};
+
+use crate::call::{count, last, providers, run, Failure, Want};
+
+/// An open /dev/p2pmem.
+pub struct p2pmem_dev(Device);
+
+/// An allocation.
+pub struct p2pmem_buf(Buffer);
+
+/// A buffer in the program's address space.
+pub struct p2pmem_mapping(Mapping);
+
+/// A buffer registered with an RDMA NIC.
+pub struct p2pmem_reg(Registration);
+
+/// What a buffer has to be. Set all to 0, then what matters.
+#[repr(C)]
+pub struct p2pmem_want {
+    /// Bytes, which are rounded up to pages.
+    pub size: u64,
+    /// Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
+    pub align: u64,
+    /// Names of the devices that will do DMA with it: "mlx5_0", "nvme0", "0000:03:00.0".
+    pub near_devices: *const *const c_char,
+    /// How many names there are, 64 at most.
+    pub nr_near: usize,
+    /// 0, or id of the provider it has to be in.
+    pub provider: u32,
+    /// P2PMEM_WANT_* bits.
+    pub flags: u32,
+    /// 0, or the farthest path class allowed: P2PMEM_CLASS_*.
+    pub max_class: u32,
+    /// Must be 0.
+    pub reserved: u32,
+}
+
+/// The provider is only preferred: another one is taken where it cannot serve.
+pub const P2PMEM_WANT_PREFER: u32 = 1;
+/// The kernel's own pci_p2pmem_find_many() chooses.
+pub const P2PMEM_WANT_UPSTREAM: u32 = 2;
+
+/// The same device.
+pub const P2PMEM_CLASS_DEVICE: u32 = 1;
+/// Below one PCIe switch.
+pub const P2PMEM_CLASS_SWITCH: u32 = 2;
+/// Below one root port.
+pub const P2PMEM_CLASS_SWITCHES: u32 = 3;
+/// Below one host bridge.
+pub const P2PMEM_CLASS_HOST_BRIDGE: u32 = 4;
+/// In one NUMA node.
+pub const P2PMEM_CLASS_NUMA_NODE: u32 = 5;
+/// Anywhere that can be reached.
+pub const P2PMEM_CLASS_SYSTEM: u32 = 6;
+
+/// A device with published memory.
+#[repr(C)]
+pub struct p2pmem_provider_info {
+    /// Its number, never 0.
+    pub id: u32,
+    /// P2PMEM_KIND_IS_*, or 0 where this library does not know the kind.
+    pub kind: u32,
+    /// P2PMEM_PROVIDER_IS_* bits.
+    pub flags: u32,
+    /// Live buffers in it.
+    pub buffers: u32,
+    /// The BAR, or -1 where it is not known.
+    pub bar: i32,
+    /// NUMA node, or -1.
+    pub numa_node: i32,
+    /// Bytes that p2pmem manages.
+    pub size: u64,
+    /// Bytes that are free.
+    pub free: u64,
+    /// Largest piece that can be had now, in bytes.
+    pub largest: u64,
+    /// PCI address, as "0000:03:00.0".
+    pub address: [c_char; 24],
+    /// Driver of the device, "" where there is none.
+    pub driver: [c_char; 32],
+}
+
+/// Published by the administrator.
+pub const P2PMEM_KIND_IS_OWN: u32 = 1;
+/// Published by the device's own driver.
+pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
+
+/// Buffers in it can be exported and registered.
+pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
+/// It has no struct pages: direct I/O does not work.
+pub const P2PMEM_PROVIDER_IS_PAGELESS: u32 = 2;
+/// It is being taken away.
+pub const P2PMEM_PROVIDER_IS_LEAVING: u32 = 4;
+
+/// Importers that cannot be revoked are allowed too, where the administrator says so.
+pub const P2PMEM_EXPORT_IS_PINNED: c_uint = 1;
+
+/// Registered by a dma-buf.
+pub const P2PMEM_ROAD_DMABUF: c_int = 1;
+/// Registered by its addresses.
+pub const P2PMEM_ROAD_PEER_MEMORY: c_int = 2;
+
+/// A reference to what a pointer argument points to.
+///
+/// # Safety
+///
+/// The pointer must be null, or valid for `'a`.
+unsafe fn given<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_ref() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
+}
+
+/// Where a result goes.
+///
+/// # Safety
+///
+/// The pointer must be null, or valid to write for `'a`.
+unsafe fn place<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
+    // SAFETY: the caller's promise.
+    unsafe { pointer.as_mut() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
+}
+
+/// Takes back what a handle owns.
+///
+/// # Safety
+///
+/// The pointer must be null, or a handle of this library that was not given back before, and is not in use.
+unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
+    // SAFETY: the caller's promise; handles are made by Box::into_raw().
+    (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
+}
+
+/// What is wanted, as Rust has it.
+///
+/// # Safety
+///
+/// The pointer must be null or valid, its names as many as it says, and each a NUL-terminated string.
+unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
+    // SAFETY: the caller's promise.
+    let raw = unsafe { given(want, "want") }?;
+    let mut near = Vec::new();
+    if raw.nr_near > 0 {
+        if raw.near_devices.is_null() {
+            return Err(Failure::argument("near_devices is NULL, and nr_near is not 0"));
+        }
+        if raw.nr_near > 64 {
+            return Err(Failure::argument(format!(
+                "{} devices, at most 64 are possible",
+                raw.nr_near
+            )));
+        }
+        for n in 0..raw.nr_near {
+            // SAFETY: the caller's promise: there are `nr_near` names.
+            let name = unsafe { *raw.near_devices.add(n) };
+            if name.is_null() {
+                return Err(Failure::argument(format!("name {n} of near_devices is NULL")));
+            }
+            // SAFETY: the caller's promise: it is a NUL-terminated string.
+            near.push(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
+        }
+    }
+    Ok(Want {
+        size: raw.size,
+        align: raw.align,
+        provider: raw.provider,
+        flags: raw.flags,
+        max_class: raw.max_class,
+        reserved: raw.reserved,
+        near,
+    })
+}
+
+/// Copies a text as snprintf() does.
+///
+/// # Safety
+///
+/// `to` must be valid to write for `room` bytes, or `room` 0.
+unsafe fn put(text: &str, to: *mut c_char, room: usize) -> Result<c_int, Failure> {
+    if room > 0 {
+        if to.is_null() {
+            return Err(Failure::argument("text is NULL, and room is not 0"));
+        }
+        let n = text.len().min(room - 1);
+        // SAFETY: `n + 1` bytes fit (the caller's promise), and the text is not in the program's memory.
+        unsafe {
+            std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
+            to.add(n).write(0);
+        }
+    }
+    Ok(count(text.len()))
+}
+
+/// The version of the library, as "0.1.0".
+#[no_mangle]
+pub extern "C" fn p2pmem_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// What the last failed call of this thread failed with, in words: what, the errno, and why. "" before the first. It is
+/// good until the thread's next call that fails.
+#[no_mangle]
+pub extern "C" fn p2pmem_last_error() -> *const c_char {
+    last(false)
+}
+
+/// What to do about that failure, "" where that is not known.
+#[no_mangle]
+pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
+    last(true)
+}
+
+/// Opens the device: path, or /dev/p2pmem for NULL.
+///
+/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of different versions), -ENOTTY
+/// (another kind of file).
+///
+/// # Safety
+///
+/// path must be NULL or a string, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_dev) -> c_int {
+    run("p2pmem_open", || {
+        // SAFETY: this function's own contract.
+        let out = unsafe { place(out, "out") }?;
+        let device = if path.is_null() {
+            Device::open()
+        } else {
+            // SAFETY: not null, so it is a string.
+            let path = unsafe { CStr::from_ptr(path) };
+            Device::open_path(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(
+                path.to_bytes(),
+            ))
+        };
+        *out = Box::into_raw(Box::new(p2pmem_dev(device?)));
+        Ok(0)
+    })
+}
+
+/// Closes the device. Buffers that are not freed yet keep it open. NULL is allowed.
+///
+/// # Safety
+///
+/// dev must be NULL, or open and not in use.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_close(dev: *mut p2pmem_dev) {
+    run("p2pmem_close", || {
+        // SAFETY: this function's own contract.
+        drop(unsafe { take(dev) });
+        Ok(0)
+    });
+}
+
+/// The device's descriptor: readable when there are events. It belongs to the device.
+///
+/// # Safety
+///
+/// dev must be open.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
+    // SAFETY: this function's own contract.
+    run("p2pmem_fd", || Ok(unsafe { given(dev, "dev") }?.0.as_fd().as_raw_fd()))
+}
+
+/// Writes at most room providers to out, and returns how many there are.
+///
+/// # Safety
+///
+/// dev must be open, out valid for room elements (NULL where room is 0).
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, room: usize) -> c_int {
+    run("p2pmem_list", || {
+        // SAFETY: this function's own contract.
+        let all = providers(&unsafe { given(dev, "dev") }?.0)?;
+        let there = all.len();
+        if room > 0 && out.is_null() {
+            return Err(Failure::argument("out is NULL, and room is not 0"));
+        }
+        for (n, provider) in all.into_iter().take(room).enumerate() {
+            // SAFETY: `n` is less than `room`.
+            unsafe { out.add(n).write(provider) };
+        }
+        Ok(count(there))
+    })
+}
+
+/// Allocates a buffer.
+///
+/// Errors: -EINVAL (a bad want), -ENODEV (no provider could ever serve it, or no such device), -ENOSPC (those that could
+/// are full: the text says who uses them).
+///
+/// # Safety
+///
+/// dev must be open, want and its names valid, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_alloc(
+    dev: *const p2pmem_dev,
+    want: *const p2pmem_want,
+    out: *mut *mut p2pmem_buf,
+) -> c_int {
+    run("p2pmem_alloc", || {
+        // SAFETY: this function's own contract.
+        let (dev, want, out) = unsafe { (given(dev, "dev")?, self::want(want)?, place(out, "out")?) };
+        *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.alloc(&want.request()?)?)));
+        Ok(0)
+    })
+}
+
+/// Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.
+///
+/// # Safety
+///
+/// buf must be NULL, or a buffer that is not in use.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_free(buf: *mut p2pmem_buf) {
+    run("p2pmem_free", || {
+        // SAFETY: this function's own contract.
+        drop(unsafe { take(buf) });
+        Ok(0)
+    });
+}
+
+/// The buffer's size in bytes; 0 for NULL.
+///
+/// # Safety
+///
+/// buf must be NULL or a buffer.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_buf_size(buf: *const p2pmem_buf) -> u64 {
+    // SAFETY: this function's own contract.
+    unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.size())
+}
+
+/// Id of the provider that the buffer is in; 0 for NULL.
+///
+/// # Safety
+///
+/// buf must be NULL or a buffer.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_buf_provider(buf: *const p2pmem_buf) -> u32 {
+    // SAFETY: this function's own contract.
+    unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.provider())
+}
+
+/// The buffer's first byte in the provider's BAR, which a command to the provider's engine wants; UINT64_MAX where the
+/// BAR is not known, and for NULL.
+///
+/// # Safety
+///
+/// buf must be NULL or a buffer.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
+    // SAFETY: this function's own contract.
+    unsafe { buf.as_ref() }
+        .and_then(|buf| buf.0.bar_offset())
+        .unwrap_or(u64::MAX)
+}
+
+/// Maps all of a buffer. The mapping may outlive it.
+///
+/// Errors: -ENODEV (the buffer was revoked), -ENOMEM.
+///
+/// # Safety
+///
+/// buf must be a buffer, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pmem_mapping) -> c_int {
+    run("p2pmem_map", || {
+        // SAFETY: this function's own contract.
+        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        *out = Box::into_raw(Box::new(p2pmem_mapping(buf.0.map()?)));
+        Ok(0)
+    })
+}
+
+/// Unmaps it. Registrations that go by its addresses keep it. NULL is allowed.
+///
+/// # Safety
+///
+/// map must be NULL, or a mapping that is not in use.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_unmap(map: *mut p2pmem_mapping) {
+    run("p2pmem_unmap", || {
+        // SAFETY: this function's own contract.
+        drop(unsafe { take(map) });
+        Ok(0)
+    });
+}
+
+/// Address of the first byte; NULL for NULL. Access it through volatile pointers: devices change it at any time. When
+/// the provider goes away an access raises SIGBUS.
+///
+/// # Safety
+///
+/// map must be NULL or a mapping.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_map_addr(map: *const p2pmem_mapping) -> *mut c_void {
+    // SAFETY: this function's own contract.
+    unsafe { map.as_ref() }.map_or(std::ptr::null_mut(), |map| map.0.as_ptr().cast())
+}
+
+/// Length in bytes; 0 for NULL.
+///
+/// # Safety
+///
+/// map must be NULL or a mapping.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
+    // SAFETY: this function's own contract.
+    unsafe { map.as_ref() }.map_or(0, |map| map.0.len())
+}
+
+/// Makes writes through mappings visible to devices before what follows.
+///
+/// # Safety
+///
+/// map must be a mapping.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
+    run("p2pmem_flush", || {
+        // SAFETY: this function's own contract.
+        unsafe { given(map, "map") }?.0.flush();
+        Ok(0)
+    })
+}
+
+/// Exports length bytes of a buffer from offset on as a dma-buf and returns its descriptor, which is close-on-exec and
+/// the caller's to close. Whole pages; a length of 0 means all from offset on. flags: P2PMEM_EXPORT_IS_PINNED or 0.
+///
+/// Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
+/// -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
+///
+/// # Safety
+///
+/// buf must be a buffer.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, length: u64, flags: c_uint) -> c_int {
+    run("p2pmem_export", || {
+        // SAFETY: this function's own contract.
+        let buf = &unsafe { given(buf, "buf") }?.0;
+        if flags & !P2PMEM_EXPORT_IS_PINNED != 0 {
+            return Err(Failure::argument(format!("unknown flags {flags:#x}")));
+        }
+        let range = range(buf.size(), offset, length);
+        let dmabuf = buf.export(&Export::new().range(range).pinned(flags & P2PMEM_EXPORT_IS_PINNED != 0))?;
+        Ok(OwnedFd::from(dmabuf).into_raw_fd())
+    })
+}
+
+/// Bytes of a buffer, where a length of 0 means the rest.
+fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
+    let end = if length == 0 {
+        size
+    } else {
+        offset.saturating_add(length)
+    };
+    offset..end
+}
+
+/// Registers length bytes of a buffer from offset on with the NIC of a protection domain; a length of 0 means all from
+/// offset on. access: IBV_ACCESS_* bits.
+///
+/// On a stock kernel this makes a dma-buf of the buffer and registers that. Where the buffer is mapped, work requests
+/// name its bytes by their addresses; else the buffer's first byte is 0. The registration keeps the memory, even where
+/// the buffer is freed. It must be ended before the protection domain is.
+///
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver cannot take dma-bufs, or not ones that can be taken back),
+/// -EHOSTUNREACH (the NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs,
+/// or too old a one).
+///
+/// # Safety
+///
+/// buf must be a buffer, pd a protection domain of libibverbs.so.1, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_register(
+    buf: *const p2pmem_buf,
+    pd: *mut ibv_pd,
+    offset: u64,
+    length: u64,
+    access: c_uint,
+    out: *mut *mut p2pmem_reg,
+) -> c_int {
+    run("p2pmem_register", || {
+        // SAFETY: this function's own contract.
+        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
+        // SAFETY: this function's own contract: the domain lives until the registration is ended.
+        let pd = unsafe { Pd::from_raw(pd.cast()) }?;
+        let what = Register::new(Access::from_bits(access)).range(range(buf.0.size(), offset, length));
+        *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
+        Ok(0)
+    })
+}
+
+/// Ends a registration. It is gone whatever this returns. NULL is allowed.
+///
+/// Errors: -EIO (the driver refused: memory windows are bound to it).
+///
+/// # Safety
+///
+/// reg must be NULL, or a registration that no work request names any more.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
+    run("p2pmem_deregister", || {
+        // SAFETY: this function's own contract.
+        if let Some(reg) = unsafe { take(reg) } {
+            reg.0.deregister()?;
+        }
+        Ok(0)
+    })
+}
+
+/// The key for work requests of this side; 0 for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_lkey(reg: *const p2pmem_reg) -> u32 {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.lkey())
+}
+
+/// The key for work requests of the other side; 0 for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_rkey(reg: *const p2pmem_reg) -> u32 {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.rkey())
+}
+
+/// What work requests call the first byte; 0 for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_addr(reg: *const p2pmem_reg) -> u64 {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.addr())
+}
+
+/// Length in bytes; 0 for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.len())
+}
+
+/// The road taken: P2PMEM_ROAD_*; 0 for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_road(reg: *const p2pmem_reg) -> c_int {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(0, |reg| match reg.0.road() {
+        Road::DmaBuf => P2PMEM_ROAD_DMABUF,
+        Road::PeerMemory => P2PMEM_ROAD_PEER_MEMORY,
+        _ => 0,
+    })
+}
+
+/// The region itself, which belongs to the registration: do not deregister it. NULL for NULL.
+///
+/// # Safety
+///
+/// reg must be NULL or a registration.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_reg_mr(reg: *const p2pmem_reg) -> *mut ibv_mr {
+    // SAFETY: this function's own contract.
+    unsafe { reg.as_ref() }.map_or(std::ptr::null_mut(), |reg| reg.0.as_ptr().cast())
+}
+
+/// Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
+/// room bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+///
+/// # Safety
+///
+/// dev must be open, want and its names valid, text valid for room bytes (NULL where room is 0).
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_explain(
+    dev: *const p2pmem_dev,
+    want: *const p2pmem_want,
+    text: *mut c_char,
+    room: usize,
+) -> c_int {
+    run("p2pmem_explain", || {
+        // SAFETY: this function's own contract.
+        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        let lines = dev.0.explain(&want.request()?)?.lines().join("\n");
+        // SAFETY: this function's own contract.
+        unsafe { put(&lines, text, room) }
+    })
+}
+
+/// Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
+///
+/// Errors: -ENODATA (there was none yet).
+///
+/// # Safety
+///
+/// dev must be open, text valid for room bytes (NULL where room is 0).
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, room: usize) -> c_int {
+    run("p2pmem_explain_last", || {
+        // SAFETY: this function's own contract.
+        let lines = unsafe { given(dev, "dev") }?.0.explain_last()?.lines().join("\n");
+        // SAFETY: this function's own contract.
+        unsafe { put(&lines, text, room) }
+    })
+}
