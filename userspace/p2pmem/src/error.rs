@@ -166,6 +166,26 @@ pub enum Error {
         why: String,
     },
 
+    /// A step on the way to a transfer failed.
+    #[error("{what} failed: {why}")]
+    Rdma {
+        /// What was tried.
+        what: String,
+        /// Why it failed.
+        why: String,
+    },
+
+    /// A work request ended with an error.
+    #[error("{verb} through {nic} ended with {} (status {status})", status_text(*status))]
+    Transfer {
+        /// The operation.
+        verb: String,
+        /// The NIC's name.
+        nic: String,
+        /// `enum ibv_wc_status`.
+        status: u32,
+    },
+
     /// libibverbs cannot be used.
     #[error("libibverbs cannot be loaded: {0}")]
     Verbs(String),
@@ -262,6 +282,7 @@ impl Error {
                 _ => None,
             },
             Self::Register { road, .. } => register_remedy(*road, errno),
+            Self::Transfer { status, .. } => transfer_remedy(*status),
             Self::Verbs(_) => Some("install the RDMA libraries (Debian: apt-get install libibverbs1 ibverbs-providers)"),
             Self::Refused {
                 errno: libc::ENOTTY, ..
@@ -315,6 +336,35 @@ fn register_remedy(road: Road, errno: Option<i32>) -> Option<&'static str> {
         (Road::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP) => Some(
             "this kernel's RDMA core takes no device memory by its addresses: register by dma-buf, the default",
         ),
+        _ => None,
+    }
+}
+
+/// `enum ibv_wc_status` in words, of those that a reliable connection's requests end with.
+fn status_text(status: u32) -> &'static str {
+    match status {
+        1 => "a local length error",
+        2 => "a local error of the queue pair",
+        4 => "a local protection error",
+        5 => "a flush, as the queue pair had failed before",
+        8 => "a local access error",
+        9 => "an invalid request, as the other side says",
+        10 => "a remote access error",
+        11 => "a remote operation error",
+        12 => "no answer after all retries",
+        13 => "the other side not being ready after all retries",
+        _ => "an error",
+    }
+}
+
+/// What to do where a work request ended with an error.
+fn transfer_remedy(status: u32) -> Option<&'static str> {
+    match status {
+        4 => Some("this side's registration does not allow it, or its provider left"),
+        10 => Some(
+            "the other side's registration does not cover it or allow it, or its provider left: register there again",
+        ),
+        12 => Some("the other side is gone, or the link between the NICs is down"),
         _ => None,
     }
 }

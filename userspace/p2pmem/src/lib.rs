@@ -8,6 +8,7 @@
 //! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory.
+//! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
 //! - `fake` (feature `fake`) plays a device without a module, for tests.
 //!
 //! Reading a file straight from a drive into a buffer near it:
@@ -38,6 +39,8 @@ mod export;
 pub mod fake;
 mod mapping;
 mod pci;
+#[cfg(feature = "verbs")]
+pub mod rdma;
 mod register;
 mod sys;
 mod types;
@@ -51,5 +54,5 @@ pub use export::{DmaBuf, Export};
 pub use mapping::{open_direct, Mapping};
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
-pub use register::{Access, Pd, ProtectionDomain, Register, Registration, Road};
+pub use register::{Access, Pd, ProtectionDomain, Register, Registration, RemoteMemory, Road};
 pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};

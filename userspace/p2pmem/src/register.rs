@@ -364,6 +364,17 @@ impl Drop for Mr {
     }
 }
 
+/// Registered memory as the other side of a connection names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct RemoteMemory {
+    /// What work requests call its first byte.
+    pub addr: u64,
+    /// Its length in bytes.
+    pub len: u64,
+    /// The key that opens it.
+    pub rkey: u32,
+}
+
 /// Memory registered with a NIC: what work requests name, on this side by [`Registration::lkey`], on the other by
 /// [`Registration::rkey`].
 ///
@@ -404,6 +415,15 @@ impl Registration {
     /// The key for work requests of the other side.
     pub fn rkey(&self) -> u32 {
         self.mr.mr.rkey
+    }
+
+    /// What the other side has to be told.
+    pub fn remote(&self) -> RemoteMemory {
+        RemoteMemory {
+            addr: self.addr,
+            len: self.len as u64,
+            rkey: self.rkey(),
+        }
     }
 
     /// What work requests call the first byte: its address in the program where it is mapped, unless

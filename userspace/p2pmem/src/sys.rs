@@ -7,6 +7,8 @@
 //! references, only bounds-checked volatile copies.
 #![allow(unsafe_code)]
 
+#[cfg(feature = "verbs")]
+pub(crate) mod post;
 pub(crate) mod verbs;
 
 use std::fs::{File, OpenOptions};
