@@ -2,14 +2,36 @@
 
 //! The transport of one adapter: its queue pairs, and what happens to them.
 
+mod answers;
+mod datagram;
+mod flush;
+mod pool;
+mod qp;
+mod receive;
+mod requester;
+mod responder;
+
+use std::collections::hash_map::Entry;
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use serde::Serialize;
+use tracing::debug;
 
-use crate::attributes::{Modify, ModifyError, PortAttributes, QpConfig, QpView, SrqConfig};
-use crate::fabric::Burst;
-use crate::host::Host;
-use crate::packet::Gid;
+use crate::attributes::{Modify, ModifyError, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig};
+use crate::fabric::{Burst, Flight, Hold};
+use crate::host::{Event, Host};
+use crate::packet::{Gid, MULTICAST_QPN, Packet, operation, service};
+use crate::work::Status;
+use datagram::pkeys_match;
+use pool::Pool;
+use qp::{GSI_QPN, Qp, Turn};
+use receive::Srq;
+
+/// Turns of queue pairs in one call of [`Engine::run`].
+const TURNS: usize = 32;
+/// Packets that are sent without waiting for the other queue pairs' turns.
+const SEND_AT: usize = 32;
 
 /// What [`Engine::run`] has left to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,19 +95,147 @@ pub struct Counters {
 ///
 /// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host; the other methods
 /// note what happened, and `run` acts on it.
-#[derive(Debug, Default)]
-pub struct Engine {}
+#[derive(Debug)]
+pub struct Engine {
+    qps: HashMap<u32, Qp>,
+    /// The queue pair that serves as number 1.
+    gsi: Option<u32>,
+    /// Multicast groups and the queue pairs attached to them.
+    groups: HashMap<Gid, Vec<u32>>,
+    /// Queue pairs with something to do, each at most once.
+    ready: VecDeque<u32>,
+    /// When queue pairs are to be looked at; each at most once.
+    timers: BTreeSet<(Duration, u32)>,
+    shared: Shared,
+}
 
-#[allow(unused_variables)]
+/// What queue pairs use in common.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    port: PortAttributes,
+    srqs: HashMap<u32, Srq>,
+    /// Packets to be sent.
+    out: Vec<Packet>,
+    pool: Pool,
+    counters: Counters,
+    /// Page faults and the queue pairs that wait for them.
+    pages: HashMap<u64, Vec<u32>>,
+    /// Queue pairs that wait for room on their way.
+    blocked: Vec<u32>,
+    /// Queue pairs that found out that they have more to do.
+    wake: Vec<u32>,
+    /// Given up with the packets sent: until then, what they answer counts as being on its way.
+    released: Vec<Hold>,
+}
+
+impl Shared {
+    fn wait_for_page(&mut self, token: u64, qpn: u32) {
+        self.counters.page_faults += 1;
+        let waiting = self.pages.entry(token).or_default();
+        if !waiting.contains(&qpn) {
+            waiting.push(qpn);
+        }
+    }
+
+    fn send_out(&mut self, host: &mut dyn Host) {
+        if !self.out.is_empty() {
+            let next = Vec::with_capacity(self.out.len());
+            host.transmit(std::mem::replace(&mut self.out, next));
+        }
+        self.released.clear();
+    }
+}
+
+/// A queue pair's surroundings while it is worked on.
+pub(crate) struct Context<'a> {
+    host: &'a mut dyn Host,
+    shared: &'a mut Shared,
+    /// What the packets being worked on arrived as.
+    flight: Option<&'a Flight>,
+    now: Option<Duration>,
+}
+
+impl<'a> Context<'a> {
+    fn new(host: &'a mut dyn Host, shared: &'a mut Shared, flight: Option<&'a Flight>) -> Self {
+        Self {
+            host,
+            shared,
+            flight,
+            now: None,
+        }
+    }
+
+    /// The time, read once.
+    fn now(&mut self) -> Duration {
+        *self.now.get_or_insert_with(|| self.host.now())
+    }
+
+    fn send(&mut self, packet: Packet) {
+        self.shared.counters.packets_sent += 1;
+        self.shared.counters.bytes_sent += packet.payload.len() as u64;
+        self.shared.out.push(packet);
+    }
+
+    /// What arrived is kept: it stays on its way until `hold` is given up.
+    fn hold(&self, hold: &mut Option<Hold>) {
+        if hold.is_none() {
+            *hold = self.flight.map(Flight::hold);
+        }
+    }
+
+    /// Packets that a queue pair may keep in either direction.
+    fn backlog_limit(&self) -> usize {
+        8192
+    }
+
+    /// A receive was taken from a shared queue.
+    fn check_limit(&mut self, srqn: u32, left: u32) {
+        if let Some(srq) = self.shared.srqs.get_mut(&srqn) {
+            if left < srq.config.limit {
+                srq.config.limit = 0;
+                self.host.event(Event::SrqLimit { srqn });
+            }
+        }
+    }
+
+    fn count_completion(&mut self, status: Status) {
+        match status {
+            Status::Success => {}
+            Status::Flushed => self.shared.counters.flushed += 1,
+            _ => self.shared.counters.error_completions += 1,
+        }
+    }
+}
+
 impl Engine {
     /// An engine without queue pairs.
     pub fn new(port: PortAttributes) -> Self {
-        todo!("the engine")
+        Self {
+            qps: HashMap::new(),
+            gsi: None,
+            groups: HashMap::new(),
+            ready: VecDeque::new(),
+            timers: BTreeSet::new(),
+            shared: Shared {
+                port,
+                srqs: HashMap::new(),
+                out: Vec::new(),
+                pool: Pool::default(),
+                counters: Counters::default(),
+                pages: HashMap::new(),
+                blocked: Vec::new(),
+                wake: Vec::new(),
+                released: Vec::new(),
+            },
+        }
     }
 
     /// Changes what the engine knows of its port.
     pub fn set_port(&mut self, port: PortAttributes) {
-        todo!("the engine")
+        self.shared.port = port;
+        for qp in self.qps.values_mut() {
+            qp.set_route(&self.shared.port);
+        }
     }
 
     /// Makes a queue pair, in the state RESET. Numbers 0 and 1 and those above 0xfffffe cannot be given.
@@ -94,7 +244,20 @@ impl Engine {
     ///
     /// The number is in use or out of range, or there is no such shared receive queue.
     pub fn create_qp(&mut self, qpn: u32, config: QpConfig) -> Result<(), ModifyError> {
-        todo!("the engine")
+        if !(2..MULTICAST_QPN).contains(&qpn) {
+            return Err(ModifyError::Range("queue pair"));
+        }
+        if self.qps.contains_key(&qpn) || config.service == Service::Gsi && self.gsi.is_some() {
+            return Err(ModifyError::InUse);
+        }
+        if let ReceiveFrom::Shared(srqn) = config.receive {
+            self.shared.srqs.get_mut(&srqn).ok_or(ModifyError::NoQueue)?.users += 1;
+        }
+        if config.service == Service::Gsi {
+            self.gsi = Some(qpn);
+        }
+        self.qps.insert(qpn, Qp::new(qpn, config));
+        Ok(())
     }
 
     /// Changes attributes and state of a queue pair. Going to ERR flushes its work (in [`run`](Self::run)), going to RESET
@@ -104,12 +267,16 @@ impl Engine {
     ///
     /// Why the change is refused; then nothing was changed.
     pub fn modify(&mut self, host: &mut dyn Host, qpn: u32, change: &Modify) -> Result<(), ModifyError> {
-        todo!("the engine")
+        let qp = self.qps.get_mut(&qpn).ok_or(ModifyError::NoQueue)?;
+        qp.modify(&mut Context::new(host, &mut self.shared, None), change)?;
+        self.schedule(qpn);
+        self.after(host);
+        Ok(())
     }
 
     /// A queue pair's state and attributes.
     pub fn query(&self, qpn: u32) -> Option<QpView> {
-        todo!("the engine")
+        self.qps.get(&qpn).map(Qp::view)
     }
 
     /// Ends a queue pair. Its work makes no completions any more.
@@ -118,7 +285,31 @@ impl Engine {
     ///
     /// There is none of this number.
     pub fn destroy_qp(&mut self, qpn: u32) -> Result<(), ModifyError> {
-        todo!("the engine")
+        let qp = self.qps.remove(&qpn).ok_or(ModifyError::NoQueue)?;
+        if let ReceiveFrom::Shared(srqn) = qp.config.receive {
+            if let Some(srq) = self.shared.srqs.get_mut(&srqn) {
+                srq.users -= 1;
+            }
+        }
+        if self.gsi == Some(qpn) {
+            self.gsi = None;
+        }
+        if let Some(time) = qp.timer {
+            self.timers.remove(&(time, qpn));
+        }
+        // A number may be given again: nothing must be left of this one.
+        self.ready.retain(|ready| *ready != qpn);
+        self.shared.wake.retain(|wake| *wake != qpn);
+        self.shared.blocked.retain(|blocked| *blocked != qpn);
+        self.groups.retain(|_, members| {
+            members.retain(|member| *member != qpn);
+            !members.is_empty()
+        });
+        self.shared.pages.retain(|_, waiting| {
+            waiting.retain(|waiting| *waiting != qpn);
+            !waiting.is_empty()
+        });
+        Ok(())
     }
 
     /// Makes a shared receive queue.
@@ -127,7 +318,13 @@ impl Engine {
     ///
     /// The number is in use.
     pub fn create_srq(&mut self, srqn: u32, config: SrqConfig) -> Result<(), ModifyError> {
-        todo!("the engine")
+        match self.shared.srqs.entry(srqn) {
+            Entry::Occupied(_) => Err(ModifyError::InUse),
+            Entry::Vacant(entry) => {
+                entry.insert(Srq { config, users: 0 });
+                Ok(())
+            }
+        }
     }
 
     /// Sets the limit of a shared receive queue: the event comes once, when a request is taken and fewer are left.
@@ -136,12 +333,18 @@ impl Engine {
     ///
     /// There is none of this number.
     pub fn arm_srq(&mut self, srqn: u32, limit: u32) -> Result<(), ModifyError> {
-        todo!("the engine")
+        self.shared
+            .srqs
+            .get_mut(&srqn)
+            .ok_or(ModifyError::NoQueue)?
+            .config
+            .limit = limit;
+        Ok(())
     }
 
     /// The limit of a shared receive queue; 0 if it is off.
     pub fn srq_limit(&self, srqn: u32) -> Option<u32> {
-        todo!("the engine")
+        self.shared.srqs.get(&srqn).map(|srq| srq.config.limit)
     }
 
     /// Ends a shared receive queue.
@@ -150,7 +353,14 @@ impl Engine {
     ///
     /// There is none of this number, or a queue pair uses it.
     pub fn destroy_srq(&mut self, srqn: u32) -> Result<(), ModifyError> {
-        todo!("the engine")
+        match self.shared.srqs.get(&srqn) {
+            None => Err(ModifyError::NoQueue),
+            Some(srq) if srq.users > 0 => Err(ModifyError::Busy),
+            Some(_) => {
+                self.shared.srqs.remove(&srqn);
+                Ok(())
+            }
+        }
     }
 
     /// A datagram queue pair receives what is sent to a multicast group. (Its port joins the group by subnet
@@ -158,9 +368,17 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// There is no such queue pair.
+    /// There is no such queue pair, or it is attached already.
     pub fn attach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
-        todo!("the engine")
+        if !self.qps.contains_key(&qpn) {
+            return Err(ModifyError::NoQueue);
+        }
+        let members = self.groups.entry(group).or_default();
+        if members.contains(&qpn) {
+            return Err(ModifyError::InUse);
+        }
+        members.push(qpn);
+        Ok(())
     }
 
     /// Ends what [`attach`](Self::attach) began.
@@ -169,36 +387,198 @@ impl Engine {
     ///
     /// It is not attached.
     pub fn detach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
-        todo!("the engine")
+        let members = self.groups.get_mut(&group).ok_or(ModifyError::NoQueue)?;
+        let place = members
+            .iter()
+            .position(|member| *member == qpn)
+            .ok_or(ModifyError::NoQueue)?;
+        members.remove(place);
+        if members.is_empty() {
+            self.groups.remove(&group);
+        }
+        Ok(())
     }
 
     /// There is work in a send queue. Unknown numbers are ignored.
     pub fn doorbell(&mut self, qpn: u32) {
-        todo!("the engine")
+        if let Some(qp) = self.qps.get_mut(&qpn) {
+            qp.requester.ring();
+            self.schedule(qpn);
+        }
     }
 
     /// Packets arrived.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
-        todo!("the engine")
+        let Burst { packets, flight } = burst;
+        let mut touched = Vec::new();
+        for packet in packets {
+            self.shared.counters.packets_received += 1;
+            if packet.dest_qpn == MULTICAST_QPN {
+                let group = packet.grh.as_ref().map(|grh| grh.dgid).unwrap_or_default();
+                for qpn in self.groups.get(&group).cloned().unwrap_or_default() {
+                    self.arrive(host, flight.as_ref(), qpn, packet.clone(), &mut touched);
+                }
+            } else {
+                let qpn = if packet.dest_qpn == GSI_QPN {
+                    self.gsi.unwrap_or(GSI_QPN)
+                } else {
+                    packet.dest_qpn
+                };
+                self.arrive(host, flight.as_ref(), qpn, packet, &mut touched);
+            }
+        }
+        touched.sort_unstable();
+        touched.dedup();
+        for qpn in touched {
+            let Some(qp) = self.qps.get_mut(&qpn) else { continue };
+            let mut cx = Context::new(host, &mut self.shared, flight.as_ref());
+            if qp.receives() {
+                qp.settle_requests(&mut cx);
+            }
+            if qp.sends() {
+                qp.settle_answers(&mut cx);
+            }
+            if qp.requester.wants_turn() {
+                self.schedule(qpn);
+            }
+            self.set_timer(qpn);
+        }
+        self.after(host);
+        // Only now, as the answers are on their way.
+        drop(flight);
+    }
+
+    /// A packet for a queue pair.
+    fn arrive(
+        &mut self,
+        host: &mut dyn Host,
+        flight: Option<&Flight>,
+        qpn: u32,
+        packet: Packet,
+        touched: &mut Vec<u32>,
+    ) {
+        let shared = &mut self.shared;
+        let Some(qp) = self.qps.get_mut(&qpn) else {
+            debug!(?packet, "packet for a queue pair that is not there");
+            shared.counters.packets_dropped += 1;
+            return;
+        };
+        if packet.opcode & service::MASK != qp.opcode_service() || !qp.receives() {
+            debug!(qpn, state = ?qp.state, ?packet, "packet that the queue pair cannot take");
+            shared.counters.packets_dropped += 1;
+            return;
+        }
+        let accepted = match qp.config.service {
+            Service::Gsi => shared.port.pkeys.iter().any(|own| pkeys_match(*own, packet.pkey)),
+            _ => pkeys_match(qp.pkey(&shared.port), packet.pkey),
+        };
+        if !accepted {
+            debug!(qpn, ?packet, "packet of another partition");
+            shared.counters.pkey_violations += 1;
+            return;
+        }
+        let mut cx = Context::new(host, shared, flight);
+        qp.note_arrival(&mut cx);
+        let answers = operation::READ_RESPONSE_FIRST..=operation::ATOMIC_ACKNOWLEDGE;
+        if answers.contains(&(packet.opcode & operation::MASK)) {
+            qp.take_answer(&mut cx, packet);
+        } else {
+            qp.take_request(&mut cx, packet);
+        }
+        if touched.last() != Some(&qpn) {
+            touched.push(qpn);
+        }
     }
 
     /// Accesses that wait for this page are to be repeated, or (`ok` is false) fail. Unknown tokens are ignored.
     pub fn resume(&mut self, token: u64, ok: bool) {
-        todo!("the engine")
+        for qpn in self.shared.pages.remove(&token).unwrap_or_default() {
+            if let Some(qp) = self.qps.get_mut(&qpn) {
+                qp.resume(token, ok);
+                self.schedule(qpn);
+            }
+        }
     }
 
     /// There is room again on a way that had none.
     pub fn room(&mut self) {
-        todo!("the engine")
+        for qpn in std::mem::take(&mut self.shared.blocked) {
+            self.schedule(qpn);
+        }
     }
 
     /// Goes on with what there is to do, for a bounded time.
     pub fn run(&mut self, host: &mut dyn Host) -> Next {
-        todo!("the engine")
+        if !self.timers.is_empty() {
+            let now = host.now();
+            while let Some(&(time, qpn)) = self.timers.first().filter(|(time, _)| *time <= now) {
+                self.timers.remove(&(time, qpn));
+                if let Some(qp) = self.qps.get_mut(&qpn) {
+                    qp.timer = None;
+                    qp.tick(&mut Context::new(host, &mut self.shared, None), now);
+                    self.set_timer(qpn);
+                }
+            }
+        }
+        self.take_wakes();
+        for _ in 0..TURNS {
+            let Some(qpn) = self.ready.pop_front() else { break };
+            let Some(qp) = self.qps.get_mut(&qpn) else { continue };
+            qp.scheduled = false;
+            let turn = qp.turn(&mut Context::new(host, &mut self.shared, None));
+            self.set_timer(qpn);
+            if turn == Turn::More {
+                self.schedule(qpn);
+            }
+            self.take_wakes();
+            if self.shared.out.len() >= SEND_AT {
+                self.shared.send_out(host);
+            }
+        }
+        self.after(host);
+        if !self.ready.is_empty() {
+            return Next::More;
+        }
+        self.timers.first().map_or(Next::Idle, |(time, _)| Next::At(*time))
     }
 
     /// What was done so far.
     pub fn counters(&self) -> Counters {
-        todo!("the engine")
+        self.shared.counters
+    }
+
+    /// Sends what was made, and lists who has more to do.
+    fn after(&mut self, host: &mut dyn Host) {
+        self.shared.send_out(host);
+        self.take_wakes();
+    }
+
+    fn take_wakes(&mut self) {
+        while let Some(qpn) = self.shared.wake.pop() {
+            self.schedule(qpn);
+        }
+    }
+
+    fn schedule(&mut self, qpn: u32) {
+        if let Some(qp) = self.qps.get_mut(&qpn) {
+            if !qp.scheduled {
+                qp.scheduled = true;
+                self.ready.push_back(qpn);
+            }
+        }
+    }
+
+    /// Lists a queue pair's next deadline. One that has moved away is left in the list: when it comes, the queue pair
+    /// finds nothing to do, and is listed again.
+    fn set_timer(&mut self, qpn: u32) {
+        let Some(qp) = self.qps.get_mut(&qpn) else { return };
+        let Some(deadline) = qp.deadline() else { return };
+        if qp.timer.is_some_and(|time| time <= deadline) {
+            return;
+        }
+        if let Some(time) = qp.timer.replace(deadline) {
+            self.timers.remove(&(time, qpn));
+        }
+        self.timers.insert((deadline, qpn));
     }
 }

@@ -5,11 +5,20 @@
 //! A [`Fabric`] is shared by the threads of a process. Sending takes its lock for one burst, and delivers within it,
 //! which keeps the order of packets on every way; so a function that takes a [`Delivery`] only puts it into a queue.
 
-use std::time::Duration;
+pub(crate) mod network;
+mod sa;
+mod transit;
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use tracing::warn;
 
 use crate::packet::{Gid, Packet};
+use network::Network;
+pub(crate) use transit::{Flight, Hold};
 
 /// Switches and the links between them. Ports are added by [`Fabric::join`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,10 +92,11 @@ pub struct LinkCounters {
     pub downs: u64,
 }
 
-/// Packets that arrive together. They count as being on their way until this is gone.
+/// Packets that arrive together. They count as being on their way until they have been worked on.
 #[derive(Debug)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
+    pub(crate) flight: Option<Flight>,
 }
 
 /// Something for an adapter's inbox.
@@ -101,17 +111,52 @@ pub enum Delivery {
 }
 
 /// The subnet of a process. Clones are the same subnet.
-#[derive(Clone, Debug)]
-pub struct Fabric {}
+#[derive(Clone)]
+pub struct Fabric {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    network: Mutex<Network>,
+    /// Something is delayed, or the fabric goes.
+    changed: Condvar,
+    /// The moment that time is counted from.
+    start: Instant,
+    timer: OnceLock<()>,
+}
 
 /// A port of the subnet, held by the adapter it belongs to. Dropping it leaves the subnet.
-#[derive(Debug)]
-pub struct Port {}
+pub struct Port {
+    inner: Arc<Inner>,
+    lid: u16,
+    gid: Gid,
+}
 
-#[allow(unused_variables)]
+impl Inner {
+    fn network(&self) -> MutexGuard<'_, Network> {
+        // No operation on it leaves it half done, not even one whose `deliver` panicked.
+        self.network.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fabric").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Port {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Port")
+            .field("lid", &self.lid)
+            .field("gid", &self.gid)
+            .finish_non_exhaustive()
+    }
+}
+
 impl Fabric {
     /// LID of the subnet manager, where subnet administration queries go.
-    pub const SM_LID: u16 = 1;
+    pub const SM_LID: u16 = network::SM_LID;
 
     /// A subnet; `seed` decides which packets are lost where a link loses some.
     ///
@@ -119,7 +164,13 @@ impl Fabric {
     ///
     /// What is wrong with the topology.
     pub fn new(topology: &Topology, seed: u64) -> Result<Self, TopologyError> {
-        todo!("the fabric")
+        let inner = Inner {
+            network: Mutex::new(Network::new(topology, seed)?),
+            changed: Condvar::new(),
+            start: Instant::now(),
+            timer: OnceLock::new(),
+        };
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     /// Adds a port, whose link is up at once. `deliver` is called for everything that arrives, with the fabric's lock
@@ -127,60 +178,141 @@ impl Fabric {
     ///
     /// # Errors
     ///
-    /// No such switch, a name that is in use, or no LID left.
+    /// No such switch, a name or GUID that is in use, or no LID left.
     pub fn join(
         &self,
         config: &PortConfig,
         deliver: impl Fn(Delivery) + Send + Sync + 'static,
     ) -> Result<Port, TopologyError> {
-        todo!("the fabric")
+        let (lid, gid) = self.inner.network().join(config, Arc::new(deliver))?;
+        Ok(Port {
+            inner: self.inner.clone(),
+            lid,
+            gid,
+        })
+    }
+
+    /// Takes the link between two switches down or up.
+    ///
+    /// # Errors
+    ///
+    /// There is no such link.
+    pub fn set_switch_link(&self, a: &str, b: &str, up: bool) -> Result<(), TopologyError> {
+        self.inner
+            .network()
+            .change_switch_link(a, b, |link| link.set_up(up))
+            .map(drop)
+    }
+
+    /// What goes wrong on the link between two switches from now on.
+    ///
+    /// # Errors
+    ///
+    /// There is no such link.
+    pub fn set_switch_faults(&self, a: &str, b: &str, faults: Faults) -> Result<(), TopologyError> {
+        self.inner
+            .network()
+            .change_switch_link(a, b, |link| link.set_faults(faults))
+            .map(drop)
+    }
+
+    /// What the link between two switches has lost and dropped. (Packets and bytes are counted at ports.)
+    ///
+    /// # Errors
+    ///
+    /// There is no such link.
+    pub fn switch_counters(&self, a: &str, b: &str) -> Result<LinkCounters, TopologyError> {
+        self.inner.network().change_switch_link(a, b, |_| {})
     }
 }
 
-#[allow(unused_variables)]
 impl Port {
     /// The port's LID, from 2 on.
     pub fn lid(&self) -> u16 {
-        todo!("the fabric")
+        self.lid
     }
 
     /// The port's GID.
     pub fn gid(&self) -> Gid {
-        todo!("the fabric")
+        self.gid
     }
 
     /// Whether the link is up.
     pub fn is_up(&self) -> bool {
-        todo!("the fabric")
+        self.inner.network().is_up(self.lid)
     }
 
-    /// Takes the link down or up; both ends are told.
+    /// Takes the link down or up; the adapter is told by [`Delivery::Link`].
     pub fn set_up(&self, up: bool) {
-        todo!("the fabric")
+        self.inner.network().set_up(self.lid, up);
     }
 
     /// What goes wrong on the link from now on.
     pub fn set_faults(&self, faults: Faults) {
-        todo!("the fabric")
+        self.inner.network().set_faults(self.lid, faults);
     }
 
     /// What the link has carried.
     pub fn counters(&self) -> LinkCounters {
-        todo!("the fabric")
+        self.inner.network().counters(self.lid)
     }
 
     /// Sends packets into the link, in order. Never waits; [`has_room`](Self::has_room) is asked before.
     pub fn send(&self, packets: Vec<Packet>) {
-        todo!("the fabric")
+        let delayed = {
+            let mut network = self.inner.network();
+            let before = network.next_due();
+            network.send(self.lid, packets, self.inner.start.elapsed());
+            before != network.next_due()
+        };
+        if delayed {
+            self.inner.timer.get_or_init(|| start_timer(&self.inner));
+            self.inner.changed.notify_all();
+        }
     }
 
     /// Whether the way to a LID takes more packets. After a `false`, [`Delivery::Room`] comes once it does.
     pub fn has_room(&self, dlid: u16) -> bool {
-        todo!("the fabric")
+        self.inner.network().has_room(self.lid, dlid)
     }
 
     /// Whether packets between this port and a LID, in either direction, are on their way or being worked on.
     pub fn in_flight(&self, dlid: u16) -> bool {
-        todo!("the fabric")
+        self.inner.network().in_flight(self.lid, dlid)
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.inner.network().leave(self.lid);
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        self.inner.changed.notify_all();
+    }
+}
+
+/// Longest sleep of the timer's thread: then it sees whether the fabric is still there.
+const TIMER_LOOKS: Duration = Duration::from_millis(200);
+
+/// Starts the thread that delivers delayed packets. It ends with the fabric.
+fn start_timer(inner: &Arc<Inner>) {
+    let weak = Arc::downgrade(inner);
+    let thread = std::thread::Builder::new().name("ib-delay".to_owned());
+    let started = thread.spawn(move || {
+        while let Some(inner) = weak.upgrade() {
+            let mut network = inner.network();
+            let now = inner.start.elapsed();
+            network.deliver_due(now);
+            let wait = network
+                .next_due()
+                .map_or(TIMER_LOOKS, |due| due.saturating_sub(now).min(TIMER_LOOKS));
+            drop(inner.changed.wait_timeout(network, wait));
+        }
+    });
+    if let Err(error) = started {
+        warn!(%error, "no thread for delayed packets: they stay where they are");
     }
 }

@@ -41,6 +41,9 @@ mod engine;
 mod fabric;
 mod host;
 mod packet;
+mod psn;
+#[cfg(test)]
+mod sim;
 mod work;
 
 pub use attributes::{

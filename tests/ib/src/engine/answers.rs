@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The sending half's ear: acknowledgements, refusals, and the data of reads and atomics.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::debug;
+
+use super::Context;
+use super::qp::{Qp, Turn};
+use super::requester::{Progress, parts};
+use crate::host::{Access, Fault, Rights};
+use crate::packet::{Aeth, Extended, Packet, Slice, operation};
+use crate::psn;
+use crate::work::{SendOp, Sge, Status};
+
+/// Answers looked at in one turn, of those that had to wait.
+const TURN_ANSWERS: usize = 256;
+
+/// Kinds of acknowledgement: the upper three bits of a syndrome.
+pub(super) mod syndrome {
+    pub(in crate::engine) const ACK: u8 = 0x00;
+    pub(in crate::engine) const RNR: u8 = 0x20;
+    pub(in crate::engine) const NAK: u8 = 0x60;
+    pub(in crate::engine) const KIND: u8 = 0xe0;
+    /// No limit to the requests that may be sent.
+    pub(in crate::engine) const NO_CREDITS: u8 = 0x1f;
+    pub(in crate::engine) const SEQUENCE: u8 = 0;
+    pub(in crate::engine) const INVALID_REQUEST: u8 = 1;
+    pub(in crate::engine) const REMOTE_ACCESS: u8 = 2;
+    pub(in crate::engine) const REMOTE_OPERATION: u8 = 3;
+}
+
+/// The time that a code of 0 to 31 tells to wait until there is a receive.
+pub(super) fn rnr_time(code: u8) -> Duration {
+    // In units of 10 us. All but the first few double every second code.
+    const UNITS: [u32; 32] = [
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
+        4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
+    ];
+    Duration::from_micros(10) * UNITS[usize::from(code & 31)]
+}
+
+impl Qp {
+    /// An answer arrived.
+    pub(super) fn take_answer(&mut self, cx: &mut Context<'_>, packet: Packet) {
+        if !self.sends() || !self.is_reliable() {
+            cx.shared.counters.packets_dropped += 1;
+            return;
+        }
+        if self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty() {
+            // Bounded: they answer what this side sent, and that is bounded by its windows, but for answers that nobody
+            // asked for.
+            if self.requester.answers.len() < cx.backlog_limit() {
+                self.requester.answers.push_back(packet);
+                cx.hold(&mut self.requester.hold);
+            } else {
+                cx.shared.counters.packets_dropped += 1;
+            }
+            return;
+        }
+        self.answer(cx, &packet);
+    }
+
+    /// Looks at answers that had to wait for a page.
+    pub(super) fn answers_turn(&mut self, cx: &mut Context<'_>) -> Turn {
+        self.settle_answers(cx);
+        for _ in 0..TURN_ANSWERS {
+            if self.requester.write_gate.is_waiting() {
+                return Turn::Rest;
+            }
+            let Some(packet) = self.requester.answers.pop_front() else {
+                self.settle_answers(cx);
+                if let Some(hold) = self.requester.hold.take() {
+                    cx.shared.released.push(hold);
+                }
+                return Turn::Rest;
+            };
+            self.answer(cx, &packet);
+            if !self.sends() {
+                return Turn::Rest;
+            }
+        }
+        Turn::More
+    }
+
+    /// Writes what arrived, and ends work that waited for it.
+    pub(super) fn settle_answers(&mut self, cx: &mut Context<'_>) {
+        if self.write_arrived(cx) && self.sends() {
+            self.complete_sends(cx);
+        }
+    }
+
+    fn answer(&mut self, cx: &mut Context<'_>, packet: &Packet) {
+        use operation::*;
+        match (packet.opcode & MASK, packet.extended) {
+            (ACKNOWLEDGE, Extended::Aeth(aeth)) => self.acknowledgement(cx, packet.psn, aeth),
+            (READ_RESPONSE_FIRST | READ_RESPONSE_MIDDLE | READ_RESPONSE_LAST | READ_RESPONSE_ONLY, _) => {
+                self.read_response(cx, packet);
+            }
+            (ATOMIC_ACKNOWLEDGE, Extended::AtomicAck(_, original)) => self.atomic_response(cx, packet.psn, original),
+            _ => cx.shared.counters.packets_dropped += 1,
+        }
+    }
+
+    fn acknowledgement(&mut self, cx: &mut Context<'_>, psn: u32, aeth: Aeth) {
+        if !self.requester.is_outstanding(psn) {
+            return;
+        }
+        let kind = aeth.syndrome & syndrome::KIND;
+        let code = aeth.syndrome & !syndrome::KIND;
+        let until = if kind == syndrome::ACK { psn::add(psn, 1) } else { psn };
+        // An acknowledgement of what follows a read is no answer to the read.
+        let unanswered = self.requester.oldest_unanswered().map(|work| work.next_answer());
+        let lost = unanswered.filter(|answer| psn::diff(*answer, until) < 0);
+        self.acknowledge_before(cx, lost.unwrap_or(until));
+        self.complete_sends(cx);
+        if !self.sends() {
+            return;
+        }
+        if lost.is_some() {
+            return self.recover(cx);
+        }
+        match kind {
+            syndrome::ACK => {}
+            syndrome::RNR => {
+                cx.shared.counters.rnr_naks_received += 1;
+                self.wait_for_receiver(cx, rnr_time(code));
+            }
+            syndrome::NAK => match code {
+                syndrome::SEQUENCE => {
+                    cx.shared.counters.sequence_naks_received += 1;
+                    self.recover(cx);
+                }
+                syndrome::INVALID_REQUEST => self.fail_oldest(cx, Status::RemoteInvalidRequest),
+                syndrome::REMOTE_ACCESS => self.fail_oldest(cx, Status::RemoteAccess),
+                syndrome::REMOTE_OPERATION => self.fail_oldest(cx, Status::RemoteOperation),
+                _ => self.fail_oldest(cx, Status::BadResponse),
+            },
+            _ => debug!(qpn = self.number, syndrome = aeth.syndrome, "reserved syndrome"),
+        }
+    }
+
+    /// The number of an answer is that of the one that is missing. If it is a later one, something was lost.
+    fn is_next_answer(&mut self, cx: &mut Context<'_>, psn: u32) -> bool {
+        if !self.requester.is_outstanding(psn) {
+            return false;
+        }
+        let Some(expected) = self.requester.oldest_unanswered().map(|work| work.next_answer()) else {
+            return false;
+        };
+        let ahead = psn::diff(psn, expected);
+        if ahead > 0 {
+            self.acknowledge_before(cx, expected);
+            self.complete_sends(cx);
+            if self.sends() {
+                self.recover(cx);
+            }
+        }
+        ahead == 0
+    }
+
+    fn read_response(&mut self, cx: &mut Context<'_>, packet: &Packet) {
+        use operation::*;
+        if !self.is_next_answer(cx, packet.psn) || !self.make_way(cx, packet) {
+            return;
+        }
+        self.acknowledge_before(cx, packet.psn);
+        let mtu = self.mtu.bytes();
+        let Some(work) = self.requester.oldest_unanswered() else {
+            return;
+        };
+        let offset = work.answers * mtu;
+        let left = work.length.saturating_sub(offset);
+        let operation = packet.opcode & MASK;
+        let is_last = left <= mtu;
+        let fits = matches!(work.op, Some(SendOp::Read { .. }))
+            && packet.payload.len() == left.min(mtu) as usize
+            && matches!(operation, READ_RESPONSE_LAST | READ_RESPONSE_ONLY) == is_last;
+        if !fits {
+            return self.fail_oldest(cx, Status::BadResponse);
+        }
+        work.answers += 1;
+        cx.shared.counters.bytes_received += packet.payload.len() as u64;
+        let start = self.requester.arriving.take();
+        self.requester.arriving = match start {
+            // `make_way` left only what this goes on from.
+            Some((start, slice)) => slice.joined(&packet.payload).map(|slice| (start, slice)),
+            None if packet.payload.is_empty() => None,
+            None => Some((offset, packet.payload.clone())),
+        };
+        if is_last {
+            self.settle_answers(cx);
+        } else {
+            self.acknowledge_answer(cx, packet.psn);
+        }
+    }
+
+    fn atomic_response(&mut self, cx: &mut Context<'_>, psn: u32, original: u64) {
+        if !self.is_next_answer(cx, psn) {
+            return;
+        }
+        self.acknowledge_before(cx, psn);
+        let Some(work) = self.requester.oldest_unanswered() else {
+            return;
+        };
+        if matches!(work.op, Some(SendOp::Read { .. })) {
+            return self.fail_oldest(cx, Status::BadResponse);
+        }
+        work.answers = 1;
+        let bytes = cx.host.atomic_result(self.number, original);
+        let chunk = Arc::new(bytes.to_vec());
+        self.requester.arriving = Some((0, Slice::new(&chunk, 0, bytes.len())));
+        self.settle_answers(cx);
+    }
+
+    /// Writes what arrived before unless this packet's data goes on from it. If that has to wait for a page, so does the
+    /// packet. Returns whether the packet can be looked at.
+    fn make_way(&mut self, cx: &mut Context<'_>, packet: &Packet) -> bool {
+        let joins = match &self.requester.arriving {
+            Some((_, slice)) => slice.joined(&packet.payload).is_some(),
+            None => true,
+        };
+        if joins || self.write_arrived(cx) {
+            return true;
+        }
+        if self.sends() {
+            self.requester.answers.push_front(packet.clone());
+            cx.hold(&mut self.requester.hold);
+        }
+        false
+    }
+
+    /// Writes what arrived to the memory of the oldest read or atomic, and ends it if that was all. Returns whether it is
+    /// written: not if it waits for a page, or failed.
+    fn write_arrived(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.requester.write_gate.is_waiting() {
+            return false;
+        }
+        let mut gate = self.requester.write_gate;
+        let arriving = self.requester.arriving.clone();
+        let (pd, qpn) = (self.config.pd, self.number);
+        let Some(work) = self.requester.oldest_unanswered() else {
+            self.requester.arriving = None;
+            return true;
+        };
+        if let Some((offset, slice)) = &arriving {
+            let bytes = slice.bytes();
+            let written = gate.access(cx, qpn, |cx| {
+                parts(&work.pieces, (*offset).into(), bytes.len()).try_for_each(|(piece, at)| {
+                    let Sge { key, address, length } = piece;
+                    let access = Access {
+                        key,
+                        address,
+                        length: length.into(),
+                        rights: Rights::LocalWrite,
+                        pd,
+                        qpn,
+                    };
+                    cx.host.write(&access, &bytes[at..at + length as usize])
+                })
+            });
+            let work_last = work.last();
+            let complete = work.has_all_answers();
+            if written.is_ok() && complete {
+                work.progress = Progress::Ended(Status::Success);
+            }
+            self.requester.write_gate = gate;
+            match written {
+                Ok(()) => {
+                    self.requester.arriving = None;
+                    if complete {
+                        self.acknowledge_before(cx, psn::add(work_last, 1));
+                    }
+                }
+                Err(Fault::Page(_)) => return false,
+                Err(fault) => {
+                    self.requester.arriving = None;
+                    self.fail_oldest(cx, Self::local_status(fault));
+                    return false;
+                }
+            }
+        } else if work.has_all_answers() {
+            work.progress = Progress::Ended(Status::Success);
+            let until = psn::add(work.last(), 1);
+            self.acknowledge_before(cx, until);
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rnr_codes_have_the_times_of_the_specification() {
+        let micros = |code| rnr_time(code).as_micros();
+        assert_eq!(micros(0), 655_360);
+        assert_eq!(micros(1), 10);
+        assert_eq!(micros(12), 640);
+        assert_eq!(micros(16), 2_560);
+        assert_eq!(micros(31), 491_520);
+        assert!((1..31).all(|code| micros(code) < micros(code + 1)));
+    }
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Datagrams: how they are addressed, and what happens to those that arrive.
+
+use std::sync::Arc;
+
+use tracing::debug;
+
+use super::Context;
+use super::qp::{GSI_QPN, Qp, route};
+use super::responder::Done;
+use crate::attributes::{PortAttributes, Service};
+use crate::host::Fault;
+use crate::packet::{Deth, Extended, MULTICAST_LID, Packet, operation};
+use crate::work::{AddressVector, Received, Status, UdSource};
+
+/// Longest message.
+pub(super) const MAX_PAYLOAD: u64 = 4096;
+/// Bytes at the beginning of every receive that a global route header goes to.
+pub(super) const GRH_BYTES: usize = 40;
+/// The Q_Key of queue pair 1.
+const GSI_QKEY: u32 = 0x8001_0000;
+/// Set in a Q_Key: the queue pair's own is to be sent.
+const OWN_QKEY: u32 = 1 << 31;
+/// Bits of a P_Key without the one for full membership.
+const PKEY_BITS: u16 = 0x7fff;
+const PKEY_FULL: u16 = 0x8000;
+
+/// Whether a packet with one P_Key may pass a port entry with the other: the same partition, and one of them a full
+/// member.
+pub(super) fn pkeys_match(a: u16, b: u16) -> bool {
+    a & PKEY_BITS != 0 && a & PKEY_BITS == b & PKEY_BITS && (a | b) & PKEY_FULL != 0
+}
+
+impl Qp {
+    /// A datagram without its data.
+    pub(super) fn datagram(&self, port: &PortAttributes, to: &AddressVector, psn: u32) -> Packet {
+        let mut packet = self.packet(port, 0, psn);
+        packet.dlid = to.path.dlid;
+        packet.slid = port.lid.wrapping_add(to.path.path_bits.into());
+        packet.sl = to.path.sl & 15;
+        packet.grh = to.path.grh.map(|grh| Arc::new(route(port, &grh)));
+        packet.dest_qpn = to.qpn & crate::psn::MASK;
+        let own = if self.config.service == Service::Gsi {
+            GSI_QKEY
+        } else {
+            self.qkey
+        };
+        let qkey = if to.qkey & OWN_QKEY != 0 { own } else { to.qkey };
+        let number = if self.config.service == Service::Gsi {
+            GSI_QPN
+        } else {
+            self.number
+        };
+        let source_qpn = self.config.source_qpn.unwrap_or(number);
+        packet.extended = Extended::Deth(Deth { qkey, source_qpn });
+        packet
+    }
+
+    /// A datagram arrived whose turn it is.
+    pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+        let (Extended::Deth(deth), operation::SEND_ONLY | operation::SEND_ONLY_IMM) =
+            (packet.extended, packet.opcode & operation::MASK)
+        else {
+            cx.shared.counters.packets_dropped += 1;
+            return Done::Yes;
+        };
+        let own = if self.config.service == Service::Gsi {
+            GSI_QKEY
+        } else {
+            self.qkey
+        };
+        if deth.qkey != own {
+            debug!(qpn = self.number, got = deth.qkey, own, "datagram with a wrong Q_Key");
+            cx.shared.counters.qkey_violations += 1;
+            return Done::Yes;
+        }
+        if self.responder.receive.is_none() {
+            match self.fetch_receive(cx, 0) {
+                Ok(Some(receive)) => self.responder.receive = Some(receive),
+                Ok(None) => {
+                    debug!(qpn = self.number, "datagram without a receive");
+                    cx.shared.counters.datagrams_dropped += 1;
+                    return Done::Yes;
+                }
+                Err(_) => {
+                    self.fatal(cx);
+                    return Done::Yes;
+                }
+            }
+        }
+        let Some(mut receive) = self.responder.receive.take() else {
+            return Done::Yes;
+        };
+        let bytes = packet.payload.bytes();
+        let length = GRH_BYTES + bytes.len();
+        if length as u64 > receive.room() || bytes.len() as u64 > MAX_PAYLOAD {
+            self.complete_receive(cx, &receive, Status::LocalLength, Received::Send, false, None);
+            return self.end_datagram(cx);
+        }
+        receive.length = length as u32;
+        let mut gate = self.responder.gate;
+        let qpn = self.number;
+        let written = gate.access(cx, qpn, |cx| {
+            if let Some(grh) = &packet.grh {
+                receive.scatter(cx, qpn, 0, &grh_bytes(packet, grh))?;
+            }
+            receive.scatter(cx, qpn, GRH_BYTES as u64, bytes)
+        });
+        self.responder.gate = gate;
+        match written {
+            Ok(()) => {}
+            Err(Fault::Page(_)) => {
+                self.responder.receive = Some(receive);
+                return Done::Waits;
+            }
+            Err(fault) => {
+                let status = Self::local_status(fault);
+                self.complete_receive(cx, &receive, status, Received::Send, false, None);
+                return self.end_datagram(cx);
+            }
+        }
+        cx.shared.counters.bytes_received += bytes.len() as u64;
+        let what = match packet.opcode & operation::MASK {
+            operation::SEND_ONLY_IMM => Received::SendImm(packet.imm),
+            _ => Received::Send,
+        };
+        let port = &cx.shared.port;
+        let multicast = packet.dlid >= MULTICAST_LID;
+        let source = UdSource {
+            qpn: deth.source_qpn,
+            lid: packet.slid,
+            sl: packet.sl,
+            // Not truncated: an LMC has at most 7 bits.
+            path_bits: if multicast {
+                0
+            } else {
+                packet.dlid.wrapping_sub(port.lid) as u8
+            },
+            grh: packet.grh.is_some(),
+            pkey_index: port
+                .pkeys
+                .iter()
+                .position(|own| pkeys_match(*own, packet.pkey))
+                .unwrap_or(0) as u16,
+            multicast,
+        };
+        self.complete_receive(cx, &receive, Status::Success, what, packet.solicited, Some(source));
+        Done::Yes
+    }
+
+    /// A receive of a datagram queue pair failed: so does the queue pair.
+    fn end_datagram(&mut self, cx: &mut Context<'_>) -> Done {
+        self.enter_error(cx);
+        Done::Yes
+    }
+}
+
+/// A global route header as memory gets it.
+fn grh_bytes(packet: &Packet, grh: &crate::packet::GlobalRoute) -> [u8; GRH_BYTES] {
+    let mut bytes = [0; GRH_BYTES];
+    let version = (6 << 28) | (u32::from(grh.traffic_class) << 20) | (grh.flow_label & 0xf_ffff);
+    bytes[..4].copy_from_slice(&version.to_be_bytes());
+    // What follows: base and datagram headers, immediate data, data with padding, and the invariant CRC.
+    let imm = if packet.opcode & operation::MASK == operation::SEND_ONLY_IMM {
+        4
+    } else {
+        0
+    };
+    let length = 12 + 8 + imm + packet.payload.len().next_multiple_of(4) + 4;
+    bytes[4..6].copy_from_slice(&(length as u16).to_be_bytes());
+    bytes[6] = 0x1b;
+    bytes[7] = grh.hop_limit;
+    bytes[8..24].copy_from_slice(&grh.sgid.0);
+    bytes[24..].copy_from_slice(&grh.dgid.0);
+    bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partitions_match_unless_both_are_limited_members() {
+        assert!(pkeys_match(0xffff, 0xffff));
+        assert!(pkeys_match(0xffff, 0x7fff));
+        assert!(!pkeys_match(0x7fff, 0x7fff));
+        assert!(!pkeys_match(0xffff, 0x8001));
+        assert!(!pkeys_match(0x8000, 0x8000));
+        assert!(!pkeys_match(0, 0));
+    }
+}

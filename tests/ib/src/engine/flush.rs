@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The error states: work that was begun and work that is still in the queues ends, unfinished and in order.
+
+use std::time::Duration;
+
+use super::Context;
+use super::qp::{Qp, Turn};
+use super::requester::Progress;
+use crate::attributes::ReceiveFrom;
+use crate::host::{Event, Fetched};
+use crate::work::{Received, SendOp, Status};
+
+/// Work requests flushed in one turn and direction.
+const TURN_WORKS: usize = 64;
+/// How often a queue pair in the error state is looked at for receives posted since: nothing tells of them.
+const LOOK_AGAIN: Duration = Duration::from_millis(2);
+
+impl Qp {
+    /// A turn in the error state.
+    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Turn {
+        let mut turn = self.flush_send(cx, Turn::Rest);
+        if let Some(receive) = self.responder.receive.take() {
+            self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
+        }
+        if self.config.receive == ReceiveFrom::Own {
+            for left in (0..TURN_WORKS).rev() {
+                match self.fetch_receive(cx, 0) {
+                    Ok(Some(receive)) => {
+                        self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
+                    }
+                    // A bad one was completed.
+                    Err(Status::LocalQpOperation) | Ok(None) => break,
+                    Err(_) => {}
+                }
+                if left == 0 {
+                    turn = Turn::More;
+                }
+            }
+            self.flush_again = Some(cx.now() + LOOK_AGAIN);
+        }
+        if turn == Turn::Rest && !self.last_work_told {
+            self.last_work_told = true;
+            if self.shares_receives() {
+                cx.host.event(Event::LastWorkReached { qpn: self.number });
+            }
+        }
+        turn
+    }
+
+    /// Flushes the send queue, in the error states.
+    pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, turn: Turn) -> Turn {
+        let mut left = TURN_WORKS;
+        while let Some(work) = self.requester.works.pop_front() {
+            // What had succeeded before stays a success.
+            let (status, length) = match work.progress {
+                Progress::Ended(Status::Success) if !work.signaled => continue,
+                Progress::Ended(Status::Success) => (Status::Success, work.answered_length()),
+                _ => (Status::Flushed, 0),
+            };
+            self.complete_send(cx, work.id, work.op, status, length);
+        }
+        if let Some(work) = self.requester.take_fetched() {
+            self.complete_send(cx, work.id, Some(work.op), Status::Flushed, 0);
+        }
+        while self.requester.may_have_work() {
+            if left == 0 {
+                return Turn::More;
+            }
+            left -= 1;
+            let (id, op): (u64, Option<SendOp>) = match cx.host.next_send(self.number) {
+                Fetched::Work(work) => (work.id, Some(work.op)),
+                Fetched::Bad { id, .. } => (id, None),
+                Fetched::Empty | Fetched::Broken => {
+                    self.requester.clear_failure();
+                    break;
+                }
+            };
+            self.complete_send(cx, id, op, Status::Flushed, 0);
+        }
+        turn
+    }
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Buffers for messages: read into once, shared by packets, used again.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::packet::Chunk;
+
+/// Most bytes of a message read at a time; a multiple of every path MTU.
+pub(super) const CHUNK: usize = 64 << 10;
+
+/// Shorter buffers are allocated to measure: that is cheaper than keeping a whole chunk for them.
+const SMALL: usize = 8 << 10;
+
+/// Most buffers kept.
+const KEPT: usize = 256;
+
+/// Buffers that packets refer to, in the order they were handed out. One that no packet refers to any more is handed out
+/// again.
+#[derive(Debug, Default)]
+pub(super) struct Pool {
+    chunks: VecDeque<Chunk>,
+}
+
+impl Pool {
+    /// A buffer whose first `len` bytes (at most [`CHUNK`]) were filled by `fill`.
+    pub(super) fn fill<E>(&mut self, len: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Chunk, E> {
+        if len <= SMALL {
+            let mut bytes = vec![0; len];
+            fill(&mut bytes)?;
+            return Ok(Arc::new(bytes));
+        }
+        let mut chunk = self.take();
+        // Nobody else refers to what `take` gives.
+        let result = Arc::get_mut(&mut chunk).map_or(Ok(()), |bytes| fill(&mut bytes[..len]));
+        if self.chunks.len() < KEPT {
+            self.chunks.push_back(chunk.clone());
+        }
+        result.map(|()| chunk)
+    }
+
+    /// The oldest buffer if it is free, or a new one. Looks at two only: older ones are most likely to be free.
+    fn take(&mut self) -> Chunk {
+        for _ in 0..2 {
+            let Some(mut chunk) = self.chunks.pop_front() else {
+                break;
+            };
+            if Arc::get_mut(&mut chunk).is_some() {
+                return chunk;
+            }
+            self.chunks.push_back(chunk);
+        }
+        Arc::new(vec![0; CHUNK])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn get(pool: &mut Pool, len: usize) -> Chunk {
+        pool.fill::<()>(len, |bytes| {
+            bytes.fill(7);
+            Ok(())
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn a_buffer_in_use_is_not_handed_out_again() {
+        let mut pool = Pool::default();
+        let first = get(&mut pool, CHUNK);
+        let second = get(&mut pool, CHUNK);
+        assert!(!Arc::ptr_eq(&first, &second));
+        let address = Arc::as_ptr(&first);
+        drop(first);
+        assert_eq!(Arc::as_ptr(&get(&mut pool, SMALL + 1)), address);
+        assert!(!Arc::ptr_eq(&get(&mut pool, CHUNK), &second));
+    }
+
+    #[test]
+    fn small_buffers_have_the_length_asked_for() {
+        let mut pool = Pool::default();
+        assert_eq!(get(&mut pool, 5).len(), 5);
+        assert_eq!(get(&mut pool, 0).len(), 0);
+        assert!(pool.chunks.is_empty());
+    }
+
+    #[test]
+    fn a_failed_fill_keeps_the_buffer() {
+        let mut pool = Pool::default();
+        assert_eq!(pool.fill(CHUNK, |_| Err("no")).unwrap_err(), "no");
+        assert_eq!(pool.chunks.len(), 1);
+        assert_eq!(get(&mut pool, CHUNK)[0], 7);
+        assert_eq!(pool.chunks.len(), 1);
+    }
+}

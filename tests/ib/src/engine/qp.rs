@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A queue pair: attributes, states, and the template of the packets it sends.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::debug;
+
+use super::Context;
+use super::requester::Requester;
+use super::responder::Responder;
+use crate::attributes::{
+    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, State,
+};
+use crate::host::{Event, Fault};
+use crate::packet::{Extended, Gid, GlobalRoute, Packet, Slice, service};
+use crate::psn;
+use crate::work::{Grh, Path, Status};
+
+/// Number of the queue pair that management datagrams go to.
+pub(super) const GSI_QPN: u32 = 1;
+
+/// What is left of a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Turn {
+    /// There is more that can be done at once.
+    More,
+    /// Something else has to happen first.
+    Rest,
+}
+
+/// Whether accesses to memory of one direction of a queue pair can go on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Gate {
+    /// They can.
+    #[default]
+    Open,
+    /// One waits for a page.
+    Waiting(u64),
+    /// The page that one waited for will not come: repeated, it fails.
+    Refused,
+}
+
+impl Gate {
+    pub(super) fn is_waiting(self) -> bool {
+        matches!(self, Gate::Waiting(_))
+    }
+
+    fn resume(&mut self, token: u64, ok: bool) {
+        if *self == Gate::Waiting(token) {
+            *self = if ok { Gate::Open } else { Gate::Refused };
+        }
+    }
+
+    /// Does an access, unless it is one that was refused its page.
+    pub(super) fn access<T>(
+        &mut self,
+        cx: &mut Context<'_>,
+        qpn: u32,
+        access: impl FnOnce(&mut Context<'_>) -> Result<T, Fault>,
+    ) -> Result<T, Fault> {
+        if *self == Gate::Refused {
+            *self = Gate::Open;
+            return Err(Fault::Rights);
+        }
+        let result = access(cx);
+        if let Err(Fault::Page(token)) = result {
+            *self = Gate::Waiting(token);
+            cx.shared.wait_for_page(token, qpn);
+        }
+        result
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Qp {
+    pub(super) number: u32,
+    pub(super) config: QpConfig,
+    pub(super) state: State,
+    pub(super) access: AccessFlags,
+    pub(super) pkey_index: u16,
+    pub(super) qkey: u32,
+    pub(super) mtu: Mtu,
+    pub(super) remote_qpn: u32,
+    pub(super) path: Option<Path>,
+    /// The path's global route header, as every packet refers to it.
+    route: Option<Arc<GlobalRoute>>,
+    pub(super) min_rnr_timer: u8,
+    pub(super) rnr_retry: u8,
+    pub(super) retry_count: u8,
+    pub(super) ack_timeout: u8,
+    pub(super) max_initiated: u8,
+    pub(super) max_served: u8,
+    /// In SQD: tell when the send queue has come to rest.
+    drained_event: bool,
+    /// In SQD: it has.
+    drained: bool,
+    /// In RTR: nothing has arrived yet.
+    established: bool,
+    /// It is in the engine's list of queue pairs that have something to do.
+    pub(super) scheduled: bool,
+    /// When the engine's list of timers has it, if it has.
+    pub(super) timer: Option<Duration>,
+    /// In ERR: when to look for receives posted since.
+    pub(super) flush_again: Option<Duration>,
+    /// In ERR: the event that ends it was raised.
+    pub(super) last_work_told: bool,
+    pub(super) requester: Requester,
+    pub(super) responder: Responder,
+}
+
+/// A port's global route header from what the sender chose.
+pub(super) fn route(port: &PortAttributes, grh: &Grh) -> GlobalRoute {
+    GlobalRoute {
+        flow_label: grh.flow_label & 0xf_ffff,
+        traffic_class: grh.traffic_class,
+        hop_limit: grh.hop_limit,
+        sgid: port
+            .gids
+            .get(usize::from(grh.sgid_index))
+            .copied()
+            .unwrap_or(Gid([0; 16])),
+        dgid: grh.dgid,
+    }
+}
+
+impl Qp {
+    pub(super) fn new(number: u32, config: QpConfig) -> Self {
+        Self {
+            number,
+            config,
+            state: State::Reset,
+            access: AccessFlags::default(),
+            pkey_index: 0,
+            qkey: 0,
+            mtu: Mtu::default(),
+            remote_qpn: 0,
+            path: None,
+            route: None,
+            min_rnr_timer: 0,
+            rnr_retry: 0,
+            retry_count: 0,
+            ack_timeout: 0,
+            max_initiated: 1,
+            max_served: 1,
+            drained_event: false,
+            drained: false,
+            established: false,
+            scheduled: false,
+            timer: None,
+            flush_again: None,
+            last_work_told: false,
+            requester: Requester::default(),
+            responder: Responder::default(),
+        }
+    }
+
+    pub(super) fn is_reliable(&self) -> bool {
+        matches!(self.config.service, Service::Rc | Service::Xrc)
+    }
+
+    pub(super) fn is_datagram(&self) -> bool {
+        matches!(self.config.service, Service::Ud | Service::Gsi)
+    }
+
+    /// Requests are worked on.
+    pub(super) fn receives(&self) -> bool {
+        matches!(self.state, State::Rtr | State::Rts | State::Sqd | State::Sqe)
+    }
+
+    /// Answers are worked on, and what was begun is ended.
+    pub(super) fn sends(&self) -> bool {
+        matches!(self.state, State::Rts | State::Sqd)
+    }
+
+    pub(super) fn view(&self) -> QpView {
+        QpView {
+            state: self.state,
+            draining: self.state == State::Sqd && !self.drained,
+            send_psn: self.requester.next_psn(),
+            receive_psn: self.responder.expected(),
+            unacknowledged_psn: self.requester.unacknowledged(),
+            msn: self.responder.msn(),
+            access: self.access,
+            path: self.path,
+            remote_qpn: self.remote_qpn,
+            qkey: self.qkey,
+            mtu: self.mtu,
+        }
+    }
+
+    /// Whether `change` may be made: its state can follow, its values are in range.
+    fn check(&self, change: &Modify) -> Result<(), ModifyError> {
+        use State::*;
+        if let Some(to) = change.state {
+            let allowed = matches!(
+                (self.state, to),
+                (_, Reset | Err) | (Reset | Init, Init) | (Init, Rtr) | (Rtr | Rts | Sqe | Sqd, Rts) | (Rts | Sqd, Sqd)
+            );
+            if !allowed {
+                return Result::Err(ModifyError::Transition { from: self.state, to });
+            }
+        }
+        let ranges = [
+            ("PSN", change.send_psn.max(change.receive_psn), psn::MASK),
+            ("queue pair", change.remote_qpn, psn::MASK),
+            ("RNR timer", change.min_rnr_timer.map(u32::from), 31),
+            ("RNR retries", change.rnr_retry.map(u32::from), 7),
+            ("retries", change.retry_count.map(u32::from), 7),
+            ("acknowledgement timeout", change.ack_timeout.map(u32::from), 31),
+            ("service level", change.path.map(|path| u32::from(path.sl)), 15),
+        ];
+        for (name, value, max) in ranges {
+            if value.is_some_and(|value| value > max) {
+                return Result::Err(ModifyError::Range(name));
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn modify(&mut self, cx: &mut Context<'_>, change: &Modify) -> Result<(), ModifyError> {
+        self.check(change)?;
+        if change.state == Some(State::Reset) {
+            self.reset(cx);
+            return Ok(());
+        }
+        macro_rules! take {
+            ($($field:ident),*) => {$( if let Some(value) = change.$field { self.$field = value; } )*};
+        }
+        take!(
+            access,
+            pkey_index,
+            qkey,
+            mtu,
+            remote_qpn,
+            min_rnr_timer,
+            rnr_retry,
+            retry_count,
+            ack_timeout
+        );
+        take!(max_initiated, max_served);
+        if let Some(path) = change.path {
+            self.path = Some(path);
+            self.set_route(&cx.shared.port);
+        }
+        if let Some(psn) = change.receive_psn {
+            self.responder.set_expected(psn);
+        }
+        if let Some(psn) = change.send_psn {
+            self.requester.set_psn(psn);
+        }
+        if let Some(state) = change.state {
+            debug!(qpn = self.number, from = ?self.state, to = ?state, "queue pair changes state");
+            if state == State::Sqd && self.state != State::Sqd {
+                self.drained = false;
+            }
+            if state == State::Sqd {
+                self.drained_event = change.drained_event;
+            }
+            if state == State::Err {
+                self.enter_error(cx);
+            }
+            self.state = state;
+        }
+        Ok(())
+    }
+
+    pub(super) fn set_route(&mut self, port: &PortAttributes) {
+        self.route = self
+            .path
+            .and_then(|path| path.grh)
+            .map(|grh| Arc::new(route(port, &grh)));
+    }
+
+    /// Forgets everything; nothing is completed.
+    fn reset(&mut self, cx: &mut Context<'_>) {
+        self.responder.release(cx);
+        let (number, config) = (self.number, self.config);
+        let (scheduled, timer) = (self.scheduled, self.timer);
+        *self = Self {
+            scheduled,
+            timer,
+            ..Self::new(number, config)
+        };
+    }
+
+    /// The error state: nothing is sent or received any more. What is left is flushed in the queue pair's turns.
+    pub(super) fn enter_error(&mut self, cx: &mut Context<'_>) {
+        if self.state == State::Err {
+            return;
+        }
+        debug!(qpn = self.number, from = ?self.state, "queue pair goes to the error state");
+        self.state = State::Err;
+        self.requester.stop();
+        self.responder.stop(cx);
+        self.last_work_told = false;
+        cx.shared.wake.push(self.number);
+    }
+
+    /// An error that no completion tells of.
+    pub(super) fn fatal(&mut self, cx: &mut Context<'_>) {
+        if self.state != State::Err {
+            cx.host.event(Event::QpFatal { qpn: self.number });
+        }
+        self.enter_error(cx);
+    }
+
+    /// The first packet of a connection that waits for it.
+    pub(super) fn note_arrival(&mut self, cx: &mut Context<'_>) {
+        if self.state == State::Rtr && !self.established {
+            self.established = true;
+            if !self.is_datagram() {
+                cx.host.event(Event::CommunicationEstablished { qpn: self.number });
+            }
+        }
+    }
+
+    pub(super) fn resume(&mut self, token: u64, ok: bool) {
+        self.requester.read_gate.resume(token, ok);
+        self.requester.write_gate.resume(token, ok);
+        self.responder.gate.resume(token, ok);
+    }
+
+    /// Does a bounded part of what there is to do.
+    pub(super) fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+        if self.state == State::Err {
+            return self.flush(cx);
+        }
+        let mut turn = Turn::Rest;
+        if self.receives() && self.respond_turn(cx) == Turn::More {
+            turn = Turn::More;
+        }
+        if self.sends() {
+            if self.answers_turn(cx) == Turn::More {
+                turn = Turn::More;
+            }
+            if self.sends() && self.request_turn(cx) == Turn::More {
+                turn = Turn::More;
+            }
+        }
+        if self.state == State::Sqe {
+            turn = self.flush_send(cx, turn);
+        }
+        if self.state == State::Sqd && !self.drained && self.requester.is_idle() {
+            self.drained = true;
+            if self.drained_event {
+                cx.host.event(Event::SendQueueDrained { qpn: self.number });
+            }
+        }
+        turn
+    }
+
+    /// The time has come that [`deadline`](Self::deadline) named.
+    pub(super) fn tick(&mut self, cx: &mut Context<'_>, now: Duration) {
+        if self.state == State::Err {
+            if self.flush_again.is_some_and(|time| time <= now) {
+                self.flush_again = None;
+                cx.shared.wake.push(self.number);
+            }
+        } else if self.sends() {
+            self.request_tick(cx, now);
+        }
+    }
+
+    /// When something is to be done that nothing else brings about.
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        match self.state {
+            State::Err => self.flush_again,
+            _ if self.sends() => self.requester.deadline(),
+            _ => None,
+        }
+    }
+
+    /// The P_Key of packets that this queue pair sends.
+    pub(super) fn pkey(&self, port: &PortAttributes) -> u16 {
+        port.pkeys.get(usize::from(self.pkey_index)).copied().unwrap_or(0)
+    }
+
+    /// The part of its packets' opcodes that names the service.
+    pub(super) fn opcode_service(&self) -> u8 {
+        match self.config.service {
+            Service::Rc => service::RC,
+            Service::Uc => service::UC,
+            Service::Ud | Service::Gsi => service::UD,
+            Service::Xrc => service::XRC,
+        }
+    }
+
+    /// A packet to the other side of the connection.
+    pub(super) fn packet(&self, port: &PortAttributes, operation: u8, psn: u32) -> Packet {
+        let (dlid, sl, bits) = self.path.map_or((0, 0, 0), |path| (path.dlid, path.sl, path.path_bits));
+        Packet {
+            dlid,
+            slid: port.lid.wrapping_add(bits.into()),
+            sl,
+            opcode: self.opcode_service() | operation,
+            solicited: false,
+            ack_request: false,
+            pkey: self.pkey(port),
+            dest_qpn: self.remote_qpn,
+            psn,
+            grh: self.route.clone(),
+            extended: Extended::None,
+            srqn: 0,
+            imm: 0,
+            payload: Slice::default(),
+        }
+    }
+
+    /// LID of the other side.
+    pub(super) fn dlid(&self) -> u16 {
+        self.path.map_or(0, |path| path.dlid)
+    }
+
+    /// How a failed access to local memory ends a work request.
+    pub(super) fn local_status(fault: Fault) -> Status {
+        debug!(%fault, "local access failed");
+        Status::LocalProtection
+    }
+
+    /// Whether receives come from a shared queue.
+    pub(super) fn shares_receives(&self) -> bool {
+        matches!(self.config.receive, ReceiveFrom::Shared(_)) || self.config.service == Service::Xrc
+    }
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Receives: where they are taken from, how messages are scattered to them, and how they end.
+
+use tracing::debug;
+
+use super::Context;
+use super::qp::Qp;
+use super::requester::parts;
+use crate::attributes::{ReceiveFrom, Service};
+use crate::host::{Access, Event, Fault, Fetched, Rights};
+use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};
+
+/// A shared receive queue.
+#[derive(Debug)]
+pub(super) struct Srq {
+    pub(super) config: crate::attributes::SrqConfig,
+    /// Queue pairs that were created with it.
+    pub(super) users: usize,
+}
+
+/// A receive that was taken from its queue.
+#[derive(Debug)]
+pub(super) struct Receive {
+    work: ReceiveWork,
+    queue: Queue,
+    pd: u32,
+    cqn: u32,
+    /// Bytes received so far.
+    pub(super) length: u32,
+}
+
+impl Receive {
+    /// Bytes that it has room for.
+    pub(super) fn room(&self) -> u64 {
+        let room = self
+            .work
+            .pieces
+            .iter()
+            .map(|piece| u64::from(piece.length))
+            .sum::<u64>();
+        room.min(u32::MAX.into())
+    }
+
+    /// Writes `bytes` at `offset` of the pieces together.
+    pub(super) fn scatter(&self, cx: &mut Context<'_>, qpn: u32, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
+        parts(&self.work.pieces, offset, bytes.len()).try_for_each(|(piece, at)| {
+            let access = Access {
+                key: piece.key,
+                address: piece.address,
+                length: piece.length.into(),
+                rights: Rights::LocalWrite,
+                pd: self.pd,
+                qpn,
+            };
+            cx.host.write(&access, &bytes[at..at + piece.length as usize])
+        })
+    }
+}
+
+impl Qp {
+    /// Takes the next receive for a message; `srqn` is the queue that an XRC message names.
+    ///
+    /// # Errors
+    ///
+    /// There can be none. If a receive is the reason, it was completed.
+    pub(super) fn fetch_receive(&mut self, cx: &mut Context<'_>, srqn: u32) -> Result<Option<Receive>, Status> {
+        let (queue, pd, cqn) = match (self.config.service, self.config.receive) {
+            (Service::Xrc, _) => match cx.shared.srqs.get(&srqn).map(|srq| srq.config) {
+                Some(config) => match config.xrc {
+                    Some((xrcd, cqn)) if xrcd == self.config.xrcd => (Queue::Shared(srqn), config.pd, cqn),
+                    _ => return Err(Status::RemoteInvalidRequest),
+                },
+                None => return Err(Status::RemoteInvalidRequest),
+            },
+            (_, ReceiveFrom::Own) => (Queue::Own(self.number), self.config.pd, self.config.receive_cqn),
+            (_, ReceiveFrom::Shared(srqn)) => {
+                let pd = cx.shared.srqs.get(&srqn).map_or(self.config.pd, |srq| srq.config.pd);
+                (Queue::Shared(srqn), pd, self.config.receive_cqn)
+            }
+            (_, ReceiveFrom::None) => return Err(Status::RemoteInvalidRequest),
+        };
+        let receive = |work| Receive {
+            work,
+            queue,
+            pd,
+            cqn,
+            length: 0,
+        };
+        match cx.host.next_receive(queue) {
+            Fetched::Work(work) => {
+                if let Queue::Shared(srqn) = queue {
+                    cx.check_limit(srqn, work.left);
+                }
+                Ok(Some(receive(work)))
+            }
+            Fetched::Empty => Ok(None),
+            Fetched::Bad { id, status } => {
+                debug!(qpn = self.number, id, ?status, "bad receive work request");
+                let work = ReceiveWork {
+                    id,
+                    pieces: Default::default(),
+                    left: 0,
+                };
+                self.complete_receive(cx, &receive(work), status, Received::Send, false, None);
+                Err(status)
+            }
+            Fetched::Broken => {
+                if let Queue::Shared(srqn) = queue {
+                    cx.host.event(Event::SrqError { srqn });
+                }
+                Err(Status::LocalQpOperation)
+            }
+        }
+    }
+
+    pub(super) fn complete_receive(
+        &self,
+        cx: &mut Context<'_>,
+        receive: &Receive,
+        status: Status,
+        what: Received,
+        solicited: bool,
+        source: Option<UdSource>,
+    ) {
+        cx.count_completion(status);
+        cx.host.complete(Completion::Receive {
+            qpn: self.number,
+            cqn: receive.cqn,
+            queue: receive.queue,
+            id: receive.work.id,
+            status,
+            length: receive.length,
+            what,
+            solicited,
+            source,
+        });
+    }
+}

@@ -1,0 +1,851 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The sending half of a queue pair: work requests become packets, and packets are sent, and sent again.
+//!
+//! A work request passes through four places. It is *fetched* from the host; it is *started*, which gives it its packet
+//! sequence numbers; its packets are made, chunk by chunk, as the window allows; and it ends when all of them are
+//! acknowledged (on reliable services) or sent. Packets stay in `unacked` until then, so that sending again needs no
+//! second look at the memory, which may have changed.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use smallvec::SmallVec;
+use tracing::debug;
+
+use super::Context;
+use super::datagram;
+use super::pool::CHUNK;
+use super::qp::{Gate, Qp, Turn};
+use crate::attributes::State;
+use crate::host::{Access, Fault, Fetched, Rights};
+use crate::packet::{AtomicEth, Chunk, Extended, MULTICAST_LID, Packet, Reth, Slice, operation};
+use crate::psn;
+use crate::work::{AddressVector, Completion, Fence, Payload, SendOp, SendWork, Sge, Status};
+
+/// Most packets made and not acknowledged.
+const WINDOW_PACKETS: usize = 1024;
+/// Most payload bytes made and not acknowledged.
+const WINDOW_BYTES: usize = 2 << 20;
+/// Most work requests begun and not ended.
+const WINDOW_WORKS: usize = 1024;
+/// Most packet sequence numbers in use: less than half the circle.
+const WINDOW_PSN: i32 = 1 << 22;
+/// What one turn may send.
+const TURN_PACKETS: usize = 256;
+/// What one turn may send, in bytes.
+const TURN_BYTES: usize = 128 << 10;
+/// How many work requests one turn may begin.
+const TURN_WORKS: usize = 64;
+/// An acknowledgement is asked for with every packet whose number is a multiple of this.
+const ACK_EVERY: u32 = 32;
+/// Longest message.
+const MAX_MESSAGE: u64 = 1 << 31;
+/// Shorter acknowledgement timeouts are not kept to: other threads have to run meanwhile.
+const MIN_TIMEOUT: Duration = Duration::from_micros(500);
+
+/// How far a work request has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Progress {
+    /// Packets or answers are missing.
+    Going,
+    /// It ended.
+    Ended(Status),
+}
+
+/// A work request that was started.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub(super) id: u64,
+    /// `None` if it could not be decoded.
+    pub(super) op: Option<SendOp>,
+    pub(super) signaled: bool,
+    solicited: bool,
+    pub(super) pieces: SmallVec<[Sge; 4]>,
+    inline: Option<Chunk>,
+    to: Option<AddressVector>,
+    srqn: u32,
+    pub(super) length: u32,
+    first: u32,
+    last: u32,
+    /// Reads and atomics: answers that came.
+    pub(super) answers: u32,
+    pub(super) progress: Progress,
+}
+
+impl Work {
+    pub(super) fn wants_answer(&self) -> bool {
+        matches!(
+            self.op,
+            Some(SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. })
+        )
+    }
+
+    /// The number of the next answer to a read or an atomic.
+    pub(super) fn next_answer(&self) -> u32 {
+        psn::add(self.first, self.answers)
+    }
+
+    /// All answers to a read or an atomic came.
+    pub(super) fn has_all_answers(&self) -> bool {
+        self.answers > 0 && psn::diff(self.next_answer(), self.last) > 0
+    }
+
+    pub(super) fn last(&self) -> u32 {
+        self.last
+    }
+
+    /// Bytes that a read or an atomic brought.
+    pub(super) fn answered_length(&self) -> u32 {
+        if self.wants_answer() { self.length } else { 0 }
+    }
+
+    fn ended(id: u64, op: Option<SendOp>, signaled: bool, psn: u32, status: Status) -> Self {
+        Self {
+            id,
+            op,
+            signaled,
+            solicited: false,
+            pieces: SmallVec::new(),
+            inline: None,
+            to: None,
+            srqn: 0,
+            length: 0,
+            first: psn,
+            last: psn::add(psn, psn::MASK),
+            answers: 0,
+            progress: Progress::Ended(status),
+        }
+    }
+}
+
+/// A packet that may have to be sent again.
+#[derive(Debug)]
+struct Unacked {
+    packet: Packet,
+    last: u32,
+    sent: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Requester {
+    /// Number of the next packet made.
+    next: u32,
+    /// Oldest number not acknowledged.
+    unacknowledged: u32,
+    /// Started and not completed, in order.
+    pub(super) works: VecDeque<Work>,
+    /// Fetched, but has to wait.
+    fetched: Option<SendWork>,
+    /// Bytes of the last of `works` that packets were made of, while that is not all of them.
+    making: Option<u32>,
+    /// No further work is fetched: one has failed, and ends when those before it have.
+    failed: bool,
+    /// The host may have more work.
+    doorbell: bool,
+    unacked: VecDeque<Unacked>,
+    unacked_bytes: usize,
+    /// First of `unacked` to be sent (again).
+    cursor: usize,
+    /// It was gone back because of a loss, and nothing was acknowledged since.
+    recovering: bool,
+    retries: u8,
+    rnr_retries: u8,
+    /// The other side asked to wait until then.
+    rnr_until: Option<Duration>,
+    /// When acknowledgements are overdue.
+    ack_due: Option<Duration>,
+    /// Reads of local memory, for what is sent.
+    pub(super) read_gate: Gate,
+    /// Writes of local memory, with what was read.
+    pub(super) write_gate: Gate,
+    /// Answers that arrived and were not looked at.
+    pub(super) answers: VecDeque<Packet>,
+    /// Bytes of answers not yet written: offset in the work's memory, and what.
+    pub(super) arriving: Option<(u32, Slice)>,
+    /// While answers wait here, the packets that brought them count as being on their way.
+    pub(super) hold: Option<crate::fabric::Hold>,
+}
+
+impl Requester {
+    pub(super) fn next_psn(&self) -> u32 {
+        self.next
+    }
+
+    pub(super) fn unacknowledged(&self) -> u32 {
+        self.unacknowledged
+    }
+
+    pub(super) fn set_psn(&mut self, psn: u32) {
+        self.next = psn;
+        self.unacknowledged = psn;
+    }
+
+    pub(super) fn ring(&mut self) {
+        self.doorbell = true;
+    }
+
+    /// Nothing is begun and not ended.
+    pub(super) fn is_idle(&self) -> bool {
+        self.works.is_empty()
+    }
+
+    /// Sends no more. Work begun stays, to be flushed.
+    pub(super) fn stop(&mut self) {
+        self.unacked.clear();
+        self.unacked_bytes = 0;
+        self.cursor = 0;
+        self.making = None;
+        self.rnr_until = None;
+        self.ack_due = None;
+        self.answers.clear();
+        self.arriving = None;
+        self.hold = None;
+        self.read_gate = Gate::Open;
+        self.write_gate = Gate::Open;
+        self.doorbell = true;
+    }
+
+    pub(super) fn take_fetched(&mut self) -> Option<SendWork> {
+        self.fetched.take()
+    }
+
+    /// The doorbell was rung since the queue was last found empty.
+    pub(super) fn may_have_work(&self) -> bool {
+        self.doorbell
+    }
+
+    /// There may be something to go on with after an acknowledgement.
+    pub(super) fn wants_turn(&self) -> bool {
+        self.doorbell || self.fetched.is_some() || !self.works.is_empty()
+    }
+
+    /// The queue is flushed: as if nothing had ever failed.
+    pub(super) fn clear_failure(&mut self) {
+        self.failed = false;
+        self.doorbell = false;
+        self.unacknowledged = self.next;
+    }
+
+    pub(super) fn deadline(&self) -> Option<Duration> {
+        self.rnr_until.or(self.ack_due)
+    }
+
+    /// Whether `psn` is one that was made and is not acknowledged.
+    pub(super) fn is_outstanding(&self, psn: u32) -> bool {
+        psn::diff(psn, self.unacknowledged) >= 0 && psn::diff(psn, self.next) < 0
+    }
+
+    /// The oldest read or atomic without all its answers.
+    pub(super) fn oldest_unanswered(&mut self) -> Option<&mut Work> {
+        self.works
+            .iter_mut()
+            .find(|work| work.wants_answer() && work.progress == Progress::Going)
+    }
+
+    fn unanswered(&self) -> usize {
+        self.works
+            .iter()
+            .filter(|work| work.wants_answer() && work.progress == Progress::Going)
+            .count()
+    }
+
+    fn push(&mut self, packet: Packet, last: u32) {
+        self.unacked_bytes += packet.payload.len();
+        self.unacked.push_back(Unacked {
+            packet,
+            last,
+            sent: false,
+        });
+    }
+
+    fn pop(&mut self) {
+        if let Some(gone) = self.unacked.pop_front() {
+            self.unacked_bytes -= gone.packet.payload.len();
+            self.cursor = self.cursor.saturating_sub(1);
+        }
+    }
+
+    /// An answer to the read that is first in `unacked` came: sent again, it asks for the rest only.
+    fn shorten_read(&mut self, mtu: u32) {
+        if let Some(Unacked { packet, .. }) = self.unacked.front_mut() {
+            if let Extended::Reth(reth) = &mut packet.extended {
+                packet.psn = psn::add(packet.psn, 1);
+                reth.address = reth.address.wrapping_add(mtu.into());
+                reth.length = reth.length.saturating_sub(mtu);
+            }
+        }
+    }
+}
+
+/// The length of all of `pieces`.
+fn total(payload: &Payload) -> u64 {
+    match payload {
+        Payload::Memory(pieces) => pieces.iter().map(|piece| u64::from(piece.length)).sum(),
+        Payload::Inline(bytes) => bytes.len() as u64,
+    }
+}
+
+/// The parts of `pieces` that make `len` bytes from `offset` on, each with its place in them.
+pub(super) fn parts(pieces: &[Sge], offset: u64, len: usize) -> impl Iterator<Item = (Sge, usize)> + '_ {
+    let end = offset + len as u64;
+    let mut at = 0_u64;
+    pieces.iter().filter_map(move |piece| {
+        let (start, stop) = (at, at + u64::from(piece.length));
+        at = stop;
+        let (from, to) = (start.max(offset), stop.min(end));
+        (from < to).then(|| {
+            let part = Sge {
+                key: piece.key,
+                address: piece.address.wrapping_add(from - start),
+                // Not more than the piece's length.
+                length: (to - from) as u32,
+            };
+            (part, (from - offset) as usize)
+        })
+    })
+}
+
+impl Qp {
+    /// Fetches, makes and sends, as far as windows, fences and this turn's bounds allow.
+    pub(super) fn request_turn(&mut self, cx: &mut Context<'_>) -> Turn {
+        let mut works = TURN_WORKS;
+        let mut packets = TURN_PACKETS;
+        let mut bytes = TURN_BYTES;
+        loop {
+            if let Some(until) = self.requester.rnr_until {
+                if cx.now() < until {
+                    return Turn::Rest;
+                }
+                self.requester.rnr_until = None;
+            }
+            match self.send_made(cx, &mut packets, &mut bytes) {
+                Sent::All => {}
+                Sent::NoRoom => {
+                    cx.shared.blocked.push(self.number);
+                    return Turn::Rest;
+                }
+                Sent::Bound => return Turn::More,
+            }
+            self.complete_sends(cx);
+            if !self.sends() || self.requester.read_gate.is_waiting() || self.window_is_full() {
+                return Turn::Rest;
+            }
+            if let Some(offset) = self.requester.making {
+                self.make_chunk(cx, offset);
+            } else {
+                if works == 0 {
+                    return Turn::More;
+                }
+                works -= 1;
+                if !self.begin_next(cx) {
+                    return Turn::Rest;
+                }
+            }
+        }
+    }
+
+    fn window_is_full(&self) -> bool {
+        let requester = &self.requester;
+        requester.unacked.len() >= WINDOW_PACKETS
+            || requester.unacked_bytes >= WINDOW_BYTES
+            || requester.works.len() >= WINDOW_WORKS
+            || psn::diff(requester.next, requester.unacknowledged) >= WINDOW_PSN
+    }
+
+    /// Sends what was made and not sent, or is to be sent again.
+    fn send_made(&mut self, cx: &mut Context<'_>, packets: &mut usize, bytes: &mut usize) -> Sent {
+        let reliable = self.is_reliable();
+        let mut asked = None;
+        while let Some(unacked) = self.requester.unacked.get_mut(self.requester.cursor) {
+            if *packets == 0 || *bytes == 0 {
+                return Sent::Bound;
+            }
+            let dlid = unacked.packet.dlid;
+            if asked != Some(dlid) {
+                if dlid < MULTICAST_LID && !cx.host.has_room(dlid) {
+                    return Sent::NoRoom;
+                }
+                asked = Some(dlid);
+            }
+            *packets -= 1;
+            *bytes = bytes.saturating_sub(unacked.packet.payload.len());
+            if unacked.sent {
+                cx.shared.counters.retransmissions += 1;
+            }
+            unacked.sent = true;
+            let last = unacked.last;
+            cx.send(unacked.packet.clone());
+            self.requester.cursor += 1;
+            if reliable {
+                self.arm_ack_timer(cx);
+            } else {
+                self.requester.pop();
+                self.requester.unacknowledged = psn::add(last, 1);
+                self.end_acknowledged();
+            }
+        }
+        Sent::All
+    }
+
+    fn arm_ack_timer(&mut self, cx: &mut Context<'_>) {
+        if self.requester.ack_due.is_none() && self.ack_timeout != 0 {
+            self.requester.ack_due = Some(cx.now() + self.ack_time());
+        }
+    }
+
+    fn ack_time(&self) -> Duration {
+        Duration::from_nanos(4096 << u32::from(self.ack_timeout).min(31)).max(MIN_TIMEOUT)
+    }
+
+    /// Takes the next work request and starts it. Returns whether to go on with it or the one after it.
+    fn begin_next(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.requester.failed || self.state != State::Rts {
+            return false;
+        }
+        let work = match self.requester.fetched.take() {
+            Some(work) => work,
+            None if !self.requester.doorbell => return false,
+            None => match cx.host.next_send(self.number) {
+                Fetched::Work(work) => work,
+                Fetched::Empty => {
+                    self.requester.doorbell = false;
+                    return false;
+                }
+                Fetched::Bad { id, status } => {
+                    debug!(qpn = self.number, id, ?status, "bad send work request");
+                    self.fail(id, None, status);
+                    return true;
+                }
+                Fetched::Broken => {
+                    self.fatal(cx);
+                    return false;
+                }
+            },
+        };
+        let waits = match work.flags.fence {
+            Fence::None => false,
+            Fence::Reads => self.requester.unanswered() > 0,
+            Fence::All => !self.requester.works.is_empty(),
+        };
+        let asks = matches!(
+            work.op,
+            SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }
+        );
+        if waits || asks && self.requester.unanswered() >= usize::from(self.max_initiated.max(1)) {
+            self.requester.fetched = Some(work);
+            return false;
+        }
+        self.begin(cx, work);
+        true
+    }
+
+    /// Adds a work request that has failed before its first packet; it completes when those before it have.
+    fn fail(&mut self, id: u64, op: Option<SendOp>, status: Status) {
+        let work = Work::ended(id, op, true, self.requester.next, status);
+        self.requester.works.push_back(work);
+        self.requester.failed = true;
+    }
+
+    /// Whether the service has the operation, and the request is complete.
+    fn validate(&self, work: &SendWork, length: u64) -> Result<(), Status> {
+        let reliable = self.is_reliable();
+        let supported = match work.op {
+            SendOp::Local => true,
+            SendOp::Send { .. } => true,
+            SendOp::Write { .. } => !self.is_datagram(),
+            SendOp::SendInvalidate { .. } => reliable,
+            SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => reliable,
+        };
+        if !supported || self.is_datagram() && work.op != SendOp::Local && work.to.is_none() {
+            return Err(Status::LocalQpOperation);
+        }
+        if length > MAX_MESSAGE || self.is_datagram() && length > datagram::MAX_PAYLOAD {
+            return Err(Status::LocalLength);
+        }
+        let inline = matches!(work.payload, Payload::Inline(_));
+        match work.op {
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if length != 8 => Err(Status::LocalLength),
+            SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if inline => {
+                Err(Status::LocalQpOperation)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn begin(&mut self, cx: &mut Context<'_>, work: SendWork) {
+        let (id, op, signaled) = (work.id, work.op, work.flags.signaled);
+        if op == SendOp::Local {
+            match cx.host.local(self.number, id) {
+                Ok(()) => {
+                    let work = Work::ended(id, Some(op), signaled, self.requester.next, Status::Success);
+                    self.requester.works.push_back(work);
+                }
+                Err(status) => self.fail(id, Some(op), status),
+            }
+            return;
+        }
+        let length = total(&work.payload);
+        if let Err(status) = self.validate(&work, length) {
+            debug!(qpn = self.number, id, ?op, length, ?status, "send work request refused");
+            return self.fail(id, Some(op), status);
+        }
+        let first = self.requester.next;
+        // Not truncated: `validate` bounds it.
+        let length = length as u32;
+        let (pieces, inline) = match work.payload {
+            Payload::Memory(pieces) => (pieces, None),
+            Payload::Inline(bytes) => (SmallVec::new(), Some(Arc::new(bytes))),
+        };
+        let count = match op {
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
+            _ if self.is_datagram() => 1,
+            _ => psn::packets(length, self.mtu.bytes()),
+        };
+        self.requester.next = psn::add(first, count);
+        let last = psn::add(first, count - 1);
+        self.requester.works.push_back(Work {
+            id,
+            op: Some(op),
+            signaled,
+            solicited: work.flags.solicited,
+            pieces,
+            inline,
+            to: work.to,
+            srqn: work.remote_srqn,
+            length,
+            first,
+            last,
+            answers: 0,
+            progress: Progress::Going,
+        });
+        let extended = match op {
+            SendOp::Read { remote } => Extended::Reth(Reth {
+                address: remote.address,
+                key: remote.key,
+                length,
+            }),
+            SendOp::CompareSwap { remote, compare, swap } => Extended::Atomic(AtomicEth {
+                address: remote.address,
+                key: remote.key,
+                swap_add: swap,
+                compare,
+            }),
+            SendOp::FetchAdd { remote, add } => Extended::Atomic(AtomicEth {
+                address: remote.address,
+                key: remote.key,
+                swap_add: add,
+                compare: 0,
+            }),
+            _ => {
+                self.requester.making = Some(0);
+                return;
+            }
+        };
+        let operation = match op {
+            SendOp::Read { .. } => operation::READ_REQUEST,
+            SendOp::CompareSwap { .. } => operation::COMPARE_SWAP,
+            _ => operation::FETCH_ADD,
+        };
+        let mut packet = self.packet(&cx.shared.port, operation, first);
+        packet.extended = extended;
+        packet.ack_request = true;
+        packet.srqn = work.remote_srqn;
+        self.requester.push(packet, last);
+    }
+
+    /// Makes the packets of the next chunk of the last work request.
+    fn make_chunk(&mut self, cx: &mut Context<'_>, offset: u32) {
+        let Some(work) = self.requester.works.back() else {
+            self.requester.making = None;
+            return;
+        };
+        let left = (work.length - offset) as usize;
+        let mtu = self.mtu.bytes() as usize;
+        let (chunk, start, len) = match &work.inline {
+            Some(bytes) => (Some(bytes.clone()), offset as usize, left.min(CHUNK)),
+            None if left == 0 => (None, 0, 0),
+            None => {
+                let len = left.min(CHUNK);
+                let (pd, qpn) = (self.config.pd, self.number);
+                let mut gate = self.requester.read_gate;
+                let pieces = &work.pieces;
+                let read = gate.access(cx, qpn, |cx| {
+                    let host = &mut *cx.host;
+                    cx.shared.pool.fill(len, |bytes| {
+                        parts(pieces, offset.into(), len).try_for_each(|(piece, at)| {
+                            let access = Access {
+                                key: piece.key,
+                                address: piece.address,
+                                length: piece.length.into(),
+                                rights: Rights::LocalRead,
+                                pd,
+                                qpn,
+                            };
+                            host.read(&access, &mut bytes[at..at + piece.length as usize])
+                        })
+                    })
+                });
+                self.requester.read_gate = gate;
+                match read {
+                    Ok(chunk) => (Some(chunk), 0, len),
+                    Err(Fault::Page(_)) => return,
+                    Err(fault) => return self.fail_last(Self::local_status(fault)),
+                }
+            }
+        };
+        let slice = |at: usize, len: usize| {
+            chunk
+                .as_ref()
+                .map_or_else(Slice::default, |c| Slice::new(c, start + at, len))
+        };
+        if self.is_datagram() {
+            let payload = slice(0, len);
+            self.make_datagram(cx, payload);
+            self.requester.making = None;
+            return;
+        }
+        let Some(work) = self.requester.works.back() else {
+            return;
+        };
+        let (op, first, length) = (work.op, work.first, work.length);
+        let (srqn, solicited) = (work.srqn, work.solicited);
+        let template = self.packet(&cx.shared.port, 0, 0);
+        let mut at = 0;
+        loop {
+            let size = mtu.min(len - at);
+            // Not truncated: at most the message's length.
+            let position = offset + at as u32;
+            let is_first = position == 0;
+            let is_last = position + size as u32 == length;
+            let psn = psn::add(first, position / mtu as u32);
+            let mut packet = template.clone();
+            packet.psn = psn;
+            packet.payload = slice(at, size);
+            packet.srqn = srqn;
+            packet.opcode |= data_operation(op, is_first, is_last);
+            packet.ack_request = is_last || psn % ACK_EVERY == 0;
+            if is_last {
+                packet.solicited = solicited;
+                packet.imm = match op {
+                    Some(SendOp::Send { imm: Some(imm) } | SendOp::Write { imm: Some(imm), .. }) => imm,
+                    Some(SendOp::SendInvalidate { key }) => key,
+                    _ => 0,
+                };
+            }
+            if let (true, Some(SendOp::Write { remote, .. })) = (is_first, op) {
+                packet.extended = Extended::Reth(Reth {
+                    address: remote.address,
+                    key: remote.key,
+                    length,
+                });
+            }
+            self.requester.push(packet, psn);
+            at += size;
+            if at >= len {
+                break;
+            }
+        }
+        let end = offset + len as u32;
+        self.requester.making = (end < length).then_some(end);
+    }
+
+    fn make_datagram(&mut self, cx: &mut Context<'_>, payload: Slice) {
+        let Some(work) = self.requester.works.back() else {
+            return;
+        };
+        let Some(to) = work.to else { return };
+        let mut packet = self.datagram(&cx.shared.port, &to, work.first);
+        packet.payload = payload;
+        packet.solicited = work.solicited;
+        packet.opcode |= data_operation(work.op, true, true);
+        if let Some(SendOp::Send { imm: Some(imm) }) = work.op {
+            packet.imm = imm;
+        }
+        let psn = work.first;
+        self.requester.push(packet, psn);
+    }
+
+    /// The last work request cannot go on. It completes when those before it have.
+    fn fail_last(&mut self, status: Status) {
+        self.requester.making = None;
+        self.requester.failed = true;
+        if let Some(work) = self.requester.works.back_mut() {
+            work.progress = Progress::Ended(status);
+        }
+    }
+
+    /// Everything before `psn` was acknowledged (or sent, on unreliable services).
+    pub(super) fn acknowledge_before(&mut self, cx: &mut Context<'_>, psn: u32) {
+        let requester = &mut self.requester;
+        if psn::diff(psn, requester.unacknowledged) <= 0 {
+            return;
+        }
+        while requester
+            .unacked
+            .front()
+            .is_some_and(|unacked| psn::diff(unacked.last, psn) < 0)
+        {
+            requester.pop();
+        }
+        requester.unacknowledged = psn;
+        requester.recovering = false;
+        requester.retries = 0;
+        requester.rnr_retries = 0;
+        requester.ack_due = None;
+        if requester.cursor > 0 {
+            self.arm_ack_timer(cx);
+        }
+        self.end_acknowledged();
+    }
+
+    /// The next answer to the oldest read came, and more are missing.
+    pub(super) fn acknowledge_answer(&mut self, cx: &mut Context<'_>, psn: u32) {
+        self.acknowledge_before(cx, psn::add(psn, 1));
+        self.requester.shorten_read(self.mtu.bytes());
+    }
+
+    /// Ends the work whose packets are all acknowledged and that waits for nothing else.
+    fn end_acknowledged(&mut self) {
+        let unacknowledged = self.requester.unacknowledged;
+        for work in &mut self.requester.works {
+            if psn::diff(work.last, unacknowledged) >= 0 {
+                break;
+            }
+            if work.progress == Progress::Going && !work.wants_answer() {
+                work.progress = Progress::Ended(Status::Success);
+            }
+        }
+    }
+
+    /// Completes what has ended, in order. A failure is the end of the send queue.
+    pub(super) fn complete_sends(&mut self, cx: &mut Context<'_>) {
+        while let Some(work) = self.requester.works.front() {
+            let Progress::Ended(status) = work.progress else { break };
+            if status == Status::Success && work.signaled || status != Status::Success {
+                let length = if status == Status::Success {
+                    work.answered_length()
+                } else {
+                    0
+                };
+                let (id, op) = (work.id, work.op);
+                self.complete_send(cx, id, op, status, length);
+            }
+            self.requester.works.pop_front();
+            if status != Status::Success {
+                if self.is_reliable() {
+                    self.enter_error(cx);
+                } else {
+                    self.state = State::Sqe;
+                    self.requester.stop();
+                    cx.shared.wake.push(self.number);
+                }
+                break;
+            }
+        }
+    }
+
+    pub(super) fn complete_send(&self, cx: &mut Context<'_>, id: u64, op: Option<SendOp>, status: Status, length: u32) {
+        cx.count_completion(status);
+        let (qpn, cqn) = (self.number, self.config.send_cqn);
+        cx.host.complete(Completion::Send {
+            qpn,
+            cqn,
+            id,
+            op,
+            status,
+            length,
+        });
+    }
+
+    /// The oldest work request fails; all before it was completed.
+    pub(super) fn fail_oldest(&mut self, cx: &mut Context<'_>, status: Status) {
+        self.complete_sends(cx);
+        if let Some(work) = self.requester.works.front_mut() {
+            debug!(qpn = self.number, id = work.id, ?status, "send work request failed");
+            work.progress = Progress::Ended(status);
+            self.complete_sends(cx);
+        }
+    }
+
+    /// A packet or an answer from the oldest unacknowledged number on was lost. Sends again from there, unless that is
+    /// being done.
+    pub(super) fn recover(&mut self, cx: &mut Context<'_>) {
+        if !self.requester.recovering {
+            self.retry(cx);
+        }
+    }
+
+    fn retry(&mut self, cx: &mut Context<'_>) {
+        if self.requester.retries >= self.retry_count {
+            return self.fail_oldest(cx, Status::RetryExceeded);
+        }
+        self.requester.retries += 1;
+        self.requester.recovering = true;
+        self.requester.cursor = 0;
+        self.requester.ack_due = None;
+        cx.shared.wake.push(self.number);
+    }
+
+    /// The other side had no receive for the oldest message.
+    pub(super) fn wait_for_receiver(&mut self, cx: &mut Context<'_>, time: Duration) {
+        if self.rnr_retry != 7 {
+            if self.requester.rnr_retries >= self.rnr_retry {
+                return self.fail_oldest(cx, Status::RnrRetryExceeded);
+            }
+            self.requester.rnr_retries += 1;
+        }
+        self.requester.cursor = 0;
+        self.requester.ack_due = None;
+        self.requester.rnr_until = Some(cx.now() + time);
+    }
+
+    pub(super) fn request_tick(&mut self, cx: &mut Context<'_>, now: Duration) {
+        if self.requester.rnr_until.is_some_and(|time| time <= now) {
+            self.requester.rnr_until = None;
+            cx.shared.wake.push(self.number);
+        }
+        if self.requester.ack_due.is_none_or(|time| time > now) {
+            return;
+        }
+        let busy = self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty();
+        if busy || cx.host.in_flight(self.dlid()) {
+            // Nothing is lost: what is missing, or its answer, has not been looked at yet.
+            self.requester.ack_due = Some(now + self.ack_time());
+            return;
+        }
+        cx.shared.counters.timeouts += 1;
+        debug!(
+            qpn = self.number,
+            psn = self.requester.unacknowledged,
+            "no acknowledgement in time"
+        );
+        self.retry(cx);
+    }
+}
+
+/// How far sending came.
+enum Sent {
+    All,
+    NoRoom,
+    Bound,
+}
+
+/// The operation of a packet of a send or write.
+fn data_operation(op: Option<SendOp>, is_first: bool, is_last: bool) -> u8 {
+    use operation::*;
+    let (first, middle, last, only) = match op {
+        Some(SendOp::Write { imm: None, .. }) => (WRITE_FIRST, WRITE_MIDDLE, WRITE_LAST, WRITE_ONLY),
+        Some(SendOp::Write { .. }) => (WRITE_FIRST, WRITE_MIDDLE, WRITE_LAST_IMM, WRITE_ONLY_IMM),
+        Some(SendOp::Send { imm: Some(_) }) => (SEND_FIRST, SEND_MIDDLE, SEND_LAST_IMM, SEND_ONLY_IMM),
+        Some(SendOp::SendInvalidate { .. }) => (SEND_FIRST, SEND_MIDDLE, SEND_LAST_INVALIDATE, SEND_ONLY_INVALIDATE),
+        _ => (SEND_FIRST, SEND_MIDDLE, SEND_LAST, SEND_ONLY),
+    };
+    match (is_first, is_last) {
+        (true, true) => only,
+        (true, false) => first,
+        (false, false) => middle,
+        (false, true) => last,
+    }
+}

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Arithmetic of packet sequence numbers: 24 bits, circular.
+
+/// Bits that a number has.
+pub(crate) const MASK: u32 = 0xff_ffff;
+
+/// The number `n` after `psn`.
+pub(crate) fn add(psn: u32, n: u32) -> u32 {
+    psn.wrapping_add(n) & MASK
+}
+
+/// How far `a` is after `b`; negative if it is before. What is half the circle away or more is before.
+pub(crate) fn diff(a: u32, b: u32) -> i32 {
+    ((a.wrapping_sub(b) << 8) as i32) >> 8
+}
+
+/// Packets that a message of `length` bytes takes.
+pub(crate) fn packets(length: u32, mtu: u32) -> u32 {
+    length.div_ceil(mtu).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_circular() {
+        assert_eq!(add(MASK, 1), 0);
+        assert_eq!(diff(0, MASK), 1);
+        assert_eq!(diff(MASK, 0), -1);
+        assert_eq!(diff(5, 5), 0);
+        assert_eq!(diff(0x7f_ffff, 0), 0x7f_ffff);
+        assert_eq!(diff(0x80_0000, 0), -0x80_0000);
+    }
+
+    #[test]
+    fn every_message_takes_a_packet() {
+        assert_eq!(packets(0, 256), 1);
+        assert_eq!(packets(256, 256), 1);
+        assert_eq!(packets(257, 256), 2);
+        assert_eq!(packets(u32::MAX, 4096), 1 << 20);
+    }
+}

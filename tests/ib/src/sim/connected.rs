@@ -1,0 +1,444 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Connections that nothing disturbs: every operation, lengths around the path MTU, order, fences, states.
+
+use super::*;
+use crate::work::Fence;
+
+#[test]
+fn writes_of_every_length_arrive_byte_for_byte() {
+    for service in [Service::Rc, Service::Uc] {
+        for mtu in [Mtu::B256, Mtu::B1024, Mtu::B4096] {
+            let lengths = [0, 1, 255, 256, 257, 1024, 4095, 4096, 4097, 65536, 65537, 200_000];
+            for length in lengths {
+                let mut world = World::new(2, 1 << 18);
+                world.pair(
+                    service,
+                    Connection {
+                        mtu,
+                        ..Connection::default()
+                    },
+                );
+                let data = world.fill(0, 0, length as usize, 0x5a);
+                world.post(0, 2, write(9, 0, length, 100));
+                world.run();
+                assert_eq!(world.sends(0), ok([9]), "{service:?} {mtu:?} {length}");
+                assert_eq!(world.bytes(1, 100, data.len()), data);
+                assert_eq!(world.bytes(1, 100 + data.len(), 8), [0; 8]);
+                assert!(world.nodes[1].toy.completions.is_empty());
+            }
+        }
+    }
+}
+
+#[test]
+fn data_of_many_packets_is_written_in_few_pieces() {
+    let mut world = World::new(2, 1 << 20);
+    world.pair(Service::Rc, Connection::default());
+    world.post(0, 2, write(1, 0, 1 << 19, 1 << 19));
+    world.run();
+    assert_eq!(world.sends(0), ok([1]));
+    // 512 packets.
+    assert!(world.nodes[1].toy.writes <= 24, "{}", world.nodes[1].toy.writes);
+}
+
+#[test]
+fn messages_are_scattered_and_gathered() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(
+        Service::Rc,
+        Connection {
+            mtu: Mtu::B256,
+            ..Connection::default()
+        },
+    );
+    let data = world.fill(0, 0, 3000, 1);
+    let mut work = send(5, 0, 0);
+    let piece = |address, length| Sge {
+        key: ALL,
+        address,
+        length,
+    };
+    work.payload = Payload::Memory(smallvec![piece(0, 1), piece(1, 999), piece(1000, 0), piece(1000, 2000)]);
+    world.post(0, 2, work);
+    let pieces = smallvec![piece(10_000, 700), piece(20_000, 1), piece(30_000, 5000)];
+    let receive = ReceiveWork {
+        id: 77,
+        pieces,
+        left: 0,
+    };
+    world.nodes[1]
+        .toy
+        .receives
+        .entry(Queue::Own(3))
+        .or_default()
+        .push_back(receive);
+    world.run();
+    assert_eq!(world.sends(0), ok([5]));
+    assert_eq!(world.received(1), [(77, Status::Success, 3000, Received::Send)]);
+    assert_eq!(world.bytes(1, 10_000, 700), &data[..700]);
+    assert_eq!(world.bytes(1, 20_000, 1), &data[700..701]);
+    assert_eq!(world.bytes(1, 30_000, 2299), &data[701..]);
+}
+
+#[test]
+fn immediate_data_inline_data_and_solicited_events_arrive() {
+    for service in [Service::Rc, Service::Uc] {
+        let mut world = World::new(2, 1 << 16);
+        world.pair(service, Connection::default());
+        for id in 0..3 {
+            world.receive(1, Queue::Own(3), id, 1000 * id, 1000);
+        }
+        let mut inline = work(1, SendOp::Send { imm: Some(0xdead_beef) }, 0, 0);
+        inline.payload = Payload::Inline(b"hello".to_vec());
+        inline.flags.solicited = true;
+        let remote = Remote {
+            address: 40_000,
+            key: ALL,
+        };
+        let mut empty = work(
+            2,
+            SendOp::Write {
+                remote: Remote { address: 0, key: 0 },
+                imm: Some(6),
+            },
+            0,
+            0,
+        );
+        empty.payload = Payload::Inline(Vec::new());
+        let data = world.fill(0, 0, 5000, 3);
+        world.post(0, 2, inline);
+        world.post(0, 2, empty);
+        world.post(0, 2, work(3, SendOp::Write { remote, imm: Some(7) }, 0, 5000));
+        world.run();
+        assert_eq!(world.sends(0), ok([1, 2, 3]));
+        assert_eq!(
+            world.received(1),
+            [
+                (0, Status::Success, 5, Received::SendImm(0xdead_beef)),
+                (1, Status::Success, 0, Received::WriteImm(6)),
+                (2, Status::Success, 5000, Received::WriteImm(7)),
+            ]
+        );
+        assert_eq!(world.bytes(1, 0, 5), b"hello");
+        assert_eq!(world.bytes(1, 40_000, 5000), data);
+        let solicited: Vec<bool> = world.nodes[1]
+            .toy
+            .completions
+            .iter()
+            .map(|completion| {
+                matches!(
+                    completion,
+                    Completion::Receive {
+                        solicited: true,
+                        cqn: 203,
+                        qpn: 3,
+                        ..
+                    }
+                )
+            })
+            .collect();
+        assert_eq!(solicited, [true, false, false]);
+    }
+}
+
+#[test]
+fn reads_bring_bytes_and_atomics_bring_what_was_there() {
+    let mut world = World::new(2, 1 << 20);
+    world.pair(Service::Rc, Connection::default());
+    let data = world.fill(1, 0, 300_001, 9);
+    world.nodes[1].toy.memory[400_000..400_008].copy_from_slice(&41_u64.to_le_bytes());
+    let remote = Remote {
+        address: 400_000,
+        key: ALL,
+    };
+    world.post(0, 2, read(1, 500_000, 300_001, 0));
+    world.post(0, 2, work(2, SendOp::FetchAdd { remote, add: 1 }, 8, 8));
+    world.post(
+        0,
+        2,
+        work(
+            3,
+            SendOp::CompareSwap {
+                remote,
+                compare: 42,
+                swap: 7,
+            },
+            16,
+            8,
+        ),
+    );
+    world.post(
+        0,
+        2,
+        work(
+            4,
+            SendOp::CompareSwap {
+                remote,
+                compare: 42,
+                swap: 8,
+            },
+            24,
+            8,
+        ),
+    );
+    world.post(0, 2, read(5, 0, 0, 0));
+    world.run();
+    assert_eq!(world.sends(0), ok(1..=5));
+    assert_eq!(world.bytes(0, 500_000, data.len()), data);
+    let got: Vec<u64> = [8, 16, 24]
+        .map(|at| u64::from_le_bytes(world.bytes(0, at, 8).try_into().unwrap()))
+        .into();
+    assert_eq!(got, [41, 42, 7]);
+    assert_eq!(world.bytes(1, 400_000, 8), 7_u64.to_le_bytes());
+    let lengths: Vec<u32> = world.nodes[0]
+        .toy
+        .completions
+        .iter()
+        .filter_map(|completion| match completion {
+            Completion::Send { length, .. } => Some(*length),
+            Completion::Receive { .. } => None,
+        })
+        .collect();
+    assert_eq!(lengths, [300_001, 8, 8, 8, 0]);
+}
+
+#[test]
+fn a_message_can_invalidate_a_key() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(Service::Rc, Connection::default());
+    let key = world.nodes[1].toy.keys[&ALL];
+    world.nodes[1].toy.keys.insert(0x55, key);
+    world.receive(1, Queue::Own(3), 1, 0, 64);
+    world.post(0, 2, work(1, SendOp::SendInvalidate { key: 0x55 }, 0, 16));
+    world.run();
+    assert_eq!(
+        world.received(1),
+        [(1, Status::Success, 16, Received::SendInvalidate(0x55))]
+    );
+    assert!(!world.nodes[1].toy.keys.contains_key(&0x55));
+}
+
+#[test]
+fn unsignaled_work_makes_no_completion() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(Service::Rc, Connection::default());
+    for id in 0..10 {
+        let mut work = write(id, 0, 100, 0);
+        work.flags.signaled = id == 9;
+        world.post(0, 2, work);
+    }
+    world.run();
+    assert_eq!(world.sends(0), ok([9]));
+}
+
+#[test]
+fn local_work_is_done_in_its_turn() {
+    let mut world = World::new(2, 1 << 18);
+    world.pair(Service::Rc, Connection::default());
+    world.post(0, 2, read(1, 0, 100_000, 0));
+    let mut local = work(2, SendOp::Local, 0, 0);
+    local.flags.fence = Fence::All;
+    world.post(0, 2, local.clone());
+    world.nodes[0].asleep = false;
+    world.work(0);
+    assert!(world.nodes[0].toy.locals.is_empty(), "it waits for the read");
+    local.id = 3;
+    local.flags.fence = Fence::None;
+    world.post(0, 2, local);
+    world.run();
+    assert_eq!(world.nodes[0].toy.locals, [(2, 2), (2, 3)]);
+    assert_eq!(world.sends(0), ok([1, 2, 3]));
+}
+
+#[test]
+fn a_fence_waits_for_reads_and_their_number_is_bounded() {
+    let mut world = World::new(2, 1 << 18);
+    world.pair(
+        Service::Rc,
+        Connection {
+            max_initiated: 2,
+            ..Connection::default()
+        },
+    );
+    for id in 0..5 {
+        world.post(0, 2, read(id, 0, 100, 0));
+    }
+    let mut fenced = write(5, 0, 100, 0);
+    fenced.flags.fence = Fence::Reads;
+    world.post(0, 2, fenced);
+    world.work(0);
+    assert_eq!(world.nodes[0].toy.sent.len(), 2, "two reads, and nothing else yet");
+    world.run();
+    assert_eq!(world.sends(0), ok(0..=5));
+}
+
+#[test]
+fn a_connection_with_itself_works() {
+    let mut world = World::new(1, 1 << 18);
+    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    world.bring_up(0, 2, 0, 2, Connection::default());
+    let data = world.fill(0, 0, 100_000, 1);
+    world.receive(0, Queue::Own(2), 1, 120_000, 100_000);
+    world.post(0, 2, send(1, 0, 100_000));
+    world.run();
+    assert_eq!(world.sends(0), ok([1]));
+    assert_eq!(world.bytes(0, 120_000, 100_000), data);
+}
+
+#[test]
+fn the_send_queue_drains_and_goes_on() {
+    let mut world = World::new(2, 1 << 20);
+    world.pair(Service::Rc, Connection::default());
+    world.post(0, 2, write(1, 0, 500_000, 0));
+    world.work(0);
+    world.modify(
+        0,
+        2,
+        Modify {
+            state: Some(State::Sqd),
+            drained_event: true,
+            ..Modify::default()
+        },
+    );
+    world.post(0, 2, write(2, 0, 10, 0));
+    assert!(world.nodes[0].engine.query(2).unwrap().draining);
+    world.run();
+    assert_eq!(world.sends(0), ok([1]));
+    assert_eq!(world.nodes[0].toy.events, [Event::SendQueueDrained { qpn: 2 }]);
+    assert!(!world.nodes[0].engine.query(2).unwrap().draining);
+    world.state(0, 2, State::Rts);
+    world.run();
+    assert_eq!(world.sends(0), ok([1, 2]));
+}
+
+#[test]
+fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(Service::Rc, Connection::default());
+    world.state(1, 3, State::Reset);
+    world.qp(1, 4, Service::Rc, ReceiveFrom::Own);
+    world.modify(
+        0,
+        2,
+        Modify {
+            remote_qpn: Some(4),
+            ..Modify::default()
+        },
+    );
+    world.post(1, 4, write(1, 0, 10, 0));
+    world.bring_up(1, 4, 0, 2, Connection::default());
+    world.state(1, 4, State::Reset);
+    // Back to RTR only.
+    world.state(1, 4, State::Init);
+    let change = Modify {
+        state: Some(State::Rtr),
+        mtu: Some(Mtu::B1024),
+        receive_psn: Some(0xff_fff0),
+        send_psn: Some(0xff_fff0),
+        access: Some(AccessFlags {
+            write: true,
+            ..AccessFlags::default()
+        }),
+        remote_qpn: Some(2),
+        path: Some(world.path_to(0)),
+        ..Modify::default()
+    };
+    world.modify(1, 4, change);
+    world.nodes[1].toy.events.clear();
+    world.post(1, 4, write(2, 0, 10, 0));
+    world.post(0, 2, write(3, 0, 2000, 0));
+    world.run_for(Duration::from_millis(50));
+    assert_eq!(world.sends(0), ok([3]));
+    assert_eq!(world.nodes[1].toy.events, [Event::CommunicationEstablished { qpn: 4 }]);
+    assert_eq!(world.sends(1), []);
+    world.state(1, 4, State::Rts);
+    world.run();
+    assert_eq!(world.sends(1).last(), Some(&(2, Status::Success)));
+}
+
+#[test]
+fn states_follow_each_other_as_the_verbs_say() {
+    let mut world = World::new(1, 4096);
+    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    let node = &mut world.nodes[0];
+    let mut to = |state| {
+        node.engine.modify(
+            &mut node.toy,
+            2,
+            &Modify {
+                state: Some(state),
+                ..Modify::default()
+            },
+        )
+    };
+    use crate::attributes::ModifyError;
+    let refused = |from, to| Err(ModifyError::Transition { from, to });
+    assert_eq!(to(State::Rtr), refused(State::Reset, State::Rtr));
+    assert_eq!(to(State::Rts), refused(State::Reset, State::Rts));
+    assert_eq!(to(State::Init), Ok(()));
+    assert_eq!(to(State::Init), Ok(()));
+    assert_eq!(to(State::Rts), refused(State::Init, State::Rts));
+    assert_eq!(to(State::Sqd), refused(State::Init, State::Sqd));
+    assert_eq!(to(State::Rtr), Ok(()));
+    assert_eq!(to(State::Rts), Ok(()));
+    assert_eq!(to(State::Err), Ok(()));
+    assert_eq!(to(State::Rts), refused(State::Err, State::Rts));
+    assert_eq!(to(State::Reset), Ok(()));
+    let change = Modify {
+        rnr_retry: Some(8),
+        ..Modify::default()
+    };
+    assert_eq!(
+        node.engine.modify(&mut node.toy, 2, &change),
+        Err(ModifyError::Range("RNR retries"))
+    );
+    assert_eq!(node.engine.modify(&mut node.toy, 9, &change), Err(ModifyError::NoQueue));
+}
+
+#[test]
+fn many_queue_pairs_take_turns() {
+    let mut world = World::new(2, 1 << 20);
+    for pair in 0..8 {
+        let (a, b) = (10 + pair, 30 + pair);
+        world.qp(0, a, Service::Rc, ReceiveFrom::Own);
+        world.qp(1, b, Service::Rc, ReceiveFrom::Own);
+        world.bring_up(
+            0,
+            a,
+            1,
+            b,
+            Connection {
+                mtu: Mtu::B4096,
+                ..Connection::default()
+            },
+        );
+        world.bring_up(
+            1,
+            b,
+            0,
+            a,
+            Connection {
+                mtu: Mtu::B4096,
+                ..Connection::default()
+            },
+        );
+    }
+    // One with a lot to do, and seven with little.
+    for id in 0..200 {
+        world.post(0, 10, write(id, 0, 1 << 20, 0));
+    }
+    for pair in 1..8 {
+        world.post(0, 10 + pair, write(1000 + u64::from(pair), 0, 64, 0));
+    }
+    for _ in 0..3 {
+        world.work(0);
+        world.work(1);
+    }
+    world.work(0);
+    let done = world.sends(0);
+    assert!(done.iter().filter(|(id, _)| *id >= 1000).count() == 7, "{done:?}");
+    assert!(done.len() < 20, "{done:?}");
+    world.run();
+    assert_eq!(world.sends(0).len(), 207);
+}
