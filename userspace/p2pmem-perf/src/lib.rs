@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
+//!
+//! [`client`] and [`server`] agree over TCP ([`wire`]) on what is tried; each NIC's part is a [`lane`], with its
+//! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] tells whether every byte arrived, [`stats`] how
+//! fast. [`registration`] measures what it costs to register memory.
+
+pub mod cli;
+pub mod client;
+pub mod lane;
+pub mod memory;
+pub mod pattern;
+pub mod registration;
+pub mod report;
+pub mod server;
+pub mod sizes;
+pub mod stats;
+pub mod sys;
+pub mod waiter;
+pub mod wire;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::Parser;
+
+use cli::{Cli, Command};
+
+/// Runs the program with the process's arguments.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let mut out = std::io::stdout().lock();
+    match run(&cli, &mut out) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            if cli.json {
+                let value = serde_json::json!({ "error": wire::reason(&error), "remedy": remedy(&error) });
+                // Where even that cannot be written the exit code is all that is left to say.
+                let _ = writeln!(out, "{value}");
+            }
+            eprintln!("p2pmem-perf: {}", text(&error));
+            if let Some(remedy) = remedy(&error) {
+                eprintln!("  remedy: {remedy}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Does what the command line says. Returns whether nothing was found to be wrong.
+///
+/// # Errors
+///
+/// Whatever went wrong, with what to do.
+pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
+    match &cli.command {
+        Command::Serve(args) => server::serve(args).map(|()| true),
+        Command::Run(args) => client::run(args, cli.json, out),
+        Command::Register(args) => registration::register(args, cli.json, out).map(|()| true),
+    }
+}
+
+fn known(error: &anyhow::Error) -> Option<&p2pmem::Error> {
+    error.chain().find_map(|link| link.downcast_ref())
+}
+
+fn remedy(error: &anyhow::Error) -> Option<&'static str> {
+    known(error).and_then(p2pmem::Error::remedy)
+}
+
+/// An error with its causes. The library's errors name their own cause, which is not to be said twice.
+fn text(error: &anyhow::Error) -> String {
+    let mut said = Vec::new();
+    for link in error.chain() {
+        said.push(link.to_string());
+        if link.is::<p2pmem::Error>() {
+            break;
+        }
+    }
+    said.join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn an_error_names_its_cause_once_and_its_remedy() {
+        let error = p2pmem::Error::Request("nothing".into());
+        let result: Result<()> = Err(error).context("allocating");
+        let error = result.unwrap_err();
+        assert_eq!(text(&error), "allocating: bad request: nothing");
+        let missing = p2pmem::Device::open_path("/nonexistent/p2pmem").unwrap_err();
+        let error = anyhow::Error::new(missing).context("opening");
+        assert!(
+            text(&error).starts_with("opening: cannot open /nonexistent/p2pmem"),
+            "{}",
+            text(&error)
+        );
+        assert!(remedy(&error).is_some());
+    }
+}

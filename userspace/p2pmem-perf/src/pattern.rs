@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What is sent, and whether it arrived: a pattern that differs in every word of every slot, written before the run and
+//! compared byte by byte after it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::sizes::Slots;
+use crate::sys::Span;
+
+/// Words handled at once.
+const STEP: usize = 8192;
+/// Bytes of a word.
+const WORD: usize = 8;
+
+/// The finaliser of SplitMix64: every bit of the argument changes about half of the result's.
+fn mixed(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// What a slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Content {
+    /// The payload of a source slot.
+    Source(u64),
+    /// What a target is filled with before the run: no payload, and different in every run.
+    Untouched,
+}
+
+impl Content {
+    /// Where its sequence of words starts.
+    fn start(self, seed: u64) -> u64 {
+        match self {
+            Self::Source(slot) => mixed(seed ^ mixed(slot.wrapping_add(1))),
+            Self::Untouched => mixed(!seed),
+        }
+    }
+
+    /// Its words from word `first` on.
+    fn words(self, seed: u64, first: u64, words: &mut [u64]) {
+        let start = self.start(seed).wrapping_add(first);
+        for (i, word) in (0..).zip(words) {
+            *word = mixed(start.wrapping_add(i)).to_le();
+        }
+    }
+}
+
+/// The first byte that is not what it must be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wrong {
+    /// Bytes that are wrong, in all.
+    pub bytes: u64,
+    /// Where the first of them is in the target.
+    pub first_at: u64,
+    /// What it is.
+    pub got: u8,
+    /// What it should be.
+    pub want: u8,
+}
+
+/// What was found in a target.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Checked {
+    /// Bytes compared.
+    pub bytes: u64,
+    /// CRC-32C of them.
+    pub crc32c: u32,
+    /// CRC-32C of what they should be.
+    pub expected_crc32c: u32,
+    /// Where they differ.
+    pub wrong: Option<Wrong>,
+}
+
+impl Checked {
+    /// Whether every byte is right.
+    pub fn is_right(&self) -> bool {
+        self.wrong.is_none() && self.crc32c == self.expected_crc32c
+    }
+}
+
+/// Walks over `len` bytes at `at` in steps: (offset in the span, index of the first word, number of words).
+fn steps(at: usize, len: usize) -> impl Iterator<Item = (usize, u64, usize)> {
+    let words = len / WORD;
+    (0..words)
+        .step_by(STEP)
+        .map(move |first| (at + first * WORD, first as u64, (words - first).min(STEP)))
+}
+
+fn fill(span: &Span, at: u64, len: u64, content: Content, seed: u64) {
+    let mut words = vec![0; STEP];
+    for (at, first, count) in steps(at as usize, len as usize) {
+        content.words(seed, first, &mut words[..count]);
+        span.write(at, bytemuck::cast_slice(&words[..count]));
+    }
+}
+
+/// Fills the source slots with their payload.
+pub fn fill_source(span: &Span, slots: &Slots, seed: u64) {
+    for slot in 0..slots.source {
+        fill(span, slots.source_at(slot), slots.stride(), Content::Source(slot), seed);
+    }
+}
+
+/// Fills the target slots, and `guard` bytes behind them, with what no message has.
+pub fn fill_target(span: &Span, slots: &Slots, guard: u64, seed: u64) {
+    fill(span, 0, slots.target_bytes() + guard, Content::Untouched, seed);
+}
+
+/// Compares all target slots with what they must hold after `messages` messages; the bytes between slots and `guard`
+/// bytes behind the last one must be untouched.
+pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Checked {
+    let mut check = Checker::new(seed);
+    for slot in 0..slots.target {
+        let at = slots.target_at(slot);
+        let payload = match slots.last_to(slot, messages) {
+            Some(message) => Content::Source(message % slots.source),
+            None => Content::Untouched,
+        };
+        // What is untouched counts its words from the target's first byte on.
+        let from = if payload == Content::Untouched { at } else { 0 };
+        check.compare(span, at, slots.size, payload, from);
+        let rest = at + slots.size;
+        check.compare(span, rest, slots.stride() - slots.size, Content::Untouched, rest);
+    }
+    check.compare(
+        span,
+        slots.target_bytes(),
+        guard,
+        Content::Untouched,
+        slots.target_bytes(),
+    );
+    check.result
+}
+
+struct Checker {
+    seed: u64,
+    got: Vec<u64>,
+    want: Vec<u64>,
+    result: Checked,
+}
+
+impl Checker {
+    fn new(seed: u64) -> Self {
+        Self {
+            seed,
+            got: vec![0; STEP],
+            want: vec![0; STEP],
+            result: Checked {
+                bytes: 0,
+                crc32c: 0,
+                expected_crc32c: 0,
+                wrong: None,
+            },
+        }
+    }
+
+    /// Compares `len` bytes at `at` with `content` from its byte `from` on.
+    fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) {
+        for (at, first, count) in steps(at as usize, len as usize) {
+            content.words(self.seed, from / WORD as u64 + first, &mut self.want[..count]);
+            let got: &mut [u8] = bytemuck::cast_slice_mut(&mut self.got[..count]);
+            span.read(at, got);
+            let want: &[u8] = bytemuck::cast_slice(&self.want[..count]);
+            let result = &mut self.result;
+            result.bytes += got.len() as u64;
+            result.crc32c = crc32c::crc32c_append(result.crc32c, got);
+            result.expected_crc32c = crc32c::crc32c_append(result.expected_crc32c, want);
+            if got == want {
+                continue;
+            }
+            for (i, (got, want)) in got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want) {
+                let wrong = result.wrong.get_or_insert(Wrong {
+                    bytes: 0,
+                    first_at: (at + i) as u64,
+                    got: *got,
+                    want: *want,
+                });
+                wrong.bytes += 1;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SEED: u64 = 7;
+    const GUARD: u64 = 4096;
+
+    /// Source and target as after `messages` messages without a fault.
+    fn moved(slots: &Slots, messages: u64) -> (Span, Span) {
+        let source = Span::host(slots.source_bytes() as usize).unwrap();
+        let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
+        fill_source(&source, slots, SEED);
+        fill_target(&target, slots, GUARD, SEED);
+        let mut message = vec![0; slots.size as usize];
+        for i in 0..messages {
+            source.read(slots.source_at(i) as usize, &mut message);
+            target.write(slots.target_at(i) as usize, &message);
+        }
+        (source, target)
+    }
+
+    #[test]
+    fn what_arrived_is_right() {
+        for (size, depth, messages) in [(4096, 4, 23), (8, 3, 100), (131_080, 2, 5), (4096, 4, 0), (4096, 4, 2)] {
+            let slots = Slots::new(size, depth, 1 << 30);
+            let (_, target) = moved(&slots, messages);
+            let checked = check_target(&target, &slots, GUARD, SEED, messages);
+            assert!(checked.is_right(), "{size} {depth} {messages}: {checked:?}");
+            assert_eq!(checked.bytes, slots.target_bytes() + GUARD);
+        }
+    }
+
+    #[test]
+    fn a_message_lost_at_the_end_is_found() {
+        let slots = Slots::new(4096, 4, 1 << 30);
+        for lost in 1..=slots.target {
+            let (_, target) = moved(&slots, 50 - lost);
+            let checked = check_target(&target, &slots, GUARD, SEED, 50);
+            let wrong = checked.wrong.clone().unwrap();
+            assert!(!checked.is_right());
+            // Nearly every byte of the messages that are missing differs.
+            assert!(wrong.bytes > lost * 4000, "{lost}: {wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_single_wrong_byte_is_found_wherever_it_is() {
+        let slots = Slots::new(4104, 2, 1 << 30);
+        // In a payload, between two slots, behind the last one.
+        for at in [
+            0,
+            4103,
+            4104,
+            8191,
+            8192 + 77,
+            slots.target_bytes(),
+            slots.target_bytes() + GUARD - 1,
+        ] {
+            let (_, target) = moved(&slots, 9);
+            let mut byte = [0];
+            target.read(at as usize, &mut byte);
+            target.write(at as usize, &[byte[0] ^ 0x10]);
+            let checked = check_target(&target, &slots, GUARD, SEED, 9);
+            let wrong = checked.wrong.clone().unwrap();
+            assert_eq!((wrong.bytes, wrong.first_at), (1, at), "{checked:?}");
+            assert_eq!((wrong.got, wrong.want), (byte[0] ^ 0x10, byte[0]));
+            assert_ne!(checked.crc32c, checked.expected_crc32c);
+        }
+    }
+
+    #[test]
+    fn another_runs_content_is_wrong() {
+        let slots = Slots::new(4096, 2, 1 << 30);
+        let (_, target) = moved(&slots, 9);
+        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_right());
+    }
+}

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `register`: what it costs to register memory with a NIC, by kind of memory and size.
+
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, Result};
+use p2pmem::human_size;
+use serde::Serialize;
+
+use crate::cli::{Kind, RegisterArgs};
+use crate::lane::open_nics;
+use crate::memory::{Memory, Place, Source};
+use crate::sys::cpu_time;
+use crate::sys::verbs::Domain;
+
+/// What registering memory of one kind and size took.
+#[derive(Debug, Clone, Serialize)]
+pub struct Cost {
+    /// Kind of memory.
+    pub memory: &'static str,
+    /// How it was registered.
+    pub road: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Registrations made.
+    pub times: u32,
+    /// Nanoseconds of the cheapest registration.
+    pub register_ns: u64,
+    /// Nanoseconds of the one in the middle.
+    pub register_median_ns: u64,
+    /// Nanoseconds of the processor's time that this program took for the cheapest in that respect.
+    pub register_cpu_ns: u64,
+    /// Nanoseconds of the cheapest end of a registration.
+    pub deregister_ns: u64,
+}
+
+/// All that was measured.
+#[derive(Debug, Clone, Serialize)]
+pub struct Costs {
+    /// The NIC.
+    pub nic: String,
+    /// One for each kind and size, in the order in which they were asked for.
+    pub costs: Vec<Cost>,
+}
+
+/// Measures, and prints.
+///
+/// # Errors
+///
+/// There is no such memory, or the NIC cannot have it; with what to do.
+pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let nics = open_nics(args.nic.as_slice())?;
+    let [nic] = nics.as_slice() else {
+        bail!("more than one NIC")
+    };
+    let domain = Domain::new(nic.clone())?;
+    let mut costs = Costs {
+        nic: nic.name().to_owned(),
+        costs: Vec::new(),
+    };
+    if !json {
+        writeln!(
+            out,
+            "Registering with {}: the cheapest of {}, in nanoseconds",
+            costs.nic, args.iters
+        )?;
+        writeln!(
+            out,
+            "{:<12} {:<10} {:>10} {:>12} {:>12}",
+            "MEMORY", "ROAD", "SIZE", "REGISTER", "DEREGISTER"
+        )?;
+    }
+    for kind in &args.memory {
+        for bytes in &args.size.0 {
+            let cost = measure(args, *kind, *bytes, &domain)?;
+            if !json {
+                let size = human_size(cost.bytes);
+                let (on, busy, off) = (cost.register_ns, cost.register_cpu_ns, cost.deregister_ns);
+                writeln!(
+                    out,
+                    "{:<12} {:<10} {size:>10} {on:>12} {busy:>12} {off:>12}",
+                    cost.memory, cost.road
+                )?;
+                out.flush()?;
+            }
+            costs.costs.push(cost);
+        }
+    }
+    if json {
+        serde_json::to_writer(&mut *out, &costs)?;
+        writeln!(out)?;
+    }
+    Ok(())
+}
+
+fn measure(args: &RegisterArgs, kind: Kind, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
+    let place = Place {
+        kind,
+        provider: args.provider.as_deref(),
+        device: &args.device,
+    };
+    let mut source = Source::new(place, domain.nic().name(), bytes)?;
+    let (mut on, mut busy, mut off, mut road) = (Vec::new(), Vec::new(), Vec::new(), String::new());
+    for _ in 0..args.iters {
+        let (start, work) = (Instant::now(), cpu_time());
+        let memory: Memory = source.register(domain)?;
+        on.push(start.elapsed());
+        busy.push(cpu_time().saturating_sub(work));
+        road = memory.road();
+        let start = Instant::now();
+        source = memory.deregister()?;
+        off.push(start.elapsed());
+    }
+    on.sort_unstable();
+    let ns = |time: Option<&Duration>| time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+    Ok(Cost {
+        memory: kind.name(),
+        road,
+        bytes,
+        times: args.iters,
+        register_ns: ns(on.first()),
+        register_median_ns: ns(on.get(on.len() / 2)),
+        register_cpu_ns: ns(busy.iter().min()),
+        deregister_ns: ns(off.iter().min()),
+    })
+}

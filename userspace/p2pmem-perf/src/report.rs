@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the client reports.
+
+use std::io::{self, Write};
+
+use p2pmem::human_size;
+use serde::Serialize;
+
+use crate::pattern::Checked;
+use crate::stats::Speed;
+use crate::wire::{Mode, Side, Test};
+
+/// One NIC's messages of one size.
+#[derive(Debug, Clone, Serialize)]
+pub struct LaneResult {
+    /// The client's NIC.
+    pub nic: String,
+    /// How fast.
+    #[serde(flatten)]
+    pub speed: Speed,
+    /// Bytes the client's processor copied.
+    pub copied_client: u64,
+    /// Bytes the server's processor copied.
+    pub copied_server: u64,
+    /// What the target holds; none where that was not asked for.
+    pub checked: Option<Checked>,
+}
+
+/// All messages of one size.
+#[derive(Debug, Clone, Serialize)]
+pub struct SizeResult {
+    /// How fast all NICs were together.
+    #[serde(flatten)]
+    pub speed: Speed,
+    /// Bytes of payload per second, in GiB.
+    pub gib_per_s: f64,
+    /// Whether every byte is right; none where they were not compared.
+    pub verified: Option<bool>,
+    /// Each NIC's part.
+    pub nics: Vec<LaneResult>,
+}
+
+impl SizeResult {
+    /// Of the NICs' results; `all` is what they did together.
+    pub fn new(all: Speed, nics: Vec<LaneResult>) -> Self {
+        let verified = nics
+            .iter()
+            .map(|nic| nic.checked.as_ref().map(Checked::is_right))
+            .reduce(|all, one| Some(all? && one?))
+            .flatten();
+        // One NIC's peak is that of all.
+        let speed = match nics.as_slice() {
+            [only] => only.speed,
+            _ => all,
+        };
+        Self {
+            speed,
+            gib_per_s: speed.average_mib_per_s / 1024.0,
+            verified,
+            nics,
+        }
+    }
+}
+
+/// The whole report.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// What was tried.
+    pub test: Test,
+    /// Who copied staged payload.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub copied_by: Option<&'static str>,
+    /// The client's side.
+    pub client: Side,
+    /// The server's side.
+    pub server: Side,
+    /// One for each size.
+    pub results: Vec<SizeResult>,
+}
+
+impl Report {
+    /// Without results so far.
+    pub fn new(test: Test, client: Side, server: Side) -> Self {
+        Self {
+            copied_by: test.staged.then_some("processor"),
+            test,
+            client,
+            server,
+            results: Vec::new(),
+        }
+    }
+
+    /// Whether nothing was found to be wrong.
+    pub fn is_right(&self) -> bool {
+        self.results.iter().all(|result| result.verified != Some(false))
+    }
+
+    /// What precedes the columns.
+    pub fn heading(&self) -> String {
+        let side = |side: &Side| {
+            let memory = match side.providers.as_slice() {
+                [] => "host memory".to_owned(),
+                list => format!("{} memory ({})", side.memory, list.join(", ")),
+            };
+            format!(
+                "{memory} by {}, registered by {}",
+                side.nics.join("+"),
+                side.registration
+            )
+        };
+        let test = &self.test;
+        let mut how = match test.mode {
+            Mode::Write => "RDMA WRITE, client to server",
+            Mode::Read => "RDMA READ, server to client",
+            Mode::Send => "SEND, client to server",
+        }
+        .to_owned();
+        if test.staged {
+            how += ", staged through host memory on both sides, copied by the processor";
+        }
+        if test.is_handed_over() {
+            how += ", each handed over";
+        }
+        format!(
+            " {how}\n client: {}\n server: {}\n {} under way at once\n{}",
+            side(&self.client),
+            side(&self.server),
+            test.depth,
+            Speed::HEADER
+        )
+    }
+
+    /// Writes one size's lines.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing.
+    pub fn lines(result: &SizeResult, out: &mut dyn Write) -> io::Result<()> {
+        writeln!(out, "{}", result.speed.line())?;
+        if result.nics.len() > 1 {
+            for nic in &result.nics {
+                writeln!(out, "{} {}", nic.speed.line(), nic.nic)?;
+            }
+        }
+        for nic in &result.nics {
+            let Some(checked) = &nic.checked else { continue };
+            match &checked.wrong {
+                None => writeln!(
+                    out,
+                    "   {}: {} compared, CRC-32C {:08x}, all right",
+                    nic.nic,
+                    human_size(checked.bytes),
+                    checked.crc32c
+                )?,
+                Some(wrong) => writeln!(
+                    out,
+                    "   {}: WRONG: {} of {} bytes, the first at {:#x}: {:#04x}, not {:#04x}; CRC-32C {:08x}, not {:08x}",
+                    nic.nic,
+                    wrong.bytes,
+                    checked.bytes,
+                    wrong.first_at,
+                    wrong.got,
+                    wrong.want,
+                    checked.crc32c,
+                    checked.expected_crc32c
+                )?,
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pattern::Wrong;
+    use crate::stats::Times;
+    use std::time::Duration;
+
+    fn nic(checked: Option<Checked>) -> LaneResult {
+        let times = Times {
+            posted: vec![Duration::ZERO],
+            done: vec![Duration::from_millis(1)],
+        };
+        LaneResult {
+            nic: "mlx5_0".into(),
+            speed: Speed::new(1 << 20, &times),
+            copied_client: 0,
+            copied_server: 0,
+            checked,
+        }
+    }
+
+    fn checked(wrong: bool) -> Checked {
+        Checked {
+            bytes: 4096,
+            crc32c: 1,
+            expected_crc32c: if wrong { 2 } else { 1 },
+            wrong: wrong.then_some(Wrong {
+                bytes: 1,
+                first_at: 16,
+                got: 1,
+                want: 2,
+            }),
+        }
+    }
+
+    fn text(result: &SizeResult) -> String {
+        let mut out = Vec::new();
+        Report::lines(result, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn all_nics_must_be_right() {
+        let all = Speed::of_all(1 << 20, &[]);
+        let verified = |nics| SizeResult::new(all, nics).verified;
+        assert_eq!(verified(vec![nic(None)]), None);
+        assert_eq!(verified(vec![nic(Some(checked(false)))]), Some(true));
+        assert_eq!(
+            verified(vec![nic(Some(checked(false))), nic(Some(checked(true)))]),
+            Some(false)
+        );
+        assert_eq!(verified(vec![nic(Some(checked(false))), nic(None)]), None);
+    }
+
+    #[test]
+    fn wrong_bytes_are_shown() {
+        let all = Speed::of_all(1 << 20, &[]);
+        let good = text(&SizeResult::new(all, vec![nic(Some(checked(false)))]));
+        assert!(good.starts_with(" 1048576 ") && good.contains("all right"), "{good}");
+        let bad = text(&SizeResult::new(all, vec![nic(Some(checked(true))), nic(None)]));
+        assert!(
+            bad.contains("WRONG: 1 of 4096 bytes, the first at 0x10: 0x01, not 0x02"),
+            "{bad}"
+        );
+        // All together, and each.
+        assert_eq!(bad.matches(" 1048576 ").count(), 3, "{bad}");
+    }
+
+    #[test]
+    fn json_has_no_nested_speeds() {
+        let json = serde_json::to_value(SizeResult::new(Speed::of_all(4096, &[]), vec![nic(None)])).unwrap();
+        assert_eq!(json["bytes"], 1 << 20);
+        assert!((json["gib_per_s"].as_f64().unwrap() - 1000.0 / 1024.0).abs() < 1e-6);
+        assert_eq!(json["nics"][0]["nic"], "mlx5_0");
+        assert!(json["verified"].is_null());
+    }
+}

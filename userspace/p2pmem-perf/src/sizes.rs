@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Sizes as one types them (`2M`, `4K,64K`, `4K-64M`), and how many slots of a size a buffer has.
+
+use std::fmt;
+
+/// Smallest message: what is read and written by the word must be whole words.
+pub const SMALLEST: u64 = 8;
+/// Largest message: verbs give lengths as 32 bits with the top one reserved.
+pub const LARGEST: u64 = 1 << 30;
+/// Messages start on this boundary in a buffer.
+pub const SLOT_ALIGN: u64 = 4096;
+
+/// Parses one size such as `16M`, `1GiB` or `4096`; units are powers of 1024.
+///
+/// # Errors
+///
+/// What is wrong with the text, as a sentence for the command line.
+pub fn size(text: &str) -> Result<u64, String> {
+    parse_size::Config::new()
+        .with_binary()
+        .parse_size(text)
+        .map_err(|why| format!("{why}: give a number of bytes, or one with a unit, such as 64K, 2M or 1GiB"))
+}
+
+/// Sizes of messages, in bytes, in the order in which they are tried.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sizes(pub Vec<u64>);
+
+impl std::str::FromStr for Sizes {
+    type Err = String;
+
+    /// Takes a list of sizes and ranges; a range `A-B` is A, 2A, 4A and so on, up to B.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut sizes = Vec::new();
+        for part in text.split(',') {
+            match part.split_once('-') {
+                Some((first, last)) => {
+                    let (first, last) = (message(first)?, message(last)?);
+                    if first > last {
+                        return Err(format!("the range {part} is empty: give the smaller size first"));
+                    }
+                    sizes.extend(std::iter::successors(Some(first), |size| Some(size * 2)).take_while(|s| *s <= last));
+                }
+                None => sizes.push(message(part)?),
+            }
+        }
+        Ok(Self(sizes))
+    }
+}
+
+impl fmt::Display for Sizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words: Vec<_> = self.0.iter().map(|size| p2pmem::human_size(*size)).collect();
+        f.write_str(&words.join(", "))
+    }
+}
+
+fn message(text: &str) -> Result<u64, String> {
+    let bytes = size(text.trim())?;
+    check_message(bytes)?;
+    Ok(bytes)
+}
+
+/// Tells whether messages can have this size.
+///
+/// # Errors
+///
+/// Why they cannot.
+pub fn check_message(bytes: u64) -> Result<(), String> {
+    if (SMALLEST..=LARGEST).contains(&bytes) && bytes % SMALLEST == 0 {
+        Ok(())
+    } else {
+        Err(format!(
+            "{bytes} bytes are no size for messages: give a multiple of {SMALLEST} from {SMALLEST} bytes to 1 GiB"
+        ))
+    }
+}
+
+/// Places for messages of one size in the buffers of both sides.
+///
+/// Message `i` goes from source slot `i % source` to target slot `i % target`. As there is one target slot more than
+/// there are source slots, a slot gets another content each time, and what it holds in the end tells that the last
+/// message for it arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slots {
+    /// Bytes of a message.
+    pub size: u64,
+    /// Slots with payload to send, at least 2.
+    pub source: u64,
+    /// Slots to send to: one more.
+    pub target: u64,
+}
+
+impl Slots {
+    /// As many slots as messages may be under way, within a budget of bytes, but two sources at least.
+    pub fn new(size: u64, depth: u64, budget: u64) -> Self {
+        let source = depth.min(budget / size).max(2);
+        Self {
+            size,
+            source,
+            target: source + 1,
+        }
+    }
+
+    /// Bytes from one slot to the next.
+    pub fn stride(&self) -> u64 {
+        self.size.next_multiple_of(SLOT_ALIGN)
+    }
+
+    /// Bytes of all slots of the source.
+    pub fn source_bytes(&self) -> u64 {
+        self.source * self.stride()
+    }
+
+    /// Bytes of all slots of the target.
+    pub fn target_bytes(&self) -> u64 {
+        self.target * self.stride()
+    }
+
+    /// First byte of the source slot of a message.
+    pub fn source_at(&self, message: u64) -> u64 {
+        message % self.source * self.stride()
+    }
+
+    /// First byte of the target slot of a message.
+    pub fn target_at(&self, message: u64) -> u64 {
+        message % self.target * self.stride()
+    }
+
+    /// The last of `messages` messages that went to a target slot; none where none did.
+    pub fn last_to(&self, slot: u64, messages: u64) -> Option<u64> {
+        let newest = messages.checked_sub(1)?;
+        let back = (newest % self.target + self.target - slot) % self.target;
+        newest.checked_sub(back)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn lists_and_ranges() {
+        let sizes = |text: &str| text.parse::<Sizes>().map(|sizes| sizes.0);
+        assert_eq!(sizes("2M"), Ok(vec![2 << 20]));
+        assert_eq!(sizes("4K,2M, 64"), Ok(vec![4096, 2 << 20, 64]));
+        assert_eq!(sizes("4K-64M").unwrap().len(), 15);
+        assert_eq!(sizes("4K-20K"), Ok(vec![4096, 8192, 16384]));
+        for text in ["", "0", "7", "12", "2M-4K", "4K-", "-", "2G", "x", "4K,,8K"] {
+            let why = sizes(text).unwrap_err();
+            assert!(why.contains("give"), "{text}: {why}");
+        }
+    }
+
+    #[test]
+    fn slots_fit_the_budget() {
+        let slots = Slots::new(2 << 20, 16, 32 << 20);
+        assert_eq!((slots.source, slots.target), (16, 17));
+        assert_eq!((slots.source_at(17), slots.target_at(17)), (2 << 20, 0));
+        let large = Slots::new(64 << 20, 16, 32 << 20);
+        assert_eq!((large.source, large.target), (2, 3));
+        assert_eq!(Slots::new(8, 1, 1 << 20).stride(), 4096);
+    }
+
+    proptest! {
+        #[test]
+        fn the_last_message_to_a_slot_is_the_last(depth in 1u64..20, messages in 0u64..200) {
+            let slots = Slots::new(4096, depth, 1 << 30);
+            for slot in 0..slots.target {
+                let last = (0..messages).rev().find(|message| message % slots.target == slot);
+                prop_assert_eq!(slots.last_to(slot, messages), last);
+            }
+        }
+
+        #[test]
+        fn a_target_slot_never_gets_the_same_content_twice_in_a_row(depth in 1u64..64, message in 0u64..1_000_000) {
+            let slots = Slots::new(4096, depth, 1 << 30);
+            prop_assert_ne!(slots.source_at(message), slots.source_at(message + slots.target));
+        }
+    }
+}

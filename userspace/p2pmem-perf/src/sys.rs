@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Everything of this program that is unsafe: memory that devices change while it is looked at (here), and verbs as
+//! libibverbs has them (below).
+
+#![allow(unsafe_code)]
+
+pub mod verbs;
+
+use std::fmt;
+use std::io;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
+
+use p2pmem::Mapping;
+
+/// Bytes of a word, the widest single access.
+const WORD: usize = 8;
+
+/// Whose memory a span is.
+#[derive(Debug)]
+enum Owner {
+    /// An own anonymous mapping.
+    Host,
+    /// A mapped buffer.
+    Buffer(#[allow(dead_code)] Mapping),
+}
+
+/// Memory that devices may read and write at any time: host memory or a mapped buffer.
+///
+/// No reference into it ever exists; every access is volatile, happens once, and is as wide as alignment allows, up to
+/// 8 bytes. Clones are the same memory.
+///
+/// # Invariants
+///
+/// `len` bytes from `start` on, page-aligned, are mapped for reading and writing as long as `owner` lives.
+#[derive(Clone)]
+pub struct Span {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    start: NonNull<u8>,
+    len: usize,
+    owner: Owner,
+}
+
+// SAFETY: by the type's invariant the memory is mapped for the whole process. All accesses are volatile and no
+// references exist, so that threads may race on it as devices do: what a racing read gives is some value, no more.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Span({:?}, {:#x} bytes)", self.inner.start, self.inner.len)
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if matches!(self.owner, Owner::Host) {
+            // SAFETY: by the invariant this is our own mapping, and nobody has it any more.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+        }
+    }
+}
+
+impl Span {
+    /// Host memory, zeroed and present.
+    ///
+    /// # Errors
+    ///
+    /// There is not as much.
+    pub fn host(len: usize) -> io::Result<Self> {
+        // SAFETY: a new anonymous mapping touches nothing that exists.
+        let start = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
+                -1,
+                0,
+            )
+        };
+        match NonNull::new(start.cast::<u8>()) {
+            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => {
+                // A child of a fork would otherwise share the pages, and the NIC go on with either's.
+                // SAFETY: the range is the mapping just made; the advice changes nothing for this process.
+                unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_DONTFORK) };
+                // INVARIANT: mapped just now, unmapped by `drop`.
+                let owner = Owner::Host;
+                Ok(Self {
+                    inner: Arc::new(Inner { start, len, owner }),
+                })
+            }
+            _ => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// A mapped buffer.
+    pub fn buffer(mapping: Mapping) -> Self {
+        let start = NonNull::new(mapping.as_ptr()).unwrap_or(NonNull::dangling());
+        let len = mapping.len();
+        // INVARIANT: the mapping is as long as it says until it is dropped, and we own it.
+        let owner = Owner::Buffer(mapping);
+        Self {
+            inner: Arc::new(Inner { start, len, owner }),
+        }
+    }
+
+    /// Its length in bytes.
+    #[allow(clippy::len_without_is_empty)] // no mapping is empty
+    pub fn len(&self) -> usize {
+        self.inner.len
+    }
+
+    /// Its address, for registration.
+    pub fn address(&self) -> u64 {
+        self.inner.start.as_ptr() as u64
+    }
+
+    fn at(&self, at: usize, len: usize) -> *mut u8 {
+        let inside = at.checked_add(len).is_some_and(|end| end <= self.inner.len);
+        assert!(inside, "{len} bytes at {at} are not inside {self:?}");
+        // SAFETY: `at` is within the mapping, as just checked.
+        unsafe { self.inner.start.as_ptr().add(at) }
+    }
+
+    /// Reads bytes from byte `at` on.
+    ///
+    /// # Panics
+    ///
+    /// They are not inside.
+    pub fn read(&self, at: usize, to: &mut [u8]) {
+        let from = self.at(at, to.len());
+        // SAFETY: `at` checked that the source is inside the mapping; the target is a slice of that length.
+        unsafe { copy(from, to.as_mut_ptr(), to.len()) }
+    }
+
+    /// Writes bytes from byte `at` on.
+    ///
+    /// # Panics
+    ///
+    /// They are not inside.
+    pub fn write(&self, at: usize, from: &[u8]) {
+        let to = self.at(at, from.len());
+        // SAFETY: `at` checked that the target is inside the mapping; the source is a slice of that length.
+        unsafe { copy(from.as_ptr(), to, from.len()) }
+    }
+
+    /// Copies `len` bytes to another span.
+    ///
+    /// # Panics
+    ///
+    /// They are not inside one of the two.
+    pub fn copy_to(&self, at: usize, other: &Self, other_at: usize, len: usize) {
+        let (from, to) = (self.at(at, len), other.at(other_at, len));
+        // SAFETY: `at` checked both ranges.
+        unsafe { copy(from, to, len) }
+    }
+
+    /// Makes what was written visible to devices before what follows.
+    pub fn flush(&self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the instruction orders stores and has no other effect; every x86-64 has it.
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+/// Time that this process has run on processors, in the kernel and outside.
+pub fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the time is ours to be written. Every Linux has the clock, so that it cannot fail.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::from_secs(seconds) + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// Copies bytes by volatile accesses: words where both sides are aligned alike, else bytes.
+///
+/// # Safety
+///
+/// `from` must be readable and `to` writable for `len` bytes.
+unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
+    let mut at = 0;
+    if from as usize % WORD == 0 && to as usize % WORD == 0 {
+        while at + WORD <= len {
+            // SAFETY: both are aligned and inside, as the caller promises.
+            unsafe {
+                let word = ptr::read_volatile(from.add(at).cast::<u64>());
+                ptr::write_volatile(to.add(at).cast::<u64>(), word);
+            }
+            at += WORD;
+        }
+    }
+    while at < len {
+        // SAFETY: inside, as the caller promises.
+        unsafe { ptr::write_volatile(to.add(at), ptr::read_volatile(from.add(at))) };
+        at += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let span = Span::host(8192).unwrap();
+        let bytes: Vec<u8> = (0..=255).collect();
+        for at in [0, 8, 3, 4096 - 1, 8192 - 256] {
+            span.write(at, &bytes);
+            let mut back = vec![0; 256];
+            span.read(at, &mut back);
+            assert_eq!(back, bytes, "{at}");
+        }
+        let other = Span::host(4096).unwrap();
+        span.copy_to(8192 - 256, &other, 5, 256);
+        let mut back = vec![0; 256];
+        other.read(5, &mut back);
+        assert_eq!(back, bytes);
+        other.flush();
+        let same = other.clone();
+        drop(other);
+        assert_eq!(same.len(), 4096);
+    }
+
+    #[test]
+    fn a_mapped_buffer_is_a_span_too() {
+        let device = p2pmem::fake::Fake::example().device();
+        let mapping = device.alloc(&p2pmem::Request::new(4096)).unwrap().map().unwrap();
+        let span = Span::buffer(mapping);
+        span.write(4088, &7u64.to_le_bytes());
+        let mut word = [0; 8];
+        span.read(4088, &mut word);
+        assert_eq!(u64::from_le_bytes(word), 7);
+        assert_eq!(span.len(), 4096);
+    }
+
+    #[test]
+    #[should_panic(expected = "not inside")]
+    fn nothing_outside_is_read() {
+        Span::host(4096).unwrap().read(4090, &mut [0; 8]);
+    }
+
+    #[test]
+    #[should_panic(expected = "not inside")]
+    fn no_overflow_is_inside() {
+        Span::host(4096).unwrap().write(usize::MAX, &[0; 8]);
+    }
+
+    #[test]
+    fn work_takes_time() {
+        let before = cpu_time();
+        let span = Span::host(1 << 20).unwrap();
+        let other = Span::host(1 << 20).unwrap();
+        while cpu_time() == before {
+            span.copy_to(0, &other, 0, 1 << 20);
+        }
+        assert!(cpu_time() > before);
+    }
+
+    #[test]
+    fn there_may_not_be_as_much() {
+        assert!(Span::host(usize::MAX / 2).is_err());
+    }
+}

@@ -1,0 +1,884 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Verbs: NICs, registered memory, queue pairs and completions, each kept alive by what is made of it.
+//!
+//! What a work request names, local or remote, is checked by the NIC against its keys, and a key is valid no longer
+//! than its registration lives. So posting any addresses is safe: the worst that comes of it is a completion with an
+//! error.
+
+use std::ffi::CStr;
+use std::fmt;
+use std::io;
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
+
+use p2pmem::{Access, Buffer, Pd, Registration};
+use rdma_mummy_sys as ffi;
+
+use super::Span;
+use crate::wire::{Endpoint, Link};
+
+/// The only port that is used, as on most NICs.
+const PORT: u8 = 1;
+
+/// An errno that a verb returned, as an error.
+fn errno(returned: libc::c_int) -> io::Result<()> {
+    match returned {
+        0 => Ok(()),
+        // Most give the errno itself, some its negative, and -1 means that it is in `errno`.
+        -1 => Err(io::Error::last_os_error()),
+        other => Err(io::Error::from_raw_os_error(other.abs())),
+    }
+}
+
+/// The list of NICs, while it lives.
+struct List {
+    devices: NonNull<*mut ffi::ibv_device>,
+    count: usize,
+}
+
+impl List {
+    fn new() -> io::Result<Self> {
+        let mut count = 0;
+        // SAFETY: the count is ours to be written.
+        let devices = unsafe { ffi::ibv_get_device_list(&mut count) };
+        match NonNull::new(devices) {
+            Some(devices) => Ok(Self {
+                devices,
+                count: usize::try_from(count).unwrap_or(0),
+            }),
+            None => Err(io::Error::last_os_error()),
+        }
+    }
+
+    /// The NICs and their names.
+    fn iter(&self) -> impl Iterator<Item = (*mut ffi::ibv_device, String)> + '_ {
+        (0..self.count).map(|i| {
+            // SAFETY: the list has `count` entries; a device's name is a C string that lives as long as the list.
+            unsafe {
+                let device = *self.devices.as_ptr().add(i);
+                let name = ffi::ibv_get_device_name(device);
+                (device, CStr::from_ptr(name).to_string_lossy().into_owned())
+            }
+        })
+    }
+}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // SAFETY: it came from ibv_get_device_list and is freed once. Open devices hold their own reference.
+        unsafe { ffi::ibv_free_device_list(self.devices.as_ptr()) };
+    }
+}
+
+/// Names of the NICs of this machine.
+///
+/// # Errors
+///
+/// EOPNOTSUPP where libibverbs is not installed, ENOSYS where the kernel has no RDMA.
+pub fn nics() -> io::Result<Vec<String>> {
+    Ok(List::new()?.iter().map(|(_, name)| name).collect())
+}
+
+/// What a NIC can do at once.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Work requests in a queue.
+    pub queue: u32,
+    /// RDMA READs and atomics that a queue pair answers at once.
+    pub reads_answered: u8,
+    /// The same that it asks at once.
+    pub reads_asked: u8,
+}
+
+/// What a port is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Port {
+    /// Whether it can carry traffic.
+    pub is_active: bool,
+    /// What it is a port to.
+    pub link: Link,
+    /// Local identifier.
+    pub lid: u16,
+    /// Largest packet, in bytes.
+    pub mtu: u32,
+}
+
+/// An open NIC.
+///
+/// # Invariants
+///
+/// `raw` is open until this is dropped.
+pub struct Nic {
+    raw: NonNull<ffi::ibv_context>,
+    name: String,
+}
+
+// SAFETY: libibverbs may be called for one context by any threads at once.
+unsafe impl Send for Nic {}
+// SAFETY: as above.
+unsafe impl Sync for Nic {}
+
+impl fmt::Debug for Nic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl Nic {
+    /// Opens the NIC of that name; none where there is none.
+    ///
+    /// # Errors
+    ///
+    /// EPERM or EACCES: its device file may not be opened. Those of [`nics`].
+    pub fn open(name: &str) -> io::Result<Option<Arc<Self>>> {
+        let list = List::new()?;
+        let found = list.iter().find(|(_, other)| other == name);
+        let Some((device, name)) = found else {
+            return Ok(None);
+        };
+        // SAFETY: the list lives, so the device does.
+        let raw = unsafe { ffi::ibv_open_device(device) };
+        // INVARIANT: just opened.
+        let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
+        Ok(Some(Arc::new(Self { raw, name })))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it can do at once.
+    ///
+    /// # Errors
+    ///
+    /// The NIC is gone.
+    pub fn limits(&self) -> io::Result<Limits> {
+        let mut attr = mem::MaybeUninit::<ffi::ibv_device_attr>::zeroed();
+        // SAFETY: by the invariant the context is open; the attributes, of integers and arrays of them, may be all
+        // zeros and are written.
+        let attr = unsafe {
+            errno(ffi::ibv_query_device(self.raw.as_ptr(), attr.as_mut_ptr()))?;
+            attr.assume_init()
+        };
+        let few = |n: i32| u8::try_from(n.clamp(0, 255)).unwrap_or(0);
+        Ok(Limits {
+            queue: u32::try_from(attr.max_qp_wr).unwrap_or(1),
+            reads_answered: few(attr.max_qp_rd_atom),
+            reads_asked: few(attr.max_qp_init_rd_atom),
+        })
+    }
+
+    /// What its port is now.
+    ///
+    /// # Errors
+    ///
+    /// The NIC is gone.
+    pub fn port(&self) -> io::Result<Port> {
+        let mut attr = mem::MaybeUninit::<ffi::ibv_port_attr>::zeroed();
+        // SAFETY: as in `limits`.
+        let attr = unsafe {
+            errno(ffi::ibv_query_port(self.raw.as_ptr(), PORT, attr.as_mut_ptr()))?;
+            attr.assume_init()
+        };
+        Ok(Port {
+            is_active: attr.state == ffi::ibv_port_state::IBV_PORT_ACTIVE,
+            // IBV_LINK_LAYER_ETHERNET; other values, and none, are InfiniBand's.
+            link: if attr.link_layer == 2 {
+                Link::Ethernet
+            } else {
+                Link::Infiniband
+            },
+            lid: attr.lid,
+            // Codes 1 to 5 stand for 256 to 4096 bytes.
+            mtu: 128 << attr.active_mtu.clamp(1, 5),
+        })
+    }
+
+    /// An entry of its port's table of GIDs.
+    ///
+    /// # Errors
+    ///
+    /// There is no such entry.
+    pub fn gid(&self, index: u8) -> io::Result<[u8; 16]> {
+        let mut gid = ffi::ibv_gid { raw: [0; 16] };
+        // SAFETY: by the invariant the context is open; the GID is ours to be written, and all its bytes are set.
+        unsafe {
+            errno(ffi::ibv_query_gid(self.raw.as_ptr(), PORT, index.into(), &mut gid))?;
+            Ok(gid.raw)
+        }
+    }
+}
+
+impl Drop for Nic {
+    fn drop(&mut self) {
+        // SAFETY: open by the invariant; everything made of it holds an `Arc` of this and is gone.
+        unsafe { ffi::ibv_close_device(self.raw.as_ptr()) };
+    }
+}
+
+/// A protection domain.
+///
+/// # Invariants
+///
+/// `raw` is allocated until this is dropped.
+pub struct Domain {
+    raw: NonNull<ffi::ibv_pd>,
+    nic: Arc<Nic>,
+}
+
+// SAFETY: as for `Nic`.
+unsafe impl Send for Domain {}
+// SAFETY: as for `Nic`.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    /// Of a NIC.
+    ///
+    /// # Errors
+    ///
+    /// ENOMEM.
+    pub fn new(nic: Arc<Nic>) -> io::Result<Arc<Self>> {
+        // SAFETY: by its invariant the context is open.
+        let raw = unsafe { ffi::ibv_alloc_pd(nic.raw.as_ptr()) };
+        // INVARIANT: just allocated.
+        let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
+        Ok(Arc::new(Self { raw, nic }))
+    }
+
+    /// Its NIC.
+    pub fn nic(&self) -> &Arc<Nic> {
+        &self.nic
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: allocated by the invariant; what was made in it holds an `Arc` of this and is gone.
+        unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) };
+    }
+}
+
+/// The access flags that this program registers memory with: everything but atomics.
+pub const ACCESS: u32 = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
+    | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
+    | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
+
+/// Host memory that a NIC may use.
+///
+/// # Invariants
+///
+/// `raw` is registered until this is dropped, and so long `span` is mapped.
+pub struct HostMemory {
+    raw: NonNull<ffi::ibv_mr>,
+    span: Span,
+    _domain: Arc<Domain>,
+}
+
+// SAFETY: as for `Nic`.
+unsafe impl Send for HostMemory {}
+// SAFETY: as for `Nic`.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    /// Registers memory by `ibv_reg_mr()`.
+    ///
+    /// # Errors
+    ///
+    /// ENOMEM (more than `ulimit -l` allows to be pinned), EFAULT (not the kind of memory that this road takes).
+    pub fn register(domain: &Arc<Domain>, span: &Span) -> io::Result<Self> {
+        let access = ACCESS as libc::c_int;
+        let start = span.address() as *mut libc::c_void;
+        // SAFETY: the span is mapped, and stays so while it is registered because we keep a clone. Nobody has references
+        // into it, so that the NIC may change it.
+        let raw = unsafe { ffi::ibv_reg_mr(domain.raw.as_ptr(), start, span.len(), access) };
+        // INVARIANT: just registered.
+        let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
+        Ok(Self {
+            raw,
+            span: span.clone(),
+            _domain: domain.clone(),
+        })
+    }
+
+    /// The memory.
+    pub fn span(&self) -> &Span {
+        &self.span
+    }
+
+    /// Keys to it: (local, remote).
+    pub fn keys(&self) -> (u32, u32) {
+        // SAFETY: registered by the invariant.
+        let raw = unsafe { self.raw.as_ref() };
+        (raw.lkey, raw.rkey)
+    }
+
+    /// Ends the registration, as dropping does, and says whether that worked.
+    ///
+    /// # Errors
+    ///
+    /// EBUSY.
+    pub fn deregister(self) -> io::Result<()> {
+        let this = mem::ManuallyDrop::new(self);
+        // SAFETY: registered by the invariant, and not used again; fields of `this` are read once each.
+        unsafe {
+            let ended = errno(ffi::ibv_dereg_mr(this.raw.as_ptr()));
+            drop(ptr::read(&this.span));
+            drop(ptr::read(&this._domain));
+            ended
+        }
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: registered by the invariant. Only then, as fields are dropped later, the memory goes.
+        unsafe { ffi::ibv_dereg_mr(self.raw.as_ptr()) };
+    }
+}
+
+/// A buffer that a NIC may use.
+pub struct BufferMemory {
+    // Dropped in this order: the registration before the domain it was made in.
+    registration: Registration,
+    _domain: Arc<Domain>,
+}
+
+impl BufferMemory {
+    /// Registers all of a buffer, by whichever road the kernel offers.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::register`].
+    pub fn register(domain: &Arc<Domain>, buffer: &Buffer) -> p2pmem::Result<Self> {
+        // SAFETY: the domain came from ibv_alloc_pd() and lives as long as this function's reference to it, and then as
+        // long as the clone in what is returned, which is dropped after the registration.
+        let pd = unsafe { Pd::from_raw(domain.raw.cast()) }?;
+        Ok(Self {
+            registration: buffer.register(&pd, Access::from_bits(ACCESS))?,
+            _domain: domain.clone(),
+        })
+    }
+
+    /// The registration.
+    pub fn registration(&self) -> &Registration {
+        &self.registration
+    }
+
+    /// Ends the registration, as dropping does, and says whether that worked.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Registration::deregister`].
+    pub fn deregister(self) -> p2pmem::Result<()> {
+        self.registration.deregister()
+    }
+}
+
+/// What became of a work request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// The request's own number; for a receive that of the receive.
+    pub id: u64,
+    /// Why it failed.
+    pub failure: Option<Failure>,
+    /// Bytes received.
+    pub bytes: u32,
+    /// The number that came with it.
+    pub immediate: Option<u32>,
+}
+
+/// Why a work request failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// `enum ibv_wc_status`.
+    pub status: u32,
+    /// The vendor's own code.
+    pub vendor: u32,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use ffi::ibv_wc_status::*;
+        let (what, remedy) = match self.status {
+            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than the receive for it"),
+            IBV_WC_LOC_PROT_ERR => (
+                "local protection error",
+                "this side's memory is not registered any more: was its provider unpublished?",
+            ),
+            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue was torn down"),
+            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not take such requests"),
+            IBV_WC_REM_ACCESS_ERR => (
+                "remote access error",
+                "the other side's memory is not registered any more: was its provider unpublished, or has the program ended?",
+            ),
+            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not reach its memory"),
+            IBV_WC_RETRY_EXC_ERR => (
+                "transport retry counter exceeded",
+                "the other side's NIC does not answer: is the link up, are LID and GID right, does its program still run?",
+            ),
+            IBV_WC_RNR_RETRY_EXC_ERR => ("receiver not ready", "the other side posts no receives"),
+            _ => ("failed", "see ibv_poll_cq(3)"),
+        };
+        write!(
+            f,
+            "{what} (status {}, vendor code {:#x}): {remedy}",
+            self.status, self.vendor
+        )
+    }
+}
+
+/// A completion queue with its channel.
+///
+/// # Invariants
+///
+/// `raw` and `channel` live until this is dropped; `raw` was made with that channel.
+pub struct Completions {
+    raw: NonNull<ffi::ibv_cq>,
+    channel: NonNull<ffi::ibv_comp_channel>,
+    _nic: Arc<Nic>,
+}
+
+// SAFETY: as for `Nic`.
+unsafe impl Send for Completions {}
+// SAFETY: as for `Nic`.
+unsafe impl Sync for Completions {}
+
+impl Completions {
+    /// For so many completions.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL where the NIC has no such large queues, ENOMEM.
+    pub fn new(nic: &Arc<Nic>, entries: u32) -> io::Result<Arc<Self>> {
+        let entries = libc::c_int::try_from(entries).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+        // SAFETY: by its invariant the context is open; the channel is destroyed where no queue comes of it.
+        unsafe {
+            let channel = ffi::ibv_create_comp_channel(nic.raw.as_ptr());
+            let channel = NonNull::new(channel).ok_or_else(io::Error::last_os_error)?;
+            let raw = ffi::ibv_create_cq(nic.raw.as_ptr(), entries, ptr::null_mut(), channel.as_ptr(), 0);
+            let Some(raw) = NonNull::new(raw) else {
+                let error = io::Error::last_os_error();
+                ffi::ibv_destroy_comp_channel(channel.as_ptr());
+                return Err(error);
+            };
+            // INVARIANT: both made just now.
+            Ok(Arc::new(Self {
+                raw,
+                channel,
+                _nic: nic.clone(),
+            }))
+        }
+    }
+
+    /// Takes what is there, 64 completions at most.
+    ///
+    /// # Errors
+    ///
+    /// The queue is broken.
+    pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
+        const MOST: usize = 64;
+        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
+        // SAFETY: the queue lives by the invariant; the list has room for as many as are asked for.
+        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
+        let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
+        for done in &list[..count] {
+            // SAFETY: all zeros, which it was, is a value of the structure, and ibv_poll_cq wrote the first `count` entries.
+            let done = unsafe { &*done.as_ptr() };
+            let failed = done.status != ffi::ibv_wc_status::IBV_WC_SUCCESS;
+            let with_immediate = done.wc_flags & ffi::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
+            // SAFETY: both fields of the union are integers of the same size.
+            let immediate = u32::from_be(unsafe { done.imm_data_invalidated_rkey_union.imm_data });
+            into.push(Completion {
+                id: done.wr_id,
+                failure: failed.then_some(Failure {
+                    status: done.status,
+                    vendor: done.vendor_err,
+                }),
+                bytes: done.byte_len,
+                immediate: (!failed && with_immediate).then_some(immediate),
+            });
+        }
+        Ok(count)
+    }
+
+    /// Has the next completion make the channel readable. Completions that came before do not: poll again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// The queue is broken.
+    pub fn arm(&self) -> io::Result<()> {
+        // SAFETY: the queue lives by the invariant.
+        errno(unsafe { ffi::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
+    }
+
+    fn fd(&self) -> RawFd {
+        // SAFETY: the channel lives by the invariant.
+        unsafe { self.channel.as_ref() }.fd
+    }
+
+    /// Waits for an armed completion, no longer than the limit. Tells whether there was one.
+    ///
+    /// # Errors
+    ///
+    /// The channel is broken.
+    pub fn wait(&self, limit: Duration) -> io::Result<bool> {
+        // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
+        let mut poll = libc::pollfd {
+            fd: fd.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        let limit = libc::c_int::try_from(limit.as_millis()).unwrap_or(libc::c_int::MAX);
+        // SAFETY: one descriptor, ours to be written.
+        match unsafe { libc::poll(&mut poll, 1, limit) } {
+            0 => return Ok(false),
+            1.. => {}
+            _ => {
+                let error = io::Error::last_os_error();
+                return if error.kind() == io::ErrorKind::Interrupted {
+                    Ok(false)
+                } else {
+                    Err(error)
+                };
+            }
+        }
+        let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel lives by the invariant and has an event, as just polled; only this queue uses it. The event
+        // is acknowledged to the queue that it came from.
+        unsafe {
+            errno(ffi::ibv_get_cq_event(self.channel.as_ptr(), &mut queue, &mut context))?;
+            ffi::ibv_ack_cq_events(queue, 1);
+        }
+        Ok(true)
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: both live by the invariant; queue pairs hold an `Arc` of this and are gone; all events were
+        // acknowledged when they were taken. The queue goes before its channel.
+        unsafe {
+            ffi::ibv_destroy_cq(self.raw.as_ptr());
+            ffi::ibv_destroy_comp_channel(self.channel.as_ptr());
+        }
+    }
+}
+
+/// A piece of registered memory of this side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// Address, as registered.
+    pub address: u64,
+    /// Bytes.
+    pub bytes: u32,
+    /// Local key.
+    pub lkey: u32,
+}
+
+/// A piece of the other side's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Remote {
+    /// Address, as the other side told.
+    pub address: u64,
+    /// Its key.
+    pub rkey: u32,
+}
+
+/// What a work request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// RDMA WRITE; with a number the other side gets a completion with it.
+    Write(Remote, Option<u32>),
+    /// RDMA READ.
+    Read(Remote),
+    /// SEND.
+    Send,
+}
+
+/// A work request for the send queue. Each gets a completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Comes back with the completion.
+    pub id: u64,
+    /// This side's memory.
+    pub local: Piece,
+    /// What is done with it.
+    pub work: Work,
+}
+
+/// A reliable connection.
+///
+/// # Invariants
+///
+/// `raw` lives until this is dropped.
+pub struct QueuePair {
+    raw: NonNull<ffi::ibv_qp>,
+    domain: Arc<Domain>,
+    completions: Arc<Completions>,
+}
+
+// SAFETY: as for `Nic`.
+unsafe impl Send for QueuePair {}
+// SAFETY: as for `Nic`.
+unsafe impl Sync for QueuePair {}
+
+/// How hard a queue pair tries.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// The timeout for an acknowledgement is 4.096 us * 2^this.
+    pub timeout: u8,
+    /// How often a request is sent again.
+    pub retries: u8,
+}
+
+impl QueuePair {
+    /// With room for so many sends and receives.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL or ENOMEM where the NIC has no such large queues.
+    pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, sends: u32, receives: u32) -> io::Result<Self> {
+        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        let mut init: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
+        init.send_cq = completions.raw.as_ptr();
+        init.recv_cq = completions.raw.as_ptr();
+        init.qp_type = ffi::ibv_qp_type::IBV_QPT_RC;
+        init.cap.max_send_wr = sends;
+        init.cap.max_recv_wr = receives;
+        init.cap.max_send_sge = 1;
+        init.cap.max_recv_sge = 1;
+        // SAFETY: domain and completion queue live by their invariants, and we keep them.
+        let raw = unsafe { ffi::ibv_create_qp(domain.raw.as_ptr(), &mut init) };
+        // INVARIANT: just made.
+        let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
+        Ok(Self {
+            raw,
+            domain: domain.clone(),
+            completions: completions.clone(),
+        })
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        // SAFETY: lives by the invariant.
+        unsafe { self.raw.as_ref() }.qp_num
+    }
+
+    /// Where its completions come.
+    pub fn completions(&self) -> &Arc<Completions> {
+        &self.completions
+    }
+
+    /// Its protection domain.
+    pub fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    fn modify(&self, attr: &mut ffi::ibv_qp_attr, mask: &[ffi::ibv_qp_attr_mask]) -> io::Result<()> {
+        let mask = mask.iter().fold(0, |all, one| all | one.0);
+        // SAFETY: lives by the invariant; the mask names the fields that were set.
+        errno(unsafe { ffi::ibv_modify_qp(self.raw.as_ptr(), attr, mask as libc::c_int) })
+    }
+
+    /// Connects it to another, and makes it ready to send and receive.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL where the other side's address does not fit this NIC; ETIMEDOUT on Ethernet where it cannot be resolved.
+    pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, patience: Patience) -> io::Result<()> {
+        use ffi::ibv_qp_attr_mask as mask;
+        // SAFETY: all zeros is a value of the structure: integers and unions of them.
+        let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
+        attr.qp_state = ffi::ibv_qp_state::IBV_QPS_INIT;
+        attr.port_num = PORT;
+        attr.qp_access_flags = ACCESS;
+        self.modify(
+            &mut attr,
+            &[
+                mask::IBV_QP_STATE,
+                mask::IBV_QP_PKEY_INDEX,
+                mask::IBV_QP_PORT,
+                mask::IBV_QP_ACCESS_FLAGS,
+            ],
+        )?;
+
+        attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTR;
+        attr.path_mtu = (own.mtu.min(other.mtu) / 128).ilog2();
+        attr.dest_qp_num = other.qpn;
+        attr.rq_psn = other.psn;
+        attr.max_dest_rd_atomic = own.reads;
+        attr.min_rnr_timer = 12;
+        attr.ah_attr.port_num = PORT;
+        attr.ah_attr.dlid = other.lid;
+        if own.link == Link::Ethernet {
+            attr.ah_attr.is_global = 1;
+            attr.ah_attr.grh.dgid = ffi::ibv_gid { raw: other.gid };
+            attr.ah_attr.grh.sgid_index = gid_index;
+            attr.ah_attr.grh.hop_limit = 64;
+        }
+        self.modify(
+            &mut attr,
+            &[
+                mask::IBV_QP_STATE,
+                mask::IBV_QP_AV,
+                mask::IBV_QP_PATH_MTU,
+                mask::IBV_QP_DEST_QPN,
+                mask::IBV_QP_RQ_PSN,
+                mask::IBV_QP_MAX_DEST_RD_ATOMIC,
+                mask::IBV_QP_MIN_RNR_TIMER,
+            ],
+        )?;
+
+        attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTS;
+        attr.timeout = patience.timeout;
+        attr.retry_cnt = patience.retries;
+        // For ever: a receiver that never is ready shows as silence, which has a limit of its own.
+        attr.rnr_retry = 7;
+        attr.sq_psn = own.psn;
+        attr.max_rd_atomic = own.reads.min(other.reads);
+        self.modify(
+            &mut attr,
+            &[
+                mask::IBV_QP_STATE,
+                mask::IBV_QP_TIMEOUT,
+                mask::IBV_QP_RETRY_CNT,
+                mask::IBV_QP_RNR_RETRY,
+                mask::IBV_QP_SQ_PSN,
+                mask::IBV_QP_MAX_QP_RD_ATOMIC,
+            ],
+        )
+    }
+
+    /// Posts requests to the send queue, with one doorbell.
+    ///
+    /// # Errors
+    ///
+    /// ENOMEM where the queue is full, EINVAL where a request is bad. The requests before the bad one are posted.
+    pub fn post(&self, requests: &[Request]) -> io::Result<()> {
+        let mut pieces: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
+        let mut list: Vec<ffi::ibv_send_wr> = Vec::with_capacity(requests.len());
+        for request in requests {
+            // SAFETY: all zeros is a value of the structure: null pointers, integers and unions of them.
+            let mut wr: ffi::ibv_send_wr = unsafe { mem::zeroed() };
+            wr.wr_id = request.id;
+            wr.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            let remote = match request.work {
+                Work::Write(remote, None) => {
+                    wr.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+                    Some(remote)
+                }
+                Work::Write(remote, Some(immediate)) => {
+                    wr.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+                    wr.imm_data_invalidated_rkey_union = ffi::imm_data_invalidated_rkey_union_t {
+                        imm_data: immediate.to_be(),
+                    };
+                    Some(remote)
+                }
+                Work::Read(remote) => {
+                    wr.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_READ;
+                    Some(remote)
+                }
+                Work::Send => {
+                    wr.opcode = ffi::ibv_wr_opcode::IBV_WR_SEND;
+                    None
+                }
+            };
+            if let Some(remote) = remote {
+                wr.wr.rdma = ffi::rdma_t {
+                    remote_addr: remote.address,
+                    rkey: remote.rkey,
+                };
+            }
+            list.push(wr);
+        }
+        if list.is_empty() {
+            return Ok(());
+        }
+        let (first, piece) = (list.as_mut_ptr(), pieces.as_mut_ptr());
+        for i in 0..list.len() {
+            // SAFETY: both have `list.len()` elements, and nobody else uses them until the call below returns.
+            unsafe {
+                let wr = &mut *first.add(i);
+                wr.sg_list = piece.add(i);
+                wr.num_sge = 1;
+                if i + 1 < list.len() {
+                    wr.next = first.add(i + 1);
+                }
+            }
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: the queue pair lives by the invariant; the list and its pieces live until the call returns, which is as
+        // long as libibverbs needs them. What they name the NIC checks, see the module's text.
+        errno(unsafe { ffi::ibv_post_send(self.raw.as_ptr(), first, &mut bad) })
+    }
+
+    /// Posts a receive; without a piece it takes messages without bytes.
+    ///
+    /// # Errors
+    ///
+    /// ENOMEM where the queue is full.
+    pub fn post_receive(&self, id: u64, into: Option<Piece>) -> io::Result<()> {
+        let mut piece = into.map(sge);
+        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        let mut wr: ffi::ibv_recv_wr = unsafe { mem::zeroed() };
+        wr.wr_id = id;
+        if let Some(piece) = &mut piece {
+            wr.sg_list = piece;
+            wr.num_sge = 1;
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: as in `post`.
+        errno(unsafe { ffi::ibv_post_recv(self.raw.as_ptr(), &mut wr, &mut bad) })
+    }
+}
+
+fn sge(piece: Piece) -> ffi::ibv_sge {
+    ffi::ibv_sge {
+        addr: piece.address,
+        length: piece.bytes,
+        lkey: piece.lkey,
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: lives by the invariant; nothing refers to it but completions, which are plain numbers.
+        unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_nics_has_none_or_says_why() {
+        // Builders have none; where there are some they have names.
+        match nics() {
+            Ok(names) => assert!(names.iter().all(|name| !name.is_empty())),
+            Err(error) => assert!(error.raw_os_error().is_some(), "{error}"),
+        }
+        if let Ok(nic) = Nic::open("no such NIC") {
+            assert!(nic.is_none());
+        }
+    }
+
+    #[test]
+    fn failures_say_what_to_look_at() {
+        for status in 1..24 {
+            let text = Failure { status, vendor: 0x51 }.to_string();
+            assert!(text.contains("0x51") && text.contains(": "), "{text}");
+        }
+        let gone = Failure {
+            status: ffi::ibv_wc_status::IBV_WC_REM_ACCESS_ERR,
+            vendor: 0,
+        };
+        assert!(gone.to_string().starts_with("remote access error (status 10"), "{gone}");
+    }
+}

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests of the bootstrap: what peers say that are broken, hostile or silent.
+
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// A line whose other end is a plain socket.
+fn pair(limit: Duration) -> (Line, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (stream, _) = listener.accept().unwrap();
+    (Line::new(stream, limit).unwrap(), other)
+}
+
+fn test() -> Test {
+    Test {
+        mode: Mode::Write,
+        sizes: vec![2 << 20],
+        iterations: 2000,
+        volume: None,
+        depth: 16,
+        budget: 32 << 20,
+        handshake: true,
+        staged: false,
+        verify: true,
+        seed: 1,
+        nics: 1,
+    }
+}
+
+fn endpoint() -> Endpoint {
+    Endpoint {
+        nic: "mlx5_0".into(),
+        link: Link::Infiniband,
+        lid: 1,
+        gid: [0; 16],
+        qpn: 0x123,
+        psn: 0x456,
+        mtu: 4096,
+        reads: 16,
+        payload: Window {
+            address: 1 << 40,
+            rkey: 7,
+            bytes: 4096,
+        },
+        handled: Window {
+            address: 0,
+            rkey: 8,
+            bytes: 8,
+        },
+    }
+}
+
+/// The error that a peer's bytes lead to.
+fn error_of(bytes: &[u8]) -> String {
+    let (mut line, mut other) = pair(LIMIT);
+    let bytes = bytes.to_vec();
+    let writer = thread::spawn(move || {
+        // Whoever hears nonsense hangs up before its end.
+        let _ = other.write_all(&bytes);
+    });
+    let error = format!("{:#}", line.hear::<FromServer>().unwrap_err());
+    drop(line);
+    writer.join().unwrap();
+    error
+}
+
+#[test]
+fn messages_arrive_whole_however_they_are_cut() {
+    let (mut line, mut other) = pair(LIMIT);
+    let hello = FromClient::Hello {
+        version: VERSION,
+        test: test(),
+    };
+    let connect = FromClient::Connect(vec![endpoint()]);
+    let mut bytes = serde_json::to_vec(&hello).unwrap();
+    bytes.push(b'\n');
+    bytes.extend(serde_json::to_vec(&connect).unwrap());
+    bytes.push(b'\n');
+    let writer = thread::spawn(move || {
+        for piece in bytes.chunks(7) {
+            other.write_all(piece).unwrap();
+        }
+        other
+    });
+    assert_eq!(line.hear::<FromClient>().unwrap(), hello);
+    assert_eq!(line.hear::<FromClient>().unwrap(), connect);
+    drop(writer.join().unwrap());
+    let error = line.hear::<FromClient>().unwrap_err().to_string();
+    assert!(error.contains("ended the connection"), "{error}");
+}
+
+#[test]
+fn nonsense_is_refused() {
+    for nonsense in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        b"\n",
+        b"{}\n",
+        b"\xff\xfe\n",
+        b"{\"started\":1}\n",
+        b"{\"nothing\":null}\n",
+        b"{\"finished\":[{\"checked\":null,\"copied\":-1}]}\n",
+        b"{\"finished\":[{\"checked\":null,\"copied\":0,\"more\":0}]}\n",
+        b"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n",
+    ] {
+        let error = error_of(nonsense);
+        assert!(error.contains("does not speak"), "{nonsense:?}: {error}");
+    }
+    let error = error_of(&vec![b'['; LONGEST + 5000]);
+    assert!(error.contains("without an end"), "{error}");
+}
+
+#[test]
+fn the_other_sides_reason_is_passed_on_without_control_characters() {
+    let error = error_of(b"{\"failed\":\"no \\u001b[31m memory\\n\"}\n");
+    assert_eq!(error, "the other side failed: no [31m memory");
+}
+
+#[test]
+fn silence_ends_at_the_limit() {
+    let (mut line, mut other) = pair(Duration::from_millis(50));
+    let error = line.hear::<FromServer>().unwrap_err().to_string();
+    assert!(error.contains("said nothing") && error.contains("--timeout"), "{error}");
+    // Half a message is silence too, and is not lost.
+    other.write_all(b"\"rea").unwrap();
+    let none: Option<FromServer> = line.hear_within(Duration::from_millis(20)).unwrap();
+    assert_eq!(none, None);
+    other.write_all(b"dy\"\n").unwrap();
+    assert_eq!(line.hear::<FromServer>().unwrap(), FromServer::Ready);
+}
+
+#[test]
+fn tests_that_cannot_be_done_are_refused() {
+    assert_eq!(test().check(), Ok(()));
+    type Change = fn(&mut Test);
+    let change: [(&str, Change); 11] = [
+        ("sizes", |t| t.sizes.clear()),
+        ("sizes", |t| t.sizes = vec![4096; 65]),
+        ("multiple", |t| t.sizes.push(u64::MAX)),
+        ("multiple", |t| t.sizes.push(0)),
+        ("10000000", |t| t.iterations = 0),
+        ("10000000", |t| t.iterations = u64::MAX),
+        ("volume", |t| t.volume = Some(0)),
+        ("depth", |t| t.depth = 0),
+        ("depth", |t| t.depth = u32::MAX),
+        ("handshake", |t| t.mode = Mode::Read),
+        ("NICs", |t| t.nics = usize::MAX),
+    ];
+    for (word, change) in change {
+        let mut test = test();
+        change(&mut test);
+        let why = test.check().unwrap_err();
+        assert!(why.contains(word), "{word}: {why}");
+    }
+    let staged = Test {
+        mode: Mode::Send,
+        handshake: false,
+        staged: true,
+        ..test()
+    };
+    assert!(staged.check().unwrap_err().contains("staged"));
+}
+
+#[test]
+fn large_sizes_get_fewer_messages_where_a_volume_is_set() {
+    let test = Test {
+        volume: Some(1 << 30),
+        ..test()
+    };
+    assert_eq!(test.messages(4096), 2000);
+    assert_eq!(test.messages(64 << 20), 16);
+    assert_eq!(
+        Test {
+            volume: Some(1),
+            ..test
+        }
+        .messages(64 << 20),
+        1
+    );
+}
+
+#[test]
+fn endpoints_are_checked() {
+    check_endpoints(&[endpoint()], 1).unwrap();
+    assert!(check_endpoints(&[endpoint()], 2).is_err());
+    let change: [fn(&mut Endpoint); 4] = [
+        |e| e.qpn = 1 << 24,
+        |e| e.psn = u32::MAX,
+        |e| e.mtu = 1500,
+        |e| e.nic = "x".repeat(65),
+    ];
+    for change in change {
+        let mut bad = endpoint();
+        change(&mut bad);
+        assert!(check_endpoints(&[bad], 1).is_err());
+    }
+}
+
+#[test]
+fn nobody_is_sent_beyond_a_window() {
+    let window = endpoint().payload;
+    assert_eq!(window.at(0, 4096).unwrap(), 1 << 40);
+    assert_eq!(window.at(4095, 1).unwrap(), (1 << 40) + 4095);
+    for (at, bytes) in [(0, 4097), (4096, 1), (u64::MAX, 1), (1, u64::MAX)] {
+        assert!(window.at(at, bytes).is_err(), "{at} {bytes}");
+    }
+    let high = Window {
+        address: u64::MAX,
+        ..window
+    };
+    assert!(high.at(1, 1).is_err());
+}
+
+#[test]
+fn long_reasons_are_cut_between_characters() {
+    let long = anyhow::anyhow!("{}", "é".repeat(LONGEST_REASON));
+    let short = reason(&long);
+    assert!(short.len() <= LONGEST_REASON && short.chars().all(|c| c == 'é'));
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let _ = parse::<FromClient>(&bytes);
+        let _ = parse::<FromServer>(&bytes);
+    }
+
+    #[test]
+    fn damaged_messages_are_refused_or_another_message(at in 0usize..400, byte in any::<u8>()) {
+        let hello = FromClient::Hello { version: VERSION, test: test() };
+        let mut bytes = serde_json::to_vec(&hello).unwrap();
+        let at = at % bytes.len();
+        bytes[at] = byte;
+        if let Ok(FromClient::Hello { test, .. }) = parse(&bytes) {
+            // Whatever it is now, it is checked before it is used.
+            let _ = test.check();
+        }
+    }
+}
