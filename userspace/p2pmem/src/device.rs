@@ -15,6 +15,7 @@ use crate::error::{Error, Operation, Result};
 use crate::events::Events;
 use crate::explain::Explanation;
 use crate::pci::Client;
+use crate::room::Room;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, PathClass, Provider, Stats};
 
@@ -197,17 +198,43 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::Refused`] with ENODEV (no provider could
-    /// ever serve it, or a client is not there), ENOSPC (those that could are full) or EINVAL, and with the module's
-    /// reason.
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NoRoom`] where providers are too small
+    /// (ENODEV) or full (ENOSPC), with their sizes and who uses them; [`Error::Refused`] with ENODEV (no provider could
+    /// ever serve it, or a client is not there) or EINVAL, and with the module's reason.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
         let raw = request.raw()?;
         let clients = addresses(&request.clients);
         let mut last = self.lock();
         *last = Some(request.clone());
-        let got = self.call_locked(Operation::Alloc, |k| k.alloc(&raw, &clients))?;
+        let got = self.call_locked(Operation::Alloc, |k| k.alloc(&raw, &clients));
+        let verdicts = match got {
+            Ok(_) => None,
+            Err(_) => self.explain_raw(None).ok().map(|(_, verdicts, _)| verdicts),
+        };
         drop(last);
-        Ok(Buffer::new(self.clone(), &got))
+        match got {
+            Ok(got) => Ok(Buffer::new(self.clone(), &got)),
+            Err(error) => Err(self.with_rooms(error, &verdicts.unwrap_or_default())),
+        }
+    }
+
+    /// Adds to a refused allocation who uses the memory, where it was refused for want of it.
+    fn with_rooms(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
+        match error {
+            Error::Refused { errno, reason, .. } if [libc::ENOSPC, libc::ENODEV].contains(&errno) => {
+                let providers = self.providers().unwrap_or_default();
+                let table = self.kernel().holders().ok();
+                match Room::of(verdicts, &providers, table.as_deref()) {
+                    rooms if rooms.is_empty() => Error::Refused {
+                        operation: Operation::Alloc,
+                        errno,
+                        reason,
+                    },
+                    rooms => Error::NoRoom { errno, reason, rooms },
+                }
+            }
+            error => error,
+        }
     }
 
     /// Says what [`Device::alloc`] would do with `request` now, and why. Nothing is allocated.

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 
 use crate::pci::PciAddr;
 use crate::register::Road;
+use crate::room::Room;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -92,6 +93,17 @@ pub enum Error {
         errno: i32,
         /// The module's own sentence, where it left one.
         reason: Option<String>,
+    },
+
+    /// An allocation for which providers that could serve it have no room.
+    #[error("{} was refused: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), rooms_text(rooms))]
+    NoRoom {
+        /// The errno, positive: ENOSPC where there would be room if others freed theirs, ENODEV where there never is.
+        errno: i32,
+        /// The module's own sentence, where it left one.
+        reason: Option<String>,
+        /// These providers: their sizes, and who uses them.
+        rooms: Vec<Room>,
     },
 
     /// A string that names no client.
@@ -222,7 +234,7 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Open { source, .. } | Self::Io { source, .. } | Self::Admin { source, .. } => source.raw_os_error(),
-            Self::Refused { errno, .. } | Self::Register { errno, .. } => Some(*errno),
+            Self::Refused { errno, .. } | Self::NoRoom { errno, .. } | Self::Register { errno, .. } => Some(*errno),
             _ => None,
         }
     }
@@ -230,7 +242,9 @@ impl Error {
     /// The module's own sentence, where it left one.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Refused { reason, .. } | Self::Register { reason, .. } => reason.as_deref(),
+            Self::Refused { reason, .. } | Self::NoRoom { reason, .. } | Self::Register { reason, .. } => {
+                reason.as_deref()
+            }
             Self::Admin { status, .. } => status.as_deref(),
             _ => None,
         }
@@ -249,7 +263,8 @@ impl Error {
                 _ => None,
             },
             Self::Abi { .. } => Some("install module and user space of one version of p2pmem"),
-            Self::Refused {
+            Self::NoRoom { .. }
+            | Self::Refused {
                 operation: Operation::Alloc | Operation::Explain,
                 ..
             } => match errno {
@@ -314,6 +329,13 @@ impl Error {
             _ => None,
         }
     }
+}
+
+/// Each provider without room, after a semicolon.
+fn rooms_text(rooms: &[Room]) -> String {
+    rooms
+        .iter()
+        .fold(String::new(), |text, room| text + "; " + &room.to_string())
 }
 
 /// What to do where memory could not be registered.

@@ -74,6 +74,7 @@ struct State {
     fail_next: Option<i32>,
     /// Mappings ever made: (address, length, offset in the file).
     maps: Vec<(u64, u64, u64)>,
+    holders: Option<String>,
 }
 
 struct Provider {
@@ -253,6 +254,12 @@ impl Fake {
                 ..Default::default()
             });
         }
+    }
+
+    /// Has root's list of buffers and whose they are read so: a first line of column names, with `function`, `size` and
+    /// at the end `owner`, and a line for each buffer. None: the program is not root.
+    pub fn holders(&self, table: Option<&str>) {
+        lock(&self.machine.state).holders = table.map(str::to_owned);
     }
 
     /// Takes a provider away: its buffers are revoked, and all open devices are told.
@@ -738,6 +745,11 @@ impl Kernel for FakeDevice {
         }
         provider.stats.exports += 1;
         memory_file(c"p2pmem-fake-dmabuf", ranges.iter().map(|r| r.1).sum()).map(OwnedFd::from)
+    }
+
+    fn holders(&self) -> io::Result<String> {
+        let holders = lock(&self.machine.state).holders.clone();
+        holders.ok_or_else(|| errno(libc::EACCES))
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {

@@ -42,6 +42,7 @@ mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
 mod register;
+mod room;
 mod sys;
 mod types;
 
@@ -55,4 +56,5 @@ pub use mapping::{open_direct, Mapping};
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
 pub use register::{Access, Pd, ProtectionDomain, Register, Registration, RemoteMemory, Road};
+pub use room::{Holder, Room};
 pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};

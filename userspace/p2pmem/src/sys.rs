@@ -46,6 +46,8 @@ pub(crate) trait Kernel: Send + Sync {
     fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
     /// Makes a dma-buf of `ranges` of the buffer `handle`, or of addresses where `flags` say so.
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
+    /// The module's list of buffers and whose they are, which root alone may read.
+    fn holders(&self) -> io::Result<String>;
     /// Reads events without waiting: `EAGAIN` where there is none.
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize>;
     /// Waits until there are events to read; false after `timeout` (none: without a limit).
@@ -234,6 +236,10 @@ impl Kernel for CharDevice {
         unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
         // SAFETY: the ioctl succeeded, so the descriptor is new, and nobody else knows of it.
         Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
+    }
+
+    fn holders(&self) -> io::Result<String> {
+        std::fs::read_to_string("/sys/kernel/debug/p2pmem/buffers")
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Who uses the memory that a request found no room in.
+
+use std::fmt;
+
+use p2pmem_sys as abi;
+
+use crate::pci::PciAddr;
+use crate::types::{human_size, Provider};
+
+/// Most holders that an error's text names for one provider.
+const NAMED: usize = 3;
+
+/// A process's share of a provider's memory.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Holder {
+    /// Process id and name, as `pid 812 (ib_write_bw)`.
+    pub owner: String,
+    /// Its buffers.
+    pub buffers: usize,
+    /// Their bytes.
+    pub size: u64,
+}
+
+/// A provider without room for a request.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Room {
+    /// The provider.
+    pub provider: Provider,
+    /// Who holds buffers in it, those with the most bytes first; none where this program may not know.
+    pub holders: Option<Vec<Holder>>,
+}
+
+impl Room {
+    /// The providers whose verdict was that they have no room. `table` is the module's list of buffers.
+    pub(crate) fn of(verdicts: &[abi::p2pmem_verdict], providers: &[Provider], table: Option<&str>) -> Vec<Self> {
+        let lacks = |v: &&abi::p2pmem_verdict| {
+            matches!(
+                v.code,
+                abi::P2PMEM_VERDICT_TOO_SMALL | abi::P2PMEM_VERDICT_FULL | abi::P2PMEM_VERDICT_FRAGMENTED
+            )
+        };
+        let all = table.map(holders);
+        verdicts
+            .iter()
+            .filter(lacks)
+            .filter_map(|verdict| providers.iter().find(|p| p.id == verdict.provider))
+            .map(|provider| Self {
+                provider: provider.clone(),
+                holders: all.as_ref().map(|all| {
+                    let here = all.iter().filter(|(addr, _)| *addr == provider.addr);
+                    here.map(|(_, holder)| holder.clone()).collect()
+                }),
+            })
+            .collect()
+    }
+}
+
+impl fmt::Display for Room {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { provider, holders } = self;
+        write!(f, "{} has {}", provider.place(), human_size(provider.size))?;
+        if provider.free == provider.size {
+            return write!(f, ", all free");
+        }
+        write!(f, ", {} free", human_size(provider.free))?;
+        if provider.largest < provider.free {
+            write!(f, " (largest piece {})", human_size(provider.largest))?;
+        }
+        let share = |holder: &Holder| format!("{} {}", holder.owner, human_size(holder.size));
+        match holders {
+            Some(holders) if !holders.is_empty() => {
+                let named: Vec<_> = holders.iter().take(NAMED).map(share).collect();
+                write!(f, ", used by {}", named.join(", "))?;
+                match holders.len().saturating_sub(NAMED) {
+                    0 => {}
+                    more => write!(f, " and {more} more")?,
+                }
+            }
+            None if provider.buffers > 0 => {
+                write!(f, ", {} buffers in it (whose, root is told)", provider.buffers)?;
+            }
+            _ => {}
+        }
+        match provider.parked + provider.scrubbing {
+            0 => Ok(()),
+            waiting => write!(f, ", {} of freed buffers not ready yet", human_size(waiting)),
+        }
+    }
+}
+
+/// Sums the module's list of buffers by provider and owner. Columns go by the names in its first line; the owner's, which
+/// has spaces in it, is the last.
+fn holders(table: &str) -> Vec<(PciAddr, Holder)> {
+    let mut lines = table.lines();
+    let header: Vec<_> = lines.next().unwrap_or_default().split(' ').collect();
+    let column = |name: &str| header.iter().position(|h| *h == name);
+    let (Some(function), Some(size), Some("owner")) = (column("function"), column("size"), header.last().copied())
+    else {
+        return Vec::new();
+    };
+    let mut all: Vec<(PciAddr, Holder)> = Vec::new();
+    for line in lines {
+        let fields: Vec<_> = line.splitn(header.len(), ' ').collect();
+        let (Some(Ok(addr)), Some(Ok(bytes)), Some(owner)) = (
+            fields.get(function).map(|f| f.parse::<PciAddr>()),
+            fields.get(size).map(|s| s.parse::<u64>()),
+            fields.get(header.len() - 1),
+        ) else {
+            continue;
+        };
+        match all.iter_mut().find(|(a, h)| *a == addr && h.owner == *owner) {
+            Some((_, holder)) => {
+                holder.buffers += 1;
+                holder.size = holder.size.saturating_add(bytes);
+            }
+            None => all.push((
+                addr,
+                Holder {
+                    owner: (*owner).to_owned(),
+                    buffers: 1,
+                    size: bytes,
+                },
+            )),
+        }
+    }
+    all.sort_by(|a, b| b.1.size.cmp(&a.1.size).then_with(|| a.1.owner.cmp(&b.1.owner)));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::{Error, Request};
+
+    const TABLE: &str = "id function size bar_offset mappings exports state owner\n\
+        1 0000:03:00.0 1048576 0x0 1 0 live pid 8 (a b)\n\
+        2 0000:03:00.0 209715200 0x100000 1 1 live pid 9 (ib_write_bw)\n\
+        3 0000:08:00.0 4096 0x0 1 0 live pid 8 (a b)\n\
+        4 0000:03:00.0 1048576 0xc900000 1 0 live pid 8 (a b)\n\
+        a line that is none\n";
+
+    #[test]
+    fn the_module_s_list_is_summed_by_owner() {
+        let all: Vec<_> = holders(TABLE)
+            .into_iter()
+            .map(|(addr, h)| (addr.bus, h.owner, h.buffers, h.size))
+            .collect();
+        let wanted = [
+            (3, "pid 9 (ib_write_bw)".to_owned(), 1, 209_715_200),
+            (3, "pid 8 (a b)".to_owned(), 2, 2 << 20),
+            (8, "pid 8 (a b)".to_owned(), 1, 4096),
+        ];
+        assert_eq!(all, wanted);
+        assert!(holders("").is_empty());
+        assert!(holders("id size\n1 2\n").is_empty());
+    }
+
+    #[test]
+    fn one_byte_too_many_names_the_bar_its_size_and_who_uses_it() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let request = Request::new(200 << 20).provider(1);
+        let _held = device.alloc(&request).unwrap();
+        fake.holders(Some(
+            "id function size owner\n1 0000:03:00.0 209715200 pid 812 (ib_write_bw)\n",
+        ));
+        let error = device.alloc(&Request::new((56 << 20) + 1).provider(1)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENOSPC));
+        let text = error.to_string();
+        assert!(
+            text.ends_with("; 0000:03:00.0 BAR 2 has 256 MiB, 56 MiB free, used by pid 812 (ib_write_bw) 200 MiB"),
+            "{text}"
+        );
+        assert!(error.remedy().unwrap().contains("ask for less"));
+        assert!(error.reason().unwrap().contains("free"));
+
+        let error = device.alloc(&Request::new((256 << 20) + 1).provider(1)).unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENODEV));
+        assert!(
+            error
+                .to_string()
+                .contains("0000:03:00.0 BAR 2 has 256 MiB, 56 MiB free"),
+            "{error}"
+        );
+        assert!(matches!(&error, Error::NoRoom { rooms, .. } if rooms.len() == 1 && rooms[0].provider.id == 1));
+
+        // Not root.
+        fake.holders(None);
+        let error = device.alloc(&Request::new(100 << 20).provider(1)).unwrap_err();
+        assert!(
+            error
+                .to_string()
+                .ends_with("56 MiB free, 1 buffers in it (whose, root is told)"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn many_holders_are_counted_and_an_empty_provider_is_called_so() {
+        let device = Fake::example().device();
+        let provider = device.providers().unwrap().remove(0);
+        let mut room = Room {
+            provider,
+            holders: Some(Vec::new()),
+        };
+        assert_eq!(room.to_string(), "0000:03:00.0 BAR 2 has 256 MiB, all free");
+        let holder = |n: u64| Holder {
+            owner: format!("pid {n} (x)"),
+            buffers: 1,
+            size: n << 20,
+        };
+        room.holders = Some((1..=5).map(holder).collect());
+        room.provider.free = 100 << 20;
+        room.provider.largest = 50 << 20;
+        room.provider.scrubbing = 1 << 20;
+        assert_eq!(
+            room.to_string(),
+            "0000:03:00.0 BAR 2 has 256 MiB, 100 MiB free (largest piece 50 MiB), used by pid 1 (x) 1 MiB, \
+             pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not ready yet"
+        );
+    }
+}
