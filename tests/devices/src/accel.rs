@@ -5,23 +5,24 @@
 //! The registers are those of crate `p2pmem-accel-regs`. Register accesses are answered on the thread that serves the
 //! emulator; commands run one after another on a worker thread, which a register access never waits for.
 
-mod control;
 mod counters;
 mod engine;
 mod queue;
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use p2pmem_accel_regs as regs;
 use p2pmem_accel_regs::{Counter, reg};
-use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Memory, Region};
+use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Memory, Peers, Region};
+use serde_json::{Value, json};
 use tracing::error;
 
-pub use control::Control;
+use crate::control::Controlled;
+use crate::worker::{Health, Worker};
+
 pub use counters::Counters;
 use queue::{Command, Queue};
 
@@ -59,7 +60,6 @@ pub struct Shared {
     memory: Arc<Memory>,
     counters: Counters,
     queue: Queue,
-    connected: AtomicBool,
     /// Bus address of BAR2, 0 for none.
     bar2: AtomicU64,
 }
@@ -80,10 +80,31 @@ impl Shared {
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
+}
 
-    /// Says whether an emulator is connected; for the control socket's answers.
-    pub fn set_connected(&self, connected: bool) {
-        self.connected.store(connected, Ordering::Relaxed);
+impl Controlled for Shared {
+    fn counters(&self) -> Result<Value, String> {
+        let values = self.counters();
+        let by_name = |(counter, name): &(Counter, &str)| ((*name).to_owned(), json!(values[*counter as usize]));
+        Ok(Counter::ALL.iter().map(by_name).collect())
+    }
+
+    fn reset_counters(&self) -> Result<(), String> {
+        self.reset_counters();
+        Ok(())
+    }
+
+    fn state(&self) -> Result<Value, String> {
+        let (submitted, completed) = self.queue.sequence();
+        let bar2 = self.bar2.load(Ordering::Relaxed);
+        Ok(json!({
+            "memory": self.memory.len(),
+            "bar2_address": (bar2 != 0).then_some(bar2),
+            "submitted": submitted,
+            "completed": completed,
+            "pending": self.queue.pending(),
+            "interrupts_enabled": self.queue.control() != 0,
+        }))
     }
 }
 
@@ -97,7 +118,7 @@ pub struct Accel {
     msix: Region,
     /// What the argument registers hold.
     next: Command,
-    worker: Option<JoinHandle<()>>,
+    worker: Worker,
 }
 
 impl Accel {
@@ -107,6 +128,23 @@ impl Accel {
     ///
     /// If the memory cannot be made, or the settings are none a PCI device can have.
     pub fn new(settings: Settings) -> io::Result<Self> {
+        Self::make(settings, Bus::new(regs::MSIX_VECTORS))
+    }
+
+    /// As [`Accel::new`], for an accelerator called `name` that shares a process with other devices of its guest: they
+    /// reach its memory directly, and it theirs.
+    ///
+    /// # Errors
+    ///
+    /// As [`Accel::new`], and if there is a peer of that name.
+    pub fn among(settings: Settings, name: &str, peers: &Peers) -> io::Result<Self> {
+        let accel = Self::make(settings, Bus::among(regs::MSIX_VECTORS, peers))?;
+        let offered = accel.shared.bus.offer(2, name, &accel.shared.memory);
+        offered.map_err(|error| io::Error::new(io::ErrorKind::AlreadyExists, error))?;
+        Ok(accel)
+    }
+
+    fn make(settings: Settings, bus: Bus) -> io::Result<Self> {
         if !settings.memory.is_power_of_two() || settings.memory < 4096 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -129,14 +167,13 @@ impl Accel {
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         let memory = Arc::new(Memory::new("p2pmem-accel-bar2", settings.memory)?);
         let shared = Arc::new(Shared {
-            bus: Bus::new(regs::MSIX_VECTORS),
+            bus: bus.clone(),
             memory: Arc::clone(&memory),
             counters: Counters::default(),
             queue: Queue::default(),
-            connected: AtomicBool::new(false),
             bar2: AtomicU64::new(0),
         });
-        let worker = std::thread::Builder::new().name("worker".into()).spawn({
+        let worker = Worker::spawn("worker", bus, {
             let shared = Arc::clone(&shared);
             move || engine::run(&shared)
         })?;
@@ -147,13 +184,18 @@ impl Accel {
             bar2: Region::memory(memory),
             msix: Region::registers(regs::BAR4_SIZE),
             next: Command::default(),
-            worker: Some(worker),
+            worker,
         })
     }
 
     /// What others may look at while the device is served.
     pub fn shared(&self) -> Arc<Shared> {
         Arc::clone(&self.shared)
+    }
+
+    /// A way to ask whether the worker lives.
+    pub fn health(&self) -> Health {
+        self.worker.health()
     }
 
     /// The 8 bytes of registers at `offset`, a multiple of 8; `None` where there is nothing.
@@ -316,10 +358,6 @@ impl Drop for Accel {
         self.shared.queue.abort();
         self.shared.bus.dma.abort();
         self.shared.queue.stop();
-        if let Some(worker) = self.worker.take() {
-            if worker.join().is_err() {
-                error!("the worker panicked");
-            }
-        }
+        self.worker.join();
     }
 }

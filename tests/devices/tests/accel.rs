@@ -14,7 +14,8 @@ use p2pmem_accel_regs::{
     BAR0_SIZE, Counter, ID, MSIX_VECTORS, Op, QUEUE_DEPTH, Status, VERSION, control, flags, pattern_word, reg,
     result_entry,
 };
-use p2pmem_devices::accel::{Accel, Control, Settings, Shared};
+use p2pmem_devices::accel::{Accel, Settings, Shared};
+use p2pmem_devices::control::{Control, Controlled};
 use p2pmem_vfio_user::client::Client;
 use p2pmem_vfio_user::proto::{CONFIG_REGION, command};
 use p2pmem_vfio_user::{Memory, serve};
@@ -43,7 +44,7 @@ impl Bench {
         let server = std::thread::spawn(move || serve(ours, &mut accel).is_ok());
         let mut client = Client::new(theirs).unwrap();
         client.version().unwrap();
-        let control = Control::new(Arc::clone(&shared));
+        let control = Control::new(Arc::clone(&shared) as Arc<dyn Controlled>);
         Self {
             client: Some(client),
             shared,

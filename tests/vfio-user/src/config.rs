@@ -60,6 +60,15 @@ pub enum LinkSpeed {
     Gen5 = 5,
 }
 
+impl LinkSpeed {
+    /// The speed of a PCIe generation, 1 to 5.
+    pub fn from_generation(generation: u8) -> Option<Self> {
+        [Self::Gen1, Self::Gen2, Self::Gen3, Self::Gen4, Self::Gen5]
+            .into_iter()
+            .find(|speed| *speed as u8 == generation)
+    }
+}
+
 /// Where the MSI-X structures are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msix {

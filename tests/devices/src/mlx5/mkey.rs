@@ -33,8 +33,10 @@ const FIRST: u32 = 16;
 const REPEAT: u32 = 0x400;
 /// How many keys deep an address may be translated.
 const MAX_DEPTH: u32 = 5;
-/// Most ranges that one access may fall into; who builds a key out of single bytes gets no further.
+/// Most ranges that one access may fall into, and most translations it may take to find them; who builds a key out of
+/// single bytes gets no further.
 const MAX_EXTENTS: usize = 1 << 20;
+const MAX_STEPS: u32 = 1 << 22;
 
 /// How many keys and translations a device has room for.
 #[derive(Clone, Copy, Debug)]
@@ -276,6 +278,7 @@ impl Mkeys {
         let mut out = Extents {
             list: extents,
             limit: before + MAX_EXTENTS,
+            steps: MAX_STEPS,
         };
         let result = self.walk(access.key, who, access.address, access.length, 0, &mut out);
         result.map_err(|stop| {
@@ -302,6 +305,7 @@ impl Mkeys {
         };
         let mut done = 0;
         while done < len {
+            out.step()?;
             let at = address.wrapping_add(done);
             let piece = found.translations.find(&found.context, at, len - done);
             match piece.ok_or(Fault::Bounds)? {
@@ -312,7 +316,7 @@ impl Mkeys {
                 Piece::Bus { run, .. } | Piece::Absent { run } => {
                     // All that is missing in a row, so that the driver repairs it at once.
                     let mut missing = run;
-                    while missing < len - done {
+                    while missing < len - done && out.step().is_ok() {
                         let at = at.wrapping_add(missing);
                         match found.translations.find(&found.context, at, len - done - missing) {
                             Some(Piece::Bus { present, run, .. }) if !present.allows(who.rights) => missing += run,
@@ -360,9 +364,17 @@ impl Mkeys {
 struct Extents<'a> {
     list: &'a mut Vec<Extent>,
     limit: usize,
+    /// Translations that may still be looked at.
+    steps: u32,
 }
 
 impl Extents<'_> {
+    /// Looks at another translation.
+    fn step(&mut self) -> Result<(), Fault> {
+        self.steps = self.steps.checked_sub(1).ok_or(Fault::Bounds)?;
+        Ok(())
+    }
+
     fn push(&mut self, address: u64, len: u64) -> Result<(), Fault> {
         // Addresses that wrap around are no bus addresses.
         let end = address.checked_add(len - 1).ok_or(Fault::Bus)?;

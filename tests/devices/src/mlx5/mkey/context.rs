@@ -48,7 +48,8 @@ pub(super) struct Context {
     /// Length in bytes; `None` for all there is.
     pub(super) len: Option<u64>,
     pub(super) log_page_size: u32,
-    /// Room for translations, in units of 16 bytes.
+    /// Room for translations, in units of 16 bytes. Lists come in units of 64 bytes, filled up with zeros, whatever the
+    /// driver made room for.
     pub(super) octwords: u64,
 }
 
@@ -79,7 +80,7 @@ impl Context {
             start: mkc::START_ADDR.get(image),
             len: (!mkc::LENGTH64.is_set(image)).then(|| mkc::LEN.get(image)),
             log_page_size: mkc::LOG_PAGE_SIZE.get32(image),
-            octwords: mkc::TRANSLATIONS_OCTWORD_SIZE.get(image),
+            octwords: mkc::TRANSLATIONS_OCTWORD_SIZE.get(image).next_multiple_of(4),
         }
     }
 

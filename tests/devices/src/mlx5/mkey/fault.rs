@@ -14,6 +14,8 @@ use super::Mkeys;
 const PAGE: u64 = 4096;
 /// Most faults the driver may owe an answer for.
 const MAX_PENDING: usize = 1 << 12;
+/// Most pages one fault can ask for: the event has 20 bits for them. Who needs more misses the rest later.
+const MAX_PAGES: u64 = (1 << 20) - 1;
 /// Tokens have 48 bits.
 const TOKENS: u64 = 1 << 48;
 
@@ -56,7 +58,7 @@ impl Faults {
             return Fault::Key;
         }
         let first = address - address % PAGE;
-        let pages = (address - first).saturating_add(len).div_ceil(PAGE);
+        let pages = (address - first).saturating_add(len).div_ceil(PAGE).min(MAX_PAGES);
         let covers = |fault: &PageFault| {
             let start = fault.address / PAGE;
             fault.key == key && start <= first / PAGE && first / PAGE < start + fault.pages

@@ -184,10 +184,9 @@ impl Translations {
             }),
             Self::Pages(pages) => {
                 let page = Page::new(context, address, len)?;
-                if page.index >= context.octwords.saturating_mul(2) {
-                    return None;
-                }
-                let entry = pages.get(usize::try_from(page.index).ok()?).copied().unwrap_or(0);
+                let Some(entry) = usize::try_from(page.index).ok().and_then(|index| pages.get(index)) else {
+                    return page.rest(context, context.octwords.saturating_mul(2), len);
+                };
                 Some(Piece::Bus {
                     address: (entry & !ENTRY_FLAGS).wrapping_add(page.inside),
                     run: page.run,
@@ -262,6 +261,14 @@ impl Page {
             inside,
             run: len.min((1 << shift) - inside),
         })
+    }
+
+    /// What there is behind the last entry: nothing, up to the end of the `room` for entries.
+    fn rest(&self, context: &Context, room: u64, len: u64) -> Option<Piece> {
+        let pages = room.checked_sub(self.index).filter(|pages| *pages > 0)?;
+        let bytes = (u128::from(pages) << context.log_page_size) - u128::from(self.inside);
+        let run = u64::try_from(bytes).map_or(len, |bytes| bytes.min(len));
+        Some(Piece::Absent { run })
     }
 }
 

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The fabric process: its devices reach each other, end one by one without harm to the others, and all together by a
+//! signal.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use p2pmem_accel_regs::{Op, Status, reg, result_entry};
+use p2pmem_vfio_user::client::Client;
+use p2pmem_vfio_user::proto::CONFIG_REGION;
+use serde_json::{Value, json};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Where the guests put their BARs.
+const WINDOW: u64 = 0x10_0000_0000;
+
+struct Fabric {
+    process: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Fabric {
+    /// Starts a process for `text`, in which DIR stands for the folder of the sockets, and waits until it listens.
+    fn start(text: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let text = text.replace("DIR", &folder.path().display().to_string());
+        let config = folder.path().join("fabric.toml");
+        std::fs::write(&config, text).unwrap();
+        let mut process = program(&config).stdout(Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert_eq!(line, format!("ready {}\n", config.display()));
+        Self { process, folder }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn plug(&self, name: &str) -> Client {
+        let mut client = Client::new(UnixStream::connect(self.path(&format!("{name}.sock"))).unwrap()).unwrap();
+        client.version().unwrap();
+        client
+    }
+
+    fn ask(&self, name: &str, request: &Value) -> Value {
+        let mut stream = UnixStream::connect(self.path(&format!("{name}.ctl"))).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        writeln!(stream, "{request}").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
+    }
+
+    fn counter(&self, name: &str, counter: &str) -> u64 {
+        let answer = self.ask(name, &json!({"get": "counters"}));
+        answer["counters"][counter]
+            .as_u64()
+            .unwrap_or_else(|| panic!("{answer}"))
+    }
+
+    /// Sends the signal and waits for the end, which must be a good one.
+    fn end(&mut self, signal: rustix::process::Signal) {
+        let id = rustix::process::Pid::from_child(&self.process);
+        rustix::process::kill_process(id, signal).unwrap();
+        let deadline = Instant::now() + TIMEOUT;
+        let status = loop {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "the process does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        assert!(status.success(), "{status}");
+    }
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        // Ended already is as good.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn program(config: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_p2pmem-fabric"));
+    command.arg("--config").arg(config);
+    command
+}
+
+const ACCELS: &str = r#"
+    [[node]]
+    name = "a"
+    [[node.accel]]
+    name = "accel0"
+    socket = "DIR/accel0.sock"
+    control = "DIR/accel0.ctl"
+    counters = "DIR/accel0.json"
+    memory = "1M"
+    [[node.accel]]
+    name = "accel1"
+    socket = "DIR/accel1.sock"
+    control = "DIR/accel1.ctl"
+    counters = "DIR/accel1.json"
+    memory = "1M"
+    [[node]]
+    name = "b"
+    [[node.accel]]
+    name = "accel0"
+    socket = "DIR/b.sock"
+    control = "DIR/b.ctl"
+    memory = "1M"
+"#;
+
+/// Lets a device decode its memory at `address`, do DMA, and know that there is something in the window.
+fn bring_up(client: &mut Client, address: u64) {
+    client
+        .write(CONFIG_REGION, 0x18, &(address as u32).to_le_bytes())
+        .unwrap();
+    client
+        .write(CONFIG_REGION, 0x1c, &((address >> 32) as u32).to_le_bytes())
+        .unwrap();
+    client.write(CONFIG_REGION, 4, &[6, 0]).unwrap();
+    client.dma_map(WINDOW, 1 << 30, None).unwrap();
+}
+
+/// Lets an accelerator do something, and says how it went.
+fn run(client: &mut Client, op: Op, length: u64, argument: u64) -> Status {
+    for (register, value) in [
+        (reg::OP, op as u64),
+        (reg::OFFSET, 0),
+        (reg::LENGTH, length),
+        (reg::ARGUMENT, argument),
+    ] {
+        client.write(0, register, &value.to_le_bytes()).unwrap();
+    }
+    client.write(0, reg::DOORBELL, &[1, 0, 0, 0]).unwrap();
+    let seq = client.read32(0, reg::SUBMITTED).unwrap();
+    client
+        .poll32(0, reg::COMPLETED, TIMEOUT, |completed| completed == seq)
+        .unwrap();
+    let status = client.read32(0, result_entry(seq) + 4).unwrap();
+    Status::from_u32(status).unwrap()
+}
+
+#[test]
+fn accelerators_of_one_guest_reach_each_other() {
+    let fabric = Fabric::start(ACCELS);
+    let (mut first, mut second, mut other) = (fabric.plug("accel0"), fabric.plug("accel1"), fabric.plug("b"));
+    bring_up(&mut first, WINDOW);
+    bring_up(&mut second, WINDOW + (1 << 20));
+    // The same place in another guest is another place.
+    bring_up(&mut other, WINDOW + (1 << 20));
+    assert_eq!(run(&mut first, Op::Pattern, 1 << 20, 7), Status::Ok);
+    assert_eq!(run(&mut first, Op::DmaOut, 1 << 20, WINDOW + (1 << 20)), Status::Ok);
+    let (mut here, mut there) = (vec![0; 4096], vec![0; 4096]);
+    first.read(2, (1 << 20) - 4096, &mut here).unwrap();
+    second.read(2, (1 << 20) - 4096, &mut there).unwrap();
+    assert!(here == there && here.iter().any(|byte| *byte != 0));
+    other.read(2, (1 << 20) - 4096, &mut there).unwrap();
+    assert!(there.iter().all(|byte| *byte == 0));
+    assert_eq!(fabric.counter("accel0", "peer_written"), 1 << 20);
+    assert_eq!(fabric.counter("accel0", "message_written"), 0);
+    // One guest's device going does not concern the others, and it can come again.
+    drop(second);
+    let deadline = Instant::now() + TIMEOUT;
+    let state = |name| fabric.ask(name, &json!({"get": "state"}))["state"].clone();
+    while state("accel1")["connected"] == true {
+        assert!(Instant::now() < deadline, "{}", state("accel1"));
+    }
+    assert_eq!(
+        run(&mut first, Op::DmaOut, 4096, WINDOW + (1 << 20)),
+        Status::Unreachable
+    );
+    let mut second = fabric.plug("accel1");
+    bring_up(&mut second, WINDOW + (1 << 20));
+    assert_eq!(run(&mut first, Op::DmaOut, 4096, WINDOW + (1 << 20)), Status::Ok);
+    assert_eq!(state("accel0")["bar2_address"], WINDOW);
+    let refused = fabric.ask("accel0", &json!({"link": "down"}));
+    assert_eq!(refused["error"], "this device has no link");
+}
+
+#[test]
+fn a_client_without_manners_ends_alone() {
+    let fabric = Fabric::start(ACCELS);
+    let mut first = fabric.plug("accel0");
+    let mut rude = UnixStream::connect(fabric.path("accel1.sock")).unwrap();
+    rude.write_all(&[0xff; 64]).unwrap();
+    rude.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let mut rest = Vec::new();
+    let _ = rude.read_to_end(&mut rest);
+    assert_eq!(run(&mut first, Op::Nop, 0, 0), Status::Ok);
+    fabric.plug("accel1");
+}
+
+#[test]
+fn a_signal_ends_them_all() {
+    for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let mut fabric = Fabric::start(ACCELS);
+        let mut first = fabric.plug("accel0");
+        assert_eq!(run(&mut first, Op::Fill, 4096, 1), Status::Ok);
+        fabric.end(signal);
+        let mut data = [0; 4];
+        assert!(first.read(0, 0, &mut data).is_err());
+        for name in ["accel0", "accel1", "b"] {
+            assert!(!fabric.path(&format!("{name}.sock")).exists());
+            assert!(!fabric.path(&format!("{name}.ctl")).exists());
+        }
+        let counters = |name: &str| -> Value {
+            serde_json::from_slice(&std::fs::read(fabric.path(&format!("{name}.json"))).unwrap()).unwrap()
+        };
+        assert_eq!(counters("accel0")["compute_written"], 4096);
+        assert_eq!(counters("accel1")["compute_written"], 0);
+    }
+}
+
+#[test]
+fn mistakes_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("fabric.toml");
+    let attempt = |text: &str| {
+        std::fs::write(&config, text).unwrap();
+        let output = program(&config).output().unwrap();
+        assert!(!output.status.success() && output.stdout.is_empty());
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(attempt("").contains("no devices"));
+    assert!(attempt("[[node]]\nname = 3").contains("expected a string"));
+    let far = ACCELS.replace("DIR", "/nonexistent");
+    let error = attempt(&far);
+    assert!(
+        error.contains("device \"accel0\"") && error.contains("/nonexistent/accel0"),
+        "{error}"
+    );
+}
