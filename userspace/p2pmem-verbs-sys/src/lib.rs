@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The part of libibverbs' ABI that registering memory takes: heads of three structures, types of seven functions, and
+//! The part of libibverbs' ABI that registering memory takes: heads of three structures, types of its functions, and
 //! access flags.
 //!
 //! It links to nothing. Who uses it finds the functions at run time, by the names in [`name`]: so a program that has no
@@ -78,6 +78,18 @@ pub mod name {
 
     /// [`ibv_get_device_name`](crate::ibv_get_device_name)
     pub const GET_DEVICE_NAME: &CStr = c"ibv_get_device_name";
+    /// [`ibv_get_device_list`](crate::ibv_get_device_list)
+    pub const GET_DEVICE_LIST: &CStr = c"ibv_get_device_list";
+    /// [`ibv_free_device_list`](crate::ibv_free_device_list)
+    pub const FREE_DEVICE_LIST: &CStr = c"ibv_free_device_list";
+    /// [`ibv_open_device`](crate::ibv_open_device)
+    pub const OPEN_DEVICE: &CStr = c"ibv_open_device";
+    /// [`ibv_close_device`](crate::ibv_close_device)
+    pub const CLOSE_DEVICE: &CStr = c"ibv_close_device";
+    /// [`ibv_alloc_pd`](crate::ibv_alloc_pd)
+    pub const ALLOC_PD: &CStr = c"ibv_alloc_pd";
+    /// [`ibv_dealloc_pd`](crate::ibv_dealloc_pd)
+    pub const DEALLOC_PD: &CStr = c"ibv_dealloc_pd";
     /// [`ibv_reg_mr`](crate::ibv_reg_mr)
     pub const REG_MR: &CStr = c"ibv_reg_mr";
     /// [`ibv_reg_mr_iova`](crate::ibv_reg_mr_iova)
@@ -94,6 +106,18 @@ pub mod name {
 
 /// Name of a NIC, as `mlx5_0`.
 pub type ibv_get_device_name = unsafe extern "C" fn(device: *mut c_void) -> *const c_char;
+/// All NICs, and their number. Null and `errno` where it fails.
+pub type ibv_get_device_list = unsafe extern "C" fn(number: *mut c_int) -> *mut *mut c_void;
+/// Gives the list back; NICs opened from it stay open.
+pub type ibv_free_device_list = unsafe extern "C" fn(list: *mut *mut c_void);
+/// Opens a NIC of the list. Null and `errno` where it fails.
+pub type ibv_open_device = unsafe extern "C" fn(device: *mut c_void) -> *mut ibv_context;
+/// Closes a NIC. 0 or -1 and `errno`.
+pub type ibv_close_device = unsafe extern "C" fn(context: *mut ibv_context) -> c_int;
+/// Makes a protection domain. Null and `errno` where it fails.
+pub type ibv_alloc_pd = unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_pd;
+/// Ends a protection domain. 0 or an errno.
+pub type ibv_dealloc_pd = unsafe extern "C" fn(pd: *mut ibv_pd) -> c_int;
 /// Registers memory of the program. Null and `errno` where it fails.
 pub type ibv_reg_mr =
     unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, access: c_int) -> *mut ibv_mr;

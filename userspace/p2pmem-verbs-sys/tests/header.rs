@@ -50,6 +50,12 @@ fn source() -> String {
         "struct ibv_mr *(*e)(struct ibv_pd *, uint64_t, size_t, uint64_t, int, int) = ibv_reg_dmabuf_mr",
         "int (*f)(struct ibv_mr *, int, struct ibv_pd *, void *, size_t, int) = ibv_rereg_mr",
         "int (*g)(struct ibv_mr *) = ibv_dereg_mr",
+        "struct ibv_device **(*h)(int *) = ibv_get_device_list",
+        "void (*i)(struct ibv_device **) = ibv_free_device_list",
+        "struct ibv_context *(*j)(struct ibv_device *) = ibv_open_device",
+        "int (*k)(struct ibv_context *) = ibv_close_device",
+        "struct ibv_pd *(*l)(struct ibv_context *) = ibv_alloc_pd",
+        "int (*m)(struct ibv_pd *) = ibv_dealloc_pd",
     ];
     for function in functions {
         writeln!(c, "{function};").unwrap();

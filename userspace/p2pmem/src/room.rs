@@ -63,6 +63,13 @@ impl fmt::Display for Room {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { provider, holders } = self;
         write!(f, "{} has {}", provider.place(), human_size(provider.size))?;
+        if provider.kernel_reserve > 0 {
+            write!(
+                f,
+                " (without {} for the kernel's own users)",
+                human_size(provider.kernel_reserve)
+            )?;
+        }
         if provider.free == provider.size {
             return write!(f, ", all free");
         }
@@ -218,9 +225,11 @@ mod tests {
         room.provider.free = 100 << 20;
         room.provider.largest = 50 << 20;
         room.provider.scrubbing = 1 << 20;
+        room.provider.kernel_reserve = 1 << 20;
         assert_eq!(
             room.to_string(),
-            "0000:03:00.0 BAR 2 has 256 MiB, 100 MiB free (largest piece 50 MiB), used by pid 1 (x) 1 MiB, \
+            "0000:03:00.0 BAR 2 has 256 MiB (without 1 MiB for the kernel's own users), 100 MiB free (largest piece \
+             50 MiB), used by pid 1 (x) 1 MiB, \
              pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not ready yet"
         );
     }

@@ -208,6 +208,10 @@ pub struct SelftestArgs {
     /// Bytes to test; default: its largest free piece, at most 64M.
     #[arg(long, value_parser = size)]
     pub size: Option<u64>,
+
+    /// Register them with this NIC too, as mlx5_0.
+    #[arg(long)]
+    pub nic: Option<String>,
 }
 
 /// How long to follow events.

@@ -426,7 +426,8 @@ fn rdma(machine: &Environment) -> Vec<Check> {
     if nics.is_empty() {
         return vec![Check::new(NAME, Level::Info, "there are no RDMA devices")];
     }
-    let found = Check::new(NAME, Level::Ok, nics.join(", "));
+    let mut checks = vec![Check::new(NAME, Level::Ok, nics.join(", "))];
+    checks.extend(nics.iter().map(|nic| dma_bufs(machine, nic)));
     let core = match machine.read("sys/module/ib_core/version") {
         Some(version) => format!("ib_core {version}"),
         None => "the kernel's own ib_core".into(),
@@ -444,7 +445,53 @@ fn rdma(machine: &Environment) -> Vec<Check> {
         ),
         None => Check::new("RDMA peer memory", Level::Info, "the kernel's symbols cannot be read here"),
     };
-    vec![found, peer]
+    checks.push(peer);
+    checks
+}
+
+/// Drivers of PCI functions whose RDMA side (in 7.2) registers dma-bufs that can be taken back.
+const REVOCABLE: [&str; 4] = ["mlx5_core", "ice", "i40e", "idpf"];
+/// Those that register dma-bufs only for good.
+const PINNING: [&str; 4] = ["efa", "bnxt_en", "mana", "ionic"];
+
+/// Whether buffers can be registered with a NIC on a stock kernel.
+fn dma_bufs(machine: &Environment, nic: &str) -> Check {
+    const NAME: &str = "RDMA dma-buf";
+    let driver = machine.path("sys/class/infiniband").join(nic).join("device/driver");
+    let driver = std::fs::read_link(driver).ok();
+    let driver = driver.as_ref().and_then(|link| link.file_name()?.to_str());
+    let Some(driver) = driver else {
+        return Check::new(
+            NAME,
+            Level::Warning,
+            format!("{nic} is on no PCI device: the kernel's own software cannot reach other devices' memory"),
+        )
+        .remedy("use a hardware NIC for buffers");
+    };
+    let found = |text: &str| format!("{nic} ({driver}) {text}");
+    match driver {
+        "mlx5_core" => Check::new(
+            NAME,
+            Level::Ok,
+            found(&format!(
+                "registers dma-bufs and lets go of them on request, where its firmware has on-demand paging: \
+                 `p2pmemctl selftest --provider P --nic {nic}` tries it"
+            )),
+        ),
+        driver if REVOCABLE.contains(&driver) => Check::new(
+            NAME,
+            Level::Ok,
+            found("registers dma-bufs and lets go of them on request"),
+        ),
+        driver if PINNING.contains(&driver) => Check::new(
+            NAME,
+            Level::Warning,
+            found("registers dma-bufs only for good, so that a provider could not leave: this is refused by default"),
+        )
+        .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
+        _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))
+            .remedy(format!("try it: p2pmemctl selftest --provider P --nic {nic}")),
+    }
 }
 
 #[cfg(test)]
@@ -479,6 +526,15 @@ mod tests {
         config
     }
 
+    fn nic(root: &Path, name: &str, driver: Option<&str>) {
+        put(root, &format!("sys/class/infiniband/{name}/node_type"), "1: CA\n");
+        let Some(driver) = driver else { return };
+        put(root, &format!("sys/bus/pci/drivers/{driver}/new_id"), "");
+        let device = root.join("sys/class/infiniband").join(name).join("device");
+        fs::create_dir_all(&device).unwrap();
+        std::os::unix::fs::symlink(root.join("sys/bus/pci/drivers").join(driver), device.join("driver")).unwrap();
+    }
+
     fn healthy(root: &Path) -> Environment {
         put(root, "sys/module/p2pmem/version", "0.1.0\n");
         put(root, "proc/sys/kernel/osrelease", "7.2.0-test\n");
@@ -490,7 +546,7 @@ mod tests {
             "proc/kallsyms",
             "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n",
         );
-        put(root, "sys/class/infiniband/mlx5_0/node_type", "1: CA\n");
+        nic(root, "mlx5_0", Some("mlx5_core"));
         fs::create_dir_all(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
         pci(root, "0000:00:00.0", "0x8086", "0x060000", &[0; 256]);
         pci(root, "0000:00:01.0", "0x1b36", "0x060400", &config_with_acs(0));
@@ -516,7 +572,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let checks = examine(&healthy(dir.path()));
         assert!(checks.iter().all(|c| c.level == Level::Ok), "{checks:#?}");
-        assert_eq!(checks.len(), 11, "{checks:#?}");
+        assert_eq!(checks.len(), 12, "{checks:#?}");
     }
 
     #[test]
@@ -574,6 +630,35 @@ mod tests {
         expect(&machine, "ABI version", Level::Failure, "one version");
         machine.open = Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem"));
         expect(&machine, "device", Level::Failure, "modprobe p2pmem");
+    }
+
+    #[test]
+    fn each_nic_s_driver_is_looked_at() {
+        let dir = tempfile::tempdir().unwrap();
+        let machine = healthy(dir.path());
+        nic(dir.path(), "rxe0", None);
+        nic(dir.path(), "bnxt_re0", Some("bnxt_en"));
+        nic(dir.path(), "irdma0", Some("ice"));
+        nic(dir.path(), "cxgb4_0", Some("cxgb4"));
+        let all: Vec<_> = examine(&machine)
+            .into_iter()
+            .filter(|c| c.check == "RDMA dma-buf")
+            .map(|c| (c.level, c.found, c.remedy.unwrap_or_default()))
+            .collect();
+        let wanted = [
+            (Level::Warning, "bnxt_re0 (bnxt_en)", "pinned_exports"),
+            (Level::Warning, "cxgb4_0 (cxgb4)", "selftest --provider P --nic cxgb4_0"),
+            (Level::Ok, "irdma0 (ice)", ""),
+            (Level::Ok, "mlx5_0 (mlx5_core)", ""),
+            (Level::Warning, "rxe0 is on no PCI device", "hardware NIC"),
+        ];
+        assert_eq!(all.len(), wanted.len(), "{all:#?}");
+        for ((level, found, remedy), wanted) in all.iter().zip(wanted) {
+            assert!(
+                *level == wanted.0 && found.starts_with(wanted.1) && remedy.contains(wanted.2),
+                "{found} -> {remedy}"
+            );
+        }
     }
 
     #[test]

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `selftest`: patterns written to a provider's memory through a mapping, and read back.
+//! `selftest`: patterns written to a provider's memory through a mapping, and read back; a registration with a NIC.
 
 use std::time::Instant;
 
 use anyhow::bail;
-use p2pmem::{human_size, Mapping, PciAddr, Request};
+use p2pmem::{human_size, Access, Buffer, Mapping, PciAddr, Pd, Request, Road};
 use serde::Serialize;
 
 use crate::cli::SelftestArgs;
@@ -48,6 +48,18 @@ struct Report {
     bytes: u64,
     ok: bool,
     patterns: Vec<PatternReport>,
+    /// None: no NIC was named.
+    registration: Option<RegistrationReport>,
+}
+
+#[derive(Serialize)]
+struct RegistrationReport {
+    nic: String,
+    /// How the NIC came to the memory; none where it could not.
+    road: Option<Road>,
+    microseconds: u64,
+    error: Option<String>,
+    remedy: Option<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -67,6 +79,7 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
     if size == 0 {
         bail!("provider {} has nothing free to test", provider.id);
     }
+    let pd = args.nic.as_deref().map(Pd::open).transpose()?;
     let buffer = device.alloc(&Request::new(size).provider(provider.id))?;
     let mapping = buffer.map()?;
     let bar = context.progress_bar("testing", 2 * PATTERNS.len() as u64 * buffer.size());
@@ -75,13 +88,16 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
         patterns.push(test(&mapping, name, pattern, &bar)?);
     }
     bar.finish_and_clear();
-    let ok = patterns.iter().all(|p| p.wrong_words == 0);
+    let registration = pd.as_ref().map(|pd| register(&buffer, pd));
+    let registered = registration.as_ref().is_none_or(|r| r.road.is_some());
+    let ok = registered && patterns.iter().all(|p| p.wrong_words == 0);
     let report = Report {
         provider: provider.id,
         addr: provider.addr,
         bytes: buffer.size(),
         ok,
         patterns,
+        registration,
     };
     buffer.free()?;
     if context.json {
@@ -90,6 +106,30 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
         write!(context.out, "{}", render_report(&report))?;
     }
     Ok(Outcome::of(report.ok))
+}
+
+/// Registers a buffer with a NIC, for the other side to read and write, and ends that.
+fn register(buffer: &Buffer, pd: &Pd) -> RegistrationReport {
+    let start = Instant::now();
+    let result = buffer.register(pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ);
+    let report = RegistrationReport {
+        nic: pd.nic(),
+        road: None,
+        microseconds: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
+        error: None,
+        remedy: None,
+    };
+    match result {
+        Ok(registration) => RegistrationReport {
+            road: Some(registration.road()),
+            ..report
+        },
+        Err(error) => RegistrationReport {
+            error: Some(error.to_string()),
+            remedy: error.remedy(),
+            ..report
+        },
+    }
 }
 
 fn test(
@@ -174,8 +214,21 @@ fn render_report(report: &Report) -> String {
         &rows,
     );
     let verdict = if report.ok { "passed" } else { "FAILED" };
+    let registration = match &report.registration {
+        None => String::new(),
+        Some(RegistrationReport {
+            nic,
+            road: Some(road),
+            microseconds,
+            ..
+        }) => format!("registered with {nic} by {road} in {microseconds} us\n"),
+        Some(r) => {
+            let remedy = r.remedy.map(|remedy| format!("  -> {remedy}\n")).unwrap_or_default();
+            format!("{}\n{remedy}", r.error.as_deref().unwrap_or_default())
+        }
+    };
     format!(
-        "{table}\nprovider {} ({}): {} {verdict}\n",
+        "{table}\n{registration}provider {} ({}): {} {verdict}\n",
         report.provider,
         report.addr,
         human_size(report.bytes)
@@ -217,9 +270,38 @@ mod tests {
                 read_mb_per_s: 1.0,
                 ..report
             }],
+            registration: None,
         };
         let text = render_report(&report);
         assert!(text.contains("WRONG: 1 words, the first at byte 0x320"), "{text}");
         assert!(text.ends_with("provider 1 (0000:03:00.0): 12 KiB FAILED\n"), "{text}");
+    }
+
+    #[test]
+    fn a_registration_tells_its_road_or_why_there_is_none() {
+        let buffer = p2pmem::fake::Fake::example()
+            .device()
+            .alloc(&Request::new(4096))
+            .unwrap();
+        let nic = p2pmem::fake::FakeNic::new("mlx5_0");
+        let text = || {
+            render_report(&Report {
+                provider: 1,
+                addr: "03:00.0".parse().unwrap(),
+                bytes: 4096,
+                ok: true,
+                patterns: Vec::new(),
+                registration: Some(register(&buffer, &nic.pd())),
+            })
+        };
+        assert!(text().contains("registered with mlx5_0 by dma-buf in "), "{}", text());
+        nic.fail_next(95);
+        let text = text();
+        assert!(
+            text.contains("with mlx5_0 by dma-buf failed: Operation not supported"),
+            "{text}"
+        );
+        assert!(text.contains("-> the NIC's driver cannot register dma-bufs"), "{text}");
+        assert_eq!(nic.regions(), 0);
     }
 }

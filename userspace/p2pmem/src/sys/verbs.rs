@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 
 use p2pmem_verbs_sys as ibv;
 
-use crate::error::{Error, Result};
+use crate::error::{errno_text, Error, Result};
 use crate::register::Pd;
 
 use super::Region;
@@ -134,6 +134,48 @@ impl Pd {
     }
 }
 
+impl Pd {
+    /// Opens the NIC `name`, as `mlx5_0`, and makes a protection domain of it, for a program that has none of its own.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Verbs`] where libibverbs is not installed; [`Error::Client`] where there is no such NIC;
+    /// [`Error::Rdma`] where it cannot be opened.
+    pub fn open(name: &str) -> Result<Self> {
+        let library = Library::load()?;
+        let nic = Arc::new(library.open_nic(name)?);
+        // INVARIANT: the domain goes with the last `Arc`, and what is registered holds one.
+        Ok(Self::new(RawPd(nic.pd), library, Some(nic)))
+    }
+}
+
+/// An open NIC with one protection domain.
+///
+/// # Invariants
+///
+/// `pd` and `context` are valid, belong to this value alone, and `pd` is a domain of `context`.
+struct OpenNic {
+    library: Arc<Library>,
+    context: NonNull<ibv::ibv_context>,
+    pd: NonNull<c_void>,
+}
+
+// SAFETY: libibverbs allows every function on an open NIC and its domains from any thread.
+unsafe impl Send for OpenNic {}
+// SAFETY: as above, and at the same time from several.
+unsafe impl Sync for OpenNic {}
+
+impl Drop for OpenNic {
+    fn drop(&mut self) {
+        // SAFETY: both are valid and ours alone (type invariant), and what was registered is gone, as it held this value.
+        // Nobody is left to tell of an error; the kernel ends both with the process.
+        unsafe {
+            (self.library.dealloc_pd)(self.pd.as_ptr().cast());
+            (self.library.close_device)(self.context.as_ptr());
+        }
+    }
+}
+
 #[cfg(feature = "verbs")]
 impl crate::register::ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
     fn to_pd(&self) -> Result<Pd> {
@@ -147,7 +189,13 @@ impl crate::register::ProtectionDomain for Arc<sideway::ibverbs::protection_doma
 
 /// The functions of the real libibverbs. It stays loaded for good.
 pub(crate) struct Library {
+    get_device_list: ibv::ibv_get_device_list,
+    free_device_list: ibv::ibv_free_device_list,
     get_device_name: ibv::ibv_get_device_name,
+    open_device: ibv::ibv_open_device,
+    close_device: ibv::ibv_close_device,
+    alloc_pd: ibv::ibv_alloc_pd,
+    dealloc_pd: ibv::ibv_dealloc_pd,
     reg_mr: ibv::ibv_reg_mr,
     /// From rdma-core 28 on.
     reg_mr_iova2: Option<ibv::ibv_reg_mr_iova2>,
@@ -186,23 +234,91 @@ impl Library {
         let must = |name: &CStr| {
             find(name).ok_or_else(|| format!("{} has no {}", ibv::LIBRARY.to_string_lossy(), name.to_string_lossy()))
         };
-        // SAFETY: the symbols are the functions of these names, whose types are those of the library's own header (a
-        // test of p2pmem-verbs-sys compares them), and an Option of a pointer or function is null where it is none.
-        unsafe {
-            Ok(Self {
-                get_device_name: std::mem::transmute::<NonNull<c_void>, ibv::ibv_get_device_name>(must(
-                    ibv::name::GET_DEVICE_NAME,
-                )?),
-                reg_mr: std::mem::transmute::<NonNull<c_void>, ibv::ibv_reg_mr>(must(ibv::name::REG_MR)?),
-                reg_mr_iova2: std::mem::transmute::<Option<NonNull<c_void>>, Option<ibv::ibv_reg_mr_iova2>>(find(
-                    ibv::name::REG_MR_IOVA2,
-                )),
-                reg_dmabuf_mr: std::mem::transmute::<Option<NonNull<c_void>>, Option<ibv::ibv_reg_dmabuf_mr>>(find(
-                    ibv::name::REG_DMABUF_MR,
-                )),
-                dereg_mr: std::mem::transmute::<NonNull<c_void>, ibv::ibv_dereg_mr>(must(ibv::name::DEREG_MR)?),
-            })
+        /// A function pointer of type `$type` from an address.
+        macro_rules! function {
+            ($type:ident, $address:expr) => {
+                // SAFETY: the symbol is the function of that name, whose type is that of the library's own header (a test
+                // of p2pmem-verbs-sys compares them).
+                unsafe { std::mem::transmute::<NonNull<c_void>, ibv::$type>($address) }
+            };
         }
+        Ok(Self {
+            get_device_list: function!(ibv_get_device_list, must(ibv::name::GET_DEVICE_LIST)?),
+            free_device_list: function!(ibv_free_device_list, must(ibv::name::FREE_DEVICE_LIST)?),
+            get_device_name: function!(ibv_get_device_name, must(ibv::name::GET_DEVICE_NAME)?),
+            open_device: function!(ibv_open_device, must(ibv::name::OPEN_DEVICE)?),
+            close_device: function!(ibv_close_device, must(ibv::name::CLOSE_DEVICE)?),
+            alloc_pd: function!(ibv_alloc_pd, must(ibv::name::ALLOC_PD)?),
+            dealloc_pd: function!(ibv_dealloc_pd, must(ibv::name::DEALLOC_PD)?),
+            reg_mr: function!(ibv_reg_mr, must(ibv::name::REG_MR)?),
+            reg_mr_iova2: find(ibv::name::REG_MR_IOVA2).map(|f| function!(ibv_reg_mr_iova2, f)),
+            reg_dmabuf_mr: find(ibv::name::REG_DMABUF_MR).map(|f| function!(ibv_reg_dmabuf_mr, f)),
+            dereg_mr: function!(ibv_dereg_mr, must(ibv::name::DEREG_MR)?),
+        })
+    }
+
+    /// Name of a device.
+    ///
+    /// # Safety
+    ///
+    /// `device` must be of the list of devices, or that of an open NIC.
+    unsafe fn name_of(&self, device: *mut c_void) -> String {
+        // SAFETY: the caller's promise. The name is a NUL-terminated string that lives as long as the device.
+        unsafe {
+            let name = (self.get_device_name)(device);
+            if name.is_null() {
+                return "an unnamed NIC".into();
+            }
+            CStr::from_ptr(name).to_string_lossy().into_owned()
+        }
+    }
+
+    fn open_nic(self: &Arc<Self>, wanted: &str) -> Result<OpenNic> {
+        let failed = |what: String| Error::Rdma {
+            what,
+            why: errno_text(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)),
+        };
+        let mut number = 0;
+        // SAFETY: the number lives across the call.
+        let list = unsafe { (self.get_device_list)(&mut number) };
+        let list = NonNull::new(list).ok_or_else(|| failed("listing RDMA devices".into()))?;
+        let mut names = Vec::new();
+        let mut context = None;
+        for at in 0..usize::try_from(number).unwrap_or(0) {
+            // SAFETY: the list has that many devices, and is given back below.
+            unsafe {
+                let device = *list.as_ptr().add(at);
+                let name = self.name_of(device);
+                if name == wanted {
+                    let opened = NonNull::new((self.open_device)(device));
+                    context = Some(opened.ok_or_else(|| failed(format!("opening {wanted}"))));
+                }
+                names.push(name);
+            }
+        }
+        // SAFETY: it is not used after this.
+        unsafe { (self.free_device_list)(list.as_ptr()) };
+        let context = context.ok_or_else(|| Error::Client {
+            name: wanted.to_owned(),
+            why: match names.as_slice() {
+                [] => "there is no RDMA device".into(),
+                names => format!("the RDMA devices are {}", names.join(", ")),
+            },
+        })??;
+        // SAFETY: the NIC is open.
+        let pd = NonNull::new(unsafe { (self.alloc_pd)(context.as_ptr()) });
+        let Some(pd) = pd else {
+            let error = failed(format!("a protection domain of {wanted}"));
+            // SAFETY: it is open, and nothing was made of it.
+            unsafe { (self.close_device)(context.as_ptr()) };
+            return Err(error);
+        };
+        // INVARIANT: both were just made, and nobody else knows of them.
+        Ok(OpenNic {
+            library: self.clone(),
+            context,
+            pd: pd.cast(),
+        })
     }
 
     /// The result of a function that returns a region, or null and errno.
@@ -236,16 +352,8 @@ fn access(part: Part) -> c_int {
 
 impl Verbs for Library {
     fn nic(&self, pd: RawPd) -> String {
-        // SAFETY: the domain is valid (type invariant), so it has an open device, whose name is a NUL-terminated string
-        // that lives as long.
-        unsafe {
-            let device = (*(*pd.as_ptr()).context).device;
-            let name = (self.get_device_name)(device);
-            if name.is_null() {
-                return "an unnamed NIC".into();
-            }
-            CStr::from_ptr(name).to_string_lossy().into_owned()
-        }
+        // SAFETY: the domain is valid (type invariant), so it has an open device.
+        unsafe { self.name_of((*(*pd.as_ptr()).context).device) }
     }
 
     fn reg_dmabuf(&self, pd: RawPd, dmabuf: BorrowedFd<'_>, part: Part) -> io::Result<RawMr> {
@@ -292,6 +400,8 @@ mod tests {
             Ok(library) => {
                 let again = Library::load().unwrap();
                 assert!(Arc::ptr_eq(&library, &again), "loaded once");
+                let error = Pd::open("no such NIC").unwrap_err();
+                assert!(matches!(error, Error::Client { .. } | Error::Rdma { .. }), "{error}");
             }
             Err(error) => {
                 assert!(
