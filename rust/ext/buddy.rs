@@ -121,9 +121,10 @@ impl Buddy {
         };
         let blocks = Blocks::new()?;
         let guard = self.lock.lock();
+        // The range is named although it is all there is: cleared and other memory is only joined within the range.
         // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
         let ret = to_result(unsafe {
-            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, 0, ask, align, blocks.0.get(), flags)
+            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, self.end(), ask, align, blocks.0.get(), flags)
         });
         // It says EINVAL of a size beyond its own.
         ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })?;

@@ -288,7 +288,7 @@ fn stats(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn mapping(_: &mut Bed) -> Result<()> {
+pub(super) fn mapping(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
     let a = alloc(fd, 64 << 10).map_err(errno)?;
@@ -346,7 +346,7 @@ fn mapping(_: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn mapping_at_zero(bed: &mut Bed) -> Result<()> {
+pub(super) fn mapping_at_zero(bed: &mut Bed) -> Result<()> {
     let (free_before, buffers) = bed.settled()?;
     let file = open()?;
     let map = Mapping::shared(file.as_fd(), 0, 1 << 20).map_err(errno)?;
@@ -462,7 +462,9 @@ fn fio(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn stress(_: &mut Bed) -> Result<()> {
+pub(super) fn stress(bed: &mut Bed) -> Result<()> {
+    bed.settled()?;
+    let largest = bed.provider("accel0")?.largest;
     let file = open()?;
     let live: Mutex<Vec<(u64, u64)>> = Mutex::new(Vec::new());
     let worker = |seed: u64| -> Result<()> {
@@ -511,5 +513,13 @@ fn stress(_: &mut Bed) -> Result<()> {
         threads
             .into_iter()
             .try_for_each(|t| t.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?)
-    })
+    })?;
+    // What was in pieces is in one again, cleared or not.
+    bed.settled()?;
+    let row = bed.provider("accel0")?;
+    ensure!(
+        row.largest >= largest,
+        "{row:?}: {largest} bytes were in one piece before"
+    );
+    Ok(())
 }
