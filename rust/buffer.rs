@@ -2,22 +2,27 @@
 
 //! Buffers: allocations and those who hold them.
 //!
-//! A buffer is Live until its last holder lets go or its provider leaves, whichever is first. When the provider
-//! leaves it is Revoking while its mappings are taken down, and then Gone: whoever still has a handle or a mapping has
-//! one of nothing. See Documentation/design/lifecycle.md.
+//! Holders are handles of a file, user mappings, and dma-bufs. A buffer is Live until its last holder lets
+//! go or its provider leaves, whichever is first. When the provider leaves it is Revoking while its mappings are taken
+//! down, and then Gone: whoever still has a handle, a mapping or a dma-buf has one of nothing. See Documentation/design/lifecycle.md.
 
 use crate::{
+    dmabuf::Export,
     ext::{
         log::Owner,
+        p2pdma::Target,
         uapi::consts,
         vma::{Fault, Mappable}, //
     },
-    provider::{Memory, Provider},
+    memory::Memory,
+    provider::Provider,
+    refusal::{refuse, Answer},
 };
 use kernel::{
     new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
+    rbtree::{RBTree, RBTreeNode},
     sync::{
         atomic::{Atomic, Relaxed},
         Arc, ArcBorrow, Mutex,
@@ -45,10 +50,13 @@ impl State {
 
 struct Inner {
     state: State,
-    /// Handles and mappings.
+    /// Handles, mappings and exports.
     holders: u32,
     /// Mappings alone.
     mappings: u32,
+    /// dma-bufs that are not closed yet, and how many they are.
+    exports: RBTree<u64, Arc<Export>>,
+    nr_exports: u32,
     /// There while the buffer is Live or Revoking.
     memory: Option<KBox<Memory>>,
 }
@@ -101,6 +109,8 @@ impl Buffer {
                     state: State::Live,
                     holders: 1,
                     mappings: 0,
+                    exports: RBTree::new(),
+                    nr_exports: 0,
                     memory: None,
                 }),
             }),
@@ -125,6 +135,14 @@ impl Buffer {
         (inner.state, inner.mappings)
     }
 
+    /// Number of dma-bufs, and of importers that are attached to them.
+    pub(crate) fn exports(&self) -> (u32, u32) {
+        let exports = self.inner.lock().nr_exports;
+        let mut attachments = 0;
+        self.for_each_export(|export| attachments += export.attachments());
+        (exports, attachments)
+    }
+
     /// One more mapping of a Live buffer. Errors: `ENODEV` when it was revoked.
     pub(crate) fn map(&self) -> Result {
         let mut inner = self.inner.lock();
@@ -134,6 +152,67 @@ impl Buffer {
         inner.holders += 1;
         inner.mappings += 1;
         Ok(())
+    }
+
+    /// What DMA mappings of a Live buffer are made with (none where that cannot be), and its physical address.
+    pub(crate) fn target(&self) -> Answer<(Option<Target>, u64)> {
+        let inner = self.inner.lock();
+        match &inner.memory {
+            Some(memory) if inner.state == State::Live => Ok((memory.target(), memory.phys())),
+            _ => {
+                drop(inner);
+                Err(refuse!(
+                    ENODEV,
+                    "the buffer was revoked: its provider {} left",
+                    self.provider.addr
+                ))
+            }
+        }
+    }
+
+    /// One more dma-buf of a Live buffer, by its number. Errors: `ENODEV` when it was revoked.
+    pub(crate) fn add_export(&self, node: RBTreeNode<u64, Arc<Export>>) -> Result {
+        let mut inner = self.inner.lock();
+        if inner.state != State::Live {
+            drop(inner);
+            drop(node);
+            return Err(ENODEV);
+        }
+        inner.exports.insert(node);
+        inner.nr_exports += 1;
+        inner.holders += 1;
+        drop(inner);
+        self.provider.exported();
+        Ok(())
+    }
+
+    /// A dma-buf was closed.
+    pub(crate) fn end_export(&self, id: u64) {
+        let mut inner = self.inner.lock();
+        let ended = inner.exports.remove(&id);
+        inner.nr_exports -= u32::from(ended.is_some());
+        drop(inner);
+        drop(ended);
+        self.provider.unexported();
+        self.release(false);
+    }
+
+    /// Calls `f` with each dma-buf, one after the other and without a lock. Those that come meanwhile may be missed.
+    pub(crate) fn for_each_export(&self, mut f: impl FnMut(&Arc<Export>)) {
+        let mut from = 0;
+        loop {
+            let inner = self.inner.lock();
+            let next = inner
+                .exports
+                .cursor_lower_bound(&from)
+                .map(|cursor| cursor.current().1.clone());
+            drop(inner);
+            let Some(export) = next else {
+                return;
+            };
+            from = export.id + 1;
+            f(&export);
+        }
     }
 
     /// One holder less; the last one ends the buffer.
@@ -152,7 +231,8 @@ impl Buffer {
         }
     }
 
-    /// First half of a revocation: from here on nothing new can be mapped. False when the buffer had ended already.
+    /// First part of a revocation: from here on nothing new can be mapped or exported. False when the buffer had ended
+    /// already.
     pub(crate) fn revoke(&self) -> bool {
         let mut inner = self.inner.lock();
         let live = inner.state == State::Live;
@@ -162,7 +242,7 @@ impl Buffer {
         live
     }
 
-    /// Second half, when no mapping is left: gives the memory back.
+    /// Last part, when no mapping of any kind is left: gives the memory back.
     pub(crate) fn finish_revoke(&self) {
         let mut inner = self.inner.lock();
         inner.state = State::Gone;

@@ -9,6 +9,7 @@
 
 use crate::{
     buffer::{Buffer, Holder},
+    dmabuf::{self, Export},
     ext::{
         chrdev::{self, READABLE},
         global, log,
@@ -19,17 +20,19 @@ use crate::{
     orchestrator::{visible_bus_addr, Account, Orchestrator, Wish},
     path::{PathClass, PciAddr},
     placement::Named,
+    ranges::Range,
     refusal::{refuse, Answer, Refusal, Text},
 };
 use core::mem::size_of;
 use kernel::{
     ffi,
-    fs::File as KernelFile,
+    fs::{file::FileDescriptorReservation, File as KernelFile},
     new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
+        aref::ARef,
         poll::{PollCondVar, PollTable},
         Arc, ArcBorrow, Mutex,
     },
@@ -181,7 +184,7 @@ impl File {
     }
 
     /// Remembers a refusal, and puts it into the log. One without a sentence leaves no trace.
-    fn refused(&self, what: &str, refusal: &Refusal) {
+    pub(crate) fn refused(&self, what: &str, refusal: &Refusal) {
         refusal.log(what);
         if refusal.text().as_str().is_empty() {
             return;
@@ -318,7 +321,80 @@ impl File {
         ask.bus_addr = visible_bus_addr(&buffer);
         ask.state = state.as_raw();
         ask.mappings = mappings;
+        (ask.exports, ask.attachments) = buffer.exports();
         Ok(())
+    }
+
+    /// Makes a dma-buf. Its descriptor is only there for the caller when it is installed.
+    fn export(&self, ask: &mut uapi::Export) -> Answer<Descriptor> {
+        no_flags(ask.flags, consts::EXPORT_PINNED | consts::EXPORT_MAPPED)?;
+        let wanted = ranges(ask.ranges, ask.nr_ranges)?;
+        let pinned = ask.flags & consts::EXPORT_PINNED != 0;
+        let (buffer, list) = if ask.flags & consts::EXPORT_MAPPED != 0 {
+            if ask.handle != 0 {
+                return Err(refuse!(EINVAL, "P2PMEM_EXPORT_MAPPED takes addresses, not a handle"));
+            }
+            self.mapped(&wanted)?
+        } else {
+            let buffer = self.buffer(ask.handle)?;
+            dmabuf::check(&wanted, buffer.size)?;
+            let mut list = KVec::new();
+            for &range in &wanted {
+                dmabuf::append(&mut list, range)?;
+            }
+            (buffer, list)
+        };
+        let slot = FileDescriptorReservation::get_unused_fd_flags(kernel::fs::file::flags::O_CLOEXEC)
+            .map_err(|e| refuse!(e, "no file descriptor is left for the dma-buf"))?;
+        let made = Export::new(buffer, list, pinned, self.id)?;
+        ask.fd = slot.reserved_fd() as i32;
+        Ok(Descriptor {
+            slot,
+            file: made.into_file(),
+        })
+    }
+
+    /// The buffer that is mapped at all of these addresses, and which parts of it are.
+    fn mapped(&self, wanted: &[Range]) -> Answer<(Arc<Buffer>, KVec<Range>)> {
+        let mut found: Option<Arc<Buffer>> = None;
+        let mut list = KVec::new();
+        for at in 0..wanted.len() {
+            let mut left = dmabuf::check_address(wanted, at)?;
+            while left.size > 0 {
+                let Some(part) = self.orchestrator.space().mapped_at(left.offset, left.size) else {
+                    return Err(refuse!(
+                        ENOENT,
+                        "range {}: no p2pmem buffer is mapped at {:#x}",
+                        at,
+                        left.offset
+                    ));
+                };
+                if !part.may_write {
+                    return Err(refuse!(
+                        EACCES,
+                        "range {}: the mapping at {:#x} is of a file that was opened for reading only",
+                        at,
+                        left.offset
+                    ));
+                }
+                let buffer = found.get_or_insert_with(|| part.object.clone());
+                if buffer.id != part.object.id {
+                    return Err(refuse!(
+                        EXDEV,
+                        "range {}: another buffer is mapped at {:#x} than at the first range",
+                        at,
+                        left.offset
+                    ));
+                }
+                let offset = part.offset - (buffer.page_offset << PAGE_SHIFT);
+                let size = part.size;
+                dmabuf::append(&mut list, Range { offset, size })?;
+                left.offset += size;
+                left.size -= size;
+            }
+        }
+        let none = || refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0");
+        Ok((found.ok_or_else(none)?, list))
     }
 
     fn explain(&self, explain: &mut uapi::Explain) -> Answer {
@@ -364,7 +440,7 @@ impl File {
     }
 
     /// Maps a buffer of this file, or with offset 0 a new one.
-    fn map(&self, area: NewArea<'_>) -> Answer {
+    fn map(&self, area: NewArea<'_, Buffer>) -> Answer {
         if !area.is_shared() {
             return Err(refuse!(
                 EINVAL,
@@ -412,13 +488,27 @@ impl File {
     }
 }
 
+/// A dma-buf and the number it will have for the caller.
+struct Descriptor {
+    slot: FileDescriptorReservation,
+    file: ARef<KernelFile>,
+}
+
+impl Descriptor {
+    /// Makes it the caller's. Nothing may fail afterwards.
+    fn install(self) {
+        self.slot.fd_install(self.file);
+    }
+}
+
 /// Makes an area a mapping of a buffer.
-fn attach(area: NewArea<'_>, buffer: &Arc<Buffer>, page: u64) -> Answer {
+fn attach(area: NewArea<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer {
     buffer
         .map()
         .map_err(|e| refuse!(e, "the buffer was revoked: its provider {} left", buffer.provider.addr))?;
     buffer.provider.mapped();
-    area.attach(buffer.clone(), page, buffer.provider.combine);
+    let provider = &buffer.provider;
+    area.attach(buffer.clone(), page, provider.combine, provider.has_pages());
     Ok(())
 }
 
@@ -483,6 +573,22 @@ fn clients(at: u64, count: u32) -> Answer<KVec<Function>> {
         clients.push(function, GFP_KERNEL)?;
     }
     Ok(clients)
+}
+
+/// The ranges that an array names.
+fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
+    if count > consts::MAX_RANGES {
+        return Err(dmabuf::too_many(count.into()));
+    }
+    let at = usize::try_from(at).map_err(|_| EFAULT)?;
+    let len = size_of::<uapi::Range>() * count as usize;
+    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
+    let mut list = KVec::with_capacity(count as usize, GFP_KERNEL)?;
+    for _ in 0..count {
+        let uapi::Range { offset, size } = reader.read()?;
+        list.push(Range { offset, size }, GFP_KERNEL)?;
+    }
+    Ok(list)
 }
 
 /// Checks a request.
@@ -553,6 +659,8 @@ fn exchange<T: FromBytes + AsBytes>(arg: UserPtr, method: impl FnOnce(&mut T) ->
 }
 
 impl chrdev::Operations for File {
+    type Mapped = Buffer;
+
     fn open() -> Result<Arc<Self>> {
         let orchestrator = global::orchestrator()?;
         let for_file = orchestrator.clone();
@@ -580,7 +688,7 @@ impl chrdev::Operations for File {
         Ok(file)
     }
 
-    fn address_space(&self) -> &AddressSpace {
+    fn address_space(&self) -> &AddressSpace<Buffer> {
         self.orchestrator.space()
     }
 
@@ -622,6 +730,21 @@ impl chrdev::Operations for File {
             ioc::BUFFER => ("BUFFER", exchange(arg, |a| file.buffer_ioctl(a), true)),
             ioc::EXPLAIN => ("EXPLAIN", exchange(arg, |a| file.explain(a), true)),
             ioc::STATS => ("STATS", exchange(arg, |a| file.stats(a), true)),
+            ioc::EXPORT_DMABUF => {
+                let mut made = None;
+                let answer = exchange(
+                    arg,
+                    |a| {
+                        made = Some(file.export(a)?);
+                        Ok(())
+                    },
+                    true,
+                );
+                if let (Ok(()), Some(descriptor)) = (&answer, made) {
+                    descriptor.install();
+                }
+                ("EXPORT_DMABUF", answer)
+            }
             _ => return Err(ENOTTY),
         };
         answer.map_err(|refusal| {
@@ -668,7 +791,7 @@ impl chrdev::Operations for File {
         }
     }
 
-    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_>) -> Result {
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Buffer>) -> Result {
         this.map(area).map_err(|refusal| {
             this.refused("mmap", &refusal);
             refusal.error

@@ -6,7 +6,7 @@
 //! it. `status` holds the outcome as a sentence. Removing the directory takes the provider back.
 
 use crate::{
-    ext::{configfs::DefaultGroup, global, pci::Function, uapi},
+    ext::{configfs::DefaultGroup, global, pci::Function},
     orchestrator::Publication,
     path::PciAddr,
     refusal::{refuse, Answer, Text},
@@ -83,6 +83,7 @@ impl GroupOperations for Providers {
                 kernel_reserve: 4,
                 enable: 5,
                 status: 6,
+                pinned_exports: 7,
             ],
         };
         let dir = PciAddr::parse(name.to_bytes())
@@ -115,6 +116,8 @@ impl ProviderDir {
                     offset: 0,
                     size: 0,
                     kernel_reserve: None,
+                    pages: true,
+                    pinned_exports: false,
                 },
                 enabled: None,
                 status: Text::new(fmt!("not published: write 1 to enable")),
@@ -268,13 +271,16 @@ attributes! {
     };
     // mode
     3 (dir, page): {
-        let _ = dir;
-        show(page, fmt!("paged"))
+        let pages = dir.settings.lock().wanted.pages;
+        show(page, fmt!("{}", if pages { "paged" } else { "pageless" }))
     }, text: {
-        dir.set(|_| match word(text)? {
-            "paged" => Ok(()),
-            "pageless" => Err(refuse!(uapi::errno(uapi::EOPNOTSUPP), "pageless providers can only be exported as dma-bufs, which this version does not do")),
-            _ => Err(refuse!(EINVAL, "the only mode is paged")),
+        dir.set(|wanted| {
+            wanted.pages = match word(text)? {
+                "paged" => true,
+                "pageless" => false,
+                _ => return Err(refuse!(EINVAL, "the modes are paged and pageless")),
+            };
+            Ok(())
         })
     };
     // kernel_reserve
@@ -307,6 +313,22 @@ attributes! {
         let mut settings = dir.settings.lock();
         settings.enabled();
         show(page, fmt!("{}", settings.status.as_str()))
+    };
+    // pinned_exports
+    7 (dir, page): {
+        show(page, fmt!("{}", u32::from(dir.settings.lock().wanted.pinned_exports)))
+    }, text: {
+        dir.change(|settings| {
+            let allow = match word(text)? {
+                "1" => true,
+                "0" => false,
+                _ => return Err(refuse!(EINVAL, "pinned_exports is 0 or 1")),
+            };
+            settings.wanted.pinned_exports = allow;
+            // It can be changed at any time, and of providers that other drivers published too.
+            global::orchestrator()?.set_pinned_exports(settings.wanted.addr, allow);
+            Ok(())
+        })
     };
 }
 

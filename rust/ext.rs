@@ -7,7 +7,9 @@
 pub(crate) mod buddy;
 pub(crate) mod bus;
 pub(crate) mod chrdev;
+pub(crate) mod completion;
 pub(crate) mod configfs;
+pub(crate) mod dma_buf;
 pub(crate) mod driver;
 pub(crate) mod global;
 pub(crate) mod log;
@@ -15,4 +17,5 @@ pub(crate) mod p2pdma;
 pub(crate) mod pci;
 pub(crate) mod uapi;
 pub(crate) mod vma;
+pub(crate) mod window;
 pub(crate) mod workqueue;

@@ -3,13 +3,14 @@
 //! The orchestrator: knows all providers, chooses among them, and ends what has to end.
 
 use crate::{
-    buffer::{Buffer, Holder},
+    buffer::{Buffer, Holder, State},
     chardev::File,
+    dmabuf::Patience,
     ext::{
         bus,
         driver,
         log::{self, capable_admin},
-        p2pdma,
+        p2pdma::{self, Backing},
         pci::Function,
         uapi::{self, consts},
         vma::AddressSpace, //
@@ -61,8 +62,12 @@ pub(crate) struct Publication {
     pub(crate) offset: u64,
     /// 0: all from `offset` on.
     pub(crate) size: u64,
-    /// None: a sixteenth, 16 MiB at most.
+    /// None: a sixteenth, 16 MiB at most; without pages nothing.
     pub(crate) kernel_reserve: Option<u64>,
+    /// Whether it gets struct pages.
+    pub(crate) pages: bool,
+    /// Whether it may be exported to importers that cannot be revoked.
+    pub(crate) pinned_exports: bool,
 }
 
 struct Registry {
@@ -74,7 +79,7 @@ struct Registry {
 /// What the module knows.
 #[pin_data]
 pub(crate) struct Orchestrator {
-    space: AddressSpace,
+    space: AddressSpace<Buffer>,
     /// Changes whenever a path may have become another one.
     generation: Atomic<u64>,
     next_file: Atomic<u64>,
@@ -106,7 +111,7 @@ impl Orchestrator {
         )
     }
 
-    pub(crate) fn space(&self) -> &AddressSpace {
+    pub(crate) fn space(&self) -> &AddressSpace<Buffer> {
         &self.space
     }
 
@@ -121,6 +126,11 @@ impl Orchestrator {
 
     pub(crate) fn add_file(&self, file: &Arc<File>) -> Result {
         Ok(self.files.lock().push(file.clone(), GFP_KERNEL)?)
+    }
+
+    /// An open file.
+    pub(crate) fn file(&self, id: u64) -> Option<Arc<File>> {
+        self.files.lock().iter().find(|f| f.id == id).cloned()
     }
 
     pub(crate) fn remove_file(&self, id: u64) {
@@ -207,6 +217,12 @@ impl Orchestrator {
             all.push(*path, GFP_KERNEL)?;
         }
         Ok(all)
+    }
+
+    /// The path from one provider to one client.
+    pub(crate) fn path(&self, provider: &Arc<Provider>, client: &Function) -> Result<Path> {
+        let (from, to) = (core::slice::from_ref(provider), core::slice::from_ref(client));
+        self.paths(from, to)?.pop().ok_or(EINVAL)
     }
 
     /// Computes the paths that are missing, and remembers them.
@@ -388,6 +404,9 @@ impl Orchestrator {
                 len
             ));
         }
+        if !wanted.pages {
+            return self.publish_window(wanted, &device, bar, size);
+        }
         let reserve = wanted
             .kernel_reserve
             .unwrap_or_else(|| (size / 16).min(16 << 20) / PAGE * PAGE);
@@ -408,7 +427,7 @@ impl Orchestrator {
             e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
         })?;
         p2pdma::publish(device.device(), true);
-        let made = self.make_own(&function, bar, wanted.offset, size, reserve);
+        let made = self.make_own(wanted, &function, bar, size, reserve);
         if reserve == 0 || made.is_err() {
             // There is nothing to be had for other drivers.
             p2pdma::publish(device.device(), false);
@@ -416,7 +435,8 @@ impl Orchestrator {
         made
     }
 
-    fn make_own(&self, function: &Function, bar: u32, start: u64, size: u64, reserve: u64) -> Answer<u32> {
+    /// Makes a provider of what was given pages just now.
+    fn make_own(&self, wanted: &Publication, function: &Function, bar: u32, size: u64, reserve: u64) -> Answer<u32> {
         let addr = function.address();
         let pool = bus::pool(function)?.ok_or_else(|| {
             refuse!(
@@ -433,27 +453,70 @@ impl Orchestrator {
             )
         })?;
         let at = function.bar(bar).map_or(0, |(at, _)| at);
-        if slab.phys() != at + start {
+        if slab.phys() != at + wanted.offset {
             return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
         }
+        self.add_own(wanted, function, bar, reserve, Backing::Pages(slab))
+    }
+
+    /// Makes a provider of a range that gets no pages.
+    fn publish_window(&self, wanted: &Publication, device: &driver::Published<'_>, bar: u32, size: u64) -> Answer<u32> {
+        let addr = wanted.addr;
+        if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) {
+            return Err(refuse!(
+                EINVAL,
+                "without pages {} has no pool of the kernel's that a kernel_reserve could be in: set it to 0 or auto",
+                addr
+            ));
+        }
+        let window = device.window(bar, wanted.offset, size).map_err(|e| match e {
+            e if e == EBUSY => refuse!(
+                e,
+                "{} was given pages since it was bound: unbind it to publish it without",
+                addr
+            ),
+            e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
+        })?;
+        self.add_own(wanted, &Function::of(device.device()), bar, 0, Backing::Window(window))
+    }
+
+    /// Makes a provider of memory of a device that is bound to the driver.
+    fn add_own(
+        &self,
+        wanted: &Publication,
+        function: &Function,
+        bar: u32,
+        reserve: u64,
+        backing: Backing,
+    ) -> Answer<u32> {
         let parts = Parts {
             id: self.new_id(),
-            pool,
+            function: function.clone(),
             bar: Some(bar),
-            start,
+            start: wanted.offset,
             kernel_reserve: reserve,
             combine: function.prefetchable(bar),
+            pinned_exports: wanted.pinned_exports,
         };
-        let provider = Provider::own(parts, slab)?;
+        let provider = Provider::own(parts, backing)?;
         self.add(&provider)?;
         pr_info!(
-            "{}: published {} bytes of BAR {} at offset {}\n",
-            addr,
+            "{}: published {} bytes of BAR {} at offset {}{}\n",
+            provider.addr,
             provider.size,
             bar,
-            start
+            wanted.offset,
+            if provider.has_pages() { "" } else { ", without pages" }
         );
         Ok(provider.id)
+    }
+
+    /// Changes whether a function's memory may be exported to importers that cannot be revoked, if it is a provider.
+    pub(crate) fn set_pinned_exports(&self, addr: PciAddr, allow: bool) {
+        let registry = self.registry.lock();
+        if let Some(provider) = registry.providers.iter().find(|p| p.addr == addr) {
+            provider.set_pinned_exports(allow);
+        }
     }
 
     /// Makes a provider of a device whose own driver has published memory, if there is one that is not known yet.
@@ -488,13 +551,14 @@ impl Orchestrator {
         }
         let parts = Parts {
             id: self.new_id(),
-            pool,
+            function: function.clone(),
             bar: bar.map(|(bar, _)| bar),
             start: bar.map_or(0, |(_, offset)| offset),
             kernel_reserve: reserve,
             combine: bar.is_some_and(|(bar, _)| function.prefetchable(bar)),
+            pinned_exports: false,
         };
-        let provider = Provider::adopted(parts, size, ceiling)?;
+        let provider = Provider::adopted(parts, pool, size, ceiling)?;
         self.add(&provider).map_err(|refusal| refusal.error)?;
         pr_info!(
             "{}: adopted {} of the {} bytes that its driver published\n",
@@ -564,8 +628,9 @@ impl Orchestrator {
         driver::with_bound(addr, |device| {
             let function = Function::of(device.device());
             p2pdma::publish(device.device(), false);
-            self.leave(&function, Leave::Retire);
+            function
         })
+        .map(|function| self.leave(&function, Leave::Retire))
         .ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))
     }
 
@@ -576,10 +641,14 @@ impl Orchestrator {
             return;
         };
         let Some(stopped) = provider.stop() else {
-            return;
+            // Another one is at it.
+            return provider.await_end();
         };
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(self.revoke(buffer)));
+        // All were told to let go before anyone is waited for.
+        let mut patience = Patience::new();
+        provider.for_each_buffer(|buffer| self.finish_revoke(buffer, &mut patience));
         provider.drain(stopped, leave);
         let mut registry = self.registry.lock();
         let at = registry.providers.iter().position(|p| p.id == provider.id);
@@ -589,6 +658,7 @@ impl Orchestrator {
         self.past.add(&sum);
         drop(registry);
         drop(removed);
+        provider.ended();
         self.forget_paths();
         self.tell(consts::EVENT_PROVIDER_REMOVED, provider.id, None);
         pr_info!(
@@ -598,14 +668,15 @@ impl Orchestrator {
         );
     }
 
-    /// Ends one buffer: no new mappings, no old ones, no memory. False when it had ended already.
+    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers are told
+    /// to let go. False when it had ended already.
     fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
         if !buffer.revoke() {
             return false;
         }
         let (_, mappings) = buffer.status();
         self.space.unmap(buffer.page_offset, buffer.size / PAGE);
-        buffer.finish_revoke();
+        buffer.for_each_export(|export| export.revoke());
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.tell(consts::EVENT_BUFFER_REVOKED, buffer.provider.id, Some(buffer));
         if log::allowed() {
@@ -618,6 +689,14 @@ impl Orchestrator {
             );
         }
         true
+    }
+
+    /// Ends a buffer that was revoked: waits for its importers, and gives its memory back.
+    fn finish_revoke(&self, buffer: &Arc<Buffer>, patience: &mut Patience) {
+        if buffer.status().0 == State::Revoking {
+            buffer.for_each_export(|export| export.await_idle(patience));
+            buffer.finish_revoke();
+        }
     }
 
     /// Ends all providers, as the module is going away.

@@ -2,8 +2,8 @@
 
 //! Providers: devices with published memory, and the memory of each.
 //!
-//! An own provider has one large piece of its device's pool, divided by a buddy allocator. An adopted provider belongs
-//! to another driver: from its pool a piece is taken for each buffer and given back with it.
+//! An own provider has one large piece of its device's pool, or of the BAR itself where it does without struct pages,
+//! divided by a buddy allocator. An adopted provider belongs to another driver: from its pool a piece is taken for each buffer and given back with it.
 //!
 //! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
 //! (O_DIRECT that was under way when the mapping ended). The janitor, a work item of each provider, moves it on.
@@ -11,14 +11,13 @@
 use crate::{
     buffer::Buffer,
     ext::{
-        buddy::{Buddy, Extent},
+        buddy::Buddy,
         global,
-        log::Owner,
-        p2pdma::{Pool, Slab},
+        p2pdma::{Backing, Pool},
         pci::Function,
-        uapi::{self, consts},
-        vma::Fault, //
+        uapi::{self, consts}, //
     },
+    memory::{Memory, Piece, Stack},
     path::PciAddr,
 };
 use kernel::{
@@ -27,7 +26,7 @@ use kernel::{
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
-        atomic::{Atomic, Relaxed},
+        atomic::{Atomic, AtomicFlag, Relaxed},
         Arc, CondVar, Mutex,
     },
     time::{delay::fsleep, msecs_to_jiffies, Delta},
@@ -41,120 +40,10 @@ pub(crate) enum Kind {
     Adopted,
 }
 
-/// A piece of a provider's memory.
-pub(crate) struct Memory {
-    piece: Piece,
-    size: u64,
-    /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
-    touched: bool,
-    /// Whose it is, or was last.
-    owner: Owner,
-    /// The next one of a [`Stack`].
-    next: Option<KBox<Memory>>,
-}
-
-enum Piece {
-    /// Part of the provider's slab, which begins at `start` in the BAR.
-    Own {
-        extent: Extent,
-        slab: Arc<Slab>,
-        start: u64,
-    },
-    /// A slab of its own, of which the first `skip` bytes are only there for the alignment of the rest.
-    Adopted { slab: Slab, skip: u64 },
-}
-
-impl Memory {
-    /// The slab, and where in it the piece begins.
-    fn place(&self) -> (&Slab, u64) {
-        match &self.piece {
-            Piece::Own { extent, slab, start } => (slab, extent.offset() - start),
-            Piece::Adopted { slab, skip } => (slab, *skip),
-        }
-    }
-
-    /// What it takes from its provider, bytes.
-    fn footprint(&self) -> u64 {
-        match &self.piece {
-            Piece::Own { extent, .. } => extent.size(),
-            Piece::Adopted { slab, .. } => slab.size(),
-        }
-    }
-
-    /// Address on the provider's bus.
-    pub(crate) fn bus_addr(&self) -> u64 {
-        let (slab, offset) = self.place();
-        slab.bus_addr(offset)
-    }
-
-    /// Maps what is `offset` into the piece, and up to `left` bytes behind it, where a fault wants it.
-    pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
-        let size = self.size;
-        let touched = core::mem::replace(&mut self.touched, true);
-        let (slab, start) = self.place();
-        if !touched {
-            slab.hold(start, size);
-        }
-        slab.insert(fault, start + offset, left)
-    }
-
-    /// How many of its pages others refer to.
-    fn busy(&self) -> usize {
-        let (slab, start) = self.place();
-        if self.touched {
-            slab.busy(start, self.size)
-        } else {
-            0
-        }
-    }
-
-    /// Clears the whole piece, of which nothing is in use.
-    fn clear(&mut self, combine: bool) {
-        match &mut self.piece {
-            Piece::Own { extent, slab, start } => {
-                slab.clear(extent.offset() - *start, extent.size(), combine);
-                extent.set_clear(true);
-            }
-            Piece::Adopted { slab, .. } => slab.clear(0, slab.size(), combine),
-        }
-        self.touched = false;
-    }
-}
-
-/// A list of memory that takes no memory.
-struct Stack {
-    head: Option<KBox<Memory>>,
-    bytes: u64,
-}
-
-impl Stack {
-    const EMPTY: Self = Self { head: None, bytes: 0 };
-
-    fn push(&mut self, mut memory: KBox<Memory>) {
-        self.bytes += memory.footprint();
-        memory.next = self.head.take();
-        self.head = Some(memory);
-    }
-
-    fn pop(&mut self) -> Option<KBox<Memory>> {
-        let mut memory = self.head.take()?;
-        self.head = memory.next.take();
-        self.bytes -= memory.footprint();
-        Some(memory)
-    }
-}
-
-impl Drop for Stack {
-    /// Link by link: a long list must not be dropped by recursion, as the kernel's stack is small.
-    fn drop(&mut self) {
-        while self.pop().is_some() {}
-    }
-}
-
 /// Where memory comes from.
 enum Source {
-    Own { slab: Arc<Slab>, buddy: Arc<Buddy> },
-    Adopted { held: u64, ceiling: u64 },
+    Own { backing: Arc<Backing>, buddy: Arc<Buddy> },
+    Adopted { pool: Arc<Pool>, held: u64, ceiling: u64 },
 }
 
 struct Inner {
@@ -168,6 +57,8 @@ struct Inner {
     parked: Stack,
     /// Bytes that were dirty and are being cleared now.
     clearing: u64,
+    /// Whether whoever ended the provider is done.
+    gone: bool,
 }
 
 impl Inner {
@@ -212,7 +103,10 @@ counters!(
     maps,
     scrubbed_bytes,
     parked,
-    revoked
+    revoked,
+    exports,
+    attaches,
+    attach_failed,
 );
 
 /// What a decision wants to know of a provider.
@@ -249,8 +143,14 @@ pub(crate) struct Provider {
     pub(crate) kernel_reserve: u64,
     /// Whether writes to the memory may be combined.
     pub(crate) combine: bool,
+    /// What the list of providers says of it, `P2PMEM_PROVIDER_PAGELESS` and `P2PMEM_PROVIDER_EXPORTABLE`.
+    flags: u32,
+    /// Whether the administrator allows exports that cannot be revoked.
+    pinned_exports: AtomicFlag,
+    /// dma-bufs that are not closed yet.
+    exports: Atomic<u32>,
     pub(crate) counters: Counters,
-    pool: Arc<Pool>,
+    function: Function,
     #[pin]
     inner: Mutex<Inner>,
     /// Something came back or was put in order.
@@ -267,40 +167,57 @@ impl_has_work! {
 /// What a provider is made from.
 pub(crate) struct Parts {
     pub(crate) id: u32,
-    pub(crate) pool: Arc<Pool>,
+    pub(crate) function: Function,
     pub(crate) bar: Option<u32>,
     pub(crate) start: u64,
     pub(crate) kernel_reserve: u64,
     pub(crate) combine: bool,
+    pub(crate) pinned_exports: bool,
 }
 
 impl Provider {
-    /// A provider whose memory is `slab`.
-    pub(crate) fn own(parts: Parts, slab: Slab) -> Result<Arc<Self>> {
-        let size = slab.size();
+    /// A provider whose memory is `backing`.
+    pub(crate) fn own(parts: Parts, backing: Backing) -> Result<Arc<Self>> {
+        let size = backing.size();
         let buddy = Buddy::new(parts.start, parts.start + size)?;
-        let slab = Arc::new(slab, GFP_KERNEL)?;
-        Self::new(parts, Kind::Own, size, Source::Own { slab, buddy })
+        let flags = match backing {
+            Backing::Pages(_) => consts::PROVIDER_EXPORTABLE,
+            Backing::Window(_) => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
+        };
+        let backing = Arc::new(backing, GFP_KERNEL)?;
+        Self::new(parts, Kind::Own, size, flags, Source::Own { backing, buddy })
     }
 
     /// A provider that takes what it needs, `size` bytes at most, from its device's pool. The pool has `ceiling` now.
-    pub(crate) fn adopted(parts: Parts, size: u64, ceiling: u64) -> Result<Arc<Self>> {
-        Self::new(parts, Kind::Adopted, size, Source::Adopted { held: 0, ceiling })
+    pub(crate) fn adopted(parts: Parts, pool: Arc<Pool>, size: u64, ceiling: u64) -> Result<Arc<Self>> {
+        // Mapping for DMA needs to know the BAR.
+        let flags = parts.bar.map_or(0, |_| consts::PROVIDER_EXPORTABLE);
+        let held = 0;
+        Self::new(
+            parts,
+            Kind::Adopted,
+            size,
+            flags,
+            Source::Adopted { pool, held, ceiling },
+        )
     }
 
-    fn new(parts: Parts, kind: Kind, size: u64, source: Source) -> Result<Arc<Self>> {
+    fn new(parts: Parts, kind: Kind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
         Arc::pin_init(
             pin_init!(Self {
                 id: parts.id,
                 kind,
-                addr: parts.pool.function().address(),
+                addr: parts.function.address(),
                 bar: parts.bar,
                 start: parts.start,
                 size,
                 kernel_reserve: parts.kernel_reserve,
                 combine: parts.combine,
+                flags,
+                pinned_exports: AtomicFlag::new(parts.pinned_exports),
+                exports: Atomic::new(0),
                 counters: Counters::new(),
-                pool: parts.pool,
+                function: parts.function,
                 inner <- new_mutex!(Inner {
                     source: Some(source),
                     outstanding: 0,
@@ -309,6 +226,7 @@ impl Provider {
                     dirty: Stack::EMPTY,
                     parked: Stack::EMPTY,
                     clearing: 0,
+                    gone: false,
                 }),
                 settled <- new_condvar!(),
                 janitor <- new_work!("p2pmem_janitor"),
@@ -321,7 +239,21 @@ impl Provider {
     const RECLAIMS: u32 = 16;
 
     pub(crate) fn function(&self) -> &Function {
-        self.pool.function()
+        &self.function
+    }
+
+    /// Whether its memory has struct pages.
+    pub(crate) fn has_pages(&self) -> bool {
+        self.flags & consts::PROVIDER_PAGELESS == 0
+    }
+
+    /// Whether the administrator allows exports that cannot be revoked.
+    pub(crate) fn pinned_exports(&self) -> bool {
+        self.pinned_exports.load(Relaxed)
+    }
+
+    pub(crate) fn set_pinned_exports(&self, allow: bool) {
+        self.pinned_exports.store(allow, Relaxed);
     }
 
     /// What there is for a request, without taking it.
@@ -346,7 +278,7 @@ impl Provider {
                 let joined = returning > 0 && largest < size;
                 (free, if joined { size.min(free) } else { largest })
             }
-            Some(Source::Adopted { held, ceiling }) => {
+            Some(Source::Adopted { held, ceiling, .. }) => {
                 let free = self.size - held;
                 let largest = free.min(*ceiling);
                 // The alignment is made by taking more.
@@ -387,21 +319,21 @@ impl Provider {
     fn alloc_once(&self, size: u64, align: u64) -> Result<KBox<Memory>> {
         let mut inner = self.inner.lock();
         let own = match inner.source.as_mut().ok_or(ENODEV)? {
-            Source::Own { slab, buddy } => Some((slab.clone(), buddy.clone())),
-            Source::Adopted { held, .. } => {
+            Source::Own { backing, buddy } => Ok((backing.clone(), buddy.clone())),
+            Source::Adopted { pool, held, .. } => {
                 let taken = padded(size, align);
                 if self.size - *held < taken {
                     return Err(ENOSPC);
                 }
                 *held += taken;
-                None
+                Err(pool.clone())
             }
         };
         inner.outstanding += 1;
         drop(inner);
         let memory = match own {
-            Some((slab, buddy)) => self.alloc_own(slab, &buddy, size, align),
-            None => self.alloc_adopted(size, align),
+            Ok((backing, buddy)) => self.alloc_own(backing, &buddy, size, align),
+            Err(pool) => self.alloc_adopted(&pool, size, align),
         };
         if memory.is_err() {
             self.inner.lock().outstanding -= 1;
@@ -410,47 +342,31 @@ impl Provider {
         memory
     }
 
-    fn alloc_own(&self, slab: Arc<Slab>, buddy: &Arc<Buddy>, size: u64, align: u64) -> Result<KBox<Memory>> {
+    fn alloc_own(&self, backing: Arc<Backing>, buddy: &Arc<Buddy>, size: u64, align: u64) -> Result<KBox<Memory>> {
         let mut extent = buddy.alloc(size, align)?;
         if !extent.is_clear() {
-            slab.clear(extent.offset() - self.start, extent.size(), self.combine);
+            backing.clear(extent.offset() - self.start, extent.size(), self.combine);
             self.counters.scrubbed_bytes.fetch_add(extent.size(), Relaxed);
         }
         // From here on it has an owner, who may write to it.
         extent.set_clear(false);
-        let memory = Memory {
-            piece: Piece::Own {
-                extent,
-                slab,
-                start: self.start,
-            },
-            size,
-            touched: false,
-            owner: Owner::current(),
-            next: None,
-        };
-        Ok(KBox::new(memory, GFP_KERNEL)?)
+        let start = self.start;
+        Memory::new(Piece::Own { extent, backing, start }, size)
     }
 
-    fn alloc_adopted(&self, size: u64, align: u64) -> Result<KBox<Memory>> {
+    fn alloc_adopted(&self, pool: &Pool, size: u64, align: u64) -> Result<KBox<Memory>> {
         let taken = padded(size, align);
-        let memory = self.pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
+        let memory = pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
             let at = slab.phys() - self.bar_start();
             let skip = at.next_multiple_of(align) - at;
             slab.clear(0, slab.size(), self.combine);
             self.counters.scrubbed_bytes.fetch_add(slab.size(), Relaxed);
-            let memory = Memory {
-                piece: Piece::Adopted { slab, skip },
-                size,
-                touched: false,
-                owner: Owner::current(),
-                next: None,
-            };
-            Ok(KBox::new(memory, GFP_KERNEL)?)
+            let backing = Arc::new(Backing::Pages(slab), GFP_KERNEL)?;
+            Memory::new(Piece::Adopted { backing, skip }, size)
         });
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;
-            if let Some(Source::Adopted { held, ceiling }) = &mut self.inner.lock().source {
+            if let Some(Source::Adopted { held, ceiling, .. }) = &mut self.inner.lock().source {
                 *held -= taken;
                 if full {
                     // Its driver uses more than was known.
@@ -471,9 +387,9 @@ impl Provider {
     /// Where a piece begins in the BAR.
     pub(crate) fn bar_offset_of(&self, memory: &Memory) -> Option<u64> {
         self.bar?;
-        Some(match &memory.piece {
+        Some(match memory.piece() {
             Piece::Own { extent, .. } => extent.offset(),
-            Piece::Adopted { slab, skip } => slab.phys() - self.bar_start() + skip,
+            Piece::Adopted { .. } => memory.phys() - self.bar_start(),
         })
     }
 
@@ -534,7 +450,7 @@ impl Provider {
             drop(memory);
             self.counters.scrubbed_bytes.fetch_add(taken, Relaxed);
             let mut inner = self.inner.lock();
-            if let Some(Source::Adopted { held, ceiling }) = &mut inner.source {
+            if let Some(Source::Adopted { held, ceiling, .. }) = &mut inner.source {
                 *held -= taken;
                 *ceiling = self.size;
             }
@@ -601,6 +517,13 @@ impl Provider {
             vendor,
             device,
             class,
+            flags: self.flags
+                | if self.pinned_exports() {
+                    consts::PROVIDER_PINNED_EXPORTS
+                } else {
+                    0
+                },
+            exports: self.exports.load(Relaxed),
             ..Default::default()
         };
         function.driver_name(&mut row.driver);
@@ -616,7 +539,7 @@ impl Provider {
         let own = match &inner.source {
             None => None,
             Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
-            Some(Source::Adopted { held, ceiling }) => {
+            Some(Source::Adopted { held, ceiling, .. }) => {
                 row.free = self.size - held;
                 row.largest = row.free.min(*ceiling);
                 None
@@ -633,6 +556,17 @@ impl Provider {
     /// A user mapping was made.
     pub(crate) fn mapped(&self) {
         self.counters.maps.fetch_add(1, Relaxed);
+    }
+
+    /// A dma-buf was made.
+    pub(crate) fn exported(&self) {
+        self.exports.fetch_add(1, Relaxed);
+        self.counters.exports.fetch_add(1, Relaxed);
+    }
+
+    /// A dma-buf was closed.
+    pub(crate) fn unexported(&self) {
+        self.exports.fetch_sub(1, Relaxed);
     }
 
     /// Calls `f` with each live buffer, one after the other and without a lock. Buffers that come meanwhile may be
@@ -683,8 +617,22 @@ impl Provider {
                 memory.clear(self.combine);
             }
         }
-        // The slab goes back to the pool with this.
+        // The backing goes with this: a slab goes back to the pool.
         drop(stopped);
+    }
+
+    /// The end of leaving, after which nothing of it is left.
+    pub(crate) fn ended(&self) {
+        self.inner.lock().gone = true;
+        self.settled.notify_all();
+    }
+
+    /// Waits for another one who ends the provider.
+    pub(crate) fn await_end(&self) {
+        let mut inner = self.inner.lock();
+        while !inner.gone {
+            self.settled.wait(&mut inner);
+        }
     }
 
     /// Waits until nobody refers to a piece's pages, or ten seconds in all: then the kernel's own wait for them, which
@@ -731,10 +679,10 @@ impl WorkItem for Provider {
                 pause = 10;
             }
             let mut inner = this.inner.lock();
-            if inner.source.is_none() || (inner.parked.head.is_none() && inner.dirty.head.is_none()) {
+            if inner.source.is_none() || (inner.parked.is_empty() && inner.dirty.is_empty()) {
                 return;
             }
-            if inner.dirty.head.is_none() {
+            if inner.dirty.is_empty() {
                 // Nobody tells when a page's last other reference is dropped, so it is looked at now and then.
                 let _ = this
                     .settled

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,stats}`, for people who look for what is going on.
+//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,stats}`, for people who look for what is going on.
 
-use crate::{buffer::State, ext::uapi, orchestrator::Orchestrator};
+use crate::{buffer::State, dmabuf, ext::uapi, orchestrator::Orchestrator};
 use kernel::{
     debugfs::{Dir, File},
     fmt,
@@ -18,6 +18,8 @@ pub(crate) struct Files {
     #[pin]
     buffers: File<Arc<Orchestrator>>,
     #[pin]
+    dmabufs: File<Arc<Orchestrator>>,
+    #[pin]
     stats: File<Arc<Orchestrator>>,
     dir: Dir,
 }
@@ -25,13 +27,19 @@ pub(crate) struct Files {
 /// Makes the folder and its files.
 pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
     let dir = Dir::new(c"p2pmem");
-    let (a, b, c) = (orchestrator.clone(), orchestrator.clone(), orchestrator);
+    let (a, b, c, d) = (
+        orchestrator.clone(),
+        orchestrator.clone(),
+        orchestrator.clone(),
+        orchestrator,
+    );
     let keep = dir.clone();
     pin_init::pin_init_scope(move || {
         Ok(try_pin_init!(Files {
             providers <- dir.clone().read_callback_file(c"providers", Ok::<_, Error>(a), &providers),
             buffers <- dir.clone().read_callback_file(c"buffers", Ok::<_, Error>(b), &buffers),
-            stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(c), &stats),
+            dmabufs <- dir.clone().read_callback_file(c"dmabufs", Ok::<_, Error>(c), &dmabuf::describe_all),
+            stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(d), &stats),
             dir: keep,
         }? Error))
     })
@@ -39,17 +47,18 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
 
 /// One line a provider.
 fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    f.write_str("id function size free largest buffers parked scrubbing kernel_reserve\n")?;
+    f.write_str("id function size free largest buffers exports parked scrubbing kernel_reserve\n")?;
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
         let row = provider.describe();
         f.write_fmt(fmt!(
-            "{} {} {} {} {} {} {} {} {}\n",
+            "{} {} {} {} {} {} {} {} {} {}\n",
             row.id,
             provider.addr,
             row.size,
             row.free,
             row.largest,
             row.buffers,
+            row.exports,
             row.parked,
             row.scrubbing,
             row.kernel_reserve
@@ -60,22 +69,24 @@ fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fm
 
 /// One line a buffer: who holds what.
 fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let mut result = f.write_str("id function size bar_offset mappings state owner\n");
+    let mut result = f.write_str("id function size bar_offset mappings exports state owner\n");
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
         provider.for_each_buffer(|buffer| {
             let (state, mappings) = buffer.status();
+            let (exports, _) = buffer.exports();
             let state = match state {
                 State::Live => "live",
                 State::Revoking => "revoking",
                 State::Gone => "gone",
             };
             let line = f.write_fmt(fmt!(
-                "{} {} {} {:#x} {} {} {}\n",
+                "{} {} {} {:#x} {} {} {} {}\n",
                 buffer.id,
                 provider.addr,
                 buffer.size,
                 buffer.bar_offset.unwrap_or(u64::MAX),
                 mappings,
+                exports,
                 state,
                 buffer.owner
             ));
@@ -91,7 +102,8 @@ fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::R
     // Asked for all, it cannot be refused.
     let _ = orchestrator.stats(0, &mut sum);
     f.write_fmt(fmt!(
-        "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\nparked {}\nrevoked {}\n",
+        "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\nparked {}\nrevoked {}\n\
+         exports {}\nattaches {}\nattach_failed {}\n",
         sum.allocs,
         sum.frees,
         sum.failed,
@@ -100,6 +112,9 @@ fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::R
         sum.maps,
         sum.scrubbed_bytes,
         sum.parked,
-        sum.revoked
+        sum.revoked,
+        sum.exports,
+        sum.attaches,
+        sum.attach_failed
     ))
 }

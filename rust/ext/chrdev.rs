@@ -8,7 +8,7 @@
 //! [`kernel::miscdevice`] sets no owner, so that unloading the module with a file open would free its code; it has no
 //! mode, no poll, and its areas have no operations.
 
-use super::vma::{AddressSpace, NewArea};
+use super::vma::{AddressSpace, Mappable, NewArea};
 use core::marker::PhantomData;
 use kernel::{
     bindings,
@@ -26,10 +26,12 @@ pub(crate) const READABLE: u32 = bindings::POLLIN | bindings::POLLRDNORM;
 
 /// One open file of a character device.
 pub(crate) trait Operations: Send + Sync + Sized + 'static {
+    /// What is mapped through it.
+    type Mapped: Mappable;
     /// A file is opened. Also tells the address space its mappings belong to.
     fn open() -> Result<Arc<Self>>;
     /// The address space that all mappings of all files belong to.
-    fn address_space(&self) -> &AddressSpace;
+    fn address_space(&self) -> &AddressSpace<Self::Mapped>;
     /// Its last descriptor and its last mapping are gone.
     fn close(this: Arc<Self>);
     /// An ioctl; `arg` is its argument as it came.
@@ -39,7 +41,7 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     /// Registers with `table` and tells what can be done now.
     fn poll(this: ArcBorrow<'_, Self>, file: &File, table: PollTable<'_>) -> u32;
     /// Maps.
-    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_>) -> Result;
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Self::Mapped>) -> Result;
 }
 
 /// A registered character device; its node is there until this is dropped.

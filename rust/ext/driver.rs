@@ -6,6 +6,7 @@ use super::{
     global::{BoundDevice, BOUND},
     p2pdma,
     pci::Function,
+    window::{Window, Windows},
 };
 use crate::path::PciAddr;
 use core::{marker::PhantomData, ptr};
@@ -13,6 +14,7 @@ use kernel::{
     device::{Bound, Core},
     pci,
     prelude::*,
+    sync::Arc,
 };
 
 /// What the driver tells of its devices.
@@ -54,18 +56,24 @@ impl<H: Hooks> pci::Driver for Driver<H> {
         let add = || -> Result<Data> {
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
-            let entry = || BoundDevice { device, range: None };
+            let windows = Windows::new()?;
+            let entry = || BoundDevice {
+                device,
+                range: None,
+                windows: windows.clone(),
+            };
             BOUND.lock().push(entry(), GFP_KERNEL)?;
             Ok(Data(entry()))
         };
         add()
     }
 
-    fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
+    fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
         let function = Function::of(dev);
         // First of all, so that nothing is made of it any more.
         BOUND.lock().retain(|d| !ptr::eq(d.device, function.as_raw()));
         H::unbinding(&function);
+        this.0.windows.wait();
     }
 }
 
@@ -73,6 +81,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
     range: &'a mut Option<(u32, u64, u64)>,
+    windows: &'a Arc<Windows>,
 }
 
 impl Published<'_> {
@@ -93,6 +102,18 @@ impl Published<'_> {
         *self.range = Some((bar, offset, size));
         Ok(())
     }
+
+    /// A window of a range of a BAR, which gets no struct pages.
+    ///
+    /// Errors: `EBUSY` when a range has them already, `EINVAL` when the range is not in the BAR, `EOPNOTSUPP` when the
+    /// device's BARs cannot be mapped, `ENOMEM`.
+    pub(crate) fn window(&self, bar: u32, offset: u64, size: u64) -> Result<Window> {
+        if self.range.is_some() {
+            return Err(EBUSY);
+        }
+        // SAFETY: The device is bound during this call, and `unbind` waits for these windows.
+        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows) }
+    }
 }
 
 /// Calls `f` with the device at `addr` if it is bound to this driver. It stays bound during the call.
@@ -106,5 +127,6 @@ pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -
     Some(f(Published {
         device,
         range: &mut entry.range,
+        windows: &entry.windows,
     }))
 }

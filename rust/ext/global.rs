@@ -2,7 +2,7 @@
 
 //! What callbacks find that the kernel calls without a pointer of ours.
 
-use super::{p2pdma::Pool, workqueue::OwnQueue};
+use super::{p2pdma::Pool, window::Windows, workqueue::OwnQueue};
 use crate::orchestrator::Orchestrator;
 use kernel::{
     bindings,
@@ -24,10 +24,12 @@ kernel::sync::global_lock! {
     pub(super) unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
 }
 
-/// A device that is bound to our driver, and the one range of it that was given struct pages since: BAR, offset, size.
+/// A device that is bound to our driver, the one range of it that was given struct pages since (BAR, offset, size), and
+/// the windows of it.
 pub(super) struct BoundDevice {
     pub(super) device: *mut bindings::pci_dev,
     pub(super) range: Option<(u32, u64, u64)>,
+    pub(super) windows: Arc<Windows>,
 }
 
 // SAFETY: A PCI device is not bound to a thread.

@@ -6,7 +6,8 @@
 
 use super::{
     pci::Function,
-    vma::Fault, //
+    vma::Fault,
+    window::Window, //
 };
 use crate::sys;
 use core::ptr::NonNull;
@@ -39,8 +40,18 @@ pub(crate) fn publish(dev: &pci::Device<Bound>, publish: bool) {
 
 /// Hops between a provider and a client, or none where the client cannot reach it. C: `pci_p2pdma_distance_many()`.
 pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
-    let mut clients = [client.as_raw_device()];
-    // SAFETY: Both functions are valid, and the array has as many elements as the call is told.
+    // SAFETY: The function is valid.
+    unsafe { distance_to(provider, client.as_raw_device()) }
+}
+
+/// As [`distance`], for a client that need not be a PCI function: what does its DMA is looked for above it.
+///
+/// # Safety
+///
+/// `client` must be a valid device.
+pub(super) unsafe fn distance_to(provider: &Function, client: *mut bindings::device) -> Option<u32> {
+    let mut clients = [client];
+    // SAFETY: Both are valid, and the array has as many elements as the call is told.
     let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
     u32::try_from(distance).ok()
 }
@@ -203,12 +214,123 @@ impl Slab {
         unsafe { sys::p2pmem_page_phys(self.kaddr) }
     }
 
+    /// What the kernel maps the slab for DMA with; none where it lies in no BAR of the function.
+    fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
+        let phys = self.phys();
+        let bar = (0..6).find(|&bar| {
+            let range = self.function.bar(bar);
+            range.is_some_and(|(start, len)| phys.checked_sub(start).is_some_and(|offset| offset < len))
+        })?;
+        // SAFETY: By the type invariant the page map is there, and the kernel frees a device's p2pdma data after it.
+        NonNull::new(unsafe { bindings::pcim_p2pdma_provider(self.function.as_raw(), bar as ffi::c_int) })
+    }
+
     /// Physical start and length of the whole range whose driver published it.
     pub(crate) fn published_range(&self) -> (u64, u64) {
         let (mut start, mut len) = (0, 0);
         // SAFETY: By the type invariant the pages are there, and so is their page map.
         unsafe { sys::p2pmem_pages_range(self.kaddr, &mut start, &mut len) };
         (start, len)
+    }
+}
+
+/// Memory of a provider: pages of its pool, or a window that has none.
+pub(crate) enum Backing {
+    Pages(Slab),
+    Window(Window),
+}
+
+impl Backing {
+    /// Bytes.
+    pub(crate) fn size(&self) -> u64 {
+        match self {
+            Self::Pages(slab) => slab.size(),
+            Self::Window(window) => window.size(),
+        }
+    }
+
+    /// Physical address of the first byte.
+    pub(crate) fn phys(&self) -> u64 {
+        match self {
+            Self::Pages(slab) => slab.phys(),
+            Self::Window(window) => window.phys(),
+        }
+    }
+
+    /// The address of a byte on the device's PCI bus.
+    pub(crate) fn bus_addr(&self, offset: u64) -> u64 {
+        match self {
+            Self::Pages(slab) => slab.bus_addr(offset),
+            Self::Window(window) => window.bus_addr(offset),
+        }
+    }
+
+    /// Takes our reference on each page of a range, once, before its first user mapping.
+    pub(crate) fn hold(&self, offset: u64, size: u64) {
+        if let Self::Pages(slab) = self {
+            slab.hold(offset, size);
+        }
+    }
+
+    /// How many pages of a range others hold references to.
+    pub(crate) fn busy(&self, offset: u64, size: u64) -> usize {
+        match self {
+            Self::Pages(slab) => slab.busy(offset, size),
+            Self::Window(_) => 0,
+        }
+    }
+
+    /// Zeroes a range. No one else may be using it.
+    pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
+        match self {
+            Self::Pages(slab) => slab.clear(offset, size, combine),
+            Self::Window(window) => window.clear(offset, size),
+        }
+    }
+
+    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
+        match self {
+            Self::Pages(slab) => slab.insert(fault, offset, size),
+            Self::Window(window) => window.insert(fault, offset, size),
+        }
+    }
+
+    /// What DMA mappings of it are made with; none where it lies in no BAR of its function.
+    pub(crate) fn target(self: &Arc<Self>) -> Option<Target> {
+        let provider = match &**self {
+            Self::Pages(slab) => slab.provider()?,
+            Self::Window(window) => window.provider(),
+        };
+        // INVARIANT: The backing keeps the provider.
+        Some(Target {
+            provider,
+            backing: self.clone(),
+        })
+    }
+}
+
+/// What is needed for DMA mappings of a provider's memory.
+///
+/// # Invariants
+///
+/// `provider` is valid as long as `backing` is there: the kernel frees it after the page map of a slab, and when the
+/// driver is unbound from a device with windows, which waits for them.
+#[derive(Clone)]
+pub(crate) struct Target {
+    provider: NonNull<bindings::p2pdma_provider>,
+    #[allow(dead_code, reason = "held to be dropped")]
+    backing: Arc<Backing>,
+}
+
+// SAFETY: What is behind the pointer is not bound to a thread, and does not change.
+unsafe impl Send for Target {}
+// SAFETY: As above.
+unsafe impl Sync for Target {}
+
+impl Target {
+    pub(super) fn as_raw(&self) -> *mut bindings::p2pdma_provider {
+        self.provider.as_ptr()
     }
 }
 

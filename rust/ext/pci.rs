@@ -42,6 +42,14 @@ impl Function {
         Self::of(unsafe { &*pdev.cast::<pci::Device>() })
     }
 
+    /// # Safety
+    ///
+    /// `ptr` must be a valid `struct pci_dev` for the duration of the call.
+    pub(super) unsafe fn of_raw(ptr: NonNull<bindings::pci_dev>) -> Self {
+        // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the caller promises that it is valid.
+        Self::of(unsafe { ptr.cast::<pci::Device>().as_ref() })
+    }
+
     /// The function at `addr`, if there is one.
     pub(crate) fn find(addr: PciAddr) -> Option<Self> {
         let PciAddr { domain, bus, devfn } = addr;

@@ -11,12 +11,12 @@ use kernel::{
 
 pub(crate) use crate::sys::{
     p2pmem_alloc as Alloc, p2pmem_buffer as Buffer, p2pmem_event as Event, p2pmem_explain as Explain,
-    p2pmem_free as Free, p2pmem_info as Info, p2pmem_list as List, p2pmem_path as Path, p2pmem_paths as Paths,
-    p2pmem_pci_addr as PciAddress, p2pmem_provider as Provider, p2pmem_request as Request, p2pmem_stats as Stats,
-    p2pmem_verdict as Verdict,
+    p2pmem_export as Export, p2pmem_free as Free, p2pmem_info as Info, p2pmem_list as List, p2pmem_path as Path,
+    p2pmem_paths as Paths, p2pmem_pci_addr as PciAddress, p2pmem_provider as Provider, p2pmem_range as Range,
+    p2pmem_request as Request, p2pmem_stats as Stats, p2pmem_verdict as Verdict,
 };
 
-pub(crate) use kernel::bindings::{ENODATA, EOPNOTSUPP};
+pub(crate) use kernel::bindings::{EHOSTUNREACH, ENODATA, EOPNOTSUPP};
 
 /// An errno that the kernel crate has no name for.
 pub(crate) fn errno(errno: u32) -> Error {
@@ -29,19 +29,28 @@ pub(crate) mod consts {
 
     pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
+    pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
     pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
     /// What this module can do.
-    pub(crate) const FEATURES: u64 =
-        (sys::P2PMEM_FEATURE_MMAP_PAGED | sys::P2PMEM_FEATURE_EVENTS | sys::P2PMEM_FEATURE_ADOPT) as u64;
+    pub(crate) const FEATURES: u64 = (sys::P2PMEM_FEATURE_MMAP_PAGED
+        | sys::P2PMEM_FEATURE_EVENTS
+        | sys::P2PMEM_FEATURE_ADOPT
+        | sys::P2PMEM_FEATURE_DMABUF
+        | sys::P2PMEM_FEATURE_PAGELESS) as u64;
     pub(crate) const PATHS_RESCAN: u32 = sys::P2PMEM_PATHS_RESCAN;
     pub(crate) const PATH_ACS_REDIRECT: u32 = sys::P2PMEM_PATH_ACS_REDIRECT;
     pub(crate) const PATH_BUS_ADDR: u32 = sys::P2PMEM_PATH_BUS_ADDR;
     pub(crate) const ALLOC_PREFER: u32 = sys::P2PMEM_ALLOC_PREFER;
+    pub(crate) const EXPORT_PINNED: u32 = sys::P2PMEM_EXPORT_PINNED;
+    pub(crate) const EXPORT_MAPPED: u32 = sys::P2PMEM_EXPORT_MAPPED;
     pub(crate) const EXPLAIN_LAST: u32 = sys::P2PMEM_EXPLAIN_LAST;
     pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
     pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
     pub(crate) const PROVIDER_LIVE: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_LIVE;
     pub(crate) const PROVIDER_REVOKING: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_REVOKING;
+    pub(crate) const PROVIDER_PAGELESS: u32 = sys::P2PMEM_PROVIDER_PAGELESS;
+    pub(crate) const PROVIDER_EXPORTABLE: u32 = sys::P2PMEM_PROVIDER_EXPORTABLE;
+    pub(crate) const PROVIDER_PINNED_EXPORTS: u32 = sys::P2PMEM_PROVIDER_PINNED_EXPORTS;
     pub(crate) const BUFFER_LIVE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_LIVE;
     pub(crate) const BUFFER_REVOKING: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_REVOKING;
     pub(crate) const BUFFER_GONE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_GONE;
@@ -66,6 +75,7 @@ pub(crate) mod ioc {
     pub(crate) const BUFFER: u32 = _IOWR::<Buffer>(MAGIC, 0x05);
     pub(crate) const EXPLAIN: u32 = _IOWR::<Explain>(MAGIC, 0x06);
     pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
+    pub(crate) const EXPORT_DMABUF: u32 = _IOWR::<Export>(MAGIC, 0x08);
 }
 
 /// Declares structures of the header: their sizes, and that they travel as bytes.
@@ -85,4 +95,5 @@ macro_rules! travel {
 travel! {
     PciAddress: 8, Info: 80, Provider: 136, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
     Buffer: 64, Verdict: 64, Explain: 88, Stats: 104, Event: 24,
+    Range: 16, Export: 24,
 }

@@ -26,13 +26,13 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
-/// An area that `mmap()` is setting up.
-pub(crate) struct NewArea<'a> {
+/// An area that `mmap()` is setting up, of objects of one type.
+pub(crate) struct NewArea<'a, T> {
     vma: NonNull<bindings::vm_area_struct>,
-    _lifetime: PhantomData<&'a bindings::vm_area_struct>,
+    _lifetime: PhantomData<(&'a bindings::vm_area_struct, Arc<T>)>,
 }
 
-impl NewArea<'_> {
+impl<T: Mappable> NewArea<'_, T> {
     /// # Safety
     ///
     /// `vma` must be the area that the current `mmap` file operation was called with, for the lifetime of the result.
@@ -66,10 +66,11 @@ impl NewArea<'_> {
         unsafe { sys::p2pmem_vma_may_share(self.vma.as_ptr()) }
     }
 
-    /// Makes the area a mapping of `object` from page `page_offset` of the common address space on.
-    pub(crate) fn attach<T: Mappable>(mut self, object: Arc<T>, page_offset: u64, combine: bool) {
+    /// Makes the area a mapping of `object` from page `page_offset` of the common address space on: of its struct
+    /// pages, or where it has none, of page frames.
+    pub(crate) fn attach(mut self, object: Arc<T>, page_offset: u64, combine: bool, pages: bool) {
         // SAFETY: The area is valid and ours while it is being set up.
-        unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine) };
+        unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine, pages) };
         // SAFETY: As above.
         let vma = unsafe { self.vma.as_mut() };
         vma.vm_pgoff = page_offset as usize;
@@ -169,25 +170,64 @@ impl<T: Mappable> Operations<T> {
 ///
 /// # Invariants
 ///
-/// The pointer is an inode that is ours until it is dropped.
-pub(crate) struct AddressSpace(NonNull<bindings::inode>);
+/// The pointer is an inode that is ours until it is dropped. Whatever is mapped in it is a `T`: its areas were set up by
+/// [`NewArea::attach`], or not at all.
+pub(crate) struct AddressSpace<T>(NonNull<bindings::inode>, PhantomData<Arc<T>>);
 
-// SAFETY: An inode is not bound to a thread.
-unsafe impl Send for AddressSpace {}
+// SAFETY: An inode is not bound to a thread, and neither is what is mapped.
+unsafe impl<T: Mappable> Send for AddressSpace<T> {}
 // SAFETY: What is done with the inode is synchronised by the core.
-unsafe impl Sync for AddressSpace {}
+unsafe impl<T: Mappable> Sync for AddressSpace<T> {}
 
-impl AddressSpace {
+/// Part of a mapping of the calling process.
+pub(crate) struct Mapped<T> {
+    pub(crate) object: Arc<T>,
+    /// The first byte's place in the common address space.
+    pub(crate) offset: u64,
+    /// Bytes.
+    pub(crate) size: u64,
+    /// Whether the mapping is writable or could be made so.
+    pub(crate) may_write: bool,
+}
+
+impl<T: Mappable> AddressSpace<T> {
     pub(crate) fn new() -> Result<Self> {
         // SAFETY: No requirements; the result is an error pointer or an inode that is ours.
         let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
         // INVARIANT: See above.
-        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?))
+        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?, PhantomData))
     }
 
     pub(super) fn mapping(&self) -> *mut bindings::address_space {
         // SAFETY: By the type invariant the inode is valid; its mapping does not change.
         unsafe { (*self.0.as_ptr()).i_mapping }
+    }
+
+    /// What of this address space the calling process has mapped at an address, `size` bytes at most. None where there
+    /// is no mapping, or one of something else.
+    pub(crate) fn mapped_at(&self, address: u64, size: u64) -> Option<Mapped<T>> {
+        let address = usize::try_from(address).ok()?;
+        let task = current!();
+        let mm = task.mm()?;
+        let guard = mm.mmap_read_lock();
+        let area = guard.vma_lookup(address)?;
+        let vma = area.as_ptr();
+        // SAFETY: The area is valid, and does not change while the lock is held.
+        let (file, object, first) = unsafe { ((*vma).vm_file, (*vma).vm_private_data, (*vma).vm_pgoff) };
+        // SAFETY: An area keeps its file.
+        if file.is_null() || object.is_null() || unsafe { (*file).f_mapping } != self.mapping() {
+            return None;
+        }
+        // SAFETY: By the type invariant, and as it has an object, the area owns a reference to a `T`.
+        let object = unsafe { ArcBorrow::from_raw(object.cast::<T>().cast_const()) };
+        let into = address - area.start();
+        Some(Mapped {
+            object: object.into(),
+            offset: ((first as u64) << PAGE_SHIFT) + into as u64,
+            size: size.min((area.end() - address) as u64),
+            // SAFETY: As above.
+            may_write: unsafe { sys::p2pmem_vma_may_write(vma) },
+        })
     }
 
     /// Takes down all user mappings of a page range. Later touches fault again.
@@ -204,7 +244,7 @@ impl AddressSpace {
     }
 }
 
-impl Drop for AddressSpace {
+impl<T> Drop for AddressSpace<T> {
     fn drop(&mut self) {
         // SAFETY: By the type invariant the inode is ours.
         unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };

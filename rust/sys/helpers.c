@@ -148,16 +148,64 @@ u64 p2pmem_page_phys(unsigned long kaddr)
 	return page_to_phys(virt_to_page((void *)kaddr));
 }
 
+/* Maps a part of a BAR for the time that its provider is there: the kernel uses large pages, which cost next to nothing. */
+void *p2pmem_window_map(u64 phys, size_t size, bool combine)
+{
+	return (void __force *)(combine ? ioremap_wc(phys, size) : ioremap(phys, size));
+}
+
+void p2pmem_window_unmap(void *kaddr)
+{
+	iounmap((void __iomem *)kaddr);
+}
+
+void p2pmem_window_clear(void *kaddr, size_t size)
+{
+	size_t done, n;
+
+	for (done = 0; done < size; done += n) {
+		n = min(size - done, BATCH << PAGE_SHIFT);
+		memset_io((void __iomem *)(kaddr + done), 0, n);
+		wmb();
+		cond_resched();
+	}
+}
+
+/* Maps page frames at @addr, up to the first that cannot be. 0 when the first one is mapped afterwards. */
+int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages)
+{
+	unsigned long n = min(npages, BATCH), i;
+	vm_fault_t ret;
+
+	for (i = 0; i < n; i++) {
+		ret = vmf_insert_pfn(vma, addr + (i << PAGE_SHIFT), pfn + i);
+		if (ret & VM_FAULT_ERROR)
+			break;
+	}
+	if (i)
+		return 0;
+	return ret & VM_FAULT_OOM ? -ENOMEM : -EFAULT;
+}
+
 /* The kernel crate's own constant for this flag has the value of another one (VM_MAYEXEC) in 7.2. */
 bool p2pmem_vma_may_share(struct vm_area_struct *vma)
 {
 	return vma->vm_flags & VM_MAYSHARE;
 }
 
-void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine)
+/* Whether the area could be made writable by mprotect(), whatever it is now. */
+bool p2pmem_vma_may_write(struct vm_area_struct *vma)
 {
-	/* No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. */
-	vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP);
+	return vma->vm_flags & VM_MAYWRITE;
+}
+
+void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
+{
+	if (pages)
+		/* No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. */
+		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP);
+	else
+		vm_flags_set(vma, VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
 	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
 }
 

@@ -3,6 +3,7 @@
 #ifndef P2PMEM_SYS_HELPERS_H
 #define P2PMEM_SYS_HELPERS_H
 
+#include <linux/dma-direction.h>
 #include <linux/types.h>
 #include <uapi/linux/p2pmem.h>
 
@@ -13,6 +14,10 @@ struct vm_area_struct;
 struct bus_type;
 struct gpu_buddy;
 struct list_head;
+struct device;
+struct dma_buf_attachment;
+struct p2pdma_provider;
+struct sg_table;
 
 /* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
@@ -23,8 +28,15 @@ void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len);
 u64 p2pmem_page_phys(unsigned long kaddr);
 
+/* Windows: BAR memory without struct pages. */
+void *p2pmem_window_map(u64 phys, size_t size, bool combine);
+void p2pmem_window_unmap(void *kaddr);
+void p2pmem_window_clear(void *kaddr, size_t size);
+int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages);
+
 bool p2pmem_vma_may_share(struct vm_area_struct *vma);
-void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine);
+bool p2pmem_vma_may_write(struct vm_area_struct *vma);
+void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
 struct inode *p2pmem_mapping_inode(void);
 void p2pmem_mapping_inode_put(struct inode *inode);
@@ -46,6 +58,12 @@ const struct bus_type *p2pmem_pci_bus_type(void);
 
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
+
+struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
+				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir);
+void p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
+void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);
+struct pci_dev *p2pmem_dev_pci(struct device *dev);
 
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);

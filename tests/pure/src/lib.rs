@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Host tests of the module's pure parts: path classification and placement.
+//! Host tests of the module's pure parts: path classification, placement, and lists of ranges.
 //!
 //! The files under test are the very ones the module is built from. They are held against oracles that go about it
 //! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
@@ -16,6 +16,10 @@ mod path;
 #[path = "../../../rust/placement.rs"]
 #[rustfmt::skip]
 mod placement;
+#[allow(dead_code)]
+#[path = "../../../rust/ranges.rs"]
+#[rustfmt::skip]
+mod ranges;
 
 #[cfg(test)]
 mod abi;
@@ -27,5 +31,7 @@ mod oracle;
 mod path_tests;
 #[cfg(test)]
 mod placement_tests;
+#[cfg(test)]
+mod ranges_tests;
 #[cfg(test)]
 mod tree;

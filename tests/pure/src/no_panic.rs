@@ -16,16 +16,19 @@ pub fn entry_points(
     a: &path::Chain<'_>,
     b: &path::Chain<'_>,
     numbers: &[u32; 4],
+    ranges: &[ranges::Range],
 ) -> (placement::Decision, path::Path, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     for candidate in candidates.iter_mut() {
         candidate.refused(u64::from(n) << (m & 63));
     }
     let link = path::link_bandwidth_of_status(n as u16).wrapping_add(path::link_bandwidth(m as u8, o as u8));
+    let sum = ranges::check(ranges, u64::from(n) << (o & 63), u64::from(p)).unwrap_or(1);
+    let joined = ranges.iter().copied().reduce(|a, b| a.join(b).unwrap_or(b)).map_or(0, |r| r.size);
     (
         placement::decide(request, candidates, verdicts),
         path::classify(a, b, n as i32, m),
-        path::host_bridge_id(p, o as u8) ^ u64::from(link),
+        path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined,
         path::PathClass::from_raw(p),
         path::PortKind::from_pcie_type((n > 4).then_some(m as u8), o > 9),
     )
@@ -39,9 +42,10 @@ fn panics(body: &str) -> bool {
     let source = folder.path().join("entry.rs");
     let object = folder.path().join("entry.o");
     let text = format!(
-        "#![no_std]\n#![allow(dead_code, private_interfaces)]\n#[path = {:?}]\nmod path;\n#[path = {:?}]\nmod placement;\n{body}",
+        "#![no_std]\n#![allow(dead_code, private_interfaces)]\n#[path = {:?}]\nmod path;\n#[path = {:?}]\nmod placement;\n#[path = {:?}]\nmod ranges;\n{body}",
         rust.join("path.rs"),
         rust.join("placement.rs"),
+        rust.join("ranges.rs"),
     );
     std::fs::write(&source, text).expect("the source is written");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Waiting for something with a time limit, whatever signals the waiting process gets.
+//!
+//! C header: [`include/linux/completion.h`](srctree/include/linux/completion.h)
+//!
+//! [`kernel::sync::Completion`] can only be waited for without a limit, and [`kernel::sync::CondVar`] with one only in
+//! such a way that a pending signal ends the wait at once.
+
+use kernel::{bindings, prelude::*, time::msecs_to_jiffies, types::Opaque};
+
+/// Something that happens once.
+///
+/// # Invariants
+///
+/// `inner` is an initialised `struct completion`.
+#[pin_data]
+pub(crate) struct Completion {
+    #[pin]
+    inner: Opaque<bindings::completion>,
+}
+
+// SAFETY: Completions are made for use from any thread.
+unsafe impl Send for Completion {}
+// SAFETY: As above.
+unsafe impl Sync for Completion {}
+
+impl Completion {
+    pub(crate) fn new() -> impl PinInit<Self> {
+        // INVARIANT: Initialised here.
+        pin_init!(Self {
+            inner <- Opaque::ffi_init(|slot: *mut bindings::completion| {
+                // SAFETY: `slot` is ours to initialise.
+                unsafe { bindings::init_completion(slot) };
+            }),
+        })
+    }
+
+    /// It happened: all who wait go on, and nobody waits any more.
+    pub(crate) fn complete(&self) {
+        // SAFETY: By the type invariant the completion is initialised.
+        unsafe { bindings::complete_all(self.inner.get()) };
+    }
+
+    /// Waits for it, `ms` milliseconds at most. Whether it happened.
+    pub(crate) fn wait(&self, ms: u32) -> bool {
+        // SAFETY: By the type invariant the completion is initialised. The caller can sleep.
+        unsafe { bindings::wait_for_completion_timeout(self.inner.get(), msecs_to_jiffies(ms)) > 0 }
+    }
+}

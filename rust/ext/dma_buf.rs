@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! dma-bufs: descriptors by which other drivers get at a provider's memory, and can be made to let go of it.
+//!
+//! C headers: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h),
+//! [`include/linux/dma-buf-mapping.h`](srctree/include/linux/dma-buf-mapping.h)
+
+use super::{
+    p2pdma::{self, Target},
+    pci::Function,
+};
+use crate::sys;
+use core::{
+    marker::PhantomData,
+    ptr::{self, NonNull},
+};
+use kernel::{
+    bindings,
+    error::{from_err_ptr, from_result},
+    ffi,
+    fmt::{self, Write},
+    fs::File,
+    new_mutex,
+    prelude::*,
+    sync::{aref::ARef, Arc, ArcBorrow, Mutex},
+    time::msecs_to_jiffies,
+};
+
+/// A piece of a dma-buf: where it is in physical memory.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Piece(bindings::phys_vec);
+
+impl Piece {
+    /// `size` bytes at a physical address.
+    pub(crate) fn new(phys: u64, size: u64) -> Result<Self> {
+        Ok(Self(bindings::phys_vec {
+            paddr: phys,
+            len: usize::try_from(size)?,
+        }))
+    }
+}
+
+/// What an importer is to map: pieces of memory, which is there as long as the target is.
+pub(crate) struct Lease<'a> {
+    pub(crate) target: Target,
+    pub(crate) pieces: &'a [Piece],
+}
+
+/// The object behind a dma-buf. An importer that attached is known by a number that the object chose.
+pub(crate) trait Exporter: Send + Sync + Sized + 'static {
+    /// The way from the object to its dma-buf.
+    fn link(&self) -> &Link;
+    /// An importer wants to attach. Called without the reservation locked.
+    fn attach(this: ArcBorrow<'_, Self>, importer: &Importer<'_>) -> Result<u64>;
+    /// It detaches; it has neither mappings nor pins any more. Called without the reservation locked.
+    fn detach(this: ArcBorrow<'_, Self>, importer: u64);
+    /// It asks for the memory to stay where it is. Called with the reservation locked.
+    fn pin(this: ArcBorrow<'_, Self>, importer: u64) -> Result;
+    /// It takes that back. Called with the reservation locked.
+    fn unpin(this: ArcBorrow<'_, Self>, importer: u64);
+    /// It wants to map. Called with the reservation locked, and followed by [`Self::unmapped`], at once where mapping
+    /// fails.
+    fn map(&self, importer: u64) -> Result<Lease<'_>>;
+    /// One of its mappings is gone. Called with the reservation locked.
+    fn unmapped(this: ArcBorrow<'_, Self>, importer: u64);
+    /// A program wants to map the descriptor. Why it cannot.
+    fn mmap(this: ArcBorrow<'_, Self>) -> Error;
+    /// The last reference to the dma-buf is gone, and with it all importers.
+    fn released(this: Arc<Self>);
+}
+
+/// Device and driver, as the log names them.
+#[derive(Clone, Copy)]
+pub(crate) struct DeviceName {
+    name: [u8; 32],
+    driver: [u8; 32],
+}
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |f: &mut fmt::Formatter<'_>, bytes: &[u8]| -> fmt::Result {
+            for &c in bytes.split(|&c| c == 0).next().unwrap_or_default() {
+                f.write_char(if c.is_ascii_graphic() { char::from(c) } else { '?' })?;
+            }
+            Ok(())
+        };
+        text(f, &self.name)?;
+        f.write_str(" (")?;
+        text(f, &self.driver)?;
+        f.write_char(')')
+    }
+}
+
+/// An importer that wants to attach.
+pub(crate) struct Importer<'a>(&'a bindings::dma_buf_attachment);
+
+impl Importer<'_> {
+    fn device(&self) -> *mut bindings::device {
+        self.0.dev
+    }
+
+    pub(crate) fn name(&self) -> DeviceName {
+        let mut name = DeviceName {
+            name: [0; 32],
+            driver: [0; 32],
+        };
+        // SAFETY: The importer's device is valid while it attaches, and the buffers are as long as the call is told.
+        unsafe {
+            sys::p2pmem_dev_names(
+                self.device(),
+                name.name.as_mut_ptr(),
+                name.name.len(),
+                name.driver.as_mut_ptr(),
+                name.driver.len(),
+            )
+        };
+        name
+    }
+
+    /// Whether its driver can do DMA to memory of other devices, which has no struct pages.
+    pub(crate) fn peer_to_peer(&self) -> bool {
+        self.0.peer2peer
+    }
+
+    /// Whether it lets go of its mappings when it is told. C: `dma_buf_attach_revocable()`.
+    pub(crate) fn revocable(&self) -> bool {
+        // SAFETY: The attachment is valid; the call only reads it.
+        unsafe { bindings::dma_buf_attach_revocable(ptr::from_ref(self.0).cast_mut()) }
+    }
+
+    /// The PCI function that does its DMA, if it is one.
+    pub(crate) fn function(&self) -> Option<Function> {
+        // SAFETY: The importer's device is valid while it attaches, and keeps those above it.
+        let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
+        // SAFETY: `pdev` is kept by the importer's device until we have a reference of our own.
+        Some(unsafe { Function::of_raw(pdev) })
+    }
+
+    /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
+    pub(crate) fn reaches(&self, provider: &Function) -> bool {
+        // SAFETY: The importer's device is valid while it attaches.
+        unsafe { p2pdma::distance_to(provider, self.device()) }.is_some()
+    }
+}
+
+/// The way from an exporter's object to its dma-buf, for as long as there is one.
+#[pin_data]
+pub(crate) struct Link {
+    /// Held while the dma-buf is used. Its release takes the pointer away first, and so waits for whoever uses it.
+    #[pin]
+    raw: Mutex<Raw>,
+}
+
+/// # Invariants
+///
+/// The pointer, where there is one, is a dma-buf that was not released.
+struct Raw(Option<NonNull<bindings::dma_buf>>);
+
+// SAFETY: A dma-buf is not bound to a thread.
+unsafe impl Send for Raw {}
+
+impl Link {
+    pub(crate) fn new() -> impl PinInit<Self> {
+        // INVARIANT: There is no pointer.
+        pin_init!(Self { raw <- new_mutex!(Raw(None)) })
+    }
+
+    /// Locks the reservation, calls `mark`, and tells all importers to let go. What they do not do at once they do in
+    /// a while.
+    pub(crate) fn invalidate(&self, mark: impl FnOnce()) {
+        let raw = self.raw.lock();
+        let Some(dma_buf) = raw.0 else {
+            return mark();
+        };
+        // SAFETY: By the type invariant the dma-buf is valid, and `raw` is locked. Its reservation is valid with it.
+        unsafe {
+            let resv = (*dma_buf.as_ptr()).resv;
+            // Without a context it cannot fail.
+            bindings::dma_resv_lock(resv, ptr::null_mut());
+            mark();
+            bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
+            bindings::dma_resv_unlock(resv);
+        }
+    }
+
+    /// Waits `ms` milliseconds at most for the DMA that importers said was under way. Whether none is left.
+    pub(crate) fn wait_fences(&self, ms: u32) -> bool {
+        let raw = self.raw.lock();
+        let Some(dma_buf) = raw.0 else {
+            return true;
+        };
+        // SAFETY: By the type invariant the dma-buf is valid, and `raw` is locked. Its reservation is valid with it.
+        unsafe {
+            bindings::dma_resv_wait_timeout(
+                (*dma_buf.as_ptr()).resv,
+                bindings::dma_resv_usage_DMA_RESV_USAGE_BOOKKEEP,
+                false,
+                msecs_to_jiffies(ms),
+            ) > 0
+        }
+    }
+}
+
+/// A reference to a dma-buf.
+///
+/// # Invariants
+///
+/// The pointer is a dma-buf with these operations, and one reference to it is ours.
+pub(crate) struct DmaBuf<T: Exporter>(NonNull<bindings::dma_buf>, PhantomData<Arc<T>>);
+
+impl<T: Exporter> DmaBuf<T> {
+    /// The operations of dma-bufs whose `priv` owns a reference to a `T`, and whose attachments' `priv` is the number
+    /// that [`Exporter::attach`] returned.
+    const TABLE: bindings::dma_buf_ops = bindings::dma_buf_ops {
+        attach: Some(Self::attach),
+        detach: Some(Self::detach),
+        pin: Some(Self::pin),
+        unpin: Some(Self::unpin),
+        map_dma_buf: Some(Self::map),
+        unmap_dma_buf: Some(Self::unmap),
+        mmap: Some(Self::mmap),
+        release: Some(Self::release),
+        ..pin_init::zeroed()
+    };
+
+    /// Makes a dma-buf of `size` bytes.
+    pub(crate) fn new(object: Arc<T>, size: u64, module: &'static ThisModule) -> Result<Self> {
+        let size = usize::try_from(size)?;
+        let object = Arc::into_raw(object);
+        let info = bindings::dma_buf_export_info {
+            exp_name: c"p2pmem".as_char_ptr(),
+            owner: module.as_ptr(),
+            ops: &Self::TABLE,
+            size,
+            flags: bindings::O_RDWR as ffi::c_int,
+            priv_: object.cast_mut().cast(),
+            ..pin_init::zeroed()
+        };
+        // SAFETY: The information is complete, and what it points to lives as long as the dma-buf.
+        let made = unsafe { bindings::dma_buf_export(&info) };
+        match from_err_ptr(made).and_then(|made| NonNull::new(made).ok_or(ENOMEM)) {
+            Ok(made) => {
+                // SAFETY: The dma-buf owns a reference to the object.
+                let object = unsafe { &*object };
+                // INVARIANT: The dma-buf is not released, as a reference to it is ours.
+                object.link().raw.lock().0 = Some(made);
+                // INVARIANT: Made just now, with these operations.
+                Ok(Self(made, PhantomData))
+            }
+            Err(e) => {
+                // SAFETY: There is no dma-buf that would own the reference.
+                drop(unsafe { Arc::from_raw(object) });
+                Err(e)
+            }
+        }
+    }
+
+    /// The file that is the dma-buf.
+    pub(crate) fn into_file(self) -> ARef<File> {
+        // SAFETY: By the type invariant the dma-buf is valid, and has a file as long as it is.
+        let file = unsafe { (*self.0.as_ptr()).file };
+        // The reference goes with the result.
+        core::mem::forget(self);
+        // SAFETY: References to a dma-buf are references to its file; ours goes with the result. A dma-buf's operations
+        // never use the file's position without its lock.
+        unsafe { ARef::from_raw(NonNull::new_unchecked(file.cast::<File>())) }
+    }
+
+    /// # Safety
+    ///
+    /// `dma_buf` must be one with these operations that is not released, and the result must not outlive it.
+    unsafe fn object<'a>(dma_buf: *mut bindings::dma_buf) -> ArcBorrow<'a, T> {
+        // SAFETY: The dma-buf owns a reference to the object.
+        unsafe { ArcBorrow::from_raw((*dma_buf).priv_.cast::<T>()) }
+    }
+
+    /// The object and the importer of an attachment.
+    ///
+    /// # Safety
+    ///
+    /// `attachment` must be one that was attached to a dma-buf with these operations, and the result must not outlive
+    /// it.
+    unsafe fn parts<'a>(attachment: *mut bindings::dma_buf_attachment) -> (ArcBorrow<'a, T>, u64) {
+        // SAFETY: An attachment keeps its dma-buf, and its private field is a number, not a pointer.
+        unsafe { (Self::object((*attachment).dmabuf), (*attachment).priv_ as u64) }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a new attachment to a dma-buf with these operations.
+    unsafe extern "C" fn attach(
+        dma_buf: *mut bindings::dma_buf,
+        attachment: *mut bindings::dma_buf_attachment,
+    ) -> ffi::c_int {
+        from_result(|| {
+            // SAFETY: Both are valid for the call.
+            let (object, importer) = unsafe { (Self::object(dma_buf), Importer(&*attachment)) };
+            let number = T::attach(object, &importer)?;
+            // SAFETY: The field is the exporter's.
+            unsafe { (*attachment).priv_ = number as *mut ffi::c_void };
+            Ok(0)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core, once, for an attachment that ends.
+    unsafe extern "C" fn detach(_dma_buf: *mut bindings::dma_buf, attachment: *mut bindings::dma_buf_attachment) {
+        // SAFETY: It was attached.
+        let (object, importer) = unsafe { Self::parts(attachment) };
+        T::detach(object, importer);
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an attachment, with the reservation locked.
+    unsafe extern "C" fn pin(attachment: *mut bindings::dma_buf_attachment) -> ffi::c_int {
+        // SAFETY: It was attached.
+        let (object, importer) = unsafe { Self::parts(attachment) };
+        from_result(|| T::pin(object, importer).map(|()| 0))
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an attachment that was pinned, with the reservation locked.
+    unsafe extern "C" fn unpin(attachment: *mut bindings::dma_buf_attachment) {
+        // SAFETY: It was attached.
+        let (object, importer) = unsafe { Self::parts(attachment) };
+        T::unpin(object, importer);
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for an attachment, with the reservation locked.
+    unsafe extern "C" fn map(
+        attachment: *mut bindings::dma_buf_attachment,
+        direction: bindings::dma_data_direction,
+    ) -> *mut bindings::sg_table {
+        // SAFETY: It was attached.
+        let (object, importer) = unsafe { Self::parts(attachment) };
+        let Lease { target, pieces } = match object.map(importer) {
+            Ok(what) => what,
+            Err(e) => return e.to_ptr(),
+        };
+        // SAFETY: The attachment is valid and its reservation locked; the target keeps the provider and the memory;
+        // the slice has as many pieces as the call is told.
+        let table = unsafe {
+            sys::p2pmem_dma_buf_map(
+                attachment,
+                target.as_raw(),
+                pieces.as_ptr().cast(),
+                pieces.len() as u32,
+                direction,
+            )
+        };
+        drop(target);
+        if from_err_ptr(table).is_err() {
+            T::unmapped(object, importer);
+        }
+        table
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a table that `map` returned, with the reservation locked.
+    unsafe extern "C" fn unmap(
+        attachment: *mut bindings::dma_buf_attachment,
+        table: *mut bindings::sg_table,
+        direction: bindings::dma_data_direction,
+    ) {
+        // SAFETY: The table is one of `map`'s, of this attachment, and not used any more.
+        unsafe { sys::p2pmem_dma_buf_unmap(attachment, table, direction) };
+        // SAFETY: It was attached.
+        let (object, importer) = unsafe { Self::parts(attachment) };
+        T::unmapped(object, importer);
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a dma-buf with these operations.
+    unsafe extern "C" fn mmap(dma_buf: *mut bindings::dma_buf, _vma: *mut bindings::vm_area_struct) -> ffi::c_int {
+        // SAFETY: The dma-buf is valid for the call.
+        T::mmap(unsafe { Self::object(dma_buf) }).to_errno()
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core, once, when the last reference to a dma-buf with these operations is gone.
+    unsafe extern "C" fn release(dma_buf: *mut bindings::dma_buf) {
+        // SAFETY: The dma-buf owns a reference to the object, which this takes over.
+        let object = unsafe { Arc::from_raw((*dma_buf).priv_.cast::<T>()) };
+        // Waits for whoever uses it.
+        object.link().raw.lock().0 = None;
+        T::released(object);
+    }
+}
+
+impl<T: Exporter> Drop for DmaBuf<T> {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the reference is ours.
+        unsafe { bindings::dma_buf_put(self.0.as_ptr()) };
+    }
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Parts of a BAR without struct pages: as large as they may be, they cost no memory.
+//!
+//! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
+//! [`include/linux/io.h`](srctree/include/linux/io.h)
+
+use super::{pci::Function, uapi, vma::Fault};
+use crate::sys;
+use core::ptr::NonNull;
+use kernel::{
+    bindings,
+    error::to_result,
+    ffi, new_condvar, new_mutex,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    sync::{Arc, CondVar, Mutex},
+};
+
+/// How many windows there are of a device that is bound to the driver. Its unbinding waits until there is none.
+#[pin_data]
+pub(super) struct Windows {
+    #[pin]
+    count: Mutex<usize>,
+    #[pin]
+    none: CondVar,
+}
+
+impl Windows {
+    pub(super) fn new() -> Result<Arc<Self>> {
+        Arc::pin_init(
+            pin_init!(Self {
+                count <- new_mutex!(0),
+                none <- new_condvar!(),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    /// Waits until all windows are gone. Who holds them on is named by those who end the provider, before.
+    pub(super) fn wait(&self) {
+        let mut count = self.count.lock();
+        while *count > 0 {
+            self.none.wait(&mut count);
+        }
+    }
+}
+
+/// A part of a BAR.
+///
+/// # Invariants
+///
+/// `kaddr` maps `size` bytes of I/O memory at `phys`, and `provider` belongs to the BAR. The device is bound to our driver
+/// as long as this is there: it is counted in `windows`, for which unbinding waits.
+pub(crate) struct Window {
+    provider: NonNull<bindings::p2pdma_provider>,
+    phys: u64,
+    size: u64,
+    kaddr: NonNull<ffi::c_void>,
+    windows: Arc<Windows>,
+}
+
+// SAFETY: I/O memory is not bound to a thread.
+unsafe impl Send for Window {}
+// SAFETY: All access to the memory is such that others may access it too.
+unsafe impl Sync for Window {}
+
+impl Window {
+    /// A window of `size` bytes at `offset` of a BAR, both whole pages within it.
+    ///
+    /// # Safety
+    ///
+    /// The device must be bound to our driver, and stay so until this call returns; its unbinding must wait for
+    /// `windows`.
+    pub(super) unsafe fn new(
+        function: &Function,
+        bar: u32,
+        offset: u64,
+        size: u64,
+        windows: &Arc<Windows>,
+    ) -> Result<Self> {
+        let (start, len) = function.bar(bar).ok_or(EINVAL)?;
+        if offset.checked_add(size).is_none_or(|end| end > len) {
+            return Err(EINVAL);
+        }
+        let phys = start + offset;
+        // SAFETY: The device is bound to our driver, whose unbinding releases what this call acquires.
+        to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
+        // SAFETY: It was initialised just now.
+        let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
+        let provider = NonNull::new(provider).ok_or(uapi::errno(uapi::EOPNOTSUPP))?;
+        // SAFETY: The range is one of the device's BAR, which is enabled while our driver is bound to it.
+        let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
+        let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
+        *windows.count.lock() += 1;
+        // INVARIANT: Mapped and counted just now.
+        Ok(Self {
+            provider,
+            phys,
+            size,
+            kaddr,
+            windows: windows.clone(),
+        })
+    }
+
+    /// Bytes.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Physical address of the first byte.
+    pub(super) fn phys(&self) -> u64 {
+        self.phys
+    }
+
+    pub(super) fn provider(&self) -> NonNull<bindings::p2pdma_provider> {
+        self.provider
+    }
+
+    /// The address of a byte on the device's PCI bus.
+    pub(super) fn bus_addr(&self, offset: u64) -> u64 {
+        // SAFETY: By the type invariant the provider is there.
+        let bus_offset = unsafe { self.provider.as_ref() }.bus_offset;
+        // It may be "negative".
+        (self.phys + offset).wrapping_add(bus_offset)
+    }
+
+    /// A byte range, cut to the window.
+    fn part(&self, offset: u64, size: u64) -> (u64, u64) {
+        let offset = offset.min(self.size);
+        (offset, size.min(self.size - offset))
+    }
+
+    /// Zeroes a range. No one else may be using it.
+    pub(super) fn clear(&self, offset: u64, size: u64) {
+        let (offset, size) = self.part(offset, size);
+        // SAFETY: By the type invariant the range is mapped as I/O memory.
+        unsafe { sys::p2pmem_window_clear(self.kaddr.as_ptr().byte_add(offset as usize), size as usize) };
+    }
+
+    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    pub(super) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
+        let (offset, size) = self.part(offset, size);
+        let pages = usize::try_from(size / PAGE_SIZE as u64)?.min(fault.room());
+        if pages == 0 {
+            return Err(EFAULT);
+        }
+        let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
+        // SAFETY: The area is locked by the fault, is one for page frames, and has room for that many; by the type
+        // invariant they belong to the window.
+        to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })
+    }
+}
+
+impl Drop for Window {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the mapping is ours, and nobody uses it any more.
+        unsafe { sys::p2pmem_window_unmap(self.kaddr.as_ptr()) };
+        *self.windows.count.lock() -= 1;
+        self.windows.none.notify_all();
+    }
+}

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Pieces of a provider's memory, on their way from the provider to a buffer and back.
+
+use crate::ext::{
+    buddy::Extent,
+    log::Owner,
+    p2pdma::{Backing, Target},
+    vma::Fault, //
+};
+use kernel::{prelude::*, sync::Arc};
+
+/// A piece of a provider's memory.
+pub(crate) struct Memory {
+    piece: Piece,
+    /// Bytes that were asked for.
+    pub(crate) size: u64,
+    /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
+    touched: bool,
+    /// Whose it is, or was last.
+    pub(crate) owner: Owner,
+    /// The next one of a [`Stack`].
+    next: Option<KBox<Memory>>,
+}
+
+pub(crate) enum Piece {
+    /// Part of the provider's backing, which begins at `start` in the BAR.
+    Own {
+        extent: Extent,
+        backing: Arc<Backing>,
+        start: u64,
+    },
+    /// A backing of its own, of which the first `skip` bytes are only there for the alignment of the rest.
+    Adopted { backing: Arc<Backing>, skip: u64 },
+}
+
+impl Memory {
+    /// A piece for the calling process, which nobody has touched since it was cleared.
+    pub(crate) fn new(piece: Piece, size: u64) -> Result<KBox<Self>> {
+        let memory = Self {
+            piece,
+            size,
+            touched: false,
+            owner: Owner::current(),
+            next: None,
+        };
+        Ok(KBox::new(memory, GFP_KERNEL)?)
+    }
+
+    pub(crate) fn piece(&self) -> &Piece {
+        &self.piece
+    }
+
+    /// The backing, and where in it the piece begins.
+    fn place(&self) -> (&Arc<Backing>, u64) {
+        match &self.piece {
+            Piece::Own { extent, backing, start } => (backing, extent.offset() - start),
+            Piece::Adopted { backing, skip } => (backing, *skip),
+        }
+    }
+
+    /// What it takes from its provider, bytes.
+    pub(crate) fn footprint(&self) -> u64 {
+        match &self.piece {
+            Piece::Own { extent, .. } => extent.size(),
+            Piece::Adopted { backing, .. } => backing.size(),
+        }
+    }
+
+    /// Address on the provider's bus.
+    pub(crate) fn bus_addr(&self) -> u64 {
+        let (backing, offset) = self.place();
+        backing.bus_addr(offset)
+    }
+
+    /// Physical address.
+    pub(crate) fn phys(&self) -> u64 {
+        let (backing, offset) = self.place();
+        backing.phys() + offset
+    }
+
+    /// What DMA mappings of it are made with; none where it lies in no BAR of its function.
+    pub(crate) fn target(&self) -> Option<Target> {
+        self.place().0.target()
+    }
+
+    /// Maps what is `offset` into the piece, and up to `left` bytes behind it, where a fault wants it.
+    pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
+        let size = self.size;
+        let touched = core::mem::replace(&mut self.touched, true);
+        let (backing, start) = self.place();
+        if !touched {
+            backing.hold(start, size);
+        }
+        backing.insert(fault, start + offset, left)
+    }
+
+    /// How many of its pages others refer to.
+    pub(crate) fn busy(&self) -> usize {
+        let (backing, start) = self.place();
+        if self.touched {
+            backing.busy(start, self.size)
+        } else {
+            0
+        }
+    }
+
+    /// Clears the whole piece, of which nothing is in use.
+    pub(crate) fn clear(&mut self, combine: bool) {
+        match &mut self.piece {
+            Piece::Own { extent, backing, start } => {
+                backing.clear(extent.offset() - *start, extent.size(), combine);
+                extent.set_clear(true);
+            }
+            Piece::Adopted { backing, .. } => backing.clear(0, backing.size(), combine),
+        }
+        self.touched = false;
+    }
+}
+
+/// A list of memory that takes no memory.
+pub(crate) struct Stack {
+    head: Option<KBox<Memory>>,
+    pub(crate) bytes: u64,
+}
+
+impl Stack {
+    pub(crate) const EMPTY: Self = Self { head: None, bytes: 0 };
+
+    pub(crate) fn push(&mut self, mut memory: KBox<Memory>) {
+        self.bytes += memory.footprint();
+        memory.next = self.head.take();
+        self.head = Some(memory);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.head.is_none()
+    }
+
+    pub(crate) fn pop(&mut self) -> Option<KBox<Memory>> {
+        let mut memory = self.head.take()?;
+        self.head = memory.next.take();
+        self.bytes -= memory.footprint();
+        Some(memory)
+    }
+}
+
+impl Drop for Stack {
+    /// Link by link: a long list must not be dropped by recursion, as the kernel's stack is small.
+    fn drop(&mut self) {
+        while self.pop().is_some() {}
+    }
+}

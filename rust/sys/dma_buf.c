@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: GPL-2.0
+/* The C side of the dma-buf exporter: DMA mappings of BAR memory that consist of several pieces, and names of devices. */
+
+#include <linux/device.h>
+#include <linux/dma-buf.h>
+#include <linux/dma-buf-mapping.h>
+#include <linux/err.h>
+#include <linux/module.h>
+#include <linux/pci.h>
+#include <linux/scatterlist.h>
+#include <linux/slab.h>
+
+#include "helpers.h"
+
+MODULE_IMPORT_NS("DMA_BUF");
+
+/*
+ * A mapping: the table that the importer gets, made of one table of the kernel's for each piece. The kernel could map
+ * all pieces in one go, but behind an IOMMU it links every piece to the first bytes of the I/O address range, so that
+ * only a single one comes out right (7.2).
+ */
+struct p2pmem_sgt {
+	struct sg_table sgt;
+	unsigned int nents;
+	unsigned int count;
+	struct sg_table *parts[];
+};
+
+static void free_parts(struct dma_buf_attachment *attach, struct p2pmem_sgt *map, enum dma_data_direction dir)
+{
+	while (map->count) {
+		struct sg_table *part = map->parts[--map->count];
+
+		/*
+		 * The kernel hides the number of entries that it allocated from importers, and then does not free
+		 * them, as it goes by that number itself (7.2).
+		 */
+		part->orig_nents = part->nents;
+		dma_buf_free_sgt(attach, part, dir);
+	}
+}
+
+/* Maps pieces of a provider's memory for an importer. The reservation is locked. Returns an error pointer or the table. */
+struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
+				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir)
+{
+	struct scatterlist *from, *to;
+	struct p2pmem_sgt *map;
+	struct sg_table *part;
+	unsigned int i, j;
+	int ret;
+
+	map = kzalloc(struct_size(map, parts, count), GFP_KERNEL);
+	if (!map)
+		return ERR_PTR(-ENOMEM);
+	for (i = 0; i < count; i++) {
+		struct phys_vec piece = pieces[i];
+
+		part = dma_buf_phys_vec_to_sgt(attach, provider, &piece, 1, piece.len, dir);
+		if (IS_ERR(part)) {
+			ret = PTR_ERR(part);
+			goto undo;
+		}
+		map->parts[map->count++] = part;
+		map->nents += part->nents;
+	}
+	ret = sg_alloc_table(&map->sgt, map->nents, GFP_KERNEL);
+	if (ret)
+		goto undo;
+	to = map->sgt.sgl;
+	for (i = 0; i < count; i++) {
+		for_each_sgtable_dma_sg(map->parts[i], from, j) {
+			sg_dma_address(to) = sg_dma_address(from);
+			sg_dma_len(to) = sg_dma_len(from);
+			to = sg_next(to);
+		}
+	}
+	/* There are no pages behind the entries, which is what importers are told by this. */
+	map->sgt.orig_nents = 0;
+	return &map->sgt;
+
+undo:
+	free_parts(attach, map, dir);
+	kfree(map);
+	return ERR_PTR(ret);
+}
+
+/* Ends a mapping. The reservation is locked. */
+void p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir)
+{
+	struct p2pmem_sgt *map = container_of(sgt, struct p2pmem_sgt, sgt);
+
+	free_parts(attach, map, dir);
+	map->sgt.orig_nents = map->nents;
+	sg_free_table(&map->sgt);
+	kfree(map);
+}
+
+/* Name and driver of a device, as the log has them. */
+void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len)
+{
+	strscpy(name, dev_name(dev), name_len);
+	strscpy(driver, dev_driver_string(dev), driver_len);
+}
+
+/* The PCI function that a device is, or is part of; NULL where there is none. It is kept by the device. */
+struct pci_dev *p2pmem_dev_pci(struct device *dev)
+{
+	for (; dev; dev = dev->parent)
+		if (dev_is_pci(dev))
+			return to_pci_dev(dev);
+	return NULL;
+}
