@@ -19,9 +19,12 @@ use crate::devices::{self, Device, Devices};
 use crate::sys::{self, Memory};
 
 mod bad;
+mod dmabuf;
+mod dmabuf_end;
 mod good;
 mod inflight;
 mod life;
+mod pageless;
 mod place;
 
 /// The device node.
@@ -52,6 +55,9 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(life::CASES)
         .chain(inflight::CASES)
         .chain(place::CASES)
+        .chain(dmabuf::CASES)
+        .chain(dmabuf_end::CASES)
+        .chain(pageless::CASES)
 }
 
 /// Runs a test by name.
@@ -83,6 +89,9 @@ pub fn run(name: &str) -> Result<()> {
 ///
 /// Why it failed.
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
+    if name == dmabuf_end::PART {
+        return dmabuf_end::part();
+    }
     life::part(name, arguments)
 }
 

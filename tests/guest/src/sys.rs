@@ -8,7 +8,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -107,6 +107,22 @@ pub fn alloc(
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
+/// `EXPORT_DMABUF`.
+///
+/// # Errors
+///
+/// The errno.
+pub fn export(
+    fd: BorrowedFd<'_>,
+    export: &mut abi::p2pmem_export,
+    mut ranges: Memory<'_, abi::p2pmem_range>,
+) -> Result<OwnedFd, i32> {
+    export.ranges = ranges.address(export.nr_ranges.into());
+    raw(fd, abi::P2PMEM_IOC_EXPORT_DMABUF, export)?;
+    // SAFETY: the kernel made this descriptor for this call alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
+}
+
 /// `EXPLAIN`.
 pub fn explain(
     fd: BorrowedFd<'_>,
@@ -171,6 +187,11 @@ impl Mapping {
     /// The errno.
     pub fn shared(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Mapping, i32> {
         Mapping::new(fd, offset, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
+    }
+
+    /// The address at which it begins.
+    pub fn address(&self) -> u64 {
+        self.base as u64
     }
 
     /// Its length in bytes.
@@ -250,8 +271,43 @@ impl Mapping {
     ///
     /// The errno.
     pub fn protect(&self, prot: i32) -> Answer {
+        self.protect_part(0, self.len, prot)
+    }
+
+    /// Changes the protection of a part of it.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn protect_part(&self, at: usize, len: usize, prot: i32) -> Answer {
+        assert!(at % 4096 == 0 && at + len <= self.len);
         // SAFETY: only this mapping's own pages.
-        result(unsafe { libc::mprotect(self.base.cast(), self.len, prot) }.into())
+        result(unsafe { libc::mprotect(self.base.add(at).cast(), len, prot) }.into())
+    }
+
+    /// Puts `len` bytes of a file at an offset into the place of a part of it.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn replace_part(&self, at: usize, len: usize, fd: BorrowedFd<'_>, offset: u64) -> Answer {
+        assert!(at % 4096 == 0 && at + len <= self.len);
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        // SAFETY: only this mapping's own pages are replaced, and by as many.
+        let base = unsafe {
+            libc::mmap(
+                self.base.add(at).cast(),
+                len,
+                prot,
+                flags,
+                fd.as_raw_fd(),
+                offset as i64,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        Ok(())
     }
 
     /// Reads from a file into it.
@@ -331,6 +387,35 @@ pub fn survive_bus_errors() -> io::Result<()> {
 ///
 /// Those of fork and waitpid.
 pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
+    spawn_child(child)?.wait()
+}
+
+/// A child that was forked. It must be waited for.
+#[must_use]
+pub struct ForkedChild(libc::pid_t);
+
+impl ForkedChild {
+    /// Waits for it. Returns how it ended, as wait does.
+    ///
+    /// # Errors
+    ///
+    /// Those of waitpid.
+    pub fn wait(self) -> io::Result<i32> {
+        let mut status = 0;
+        // SAFETY: the status is a valid place.
+        if unsafe { libc::waitpid(self.0, &mut status, 0) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(status)
+    }
+}
+
+/// Forks; the child runs `child` and exits with what it returns. In the parent what `child` owns is dropped.
+///
+/// # Errors
+///
+/// Those of fork.
+pub fn spawn_child(child: impl FnOnce() -> i32) -> io::Result<ForkedChild> {
     // SAFETY: the caller is single-threaded where it uses this, so the child may do anything.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
@@ -339,13 +424,6 @@ pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
             // SAFETY: ends the child without running the parent's destructors.
             unsafe { libc::_exit(code) }
         }
-        pid => {
-            let mut status = 0;
-            // SAFETY: the status is a valid place.
-            if unsafe { libc::waitpid(pid, &mut status, 0) } < 0 {
-                return Err(io::Error::last_os_error());
-            }
-            Ok(status)
-        }
+        pid => Ok(ForkedChild(pid)),
     }
 }

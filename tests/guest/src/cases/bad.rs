@@ -64,7 +64,7 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-const ROW: [u32; 8] = [
+const ROW: [u32; 9] = [
     abi::P2PMEM_IOC_INFO,
     abi::P2PMEM_IOC_LIST,
     abi::P2PMEM_IOC_PATHS,
@@ -73,6 +73,7 @@ const ROW: [u32; 8] = [
     abi::P2PMEM_IOC_BUFFER,
     abi::P2PMEM_IOC_EXPLAIN,
     abi::P2PMEM_IOC_STATS,
+    abi::P2PMEM_IOC_EXPORT_DMABUF,
 ];
 
 fn calls(_: &mut Bed) -> Result<()> {

@@ -87,10 +87,10 @@ pub(super) const CASES: &[Case] = &[
 const REMOVE: Duration = Duration::from_secs(1);
 
 /// Another process of this program, which says `ready` and then waits for a line.
-struct Part(Child);
+pub(super) struct Part(Child);
 
 impl Part {
-    fn start(name: &str, arguments: &[&str]) -> Result<Part> {
+    pub(super) fn start(name: &str, arguments: &[&str]) -> Result<Part> {
         let me = std::env::current_exe()?;
         let mut child = Command::new(me)
             .arg("part")
@@ -114,7 +114,7 @@ impl Part {
         Ok(())
     }
 
-    fn kill(mut self) -> Result<()> {
+    pub(super) fn kill(mut self) -> Result<()> {
         self.0.kill()?;
         self.0.wait()?;
         Ok(())
@@ -128,7 +128,7 @@ impl Drop for Part {
     }
 }
 
-fn ready() -> Result<()> {
+pub(super) fn ready() -> Result<()> {
     println!("ready");
     std::io::stdout().flush()?;
     let mut line = String::new();
@@ -174,7 +174,7 @@ pub(super) fn part(name: &str, arguments: &[String]) -> Result<()> {
     }
 }
 
-fn scrub(bed: &mut Bed) -> Result<()> {
+pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     let size = 8 << 20;
     Part::start("hold", &[&size.to_string()])?.finish()?;
     Part::start("hold", &[&size.to_string()])?.kill()?;
@@ -278,7 +278,7 @@ fn sigkill(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn timed_unbind(bed: &Bed) -> Result<()> {
+pub(super) fn timed_unbind(bed: &Bed) -> Result<()> {
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
@@ -286,7 +286,7 @@ fn timed_unbind(bed: &Bed) -> Result<()> {
     Ok(())
 }
 
-fn unbind(bed: &mut Bed) -> Result<()> {
+pub(super) fn unbind(bed: &mut Bed) -> Result<()> {
     let survivor = Part::start("survive", &["4194304"])?;
     let mut victim = Part::start("die", &["1048576"])?;
     timed_unbind(bed)?;
@@ -313,7 +313,7 @@ fn unbind(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
-fn unbind_many(bed: &mut Bed) -> Result<()> {
+pub(super) fn unbind_many(bed: &mut Bed) -> Result<()> {
     const MANY: u32 = 2000;
     let file = open()?;
     let fd = file.as_fd();
@@ -344,7 +344,7 @@ fn unbind_many(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
-fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
+pub(super) fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
     for _ in 0..10 {
         let parts = [Part::start("hold", &["4194304"])?, Part::start("hold", &["65536"])?];
         let bed = &*bed;

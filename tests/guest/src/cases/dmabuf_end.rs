@@ -1,0 +1,525 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! How dma-bufs end: revoked with importers that let go, late or never; closed in any order; with their process.
+
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use p2pmem_sys as abi;
+
+use super::dmabuf::{GOOD, Importer, export, exported_buffer, listing};
+use super::life::{Part, ready, timed_unbind};
+use super::{Bed, Case, alloc, buffer, command, errno, expect, free, open, write};
+use crate::sys::{self, Mapping};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "dmabuf-revoke",
+        about: "unbinding takes dma-bufs away from importers within a second, and for good",
+        topology: "small",
+        ruins: false,
+        run: revoke,
+    },
+    Case {
+        name: "dmabuf-hold",
+        about: "an importer that does not let go is named in the log, and waited for",
+        topology: "small",
+        ruins: false,
+        run: hold,
+    },
+    Case {
+        name: "dmabuf-hold-killed",
+        about: "killing the process of an importer that does not let go ends the wait for it",
+        topology: "small",
+        ruins: false,
+        run: hold_killed,
+    },
+    Case {
+        name: "dmabuf-fence",
+        about: "DMA that an importer says is under way is waited for, but not for ever",
+        topology: "small",
+        ruins: false,
+        run: fences,
+    },
+    Case {
+        name: "dmabuf-order",
+        about: "handle, mapping, dma-buf and importer end in any order, and the memory with the last",
+        topology: "small",
+        ruins: false,
+        run: order,
+    },
+    Case {
+        name: "dmabuf-kill",
+        about: "a killed process leaves no dma-buf behind, and one that it passed on keeps its buffer",
+        topology: "small",
+        ruins: false,
+        run: kill,
+    },
+    Case {
+        name: "dmabuf-rmmod",
+        about: "rmmod is refused while a dma-buf is open",
+        topology: "small",
+        ruins: false,
+        run: rmmod,
+    },
+    Case {
+        name: "dmabuf-many",
+        about: "a thousand dma-bufs, a hundred of them imported, are revoked within a second",
+        topology: "small",
+        ruins: false,
+        run: many,
+    },
+    Case {
+        name: "dmabuf-race",
+        about: "exports, attachments and mappings while the provider comes and goes",
+        topology: "small",
+        ruins: false,
+        run: race,
+    },
+];
+
+const MIB: u64 = 1 << 20;
+
+/// Reads what the kernel says from now on.
+struct Log(File);
+
+impl Log {
+    fn new() -> Result<Log> {
+        let mut log = OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/kmsg")?;
+        log.seek(SeekFrom::End(0))?;
+        Ok(Log(log))
+    }
+
+    /// New lines with these words in them.
+    fn lines(&mut self, words: &[&str]) -> Vec<String> {
+        let mut lines = Vec::new();
+        let mut record = [0; 8192];
+        while let Ok(n) = self.0.read(&mut record) {
+            let text = String::from_utf8_lossy(&record[..n]).into_owned();
+            if words.iter().all(|word| text.contains(word)) {
+                lines.push(text);
+            }
+        }
+        lines
+    }
+
+    /// Waits for a line with these words in it.
+    fn wait(&mut self, words: &[&str]) -> Result<String> {
+        let mut found = Vec::new();
+        super::inflight::until(&format!("the kernel says {words:?}"), || {
+            found.append(&mut self.lines(words));
+            Ok(!found.is_empty())
+        })?;
+        found.pop().context("a line")
+    }
+}
+
+pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut all: Vec<(abi::p2pmem_alloc, OwnedFd, Importer)> = Vec::new();
+    for n in 1..=20 {
+        let (a, dma_buf) = exported_buffer(fd, n * 64 << 10, 0)?;
+        let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+        importer.say("pin").map_err(errno)?;
+        all.push((a, dma_buf, importer));
+    }
+    // One that never mapped, and one whose handle was freed.
+    let (a, dma_buf) = exported_buffer(fd, MIB, 0)?;
+    let idle = Importer::new()?;
+    idle.attach(bed, &dma_buf, "nvme0", GOOD).map_err(errno)?;
+    free(fd, a.handle).map_err(errno)?;
+    timed_unbind(bed)?;
+    for (a, dma_buf, importer) in &all {
+        let b = buffer(fd, a.handle).map_err(errno)?;
+        ensure!(
+            b.state == abi::P2PMEM_BUFFER_GONE && b.exports == 1 && b.attachments == 1,
+            "{b:?}"
+        );
+        let state = importer.state()?;
+        ensure!(state.get("told") == 1 && state.get("mapped") == 0, "{state:?}");
+        expect("mapping again", importer.say("map"), libc::ENODEV)?;
+        expect(
+            "attaching again",
+            Importer::new()?.attach(bed, dma_buf, "nvme0", GOOD),
+            libc::ENODEV,
+        )?;
+        expect("exporting again", export(fd, a.handle, 0, &[(0, 4096)]), libc::ENODEV)?;
+    }
+    ensure!(idle.state()?.get("told") == 1);
+    expect("mapping for the first time", idle.say("map"), libc::ENODEV)?;
+    // The memory is others' now, while the old dma-bufs are still there.
+    bed.publish("accel0")?;
+    let (b, fresh) = exported_buffer(fd, MIB, 0)?;
+    let new = Importer::mapped(bed, &fresh, "nvme0", GOOD)?;
+    let at = buffer(fd, b.handle).map_err(errno)?.bus_addr;
+    ensure!(new.state()?.entries == [(at, MIB)]);
+    for (_, _, importer) in &all {
+        expect("mapping what is another's", importer.say("map"), libc::ENODEV)?;
+    }
+    drop(all);
+    ensure!(new.state()?.get("mapped") == 1);
+    Ok(())
+}
+
+/// Unbinds accel0 in another thread while `during` runs; how long the unbinding took.
+fn unbind_during(bed: &Bed, during: impl FnOnce(&AtomicBool) -> Result<()>) -> Result<Duration> {
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let unbind = scope.spawn(|| {
+            let start = Instant::now();
+            let answer = bed.unbind("accel0");
+            done.store(true, Ordering::SeqCst);
+            answer.map(|()| start.elapsed())
+        });
+        let during = during(&done);
+        let took = unbind.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+        during.and(took)
+    })
+}
+
+pub(super) fn hold(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let rule = bed.provider_dir("accel0")?.join("pinned_exports");
+    write(&rule, "1")?;
+    // One that is told and goes on, and one that cannot be told; beside one that does as it should.
+    for (how, flags, word) in [
+        ("p2p notify hold", 0, "1 mappings, revocable"),
+        ("p2p", abi::P2PMEM_EXPORT_PINNED, "1 mappings, not revocable"),
+    ] {
+        let (a, dma_buf) = exported_buffer(fd, MIB, flags)?;
+        let (good, other) = exported_buffer(fd, MIB, 0)?;
+        let importer = Importer::mapped(bed, &dma_buf, "nvme0", how)?;
+        let fine = Importer::mapped(bed, &other, "nvme0", GOOD)?;
+        let map = Mapping::shared(fd, a.mmap_offset, 4096).map_err(errno)?;
+        map.set(0, 1);
+        let bdf = &bed.device("nvme0")?.bdf;
+        let mut log = Log::new()?;
+        unbind_during(bed, |done| {
+            let line = log.wait(&["waiting for", bdf, "to let go of dma-buf"])?;
+            let me = format!("pid {} (", std::process::id());
+            ensure!(line.contains(&me) && line.contains(word), "{line}");
+            // It waits, and everything else of the provider is over.
+            ensure!(!done.load(Ordering::SeqCst), "unbinding ended with a mapping left");
+            ensure!(
+                fine.state()?.get("mapped") == 0,
+                "who should let go waits for who does not"
+            );
+            for handle in [a.handle, good.handle] {
+                let b = buffer(fd, handle).map_err(errno)?;
+                ensure!(b.state != abi::P2PMEM_BUFFER_LIVE, "{b:?}");
+            }
+            ensure!(listing()?.contains(", revoked, exported by"), "{}", listing()?);
+            sys::survive_bus_errors()?;
+            let errors = sys::bus_errors();
+            map.get(0);
+            ensure!(sys::bus_errors() == errors + 1, "a mapping outlives the revocation");
+            // Other providers' business goes on meanwhile.
+            expect("ALLOC while the only provider leaves", alloc(fd, 4096), libc::ENODEV)?;
+            thread::sleep(Duration::from_millis(2500));
+            let more = log.lines(&["waiting for", "to let go of dma-buf"]);
+            ensure!(more.is_empty(), "the log is flooded: {more:?}");
+            ensure!(!done.load(Ordering::SeqCst), "unbinding ended with a mapping left");
+            importer.say("unmap").map_err(errno)
+        })?;
+        ensure!(buffer(fd, a.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+        expect("mapping again", importer.say("map"), libc::ENODEV)?;
+        bed.publish("accel0")?;
+    }
+    write(&rule, "0")
+}
+
+/// The part of these tests that runs in a process of its own.
+pub(super) const PART: &str = "import-and-hold";
+
+/// Imports a buffer, and does not let go of it.
+pub(super) fn part() -> Result<()> {
+    let bed = Bed {
+        devices: crate::devices::load()?,
+    };
+    let file = open()?;
+    let (_, dma_buf) = exported_buffer(file.as_fd(), 4 * MIB, 0)?;
+    let _importer = Importer::mapped(&bed, &dma_buf, "nvme0", "p2p notify hold")?;
+    ready()
+}
+
+fn hold_killed(bed: &mut Bed) -> Result<()> {
+    let part = Part::start(PART, &[])?;
+    let mut log = Log::new()?;
+    let took = unbind_during(bed, |done| {
+        log.wait(&["waiting for", "to let go of dma-buf"])?;
+        ensure!(!done.load(Ordering::SeqCst), "unbinding ended with a mapping left");
+        part.kill()
+    })?;
+    ensure!(took < Duration::from_secs(10), "unbinding took {took:?}");
+    bed.publish("accel0")
+}
+
+fn fences(bed: &mut Bed) -> Result<()> {
+    // One that is signalled after a while.
+    let file = open()?;
+    let fd = file.as_fd();
+    let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
+    let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+    importer.say("fence").map_err(errno).context("fence")?;
+    unbind_during(bed, |done| {
+        super::inflight::until("the importer is told", || Ok(importer.state()?.get("told") == 1))?;
+        thread::sleep(Duration::from_millis(300));
+        ensure!(!done.load(Ordering::SeqCst), "unbinding ended with DMA under way");
+        importer.say("signal").map_err(errno)
+    })?;
+    drop((importer, dma_buf));
+    bed.publish("accel0")?;
+    // Ten that never are: the limit is one for all of them.
+    let mut all = Vec::new();
+    for _ in 0..10 {
+        let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
+        let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+        importer.say("fence").map_err(errno).context("fence")?;
+        all.push((dma_buf, importer));
+    }
+    let mut log = Log::new()?;
+    let start = Instant::now();
+    bed.unbind("accel0")?;
+    let took = start.elapsed();
+    ensure!(
+        took > Duration::from_secs(1) && took < Duration::from_secs(6),
+        "unbinding took {took:?}"
+    );
+    log.wait(&["going on with fences of dma-buf"])?;
+    drop(all);
+    bed.publish("accel0")
+}
+
+pub(super) fn order(bed: &mut Bed) -> Result<()> {
+    let (free_before, buffers) = bed.settled()?;
+    for n in 0..24 {
+        // The n-th permutation of four.
+        let mut left = vec![0, 1, 2, 3];
+        let order = [n / 6, n / 2 % 3, n % 2, 0].map(|at| left.remove(at));
+        let mut file = Some(open()?);
+        let fd = file.as_ref().context("file")?.as_fd();
+        let (a, dma_buf) = exported_buffer(fd, MIB, 0)?;
+        let mut map = Some(Mapping::shared(fd, a.mmap_offset, MIB as usize).map_err(errno)?);
+        if let Some(map) = &map {
+            map.set(0, 0x5ec2e7);
+        }
+        let mut importer = Some(Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?);
+        let mut dma_buf = Some(dma_buf);
+        for (step, what) in order.into_iter().enumerate() {
+            let row = bed.provider("accel0")?;
+            ensure!(
+                row.buffers == buffers + 1 && row.free + MIB <= free_before && row.scrubbing == 0,
+                "{order:?}: before step {step}: {row:?}"
+            );
+            match what {
+                0 => drop(file.take()),
+                1 => drop(map.take()),
+                2 => drop(dma_buf.take()),
+                _ => drop(importer.take()),
+            }
+        }
+        ensure!(
+            bed.settled()? == (free_before, buffers),
+            "{order:?} left something behind"
+        );
+    }
+    // The memory was cleared.
+    let file = open()?;
+    let a = alloc(file.as_fd(), 16 * MIB).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, 16 << 20).map_err(errno)?;
+    for at in (0..map.len()).step_by(4096) {
+        ensure!(map.get(at) == 0, "{:#x} is left at {at:#x}", map.get(at));
+    }
+    Ok(())
+}
+
+fn kill(bed: &mut Bed) -> Result<()> {
+    let before = bed.settled()?;
+    for _ in 0..5 {
+        let part = Part::start(PART, &[])?;
+        ensure!(bed.provider("accel0")?.exports == 1);
+        part.kill()?;
+        ensure!(bed.settled()? == before, "a killed process left something behind");
+        ensure!(bed.provider("accel0")?.exports == 0 && listing()?.is_empty());
+    }
+    // A child that inherited the descriptor can still use it when the parent has closed all of its own.
+    let file = open()?;
+    let (_, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
+    let (read, pipe) = rustix::pipe::pipe()?;
+    let bed_ref = &*bed;
+    // What the closure owns is closed in the parent; the child closes all but the dma-buf.
+    let child = sys::spawn_child(move || {
+        drop(file);
+        let waited = rustix::io::read(&read, &mut [0]);
+        match Importer::mapped(bed_ref, &dma_buf, "nvme0", GOOD) {
+            Ok(_) if waited.is_ok() => 0,
+            _ => 1,
+        }
+    })?;
+    let row = bed.provider("accel0")?;
+    ensure!(row.exports == 1 && row.buffers == before.1 + 1, "{row:?}");
+    rustix::io::write(&pipe, b"x")?;
+    let status = child.wait()?;
+    ensure!(status == 0, "the child could not import: {status:#x}");
+    ensure!(bed.settled()? == before, "the child left something behind");
+    Ok(())
+}
+
+fn rmmod(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let (_, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
+    let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+    drop(file);
+    bed.unpublish("accel0")?;
+    ensure!(command("rmmod", &["p2pmem"]).is_err(), "rmmod succeeded with a dma-buf");
+    drop(dma_buf);
+    ensure!(
+        command("rmmod", &["p2pmem"]).is_err(),
+        "rmmod succeeded with an importer"
+    );
+    expect("mapping", importer.say("map"), libc::ENODEV)?;
+    drop(importer);
+    command("rmmod", &["p2pmem"])?;
+    bed.load_module()?;
+    bed.publish("accel0")
+}
+
+fn many(bed: &mut Bed) -> Result<()> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: Some(4096),
+            maximum: Some(limit.maximum.unwrap_or(4096).max(4096)),
+        },
+    )?;
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut all = Vec::new();
+    let mut importers = Vec::new();
+    for n in 0..1000u64 {
+        // Ten of each buffer.
+        if n % 10 == 0 {
+            all.push((alloc(fd, 64 << 10).map_err(errno)?, Vec::new()));
+        }
+        let (a, dma_bufs) = all.last_mut().context("a buffer")?;
+        let dma_buf = export(fd, a.handle, 0, &[(n % 10 * 4096, 4096)]).map_err(errno)?;
+        if n % 10 == 0 {
+            importers.push(Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?);
+        }
+        dma_bufs.push(dma_buf);
+    }
+    let row = bed.provider("accel0")?;
+    ensure!(row.exports == 1000, "{row:?}");
+    ensure!(buffer(fd, all[0].0.handle).map_err(errno)?.exports == 10);
+    ensure!(listing()?.lines().filter(|l| l.starts_with("dma-buf ")).count() == 1000);
+    timed_unbind(bed)?;
+    for importer in &importers {
+        ensure!(importer.state()?.get("mapped") == 0);
+    }
+    bed.publish("accel0")?;
+    drop(all);
+    drop(importers);
+    setrlimit(Resource::Nofile, limit)?;
+    Ok(())
+}
+
+pub(super) fn race(bed: &mut Bed) -> Result<()> {
+    const ROUNDS: u32 = 15;
+    let stop = AtomicBool::new(false);
+    let (mapped, gone) = (AtomicU64::new(0), AtomicU64::new(0));
+    let bed = &*bed;
+    // What may be said of it at any time.
+    let fine = |what: &str, code: i32| -> Result<()> {
+        gone.fetch_add(1, Ordering::Relaxed);
+        match code {
+            libc::ENODEV => Ok(()),
+            code => bail!("{what}: {}", errno(code)),
+        }
+    };
+    let worker = |seed: u64| -> Result<()> {
+        let file = open()?;
+        let fd = file.as_fd();
+        let mut n = seed;
+        while !stop.load(Ordering::Relaxed) {
+            n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let a = match alloc(fd, 256 << 10) {
+                Ok(a) => a,
+                Err(code) => {
+                    fine("ALLOC", code)?;
+                    continue;
+                }
+            };
+            let made = export(fd, a.handle, 0, &[(0, 64 << 10), (128 << 10, 64 << 10)]);
+            if n >> 40 & 1 == 0 {
+                free(fd, a.handle).map_err(errno)?;
+            }
+            let dma_buf = match made {
+                Ok(dma_buf) => dma_buf,
+                Err(code) => {
+                    fine("EXPORT_DMABUF", code)?;
+                    continue;
+                }
+            };
+            let importer = Importer::new()?;
+            if let Err(code) = importer.attach(bed, &dma_buf, "nvme0", GOOD) {
+                fine("attach", code)?;
+                continue;
+            }
+            for _ in 0..n >> 41 & 3 {
+                match importer.say("map") {
+                    Ok(()) => {
+                        mapped.fetch_add(1, Ordering::Relaxed);
+                        // It may be gone by itself.
+                        let _ = importer.say("unmap");
+                    }
+                    Err(code) => fine("map", code)?,
+                }
+            }
+            let _ = importer.say("map");
+            match n >> 43 & 3 {
+                0 => drop(dma_buf),
+                1 => drop(importer),
+                _ => {}
+            }
+        }
+        Ok(())
+    };
+    thread::scope(|scope| -> Result<()> {
+        let workers = [1, 2, 3].map(|seed| scope.spawn(move || worker(seed)));
+        let mut answer = Ok(());
+        for _ in 0..ROUNDS {
+            let before = mapped.load(Ordering::Relaxed);
+            answer = super::inflight::until("something is mapped", || {
+                Ok(mapped.load(Ordering::Relaxed) > before + 3 || workers.iter().any(|w| w.is_finished()))
+            })
+            .and_then(|()| timed_unbind(bed))
+            .and_then(|()| bed.publish("accel0"));
+            if answer.is_err() {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        for worker in workers {
+            worker.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+        }
+        answer
+    })?;
+    ensure!(
+        mapped.load(Ordering::Relaxed) > 0 && gone.load(Ordering::Relaxed) > 0,
+        "{mapped:?} {gone:?}: there was no race"
+    );
+    Ok(())
+}
