@@ -20,13 +20,15 @@ const SOURCES: &str = "/usr/src";
 /// The header by which the folder is known.
 const MAIN: &str = "mlx5_ifc.h";
 /// In this order, because each builds on those before it.
-const HEADERS: [&str; 6] = [
+const HEADERS: [&str; 8] = [
     "mlx5_ifc_fpga.h",
     "mlx5_ifc.h",
     "device.h",
     "doorbell.h",
     "qp.h",
     "cq.h",
+    "port.h",
+    "driver.h",
 ];
 
 fn main() {
@@ -138,10 +140,13 @@ fn generate(headers: &Headers) -> String {
             .strip_prefix("MLX5_CMD_OPCODE_")
             .or_else(|| name.strip_prefix("MLX5_CMD_OP_"))
             .filter(|_| (0x100..0x1000).contains(value));
-        if let Some(opcode) = opcode.filter(|opcode| opcode.starts_with(char::is_alphabetic)) {
-            if !["MAX", "GENERAL_START", "GENERAL_END"].contains(&opcode) {
-                let _ = writeln!(text, "pub const {opcode}: u16 = {value:#x};");
-            }
+        if let Some(opcode) = opcode.filter(|opcode| !["MAX", "GENERAL_START", "GENERAL_END"].contains(opcode)) {
+            let digit = if opcode.starts_with(|c: char| c.is_ascii_digit()) {
+                "_"
+            } else {
+                ""
+            };
+            let _ = writeln!(text, "pub const {digit}{opcode}: u16 = {value:#x};");
         }
     }
     text.push_str("/// The name of an opcode, if the headers have one.\npub fn name(opcode: u16) -> Option<&'static str> {\nSome(match opcode {\n");

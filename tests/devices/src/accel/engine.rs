@@ -7,8 +7,8 @@
 
 use num_complex::Complex32;
 use p2pmem_accel_regs::{self as regs, Counter, FFT_POINTS, Op, Status, flags, pattern_word};
+use p2pmem_fft::Planner;
 use p2pmem_vfio_user::{Dma, DmaError, Memory, Raised};
-use rustfft::FftPlanner;
 use tracing::{debug, warn};
 
 use super::Shared;
@@ -21,7 +21,7 @@ const PIECE: u64 = 1 << 20;
 pub(super) fn run(shared: &Shared) {
     let mut worker = Worker {
         shared,
-        planner: FftPlanner::new(),
+        planner: Planner::default(),
         buffer: Vec::new(),
         other: Vec::new(),
     };
@@ -51,7 +51,7 @@ pub(super) fn run(shared: &Shared) {
 
 struct Worker<'a> {
     shared: &'a Shared,
-    planner: FftPlanner<f32>,
+    planner: Planner,
     buffer: Vec<u8>,
     other: Vec<u8>,
 }
@@ -209,11 +209,7 @@ impl Worker<'_> {
         }
         // Not truncated: checked above.
         let points = points as usize;
-        let fft = if inverse {
-            self.planner.plan_fft_inverse(points)
-        } else {
-            self.planner.plan_fft_forward(points)
-        };
+        let fft = self.planner.plan(points, inverse);
         let scale = if inverse { 1.0 / points as f32 } else { 1.0 };
         let mut scratch = vec![Complex32::default(); fft.get_inplace_scratch_len()];
         let mut samples: Vec<Complex32> = Vec::new();

@@ -247,6 +247,11 @@ impl Mkeys {
         Ok(found)
     }
 
+    /// The protection domain of a key, if there is such a key.
+    pub fn domain(&self, key: u32) -> Option<u32> {
+        self.live(key).ok().map(|found| found.context.pd)
+    }
+
     /// Whether a key allows an access, without looking at its translations.
     ///
     /// # Errors

@@ -80,14 +80,6 @@ impl<T> Table<T> {
             .zip(self.first..)
             .filter_map(|(slot, number)| Some((number, slot.as_deref()?)))
     }
-
-    /// All objects with their numbers, to be changed.
-    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
-        self.slots
-            .iter_mut()
-            .zip(self.first..)
-            .filter_map(|(slot, number)| Some((number, slot.as_deref_mut()?)))
-    }
 }
 
 #[cfg(test)]

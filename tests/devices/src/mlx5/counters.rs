@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What an adapter has done, for those outside of the guest.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use p2pmem_ib::Counters as Transport;
+use p2pmem_vfio_user::DmaCounts;
+use serde::Serialize;
+
+use super::layout::op;
+
+/// Most different unknown numbers that are remembered.
+const MAX_UNKNOWN: usize = 256;
+
+/// Counters, written by the worker and read by anybody.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    commands: AtomicU64,
+    refused_commands: AtomicU64,
+    unknown: Mutex<BTreeMap<String, u64>>,
+    events: AtomicU64,
+    completions: AtomicU64,
+    lost_completions: AtomicU64,
+    bad_doorbells: AtomicU64,
+    page_faults: AtomicU64,
+    registrations: AtomicU64,
+    failed_registrations: AtomicU64,
+    payload: [AtomicU64; 6],
+}
+
+/// Bytes of payload, by what they were read from and written to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Payload {
+    /// Read from the guest's memory.
+    pub host_read: u64,
+    /// Written to the guest's memory.
+    pub host_written: u64,
+    /// Read from other devices' memory.
+    pub peer_read: u64,
+    /// Written to other devices' memory.
+    pub peer_written: u64,
+    /// Read from other bus addresses, by messages.
+    pub message_read: u64,
+    /// Written to other bus addresses, by messages.
+    pub message_written: u64,
+}
+
+/// What the adapter's own machinery has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Machinery {
+    /// Commands taken.
+    pub commands: u64,
+    /// Commands refused, those of unknown opcodes among them.
+    pub refused_commands: u64,
+    /// Opcodes and access registers that the model does not know, and how often they came.
+    pub unknown: BTreeMap<String, u64>,
+    /// Events put into event queues.
+    pub events: u64,
+    /// Completions put into completion queues.
+    pub completions: u64,
+    /// Completions that found their queue full or broken.
+    pub lost_completions: u64,
+    /// Doorbells for something that does not exist.
+    pub bad_doorbells: u64,
+    /// Page faults that the driver was told of.
+    pub page_faults: u64,
+    /// Changes of memory keys by work requests.
+    pub registrations: u64,
+    /// Those that were refused.
+    pub failed_registrations: u64,
+}
+
+/// Applies a function to all fields of two sets of the transport's counters.
+macro_rules! each {
+    ($a:expr, $b:expr, $f:expr; $($field:ident)*) => {
+        Transport { $($field: $f($a.$field, $b.$field)),* }
+    };
+}
+
+fn combine(a: &Transport, b: &Transport, f: impl Fn(u64, u64) -> u64) -> Transport {
+    each!(a, b, f;
+        packets_sent packets_received bytes_sent bytes_received retransmissions timeouts sequence_naks_sent
+        sequence_naks_received rnr_naks_sent rnr_naks_received duplicates invalid_requests remote_access_errors
+        remote_operation_errors page_faults datagrams_dropped pkey_violations qkey_violations packets_dropped
+        error_completions flushed)
+}
+
+/// What two transports have done together.
+pub(super) fn sum(a: &Transport, b: &Transport) -> Transport {
+    combine(a, b, u64::wrapping_add)
+}
+
+/// What `a` has done more than `b`.
+pub(super) fn difference(a: &Transport, b: &Transport) -> Transport {
+    combine(a, b, u64::wrapping_sub)
+}
+
+fn add(counter: &AtomicU64, value: u64) {
+    counter.fetch_add(value, Ordering::Relaxed);
+}
+
+impl Counters {
+    pub(super) fn command(&self) {
+        add(&self.commands, 1);
+    }
+
+    pub(super) fn refused_command(&self) {
+        add(&self.refused_commands, 1);
+    }
+
+    fn unknown(&self, name: String) {
+        let mut unknown = self.unknown.lock().unwrap_or_else(PoisonError::into_inner);
+        if unknown.len() < MAX_UNKNOWN || unknown.contains_key(&name) {
+            *unknown.entry(name).or_default() += 1;
+        }
+    }
+
+    pub(super) fn unknown_command(&self, opcode: u16) {
+        let name = op::name(opcode).unwrap_or("?");
+        self.unknown(format!("command {opcode:#x} {name}"));
+    }
+
+    pub(super) fn unknown_register(&self, register: u32) {
+        self.unknown(format!("register {register:#x}"));
+    }
+
+    pub(super) fn event(&self) {
+        add(&self.events, 1);
+    }
+
+    pub(super) fn completion(&self) {
+        add(&self.completions, 1);
+    }
+
+    pub(super) fn lost_completion(&self) {
+        add(&self.lost_completions, 1);
+    }
+
+    pub(super) fn bad_doorbell(&self) {
+        add(&self.bad_doorbells, 1);
+    }
+
+    pub(super) fn page_fault(&self) {
+        add(&self.page_faults, 1);
+    }
+
+    pub(super) fn registration(&self, done: bool) {
+        add(&self.registrations, 1);
+        if !done {
+            add(&self.failed_registrations, 1);
+        }
+    }
+
+    /// Counts what a transfer of payload moved.
+    pub(super) fn payload(&self, before: &DmaCounts, after: &DmaCounts) {
+        let moved = [
+            after.host_read.wrapping_sub(before.host_read),
+            after.host_written.wrapping_sub(before.host_written),
+            after.peer_read.wrapping_sub(before.peer_read),
+            after.peer_written.wrapping_sub(before.peer_written),
+            after.message_read.wrapping_sub(before.message_read),
+            after.message_written.wrapping_sub(before.message_written),
+        ];
+        for (counter, moved) in self.payload.iter().zip(moved).filter(|(_, moved)| *moved != 0) {
+            add(counter, moved);
+        }
+    }
+
+    /// Bytes of payload so far.
+    pub(super) fn payload_bytes(&self) -> Payload {
+        let [a, b, c, d, e, f] = self.payload.each_ref().map(|counter| counter.load(Ordering::Relaxed));
+        Payload {
+            host_read: a,
+            host_written: b,
+            peer_read: c,
+            peer_written: d,
+            message_read: e,
+            message_written: f,
+        }
+    }
+
+    /// What else was counted.
+    pub(super) fn machinery(&self) -> Machinery {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Machinery {
+            commands: get(&self.commands),
+            refused_commands: get(&self.refused_commands),
+            unknown: self.unknown.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            events: get(&self.events),
+            completions: get(&self.completions),
+            lost_completions: get(&self.lost_completions),
+            bad_doorbells: get(&self.bad_doorbells),
+            page_faults: get(&self.page_faults),
+            registrations: get(&self.registrations),
+            failed_registrations: get(&self.failed_registrations),
+        }
+    }
+
+    /// Sets everything to 0.
+    pub(super) fn reset(&self) {
+        for counter in [
+            &self.commands,
+            &self.refused_commands,
+            &self.events,
+            &self.completions,
+            &self.lost_completions,
+            &self.bad_doorbells,
+            &self.page_faults,
+            &self.registrations,
+            &self.failed_registrations,
+        ]
+        .into_iter()
+        .chain(&self.payload)
+        {
+            counter.store(0, Ordering::Relaxed);
+        }
+        self.unknown.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+}

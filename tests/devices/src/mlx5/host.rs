@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the transport asks of the adapter: work from queues, bytes from and to memory, completions and events.
+
+use std::time::{Duration, Instant};
+
+use p2pmem_ib::{
+    Access, Atomic, Completion, Event, Fault, Fetched, Host, Packet, Queue, ReceiveWork, SendWork, Status,
+};
+use p2pmem_vfio_user::{DmaCounts, DmaError, Extent};
+use tracing::{debug, warn};
+
+use super::cqe;
+use super::eq::{Entry, EventType};
+use super::layout::constants;
+use super::layout::wire::{eqe_page_fault, eqe_qp_srq};
+use super::mkey::{Issuer, Mkeys, UmrError};
+use super::model::Hca;
+use super::wqe::Local;
+
+/// Flag of a page fault's event: no other part of it follows.
+const LAST: u8 = 0x80;
+/// Where the word with the number of pages has it.
+const PAGES_SHIFT: u32 = 12;
+
+/// The end of a transfer, for those who asked for it.
+fn bus(error: &DmaError) -> Fault {
+    debug!(%error, "payload");
+    Fault::Bus
+}
+
+impl Hca {
+    /// Finds an access's bus addresses, or raises its page fault.
+    fn resolve(&mut self, access: &Access) -> Result<Vec<Extent>, Fault> {
+        let mut extents = std::mem::take(&mut self.extents);
+        extents.clear();
+        match self.objects.mkeys.resolve(access, &mut extents) {
+            Ok(()) => Ok(extents),
+            Err(fault) => {
+                self.extents = extents;
+                if matches!(fault, Fault::Page(_)) {
+                    self.tell_page_faults();
+                }
+                Err(fault)
+            }
+        }
+    }
+
+    fn tell_page_faults(&mut self) {
+        for fault in self.objects.mkeys.take_faults() {
+            self.counters.page_fault();
+            self.objects.faults.insert(fault.token);
+            let pages = fault.pages.min(u64::from(u32::MAX >> PAGES_SHIFT));
+            let entry = Entry::new(EventType::PAGE_FAULT, constants::MLX5_PFAULT_SUBTYPE_MEMORY)
+                .with(eqe_page_fault::MEMORY_FLAGS, LAST)
+                .with(eqe_page_fault::MEMORY_TOKEN47_32, fault.token >> 32)
+                .with(eqe_page_fault::MEMORY_TOKEN31_0, fault.token & u64::from(u32::MAX))
+                .with(eqe_page_fault::MEMORY_DEMAND_FAULT_PAGES, pages << PAGES_SHIFT)
+                .with(eqe_page_fault::MEMORY_MKEY, fault.key)
+                .with(eqe_page_fault::MEMORY_VA, fault.address);
+            self.async_event(EventType::PAGE_FAULT, entry);
+        }
+    }
+
+    /// Does a transfer of payload and counts it by what it reached.
+    fn payload<T>(&mut self, transfer: impl FnOnce(&mut Self) -> Result<T, DmaError>) -> Result<T, Fault> {
+        let before: DmaCounts = self.bus.dma.counts();
+        let result = transfer(self);
+        self.counters.payload(&before, &self.bus.dma.counts());
+        result.map_err(|error| bus(&error))
+    }
+
+    fn event_of_queue(&mut self, event: EventType, number: u32) {
+        let entry = Entry::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
+        self.async_event(event, entry);
+    }
+
+    /// Carries out a change of a memory key.
+    fn umr(&mut self, qpn: u32, umr: &super::mkey::Umr) -> Result<(), UmrError> {
+        let Some(qp) = self.objects.qps.get(qpn) else {
+            return Err(UmrError::NoKey);
+        };
+        let issuer = Issuer {
+            pd: qp.pd,
+            qpn,
+            driver: qp.driver,
+        };
+        let mut list = Vec::new();
+        if let Some(mut access) = umr.list_access(&issuer) {
+            // The driver's own queue pair has no domain, and uses keys of all.
+            if let Some(pd) = self.objects.mkeys.domain(access.key).filter(|_| qp.driver) {
+                access.pd = pd;
+            }
+            // Not truncated: 16 bits of 16 bytes.
+            list.resize(access.length as usize, 0);
+            let extents = self.resolve(&access).map_err(Mkeys::list_fault)?;
+            // Lists of translations are the driver's, not payload.
+            let result = self.dma.read_extents(&extents, &mut list);
+            self.extents = extents;
+            result.map_err(|error| Mkeys::list_fault(bus(&error)))?;
+        }
+        self.objects.mkeys.apply(umr, &list, &issuer)
+    }
+}
+
+impl Host for Hca {
+    fn now(&mut self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn next_send(&mut self, qpn: u32) -> Fetched<SendWork> {
+        match self.objects.qps.get_mut(qpn) {
+            Some(qp) => qp.next_send(&self.dma, qpn),
+            None => Fetched::Empty,
+        }
+    }
+
+    fn next_receive(&mut self, queue: Queue) -> Fetched<ReceiveWork> {
+        match queue {
+            Queue::Own(qpn) => match self.objects.qps.get_mut(qpn) {
+                Some(qp) => qp.next_receive(&self.dma),
+                None => Fetched::Empty,
+            },
+            Queue::Shared(srqn) => match self.objects.srqs.get_mut(srqn) {
+                Some(srq) => srq.next(&self.dma),
+                None => Fetched::Broken,
+            },
+        }
+    }
+
+    fn read(&mut self, access: &Access, data: &mut [u8]) -> Result<(), Fault> {
+        let extents = self.resolve(access)?;
+        let result = self.payload(|hca| hca.dma.read_extents(&extents, data));
+        self.extents = extents;
+        result
+    }
+
+    fn write(&mut self, access: &Access, data: &[u8]) -> Result<(), Fault> {
+        let extents = self.resolve(access)?;
+        let result = self.payload(|hca| hca.dma.write_extents(&extents, data));
+        self.extents = extents;
+        result
+    }
+
+    fn check(&mut self, access: &Access) -> Result<(), Fault> {
+        self.objects.mkeys.check(access)
+    }
+
+    fn atomic(&mut self, access: &Access, operation: Atomic) -> Result<u64, Fault> {
+        let extents = self.resolve(access)?;
+        let [extent] = extents[..] else {
+            self.extents = extents;
+            return Err(Fault::Bounds);
+        };
+        self.extents = extents;
+        let host_order = self.objects.caps.atomics_in_host_order();
+        // Memory here is in the order of this processor; numbers are in the driver's, or in that of the wire.
+        let order = |value: u64| if host_order { value } else { value.swap_bytes() };
+        let change = |value: u64| {
+            let old = order(value);
+            order(match operation {
+                Atomic::CompareSwap { compare, swap } if old == compare => swap,
+                Atomic::CompareSwap { .. } => old,
+                Atomic::FetchAdd { add } => old.wrapping_add(add),
+            })
+        };
+        let old = self.payload(|hca| hca.dma.update(extent.address, change))?;
+        Ok(order(old))
+    }
+
+    fn atomic_result(&mut self, _qpn: u32, original: u64) -> [u8; 8] {
+        if self.objects.caps.atomics_in_host_order() {
+            original.to_ne_bytes()
+        } else {
+            original.to_be_bytes()
+        }
+    }
+
+    fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
+        let local = self.objects.qps.get_mut(qpn).and_then(|qp| qp.take_local(id));
+        match local {
+            Some(Local::Nop) => Ok(()),
+            Some(Local::Umr(umr)) => {
+                let result = self.umr(qpn, &umr);
+                self.counters.registration(result.is_ok());
+                result.map_err(|error| {
+                    warn!(name = self.identity.name, qpn, key = format_args!("{:#x}", umr.key), %error, "UMR");
+                    Status::MwBind
+                })
+            }
+            None => Err(Status::LocalQpOperation),
+        }
+    }
+
+    fn invalidate(&mut self, qpn: u32, pd: u32, key: u32) -> Result<(), Fault> {
+        self.objects.mkeys.invalidate(key, pd, qpn)
+    }
+
+    fn complete(&mut self, completion: Completion) {
+        let cqn = match completion {
+            Completion::Send { cqn, .. } | Completion::Receive { cqn, .. } => cqn,
+        };
+        let pkeys = &self.attributes.pkeys;
+        let pkey = |index: u16| pkeys.get(usize::from(index)).copied().unwrap_or(0);
+        let entry = cqe::encode(&completion, pkey, self.registers.clock());
+        let solicited = cqe::solicited(&completion);
+        self.counters.completion();
+        if let Some(cq) = self.objects.cqs.get_mut(cqn) {
+            let posted = cq.post(&self.dma, entry, solicited, Instant::now());
+            self.follow(cqn, posted);
+        }
+    }
+
+    fn event(&mut self, event: Event) {
+        let (event, number) = match event {
+            Event::CommunicationEstablished { qpn } => (EventType::COMMUNICATION_ESTABLISHED, qpn),
+            Event::QpFatal { qpn } => (EventType::QP_FATAL, qpn),
+            Event::InvalidRequest { qpn } => (EventType::INVALID_REQUEST, qpn),
+            Event::AccessViolation { qpn } => (EventType::ACCESS_VIOLATION, qpn),
+            Event::SendQueueDrained { qpn } => (EventType::SEND_QUEUE_DRAINED, qpn),
+            Event::LastWorkReached { qpn } => (EventType::LAST_WORK, qpn),
+            Event::SrqLimit { srqn } => (EventType::SRQ_LIMIT, srqn),
+            Event::SrqError { srqn } => {
+                if let Some(srq) = self.objects.srqs.get_mut(srqn) {
+                    srq.broken = true;
+                }
+                (EventType::SRQ_ERROR, srqn)
+            }
+        };
+        self.event_of_queue(event, number);
+    }
+
+    fn transmit(&mut self, packets: Vec<Packet>) {
+        self.port.send(packets);
+    }
+
+    fn has_room(&mut self, dlid: u16) -> bool {
+        self.port.has_room(dlid)
+    }
+
+    fn in_flight(&mut self, dlid: u16) -> bool {
+        self.port.in_flight(dlid)
+    }
+}

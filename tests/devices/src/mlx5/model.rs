@@ -1,0 +1,411 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The state of an adapter. One thread owns it; nothing in it is locked.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use p2pmem_ib::{Counters as Transport, Delivery, Engine, LinkCounters, Modify, Next, Port, PortAttributes, State};
+use p2pmem_vfio_user::{Bus, Dma};
+use tracing::{debug, warn};
+
+use super::caps::{Caps, limit};
+use super::command::{self, CounterSet, Phase, link_since, port_capability};
+use super::counters::{Counters, difference, sum};
+use super::cq::{Cq, Posted};
+use super::eq::{Entry, Eq, EventType};
+use super::front::Status;
+use super::inbox::{Message, Wait};
+use super::layout::constants;
+use super::layout::wire::{eqe_cq_err, eqe_port_state};
+use super::mkey::{Limits, Mkeys};
+use super::qp::Qp;
+use super::registers::{FIRST_UAR, Interface, Registers, UARS};
+use super::srq::Srq;
+use super::table::Table;
+
+/// The first number of most objects: 0 is taken for none by drivers.
+const FIRST: u32 = 1;
+/// The first number of queue pairs; 0 and 1 are the port's own.
+const FIRST_QP: u32 = 0x40;
+/// The only port.
+const PORT: u32 = 1;
+/// Where the event of a port has its number: in the upper half of a byte.
+const PORT_SHIFT: u32 = 4;
+/// Why a completion queue broke: it was full.
+const OVERRUN: u32 = 1;
+/// The P_Key of everybody, with full membership.
+const DEFAULT_PKEY: u16 = 0xffff;
+/// Bytes of a node's description.
+const DESCRIPTION: usize = 64;
+
+/// Who the adapter is.
+#[derive(Clone, Debug)]
+pub(super) struct Identity {
+    pub(super) name: String,
+    pub(super) node_guid: u64,
+    pub(super) port_guid: u64,
+}
+
+/// An adapter: its transport, and all the rest.
+#[derive(Debug)]
+pub(super) struct Model {
+    pub(super) engine: Engine,
+    pub(super) hca: Hca,
+}
+
+/// What of an adapter is not its transport.
+#[derive(Debug)]
+pub(super) struct Hca {
+    pub(super) identity: Identity,
+    pub(super) bus: Bus,
+    /// Access to the bus until the next reset.
+    pub(super) dma: Dma,
+    pub(super) registers: Arc<Registers>,
+    pub(super) counters: Arc<Counters>,
+    pub(super) port: Port,
+    pub(super) attributes: PortAttributes,
+    /// What the link had carried when its counters were last cleared.
+    pub(super) port_base: LinkCounters,
+    /// What transports that ended had counted, and what of it all was counted before the counters were last cleared.
+    transport_past: Transport,
+    transport_base: Transport,
+    /// As `port_base`, for those outside of the guest.
+    link_base: LinkCounters,
+    pub(super) started: Instant,
+    pub(super) objects: Objects,
+    /// Scratch for addresses.
+    pub(super) extents: Vec<p2pmem_vfio_user::Extent>,
+}
+
+/// What the driver made and set: a reset forgets it.
+#[derive(Debug)]
+pub(super) struct Objects {
+    pub(super) phase: Phase,
+    pub(super) caps: Caps,
+    pub(super) port_capabilities: u32,
+    pub(super) node_description: [u8; DESCRIPTION],
+    pub(super) uars: Table<()>,
+    pub(super) pds: Table<()>,
+    pub(super) xrcds: Table<()>,
+    pub(super) domains: Table<()>,
+    pub(super) counter_sets: Table<CounterSet>,
+    pub(super) eqs: Table<Eq>,
+    pub(super) cqs: Table<Cq>,
+    pub(super) qps: Table<Qp>,
+    pub(super) srqs: Table<Srq>,
+    pub(super) mkeys: Mkeys,
+    /// When completion queues owe an event at the latest. Some of them may have sent it already.
+    moderated: Vec<(Instant, u32)>,
+    /// Completion queues that broke, whose queue pairs have to be told.
+    broken: Vec<u32>,
+    /// Tokens of page faults that the driver was told of and has not answered.
+    pub(super) faults: BTreeSet<u64>,
+}
+
+impl Objects {
+    fn new(name: &str) -> Self {
+        // The description that is shown until the driver gives another.
+        let mut node_description = [0; DESCRIPTION];
+        for (to, byte) in node_description.iter_mut().zip(name.bytes().take(DESCRIPTION - 1)) {
+            *to = byte;
+        }
+        Self {
+            phase: Phase::Any,
+            caps: Caps::new(),
+            port_capabilities: port_capability::INITIAL,
+            node_description,
+            uars: Table::new(FIRST_UAR, UARS),
+            pds: Table::new(FIRST, 1 << limit::LOG_PDS),
+            xrcds: Table::new(FIRST, 1 << limit::LOG_XRCDS),
+            domains: Table::new(FIRST, 1 << limit::LOG_TRANSPORT_DOMAINS),
+            counter_sets: Table::new(FIRST, limit::Q_COUNTERS),
+            eqs: Table::new(FIRST, 1 << limit::LOG_EQS),
+            cqs: Table::new(FIRST, 1 << limit::LOG_CQS),
+            qps: Table::new(FIRST_QP, 1 << limit::LOG_QPS),
+            srqs: Table::new(FIRST, 1 << limit::LOG_SRQS),
+            mkeys: Mkeys::new(Limits::default()),
+            moderated: Vec::new(),
+            broken: Vec::new(),
+            faults: BTreeSet::new(),
+        }
+    }
+}
+
+impl Hca {
+    /// The port's link is there.
+    pub(super) fn port_up(&self) -> bool {
+        self.port.is_up()
+    }
+
+    /// What the link carried since the counters were last cleared.
+    pub(super) fn link_counters(&self) -> LinkCounters {
+        link_since(&self.port.counters(), &self.link_base)
+    }
+
+    /// The event queue for events of a type.
+    fn event_queue(&self, event: EventType) -> Option<u32> {
+        self.objects
+            .eqs
+            .iter()
+            .find(|(_, eq)| eq.takes(event))
+            .map(|(eqn, _)| eqn)
+    }
+
+    /// The event queue that is told of commands' ends.
+    pub(super) fn command_eq(&self) -> Option<u32> {
+        self.event_queue(EventType::COMMAND)
+    }
+
+    /// Adds an event to a queue; nothing happens if there is no such queue.
+    pub(super) fn post_event(&mut self, eqn: u32, entry: Entry) {
+        self.counters.event();
+        if let Some(eq) = self.objects.eqs.get_mut(eqn) {
+            eq.post(entry, &self.bus, &self.dma);
+        }
+    }
+
+    /// Adds an event to the queue that wants its type, if there is one.
+    pub(super) fn async_event(&mut self, event: EventType, entry: Entry) {
+        match self.event_queue(event) {
+            Some(eqn) => self.post_event(eqn, entry),
+            None => debug!(?event, "an event that nobody wants"),
+        }
+    }
+
+    /// Does what a completion queue's answer asks for.
+    pub(super) fn follow(&mut self, cqn: u32, posted: Posted) {
+        match posted {
+            Posted::Quiet => {}
+            Posted::Broken => self.counters.lost_completion(),
+            Posted::Event => {
+                if let Some(eqn) = self.objects.cqs.get(cqn).map(|cq| cq.eqn) {
+                    self.post_event(eqn, Entry::completion(cqn));
+                }
+            }
+            Posted::EventAt(time) => self.objects.moderated.push((time, cqn)),
+            Posted::Failed => {
+                warn!(name = self.identity.name, cqn, "a completion queue overran");
+                self.counters.lost_completion();
+                self.objects.broken.push(cqn);
+                let entry = Entry::new(EventType::CQ_ERROR, 0)
+                    .with(eqe_cq_err::CQN, cqn)
+                    .with(eqe_cq_err::SYNDROME, OVERRUN);
+                self.async_event(EventType::CQ_ERROR, entry);
+            }
+        }
+    }
+
+    /// Sends events that were held back for long enough.
+    fn moderate(&mut self, now: Instant) {
+        let mut i = 0;
+        while let Some((time, cqn)) = self.objects.moderated.get(i).copied() {
+            if time > now {
+                i += 1;
+                continue;
+            }
+            self.objects.moderated.swap_remove(i);
+            if self.objects.cqs.get_mut(cqn).is_some_and(|cq| cq.timer(now)) {
+                self.follow(cqn, Posted::Event);
+            }
+        }
+    }
+}
+
+impl Model {
+    pub(super) fn new(
+        identity: Identity,
+        bus: Bus,
+        registers: Arc<Registers>,
+        counters: Arc<Counters>,
+        port: Port,
+    ) -> Self {
+        let attributes = PortAttributes {
+            lid: port.lid(),
+            lmc: 0,
+            gids: vec![port.gid()],
+            pkeys: vec![DEFAULT_PKEY],
+        };
+        let dma = bus.dma.pinned();
+        let objects = Objects::new(&identity.name);
+        let hca = Hca {
+            identity,
+            bus,
+            dma,
+            registers,
+            counters,
+            port,
+            attributes: attributes.clone(),
+            port_base: LinkCounters::default(),
+            transport_past: Transport::default(),
+            transport_base: Transport::default(),
+            link_base: LinkCounters::default(),
+            started: Instant::now(),
+            objects,
+            extents: Vec::new(),
+        };
+        Self {
+            engine: Engine::new(attributes),
+            hca,
+        }
+    }
+
+    /// Forgets everything that the driver made. What was counted stays.
+    pub(super) fn clear(&mut self) {
+        let hca = &mut self.hca;
+        hca.transport_past = sum(&hca.transport_past, &self.engine.counters());
+        self.engine = Engine::new(hca.attributes.clone());
+        hca.objects = Objects::new(&hca.identity.name);
+    }
+
+    /// Takes in what happened. False if the worker is to end.
+    pub(super) fn handle(&mut self, message: Message) -> bool {
+        match message {
+            Message::Command { queue, entries } => command::execute(self, queue, entries),
+            Message::EventQueue {
+                uar,
+                eqn,
+                consumer,
+                arm,
+            } => {
+                let hca = &mut self.hca;
+                let eq = hca.objects.eqs.get_mut(u32::from(eqn)).filter(|eq| eq.uar == uar);
+                let known = eq.is_some_and(|eq| eq.doorbell(consumer, arm, &hca.bus, &hca.dma));
+                if !known {
+                    hca.counters.bad_doorbell();
+                }
+            }
+            Message::Arm {
+                uar,
+                words: [word, cqn],
+            } => {
+                let cqn = cqn & 0x00ff_ffff;
+                let now = Instant::now();
+                let cq = self.hca.objects.cqs.get_mut(cqn);
+                // A queue may be armed by any region of its process, which the model cannot tell from others.
+                match cq.filter(|_| self.hca.objects.uars.get(uar).is_some()) {
+                    Some(cq) => {
+                        let posted = cq.arm(word, now);
+                        self.hca.follow(cqn, posted);
+                    }
+                    None => self.hca.counters.bad_doorbell(),
+                }
+            }
+            Message::Send { uar, qpn } => {
+                if self.hca.objects.uars.get(uar).is_some() && self.hca.objects.qps.get(qpn).is_some() {
+                    self.engine.doorbell(qpn);
+                } else {
+                    self.hca.counters.bad_doorbell();
+                }
+            }
+            Message::Delivery(Delivery::Packets(burst)) => self.engine.packets(&mut self.hca, burst),
+            Message::Delivery(Delivery::Room) => self.engine.room(),
+            Message::Delivery(Delivery::Link(up)) => self.link(up),
+            Message::SoftwareReset => {
+                self.clear();
+                self.hca.registers.set_interface(Interface::Disabled);
+            }
+            Message::Reset => {
+                self.hca.dma = self.hca.bus.dma.pinned();
+                self.clear();
+                self.hca.registers.ready();
+            }
+            Message::Ask(ask) => ask(self),
+            Message::Stop => return false,
+        }
+        true
+    }
+
+    /// Tells the driver that the port's state changed.
+    fn link(&mut self, up: bool) {
+        let sub_type = if up {
+            constants::MLX5_PORT_CHANGE_SUBTYPE_ACTIVE
+        } else {
+            constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN
+        };
+        let entry = Entry::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
+        self.hca.async_event(EventType::PORT, entry);
+    }
+
+    /// Goes on with what there is to do, and tells how long nothing else will be.
+    pub(super) fn run(&mut self) -> Wait {
+        let next = self.engine.run(&mut self.hca);
+        let now = Instant::now();
+        self.hca.moderate(now);
+        self.fail_users_of_broken_queues();
+        let moderated = self.hca.objects.moderated.iter().map(|(time, _)| *time).min();
+        let engine = match next {
+            Next::More => return Wait::No,
+            Next::At(time) => self.hca.started.checked_add(time),
+            Next::Idle => None,
+        };
+        match (engine, moderated) {
+            (Some(a), Some(b)) => Wait::Until(a.min(b)),
+            (Some(time), None) | (None, Some(time)) => Wait::Until(time),
+            (None, None) => Wait::Forever,
+        }
+    }
+
+    /// Queue pairs whose completions have nowhere to go cannot go on.
+    fn fail_users_of_broken_queues(&mut self) {
+        for cqn in std::mem::take(&mut self.hca.objects.broken) {
+            let all = self.hca.objects.qps.iter();
+            let users = all.filter(|(_, qp)| qp.send_cqn == cqn || qp.receive_cqn == cqn);
+            let users: Vec<u32> = users.map(|(qpn, _)| qpn).collect();
+            for qpn in users {
+                let change = Modify {
+                    state: Some(State::Err),
+                    ..Modify::default()
+                };
+                // One that is in its first state has nothing to lose and stays there.
+                if let Err(error) = self.engine.modify(&mut self.hca, qpn, &change) {
+                    debug!(%error, qpn, "a queue pair with a broken completion queue");
+                }
+            }
+        }
+    }
+
+    /// What the transport has done since the counters were last cleared.
+    pub(super) fn transport(&self) -> Transport {
+        let all = sum(&self.hca.transport_past, &self.engine.counters());
+        difference(&all, &self.hca.transport_base)
+    }
+
+    /// Begins to count anew.
+    pub(super) fn reset_counters(&mut self) {
+        self.hca.counters.reset();
+        self.hca.bus.dma.reset_counts();
+        self.hca.transport_base = sum(&self.hca.transport_past, &self.engine.counters());
+        self.hca.link_base = self.hca.port.counters();
+    }
+
+    /// What there is.
+    pub(super) fn status(&self) -> Status {
+        let Hca {
+            port,
+            objects,
+            attributes,
+            ..
+        } = &self.hca;
+        Status {
+            link: port.is_up(),
+            lid: attributes.lid,
+            initialised: objects.phase == Phase::Initialised,
+            queue_pairs: objects.qps.len(),
+            completion_queues: objects.cqs.len(),
+            shared_receive_queues: objects.srqs.len(),
+            memory_keys: objects.mkeys.len(),
+            page_faults: objects.faults.len(),
+        }
+    }
+
+    /// Ends all waiting for pages: nobody will repair them.
+    pub(super) fn fail_page_faults(&mut self) {
+        self.hca.objects.mkeys.listen_to_faults(false);
+        for token in std::mem::take(&mut self.hca.objects.faults) {
+            self.hca.objects.mkeys.resume_fault(token, true);
+            self.engine.resume(token, false);
+        }
+    }
+}
