@@ -217,7 +217,7 @@ impl From<DmaError> for Lost {
 /// Carries out the commands whose bits are set in `entries`.
 pub(super) fn execute(model: &mut Model, queue: u64, entries: u32) {
     for slot in 0..1_u32 << LOG_COMMAND_ENTRIES {
-        if entries >> slot & 1 != 0 {
+        if (entries >> slot) & 1 != 0 {
             // An event for a command that was begun while there was no queue for it would find nobody.
             let told = model.hca.command_eq();
             let address = queue.wrapping_add(u64::from(slot) << LOG_COMMAND_STRIDE);

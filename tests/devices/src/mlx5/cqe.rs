@@ -56,7 +56,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
             ..
         } => {
             let (index, opcode) = Control::from_id(id);
-            cqe64::SOP_DROP_QPN.set(&mut entry, u32::from(opcode) << 24 | qpn);
+            cqe64::SOP_DROP_QPN.set(&mut entry, (u32::from(opcode) << 24) | qpn);
             cqe64::WQE_COUNTER.set(&mut entry, index);
             if status == Status::Success {
                 let reads = matches!(
@@ -100,7 +100,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
                     (true, false) => GRH_UNICAST,
                     (true, true) => GRH_MULTICAST,
                 };
-                let flags = route << SOURCE_GRH_SHIFT | u32::from(source.sl) << SOURCE_SL_SHIFT;
+                let flags = (route << SOURCE_GRH_SHIFT) | (u32::from(source.sl) << SOURCE_SL_SHIFT);
                 cqe64::FLAGS_RQPN.set(&mut entry, flags | source.qpn);
                 cqe64::SLID.set(&mut entry, source.lid);
                 cqe64::ML_PATH.set(&mut entry, source.path_bits);

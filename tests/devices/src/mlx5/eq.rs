@@ -103,7 +103,7 @@ impl Eq {
     /// Whether events of this type go here.
     pub(super) fn takes(&self, event: EventType) -> bool {
         let word = self.mask.get((event.0 / 64) as usize).copied().unwrap_or(0);
-        word >> (event.0 % 64) & 1 != 0
+        (word >> (event.0 % 64)) & 1 != 0
     }
 
     /// Producer and consumer index, as a query shows them.

@@ -371,7 +371,7 @@ mod tests {
         let counter = read(&registers, 0x1010);
         std::thread::sleep(std::time::Duration::from_millis(120));
         assert_eq!(read(&registers, 0x1010), counter);
-        assert_eq!(read(&registers, at::HEALTH_SYNDROME) >> 16 & 0xff, 7);
+        assert_eq!((read(&registers, at::HEALTH_SYNDROME) >> 16) & 0xff, 7);
         registers.reset();
         assert_eq!(read(&registers, at::INITIALIZING), 1 << 31);
         assert_eq!(read(&registers, at::HEALTH_SYNDROME), 0);

@@ -58,7 +58,7 @@ impl Control {
 
     /// What the entry is known by until its completion.
     pub(super) fn id(&self) -> u64 {
-        u64::from(self.opcode) << 16 | u64::from(self.index)
+        (u64::from(self.opcode) << 16) | u64::from(self.index)
     }
 
     /// Index and opcode from what an entry is known by.

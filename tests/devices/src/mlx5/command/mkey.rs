@@ -38,7 +38,7 @@ pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outco
 pub(super) fn page_fault_resume(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
     let info = page_fault_resume_in::PAGE_FAULT_INFO.of(input);
     let high = mem_page_fault_info::FAULT_TOKEN_47_32.get(info);
-    let token = high << 32 | mem_page_fault_info::FAULT_TOKEN_31_0.get(info);
+    let token = (high << 32) | mem_page_fault_info::FAULT_TOKEN_31_0.get(info);
     let failed = mem_page_fault_info::ERROR.is_set(info);
     model.hca.objects.faults.remove(&token);
     if let Some(resumed) = model.hca.objects.mkeys.resume_fault(token, failed) {

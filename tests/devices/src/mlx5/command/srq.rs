@@ -175,7 +175,7 @@ pub(super) fn create_xrc(model: &mut Model, input: &[u8], output: &mut [u8]) -> 
     if refused {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
-    let record = xrc_srqc::DB_RECORD_ADDR_H.get(context) << 32 | xrc_srqc::DB_RECORD_ADDR_L.get(context) << 2;
+    let record = (xrc_srqc::DB_RECORD_ADDR_H.get(context) << 32) | (xrc_srqc::DB_RECORD_ADDR_L.get(context) << 2);
     let parts = Parts {
         kind: Kind::Xrc,
         context,

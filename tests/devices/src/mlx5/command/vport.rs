@@ -24,7 +24,7 @@ mod physical {
 /// Capabilities of a port, as subnet management knows them.
 pub(in crate::mlx5) mod capability {
     /// SL mapping, automatic migration, system image GUID, extended speeds: what every adapter has.
-    const FIXED: u32 = 1 << 3 | 1 << 5 | 1 << 11 | 1 << 14;
+    const FIXED: u32 = (1 << 3) | (1 << 5) | (1 << 11) | (1 << 14);
     /// A communication manager listens. The driver sets it.
     pub(in crate::mlx5) const COMMUNICATION_MANAGEMENT: u32 = 1 << 16;
     /// What the driver may set.
