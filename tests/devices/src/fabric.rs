@@ -3,6 +3,8 @@
 //! What a fabric process serves: NICs and accelerators of one or more guests, and the switches between the NICs. It is
 //! read from TOML and checked before anything is made.
 
+mod nic;
+
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 

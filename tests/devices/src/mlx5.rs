@@ -30,3 +30,4 @@ mod wqe;
 
 pub use counters::{Machinery, Payload};
 pub use front::{Bytes, DEVICE_ID, Handle, Nic, NoAnswer, Report, Settings, Status, VENDOR_ID};
+pub use registers::VECTORS;

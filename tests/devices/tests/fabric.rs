@@ -119,6 +119,26 @@ const ACCELS: &str = r#"
     memory = "1M"
 "#;
 
+const NICS: &str = r#"
+    [[node]]
+    name = "a"
+    [[node.nic]]
+    name = "nic0"
+    socket = "DIR/nic0.sock"
+    control = "DIR/nic0.ctl"
+    counters = "DIR/nic0.json"
+    [[node.accel]]
+    name = "accel0"
+    socket = "DIR/accel0.sock"
+    memory = "1M"
+    [[node]]
+    name = "b"
+    [[node.nic]]
+    name = "nic0"
+    socket = "DIR/b.sock"
+    control = "DIR/b.ctl"
+"#;
+
 /// Lets a device decode its memory at `address`, do DMA, and know that there is something in the window.
 fn bring_up(client: &mut Client, address: u64) {
     client
@@ -188,6 +208,47 @@ fn accelerators_of_one_guest_reach_each_other() {
 }
 
 #[test]
+fn nics_are_served_and_controlled() {
+    let mut fabric = Fabric::start(NICS);
+    let mut nic = fabric.plug("nic0");
+    assert_eq!(nic.read32(CONFIG_REGION, 0).unwrap(), 0x101b_15b3);
+    let state = |name| {
+        let answer = fabric.ask(name, &json!({"get": "state"}));
+        assert_eq!(answer["ok"], true, "{answer}");
+        answer["state"].clone()
+    };
+    let (first, second) = (state("nic0"), state("b"));
+    assert_eq!((&first["link"], &second["link"]), (&json!(true), &json!(true)));
+    assert_eq!(
+        (&first["connected"], &second["connected"]),
+        (&json!(true), &json!(false))
+    );
+    for request in [
+        json!({"link": {"delay_us": 10, "loss": 0.1}}),
+        json!({"link": {}}),
+        json!({"link": "down"}),
+        json!({"reset": "counters"}),
+    ] {
+        assert_eq!(fabric.ask("nic0", &request), json!({"ok": true}), "{request}");
+    }
+    assert_eq!(
+        (state("nic0")["link"].clone(), state("b")["link"].clone()),
+        (json!(false), json!(true))
+    );
+    assert_eq!(fabric.ask("nic0", &json!({"link": "up"})), json!({"ok": true}));
+    assert_eq!(state("nic0")["link"], true);
+    let counters = fabric.ask("b", &json!({"get": "counters"}))["counters"].clone();
+    for group in ["payload", "bus", "wire", "transport", "adapter", "registers"] {
+        assert!(!counters[group].is_null(), "{group} in {counters}");
+    }
+    assert_eq!(counters["payload"]["host_written"], 0);
+    fabric.end(rustix::process::Signal::TERM);
+    let text = std::fs::read(fabric.path("nic0.json")).unwrap();
+    let counters: Value = serde_json::from_slice(&text).unwrap();
+    assert_eq!(counters["bus"]["host"], json!({"read": 0, "written": 0}));
+}
+
+#[test]
 fn a_client_without_manners_ends_alone() {
     let fabric = Fabric::start(ACCELS);
     let mut first = fabric.plug("accel0");
@@ -233,6 +294,8 @@ fn mistakes_are_told() {
     };
     assert!(attempt("").contains("no devices"));
     assert!(attempt("[[node]]\nname = 3").contains("expected a string"));
+    let apart = format!("[[switch]]\nname = \"sw\"\n[[switch]]\nname = \"far\"\n{NICS}");
+    assert!(attempt(&apart).contains("no way from switch"));
     let far = ACCELS.replace("DIR", "/nonexistent");
     let error = attempt(&far);
     assert!(

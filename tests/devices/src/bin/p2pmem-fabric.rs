@@ -17,9 +17,11 @@ use clap::Parser;
 use p2pmem_devices::accel::{Accel, Settings};
 use p2pmem_devices::control::Control;
 use p2pmem_devices::fabric::{self, Config};
+use p2pmem_devices::mlx5::{self, Nic};
 use p2pmem_devices::serving::{Ending, Seat};
 use p2pmem_devices::worker::Health;
-use p2pmem_vfio_user::{Device, Peers};
+use p2pmem_ib::Fabric;
+use p2pmem_vfio_user::{Bus, Device, Peers};
 use tracing::{error, info};
 
 /// Emulated NICs and accelerators of several guests.
@@ -60,13 +62,37 @@ fn accel(node: &str, settings: &fabric::Accel, peers: &Peers) -> Result<Ready> {
     })
 }
 
+fn nic(node: &str, settings: &fabric::Nic, subnet: &Fabric, peers: &Peers) -> Result<Ready> {
+    let pcie = settings.pcie().map_err(anyhow::Error::msg)?;
+    let name = format!("{node}.{}", settings.name);
+    let settings_here = mlx5::Settings {
+        name: name.clone(),
+        guid: settings.guid(),
+        switch: settings.switch.clone(),
+        speed: pcie.speed,
+        lanes: pcie.lanes,
+    };
+    let device = Nic::new(settings_here, subnet, Bus::among(mlx5::VECTORS, peers))?;
+    Ok(Ready {
+        seat: Seat::take(&name, settings.place(), Control::new(Arc::new(device.handle())))?,
+        name,
+        health: device.health(),
+        device: Box::new(device),
+    })
+}
+
 /// Makes all devices and lets them listen.
 fn make(config: &Config) -> Result<Vec<Ready>> {
+    let subnet = config.subnet().context("the switches")?;
     let mut devices = Vec::new();
     for node in &config.node {
         let peers = Peers::new();
         for settings in &node.accel {
             let device = accel(&node.name, settings, &peers);
+            devices.push(device.with_context(|| format!("node {:?}: device {:?}", node.name, settings.name))?);
+        }
+        for settings in &node.nic {
+            let device = nic(&node.name, settings, &subnet, &peers);
             devices.push(device.with_context(|| format!("node {:?}: device {:?}", node.name, settings.name))?);
         }
     }

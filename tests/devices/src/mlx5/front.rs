@@ -5,18 +5,17 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use p2pmem_ib::{Counters as Transport, Fabric, Faults, LinkCounters, PortConfig};
 use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Moved, Region};
 use serde::Serialize;
-use tracing::error;
 
 use super::counters::{Counters, Machinery, Payload};
 use super::inbox::{Inbox, Message, Wait};
 use super::model::{Identity, Model};
 use super::registers::{BAR0_SIZE, MSIX_PBA, MSIX_TABLE, Registers, VECTORS};
+use crate::worker::{Health, Worker};
 
 /// Mellanox.
 pub const VENDOR_ID: u16 = 0x15b3;
@@ -185,7 +184,7 @@ pub struct Nic {
     bar0: Region,
     registers: Arc<Registers>,
     inbox: Arc<Inbox>,
-    worker: Option<JoinHandle<()>>,
+    worker: Worker,
 }
 
 impl Nic {
@@ -229,7 +228,7 @@ impl Nic {
             Arc::new(Counters::default()),
             port,
         );
-        let worker = std::thread::Builder::new().name(settings.name).spawn({
+        let worker = Worker::spawn(&settings.name, bus.clone(), {
             let inbox = Arc::clone(&inbox);
             move || work(&inbox, &mut model)
         })?;
@@ -239,8 +238,13 @@ impl Nic {
             bar0: Region::registers(BAR0_SIZE),
             registers,
             inbox,
-            worker: Some(worker),
+            worker,
         })
+    }
+
+    /// A way to ask whether the worker lives.
+    pub fn health(&self) -> Health {
+        self.worker.health()
     }
 
     /// A way to ask the adapter while it is served.
@@ -310,10 +314,6 @@ impl Drop for Nic {
     fn drop(&mut self) {
         self.bus.dma.abort();
         self.inbox.put(Message::Stop);
-        if let Some(worker) = self.worker.take() {
-            if worker.join().is_err() {
-                error!("the worker panicked");
-            }
-        }
+        self.worker.join();
     }
 }

@@ -13,7 +13,7 @@ use super::layout::{constants, wire};
 /// Size of BAR0 in bytes.
 pub(super) const BAR0_SIZE: u64 = 16 << 20;
 /// Number of MSI-X vectors.
-pub(super) const VECTORS: u16 = 16;
+pub const VECTORS: u16 = 16;
 /// Where the MSI-X table is: behind the initialisation segment.
 pub(super) const MSIX_TABLE: u32 = 0x4000;
 /// Where the MSI-X pending bits are.
