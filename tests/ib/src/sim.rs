@@ -3,6 +3,12 @@
 //! Adapters made of an engine and a toy host, on a network with simulated time: what the tests run on.
 
 mod connected;
+mod datagrams;
+mod errors;
+mod faults;
+mod links;
+mod random;
+mod shared;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
@@ -19,7 +25,8 @@ use crate::fabric::{Delivery, PortConfig, Topology};
 use crate::host::{Access, Atomic, Event, Fault, Fetched, Host, Rights};
 use crate::packet::Packet;
 use crate::work::{
-    Completion, Path, Payload, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork, Sge, Status,
+    AddressVector, Completion, Path, Payload, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork, Sge,
+    Status,
 };
 
 /// Protection domain of everything, unless a test says otherwise.
@@ -61,6 +68,10 @@ struct Toy {
     sent: Vec<Packet>,
     /// Number of calls of `write`.
     writes: usize,
+    /// So many more accesses, and all keys are gone.
+    keys_go_after: Option<usize>,
+    /// What the queues answer in place of work: send queues, receive queues.
+    bad: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
 }
 
 impl Toy {
@@ -88,6 +99,11 @@ impl Toy {
     }
 
     fn present(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
+        match &mut self.keys_go_after {
+            Some(0) => self.keys.clear(),
+            Some(left) => *left -= 1,
+            None => {}
+        }
         let range = self.allowed(access)?;
         for page in access.address / PAGE..=(access.address + access.length - 1) / PAGE {
             if self.absent.contains(&page) {
@@ -106,6 +122,9 @@ impl Host for Toy {
     }
 
     fn next_send(&mut self, qpn: u32) -> Fetched<SendWork> {
+        if let Some(bad) = self.bad.0.take() {
+            return bad;
+        }
         self.sends
             .entry(qpn)
             .or_default()
@@ -114,6 +133,9 @@ impl Host for Toy {
     }
 
     fn next_receive(&mut self, queue: Queue) -> Fetched<ReceiveWork> {
+        if let Some(bad) = self.bad.1.take() {
+            return bad;
+        }
         let queue = self.receives.entry(queue).or_default();
         match queue.pop_front() {
             Some(mut work) => {
@@ -219,15 +241,22 @@ impl World {
             switches: vec!["sw".into()],
             links: Vec::new(),
         };
+        Self::on(&topology, &vec!["sw"; n], memory, seed)
+    }
+
+    /// An adapter on each of these switches.
+    fn on(topology: &Topology, switches: &[&str], memory: usize, seed: u64) -> Self {
         let now = Rc::new(Cell::new(Duration::from_secs(1)));
-        let network = Rc::new(RefCell::new(Network::new(&topology, seed).unwrap()));
-        let nodes = (0..n)
-            .map(|i| {
+        let network = Rc::new(RefCell::new(Network::new(topology, seed).unwrap()));
+        let nodes = switches
+            .iter()
+            .enumerate()
+            .map(|(i, switch)| {
                 let (sender, inbox) = mpsc::channel();
                 let config = PortConfig {
                     name: format!("port {i}"),
                     guid: 0x1234_0000 + i as u64,
-                    switch: "sw".into(),
+                    switch: switch.to_string(),
                 };
                 let deliver = Arc::new(move |delivery| drop(sender.send(delivery)));
                 let (lid, gid) = network.borrow_mut().join(&config, deliver).unwrap();
@@ -263,6 +292,8 @@ impl World {
                     events: Vec::new(),
                     sent: Vec::new(),
                     writes: 0,
+                    keys_go_after: None,
+                    bad: (None, None),
                 };
                 let engine = Engine::new(port);
                 Node {
@@ -297,13 +328,14 @@ impl World {
                 Delivery::Link(up) => node.links.push(up),
             }
         }
+        let sent = node.toy.sent.len();
         node.next = node.engine.run(&mut node.toy);
-        worked
+        worked || node.toy.sent.len() > sent
     }
 
     /// Works until nothing is left to do at this time.
     fn settle(&mut self) {
-        for _ in 0..1_000_000 {
+        for _ in 0..20_000 {
             let mut worked = false;
             for node in 0..self.nodes.len() {
                 worked |= self.work(node);
@@ -378,6 +410,10 @@ impl World {
         );
     }
 
+    fn state_of(&self, node: usize, qpn: u32) -> State {
+        self.nodes[node].engine.query(qpn).unwrap().state
+    }
+
     fn path_to(&self, node: usize) -> Path {
         Path {
             dlid: self.lid(node),
@@ -424,6 +460,37 @@ impl World {
         self.qp(1, 3, service, ReceiveFrom::Own);
         self.bring_up(0, 2, 1, 3, link);
         self.bring_up(1, 3, 0, 2, link);
+    }
+
+    /// Takes a datagram queue pair to RTS.
+    fn datagrams_up(&mut self, node: usize, qpn: u32, qkey: u32) {
+        self.modify(
+            node,
+            qpn,
+            Modify {
+                state: Some(State::Init),
+                qkey: Some(qkey),
+                ..Modify::default()
+            },
+        );
+        self.state(node, qpn, State::Rtr);
+        self.modify(
+            node,
+            qpn,
+            Modify {
+                state: Some(State::Rts),
+                send_psn: Some(0),
+                ..Modify::default()
+            },
+        );
+    }
+
+    fn datagram_to(&self, node: usize, qpn: u32, qkey: u32) -> AddressVector {
+        AddressVector {
+            path: self.path_to(node),
+            qpn,
+            qkey,
+        }
     }
 
     fn post(&mut self, node: usize, qpn: u32, work: SendWork) {
@@ -484,6 +551,18 @@ impl World {
     fn bytes(&self, node: usize, address: usize, len: usize) -> &[u8] {
         &self.nodes[node].toy.memory[address..address + len]
     }
+}
+
+/// The host finds the pages that were asked for, or says that there are none.
+fn serve_pages(node: &mut Node, ok: bool) -> usize {
+    let asked = std::mem::take(&mut node.toy.asked);
+    for (token, page) in &asked {
+        if ok {
+            node.toy.absent.remove(page);
+        }
+        node.engine.resume(*token, ok);
+    }
+    asked.len()
 }
 
 /// How a pair is connected.

@@ -7,14 +7,17 @@ use std::time::Duration;
 use super::Context;
 use super::qp::{Qp, Turn};
 use super::requester::Progress;
-use crate::attributes::ReceiveFrom;
+use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Event, Fetched};
-use crate::work::{Received, SendOp, Status};
+use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
 /// Work requests flushed in one turn and direction.
 const TURN_WORKS: usize = 64;
-/// How often a queue pair in the error state is looked at for receives posted since: nothing tells of them.
-const LOOK_AGAIN: Duration = Duration::from_millis(2);
+/// When a queue pair in the error state is first looked at for receives posted since: nothing tells of them. While there
+/// are none, twice as much time passes every time.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+/// The longest time between two looks.
+const LOOK_AT_LEAST: Duration = Duration::from_millis(16);
 
 impl Qp {
     /// A turn in the error state.
@@ -23,21 +26,27 @@ impl Qp {
         if let Some(receive) = self.responder.receive.take() {
             self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
         }
-        if self.config.receive == ReceiveFrom::Own {
+        if self.config.receive == ReceiveFrom::Own && self.config.service != Service::Xrc {
+            let mut wait = (self.flush_wait * 2).clamp(LOOK_AGAIN, LOOK_AT_LEAST);
             for left in (0..TURN_WORKS).rev() {
-                match self.fetch_receive(cx, 0) {
-                    Ok(Some(receive)) => {
-                        self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
-                    }
-                    // A bad one was completed.
-                    Err(Status::LocalQpOperation) | Ok(None) => break,
-                    Err(_) => {}
-                }
+                let work = match cx.host.next_receive(Queue::Own(self.number)) {
+                    Fetched::Work(work) => work,
+                    Fetched::Bad { id, .. } => ReceiveWork {
+                        id,
+                        pieces: Default::default(),
+                        left: 0,
+                    },
+                    Fetched::Empty | Fetched::Broken => break,
+                };
+                wait = LOOK_AGAIN;
+                let receive = self.own_receive(work);
+                self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
                 if left == 0 {
                     turn = Turn::More;
                 }
             }
-            self.flush_again = Some(cx.now() + LOOK_AGAIN);
+            self.flush_wait = wait;
+            self.flush_again = Some(cx.now() + wait);
         }
         if turn == Turn::Rest && !self.last_work_told {
             self.last_work_told = true;

@@ -104,6 +104,8 @@ pub(super) struct Qp {
     pub(super) timer: Option<Duration>,
     /// In ERR: when to look for receives posted since.
     pub(super) flush_again: Option<Duration>,
+    /// How long after the last look that is.
+    pub(super) flush_wait: Duration,
     /// In ERR: the event that ends it was raised.
     pub(super) last_work_told: bool,
     pub(super) requester: Requester,
@@ -150,6 +152,7 @@ impl Qp {
             scheduled: false,
             timer: None,
             flush_again: None,
+            flush_wait: Duration::ZERO,
             last_work_told: false,
             requester: Requester::default(),
             responder: Responder::default(),

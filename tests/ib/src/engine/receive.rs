@@ -114,6 +114,18 @@ impl Qp {
         }
     }
 
+    /// A receive that was taken from the queue pair's own queue.
+    pub(super) fn own_receive(&self, work: ReceiveWork) -> Receive {
+        let (queue, pd, cqn) = (Queue::Own(self.number), self.config.pd, self.config.receive_cqn);
+        Receive {
+            work,
+            queue,
+            pd,
+            cqn,
+            length: 0,
+        }
+    }
+
     pub(super) fn complete_receive(
         &self,
         cx: &mut Context<'_>,

@@ -796,6 +796,8 @@ impl Qp {
             }
             self.requester.rnr_retries += 1;
         }
+        // It is there, and has said so.
+        self.requester.retries = 0;
         self.requester.cursor = 0;
         self.requester.ack_due = None;
         self.requester.rnr_until = Some(cx.now() + time);

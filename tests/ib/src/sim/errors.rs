@@ -1,0 +1,547 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What ends work with an error, which error on which side, and what is flushed after it.
+
+use super::*;
+
+fn pair() -> World {
+    let mut world = World::new(2, 1 << 18);
+    world.pair(Service::Rc, Connection::default());
+    world
+}
+
+/// `op` fails between two writes: the first succeeds, the second is flushed, and both sides end.
+fn refused(mut world: World, op: SendWork, status: Status) -> World {
+    let id = op.id;
+    world.post(0, 2, write(id - 1, 0, 5000, 0));
+    world.post(0, 2, op);
+    world.post(0, 2, write(id + 1, 0, 10, 0));
+    world.receive(0, Queue::Own(2), 90, 0, 100);
+    world.run();
+    let expected = [(id - 1, Status::Success), (id, status), (id + 1, Status::Flushed)];
+    assert_eq!(world.sends(0), expected);
+    assert_eq!(world.received(0), [(90, Status::Flushed, 0, Received::Send)]);
+    assert_eq!(world.state_of(0, 2), State::Err);
+    world
+}
+
+#[test]
+fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
+    let remote = |address, key| Remote { address, key };
+    let none = Key {
+        pd: PD,
+        start: 0x8000,
+        len: 0x1000,
+        local_write: true,
+        remote_read: false,
+        remote_write: false,
+        remote_atomic: false,
+    };
+    let full = Key {
+        remote_read: true,
+        remote_write: true,
+        remote_atomic: true,
+        ..none
+    };
+    let keys = [(1, none), (2, Key { pd: PD + 1, ..full }), (3, full)];
+    // No rights, another domain, beyond the end, before the start, around the address space, no such key.
+    let places = [
+        (0x8000, 1),
+        (0x8000, 2),
+        (0x8ff8, 3),
+        (0x7ff8, 3),
+        (u64::MAX - 7, 3),
+        (0x8000, 4),
+    ];
+    for (address, key) in places {
+        let remote = remote(address, key);
+        let ops = [
+            work(5, SendOp::Write { remote, imm: None }, 0, 16),
+            work(5, SendOp::Write { remote, imm: Some(1) }, 0, 16),
+            work(5, SendOp::Read { remote }, 0, 16),
+        ];
+        for op in ops {
+            let mut world = pair();
+            world.nodes[1].toy.keys.extend(keys);
+            world.fill(0, 0, 6000, 1);
+            world.receive(1, Queue::Own(3), 1, 0, 100);
+            let world = refused(world, op, Status::RemoteAccess);
+            assert_eq!(world.state_of(1, 3), State::Err);
+            assert!(world.nodes[1].toy.events.contains(&Event::AccessViolation { qpn: 3 }));
+            assert_eq!(world.received(1), [(1, Status::Flushed, 0, Received::Send)]);
+            assert_eq!(world.bytes(1, 0x7000, 0x3000), vec![0; 0x3000]);
+            assert_eq!(world.nodes[1].engine.counters().remote_access_errors, 1);
+        }
+    }
+    for key in [1, 2, 4] {
+        let mut world = pair();
+        world.nodes[1].toy.keys.extend(keys);
+        let op = work(
+            5,
+            SendOp::FetchAdd {
+                remote: remote(0x8000, key),
+                add: 1,
+            },
+            0,
+            8,
+        );
+        refused(world, op, Status::RemoteAccess);
+    }
+}
+
+#[test]
+fn a_long_write_beyond_the_end_changes_nothing() {
+    let mut world = pair();
+    let key = Key {
+        start: 0,
+        len: 50_000,
+        ..world.nodes[1].toy.keys[&ALL]
+    };
+    world.nodes[1].toy.keys.insert(2, key);
+    let op = work(
+        5,
+        SendOp::Write {
+            remote: Remote {
+                address: 10_000,
+                key: 2,
+            },
+            imm: None,
+        },
+        0,
+        40_001,
+    );
+    world.fill(0, 0, 50_000, 1);
+    let world = refused(world, op, Status::RemoteAccess);
+    assert_eq!(world.bytes(1, 10_000, 40_000), vec![0; 40_000]);
+}
+
+#[test]
+fn a_key_that_goes_in_the_middle_ends_the_write() {
+    let mut world = pair();
+    world.post(0, 2, write(1, 0, 200_000, 0));
+    world.nodes[1].toy.keys_go_after = Some(1);
+    world.run();
+    assert_eq!(world.sends(0), [(1, Status::RemoteAccess)]);
+    assert!(world.nodes[1].toy.events.contains(&Event::AccessViolation { qpn: 3 }));
+}
+
+#[test]
+fn a_key_that_goes_in_the_middle_ends_the_read() {
+    let mut world = pair();
+    world.post(0, 2, read(1, 0, 200_000, 0));
+    world.nodes[1].toy.keys_go_after = Some(1);
+    world.run();
+    assert_eq!(world.sends(0), [(1, Status::RemoteAccess)]);
+}
+
+#[test]
+fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
+    let remote = Remote { address: 0, key: ALL };
+    let ops = [
+        SendOp::Write { remote, imm: None },
+        SendOp::Read { remote },
+        SendOp::FetchAdd { remote, add: 1 },
+        SendOp::CompareSwap {
+            remote,
+            compare: 0,
+            swap: 1,
+        },
+    ];
+    for op in ops {
+        let mut world = pair();
+        world.modify(
+            1,
+            3,
+            Modify {
+                access: Some(AccessFlags::default()),
+                ..Modify::default()
+            },
+        );
+        world.post(0, 2, work(1, op, 0, 8));
+        world.run();
+        assert_eq!(world.sends(0), [(1, Status::RemoteInvalidRequest)], "{op:?}");
+        assert!(world.nodes[1].toy.events.contains(&Event::InvalidRequest { qpn: 3 }));
+        assert_eq!(world.state_of(1, 3), State::Err);
+    }
+}
+
+#[test]
+fn unaligned_atomics_and_unknown_keys_to_invalidate_are_refused() {
+    let remote = Remote { address: 4, key: ALL };
+    refused(
+        pair(),
+        work(5, SendOp::FetchAdd { remote, add: 1 }, 0, 8),
+        Status::RemoteInvalidRequest,
+    );
+    let mut world = pair();
+    world.receive(1, Queue::Own(3), 1, 0, 100);
+    let world = refused(
+        world,
+        work(5, SendOp::SendInvalidate { key: 0x99 }, 0, 8),
+        Status::RemoteOperation,
+    );
+    assert_eq!(world.received(1)[0].1, Status::RemoteInvalidRequest);
+}
+
+#[test]
+fn local_mistakes_end_in_local_errors() {
+    let bad_key = |mut work: SendWork| {
+        work.payload = Payload::Memory(smallvec![Sge {
+            key: 0x77,
+            address: 0,
+            length: 10
+        }]);
+        work
+    };
+    refused(pair(), bad_key(write(5, 0, 10, 0)), Status::LocalProtection);
+    refused(pair(), bad_key(read(5, 0, 10, 0)), Status::LocalProtection);
+    let mut inline = read(5, 0, 0, 0);
+    inline.payload = Payload::Inline(vec![0; 4]);
+    refused(pair(), inline, Status::LocalQpOperation);
+    let remote = Remote { address: 0, key: ALL };
+    refused(
+        pair(),
+        work(5, SendOp::FetchAdd { remote, add: 1 }, 0, 4),
+        Status::LocalLength,
+    );
+    let mut long = write(5, 0, 0, 0);
+    let piece = Sge {
+        key: ALL,
+        address: 0,
+        length: u32::MAX,
+    };
+    long.payload = Payload::Memory(smallvec![piece, piece]);
+    refused(pair(), long, Status::LocalLength);
+    let mut world = pair();
+    world.nodes[0].toy.local_result = Err(Status::MwBind);
+    refused(world, work(5, SendOp::Local, 0, 0), Status::MwBind);
+}
+
+#[test]
+fn a_local_error_in_a_long_message_waits_for_the_work_before_it() {
+    let mut world = pair();
+    let piece = |key, address, length| Sge { key, address, length };
+    let mut bad = send(2, 0, 0);
+    bad.payload = Payload::Memory(smallvec![piece(ALL, 0, 100_000), piece(0x77, 0, 100_000)]);
+    world.receive(1, Queue::Own(3), 1, 0, 200_000);
+    world.post(0, 2, read(1, 0, 100_000, 0));
+    world.post(0, 2, bad);
+    world.post(0, 2, read(3, 0, 10, 0));
+    world.run();
+    assert_eq!(
+        world.sends(0),
+        [(1, Status::Success), (2, Status::LocalProtection), (3, Status::Flushed)]
+    );
+    // The other side waits for the rest.
+    assert_eq!(world.state_of(1, 3), State::Rts);
+    world.state(1, 3, State::Err);
+    world.run();
+    assert_eq!(world.received(1), [(1, Status::Flushed, 65_536, Received::Send)]);
+}
+
+#[test]
+fn requests_that_cannot_be_decoded_end_the_queue_pair() {
+    let mut world = pair();
+    world.nodes[0].toy.bad.0 = Some(Fetched::Bad {
+        id: 4,
+        status: Status::LocalQpOperation,
+    });
+    world.post(0, 2, write(5, 0, 10, 0));
+    world.run();
+    assert_eq!(world.sends(0), [(4, Status::LocalQpOperation), (5, Status::Flushed)]);
+
+    let mut world = pair();
+    world.nodes[0].toy.bad.0 = Some(Fetched::Broken);
+    world.post(0, 2, write(5, 0, 10, 0));
+    world.run();
+    assert_eq!(world.nodes[0].toy.events, [Event::QpFatal { qpn: 2 }]);
+    assert_eq!(world.state_of(0, 2), State::Err);
+
+    let mut world = pair();
+    world.nodes[1].toy.bad.1 = Some(Fetched::Bad {
+        id: 8,
+        status: Status::LocalLength,
+    });
+    let world = refused(world, send(5, 0, 10), Status::RemoteOperation);
+    assert_eq!(world.received(1), [(8, Status::LocalLength, 0, Received::Send)]);
+}
+
+#[test]
+fn a_message_longer_than_the_receive_ends_both_sides() {
+    for length in [101, 5000] {
+        let mut world = pair();
+        world.receive(1, Queue::Own(3), 1, 0x10000, 100);
+        world.receive(1, Queue::Own(3), 2, 0, 100);
+        let world = refused(world, send(5, 0, length), Status::RemoteInvalidRequest);
+        let received: Vec<_> = world
+            .received(1)
+            .iter()
+            .map(|(id, status, ..)| (*id, *status))
+            .collect();
+        assert_eq!(received, [(1, Status::LocalLength), (2, Status::Flushed)]);
+        assert_eq!(world.bytes(1, 0x10000 + 100, 5000), vec![0; 5000]);
+    }
+}
+
+#[test]
+fn a_receive_with_a_bad_key_ends_both_sides() {
+    let mut world = pair();
+    let pieces = smallvec![Sge {
+        key: 0x99,
+        address: 0,
+        length: 100
+    }];
+    let receive = ReceiveWork { id: 1, pieces, left: 0 };
+    world.nodes[1]
+        .toy
+        .receives
+        .entry(Queue::Own(3))
+        .or_default()
+        .push_back(receive);
+    let world = refused(world, send(5, 0, 10), Status::RemoteOperation);
+    assert_eq!(world.received(1)[0].1, Status::LocalProtection);
+}
+
+#[test]
+fn a_queue_pair_without_receives_refuses_messages() {
+    let mut world = World::new(2, 1 << 16);
+    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    world.qp(1, 3, Service::Rc, ReceiveFrom::None);
+    world.bring_up(0, 2, 1, 3, Connection::default());
+    world.bring_up(1, 3, 0, 2, Connection::default());
+    refused(world, send(5, 0, 10), Status::RemoteInvalidRequest);
+}
+
+#[test]
+fn receivers_that_become_ready_get_the_message() {
+    for op in [
+        SendOp::Send { imm: None },
+        SendOp::Write {
+            remote: Remote { address: 0, key: ALL },
+            imm: Some(1),
+        },
+    ] {
+        let mut world = pair();
+        world.post(0, 2, work(1, op, 0, 30_000));
+        world.post(0, 2, work(2, op, 0, 10));
+        world.run_for(Duration::from_micros(1500));
+        assert_eq!(world.sends(0), []);
+        world.receive(1, Queue::Own(3), 7, 0, 30_000);
+        world.receive(1, Queue::Own(3), 8, 0, 30_000);
+        world.run();
+        assert_eq!(world.sends(0), ok([1, 2]));
+        assert_eq!(world.received(1).len(), 2);
+        assert!(world.nodes[0].engine.counters().rnr_naks_received >= 2);
+        assert_eq!(world.nodes[0].engine.counters().timeouts, 0);
+    }
+}
+
+#[test]
+fn receivers_that_never_are_ready_end_it() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(
+        Service::Rc,
+        Connection {
+            rnr_retry: 3,
+            ..Connection::default()
+        },
+    );
+    world.post(0, 2, write(1, 0, 10, 0));
+    world.post(0, 2, send(2, 0, 10));
+    world.post(0, 2, send(3, 0, 10));
+    let before = world.now.get();
+    world.run_for(Duration::from_millis(100));
+    assert_eq!(
+        world.sends(0),
+        [
+            (1, Status::Success),
+            (2, Status::RnrRetryExceeded),
+            (3, Status::Flushed)
+        ]
+    );
+    assert_eq!(world.nodes[1].engine.counters().rnr_naks_sent, 4);
+    assert!(world.now.get() - before >= Duration::from_micros(640) * 3);
+    // The receiving side noticed nothing.
+    assert_eq!(world.state_of(1, 3), State::Rts);
+}
+
+#[test]
+fn seven_rnr_retries_have_no_end() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(
+        Service::Rc,
+        Connection {
+            rnr_retry: 7,
+            ..Connection::default()
+        },
+    );
+    world.post(0, 2, send(1, 0, 10));
+    world.run_for(Duration::from_secs(2));
+    assert_eq!(world.sends(0), []);
+    world.receive(1, Queue::Own(3), 7, 0, 100);
+    world.run_for(Duration::from_secs(1));
+    assert_eq!(world.sends(0), ok([1]));
+}
+
+#[test]
+fn a_peer_that_is_gone_is_noticed() {
+    for retry_count in [0, 2, 7] {
+        let mut world = World::new(2, 1 << 16);
+        world.pair(
+            Service::Rc,
+            Connection {
+                retry_count,
+                ..Connection::default()
+            },
+        );
+        world.nodes[1].engine.destroy_qp(3).unwrap();
+        world.post(0, 2, write(1, 0, 10, 0));
+        world.post(0, 2, read(2, 0, 10, 0));
+        world.run();
+        assert_eq!(world.sends(0), [(1, Status::RetryExceeded), (2, Status::Flushed)]);
+        assert_eq!(world.nodes[0].engine.counters().timeouts, u64::from(retry_count) + 1);
+        assert_eq!(
+            world.nodes[0].engine.counters().retransmissions,
+            2 * u64::from(retry_count)
+        );
+    }
+}
+
+#[test]
+fn flushing_keeps_the_order_and_goes_on_for_what_is_posted_later() {
+    let mut world = pair();
+    for id in 0..200 {
+        world.post(0, 2, write(id, 0, 3000, 0));
+        world.receive(0, Queue::Own(2), 1000 + id, 0, 10);
+    }
+    world.work(0);
+    world.state(0, 2, State::Err);
+    world.run_for(Duration::from_millis(20));
+    assert_eq!(
+        world.sends(0),
+        (0..200).map(|id| (id, Status::Flushed)).collect::<Vec<_>>()
+    );
+    let ids: Vec<u64> = world.received(0).iter().map(|received| received.0).collect();
+    assert_eq!(ids, (1000..1200).collect::<Vec<_>>());
+    // Receives ring no doorbell.
+    world.receive(0, Queue::Own(2), 5000, 0, 10);
+    world.post(0, 2, write(5001, 0, 1, 0));
+    world.run_for(Duration::from_millis(20));
+    assert_eq!(
+        world.received(0).last().unwrap(),
+        &(5000, Status::Flushed, 0, Received::Send)
+    );
+    assert_eq!(world.sends(0).last().unwrap(), &(5001, Status::Flushed));
+    assert_eq!(world.nodes[0].engine.counters().flushed, 402);
+}
+
+#[test]
+fn reset_forgets_without_completions() {
+    let mut world = pair();
+    for id in 0..20 {
+        world.post(0, 2, write(id, 0, 100_000, 0));
+    }
+    world.receive(0, Queue::Own(2), 1, 0, 10);
+    world.work(0);
+    world.state(0, 2, State::Reset);
+    world.nodes[0].toy.sends.clear();
+    world.run();
+    assert_eq!(world.nodes[0].toy.completions, []);
+    // It can be used again.
+    world.state(1, 3, State::Reset);
+    world.bring_up(
+        0,
+        2,
+        1,
+        3,
+        Connection {
+            psn: 5,
+            ..Connection::default()
+        },
+    );
+    world.bring_up(
+        1,
+        3,
+        0,
+        2,
+        Connection {
+            psn: 5,
+            ..Connection::default()
+        },
+    );
+    world.post(0, 2, write(77, 0, 100_000, 0));
+    world.run();
+    assert_eq!(world.sends(0), ok([77]));
+}
+
+#[test]
+fn an_unreliable_connection_drops_what_it_may_not_do() {
+    let mut world = World::new(2, 1 << 16);
+    world.pair(Service::Uc, Connection::default());
+    let bad = work(
+        1,
+        SendOp::Write {
+            remote: Remote { address: 0, key: 0x99 },
+            imm: None,
+        },
+        0,
+        5000,
+    );
+    world.post(0, 2, bad);
+    world.post(0, 2, write(2, 0, 5000, 0));
+    let data = world.fill(0, 0, 5000, 7);
+    world.run();
+    assert_eq!(world.sends(0), ok([1, 2]));
+    assert_eq!(world.bytes(1, 0, 5000), data);
+    assert_eq!(world.state_of(1, 3), State::Rts);
+    // What the service does not have ends the send queue, but not the receiving side.
+    world.post(0, 2, read(3, 0, 10, 0));
+    world.post(0, 2, write(4, 0, 10, 0));
+    world.run();
+    assert_eq!(
+        world.sends(0)[2..],
+        [(3, Status::LocalQpOperation), (4, Status::Flushed)]
+    );
+    assert_eq!(world.state_of(0, 2), State::Sqe);
+    world.receive(0, Queue::Own(2), 1, 0, 100);
+    world.post(1, 3, send(1, 0, 10));
+    world.run();
+    assert_eq!(world.received(0).len(), 1);
+    world.state(0, 2, State::Rts);
+    world.post(0, 2, write(5, 0, 10, 0));
+    world.run();
+    assert_eq!(world.sends(0).last(), Some(&(5, Status::Success)));
+}
+
+#[test]
+fn packets_of_other_partitions_are_not_taken() {
+    let mut world = pair();
+    let mut port = PortAttributes {
+        lid: world.lid(1),
+        lmc: 0,
+        gids: vec![crate::Gid::default()],
+        pkeys: vec![0x8001],
+    };
+    world.nodes[1].engine.set_port(port.clone());
+    world.post(0, 2, write(1, 0, 10, 0));
+    world.run();
+    assert_eq!(world.sends(0), [(1, Status::RetryExceeded)]);
+    assert!(world.nodes[1].engine.counters().pkey_violations > 0);
+    port.pkeys = vec![0x8001, 0x7fff];
+    world.nodes[1].engine.set_port(port);
+    world.state(0, 2, State::Reset);
+    world.state(1, 3, State::Reset);
+    world.bring_up(0, 2, 1, 3, Connection::default());
+    world.bring_up(1, 3, 0, 2, Connection::default());
+    world.modify(
+        1,
+        3,
+        Modify {
+            pkey_index: Some(1),
+            ..Modify::default()
+        },
+    );
+    world.post(0, 2, write(2, 0, 10, 0));
+    world.run();
+    assert_eq!(world.sends(0).last(), Some(&(2, Status::Success)));
+}
