@@ -6,9 +6,12 @@ use p2pmem_ib::Rights;
 
 use crate::mlx5::layout::constants::{
     MLX5_MKC_ACCESS_MODE_KLMS, MLX5_MKC_ACCESS_MODE_KSM, MLX5_MKC_ACCESS_MODE_MTT, MLX5_MKC_ACCESS_MODE_PA,
+    MLX5_UMR_FLEX_ALIGNMENT,
 };
 use crate::mlx5::layout::ifc::mkc;
 
+/// Lists of translations come in multiples of so many units of 16 bytes, beyond what the driver made room for if need be.
+const LIST_UNIT: u64 = MLX5_UMR_FLEX_ALIGNMENT as u64 / 16;
 /// What a key that is bound to no queue pair has for its number.
 const ANY_QP: u32 = 0xff_ffff;
 
@@ -48,8 +51,7 @@ pub(super) struct Context {
     /// Length in bytes; `None` for all there is.
     pub(super) len: Option<u64>,
     pub(super) log_page_size: u32,
-    /// Room for translations, in units of 16 bytes. Lists come in units of 64 bytes, filled up with zeros, whatever the
-    /// driver made room for.
+    /// Room for translations, in units of 16 bytes.
     pub(super) octwords: u64,
 }
 
@@ -80,7 +82,7 @@ impl Context {
             start: mkc::START_ADDR.get(image),
             len: (!mkc::LENGTH64.is_set(image)).then(|| mkc::LEN.get(image)),
             log_page_size: mkc::LOG_PAGE_SIZE.get32(image),
-            octwords: mkc::TRANSLATIONS_OCTWORD_SIZE.get(image).next_multiple_of(4),
+            octwords: mkc::TRANSLATIONS_OCTWORD_SIZE.get(image).next_multiple_of(LIST_UNIT),
         }
     }
 

@@ -25,8 +25,6 @@ const OFFSET: u64 = constants::MLX5_UMR_TRANSLATION_OFFSET_EN as u64;
 const MUST_BE_FREE: u64 = constants::MLX5_UMR_CHECK_NOT_FREE as u64;
 const MUST_NOT_BE_FREE: u64 = constants::MLX5_UMR_CHECK_FREE as u64;
 const INLINE: u64 = constants::MLX5_UMR_INLINE as u64;
-/// Lists of translations are written in multiples of so many units of 16 bytes, beyond a key's end if need be.
-const ALIGNMENT: u64 = constants::MLX5_UMR_FLEX_ALIGNMENT as u64 / 16;
 /// What a data segment means by a length of 0.
 const WHOLE: u64 = 1 << 31;
 
@@ -246,7 +244,7 @@ impl Mkeys {
             return Err(UmrError::Free);
         }
         let end = umr.octword.checked_add(umr.octwords).ok_or(UmrError::Room)?;
-        if umr.octwords != 0 && end > context.octwords.next_multiple_of(ALIGNMENT) {
+        if umr.octwords != 0 && end > context.octwords {
             return Err(UmrError::Room);
         }
         let after = words - key.translations.words() + key.translations.words_with(umr.octword, list.len());
