@@ -27,7 +27,7 @@ use crate::work::{AddressVector, Completion, Fence, Payload, SendOp, SendWork, S
 /// Most packets made and not acknowledged.
 const WINDOW_PACKETS: usize = 1024;
 /// Most payload bytes made and not acknowledged.
-const WINDOW_BYTES: usize = 2 << 20;
+const WINDOW_BYTES: usize = 1 << 20;
 /// Most work requests begun and not ended.
 const WINDOW_WORKS: usize = 1024;
 /// Most packet sequence numbers in use: less than half the circle.
