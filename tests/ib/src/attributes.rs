@@ -164,7 +164,8 @@ pub struct Modify {
     pub ack_timeout: Option<u8>,
     /// Reads and atomics of this side that may be outstanding.
     pub max_initiated: Option<u8>,
-    /// Reads and atomics of the other side that are served at once.
+    /// Reads and atomics of the other side that may be outstanding. They are served one after the other; the results of
+    /// this many atomics (and of 16 at least) are kept for repetitions.
     pub max_served: Option<u8>,
     /// Going to SQD: [`Event::SendQueueDrained`](crate::Event::SendQueueDrained) is wanted.
     pub drained_event: bool,

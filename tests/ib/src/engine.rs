@@ -28,6 +28,8 @@ use pool::Pool;
 use qp::{GSI_QPN, Qp, Turn};
 use receive::Srq;
 
+/// Most packets that a queue pair keeps in either direction while it waits. More than any window sends.
+const BACKLOG: usize = 8192;
 /// Turns of queue pairs in one call of [`Engine::run`].
 const TURNS: usize = 32;
 /// Packets that are sent without waiting for the other queue pairs' turns.
@@ -181,11 +183,6 @@ impl<'a> Context<'a> {
         if hold.is_none() {
             *hold = self.flight.map(Flight::hold);
         }
-    }
-
-    /// Packets that a queue pair may keep in either direction.
-    fn backlog_limit(&self) -> usize {
-        8192
     }
 
     /// A receive was taken from a shared queue.

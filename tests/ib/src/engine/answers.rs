@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use tracing::debug;
 
-use super::Context;
 use super::qp::{Qp, Turn};
 use super::requester::{Progress, parts};
+use super::{BACKLOG, Context};
 use crate::host::{Access, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Slice, operation};
 use crate::psn;
@@ -52,7 +52,7 @@ impl Qp {
         if self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty() {
             // Bounded: they answer what this side sent, and that is bounded by its windows, but for answers that nobody
             // asked for.
-            if self.requester.answers.len() < cx.backlog_limit() {
+            if self.requester.answers.len() < BACKLOG {
                 self.requester.answers.push_back(packet);
                 cx.hold(&mut self.requester.hold);
             } else {

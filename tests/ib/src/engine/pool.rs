@@ -32,8 +32,8 @@ impl Pool {
             return Ok(Arc::new(bytes));
         }
         let mut chunk = self.take();
-        // Nobody else refers to what `take` gives.
-        let result = Arc::get_mut(&mut chunk).map_or(Ok(()), |bytes| fill(&mut bytes[..len]));
+        // Nobody else refers to what `take` gives, so that this copies nothing.
+        let result = fill(&mut Arc::make_mut(&mut chunk)[..len]);
         if self.chunks.len() < KEPT {
             self.chunks.push_back(chunk.clone());
         }

@@ -10,11 +10,11 @@ use std::collections::VecDeque;
 
 use tracing::debug;
 
-use super::Context;
 use super::answers::syndrome;
 use super::pool::CHUNK;
 use super::qp::{Gate, Qp, Turn};
 use super::receive::Receive;
+use super::{BACKLOG, Context};
 use crate::attributes::Service;
 use crate::fabric::Hold;
 use crate::host::{Access, Atomic, Event, Fault, Rights};
@@ -153,7 +153,7 @@ impl Qp {
     /// A request arrived.
     pub(super) fn take_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
         if self.responder.is_busy() || !self.responder.backlog.is_empty() {
-            if self.responder.backlog.len() < cx.backlog_limit() {
+            if self.responder.backlog.len() < BACKLOG {
                 self.responder.backlog.push_back(packet);
                 cx.hold(&mut self.responder.hold);
             } else {

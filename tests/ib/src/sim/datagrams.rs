@@ -21,8 +21,7 @@ fn world(n: usize) -> World {
     world
 }
 
-fn gid(world: &World, node: usize) -> Gid {
-    let _ = world;
+fn gid(node: usize) -> Gid {
     Gid::new(Gid::DEFAULT_PREFIX, 0x1234_0000 + node as u64)
 }
 
@@ -45,7 +44,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
     }
     let to = world.datagram_to(1, 3, QKEY);
     let mut with_grh = to;
-    let dgid = gid(&world, 1);
+    let dgid = gid(1);
     let grh = Grh {
         sgid_index: 0,
         dgid,
@@ -95,8 +94,8 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
     assert_eq!(header[..4], [0x66, 0x71, 0x23, 0x45]);
     // 12 + 8 + 4 of headers, 5 bytes and 3 of padding, 4 of CRC.
     assert_eq!(header[4..8], [0, 36, 0x1b, 9]);
-    assert_eq!(header[8..24], gid(&world, 0).0);
-    assert_eq!(header[24..], gid(&world, 1).0);
+    assert_eq!(header[8..24], gid(0).0);
+    assert_eq!(header[24..], gid(1).0);
     assert_eq!(world.bytes(1, 10_040, 5), &data[..5]);
     let plain = UdSource {
         qpn: 2,
@@ -294,7 +293,7 @@ fn ask(world: &mut World, node: usize, request: Vec<u8>) -> (u16, Vec<u8>) {
 const JOIN: u64 = bits(&[0, 1, 16]);
 
 fn join(world: &mut World, node: usize, mgid: &[u8], state: u8) -> (u16, Vec<u8>) {
-    let port = gid(world, node).0;
+    let port = gid(node).0;
     ask(
         world,
         node,
@@ -303,7 +302,7 @@ fn join(world: &mut World, node: usize, mgid: &[u8], state: u8) -> (u16, Vec<u8>
 }
 
 fn leave(world: &mut World, node: usize, mgid: &[u8], state: u8) -> u16 {
-    let port = gid(world, node).0;
+    let port = gid(node).0;
     ask(
         world,
         node,
@@ -320,7 +319,7 @@ const BROADCAST: [u8; 16] = [
 #[test]
 fn paths_are_found_by_gid_and_by_lid() {
     let mut world = with_gsi(2);
-    let (from, to) = (gid(&world, 0).0, gid(&world, 1).0);
+    let (from, to) = (gid(0).0, gid(1).0);
     let by_gid = mad(
         1,
         0x35,
@@ -389,7 +388,7 @@ fn groups_are_made_joined_left_and_end() {
     let (status, record) = join(&mut world, 0, &BROADCAST, 1);
     assert_eq!(status, 0);
     assert_eq!(record[..16], BROADCAST);
-    assert_eq!(record[16..32], gid(&world, 0).0);
+    assert_eq!(record[16..32], gid(0).0);
     assert_eq!(record[32..36], [0, 0, 0x0b, 0x1b]);
     assert_eq!(record[36..38], [0xc0, 0]);
     assert_eq!(record[38], 0x84, "2048 bytes");
@@ -399,7 +398,7 @@ fn groups_are_made_joined_left_and_end() {
     // Another group with values of its own; and what does not match it.
     let mut other = BROADCAST;
     other[15] = 1;
-    let port = gid(&world, 0).0;
+    let port = gid(0).0;
     let create = |qkey: [u8; 4]| {
         let mask = JOIN | bits(&[2, 4, 5, 6, 7, 12, 13, 14]);
         let fields: &[(usize, &[u8])] = &[
