@@ -82,6 +82,9 @@ pub(crate) struct Buffer {
     inner: Mutex<Inner>,
 }
 
+/// Pages that one page table maps.
+const TABLE: u64 = (Fault::TABLE / PAGE_SIZE) as u64;
+
 /// The next free place in the address space of all mappings, in pages. It starts behind 4 GiB: offset 0 means "a new
 /// buffer", and small offsets are more likely mistakes than buffers.
 static NEXT_PAGE: Atomic<u64> = Atomic::<u64>::new(1 << (32 - PAGE_SHIFT));
@@ -92,13 +95,17 @@ impl Buffer {
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
         // One page of distance, so that no mapping can run from one buffer into the next.
         let pages = (size >> PAGE_SHIFT) + 1;
+        // In step with the memory as far as page tables go, so that they can be mapped by large entries.
+        let frame = memory.phys() >> PAGE_SHIFT;
+        let page = NEXT_PAGE.fetch_add(pages + TABLE, Relaxed);
+        let page_offset = page + (frame.wrapping_sub(page) & (TABLE - 1));
         let bar_offset = provider.bar_offset_of(&memory);
         let bus_addr = memory.bus_addr();
         let for_buffer = provider.clone();
         let buffer = Arc::pin_init(
             pin_init!(Self {
                 id: NEXT_ID.fetch_add(1, Relaxed),
-                page_offset: NEXT_PAGE.fetch_add(pages, Relaxed),
+                page_offset,
                 provider: for_buffer,
                 size,
                 bar_offset,
@@ -299,5 +306,15 @@ impl Mappable for Buffer {
             return Err(ENODEV);
         }
         inner.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
+    }
+    fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
+        let first = fault.table_offset().and_then(|page| page.checked_sub(this.page_offset));
+        let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
+        // As above.
+        let inner = this.inner.lock();
+        if inner.state != State::Live {
+            return Err(ENODEV);
+        }
+        inner.memory.as_ref().ok_or(ENODEV)?.map_table(fault, offset)
     }
 }

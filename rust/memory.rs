@@ -95,6 +95,19 @@ impl Memory {
         backing.insert(fault, start + offset, left)
     }
 
+    /// As [`Self::map`], for a page table's worth of memory as one entry. Errors: `EAGAIN` where that cannot be.
+    pub(crate) fn map_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
+        let (backing, start) = self.place();
+        if self
+            .size
+            .checked_sub(offset)
+            .is_none_or(|left| left < Fault::TABLE as u64)
+        {
+            return Err(EAGAIN);
+        }
+        backing.insert_table(fault, start + offset)
+    }
+
     /// How many of its pages others refer to.
     pub(crate) fn busy(&self) -> usize {
         let (backing, start) = self.place();

@@ -12,6 +12,7 @@ use crate::{
     buffer::Buffer,
     ext::{
         buddy::Buddy,
+        completion::Completion,
         global,
         p2pdma::{Backing, Pool},
         pci::Function,
@@ -57,8 +58,6 @@ struct Inner {
     parked: Stack,
     /// Bytes that were dirty and are being cleared now.
     clearing: u64,
-    /// Whether whoever ended the provider is done.
-    gone: bool,
 }
 
 impl Inner {
@@ -156,6 +155,9 @@ pub(crate) struct Provider {
     /// Something came back or was put in order.
     #[pin]
     settled: CondVar,
+    /// Whoever ended the provider is done.
+    #[pin]
+    gone: Completion,
     #[pin]
     janitor: Work<Provider>,
 }
@@ -226,9 +228,9 @@ impl Provider {
                     dirty: Stack::EMPTY,
                     parked: Stack::EMPTY,
                     clearing: 0,
-                    gone: false,
                 }),
                 settled <- new_condvar!(),
+                gone <- Completion::new(),
                 janitor <- new_work!("p2pmem_janitor"),
             }),
             GFP_KERNEL,
@@ -623,16 +625,12 @@ impl Provider {
 
     /// The end of leaving, after which nothing of it is left.
     pub(crate) fn ended(&self) {
-        self.inner.lock().gone = true;
-        self.settled.notify_all();
+        self.gone.complete();
     }
 
-    /// Waits for another one who ends the provider.
+    /// Waits for another one who ends the provider; what takes him long he says himself.
     pub(crate) fn await_end(&self) {
-        let mut inner = self.inner.lock();
-        while !inner.gone {
-            self.settled.wait(&mut inner);
-        }
+        while !self.gone.wait(1_000) {}
     }
 
     /// Waits until nobody refers to a piece's pages, or ten seconds in all: then the kernel's own wait for them, which

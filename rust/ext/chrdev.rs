@@ -76,6 +76,8 @@ impl<T: Operations> Registration<T> {
                 unlocked_ioctl: Some(Self::ioctl),
                 compat_ioctl: bindings::compat_ptr_ioctl,
                 mmap: Some(Self::mmap),
+                // Chooses addresses that allow for large entries.
+                get_unmapped_area: Some(bindings::thp_get_unmapped_area),
                 llseek: Some(bindings::noop_llseek),
                 ..pin_init::zeroed()
             }),

@@ -5,7 +5,8 @@
 //! C header: [`include/linux/completion.h`](srctree/include/linux/completion.h)
 //!
 //! [`kernel::sync::Completion`] can only be waited for without a limit, and [`kernel::sync::CondVar`] with one only in
-//! such a way that a pending signal ends the wait at once.
+//! such a way that a pending signal ends the wait at once. A wait that is renewed every second is none that the kernel
+//! takes for a hang.
 
 use kernel::{bindings, prelude::*, time::msecs_to_jiffies, types::Opaque};
 

@@ -296,6 +296,15 @@ impl Backing {
         }
     }
 
+    /// Maps the page table's worth of memory that begins at `offset` as one entry where a fault wants it. Errors: `EAGAIN`
+    /// where that cannot be.
+    pub(crate) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
+        match self {
+            Self::Pages(_) => Err(EAGAIN),
+            Self::Window(window) => window.insert_table(fault, offset),
+        }
+    }
+
     /// What DMA mappings of it are made with; none where it lies in no BAR of its function.
     pub(crate) fn target(self: &Arc<Self>) -> Option<Target> {
         let provider = match &**self {

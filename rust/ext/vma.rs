@@ -9,6 +9,7 @@ use core::{marker::PhantomData, ptr::NonNull};
 use kernel::{
     bindings,
     error::from_err_ptr,
+    ffi,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{Arc, ArcBorrow},
@@ -24,6 +25,10 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     ///
     /// `EBUSY` means that another thread has just done so; all errors but that and `ENOMEM` end in SIGBUS.
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
+    /// Maps what belongs at all addresses of the fault's page table, as one entry.
+    ///
+    /// `EAGAIN` means that it has to be done page by page; else as for [`Self::fault`].
+    fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
 /// An area that `mmap()` is setting up, of objects of one type.
@@ -97,13 +102,42 @@ impl Fault<'_> {
         self.0.__bindgen_anon_1.pgoff as u64
     }
 
+    /// What one page table maps, bytes.
+    pub(crate) const TABLE: usize = 512 * PAGE_SIZE;
+
+    /// Where the page table of the address begins, as a page of the common address space. None where the area does not
+    /// have all of it.
+    pub(crate) fn table_offset(&self) -> Option<u64> {
+        let first = self.address() / Self::TABLE * Self::TABLE;
+        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        let area = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1 };
+        if first < area.vm_start || area.vm_end - first < Self::TABLE {
+            return None;
+        }
+        Some(self.page_offset() - ((self.address() - first) >> PAGE_SHIFT) as u64)
+    }
+
+    /// Maps a page table's worth of page frames, from an aligned one on, as one entry.
+    ///
+    /// # Safety
+    ///
+    /// [`Self::table_offset`] must have a value, the area must be one for page frames, and they must be the caller's.
+    pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
+        let vmf = core::ptr::from_ref(self.0).cast_mut();
+        // SAFETY: The fault is valid, the area has room for the entry, and the caller promises the rest.
+        match unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, false) } {
+            bindings::vm_fault_reason_VM_FAULT_NOPAGE => Ok(()),
+            bindings::vm_fault_reason_VM_FAULT_OOM => Err(ENOMEM),
+            _ => Err(EAGAIN),
+        }
+    }
+
     /// Pages from the address to the end of its page table or of the area, whichever comes first.
     pub(super) fn room(&self) -> usize {
-        const TABLE: usize = 512 * PAGE_SIZE;
         let address = self.address();
         // SAFETY: The area is valid, and locked, for the duration of the fault.
         let end = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1.vm_end };
-        (end - address).min(TABLE - address % TABLE) >> PAGE_SHIFT
+        (end - address).min(Self::TABLE - address % Self::TABLE) >> PAGE_SHIFT
     }
 }
 
@@ -118,6 +152,7 @@ impl<T: Mappable> Operations<T> {
         open: Some(Self::open),
         close: Some(Self::close),
         fault: Some(Self::fault),
+        huge_fault: Some(Self::huge_fault),
         ..pin_init::zeroed()
     };
 
@@ -157,7 +192,29 @@ impl<T: Mappable> Operations<T> {
         let fault = Fault(unsafe { &*vmf });
         // SAFETY: The area is valid for the duration of the call.
         let object = unsafe { Self::object(fault.vma_raw()) };
-        match T::fault(object, &fault) {
+        Self::reason(T::fault(object, &fault))
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for a fault in an area with these operations, which is locked, where nothing is mapped in a
+    /// range of `1 << order` pages.
+    unsafe extern "C" fn huge_fault(vmf: *mut bindings::vm_fault, order: ffi::c_uint) -> bindings::vm_fault_t {
+        if PAGE_SIZE << order != Fault::TABLE {
+            return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
+        }
+        // SAFETY: The fault is valid for the duration of the call.
+        let fault = Fault(unsafe { &*vmf });
+        // SAFETY: The area is valid for the duration of the call.
+        let object = unsafe { Self::object(fault.vma_raw()) };
+        match T::fault_table(object, &fault) {
+            Err(e) if e == EAGAIN => bindings::vm_fault_reason_VM_FAULT_FALLBACK,
+            answer => Self::reason(answer),
+        }
+    }
+
+    fn reason(answer: Result) -> bindings::vm_fault_t {
+        match answer {
             Ok(()) => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
             Err(e) if e == EBUSY => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
             Err(e) if e == ENOMEM => bindings::vm_fault_reason_VM_FAULT_OOM,

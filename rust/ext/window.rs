@@ -152,6 +152,21 @@ impl Window {
     }
 }
 
+impl Window {
+    /// Maps the page table's worth of memory that begins at `offset` where a fault wants it. Errors: `EAGAIN` where
+    /// that cannot be one entry.
+    pub(super) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
+        let at = self.phys + offset;
+        if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
+            return Err(EAGAIN);
+        }
+        fault.table_offset().ok_or(EAGAIN)?;
+        // SAFETY: The area has all of the page table. It is one for page frames, as it maps a window, and by the type
+        // invariant the frames belong to the window.
+        unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
+    }
+}
+
 impl Drop for Window {
     fn drop(&mut self) {
         // SAFETY: By the type invariant the mapping is ours, and nobody uses it any more.
