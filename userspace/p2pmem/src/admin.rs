@@ -35,12 +35,15 @@ pub enum Mode {
     /// With struct pages: it can be mapped, and O_DIRECT works.
     #[default]
     Paged,
+    /// Without: it takes no memory for a BAR of any size. The CPU and importers of dma-bufs reach it, O_DIRECT does not.
+    Pageless,
 }
 
 impl Mode {
     fn name(self) -> &'static str {
         match self {
             Self::Paged => "paged",
+            Self::Pageless => "pageless",
         }
     }
 }
@@ -60,6 +63,9 @@ pub struct Publish {
     pub mode: Option<Mode>,
     /// Bytes left to the kernel's own users, such as nvmet; none: the module's default.
     pub kernel_reserve: Option<u64>,
+    /// Whether buffers may be exported to importers that cannot be revoked, and can keep the device from being unbound;
+    /// none: as it is, at first they may not.
+    pub pinned_exports: Option<bool>,
     /// Take the device from the driver that has it.
     pub rebind: bool,
 }
@@ -74,6 +80,7 @@ impl Publish {
             size: None,
             mode: None,
             kernel_reserve: None,
+            pinned_exports: None,
             rebind: false,
         }
     }
@@ -278,6 +285,10 @@ impl Admin {
             ("size", publish.size.map(|v| v.to_string())),
             ("mode", publish.mode.map(|v| v.name().to_owned())),
             ("kernel_reserve", publish.kernel_reserve.map(|v| v.to_string())),
+            (
+                "pinned_exports",
+                publish.pinned_exports.map(|v| u32::from(v).to_string()),
+            ),
             ("enable", Some("1".to_owned())),
         ];
         for (name, value) in settings {
@@ -475,7 +486,17 @@ mod tests {
         fn make_dir(&self, path: &Path) -> io::Result<()> {
             self.log.lock().unwrap().push("mkdir".into());
             fs::create_dir(path)?;
-            for name in ["bar", "offset", "size", "mode", "kernel_reserve", "enable", "status"] {
+            let attributes = [
+                "bar",
+                "offset",
+                "size",
+                "mode",
+                "kernel_reserve",
+                "pinned_exports",
+                "enable",
+                "status",
+            ];
+            for name in attributes {
                 fs::write(path.join(name), if name == "enable" { "0\n" } else { "\n" })?;
             }
             Ok(())
@@ -545,7 +566,8 @@ mod tests {
         let publish = Publish {
             bar: Some(2),
             size: Some(1 << 20),
-            mode: Some(Mode::Paged),
+            mode: Some(Mode::Pageless),
+            pinned_exports: Some(true),
             ..Publish::new(ADDR)
         };
         let published = machine.admin.publish(&publish).unwrap();
@@ -556,7 +578,8 @@ mod tests {
             "mkdir",
             "bar=2",
             "size=1048576",
-            "mode=paged",
+            "mode=pageless",
+            "pinned_exports=1",
             "enable=1",
         ];
         assert_eq!(machine.log(), steps);

@@ -105,6 +105,10 @@ pub struct PublishArgs {
     #[arg(long, value_parser = size)]
     pub kernel_reserve: Option<u64>,
 
+    /// Allow exports to importers that cannot be revoked: they can keep the device from being unbound.
+    #[arg(long)]
+    pub pinned_exports: bool,
+
     /// Take the device from the driver that has it.
     #[arg(long)]
     pub force: bool,
@@ -115,6 +119,8 @@ pub struct PublishArgs {
 pub enum Mode {
     /// With struct pages: it can be mapped, and O_DIRECT works.
     Paged,
+    /// Without, which costs no memory: for dma-bufs and the CPU, O_DIRECT does not work.
+    Pageless,
 }
 
 /// What to take back.

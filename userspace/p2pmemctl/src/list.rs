@@ -39,6 +39,7 @@ fn render_list(providers: &[Provider]) -> String {
         number("ID"),
         text("DEVICE"),
         text("KIND"),
+        text("MODE"),
         text("STATE"),
         text("DRIVER"),
         text("BAR"),
@@ -47,6 +48,7 @@ fn render_list(providers: &[Provider]) -> String {
         number("FREE"),
         number("LARGEST"),
         number("BUFFERS"),
+        number("DMABUFS"),
         number("PARKED"),
     ];
     let dash = |value: Option<String>| value.unwrap_or_else(|| "-".into());
@@ -57,6 +59,7 @@ fn render_list(providers: &[Provider]) -> String {
                 p.id.to_string(),
                 p.addr.to_string(),
                 p.kind.to_string(),
+                if p.pageless { "pageless" } else { "paged" }.into(),
                 p.state.to_string(),
                 dash(p.driver.clone()),
                 dash(p.bar.map(|b| format!("{b}+{:#x}", p.bar_offset))),
@@ -65,6 +68,7 @@ fn render_list(providers: &[Provider]) -> String {
                 human_size(p.free),
                 human_size(p.largest),
                 p.buffers.to_string(),
+                p.exports.to_string(),
                 if p.parked == 0 {
                     "-".into()
                 } else {

@@ -20,8 +20,10 @@ pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::
         size: args.size,
         mode: args.mode.map(|mode| match mode {
             Mode::Paged => admin::Mode::Paged,
+            Mode::Pageless => admin::Mode::Pageless,
         }),
         kernel_reserve: args.kernel_reserve,
+        pinned_exports: args.pinned_exports.then_some(true),
         rebind: args.force,
         ..admin::Publish::new(client.addr())
     };

@@ -88,10 +88,10 @@ fn list_shows_providers_aligned() {
     let (code, out) = machine.run(&["list"]);
     assert_eq!(code, 0);
     let expected = "\
-ID  DEVICE        KIND     STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  PARKED
- 1  0000:03:00.0  own      live   p2pmem  2+0x0  -     256 MiB  256 MiB  256 MiB        0       -
- 2  0000:08:00.0  own      live   p2pmem  2+0x0  -      64 MiB   64 MiB   64 MiB        0       -
- 3  0000:05:00.0  adopted  live   nvme    -      -      32 MiB   32 MiB   32 MiB        0       -
+ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  DMABUFS  PARKED
+ 1  0000:03:00.0  own      paged  live   p2pmem  2+0x0  -     256 MiB  256 MiB  256 MiB        0        0       -
+ 2  0000:08:00.0  own      paged  live   p2pmem  2+0x0  -      64 MiB   64 MiB   64 MiB        0        0       -
+ 3  0000:05:00.0  adopted  paged  live   nvme    -      -      32 MiB   32 MiB   32 MiB        0        0       -
 ";
     assert_eq!(out, expected);
     let (_, json) = machine.json(&["list"]);
