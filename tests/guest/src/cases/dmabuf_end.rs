@@ -76,6 +76,13 @@ pub(super) const CASES: &[Case] = &[
         run: many,
     },
     Case {
+        name: "dmabuf-two-ends",
+        about: "a provider is unbound and taken back at the same time",
+        topology: "small",
+        ruins: false,
+        run: two_ends,
+    },
+    Case {
         name: "dmabuf-race",
         about: "exports, attachments and mappings while the provider comes and goes",
         topology: "small",
@@ -433,6 +440,30 @@ fn many(bed: &mut Bed) -> Result<()> {
     drop(all);
     drop(importers);
     setrlimit(Resource::Nofile, limit)?;
+    Ok(())
+}
+
+pub(super) fn two_ends(bed: &mut Bed) -> Result<()> {
+    for _ in 0..10 {
+        let file = open()?;
+        let fd = file.as_fd();
+        let (a, dma_buf) = exported_buffer(fd, MIB, 0)?;
+        let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+        let enable = bed.provider_dir("accel0")?.join("enable");
+        let bed = &*bed;
+        thread::scope(|scope| -> Result<()> {
+            // It may come too late, and find the device unbound.
+            let back = scope.spawn(move || std::fs::write(&enable, "0").is_ok());
+            timed_unbind(bed)?;
+            // Whoever did it, it is done.
+            let b = buffer(fd, a.handle).map_err(errno)?;
+            ensure!(b.state == abi::P2PMEM_BUFFER_GONE, "{b:?}");
+            ensure!(importer.state()?.get("mapped") == 0 && bed.provider("accel0").is_err());
+            back.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+            Ok(())
+        })?;
+        bed.publish("accel0")?;
+    }
     Ok(())
 }
 

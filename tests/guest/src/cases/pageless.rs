@@ -51,7 +51,17 @@ pub(super) const CASES: &[Case] = &[
         about: "dma-bufs that are revoked, held on to, and raced for, without pages",
         topology: "small",
         ruins: false,
-        run: |bed| without_pages(bed, &[dmabuf_end::revoke, dmabuf_end::hold, dmabuf_end::race]),
+        run: |bed| {
+            without_pages(
+                bed,
+                &[
+                    dmabuf_end::revoke,
+                    dmabuf_end::hold,
+                    dmabuf_end::two_ends,
+                    dmabuf_end::race,
+                ],
+            )
+        },
     },
 ];
 
@@ -73,6 +83,14 @@ fn publish(bed: &Bed) -> Result<()> {
     let row = bed.provider("accel0")?;
     ensure!(row.flags & abi::P2PMEM_PROVIDER_PAGELESS != 0, "{row:?}");
     Ok(())
+}
+
+/// What the calling process's page tables take, KiB.
+fn page_tables() -> Result<u64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.context("VmPTE")?.parse()?)
 }
 
 fn published(bed: &mut Bed) -> Result<()> {
@@ -117,6 +135,24 @@ fn published(bed: &mut Bed) -> Result<()> {
     let answer = map.fill_from(&drive, 0, 0, 4096).map_err(|e| e.raw_os_error());
     ensure!(answer == Err(Some(libc::EFAULT)), "O_DIRECT: {answer:?}");
     map.set(0, 1);
+    drop(map);
+    // A large buffer is mapped by large entries, which need no page tables.
+    let before = page_tables()?;
+    let a = alloc(file.as_fd(), 32 << 20).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, 32 << 20).map_err(errno)?;
+    for at in (0..map.len()).step_by(4096) {
+        map.set(at, at as u64);
+    }
+    let needed = page_tables()? - before;
+    ensure!(needed < 32, "{needed} KiB of page tables for 16 large entries");
+    // A part with rights of its own, and back.
+    map.protect_part(3 << 20, 4096, libc::PROT_READ).map_err(errno)?;
+    ensure!(map.get(3 << 20) == 3 << 20);
+    map.protect(libc::PROT_READ | libc::PROT_WRITE).map_err(errno)?;
+    for at in (0..map.len()).step_by(4096) {
+        ensure!(map.get(at) == at as u64, "{:#x} at {at:#x}", map.get(at));
+        map.set(at, 0);
+    }
     drop(map);
     drop(file);
 
