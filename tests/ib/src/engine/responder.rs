@@ -43,8 +43,8 @@ enum Message {
 enum Target {
     /// The current receive, at this offset.
     Receive(u64),
-    /// Memory at this address, by this key.
-    Memory(u64, u32),
+    /// Memory at this address, by this key, in this protection domain.
+    Memory(u64, u32, u32),
 }
 
 /// A read that is being answered.
@@ -54,6 +54,7 @@ struct Reading {
     psn: u32,
     address: u64,
     key: u32,
+    pd: u32,
     left: u32,
     is_first: bool,
 }
@@ -383,7 +384,8 @@ impl Qp {
             (_, Extended::Reth(reth)) => (reth, 0),
             _ => return Err(Refusal::Invalid),
         };
-        let target = Target::Memory(reth.address.wrapping_add(got.into()), reth.key);
+        let pd = self.domain(cx, packet.srqn);
+        let target = Target::Memory(reth.address.wrapping_add(got.into()), reth.key, pd);
         if !self.make_way_for(cx, target, &packet.payload)? {
             return Ok(Done::Waits);
         }
@@ -391,7 +393,7 @@ impl Qp {
             if !self.access.write || reth.length > MAX_MESSAGE {
                 return Err(Refusal::Invalid);
             }
-            self.check_range(cx, reth, Rights::RemoteWrite)?;
+            self.check_range(cx, reth, Rights::RemoteWrite, pd)?;
         }
         let is_last = !matches!(operation, WRITE_FIRST | WRITE_MIDDLE);
         // Not more than the path MTU is added to not more than the longest message.
@@ -418,7 +420,18 @@ impl Qp {
         Ok(Done::Yes)
     }
 
-    fn check_range(&self, cx: &mut Context<'_>, reth: Reth, rights: Rights) -> Result<(), Refusal> {
+    /// The protection domain that remote keys have to be of: the queue pair's or, with XRC, that of the shared receive
+    /// queue which the request names.
+    fn domain(&self, cx: &Context<'_>, srqn: u32) -> u32 {
+        let named = cx.shared.srqs.get(&srqn).map(|srq| srq.config);
+        named
+            .filter(|config| {
+                self.config.service == Service::Xrc && config.xrc.is_some_and(|(xrcd, _)| xrcd == self.config.xrcd)
+            })
+            .map_or(self.config.pd, |config| config.pd)
+    }
+
+    fn check_range(&self, cx: &mut Context<'_>, reth: Reth, rights: Rights, pd: u32) -> Result<(), Refusal> {
         if reth.length == 0 {
             return Ok(());
         }
@@ -427,7 +440,7 @@ impl Qp {
             address: reth.address,
             length: reth.length.into(),
             rights,
-            pd: self.config.pd,
+            pd,
             qpn: self.number,
         };
         cx.host
@@ -536,13 +549,13 @@ impl Qp {
                     .map_err(|fault| (fault, Refusal::Operation(Self::local_status(fault)))),
                 None => Ok(()),
             },
-            Target::Memory(address, key) => {
+            Target::Memory(address, key, pd) => {
                 let access = Access {
                     key,
                     address,
                     length: slice.len() as u64,
                     rights: Rights::RemoteWrite,
-                    pd: self.config.pd,
+                    pd,
                     qpn,
                 };
                 gate.access(cx, qpn, |cx| cx.host.write(&access, slice.bytes()))
@@ -570,7 +583,8 @@ impl Qp {
             _ => Received::Send,
         };
         if let Received::SendInvalidate(key) = what {
-            if let Err(fault) = cx.host.invalidate(self.number, self.config.pd, key) {
+            let pd = self.domain(cx, packet.srqn);
+            if let Err(fault) = cx.host.invalidate(self.number, pd, key) {
                 debug!(qpn = self.number, key, %fault, "remote invalidation refused");
                 // The message itself has arrived; the queue pairs on both sides end.
                 return self.refuse(cx, packet.psn, Refusal::Operation(Status::RemoteInvalidRequest));
@@ -650,11 +664,13 @@ impl Qp {
         if !self.access.read {
             return Err(Refusal::Invalid);
         }
-        self.check_range(cx, reth, Rights::RemoteRead)?;
+        let pd = self.domain(cx, packet.srqn);
+        self.check_range(cx, reth, Rights::RemoteRead, pd)?;
         self.responder.reading = Some(Reading {
             psn: packet.psn,
             address: reth.address,
             key: reth.key,
+            pd,
             left: reth.length,
             is_first: true,
         });
@@ -679,7 +695,7 @@ impl Qp {
                 address: reading.address,
                 length: len as u64,
                 rights: Rights::RemoteRead,
-                pd: self.config.pd,
+                pd: reading.pd,
                 qpn: self.number,
             };
             let mut gate = self.responder.gate;
@@ -765,7 +781,7 @@ impl Qp {
             address: eth.address,
             length: 8,
             rights: Rights::RemoteAtomic,
-            pd: self.config.pd,
+            pd: self.domain(cx, packet.srqn),
             qpn: self.number,
         };
         let mut gate = self.responder.gate;
@@ -844,8 +860,8 @@ impl Qp {
 fn continues(at: Target, len: usize, next: Target) -> bool {
     match (at, next) {
         (Target::Receive(offset), Target::Receive(next)) => offset + len as u64 == next,
-        (Target::Memory(address, key), Target::Memory(next, next_key)) => {
-            address.wrapping_add(len as u64) == next && key == next_key
+        (Target::Memory(address, key, pd), Target::Memory(next, next_key, next_pd)) => {
+            address.wrapping_add(len as u64) == next && (key, pd) == (next_key, next_pd)
         }
         _ => false,
     }

@@ -3,7 +3,7 @@
 //! Shared receive queues: limits, ends, and extended reliable connections.
 
 use super::*;
-use crate::attributes::{ModifyError, SrqConfig};
+use crate::attributes::{ModifyError, QpConfig, SrqConfig};
 
 /// Connections of node 0 with queue pairs of node 1 that share receive queue 5.
 fn sharing(pairs: u32) -> World {
@@ -147,7 +147,17 @@ fn xrc(domain: u32) -> World {
         .unwrap();
     world.nodes[1].engine.create_srq(7, shared(None)).unwrap();
     world.qp(0, 2, Service::Xrc, ReceiveFrom::None);
-    world.qp(1, 3, Service::Xrc, ReceiveFrom::None);
+    // A target is nobody's: keys are of the domains of the queues that messages name.
+    let target = QpConfig {
+        service: Service::Xrc,
+        pd: PD + 1,
+        send_cqn: 103,
+        receive_cqn: 203,
+        receive: ReceiveFrom::None,
+        xrcd: 3,
+        source_qpn: None,
+    };
+    world.nodes[1].engine.create_qp(3, target).unwrap();
     world.bring_up(0, 2, 1, 3, Connection::default());
     world.bring_up(1, 3, 0, 2, Connection::default());
     world
@@ -188,7 +198,14 @@ fn xrc_messages_name_their_receive_queue() {
             ..work(3, SendOp::Write { remote, imm: Some(9) }, 0, 5000)
         },
     );
-    world.post(0, 2, read(4, 40_000, 5000, 30_000));
+    world.post(
+        0,
+        2,
+        SendWork {
+            remote_srqn: 5,
+            ..read(4, 40_000, 5000, 30_000)
+        },
+    );
     world.run();
     assert_eq!(world.sends(0), ok(1..=4));
     let places: Vec<_> = world.nodes[1]
