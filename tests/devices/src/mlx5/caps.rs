@@ -124,7 +124,6 @@ fn general() -> Vec<u8> {
         (cap::ATOMIC, 1),
         (cap::PKV, 1),
         (cap::QKV, 1),
-        (cap::BLOCK_LB_MC, 1),
         (cap::LOCAL_CA_ACK_DELAY, 16),
         // Completion queues.
         (cap::CQ_OI, 1),

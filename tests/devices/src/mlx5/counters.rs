@@ -29,6 +29,7 @@ pub(super) struct Counters {
     registrations: AtomicU64,
     failed_registrations: AtomicU64,
     payload: [AtomicU64; 6],
+    datagrams: [AtomicU64; 6],
 }
 
 /// Bytes of payload, by what they were read from and written to.
@@ -154,8 +155,8 @@ impl Counters {
         }
     }
 
-    /// Counts what a transfer of payload moved.
-    pub(super) fn payload(&self, before: &DmaCounts, after: &DmaCounts) {
+    /// Counts what a transfer of payload moved, of a datagram or of anything else.
+    pub(super) fn payload(&self, datagram: bool, before: &DmaCounts, after: &DmaCounts) {
         let moved = [
             after.host_read.wrapping_sub(before.host_read),
             after.host_written.wrapping_sub(before.host_written),
@@ -164,22 +165,26 @@ impl Counters {
             after.message_read.wrapping_sub(before.message_read),
             after.message_written.wrapping_sub(before.message_written),
         ];
-        for (counter, moved) in self.payload.iter().zip(moved).filter(|(_, moved)| *moved != 0) {
+        let counters = if datagram { &self.datagrams } else { &self.payload };
+        for (counter, moved) in counters.iter().zip(moved).filter(|(_, moved)| *moved != 0) {
             add(counter, moved);
         }
     }
 
-    /// Bytes of payload so far.
-    pub(super) fn payload_bytes(&self) -> Payload {
-        let [a, b, c, d, e, f] = self.payload.each_ref().map(|counter| counter.load(Ordering::Relaxed));
-        Payload {
-            host_read: a,
-            host_written: b,
-            peer_read: c,
-            peer_written: d,
-            message_read: e,
-            message_written: f,
-        }
+    /// Bytes of payload so far: without and of datagrams.
+    pub(super) fn payload_bytes(&self) -> (Payload, Payload) {
+        let read = |counters: &[AtomicU64; 6]| {
+            let [a, b, c, d, e, f] = counters.each_ref().map(|counter| counter.load(Ordering::Relaxed));
+            Payload {
+                host_read: a,
+                host_written: b,
+                peer_read: c,
+                peer_written: d,
+                message_read: e,
+                message_written: f,
+            }
+        };
+        (read(&self.payload), read(&self.datagrams))
     }
 
     /// What else was counted.
@@ -213,7 +218,7 @@ impl Counters {
             &self.failed_registrations,
         ]
         .into_iter()
-        .chain(&self.payload)
+        .chain(self.payload.iter().chain(&self.datagrams))
         {
             counter.store(0, Ordering::Relaxed);
         }

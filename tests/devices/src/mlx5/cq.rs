@@ -64,6 +64,8 @@ pub(super) struct Cq {
     armed: Option<Armed>,
     /// Sequence number that the last event answered: arming with it again means nothing.
     answered: Option<u32>,
+    /// Index behind the last completion that there was an event for: it makes no second one.
+    notified: u32,
     /// Index behind the last solicited completion.
     solicited: Option<u32>,
     /// Completions since the index that the driver armed at.
@@ -87,6 +89,7 @@ impl Cq {
             broken: false,
             armed: None,
             answered: None,
+            notified: 0,
             solicited: None,
             waiting: 0,
             deadline: None,
@@ -177,32 +180,32 @@ impl Cq {
 
     fn fire(&mut self) -> Posted {
         self.answered = self.armed.take().map(|armed| armed.sequence);
+        self.notified = self.producer & INDEX;
         self.deadline = None;
         Posted::Event
     }
 
-    /// The driver asks for an event: the doorbell's first word. What came behind its consumer index counts at once.
+    /// The driver asks for an event: the doorbell's first word. What came behind its consumer index counts at once, if
+    /// there was no event for it yet.
     pub(super) fn arm(&mut self, word: u32, now: Instant) -> Posted {
         let sequence = (word >> SEQUENCE_SHIFT) & 3;
         let solicited_only = word & SOLICITED_ONLY != 0;
         if self.broken || self.answered == Some(sequence) {
             return Posted::Quiet;
         }
-        let consumer = word & INDEX;
-        // Which of the unread completions are solicited is known of the last one only, and that is enough.
-        let solicited = self.solicited.is_some_and(|index| {
-            let ahead = index.wrapping_sub(consumer) & INDEX;
-            ahead != 0 && ahead <= INDEX / 2
-        });
+        let behind = |index: u32| self.producer.wrapping_sub(index) & INDEX;
+        let new = behind(word & INDEX).min(behind(self.notified));
+        // Which of them are solicited is known of the last one only, and that is enough.
+        let solicited = self.solicited.is_some_and(|index| behind(index) < new);
         // Asking for all and then for solicited ones only does not take the first wish back.
         let both = self.armed.is_some_and(|armed| !armed.solicited_only);
         self.armed = Some(Armed {
             solicited_only: solicited_only && !both,
             sequence,
         });
-        self.waiting = self.producer.wrapping_sub(consumer) & INDEX;
+        self.waiting = new;
         self.deadline = None;
-        if self.waiting == 0 {
+        if new == 0 {
             return Posted::Quiet;
         }
         self.check(solicited, now)

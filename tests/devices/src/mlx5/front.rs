@@ -44,8 +44,10 @@ pub struct Settings {
 /// All that an adapter has counted.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Bytes of payload by what they were read from and written to.
+    /// Bytes of payload of connections by what they were read from and written to.
     pub payload: Payload,
+    /// The same of datagrams, which the kernel sends and receives by itself as well.
+    pub datagrams: Payload,
     /// Bytes of any kind (payload, commands, queues) by target: "host", peers by their names, and others.
     pub bus: std::collections::BTreeMap<String, Bytes>,
     /// What the link carried.
@@ -121,8 +123,10 @@ impl Handle {
         self.ask(move |model| {
             let bus = model.hca.bus.dma.by_target();
             let bytes = |Moved { read, written }| Bytes { read, written };
+            let (payload, datagrams) = model.hca.counters.payload_bytes();
             Report {
-                payload: model.hca.counters.payload_bytes(),
+                payload,
+                datagrams,
                 bus: bus.into_iter().map(|(name, moved)| (name, bytes(moved))).collect(),
                 wire: model.hca.link_counters(),
                 transport: model.transport(),
@@ -169,8 +173,8 @@ impl Handle {
         self.ask(move |model| model.hca.port.set_faults(faults))
     }
 
-    /// Makes the adapter look broken until it is reset: its health counter stands still, and its health buffer holds this
-    /// syndrome (1, where it is 0).
+    /// Breaks the adapter until the function is reset: its health counter stands still, its health buffer holds this
+    /// syndrome (1, where it is 0) and asks for a reset, and no command or doorbell is taken.
     pub fn fail(&self, syndrome: u8) {
         self.registers.fail(syndrome.max(1));
     }

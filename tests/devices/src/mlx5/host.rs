@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use p2pmem_ib::{
-    Access, Atomic, Completion, Event, Fault, Fetched, Host, Packet, Queue, ReceiveWork, SendWork, Status,
+    Access, Atomic, Completion, Event, Fault, Fetched, Host, Packet, Queue, ReceiveWork, SendWork, Service, Status,
 };
 use p2pmem_vfio_user::{DmaCounts, DmaError, Extent};
 use tracing::{debug, warn};
@@ -62,11 +62,13 @@ impl Hca {
         }
     }
 
-    /// Does a transfer of payload and counts it by what it reached.
-    fn payload<T>(&mut self, transfer: impl FnOnce(&mut Self) -> Result<T, DmaError>) -> Result<T, Fault> {
+    /// Does a transfer of a queue pair's payload and counts it by what it reached.
+    fn payload<T>(&mut self, qpn: u32, transfer: impl FnOnce(&Self) -> Result<T, DmaError>) -> Result<T, Fault> {
+        let qp = self.objects.qps.get(qpn);
+        let datagram = qp.is_some_and(|qp| matches!(qp.service, Service::Ud | Service::Gsi));
         let before: DmaCounts = self.bus.dma.counts();
         let result = transfer(self);
-        self.counters.payload(&before, &self.bus.dma.counts());
+        self.counters.payload(datagram, &before, &self.bus.dma.counts());
         result.map_err(|error| bus(&error))
     }
 
@@ -130,14 +132,14 @@ impl Host for Hca {
 
     fn read(&mut self, access: &Access, data: &mut [u8]) -> Result<(), Fault> {
         let extents = self.resolve(access)?;
-        let result = self.payload(|hca| hca.dma.read_extents(&extents, data));
+        let result = self.payload(access.qpn, |hca| hca.dma.read_extents(&extents, data));
         self.extents = extents;
         result
     }
 
     fn write(&mut self, access: &Access, data: &[u8]) -> Result<(), Fault> {
         let extents = self.resolve(access)?;
-        let result = self.payload(|hca| hca.dma.write_extents(&extents, data));
+        let result = self.payload(access.qpn, |hca| hca.dma.write_extents(&extents, data));
         self.extents = extents;
         result
     }
@@ -164,7 +166,7 @@ impl Host for Hca {
                 Atomic::FetchAdd { add } => old.wrapping_add(add),
             })
         };
-        let old = self.payload(|hca| hca.dma.update(extent.address, change))?;
+        let old = self.payload(access.qpn, |hca| hca.dma.update(extent.address, change))?;
         Ok(order(old))
     }
 

@@ -125,7 +125,10 @@ impl Objects {
             cqs: Table::new(FIRST, 1 << limit::LOG_CQS),
             qps: Table::new(FIRST_QP, 1 << limit::LOG_QPS),
             srqs: Table::new(FIRST, 1 << limit::LOG_SRQS),
-            mkeys: Mkeys::new(Limits::default()),
+            mkeys: Mkeys::new(Limits {
+                keys: 1 << limit::LOG_MKEYS,
+                ..Limits::default()
+            }),
             moderated: Vec::new(),
             broken: Vec::new(),
             faults: BTreeSet::new(),

@@ -51,6 +51,7 @@ mod at {
     pub(super) const INITIALIZING: u64 = bytes(init_seg::INITIALIZING);
     pub(super) const HEALTH_FW_VER: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::FW_VER);
     pub(super) const HEALTH_HW_ID: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::HW_ID);
+    pub(super) const HEALTH_SEVERITY: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::RFR_SEVERITY);
     pub(super) const HEALTH_SYNDROME: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::IRISC_INDEX);
     pub(super) const TIMER_HIGH: u64 = bytes(init_seg::INTERNAL_TIMER_H);
     pub(super) const TIMER_LOW: u64 = bytes(init_seg::INTERNAL_TIMER_L);
@@ -153,11 +154,11 @@ impl Registers {
 
     /// Whether commands and doorbells are taken.
     pub(super) fn enabled(&self) -> bool {
-        self.interface.load(Ordering::SeqCst) == Interface::Full as u8
+        self.interface.load(Ordering::SeqCst) == Interface::Full as u8 && self.syndrome.load(Ordering::SeqCst) == 0
     }
 
-    /// Makes the adapter look broken: its health counter stands still and the health buffer holds `syndrome`, which must
-    /// not be 0. A reset ends it.
+    /// Makes the adapter look broken: its health counter stands still, its health buffer holds `syndrome`, which must
+    /// not be 0, and asks for a reset; no command or doorbell is taken. A reset of the function ends it.
     pub(super) fn fail(&self, syndrome: u8) {
         let (counter, _) = self.health();
         self.stuck.store(counter.max(1), Ordering::SeqCst);
@@ -189,6 +190,8 @@ impl Registers {
             at::INITIALIZING => u32::from(self.initialising.load(Ordering::SeqCst)) << 31,
             at::HEALTH_FW_VER => version,
             at::HEALTH_HW_ID => u32::from(super::DEVICE_ID),
+            // Its first bit asks for a reset.
+            at::HEALTH_SEVERITY => u32::from(self.health().1 != 0) << 31,
             at::HEALTH_SYNDROME => u32::from(self.health().1) << 16,
             at::TIMER_HIGH => (self.clock() >> 32) as u32,
             at::TIMER_LOW => self.clock() as u32,
@@ -369,9 +372,15 @@ mod tests {
         assert_eq!(read(&registers, at::INITIALIZING), 0);
         registers.fail(7);
         let counter = read(&registers, 0x1010);
-        std::thread::sleep(std::time::Duration::from_millis(120));
+        let tick = 2_000_000 * HEALTH_TICK_MS as u64;
+        let start = registers.clock();
+        while registers.clock() < start + tick {
+            std::thread::yield_now();
+        }
         assert_eq!(read(&registers, 0x1010), counter);
         assert_eq!((read(&registers, at::HEALTH_SYNDROME) >> 16) & 0xff, 7);
+        assert_eq!(read(&registers, at::HEALTH_SEVERITY), 1 << 31);
+        assert!(!registers.enabled());
         registers.reset();
         assert_eq!(read(&registers, at::INITIALIZING), 1 << 31);
         assert_eq!(read(&registers, at::HEALTH_SYNDROME), 0);

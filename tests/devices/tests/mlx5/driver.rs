@@ -57,7 +57,7 @@ pub struct Ring {
     pub number: u32,
     buffer: u64,
     log_entries: u32,
-    next: u32,
+    pub next: u32,
     pub record: u64,
 }
 
