@@ -362,12 +362,9 @@ impl File {
             let mut left = dmabuf::check_address(wanted, at)?;
             while left.size > 0 {
                 let Some(part) = self.orchestrator.space().mapped_at(left.offset, left.size) else {
-                    return Err(refuse!(
-                        ENOENT,
-                        "range {}: no p2pmem buffer is mapped at {:#x}",
-                        at,
-                        left.offset
-                    ));
+                    // The preload shim asks so about all memory that a program registers.
+                    let nobodys = refuse!(ENOENT, "range {}: no p2pmem buffer is mapped at {:#x}", at, left.offset);
+                    return Err(nobodys.unlogged());
                 };
                 if !part.may_write {
                     return Err(refuse!(

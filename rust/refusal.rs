@@ -60,6 +60,8 @@ pub(crate) struct Refusal {
     pub(crate) error: Error,
     /// Boxed, as answers travel on the kernel's small stack. None where there is nothing to say, or no memory for it.
     text: Option<KBox<Text>>,
+    /// Whether it is worth a line in the log.
+    logged: bool,
 }
 
 /// The result of what can be refused.
@@ -70,7 +72,13 @@ impl Refusal {
         Self {
             error,
             text: KBox::new(text, GFP_KERNEL).ok(),
+            logged: true,
         }
+    }
+
+    /// Keeps it out of the log: the answer to what is a question as often as a mistake.
+    pub(crate) fn unlogged(self) -> Self {
+        Self { logged: false, ..self }
     }
 
     /// The sentence; empty where there is none.
@@ -80,7 +88,7 @@ impl Refusal {
 
     /// Puts the refusal into the log, unless there were many of late.
     pub(crate) fn log(&self, what: &str) {
-        if !self.text().as_str().is_empty() && log::allowed() {
+        if self.logged && !self.text().as_str().is_empty() && log::allowed() {
             pr_notice!(
                 "{} refused for {}: {} (errno {})\n",
                 what,
@@ -98,7 +106,11 @@ impl From<Error> for Refusal {
         if error == ENOMEM {
             Self::new(error, Text::new(fmt!("the kernel has no memory left for bookkeeping")))
         } else {
-            Self { error, text: None }
+            Self {
+                error,
+                text: None,
+                logged: false,
+            }
         }
     }
 }
