@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::sizes::{size, Sizes};
+use crate::sizes::{messages, size, Sizes};
 use crate::wire::{Mode, Test};
 
 /// The TCP port of the bootstrap.
@@ -41,6 +41,10 @@ pub enum Command {
     Run(RunArgs),
     /// Measure what it costs to register memory, without a server.
     Register(RegisterArgs),
+    /// Have a buffer end while its registration is kept, for stale-run.
+    StaleServe(StaleServeArgs),
+    /// Try to write into a stale-serve's buffer after its end: every write has to be refused.
+    StaleRun(StaleRunArgs),
 }
 
 /// What memory the payload is in.
@@ -140,7 +144,7 @@ pub struct RunArgs {
     pub mode: Mode,
 
     /// Sizes of messages, as 2M or 4K,64K or 4K-64M (each twice the one before).
-    #[arg(long, value_name = "SIZES", default_value = "2M")]
+    #[arg(long, value_name = "SIZES", default_value = "2M", value_parser = messages)]
     pub size: Sizes,
 
     /// Messages of each size, by each NIC.
@@ -221,6 +225,49 @@ pub struct RegisterArgs {
     /// Registrations of each size.
     #[arg(long, short = 'n', value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub iters: u32,
+}
+
+/// Whose buffer is to end, and how.
+#[derive(Debug, Args)]
+pub struct StaleServeArgs {
+    /// This side's part.
+    #[command(flatten)]
+    pub own: OwnArgs,
+
+    /// Address to listen on.
+    #[arg(long, default_value = "0.0.0.0")]
+    pub listen: String,
+
+    /// TCP port to listen on.
+    #[arg(long, default_value_t = PORT)]
+    pub port: u16,
+
+    /// Shell command that ends the buffer, as: p2pmemctl unpublish 0000:03:00.0
+    #[arg(long, value_name = "COMMAND")]
+    pub end: String,
+}
+
+/// Who tries to write.
+#[derive(Debug, Args)]
+pub struct StaleRunArgs {
+    /// The server.
+    pub host: String,
+
+    /// This side's part.
+    #[command(flatten)]
+    pub own: OwnArgs,
+
+    /// TCP port of the server.
+    #[arg(long, default_value_t = PORT)]
+    pub port: u16,
+
+    /// Writes to try.
+    #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub attempts: u32,
+
+    /// Seed of the words that are written.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {

@@ -45,7 +45,11 @@ pub fn run(args: &RunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
 }
 
 /// Connects to the server, which may not listen yet.
-fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
+///
+/// # Errors
+///
+/// It is not reached within the limit.
+pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = (host, port)
         .to_socket_addrs()

@@ -14,7 +14,7 @@ use crate::memory::{Memory, Place};
 use crate::pattern::{check_target, fill_source, fill_target, Checked};
 use crate::sizes::Slots;
 use crate::stats::Times;
-use crate::sys::verbs::{self, Completions, Domain, Nic, Patience, Piece, QueuePair, Remote, Request, Work};
+use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, Patience, Piece, QueuePair, Remote, Request, Work};
 use crate::sys::Span;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
@@ -30,7 +30,7 @@ const LANDING: u64 = 64;
 /// Number of the request that reads the other side's word.
 const ASK: u64 = u64::MAX;
 /// An acknowledgement may take about a quarter of a second, and be missing eight times.
-const PATIENCE: Patience = Patience {
+pub const PATIENCE: Patience = Patience {
     timeout: 16,
     retries: 7,
 };
@@ -106,19 +106,7 @@ impl Lane {
     /// Whatever of it is not possible, with what to do.
     pub fn new(nic: Arc<Nic>, index: usize, test: &Test, role: Role, own: &OwnArgs) -> Result<Self> {
         let name = nic.name().to_owned();
-        let ask = |what: &str| format!("asking {name} for its {what}");
-        let port = nic.port().with_context(|| ask("port"))?;
-        ensure!(
-            port.is_active,
-            "the port of {name} is not active: see `ibv_devinfo -d {name}`, and whether the link is up"
-        );
-        let gid = nic.gid(own.gid_index).with_context(|| {
-            format!(
-                "{name} has no GID {}: see `ibv_devinfo -v`, and set --gid-index",
-                own.gid_index
-            )
-        })?;
-        let limits = nic.limits().with_context(|| ask("limits"))?;
+        let limits = limits(&nic)?;
         // With one request that asks for the other side's word, and with receives.
         let most = test.depth + 2;
         ensure!(
@@ -152,19 +140,7 @@ impl Lane {
         } else {
             reached.window(0, bytes - WORDS)
         };
-        let own_endpoint = Endpoint {
-            nic: name,
-            link: port.link,
-            lid: port.lid,
-            gid,
-            qpn: queue.number(),
-            // Any will do, if only it differs from run to run.
-            psn: (std::process::id() ^ (queue.number() << 8)) & 0xff_ffff,
-            mtu: port.mtu,
-            reads: limits.reads_answered.min(limits.reads_asked).max(1),
-            payload,
-            handled: memory.window(bytes - WORDS, WORD),
-        };
+        let endpoint = own_endpoint(&nic, &queue, own, payload, memory.window(bytes - WORDS, WORD))?;
         Ok(Self {
             queue,
             memory,
@@ -172,7 +148,7 @@ impl Lane {
             nic,
             role,
             test: test.clone(),
-            own: own_endpoint,
+            own: endpoint,
             other: None,
             gid_index: own.gid_index,
             seed: test.seed.wrapping_add(index as u64),
@@ -563,6 +539,45 @@ fn word(span: &Span, at: u64) -> u64 {
     let mut word = [0; WORD as usize];
     span.read(at as usize, &mut word);
     u64::from_le_bytes(word)
+}
+
+fn limits(nic: &Nic) -> Result<Limits> {
+    nic.limits()
+        .with_context(|| format!("asking {} for its limits", nic.name()))
+}
+
+/// What the other side needs to know of a queue pair and its memory.
+///
+/// # Errors
+///
+/// The NIC's port is not active, or has no such GID.
+pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window, handled: Window) -> Result<Endpoint> {
+    let name = nic.name();
+    let port = nic.port().with_context(|| format!("asking {name} for its port"))?;
+    ensure!(
+        port.is_active,
+        "the port of {name} is not active: see `ibv_devinfo -d {name}`, and whether the link is up"
+    );
+    let gid = nic.gid(own.gid_index).with_context(|| {
+        format!(
+            "{name} has no GID {}: see `ibv_devinfo -v`, and set --gid-index",
+            own.gid_index
+        )
+    })?;
+    let limits = limits(nic)?;
+    Ok(Endpoint {
+        nic: name.to_owned(),
+        link: port.link,
+        lid: port.lid,
+        gid,
+        qpn: queue.number(),
+        // Any will do, if only it differs from run to run.
+        psn: (std::process::id() ^ (queue.number() << 8)) & 0xff_ffff,
+        mtu: port.mtu,
+        reads: limits.reads_answered.min(limits.reads_asked).max(1),
+        payload,
+        handled,
+    })
 }
 
 /// Opens the NICs of those names; without names, the first with an active port.

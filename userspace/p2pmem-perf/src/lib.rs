@@ -4,7 +4,8 @@
 //!
 //! [`client`] and [`server`] agree over TCP ([`wire`]) on what is tried; each NIC's part is a [`lane`], with its
 //! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] tells whether every byte arrived, [`stats`] how
-//! fast. [`registration`] measures what it costs to register memory.
+//! fast. [`registration`] measures what it costs to register memory; [`stale`] tries to write into a buffer after
+//! its end.
 
 pub mod cli;
 pub mod client;
@@ -15,6 +16,7 @@ pub mod registration;
 pub mod report;
 pub mod server;
 pub mod sizes;
+pub mod stale;
 pub mod stats;
 pub mod sys;
 pub mod waiter;
@@ -59,6 +61,8 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),
         Command::Run(args) => client::run(args, cli.json, out),
+        Command::StaleServe(args) => stale::serve(args).map(|()| true),
+        Command::StaleRun(args) => stale::run(args, cli.json, out),
         Command::Register(args) => registration::register(args, cli.json, out).map(|()| true),
     }
 }

@@ -154,14 +154,9 @@ impl Source {
             });
         }
         let device = Device::open_path(place.device)?;
-        let buffer = device.alloc(&request(place, &device, nic, bytes)?);
-        let buffer = match buffer {
-            Ok(buffer) => buffer,
-            Err(error) => {
-                let providers = device.providers().unwrap_or_default();
-                return Err(error).with_context(|| format!("{} near {nic}{}", human_size(bytes), room(&providers)));
-            }
-        };
+        let buffer = device
+            .alloc(&request(place, &device, nic, bytes)?)
+            .with_context(|| format!("{} near {nic}", human_size(bytes)))?;
         let provider = device.providers()?.into_iter().find(|p| p.id == buffer.provider());
         Ok(Self {
             span: Span::buffer(buffer.map()?),
@@ -242,26 +237,4 @@ fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<R
             )
         });
     Ok(near.provider(best.map_or(kind[0].id, |verdict| verdict.provider)))
-}
-
-/// What each provider has, who uses it: for whoever asked for more.
-fn room(providers: &[Provider]) -> String {
-    let each: Vec<String> = providers
-        .iter()
-        .map(|provider| {
-            let place = provider.bar.map_or_else(String::new, |bar| format!(" BAR {bar}"));
-            format!(
-                "{}{place}: {} in all, largest piece free {}, {} buffers",
-                provider.addr,
-                human_size(provider.size),
-                human_size(provider.largest),
-                provider.buffers
-            )
-        })
-        .collect();
-    if each.is_empty() {
-        String::new()
-    } else {
-        format!(" ({})", each.join("; "))
-    }
 }

@@ -14,7 +14,7 @@ const STEP: usize = 8192;
 const WORD: usize = 8;
 
 /// The finaliser of SplitMix64: every bit of the argument changes about half of the result's.
-fn mixed(x: u64) -> u64 {
+pub fn mixed(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

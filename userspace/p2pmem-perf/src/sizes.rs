@@ -23,7 +23,7 @@ pub fn size(text: &str) -> Result<u64, String> {
         .map_err(|why| format!("{why}: give a number of bytes, or one with a unit, such as 64K, 2M or 1GiB"))
 }
 
-/// Sizes of messages, in bytes, in the order in which they are tried.
+/// Sizes in bytes, none of them 0, in the order in which they are tried.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
@@ -36,13 +36,14 @@ impl std::str::FromStr for Sizes {
         for part in text.split(',') {
             match part.split_once('-') {
                 Some((first, last)) => {
-                    let (first, last) = (message(first)?, message(last)?);
+                    let (first, last) = (one(first)?, one(last)?);
                     if first > last {
                         return Err(format!("the range {part} is empty: give the smaller size first"));
                     }
-                    sizes.extend(std::iter::successors(Some(first), |size| Some(size * 2)).take_while(|s| *s <= last));
+                    let doubled = |size: &u64| size.checked_mul(2).filter(|size| *size <= last);
+                    sizes.extend(std::iter::successors(Some(first), doubled));
                 }
-                None => sizes.push(message(part)?),
+                None => sizes.push(one(part)?),
             }
         }
         Ok(Self(sizes))
@@ -56,10 +57,22 @@ impl fmt::Display for Sizes {
     }
 }
 
-fn message(text: &str) -> Result<u64, String> {
-    let bytes = size(text.trim())?;
-    check_message(bytes)?;
-    Ok(bytes)
+fn one(text: &str) -> Result<u64, String> {
+    match size(text.trim())? {
+        0 => Err("0 bytes are nothing: give a larger size".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// Parses sizes of messages, see [`check_message`].
+///
+/// # Errors
+///
+/// What is wrong with the text, as a sentence for the command line.
+pub fn messages(text: &str) -> Result<Sizes, String> {
+    let sizes: Sizes = text.parse()?;
+    sizes.0.iter().try_for_each(|size| check_message(*size))?;
+    Ok(sizes)
 }
 
 /// Tells whether messages can have this size.
@@ -143,7 +156,7 @@ mod tests {
 
     #[test]
     fn lists_and_ranges() {
-        let sizes = |text: &str| text.parse::<Sizes>().map(|sizes| sizes.0);
+        let sizes = |text: &str| messages(text).map(|sizes| sizes.0);
         assert_eq!(sizes("2M"), Ok(vec![2 << 20]));
         assert_eq!(sizes("4K,2M, 64"), Ok(vec![4096, 2 << 20, 64]));
         assert_eq!(sizes("4K-64M").unwrap().len(), 15);
@@ -152,6 +165,13 @@ mod tests {
             let why = sizes(text).unwrap_err();
             assert!(why.contains("give"), "{text}: {why}");
         }
+    }
+
+    #[test]
+    fn memory_need_not_be_whole_words() {
+        assert_eq!("7,1T".parse(), Ok(Sizes(vec![7, 1 << 40])));
+        assert_eq!("8E-15E".parse(), Ok(Sizes(vec![8 << 60])));
+        assert!("0".parse::<Sizes>().is_err());
     }
 
     #[test]

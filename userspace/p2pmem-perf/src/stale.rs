@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `stale-serve` and `stale-run`: writes that are tried after a buffer's end.
+//!
+//! A NIC must not be able to write into memory that was taken back, not once. The server registers a buffer, lets the
+//! client write to it, has the buffer end by a command, and keeps its registration; then the client tries to write again,
+//! each time through a connection of its own, as the first refusal breaks a connection. Every write has a marker, a word
+//! that is nowhere else, so that whoever looks at the memory itself finds what reached it.
+
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::process::Command;
+use std::sync::Arc;
+
+use anyhow::{bail, ensure, Context, Result};
+use p2pmem::human_size;
+use serde::{Deserialize, Serialize};
+
+use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
+use crate::client::reach;
+use crate::lane::{open_nics, own_endpoint, PATIENCE};
+use crate::memory::{Memory, Place};
+use crate::pattern::mixed;
+use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
+use crate::waiter::{Stop, Waiter};
+use crate::wire::{check_endpoints, reason, Endpoint, Line, Message};
+
+/// Bytes of a write.
+const BLOCK: u64 = 4096;
+/// Most writes tried.
+const MOST: u64 = 1000;
+/// `IBV_WC_REM_ACCESS_ERR`
+const REMOTE_ACCESS_ERROR: u32 = 10;
+
+/// What both sides say.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+enum Say {
+    /// Client: so many writes are to be tried after the end.
+    Hello(u64),
+    /// Both: a queue pair for each write, and one for the write before the end.
+    Queues(Vec<Endpoint>),
+    /// Server: it is connected.
+    Ready,
+    /// Client: the write before the end is done.
+    Wrote,
+    /// Server: the buffer has ended.
+    Ended,
+    /// Client: all was tried.
+    Tried,
+    /// Either: it cannot go on.
+    Failed(String),
+}
+
+impl Message for Say {
+    fn failure(&self) -> Option<&str> {
+        if let Self::Failed(why) = self {
+            Some(why)
+        } else {
+            None
+        }
+    }
+}
+
+/// The word of which write `i` consists; write 0 is the one before the end.
+fn marker(seed: u64, i: u64) -> u64 {
+    mixed(mixed(seed) ^ mixed(i))
+}
+
+fn block(word: u64) -> Vec<u8> {
+    word.to_le_bytes().repeat((BLOCK / 8) as usize)
+}
+
+/// One side's queue pairs, and the memory they work on.
+struct Queues {
+    // Dropped in this order: the queues before the memory they work on.
+    list: Vec<(QueuePair, Endpoint)>,
+    memory: Memory,
+    completions: Arc<Completions>,
+}
+
+impl Queues {
+    fn new(own: &OwnArgs, writes: u64) -> Result<Self> {
+        let nics = open_nics(&own.nic)?;
+        let [nic] = nics.as_slice() else {
+            bail!("give one NIC (--nic)")
+        };
+        let domain = Domain::new(nic.clone())?;
+        let place = Place {
+            kind: own.memory,
+            provider: own.provider.as_deref(),
+            device: &own.device,
+        };
+        let memory = Memory::new(place, &domain, (writes + 1) * BLOCK)?;
+        let completions = Completions::new(nic, 64)?;
+        let list = (0..=writes).map(|_| {
+            let queue = QueuePair::new(&domain, &completions, 1, 1).context("making a queue pair")?;
+            let window = memory.window(0, (writes + 1) * BLOCK);
+            let endpoint = own_endpoint(nic, &queue, own, window, window)?;
+            Ok((queue, endpoint))
+        });
+        Ok(Self {
+            list: list.collect::<Result<_>>()?,
+            memory,
+            completions,
+        })
+    }
+
+    fn endpoints(&self) -> Vec<Endpoint> {
+        self.list.iter().map(|(_, endpoint)| endpoint.clone()).collect()
+    }
+
+    fn connect(&self, own: &OwnArgs, others: &[Endpoint]) -> Result<()> {
+        check_endpoints(others, self.list.len())?;
+        for ((queue, endpoint), other) in self.list.iter().zip(others) {
+            queue
+                .connect(endpoint, own.gid_index, other, PATIENCE)
+                .context("connecting")?;
+        }
+        Ok(())
+    }
+}
+
+/// Serves one client.
+///
+/// # Errors
+///
+/// Whatever went wrong, with what to do.
+pub fn serve(args: &StaleServeArgs) -> Result<()> {
+    let listener = TcpListener::bind((args.listen.as_str(), args.port))
+        .with_context(|| format!("listening on {}, port {}", args.listen, args.port))?;
+    eprintln!("p2pmem-perf: listening on {}", listener.local_addr()?);
+    let (stream, _) = listener.accept().context("waiting for a client")?;
+    talk(stream, &args.own, |line| serve_one(line, args))
+}
+
+/// Runs one side, and tells the other what went wrong with it.
+fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
+    let mut line = Line::new(stream, own.timeout)?;
+    let result = side(&mut line);
+    if let Err(error) = &result {
+        // It may be gone, which then is what went wrong.
+        let _ = line.say(&Say::Failed(reason(error)));
+    }
+    result
+}
+
+fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
+    let Say::Hello(writes) = line.hear()? else {
+        bail!("the client did not begin with hello")
+    };
+    ensure!((1..=MOST).contains(&writes), "{writes} writes are not 1 to {MOST}");
+    let queues = Queues::new(&args.own, writes)?;
+    let span = queues.memory.span();
+    span.write(0, &vec![0; span.len()]);
+    span.flush();
+    line.say(&Say::Queues(queues.endpoints()))?;
+    let Say::Queues(others) = line.hear()? else {
+        bail!("the client has no queues")
+    };
+    queues.connect(&args.own, &others)?;
+    line.say(&Say::Ready)?;
+    let Say::Wrote = line.hear()? else {
+        bail!("the client did not write")
+    };
+    let mut first = vec![0; BLOCK as usize];
+    span.read(0, &mut first);
+    ensure!(
+        first.iter().any(|byte| *byte != 0),
+        "nothing arrived while the buffer lived, so that nothing can be said of what comes later"
+    );
+    eprintln!(
+        "p2pmem-perf: {} arrived; ending the buffer: {}",
+        human_size(BLOCK),
+        args.end
+    );
+    let status = Command::new("sh").args(["-c", &args.end]).status().context("sh")?;
+    ensure!(status.success(), "the buffer did not end: {status}");
+    line.say(&Say::Ended)?;
+    // Until then the registration is kept, as a program keeps it that knows nothing.
+    let Say::Tried = line.hear()? else {
+        bail!("the client did not try")
+    };
+    Ok(())
+}
+
+/// What came of the writes.
+#[derive(Debug, Serialize)]
+struct Tried {
+    /// Writes tried after the buffer's end.
+    attempts: u64,
+    /// Those that completed without an error.
+    completed: u64,
+    /// Those that ended with a remote access error.
+    refused: u64,
+    /// The words of which they consist, in hexadecimal.
+    markers: Vec<String>,
+    /// The word of the write before the end.
+    before: String,
+}
+
+/// Tries. Returns whether all writes were refused.
+///
+/// # Errors
+///
+/// Whatever went wrong, with what to do.
+pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
+    let stream = reach(&args.host, args.port, args.own.timeout)?;
+    let tried = talk(stream, &args.own, |line| run_one(line, args))?;
+    let good = tried.refused == tried.attempts;
+    if json {
+        serde_json::to_writer(&mut *out, &tried)?;
+        writeln!(out)?;
+    } else {
+        writeln!(
+            out,
+            "{} writes after the buffer's end: {} refused with a remote access error, {} completed",
+            tried.attempts, tried.refused, tried.completed
+        )?;
+    }
+    Ok(good)
+}
+
+fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
+    let writes = u64::from(args.attempts);
+    line.say(&Say::Hello(writes))?;
+    let Say::Queues(others) = line.hear()? else {
+        bail!("the server has no queues")
+    };
+    let queues = Queues::new(&args.own, writes)?;
+    queues.connect(&args.own, &others)?;
+    line.say(&Say::Queues(queues.endpoints()))?;
+    let Say::Ready = line.hear()? else {
+        bail!("the server is not ready")
+    };
+    let marker = |i| marker(args.seed, i);
+    for i in 0..=writes {
+        queues.memory.span().write((i * BLOCK) as usize, &block(marker(i)));
+    }
+    queues.memory.span().flush();
+    let waiter = Waiter::new(
+        queues.completions.clone(),
+        args.own.events,
+        args.own.timeout,
+        Stop::default(),
+    );
+    let write = |i: u64| -> Result<Option<u32>> {
+        let (queue, _) = &queues.list[usize::try_from(i)?];
+        let payload = &others[usize::try_from(i)?].payload;
+        let to = Remote {
+            address: payload.at(i * BLOCK, BLOCK)?,
+            rkey: payload.rkey,
+        };
+        queue.post(&[Request {
+            id: i,
+            local: queues.memory.piece(i * BLOCK, BLOCK),
+            work: Work::Write(to, None),
+        }])?;
+        let done = waiter.any(&|| format!("write {i}"))?;
+        ensure!(done.id == i, "completion {} came in place of {i}", done.id);
+        Ok(done.failure.map(|failure| failure.status))
+    };
+    if let Some(status) = write(0)? {
+        bail!("the write before the end failed with status {status}");
+    }
+    line.say(&Say::Wrote)?;
+    let Say::Ended = line.hear()? else {
+        bail!("the buffer did not end")
+    };
+    let (mut completed, mut refused) = (0, 0);
+    for i in 1..=writes {
+        match write(i)? {
+            None => completed += 1,
+            Some(REMOTE_ACCESS_ERROR) => refused += 1,
+            Some(status) => eprintln!("p2pmem-perf: write {i} failed with status {status}"),
+        }
+    }
+    line.say(&Say::Tried)?;
+    let hex = |i| format!("{:016x}", marker(i));
+    Ok(Tried {
+        attempts: writes,
+        completed,
+        refused,
+        markers: (1..=writes).map(hex).collect(),
+        before: hex(0),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn markers_are_not_the_same() {
+        let all: BTreeSet<u64> = (0..=MOST).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
+        assert_eq!(all.len() as u64, 2 * (MOST + 1));
+        assert!(!all.contains(&0));
+        assert_eq!(block(0x0102).len() as u64, BLOCK);
+    }
+
+    #[test]
+    fn what_both_say_is_refused_where_it_is_something_else() {
+        let parse = |text: &str| serde_json::from_str::<Say>(text);
+        assert_eq!(parse(r#"{"hello":20}"#).unwrap(), Say::Hello(20));
+        for text in [r#"{"hello":-1}"#, r#""hello""#, "{}", r#"{"queues":[{}]}"#] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+}
