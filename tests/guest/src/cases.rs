@@ -26,6 +26,9 @@ mod inflight;
 mod life;
 mod pageless;
 mod place;
+mod rdma_programs;
+mod rdma_stale;
+mod rdma_user;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -58,6 +61,9 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
         .chain(pageless::CASES)
+        .chain(rdma_user::CASES)
+        .chain(rdma_stale::CASES)
+        .chain(rdma_programs::CASES)
 }
 
 /// Runs a test by name.

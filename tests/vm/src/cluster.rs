@@ -14,16 +14,18 @@ use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::wire::{Network, Request};
 use serde_json::{Value, json};
 
-use crate::command::{Command, Outcome};
+use crate::command::{Command, Outcome, Status};
 use crate::models::{self, Models};
 use crate::qemu::Ends;
 use crate::topology::Layout;
 use crate::vm::{Options, Place, Vm, folder, sibling};
 
 /// How long a server may take to listen.
-const LISTEN: Duration = Duration::from_secs(60);
+const LISTEN: Duration = Duration::from_secs(120);
 /// How long a server may take to end after its client has.
 const SERVER_END: Duration = Duration::from_secs(20);
+/// The same after a client that failed, which few servers get to know.
+const SERVER_END_AFTER_FAILURE: Duration = Duration::from_secs(2);
 
 /// Running guests. Those of a layout without nodes are one, whose name is empty.
 pub struct Cluster {
@@ -175,12 +177,30 @@ impl Cluster {
     }
 
     /// Runs a server on a node, and its client on another as soon as the server listens on its port ([`Command::listen`]).
-    /// A server that does not end by itself soon after its client is ended.
+    /// A server that does not end by itself soon after its client is ended, and sooner if the client failed.
     ///
     /// # Errors
     ///
     /// As [`Vm::exec`]; both are one node, or one of them is none of these.
     pub fn serve(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
+        self.serve_with(server, client, SERVER_END_AFTER_FAILURE)
+    }
+
+    /// As [`Cluster::serve`], for a server that has as much time to end after a failure as otherwise.
+    ///
+    /// # Errors
+    ///
+    /// As [`Cluster::serve`].
+    pub fn serve_to_the_end(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
+        self.serve_with(server, client, SERVER_END)
+    }
+
+    fn serve_with(
+        &mut self,
+        server: (&str, &Command),
+        client: (&str, &Command),
+        after_failure: Duration,
+    ) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
         let stopper = server_vm.stopper();
@@ -201,7 +221,12 @@ impl Cluster {
                 Ok(()) => Some(client_vm.exec(client.1, &mut |_, _| {})),
                 Err(_) => None,
             };
-            if !matches!(said.recv_timeout(SERVER_END), Err(RecvTimeoutError::Disconnected)) {
+            let fine = |outcome: &Outcome| outcome.status == Status::Exited { code: 0 };
+            let patience = match &outcome {
+                Some(Ok(outcome)) if fine(outcome) => SERVER_END,
+                _ => after_failure,
+            };
+            if !matches!(said.recv_timeout(patience), Err(RecvTimeoutError::Disconnected)) {
                 stopper.stop();
             }
             let server = joined(run.join()).with_context(|| format!("node {server_name:?}"))?;

@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::qmp::Function;
 use crate::trace::{Direction, Event};
@@ -30,6 +31,32 @@ pub struct Nvme {
     pub commands: u64,
     /// Commands that failed; their payload is counted though it may not have moved.
     pub failed: u64,
+}
+
+/// What was counted between two snapshots: the same tree, each number the difference. Numbers that are new are as they are,
+/// and what is no number is that of the later one.
+pub fn difference(before: &Value, after: &Value) -> Value {
+    match (before, after) {
+        (Value::Object(before), Value::Object(after)) => {
+            let null = Value::Null;
+            let each = after.iter().map(|(key, value)| {
+                let old = before.get(key).unwrap_or(&null);
+                (key.clone(), difference(old, value))
+            });
+            Value::Object(each.collect())
+        }
+        (Value::Array(before), Value::Array(after)) if before.len() == after.len() => Value::Array(
+            before
+                .iter()
+                .zip(after)
+                .map(|(old, new)| difference(old, new))
+                .collect(),
+        ),
+        _ => match (before.as_u64(), after.as_u64()) {
+            (Some(old), Some(new)) => new.wrapping_sub(old).into(),
+            _ => after.clone(),
+        },
+    }
 }
 
 /// First bus address above the memory that q35 places below 4 GiB.
@@ -201,6 +228,15 @@ mod tests {
         assert_eq!(nvme1.payload, Bytes::from([("unknown".into(), 12288)]));
         assert_eq!((nvme1.commands, nvme1.failed), (0, 1));
         assert_eq!(classifier.other(), 5);
+    }
+
+    #[test]
+    fn differences() {
+        use serde_json::json;
+        let before = json!({"n": {"x": 5, "list": [1, 2], "kind": "nic"}});
+        let after = json!({"n": {"x": 7, "list": [1, 5], "kind": "nic", "new": 3, "gone": true}});
+        let expected = json!({"n": {"x": 2, "list": [0, 3], "kind": "nic", "new": 3, "gone": true}});
+        assert_eq!(difference(&before, &after), expected);
     }
 
     #[test]

@@ -6,8 +6,9 @@
 //! kernel ([`kernel`]) on the file system the runner itself runs in. Commands' output, exit codes and kernel log come
 //! back, the log is searched for anything a kernel should not say ([`dmesg`]), and the devices' byte counters can be read
 //! at any time ([`counters`]). A file may describe several machines: a [`cluster`] boots them all, joined by a network and
-//! by the NICs it has. Documentation/testbed/runner.md tells how to use it.
+//! by the NICs it has. What others' programs are expected to do there is data too ([`clients`]). Documentation/testbed/runner.md tells how to use it.
 
+pub mod clients;
 pub mod cluster;
 pub mod command;
 pub mod counters;
@@ -15,6 +16,7 @@ pub mod dmesg;
 pub mod kernel;
 pub mod models;
 pub mod process;
+pub mod pyverbs;
 pub mod qemu;
 pub mod qmp;
 pub mod topology;

@@ -222,7 +222,12 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Path) -
         .extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(String::from));
     argv.add("-display", "none");
     argv.add("-vga", "none");
-    argv.add("-accel", "tcg,thread=multi");
+    if machine.count_instructions {
+        argv.add("-accel", "tcg,thread=single");
+        argv.add("-icount", "shift=0");
+    } else {
+        argv.add("-accel", "tcg,thread=multi");
+    }
     argv.add("-cpu", machine.cpu.as_str());
     // A socket for each processor: cores of one socket on two NUMA nodes are no machine Linux believes in.
     argv.add("-smp", format!("{0},sockets={0}", machine.smp));

@@ -122,6 +122,9 @@ pub struct Machine {
     /// Whether the guest loads the drivers of its NICs, waits for their ports and gives them addresses. It does not matter
     /// to a machine without NICs.
     pub rdma: bool,
+    /// Whether the guest's clocks count the instructions of its one processor, a nanosecond each, and what it measures does
+    /// not depend on what else this machine does. It is slow.
+    pub count_instructions: bool,
 }
 
 impl Default for Machine {
@@ -132,6 +135,7 @@ impl Default for Machine {
             memory: Size(1 << 30),
             numa: Vec::new(),
             rdma: true,
+            count_instructions: false,
         }
     }
 }
@@ -479,6 +483,11 @@ impl Topology {
             "machine: smp {} is not in 1..=64",
             machine.smp
         );
+        ensure!(
+            machine.smp == 1 || !machine.count_instructions,
+            "machine: count_instructions with smp {}, but only one processor's can be counted",
+            machine.smp
+        );
         if machine.numa.is_empty() {
             return Ok(());
         }
@@ -777,9 +786,10 @@ mod tests {
             ("description = \"test\"", "", "description"),
             (
                 "description = \"test\"",
-                "description = \"test\"\n[machine]\nsmp = 0",
-                "smp 0",
+                "description = \"test\"\n[machine]\ncount_instructions = true",
+                "count_instructions with smp 2",
             ),
+            ("description = \"test\"\n[machine]\nsmp = 0", "smp 0"),
             (
                 "description = \"test\"",
                 "description = \"test\"\n[machine]\nnuma = [{ memory = \"1G\", cpus = [0] }]",

@@ -24,7 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 
 pub use crate::command::{Command, Outcome, Status, Stream};
-use crate::counters::Classifier;
+use crate::counters::{Classifier, HOST};
 use crate::dmesg::{self, Record};
 use crate::kernel;
 use crate::models::{self, Model, Models};
@@ -221,7 +221,8 @@ impl Vm {
             send.clone(),
         );
         let deadline = start + BOOT_LIMIT;
-        let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?)?;
+        let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?);
+        let qmp = qmp.with_context(|| qemu.describe())?;
         let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
         read_port(port.try_clone()?, send.clone());
         let trace = trace::Reader::open(&paths.trace())?;
@@ -269,7 +270,7 @@ impl Vm {
                         End::Died(why) => why,
                         End::Stopped => "it was stopped".into(),
                     };
-                    bail!("{why}\n{}", self.console_tail());
+                    bail!("{why}\n{}{}", self.log_tail(), self.console_tail());
                 }
             };
             match message {
@@ -284,7 +285,7 @@ impl Vm {
                     wire::write_control(&mut self.port, &setup)?;
                 }
                 ToHost::Ready => return Ok(()),
-                ToHost::Failed { error } => bail!("the guest's init: {error}\n{}", self.console_tail()),
+                ToHost::Failed { error } => bail!("the guest's init: {error}\n{}", self.log_tail()),
                 other => bail!("the guest's init said {other:?} before it was ready"),
             }
         }
@@ -310,6 +311,17 @@ impl Vm {
         let models = self.models.values().map(Model::process_id);
         let ids: BTreeSet<u32> = models.chain([self.qemu.id(), self.virtiofsd.id()]).collect();
         ids.into_iter().collect()
+    }
+
+    /// The last lines of the kernel log that have come.
+    fn log_tail(&self) -> String {
+        let mut tail = String::from("--- end of the kernel log ---\n");
+        let skip = self.kernel_log.len().saturating_sub(CONSOLE_TAIL);
+        for record in &self.kernel_log[skip..] {
+            tail.push_str(&record.text);
+            tail.push('\n');
+        }
+        tail
     }
 
     /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
@@ -667,6 +679,15 @@ impl Vm {
         for (name, counters) in self.classifier.counters() {
             let mut value = serde_json::to_value(counters)?;
             value["kind"] = json!("nvme");
+            // Where nothing was moved from or to stands 0, so that a condition on it can be told from a wrong name.
+            for by_target in ["payload", "read", "write"] {
+                let lenders = self.topology.device.iter().filter(|device| device.memory() > 0);
+                for target in lenders.map(Device::name).chain([HOST]) {
+                    if value[by_target].get(target).is_none() {
+                        value[by_target][target] = json!(0);
+                    }
+                }
+            }
             all.insert(name.clone(), value);
         }
         for device in &self.topology.device {

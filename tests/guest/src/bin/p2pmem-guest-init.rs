@@ -272,6 +272,8 @@ fn set_up(
         maximum: None,
     };
     setrlimit(Resource::Memlock, unlimited).context("RLIMIT_MEMLOCK")?;
+    // Neighbours' discovery would be traffic that nobody asked for, on interfaces whose bytes are counted.
+    fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").context("IPv6")?;
     run_quietly("ip", &["link", "set", "lo", "up"])?;
     let mut modules = vec!["configfs", "nvme"];
     if network.is_some() {

@@ -33,6 +33,13 @@ pub(super) const CASES: &[Case] = &[
         run: ranges,
     },
     Case {
+        name: "dmabuf-leak",
+        about: "mapping and unmapping thousands of times takes no memory of the kernel's",
+        topology: "small",
+        ruins: false,
+        run: leak,
+    },
+    Case {
         name: "dmabuf-bad",
         about: "exports with bad ranges, flags, handles and pointers are refused, and say why",
         topology: "small",
@@ -310,6 +317,37 @@ pub(super) fn ranges(bed: &mut Bed) -> Result<()> {
         ensure!(about.contains(&format!("size:\t{size}\n")), "{about}");
     }
     free(fd, a.handle).map_err(errno)
+}
+
+/// What the kernel has allocated in slabs and cannot reclaim, KiB.
+fn slabs() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("SUnreclaim:"));
+    let number = line.and_then(|line| line.split_whitespace().next());
+    Ok(number.context("SUnreclaim")?.parse()?)
+}
+
+fn leak(bed: &mut Bed) -> Result<()> {
+    const TIMES: u64 = 4000;
+    let file = open()?;
+    let fd = file.as_fd();
+    let a = alloc(fd, MIB).map_err(errno)?;
+    let list: Vec<_> = (0..64).map(|n| (n * 8 * KIB, 4 * KIB)).collect();
+    let dma_buf = export(fd, a.handle, 0, &list).map_err(errno)?;
+    let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+    importer.say("unmap").map_err(errno)?;
+    let before = slabs()?;
+    for _ in 0..TIMES {
+        importer.say("map").map_err(errno)?;
+        importer.say("unmap").map_err(errno)?;
+    }
+    // A table of 64 entries is 2 KiB, and there are as many small ones that it was made of.
+    let grown = slabs()?.saturating_sub(before);
+    ensure!(
+        grown < TIMES * 2 / 4,
+        "{grown} KiB more in slabs after mapping {TIMES} times"
+    );
+    Ok(())
 }
 
 fn sentence(fd: BorrowedFd<'_>, code: i32, word: &str) -> Result<()> {

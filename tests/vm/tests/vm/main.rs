@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests that boot guests: of the runner itself, and those of the module (`p2pmem_guest::cases`).
+//! Tests that boot guests: of the runner itself, those of the module (`p2pmem_guest::cases`), and clients that others wrote.
 //!
 //! The guests of one topology run at a time. Its tests share them as long as they are sound: after a test that fails,
 //! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -18,14 +19,25 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Outcome, Vm, sibling, topologies};
 
+mod clients;
 mod pairs;
+mod perf;
+mod registration;
 mod runner;
 
 /// How long a test's command may take.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Guests that wait for the next test, by topology; those of one at a time are kept.
-type Shelf = Arc<Mutex<Option<(String, Cluster)>>>;
+/// Running guests of a topology.
+struct Guests {
+    topology: String,
+    cluster: Cluster,
+    /// Tables of clients whose preparation has been done.
+    prepared: BTreeSet<String>,
+}
+
+/// Guests that wait for the next test; those of one topology at a time are kept.
+type Shelf = Arc<Mutex<Option<Guests>>>;
 
 /// A test with guests of a topology.
 pub struct Test {
@@ -61,6 +73,13 @@ fn main() -> ExitCode {
             with_guests(&shelf, test).map_err(failed)
         }));
     }
+    // Of user space's programs, which are built apart.
+    let built = std::env::var_os("P2PMEM_BIN").is_some() && std::env::var_os("P2PMEM_MODULE").is_some();
+    for test in perf::TESTS.iter().chain(registration::TESTS) {
+        let shelf = shelf.clone();
+        let trial = Trial::test(test.name, move || with_guests(&shelf, test).map_err(failed));
+        trials.push(trial.with_ignored_flag(!built));
+    }
     // In the order of topologies, so that guests are shared.
     let mut of_module: Vec<_> = cases::all().collect();
     of_module.sort_by_key(|case| (case.topology, case.ruins));
@@ -73,15 +92,24 @@ fn main() -> ExitCode {
         });
         trials.push(trial.with_ignored_flag(ignored));
     }
+    let reports = clients::Reports::default();
+    match clients::trials(&shelf, &reports, module.as_deref()) {
+        Ok(clients) => trials.extend(clients),
+        Err(e) => trials.push(Trial::test("clients::tables", move || Err(failed(e)))),
+    }
     if module.is_none() {
-        eprintln!("P2PMEM_MODULE is not set: tests of the module are ignored");
+        eprintln!("P2PMEM_MODULE is not set: tests of the module and clients are ignored");
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
+    if let Err(e) = clients::write(&reports) {
+        eprintln!("the report on clients: {e:#}");
+        return ExitCode::FAILURE;
+    }
     let clean = match shelf.lock().map(|mut shelf| shelf.take()) {
-        Ok(Some((topology, cluster))) => match cluster.shut_down() {
+        Ok(Some(guests)) => match guests.cluster.shut_down() {
             Ok(findings) if findings.is_empty() => true,
-            Ok(findings) => complain(&topology, &findings.join("\n")),
-            Err(e) => complain(&topology, &format!("{e:#}")),
+            Ok(findings) => complain(&guests.topology, &findings.join("\n")),
+            Err(e) => complain(&guests.topology, &format!("{e:#}")),
         },
         _ => true,
     };
@@ -102,13 +130,15 @@ fn failed(e: anyhow::Error) -> Failed {
 }
 
 /// The guests of a topology: those on the shelf, or fresh ones.
-fn guests(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Cluster> {
+fn guests(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Guests> {
     let kept = shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))?.take();
-    if let Some((name, cluster)) = kept {
-        if name == topology && !fresh && cluster.is_alive() {
-            return Ok(cluster);
+    if let Some(guests) = kept {
+        if guests.topology == topology && !fresh && guests.cluster.is_alive() {
+            return Ok(guests);
         }
-        let findings = cluster
+        let name = guests.topology;
+        let findings = guests
+            .cluster
             .shut_down()
             .with_context(|| format!("ending the guests before ({name})"))?;
         ensure!(
@@ -118,27 +148,31 @@ fn guests(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Cluster> {
         );
     }
     let file = topologies().join(format!("{topology}.toml"));
-    Cluster::boot(&Layout::load(&file)?, &Options::default())
+    Ok(Guests {
+        topology: topology.to_owned(),
+        cluster: Cluster::boot(&Layout::load(&file)?, &Options::default())?,
+        prepared: BTreeSet::new(),
+    })
 }
 
-fn keep(shelf: &Shelf, topology: &str, cluster: Cluster) -> Result<()> {
-    *shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = Some((topology.to_owned(), cluster));
+fn keep(shelf: &Shelf, guests: Guests) -> Result<()> {
+    *shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = Some(guests);
     Ok(())
 }
 
 fn with_guests(shelf: &Shelf, test: &Test) -> Result<()> {
-    let mut cluster = guests(shelf, test.topology, test.alone)?;
-    (test.run)(&mut cluster)?;
+    let mut guests = guests(shelf, test.topology, test.alone)?;
+    (test.run)(&mut guests.cluster)?;
     if !test.alone {
-        keep(shelf, test.topology, cluster)?;
+        keep(shelf, guests)?;
     }
     Ok(())
 }
 
 fn run_case(shelf: &Shelf, case: &cases::Case, module: Option<&Path>) -> Result<()> {
     let module = fs::canonicalize(module.context("P2PMEM_MODULE is not set")?).context("P2PMEM_MODULE")?;
-    let mut cluster = guests(shelf, case.topology, false)?;
-    let vm = cluster.only()?;
+    let mut guests = guests(shelf, case.topology, false)?;
+    let vm = guests.cluster.only()?;
     let program = sibling("p2pmem-guest-tests")?;
     let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
     let outcome = run(vm, &command.env("P2PMEM_MODULE", module.to_str().context("path")?))?;
@@ -146,7 +180,7 @@ fn run_case(shelf: &Shelf, case: &cases::Case, module: Option<&Path>) -> Result<
         bail!("{}\n{}", case.about, describe(&outcome, vm));
     }
     if !case.ruins {
-        keep(shelf, case.topology, cluster)?;
+        keep(shelf, guests)?;
     }
     Ok(())
 }
@@ -160,6 +194,14 @@ fn sh(vm: &mut Vm, script: &str) -> Result<Outcome> {
 }
 
 fn describe(outcome: &Outcome, vm: &Vm) -> String {
+    let mut text = describe_outcome(outcome);
+    if !vm.is_alive() {
+        text.push_str(&vm.console_tail());
+    }
+    text
+}
+
+fn describe_outcome(outcome: &Outcome) -> String {
     let mut text = format!(
         "{:?}\n{}{}",
         outcome.status,
@@ -175,9 +217,6 @@ fn describe(outcome: &Outcome, vm: &Vm) -> String {
     let skip = outcome.dmesg.len().saturating_sub(60);
     for record in &outcome.dmesg[skip..] {
         text.push_str(&format!("  {}\n", record.text));
-    }
-    if !vm.is_alive() {
-        text.push_str(&vm.console_tail());
     }
     text
 }

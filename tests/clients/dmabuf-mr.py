@@ -1,0 +1,131 @@
+#!/usr/bin/python3
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""pyverbs' DmaBufMR on memory of p2pmem: RDMA WRITE and READ between two buffers, and what must not work.
+
+    dmabuf-mr.py DEVICE
+
+DEVICE is an RDMA device; the traffic is between two queue pairs of it. Says "verified N bytes" at the end.
+"""
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import struct
+import sys
+
+import pyverbs.enums as e
+from pyverbs.addr import AHAttr
+from pyverbs.cq import CQ
+from pyverbs.device import Context
+from pyverbs.mr import DmaBufMR
+from pyverbs.pd import PD
+from pyverbs.pyverbs_error import PyverbsRDMAError
+from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+from pyverbs.wr import SGE, SendWR
+
+ACCESS = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE | e.IBV_ACCESS_REMOTE_READ
+PAGE = 4096
+
+
+def iowr(number, size):
+    return 3 << 30 | size << 16 | 0xB2 << 8 | number
+
+
+class Buffer:
+    """A buffer of p2pmem, mapped."""
+
+    ALLOC = struct.Struct("=QQQIIIIII IIQQQII")
+    EXPORT = struct.Struct("=QIIIi")
+
+    def __init__(self, size):
+        self.file = os.open("/dev/p2pmem", os.O_RDWR | os.O_CLOEXEC)
+        fields = bytearray(self.ALLOC.pack(size, *[0] * 15))
+        fcntl.ioctl(self.file, iowr(3, self.ALLOC.size), fields)
+        answer = self.ALLOC.unpack(fields)
+        self.handle, self.size = answer[9], answer[11]
+        self.memory = mmap.mmap(self.file, self.size, offset=answer[12])
+
+    def export(self, *ranges):
+        """A dma-buf of the concatenation of ranges (offset, size)."""
+        array = ctypes.create_string_buffer(b"".join(struct.pack("=QQ", *part) for part in ranges))
+        fields = bytearray(self.EXPORT.pack(ctypes.addressof(array), len(ranges), self.handle, 0, -1))
+        fcntl.ioctl(self.file, iowr(8, self.EXPORT.size), fields)
+        return self.EXPORT.unpack(fields)[4]
+
+
+def connect(domain, queue, lid):
+    """Two connected queue pairs."""
+    cap = QPCap(max_send_wr=16, max_recv_wr=16, max_send_sge=1, max_recv_sge=1)
+    pair = [QP(domain, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=queue, rcq=queue, cap=cap)) for _ in range(2)]
+    for own, other in (pair, pair[::-1]):
+        attr = QPAttr(port_num=1)
+        attr.qp_access_flags = ACCESS
+        attr.dest_qp_num = other.qp_num
+        attr.path_mtu = e.IBV_MTU_1024
+        attr.max_rd_atomic = attr.max_dest_rd_atomic = 4
+        attr.min_rnr_timer, attr.timeout, attr.retry_cnt, attr.rnr_retry = 12, 14, 7, 7
+        attr.ah_attr = AHAttr(dlid=lid, port_num=1)
+        own.to_rts(attr)
+    return pair
+
+
+def transfer(pair, queue, opcode, local, remote, length, at=0):
+    """Moves bytes between two regions. Returns the status of the completion."""
+    request = SendWR(opcode=opcode, num_sge=1, sg=[SGE(at, length, local.lkey)])
+    request.set_wr_rdma(remote.rkey, at)
+    pair[0].post_send(request)
+    while True:
+        count, done = queue.poll()
+        if count:
+            return done[0].status
+
+
+def refused(call, *expected):
+    """Fails unless a call ends with one of some errnos."""
+    try:
+        call()
+    except (OSError, PyverbsRDMAError) as error:
+        code = error.errno if isinstance(error, OSError) else error.error_code
+        assert code in expected, f"errno {errno.errorcode.get(code, code)}"
+        return
+    raise AssertionError("it was not refused")
+
+
+def main():
+    context = Context(name=sys.argv[1])
+    lid = context.query_port(1).lid
+    domain, queue = PD(context), CQ(context, 16)
+    pair = connect(domain, queue, lid)
+    size = 2 << 20
+    data = os.urandom(size)
+    source, target = Buffer(size), Buffer(size)
+    source.memory[:] = data
+    # The target's halves change places: a dma-buf is the concatenation of its ranges.
+    half = size // 2
+    files = [source.export((0, size)), target.export((half, half), (0, half))]
+    from_region, to_region = (DmaBufMR(domain, size, ACCESS, dmabuf=file) for file in files)
+    assert transfer(pair, queue, e.IBV_WR_RDMA_WRITE, from_region, to_region, size) == e.IBV_WC_SUCCESS
+    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "other bytes were written"
+    source.memory[:] = bytes(size)
+    assert transfer(pair, queue, e.IBV_WR_RDMA_READ, from_region, to_region, size) == e.IBV_WC_SUCCESS
+    assert source.memory[:] == data, "other bytes were read"
+
+    # A region of a part of the file, and one past its end.
+    part = DmaBufMR(domain, PAGE, ACCESS, dmabuf=files[0], offset=PAGE)
+    part.close()
+    refused(lambda: DmaBufMR(domain, size, ACCESS, dmabuf=files[0], offset=PAGE), errno.EINVAL)
+    refused(lambda: source.export((0, size + PAGE)), errno.EINVAL)
+    refused(lambda: source.export((1, PAGE)), errno.EINVAL)
+    # Not one byte past a region's end, whatever the buffer has there.
+    status = transfer(pair, queue, e.IBV_WR_RDMA_WRITE, from_region, to_region, 8, size - 7)
+    assert status != e.IBV_WC_SUCCESS, "a write past the region's end went through"
+    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "bytes have changed"
+    print(f"verified {4 * size} bytes")
+    for thing in (*pair, from_region, to_region, queue, domain, context):
+        thing.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Runs the clients that others wrote, as the tables in `tests/clients` say, and reports on each.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use libtest_mimic::Trial;
+use p2pmem_vm::clients::{CLIENT, Client, Expected, Report, SERVER, Table, tables};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::counters::difference;
+use p2pmem_vm::pyverbs;
+use p2pmem_vm::vm::{Command, Status};
+use serde_json::Value;
+
+use crate::{Shelf, describe_outcome, failed, guests, keep};
+
+/// How long a table's preparation may take.
+const SET_UP: Duration = Duration::from_secs(120);
+
+/// The topology for pyverbs' tests, which talk to themselves on one NIC.
+const PYVERBS_TOPOLOGY: &str = "rdma";
+/// How long all of them may take on a node.
+const PYVERBS: Duration = Duration::from_secs(600);
+/// How long one of them may take, in seconds.
+const PYVERBS_LIMIT: u32 = 30;
+/// Huge pages that some of them need.
+const HUGE_PAGES: u32 = 16;
+
+/// What came of the clients that ran.
+pub type Reports = Arc<Mutex<Vec<Report>>>;
+
+/// A trial for each client of all tables.
+pub fn trials(shelf: &Shelf, reports: &Reports, module: Option<&Path>) -> Result<Vec<Trial>> {
+    let mut trials = Vec::new();
+    for path in table_files()? {
+        let table = Arc::new(Table::load(&path)?);
+        for index in 0..table.clients.len() {
+            let (shelf, reports, table) = (shelf.clone(), reports.clone(), table.clone());
+            let module = module.map(Path::to_owned);
+            let name = format!("clients::{}::{}", table.name, table.clients[index].name);
+            let ignored = module.is_none();
+            let trial = Trial::test(name, move || {
+                let module = module.as_deref().unwrap_or(Path::new(""));
+                run(&shelf, &reports, &table, &table.clients[index], module).map_err(failed)
+            });
+            trials.push(trial.with_ignored_flag(ignored));
+        }
+    }
+    let (shelf, reports) = (shelf.clone(), reports.clone());
+    let pyverbs = Trial::test("clients::pyverbs", move || pyverbs(&shelf, &reports).map_err(failed));
+    trials.push(pyverbs.with_ignored_flag(module.is_none()));
+    Ok(trials)
+}
+
+/// The tables, in the order of their names.
+fn table_files() -> Result<Vec<PathBuf>> {
+    let folder = tables();
+    let entries = fs::read_dir(&folder).with_context(|| folder.display().to_string())?;
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let mut tables: Vec<PathBuf> = paths
+        .into_iter()
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
+        .collect();
+    tables.sort();
+    Ok(tables)
+}
+
+fn add(reports: &Reports, report: Report) -> Result<()> {
+    reports.lock().map_err(|_| anyhow!("poisoned"))?.push(report);
+    Ok(())
+}
+
+fn run(shelf: &Shelf, reports: &Reports, table: &Table, client: &Client, module: &Path) -> Result<()> {
+    if let Expected::Skip { .. } = client.expected {
+        return add(reports, client.judge(None, None, &Value::Null));
+    }
+    let mut guests = guests(shelf, &table.topology, false)?;
+    let env = environment(module)?;
+    if let Some(script) = table
+        .set_up
+        .as_ref()
+        .filter(|_| guests.prepared.insert(table.name.clone()))
+    {
+        set_up(&mut guests.cluster, script, &env).with_context(|| format!("preparing the nodes for {}", table.name))?;
+    }
+    let cluster = &mut guests.cluster;
+    let before = cluster.snapshot()?;
+    let with = |mut command: Command| {
+        command.env.extend(env.clone());
+        command
+    };
+    let (server, outcome) = match client.server_command() {
+        Some(server) => {
+            let (server, own) = (with(server), with(client.client_command()));
+            let served = if client.server_ends() {
+                cluster.serve_to_the_end((SERVER, &server), (CLIENT, &own))?
+            } else {
+                cluster.serve((SERVER, &server), (CLIENT, &own))?
+            };
+            (Some(served.server), served.client)
+        }
+        None => (None, Some(cluster.exec(CLIENT, &with(client.client_command()))?)),
+    };
+    let alive = cluster.is_alive();
+    let counted = if alive {
+        difference(&before, &cluster.snapshot()?)
+    } else {
+        Value::Null
+    };
+    let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
+    add(reports, report.clone())?;
+    // Guests outlive a client that failed, as long as their kernels are in order and nothing had to be killed late.
+    let ran = [&server, &outcome].into_iter().flatten();
+    let sound = alive
+        && ran
+            .clone()
+            .all(|ran| ran.findings.is_empty() && ran.status != Status::TimedOut);
+    if sound {
+        keep(shelf, guests)?;
+    }
+    if !report.ok {
+        let mut text = format!(
+            "{}\nexpected: {}\ngot: {}\n",
+            report.command, report.expected, report.got
+        );
+        for (node, outcome) in [(SERVER, &server), (CLIENT, &outcome)] {
+            if let Some(outcome) = outcome {
+                text.push_str(&format!("--- node {node}: {}", describe_outcome(outcome)));
+            }
+        }
+        text.push_str(&format!("--- counted: {counted}\n"));
+        bail!(text);
+    }
+    Ok(())
+}
+
+/// Runs pyverbs' own tests, a part of them on each node, and compares the result of each with what is expected.
+fn pyverbs(shelf: &Shelf, reports: &Reports) -> Result<()> {
+    let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
+    let folder = unpack_pyverbs()?;
+    let mut guests = guests(shelf, PYVERBS_TOPOLOGY, false)?;
+    let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
+    let outcomes = guests.cluster.exec_all(|node| {
+        let part = nodes.iter().position(|name| name == node).unwrap_or(0);
+        let script = format!(
+            "echo {HUGE_PAGES} >/proc/sys/vm/nr_hugepages\n\
+             PYTHONDONTWRITEBYTECODE=1 python3 {} {} $P2PMEM_RDMA_NIC0 {PYVERBS_LIMIT} {part}/{}",
+            runner.display(),
+            folder.display(),
+            nodes.len()
+        );
+        Command::new(["sh", "-c", &script]).limit(PYVERBS)
+    })?;
+    let mut results = pyverbs::Results::default();
+    let mut wrong = Vec::new();
+    for (node, outcome) in &outcomes {
+        results
+            .add(&outcome.stdout)
+            .with_context(|| describe_outcome(outcome))?;
+        if !outcome.is_clean() {
+            wrong.push(format!("node {node}: {}", describe_outcome(outcome)));
+        }
+    }
+    results.store(&report_folder()?.join("pyverbs.toml"))?;
+    for report in expected.compare(&results) {
+        if !report.ok {
+            wrong.push(format!(
+                "{}: expected {}, got {}",
+                report.command, report.expected, report.got
+            ));
+        }
+        add(reports, report)?;
+    }
+    if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
+        keep(shelf, guests)?;
+    }
+    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    Ok(())
+}
+
+/// The tests of Debian's package, some of which it has compressed, where guests can read them.
+fn unpack_pyverbs() -> Result<PathBuf> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pyverbs");
+    let script = format!(
+        "rm -rf {0} && mkdir -p {0} && cp -r /usr/share/doc/rdma-core/tests {0}/ && gunzip {0}/tests/*.gz",
+        folder.display()
+    );
+    let output = std::process::Command::new("sh").args(["-c", &script]).output()?;
+    ensure!(
+        output.status.success(),
+        "unpacking pyverbs' tests: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(folder)
+}
+
+/// Environment of all scripts: the module, where the programs of this build are, and where the scripts are.
+fn environment(module: &Path) -> Result<BTreeMap<String, String>> {
+    let module = fs::canonicalize(module).with_context(|| format!("P2PMEM_MODULE: {}", module.display()))?;
+    let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
+    ensure!(
+        Path::new(&bin).join("p2pmemctl").exists(),
+        "{bin} has no p2pmemctl: make user"
+    );
+    let module = module.to_str().context("the module's path is not UTF-8")?.to_owned();
+    Ok(BTreeMap::from([
+        ("P2PMEM_MODULE".into(), module),
+        ("P2PMEM_BIN".into(), bin),
+        ("P2PMEM_CLIENTS".into(), tables().display().to_string()),
+    ]))
+}
+
+fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -> Result<()> {
+    let outcomes = cluster.exec_all(|_| {
+        let mut command = Command::new(["bash", "-ec", script]).limit(SET_UP);
+        command.env.extend(env.clone());
+        command
+    })?;
+    for (node, outcome) in &outcomes {
+        ensure!(outcome.is_clean(), "node {node}: {}", describe_outcome(outcome));
+    }
+    Ok(())
+}
+
+/// Writes the report, if any client ran.
+pub fn write(reports: &Reports) -> Result<()> {
+    let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
+    if reports.is_empty() {
+        return Ok(());
+    }
+    let folder = report_folder()?;
+    let path = folder.join("clients.json");
+    let new = folder.join("clients.json.new");
+    fs::write(&new, serde_json::to_vec_pretty(&*reports)?).with_context(|| new.display().to_string())?;
+    fs::rename(&new, &path).with_context(|| path.display().to_string())
+}
+
+fn report_folder() -> Result<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder)
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests of p2pmem-perf in guests: over RDMA in software (rdma_rxe), from and to host memory. What it does with an
+//! accelerator's memory the demo shows.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::vm::Vm;
+use serde_json::Value;
+
+use crate::{Test, clean, describe, sh};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test {
+        name: "perf::every-mode-moves-every-byte",
+        topology: "pair",
+        alone: false,
+        run: every_mode,
+    },
+    Test {
+        name: "perf::whoever-is-left-alone-says-so",
+        topology: "pair",
+        alone: false,
+        run: left_alone,
+    },
+];
+
+/// A NIC in software on an interface of its own, with which both sides of a test are one node.
+const NIC: &str = "
+    set -e
+    if ! rdma link show rxe0/1 >/dev/null 2>&1; then
+        modprobe -a rdma_rxe dummy ib_uverbs
+        ip link set lo up
+        ip link add rdma0 type dummy
+        ip addr add 10.99.0.1/24 dev rdma0
+        ip link set rdma0 up
+        rdma link add rxe0 type rxe netdev rdma0
+    fi
+    # Its second GID is that of the address, once the kernel has made it.
+    for i in $(seq 100); do
+        case \"$(cat /sys/class/infiniband/rxe0/ports/1/gids/1 2>/dev/null)\" in
+            '' | 0000:0000:0000:0000:0000:0000:0000:0000) sleep 0.1 ;;
+            *) break ;;
+        esac
+    done";
+
+/// The program, of user space as built.
+pub fn perf() -> Result<String> {
+    let folder = std::env::var_os("P2PMEM_BIN").context("P2PMEM_BIN is not set: `make test-vm` does")?;
+    let path = PathBuf::from(folder).join("p2pmem-perf");
+    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
+    Ok(path.to_str().context("path")?.to_owned())
+}
+
+fn node(cluster: &mut Cluster) -> Result<&mut Vm> {
+    let vm = cluster.node("a")?;
+    clean(vm, NIC)?;
+    Ok(vm)
+}
+
+/// Runs both sides on one node; gives the client's report. The server has to end by itself, and well.
+fn both(vm: &mut Vm, options: &str) -> Result<Value> {
+    let perf = perf()?;
+    let script = format!(
+        "{perf} serve --nic rxe0 --gid-index 1 --events --timeout 60 & server=$!
+        {perf} run 127.0.0.1 --json --nic rxe0 --gid-index 1 --timeout 60 --verify {options} || exit 1
+        wait $server"
+    );
+    let outcome = clean(vm, &script)?;
+    serde_json::from_slice(&outcome.stdout).context("output of p2pmem-perf")
+}
+
+fn every_mode(cluster: &mut Cluster) -> Result<()> {
+    let vm = node(cluster)?;
+    for (options, copied) in [
+        ("-n 40 --size 8,64K --handshake", 0),
+        ("-n 40 --size 4K-64K --depth 5", 0),
+        ("-n 30 --size 64K --mode read", 0),
+        ("-n 30 --size 12K,64K --mode send --depth 4", 0),
+        ("-n 30 --size 64K --staged --depth 3", 30 << 16),
+        ("-n 1000 --volume 256K --size 64K --handshake --depth 1", 0),
+    ] {
+        let report = both(vm, options)?;
+        let results = report["results"].as_array().context("a report without results")?;
+        ensure!(!results.is_empty(), "{options}: nothing was measured");
+        for result in results {
+            let nic = &result["nics"][0];
+            let bytes = nic["checked"]["bytes"].as_u64().unwrap_or(0);
+            ensure!(
+                result["verified"] == true && bytes >= 2 * result["bytes"].as_u64().unwrap_or(u64::MAX),
+                "{options}: not every byte is right: {result}"
+            );
+            ensure!(
+                nic["copied_client"] == copied && nic["copied_server"] == copied,
+                "{options}: copied bytes: {nic}"
+            );
+            ensure!(
+                result["average_mib_per_s"].as_f64().is_some_and(|speed| speed > 0.0),
+                "{options}: no speed: {result}"
+            );
+        }
+    }
+    Ok(())
+}
+
+fn left_alone(cluster: &mut Cluster) -> Result<()> {
+    let vm = node(cluster)?;
+    let perf = perf()?;
+    let endless = "--nic rxe0 --gid-index 1 --timeout 4 -n 10000000 --size 4K --handshake";
+    // Each side in turn is killed when messages are under way, which the NIC's own counter shows.
+    let script = |killed: &str, left: &str| {
+        format!(
+            "{perf} serve --nic rxe0 --gid-index 1 --events --timeout 4 & server=$!
+            {perf} run 127.0.0.1 {endless} & client=$!
+            counter=/sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts
+            start=$(cat $counter)
+            for i in $(seq 300); do
+                [ $(cat $counter) -lt $((start + 200)) ] || break
+                sleep 0.1
+            done
+            kill -9 ${killed}
+            wait ${left}"
+        )
+    };
+    for (killed, left) in [("server", "client"), ("client", "server")] {
+        let outcome = sh(vm, &script(killed, left))?;
+        let said = String::from_utf8_lossy(&outcome.stderr).into_owned();
+        ensure!(
+            outcome.findings.is_empty() && said.contains("the other side ended the connection"),
+            "the {killed} was killed, and the {left} did not say so: {}",
+            describe(&outcome, vm)
+        );
+    }
+    // What is wrong before there is a peer is said at once.
+    for (command, words) in [
+        (format!("{perf} run 127.0.0.1 --nic mlx9_9"), "this machine has rxe0"),
+        (
+            format!("{perf} run 127.0.0.1 --nic rxe0 --timeout 0.2"),
+            "does `p2pmem-perf serve` run there?",
+        ),
+        (
+            format!("{perf} run 127.0.0.1 --nic rxe0 --mode read --staged"),
+            "only writes can be staged",
+        ),
+        (
+            format!("{perf} register --nic rxe0 --memory accelerator --size 4K --device /nonexistent"),
+            "load the module",
+        ),
+    ] {
+        let outcome = sh(vm, &command)?;
+        let said = String::from_utf8_lossy(&outcome.stderr).into_owned();
+        ensure!(said.contains(words), "{command} said {said:?}, not {words:?}");
+    }
+    Ok(())
+}

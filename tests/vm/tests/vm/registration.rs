@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What registering memory with a NIC costs, in instructions: of an accelerator's memory by its dma-buf, and of host memory
+//! by `ibv_reg_mr()`, in the same guest. Leaves `registration.json` beside the other reports.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_vm::cluster::Cluster;
+use serde_json::{Value, json};
+
+use crate::perf::perf;
+use crate::{Test, clean};
+
+/// The tests.
+pub const TESTS: &[Test] = &[Test {
+    name: "registration::costs-the-same-for-every-size",
+    topology: "registration",
+    alone: true,
+    run: costs,
+}];
+
+/// Smallest and largest memory.
+const SIZES: [u64; 2] = [2 << 20, 256 << 20];
+/// Most that the largest of an accelerator's may cost, by the smallest. Nothing in it grows with the size.
+const FLAT: f64 = 1.5;
+/// Least that the largest host memory costs, by the smallest, of 128 times as many pages: else it was not measured.
+const GROWS: f64 = 8.0;
+
+fn costs(cluster: &mut Cluster) -> Result<()> {
+    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
+    let (perf, vm) = (perf()?, cluster.only()?);
+    let ctl = Path::new(&perf).with_file_name("p2pmemctl");
+    let script = format!(
+        "insmod {module} && {} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 0 >&2 &&
+        {perf} --json register --nic $P2PMEM_RDMA_NIC0 --memory cpu,accelerator --size 2M-256M -n 3",
+        ctl.display()
+    );
+    let outcome = clean(vm, &script)?;
+    let measured: Value = serde_json::from_slice(&outcome.stdout).context("output of p2pmem-perf")?;
+    let cost = |memory: &str, bytes: u64| -> Result<f64> {
+        let costs = measured["costs"].as_array().context("no costs")?;
+        let one = costs
+            .iter()
+            .find(|cost| cost["memory"] == memory && cost["bytes"] == bytes)
+            .with_context(|| format!("no cost of {bytes} bytes of {memory}"))?;
+        one["register_cpu_ns"].as_f64().context("a cost without a number")
+    };
+    let [small, large] = SIZES;
+    let growth = |memory| Ok::<_, anyhow::Error>(cost(memory, large)? / cost(memory, small)?);
+    let (accelerator, host) = (growth("accelerator")?, growth("cpu")?);
+    let ratio = cost("cpu", large)? / cost("accelerator", large)?;
+    report(&json!({
+        "unit": "instructions of the registering program, in user space and in the kernel",
+        "smallest_bytes": small,
+        "largest_bytes": large,
+        "growth_accelerator": accelerator,
+        "growth_host": host,
+        "host_by_accelerator_at_largest": ratio,
+        "measured": measured,
+    }))?;
+    ensure!(
+        accelerator <= FLAT,
+        "registering {large} bytes of an accelerator costs {accelerator:.2} times what {small} bytes cost: {measured}"
+    );
+    ensure!(
+        host >= GROWS,
+        "registering host memory grows by {host:.2} only: {measured}"
+    );
+    Ok(())
+}
+
+/// Writes the report so that nobody ever reads half of it.
+fn report(report: &Value) -> Result<()> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    let (new, path) = (folder.join("registration.json.new"), folder.join("registration.json"));
+    fs::write(&new, serde_json::to_vec_pretty(report)?).with_context(|| new.display().to_string())?;
+    fs::rename(&new, &path).with_context(|| path.display().to_string())
+}
