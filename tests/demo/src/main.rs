@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! The demo: boots the demo's topology under the stock kernel, loads the module, publishes and chooses memory, has real
-//! work done with it peer to peer and through host memory, takes all down again, and says what it measured.
+//! work done with it peer to peer and through host memory, takes all down again, and says what it measured. Then the
+//! second act, with two servers.
+
+mod second;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,8 +20,9 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem::human_size;
 use p2pmem_demo::job::{Job, Run};
+use p2pmem_demo::rdma;
 use p2pmem_demo::report::{Facts, Report, candidates};
-use p2pmem_demo::stock::{self, Running};
+use p2pmem_demo::stock::{self, Image, Running};
 use p2pmem_demo::traffic::HOST;
 use p2pmem_guest::devices::{self, Device, Devices};
 use p2pmem_vm::kernel;
@@ -54,6 +58,36 @@ struct Cli {
     /// Topology to boot
     #[arg(long, value_name = "FILE", default_value_os_t = topologies().join("demo.toml"))]
     topology: PathBuf,
+    /// Topology of the second act
+    #[arg(long, value_name = "FILE", default_value_os_t = topologies().join("rdma.toml"))]
+    servers: PathBuf,
+    /// Only this act; the report then has nothing of the other
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=2))]
+    act: Option<u8>,
+}
+
+/// The look at the installed kernel: once, while the first guest boots.
+struct Inspection {
+    handle: Option<thread::JoinHandle<Result<Image>>>,
+    image: Option<Image>,
+}
+
+impl Inspection {
+    fn start(release: &str, booted: PathBuf) -> Inspection {
+        let release = release.to_owned();
+        Inspection {
+            handle: Some(thread::spawn(move || stock::inspect(&release, &booted))),
+            image: None,
+        }
+    }
+
+    fn image(&mut self) -> Result<&Image> {
+        if let Some(handle) = self.handle.take() {
+            let image = handle.join().ok().context("looking at the installed kernel failed")?;
+            self.image = Some(image?);
+        }
+        self.image.as_ref().context("the installed kernel is not known")
+    }
 }
 
 fn main() -> ExitCode {
@@ -97,19 +131,37 @@ fn sum_up(report: &Report) {
     for failure in &report.failures {
         println!("FAILED: {failure}");
     }
-    if let (true, Some(job)) = (report.passed, &report.job) {
+    if !report.passed {
+        println!("The demo FAILED after {:.1} s.", report.total_seconds);
+        return;
+    }
+    println!(
+        "PASSED in {:.1} s on a stock kernel {}:",
+        report.total_seconds,
+        report.kernel_release.as_deref().unwrap_or("?")
+    );
+    if let Some(job) = &report.job {
         println!(
-            "PASSED in {:.1} s: {} from drive through accelerator to drive on a stock kernel {}, right to {:.1e}, with {} \
-             of host memory touched by the devices; staged it was {}.",
-            report.total_seconds,
+            "   {} from drive through accelerator to drive, right to {:.1e}, with {} of host memory touched by the devices; \
+             staged it was {}.",
             human_size(job.payload_bytes),
-            report.kernel_release.as_deref().unwrap_or("?"),
             report.max_error.unwrap_or(f64::INFINITY),
             human_size(job.p2p.traffic.host_bytes()),
             human_size(job.staged.traffic.host_bytes()),
         );
-    } else {
-        println!("The demo FAILED after {:.1} s.", report.total_seconds);
+    }
+    let way = |rdma: &rdma::Report, name| rdma.table.iter().find(|row| row.name == name).cloned();
+    if let Some((direct, staged)) = report
+        .rdma
+        .as_ref()
+        .and_then(|rdma| Some((way(rdma, rdma::ACC_ACC)?, way(rdma, rdma::STAGED)?)))
+    {
+        println!(
+            "   {} from accelerator to accelerator by RDMA, every byte right, with {} of host memory touched; staged it was {}.",
+            human_size(direct.payload_bytes),
+            human_size(direct.host_bytes),
+            human_size(staged.host_bytes),
+        );
     }
 }
 
@@ -134,16 +186,27 @@ fn show_command(argv: &[&str]) {
 fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
-    let topology = Topology::load(&cli.topology)?;
     let release = kernel::release()?;
-    let booted = kernel::vmlinux(&release)?;
+    let mut inspection = Inspection::start(&release, kernel::vmlinux(&release)?);
+    if cli.act != Some(2) {
+        facts.first = true;
+        // What it could not do is no reason not to show the other.
+        if let Err(error) = first(cli, facts, &module, &release, &mut inspection) {
+            facts.errors.push(format!("{error:#}"));
+        }
+    }
+    if cli.act != Some(1) {
+        let rdma = facts.rdma.insert(rdma::Facts::default());
+        second::act(&cli.servers, &module, &release, &mut inspection, rdma);
+    }
+    Ok(())
+}
+
+/// The first act.
+fn first(cli: &Cli, facts: &mut Facts, module: &Path, release: &str, inspection: &mut Inspection) -> Result<()> {
+    let topology = Topology::load(&cli.topology)?;
 
     step(1, &format!("Boot: {}", topology.description));
-    // The kernel's files are verified while the guest boots.
-    let inspection = {
-        let release = release.clone();
-        thread::spawn(move || stock::inspect(&release, &booted))
-    };
     let vm = Vm::boot(&topology, &Options::default())?;
     facts.boot_seconds = Some(vm.boot_time().as_secs_f64());
     facts.kernel_release = Some(vm.release().to_owned());
@@ -156,7 +219,7 @@ fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
         vm,
         findings: Vec::new(),
     };
-    let worked = work(&mut guest, facts, &module, inspection);
+    let worked = work(&mut guest, facts, module, inspection);
     let ended = end(&mut guest, facts);
     let Guest { vm, mut findings } = guest;
     match vm.shut_down() {
@@ -232,11 +295,11 @@ impl Guest {
     }
 }
 
-/// The administrator's tool, as built with the rest or beside this program.
-fn p2pmemctl() -> Result<String> {
+/// A program or library of user space, as built with the rest or beside this program.
+fn tool(name: &str) -> Result<String> {
     let path = match std::env::var_os("P2PMEM_BIN") {
-        Some(folder) => PathBuf::from(folder).join("p2pmemctl"),
-        None => sibling("p2pmemctl")?,
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => sibling(name)?,
     };
     ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
     Ok(utf8(&path)?.to_owned())
@@ -254,19 +317,10 @@ fn device<'a>(devices: &'a Devices, name: &str) -> Result<&'a Device> {
 }
 
 /// Everything from the first look at the guest to the end of the job.
-fn work(
-    guest: &mut Guest,
-    facts: &mut Facts,
-    module: &Path,
-    inspection: thread::JoinHandle<Result<stock::Image>>,
-) -> Result<()> {
-    let ctl = p2pmemctl()?;
+fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut Inspection) -> Result<()> {
+    let ctl = tool("p2pmemctl")?;
     let ctl = ctl.as_str();
     let devices: Devices = serde_json::from_slice(&guest.quiet(&["cat", devices::FILE])?)?;
-    let image = inspection
-        .join()
-        .ok()
-        .context("looking at the installed kernel failed")??;
     let mut running = Running {
         version: guest.text(&["cat", "/proc/version"])?,
         notes: guest.quiet(&["cat", "/sys/kernel/notes"])?,
@@ -284,7 +338,7 @@ fn work(
     guest.shown(&["insmod", utf8(module)?])?;
     running.taint_after = taint(guest)?;
     running.modules = guest.text(&["cat", "/proc/modules"])?;
-    let stock = stock::judge(&image, &running, MODULE);
+    let stock = stock::judge(inspection.image()?, &running, MODULE);
     show(&match stock.objections.as_slice() {
         [] => format!(
             "The kernel is stock: {} verified by dpkg, build id {} runs, tainted by {MODULE} alone.",
@@ -429,7 +483,7 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
     if guest.text(&["cat", "/proc/mounts"])?.contains(FOLDER) {
         guest.shown(&["umount", FOLDER])?;
     }
-    let ctl = p2pmemctl()?;
+    let ctl = tool("p2pmemctl")?;
     let list = guest.json(&[&ctl, "list", "--json"])?;
     let leaked = list["info"]["buffers"].as_u64().context("no number of buffers")?;
     let stats = guest.json(&[&ctl, "stats", "--json"])?;

@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use crate::compare;
 use crate::job::{Job, Run};
+use crate::rdma;
 use crate::stock::Stock;
 use crate::traffic::Bytes;
 
@@ -62,6 +63,10 @@ pub fn candidates(explanation: &Value, names: &BTreeMap<String, String>) -> Resu
 /// What the demo found out, as far as it came.
 #[derive(Debug, Default)]
 pub struct Facts {
+    /// Whether the first act was to be done.
+    pub first: bool,
+    /// The second act, where it was to be done.
+    pub rdma: Option<rdma::Facts>,
     /// Release of the running kernel.
     pub kernel_release: Option<String>,
     /// Whether it is the distribution's.
@@ -137,6 +142,8 @@ pub struct Report {
     pub total_seconds: f64,
     /// The job's measurements in full.
     pub job: Option<Job>,
+    /// The second act.
+    pub rdma: Option<rdma::Report>,
 }
 
 impl Report {
@@ -149,7 +156,10 @@ impl Report {
         Report {
             passed: failures.is_empty(),
             failures,
-            kernel_release: facts.kernel_release,
+            kernel_release: facts
+                .kernel_release
+                .or_else(|| facts.rdma.as_ref()?.kernel_release.clone()),
+            rdma: facts.rdma.as_ref().map(rdma::Report::new),
             stock_kernel: is_stock(facts.stock.as_ref()),
             stock: facts.stock,
             provider_chosen: facts.candidates.iter().find(|c| c.chosen).map(|c| c.device.clone()),
@@ -206,6 +216,18 @@ fn is_verified(job: &Job) -> bool {
 /// Everything that is not as it must be, in words.
 fn judge(facts: &Facts) -> Vec<String> {
     let mut failures = facts.errors.clone();
+    if facts.first {
+        judge_first(facts, &mut failures);
+    }
+    if let Some(rdma) = &facts.rdma {
+        let second = rdma::judge(rdma);
+        failures.extend(second.into_iter().map(|failure| format!("second act: {failure}")));
+    }
+    failures
+}
+
+/// What of the first act is not as it must be.
+fn judge_first(facts: &Facts, failures: &mut Vec<String>) {
     let mut must = |holds: bool, else_what: String| {
         if !holds {
             failures.push(else_what);
@@ -246,7 +268,6 @@ fn judge(facts: &Facts) -> Vec<String> {
         facts.findings.is_empty(),
         format!("the kernel log has bad lines: {}", facts.findings.join(" | ")),
     );
-    failures
 }
 
 /// What must hold of the runs; `from` and `to` name the drives.

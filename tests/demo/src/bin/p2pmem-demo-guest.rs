@@ -4,14 +4,16 @@
 //! drive, peer to peer and then staged through host memory. Its story goes to standard error, and what it measured, as
 //! JSON, to standard output.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, Subcommand};
 use memmap2::{MmapMut, MmapOptions};
 use num_complex::{Complex32, Complex64};
@@ -19,6 +21,7 @@ use p2pmem::{Buffer, Client, Device, Mapping, PciAddr, Request, human_size, open
 use p2pmem_accel_regs::driver::{Accel, Direction};
 use p2pmem_demo::compare::{Comparator, Comparison};
 use p2pmem_demo::job::{Job, POINTS, Run, SAMPLE, Seconds, Way};
+use p2pmem_demo::rdma::{Revoked, Scanned};
 use p2pmem_demo::samples::{Generator, demo_tones};
 use p2pmem_demo::traffic::Traffic;
 use p2pmem_guest::devices::{self, Devices};
@@ -28,6 +31,13 @@ use rustfft::FftPlanner;
 
 /// Longest time one command may take the accelerator.
 const ACCEL_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a program may take to move something, and to end when its accelerator is gone.
+const PROGRAM_LIMIT: Duration = Duration::from_secs(30);
+/// How often it is looked at.
+const LOOK: Duration = Duration::from_millis(20);
+/// Bytes that are moved when the accelerator counts as in use.
+const IN_USE: u64 = 4 << 20;
 
 /// Makes samples, and transforms them in an accelerator, from drive to drive.
 #[derive(Parser)]
@@ -59,6 +69,27 @@ enum Verb {
         /// Drive that gets the result, on its blocks from the first one on
         #[arg(long)]
         to: String,
+    },
+    /// Look for words in all memory of an accelerator that has no driver
+    Scan {
+        /// The accelerator, by its name in the topology
+        #[arg(long)]
+        accel: String,
+        /// The words, in hexadecimal
+        #[arg(long, value_delimiter = ',', value_parser = hex)]
+        words: Vec<u64>,
+    },
+    /// Run a program, and unbind an accelerator as soon as a NIC moves data from or to it
+    Revoke {
+        /// The accelerator, by its name in the topology
+        #[arg(long)]
+        accel: String,
+        /// The NIC
+        #[arg(long)]
+        nic: String,
+        /// The program and its arguments
+        #[arg(last = true, required = true)]
+        program: Vec<String>,
     },
 }
 
@@ -250,7 +281,111 @@ fn main() -> Result<()> {
             println!("{}", serde_json::to_string(&job)?);
             Ok(())
         }
+        Verb::Scan { accel, words } => {
+            println!("{}", serde_json::to_string(&scan(&accel, &words)?)?);
+            Ok(())
+        }
+        Verb::Revoke { accel, nic, program } => {
+            println!("{}", serde_json::to_string(&revoke(&accel, &nic, &program)?)?);
+            Ok(())
+        }
     }
+}
+
+fn hex(text: &str) -> Result<u64, String> {
+    u64::from_str_radix(text, 16).map_err(|_| "give a word in hexadecimal".into())
+}
+
+/// Looks for words in all memory of an accelerator, and has the accelerator sum it up.
+fn scan(accel: &str, words: &[u64]) -> Result<Scanned> {
+    let devices = devices::load()?;
+    let device = devices
+        .get(accel)
+        .with_context(|| format!("no device {accel} in the topology"))?;
+    let accel = Accel::open(&device.bdf)?;
+    let size = accel.memory_size();
+    let checksum = accel.checksum(0, size, ACCEL_LIMIT)?;
+    let memory = accel.map_memory()?;
+    let wanted: BTreeSet<u64> = words.iter().copied().collect();
+    let mut found = BTreeSet::new();
+    let mut piece = vec![0u64; PIECE / 8];
+    for offset in (0..size).step_by(PIECE) {
+        memory.read(offset, bytemuck::cast_slice_mut(&mut piece))?;
+        found.extend(
+            piece
+                .iter()
+                .map(|word| u64::from_le(*word))
+                .filter(|word| wanted.contains(word)),
+        );
+    }
+    Ok(Scanned {
+        bytes: size,
+        checksum,
+        found: found.len() as u64,
+    })
+}
+
+/// Bytes that a NIC has moved from and to other devices' memory since the boot.
+fn moved(nic: &str) -> Result<u64> {
+    let payload = snapshot()?[nic]["counters"]["payload"].take();
+    let number = |key: &str| {
+        payload[key]
+            .as_u64()
+            .with_context(|| format!("counters of {nic} without {key}"))
+    };
+    Ok(number("peer_read")? + number("peer_written")?)
+}
+
+/// Runs a program, unbinds the accelerator under it, and waits for its end.
+fn revoke(accel: &str, nic: &str, program: &[String]) -> Result<Revoked> {
+    let devices = devices::load()?;
+    let device = devices
+        .get(accel)
+        .with_context(|| format!("no device {accel} in the topology"))?;
+    let unbind = device.sysfs().join("driver/unbind");
+    ensure!(unbind.exists(), "{accel} has no driver");
+    let before = moved(nic)?;
+    // Its output is for people; ours, which is parsed, stays apart.
+    let mut child = Command::new(&program[0])
+        .args(&program[1..])
+        .stdout(std::io::stderr())
+        .spawn()
+        .with_context(|| program[0].clone())?;
+    let told = unbind_in_use(&mut child, &unbind, &device.bdf, nic, before);
+    let deadline = Instant::now() + PROGRAM_LIMIT;
+    while told.is_ok() && child.try_wait()?.is_none() && Instant::now() < deadline {
+        thread::sleep(LOOK);
+    }
+    // It may have ended just now, which is as good.
+    let _ = child.kill();
+    child.wait()?;
+    let (unbind_ms, at_unbind) = told?;
+    Ok(Revoked {
+        unbind_ms,
+        moved_before: at_unbind - before,
+        moved_after: moved(nic)? - at_unbind,
+    })
+}
+
+/// Unbinds the accelerator once enough was moved; returns the milliseconds it took, and what was moved by its end.
+fn unbind_in_use(child: &mut Child, unbind: &Path, bdf: &str, nic: &str, before: u64) -> Result<(f64, u64)> {
+    let deadline = Instant::now() + PROGRAM_LIMIT;
+    while moved(nic)? < before + IN_USE {
+        ensure!(
+            Instant::now() < deadline,
+            "{nic} moved nothing within {PROGRAM_LIMIT:?}"
+        );
+        if let Some(status) = child.try_wait()? {
+            bail!("the program ended before anything was moved: {status}");
+        }
+        thread::sleep(LOOK);
+    }
+    let start = Instant::now();
+    std::fs::write(unbind, bdf).with_context(|| unbind.display().to_string())?;
+    let took = start.elapsed();
+    let now = moved(nic)?;
+    eprintln!("{bdf} is unbound");
+    Ok((took.as_secs_f64() * 1000.0, now))
 }
 
 /// Writes a file of samples.
