@@ -425,6 +425,8 @@ mod tests {
                 build_id: "00".into(),
                 objections: vec![],
             }),
+            first: true,
+            rdma: None,
             providers_expected: 2,
             candidates: vec![
                 candidate("accel0", true, "same-switch"),

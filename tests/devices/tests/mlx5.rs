@@ -83,7 +83,7 @@ fn a_driver_finds_its_way() {
     assert_eq!(ifc::cmd_hca_cap::IB_VIRT.get(caps), 1);
     assert_eq!(ifc::cmd_hca_cap::LOG_MAX_QP.get(caps), 16);
     // A kind of capabilities that there is not.
-    assert_eq!(query(&mut driver, 1 | 4 << 1), Err(Refused::Status(BAD_PARAMETER)));
+    assert_eq!(query(&mut driver, 1 | (4 << 1)), Err(Refused::Status(BAD_PARAMETER)));
     assert!(lid(&mut driver) >= 2);
     // Unknown opcodes are answered, and told of.
     let unknown = driver.run(op::CREATE_TIR, 512, 64, |_| {});
@@ -241,7 +241,7 @@ fn messages_arrive() {
     let (sent, received) = (sent.unwrap(), received.unwrap());
     assert_eq!(
         wire::cqe64::SOP_DROP_QPN.get32(&sent),
-        constants::MLX5_OPCODE_SEND_IMM << 24 | qp.number
+        (constants::MLX5_OPCODE_SEND_IMM << 24) | qp.number
     );
     assert_eq!(ended(&received).0, constants::MLX5_CQE_RESP_SEND_IMM);
     assert_eq!(wire::cqe64::IMMEDIATE.get(&received), 0xdead_beef);
@@ -717,7 +717,7 @@ fn resets_forget_everything() {
     driver.init();
     // A software reset leaves it switched off until the driver switches it on.
     driver.write_register(0x14, 7 << 8);
-    until("the reset", || (driver.register(0x14) >> 8 & 7 == 1).then_some(()));
+    until("the reset", || ((driver.register(0x14) >> 8) & 7 == 1).then_some(()));
     assert_eq!(driver.handle.status().unwrap().memory_keys, 0);
     driver.write_register(0x14, RAM as u32);
     driver.init();

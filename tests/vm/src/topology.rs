@@ -789,7 +789,11 @@ mod tests {
                 "description = \"test\"\n[machine]\ncount_instructions = true",
                 "count_instructions with smp 2",
             ),
-            ("description = \"test\"\n[machine]\nsmp = 0", "smp 0"),
+            (
+                "description = \"test\"",
+                "description = \"test\"\n[machine]\nsmp = 0",
+                "smp 0",
+            ),
             (
                 "description = \"test\"",
                 "description = \"test\"\n[machine]\nnuma = [{ memory = \"1G\", cpus = [0] }]",

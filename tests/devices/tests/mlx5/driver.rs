@@ -279,7 +279,7 @@ impl Driver {
                 mkc::MKEY_7_0.set(context, 0x77_u32);
             },
         );
-        create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8 | 0x77
+        (create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8) | 0x77
     }
 
     /// An event queue for the events whose types are given, on this interrupt.
@@ -297,7 +297,7 @@ impl Driver {
             eqc::LOG_EQ_SIZE.set(context, LOG_ENTRIES);
             eqc::UAR_PAGE.set(context, uar);
             eqc::INTR.set(context, vector);
-            let mask = types.iter().fold(0_u64, |mask, event| mask | 1 << event);
+            let mask = types.iter().fold(0_u64, |mask, event| mask | (1 << event));
             create_eq_in::EVENT_BITMASK.at(0).set(input, mask);
             pages(create_eq_in::PAS.of_mut(input), buffer, bytes);
         });
@@ -314,7 +314,7 @@ impl Driver {
     /// Says how far an event queue was read, and asks for an interrupt.
     pub fn arm_events(&mut self, ring: &Ring) {
         let offset = u64::from(self.uar) * 4096 + 0x40;
-        self.write_register(offset, ring.number << 24 | ring.next & 0xff_ffff);
+        self.write_register(offset, (ring.number << 24) | ring.next & 0xff_ffff);
     }
 
     /// The next event, if there is one.
@@ -366,7 +366,7 @@ impl Driver {
 
     /// Asks a completion queue for an event: sequence number, and whether only solicited completions count.
     pub fn arm_completions(&mut self, ring: &Ring, sequence: u32, solicited: bool) {
-        let word = sequence << 28 | u32::from(solicited) << 24 | ring.next & 0xff_ffff;
+        let word = (sequence << 28) | (u32::from(solicited) << 24) | ring.next & 0xff_ffff;
         let mut data = word.to_be_bytes().to_vec();
         data.extend(ring.number.to_be_bytes());
         let offset = u64::from(self.uar) * 4096 + 0x20;
@@ -503,8 +503,8 @@ impl Driver {
         let len = 16 + segments.iter().map(Vec::len).sum::<usize>();
         let mut entry = vec![0; 16];
         use wire::wqe_ctrl_seg as seg;
-        seg::OPMOD_IDX_OPCODE.set(&mut entry, (qp.sent & 0xffff) << 8 | opcode);
-        seg::QPN_DS.set(&mut entry, qp.number << 8 | len as u32 / 16);
+        seg::OPMOD_IDX_OPCODE.set(&mut entry, ((qp.sent & 0xffff) << 8) | opcode);
+        seg::QPN_DS.set(&mut entry, (qp.number << 8) | (len as u32 / 16));
         let flags = constants::MLX5_WQE_CTRL_CQ_UPDATE | constants::MLX5_WQE_CTRL_SOLICITED;
         seg::FM_CE_SE.set(&mut entry, flags);
         seg::IMM.set(&mut entry, immediate);

@@ -134,8 +134,8 @@ impl Importer {
 
     /// Gives a command.
     pub(super) fn say(&self, line: &str) -> Result<(), i32> {
-        match (&self.0).write(line.as_bytes()) {
-            Ok(_) => Ok(()),
+        match (&self.0).write_all(line.as_bytes()) {
+            Ok(()) => Ok(()),
             Err(e) => Err(e.raw_os_error().unwrap_or(0)),
         }
     }
@@ -368,7 +368,9 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let top = u64::MAX & !0xfff;
     let mut too_many: Vec<_> = (0..64).map(|n| (n * page, page)).collect();
     too_many.push((65 * page, page));
-    let cases: &[(&[(u64, u64)], i32, &str)] = &[
+    /// Ranges, the errno that they are refused with, and words of the sentence that says why.
+    type Case<'a> = (&'a [(u64, u64)], i32, &'a str);
+    let cases: &[Case<'_>] = &[
         (&[], libc::EINVAL, "no range"),
         (&[(0, 0)], libc::EINVAL, "0 bytes"),
         (&[(0, page), (page, 0)], libc::EINVAL, "range 1 has 0 bytes"),

@@ -135,7 +135,7 @@ pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let mut all: Vec<(abi::p2pmem_alloc, OwnedFd, Importer)> = Vec::new();
     for n in 1..=20 {
-        let (a, dma_buf) = exported_buffer(fd, n * 64 << 10, 0)?;
+        let (a, dma_buf) = exported_buffer(fd, (n * 64) << 10, 0)?;
         let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
         importer.say("pin").map_err(errno)?;
         all.push((a, dma_buf, importer));
@@ -494,7 +494,7 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
                 }
             };
             let made = export(fd, a.handle, 0, &[(0, 64 << 10), (128 << 10, 64 << 10)]);
-            if n >> 40 & 1 == 0 {
+            if (n >> 40) & 1 == 0 {
                 free(fd, a.handle).map_err(errno)?;
             }
             let dma_buf = match made {
@@ -509,7 +509,7 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
                 fine("attach", code)?;
                 continue;
             }
-            for _ in 0..n >> 41 & 3 {
+            for _ in 0..(n >> 41) & 3 {
                 match importer.say("map") {
                     Ok(()) => {
                         mapped.fetch_add(1, Ordering::Relaxed);
@@ -520,7 +520,7 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
                 }
             }
             let _ = importer.say("map");
-            match n >> 43 & 3 {
+            match (n >> 43) & 3 {
                 0 => drop(dma_buf),
                 1 => drop(importer),
                 _ => {}
