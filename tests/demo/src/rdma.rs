@@ -391,13 +391,19 @@ pub fn judge(facts: &Facts) -> Vec<String> {
         format!("the writer did not end with a remote access error: {cut_off:?}"),
     );
     match facts.stale {
-        Some(stale) => must(
-            stale.attempts == STALE_ATTEMPTS && stale.writes == 0,
-            format!(
-                "{} of {} writes after a buffer's end reached the memory",
-                stale.writes, stale.attempts
-            ),
-        ),
+        Some(stale) => {
+            must(
+                stale.attempts == STALE_ATTEMPTS && stale.writes == 0,
+                format!(
+                    "{} of {} writes after a buffer's end reached the memory",
+                    stale.writes, stale.attempts
+                ),
+            );
+            must(
+                stale.unchanged,
+                "the memory is changed after the writes to a buffer that had ended".into(),
+            );
+        }
         None => must(false, "no writes were tried after a buffer's end".into()),
     }
     must(

@@ -216,6 +216,9 @@ fn is_verified(job: &Job) -> bool {
 /// Everything that is not as it must be, in words.
 fn judge(facts: &Facts) -> Vec<String> {
     let mut failures = facts.errors.clone();
+    if !facts.first && facts.rdma.is_none() {
+        failures.push("no act was done".into());
+    }
     if facts.first {
         judge_first(facts, &mut failures);
     }
