@@ -157,10 +157,11 @@ fn sum_up(report: &Report) {
         .and_then(|rdma| Some((way(rdma, rdma::ACC_ACC)?, way(rdma, rdma::STAGED)?)))
     {
         println!(
-            "   {} from accelerator to accelerator by RDMA, every byte right, with {} of host memory touched; staged it was {}.",
+            "   {} from accelerator to accelerator by RDMA, every byte right, with {} of host memory touched; staged it was {:.0} \
+             for each byte.",
             human_size(direct.payload_bytes),
             human_size(direct.host_bytes),
-            human_size(staged.host_bytes),
+            staged.host_bytes_per_payload_byte,
         );
     }
 }

@@ -33,7 +33,7 @@ pub struct Moved {
     pub nics_elsewhere: u64,
     /// Read from and written to host memory by accelerators.
     pub accels_host: u64,
-    /// Bytes of all packets that NICs sent, headers included.
+    /// Payload of all packets that NICs sent.
     pub wire: u64,
 }
 

@@ -577,4 +577,19 @@ mod tests {
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
         assert!(report.write(Path::new("/proc/no/demo.json")).is_err());
     }
+
+    #[test]
+    fn each_act_is_judged_where_it_was_to_be_done() {
+        let with = |first, rdma: Option<rdma::Facts>| Report::new(Facts { first, rdma, ..facts() });
+        let empty = || Some(rdma::Facts::default());
+        assert!(with(true, None).passed && with(true, None).rdma.is_none());
+        let second = with(true, empty());
+        assert!(!second.passed && second.failures.iter().all(|f| f.starts_with("second act: ")));
+        assert_eq!(second.rdma.map(|rdma| rdma.stock_kernel), Some(false));
+        let only = Report::new(Facts {
+            rdma: empty(),
+            ..Facts::default()
+        });
+        assert_eq!(only.failures, second.failures, "nothing is asked of the first act");
+    }
 }

@@ -157,12 +157,30 @@ impl Bed {
     }
 }
 
+/// Prints a command as one would type it where the programs are installed.
 fn show_command(node: &str, argv: &[&str]) {
-    let words: Vec<&str> = argv
+    let mut line = argv
         .iter()
-        .map(|word| word.rsplit('/').next().unwrap_or(word))
-        .collect();
-    show(&format!("{node}# {}", words.join(" ")));
+        .map(|word| {
+            if word.contains(' ') {
+                format!("'{word}'")
+            } else {
+                (*word).to_owned()
+            }
+        })
+        .collect::<Vec<_>>()
+        .join(" ");
+    // The folders that this checkout's programs were built in.
+    let folders = [
+        tool("p2pmemctl").ok(),
+        sibling("p2pmem-demo-guest").ok().map(|path| path.display().to_string()),
+    ];
+    for path in folders.into_iter().flatten() {
+        if let Some((folder, _)) = path.rsplit_once('/') {
+            line = line.replace(&format!("{folder}/"), "");
+        }
+    }
+    show(&format!("{node}# {line}"));
 }
 
 /// Does the act, and takes down whatever of it is up.

@@ -64,7 +64,7 @@ impl Message for Say {
 
 /// The word of which write `i` consists; write 0 is the one before the end.
 fn marker(seed: u64, i: u64) -> u64 {
-    mixed(mixed(seed) ^ mixed(i))
+    mixed(mixed(seed).wrapping_add(i))
 }
 
 fn block(word: u64) -> Vec<u8> {
