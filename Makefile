@@ -84,6 +84,14 @@ format: sandbox ## format all Rust sources
 	@$(in) cargo fmt --manifest-path userspace/Cargo.toml --all
 	@$(in) cargo fmt --manifest-path tests/Cargo.toml --all
 
+ifdef module-for
+rust-analyzer: modules ## set rust-analyzer up for module, user space and tests together, and check that it understands them
+	@tools/rust-analyzer host
+else
+rust-analyzer: modules
+	@tools/rust-analyzer sandbox
+endif
+
 test-user: sandbox ## tests that need no guest: of user space and of the test bed's own parts
 	@$(cargo) test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
 	@$(cargo) test --manifest-path tests/Cargo.toml --no-fail-fast
@@ -127,5 +135,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo test sandbox modules user testbed lint format test-user test-vm rust-metadata modules_install install \
+.PHONY: help demo test sandbox modules user testbed lint format rust-analyzer test-user test-vm rust-metadata modules_install install \
 	dkms clean distclean
