@@ -15,6 +15,7 @@ use crate::{
         vma::{Fault, Mappable}, //
     },
     memory::Memory,
+    peer_client::Registration,
     provider::Provider,
     refusal::{refuse, Answer},
 };
@@ -50,13 +51,15 @@ impl State {
 
 struct Inner {
     state: State,
-    /// Handles, mappings and exports.
+    /// Handles, mappings, exports and registrations.
     holders: u32,
     /// Mappings alone.
     mappings: u32,
     /// dma-bufs that are not closed yet, and how many they are.
     exports: RBTree<u64, Arc<Export>>,
     nr_exports: u32,
+    /// What RDMA adapters have registered of it by way of its mappings.
+    registrations: RBTree<u64, Arc<Registration>>,
     /// There while the buffer is Live or Revoking.
     memory: Option<KBox<Memory>>,
 }
@@ -118,6 +121,7 @@ impl Buffer {
                     mappings: 0,
                     exports: RBTree::new(),
                     nr_exports: 0,
+                    registrations: RBTree::new(),
                     memory: None,
                 }),
             }),
@@ -220,6 +224,57 @@ impl Buffer {
             from = export.id + 1;
             f(&export);
         }
+    }
+
+    /// One more registration of a Live buffer, by its number. Errors: `ENODEV` when it was revoked or has ended.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn add_registration(&self, node: RBTreeNode<u64, Arc<Registration>>) -> Result {
+        let mut inner = self.inner.lock();
+        if inner.state != State::Live {
+            drop(inner);
+            drop(node);
+            return Err(ENODEV);
+        }
+        inner.registrations.insert(node);
+        inner.holders += 1;
+        Ok(())
+    }
+
+    /// A registration was ended.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn end_registration(&self, id: u64) {
+        let ended = self.inner.lock().registrations.remove(&id);
+        drop(ended);
+        self.release(false);
+    }
+
+    /// Calls `f` with each registration, one after the other and without a lock. Those that come meanwhile may be missed.
+    pub(crate) fn for_each_registration(&self, mut f: impl FnMut(&Registration)) {
+        let mut from = 0;
+        loop {
+            let inner = self.inner.lock();
+            let next = inner
+                .registrations
+                .cursor_lower_bound(&from)
+                .map(|cursor| cursor.current().1.clone());
+            drop(inner);
+            let Some(registration) = next else {
+                return;
+            };
+            from = registration.id() + 1;
+            f(&registration);
+        }
+    }
+
+    /// Prepares the pages of a Live buffer for others' references. Errors: `ENODEV` when it was revoked.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn hold_pages(&self) -> Result {
+        let mut inner = self.inner.lock();
+        if inner.state != State::Live {
+            return Err(ENODEV);
+        }
+        inner.memory.as_mut().ok_or(ENODEV)?.hold();
+        Ok(())
     }
 
     /// One holder less; the last one ends the buffer.

@@ -19,6 +19,7 @@ use crate::{
     },
     orchestrator::{visible_bus_addr, Account, Orchestrator, Wish},
     path::{PathClass, PciAddr},
+    peer_client,
     placement::Named,
     ranges::Range,
     refusal::{refuse, Answer, Refusal, Text},
@@ -213,7 +214,7 @@ impl File {
         *info = uapi::Info {
             abi_version: consts::ABI_VERSION,
             page_size: PAGE_SIZE as u32,
-            features: consts::FEATURES,
+            features: consts::FEATURES | consts::feature_peer_memory(peer_client::is_open()),
             providers: providers.len() as u32,
             generation: self.orchestrator.generation(),
             ..Default::default()

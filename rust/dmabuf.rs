@@ -14,9 +14,11 @@ use crate::{
         global,
         log::{self, Owner},
         p2pdma::Target,
+        pci::Function,
         uapi::{self, consts},
     },
     orchestrator::Orchestrator,
+    provider::Provider,
     ranges::{self, Fault, Range},
     refusal::{refuse, Answer, Refusal},
     THIS_MODULE,
@@ -168,10 +170,9 @@ impl Export {
     /// limit; for mappings there is none, as the memory cannot be anybody else's before, but a line in the log that
     /// names who holds on.
     pub(crate) fn await_idle(&self, patience: &mut Patience) {
-        const SAY: [u64; 3] = [1, 10, 60];
         let mut waited = 0;
         while !self.is_idle() {
-            if SAY.contains(&waited) || waited > 0 && waited % 300 == 0 {
+            if worth_saying(waited) {
                 self.name_holders(waited);
             }
             self.idle.wait(1_000);
@@ -256,31 +257,7 @@ impl Export {
         if importer.reaches(provider.function()) {
             return Ok(());
         }
-        let unreachable = uapi::errno(uapi::EHOSTUNREACH);
-        let Some(function) = importer.function() else {
-            return Err(refuse!(
-                unreachable,
-                "{} is no PCI function, so there is no way to {}",
-                name,
-                provider.addr
-            ));
-        };
-        let path = global::orchestrator()?.path(provider, &function)?;
-        Err(if path.acs_redirect {
-            refuse!(
-                unreachable,
-                "{} cannot reach {}: a port on the way redirects peer traffic (ACS), and the kernel does not know that this host bridge forwards it",
-                name,
-                provider.addr
-            )
-        } else {
-            refuse!(
-                unreachable,
-                "{} cannot reach {}: the way is through the host bridge, of which the kernel does not know that it forwards peer traffic",
-                name,
-                provider.addr
-            )
-        })
+        Err(unreachable(provider, name, importer.function()))
     }
 
     /// Takes an importer into the books.
@@ -442,6 +419,44 @@ impl Exporter for Export {
         if registered {
             this.buffer.end_export(this.id);
         }
+    }
+}
+
+/// Whether waiting for somebody to let go is worth a line in the log after so many seconds.
+pub(crate) fn worth_saying(waited: u64) -> bool {
+    const SAY: [u64; 3] = [1, 10, 60];
+    SAY.contains(&waited) || waited > 0 && waited % 300 == 0
+}
+
+/// Why the kernel says that a device, which is a PCI function or not, does not reach a provider.
+pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
+    let unreachable = uapi::errno(uapi::EHOSTUNREACH);
+    let Some(function) = function else {
+        return refuse!(
+            unreachable,
+            "{} is no PCI function, so there is no way to {}",
+            name,
+            provider.addr
+        );
+    };
+    let path = match global::orchestrator().and_then(|o| o.path(provider, &function)) {
+        Ok(path) => path,
+        Err(e) => return e.into(),
+    };
+    if path.acs_redirect {
+        refuse!(
+            unreachable,
+            "{} cannot reach {}: a port on the way redirects peer traffic (ACS), and the kernel does not know that this host bridge forwards it",
+            name,
+            provider.addr
+        )
+    } else {
+        refuse!(
+            unreachable,
+            "{} cannot reach {}: the way is through the host bridge, of which the kernel does not know that it forwards peer traffic",
+            name,
+            provider.addr
+        )
     }
 }
 

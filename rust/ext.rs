@@ -15,6 +15,8 @@ pub(crate) mod global;
 pub(crate) mod log;
 pub(crate) mod p2pdma;
 pub(crate) mod pci;
+#[cfg(p2pmem_peer)]
+pub(crate) mod peer_mem;
 pub(crate) mod uapi;
 pub(crate) mod vma;
 pub(crate) mod window;

@@ -86,13 +86,19 @@ impl Memory {
 
     /// Maps what is `offset` into the piece, and up to `left` bytes behind it, where a fault wants it.
     pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
+        self.hold();
+        let (backing, start) = self.place();
+        backing.insert(fault, start + offset, left)
+    }
+
+    /// Takes our references on its pages, so that others can.
+    pub(crate) fn hold(&mut self) {
         let size = self.size;
         let touched = core::mem::replace(&mut self.touched, true);
         let (backing, start) = self.place();
         if !touched {
             backing.hold(start, size);
         }
-        backing.insert(fault, start + offset, left)
     }
 
     /// As [`Self::map`], for a page table's worth of memory as one entry. Errors: `EAGAIN` where that cannot be.

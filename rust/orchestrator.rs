@@ -16,6 +16,7 @@ use crate::{
         vma::AddressSpace, //
     },
     path::{Path, PathClass, PciAddr},
+    peer_client::Peers,
     placement::{self, Candidate, Named, Outcome, Strategy, Verdict},
     provider::{Counters, Kind, Leave, Parts, Provider},
     refusal::{refuse, Answer, Text},
@@ -89,6 +90,8 @@ pub(crate) struct Orchestrator {
     registry: Mutex<Registry>,
     #[pin]
     files: Mutex<KVec<Arc<File>>>,
+    #[pin]
+    peers: Peers,
 }
 
 impl Orchestrator {
@@ -106,6 +109,7 @@ impl Orchestrator {
                     cache: Cache::new(),
                 }),
                 files <- new_mutex!(KVec::new()),
+                peers <- Peers::new(),
             }),
             GFP_KERNEL,
         )
@@ -113,6 +117,11 @@ impl Orchestrator {
 
     pub(crate) fn space(&self) -> &AddressSpace<Buffer> {
         &self.space
+    }
+
+    /// What RDMA adapters have registered by way of mappings.
+    pub(crate) fn peers(&self) -> &Peers {
+        &self.peers
     }
 
     pub(crate) fn generation(&self) -> u64 {
@@ -668,8 +677,8 @@ impl Orchestrator {
         );
     }
 
-    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers are told
-    /// to let go. False when it had ended already.
+    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers and
+    /// adapters are told to let go. False when it had ended already.
     fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
         if !buffer.revoke() {
             return false;
@@ -677,6 +686,7 @@ impl Orchestrator {
         let (_, mappings) = buffer.status();
         self.space.unmap(buffer.page_offset, buffer.size / PAGE);
         buffer.for_each_export(|export| export.revoke());
+        buffer.for_each_registration(|registration| registration.revoke());
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.tell(consts::EVENT_BUFFER_REVOKED, buffer.provider.id, Some(buffer));
         if log::allowed() {
@@ -691,10 +701,11 @@ impl Orchestrator {
         true
     }
 
-    /// Ends a buffer that was revoked: waits for its importers, and gives its memory back.
+    /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
     fn finish_revoke(&self, buffer: &Arc<Buffer>, patience: &mut Patience) {
         if buffer.status().0 == State::Revoking {
             buffer.for_each_export(|export| export.await_idle(patience));
+            buffer.for_each_registration(|registration| registration.await_idle());
             buffer.finish_revoke();
         }
     }

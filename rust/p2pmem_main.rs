@@ -21,6 +21,8 @@ mod ext;
 mod memory;
 mod orchestrator;
 mod path;
+#[cfg_attr(not(p2pmem_peer), path = "peer_client/absent.rs")]
+mod peer_client;
 mod placement;
 mod provider;
 mod ranges;
@@ -44,6 +46,7 @@ module! {
 /// providers leave, then what they were made of goes.
 #[pin_data]
 struct P2pmem {
+    peer_client: peer_client::Door,
     #[pin]
     stats: stats::Files,
     #[pin]
@@ -111,6 +114,7 @@ impl kernel::InPlaceModule for P2pmem {
                 _: {
                     orchestrator.scan()?;
                 },
+                peer_client: peer_client::open()?,
             }? Error))
         })
     }

@@ -590,6 +590,12 @@ impl Provider {
         }
     }
 
+    /// Whether it has not begun to leave.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn is_live(&self) -> bool {
+        self.inner.lock().source.is_some()
+    }
+
     /// First part of leaving: from here on nothing is allocated. Returns false when it was leaving already.
     pub(crate) fn stop(&self) -> Option<Stopped> {
         let source = self.inner.lock().source.take()?;

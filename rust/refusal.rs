@@ -76,6 +76,16 @@ impl Refusal {
         }
     }
 
+    /// The same once more.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn again(&self) -> Self {
+        Self {
+            error: self.error,
+            text: self.text.as_ref().and_then(|text| KBox::new(**text, GFP_KERNEL).ok()),
+            logged: self.logged,
+        }
+    }
+
     /// Keeps it out of the log: the answer to what is a question as often as a mistake.
     pub(crate) fn unlogged(self) -> Self {
         Self { logged: false, ..self }

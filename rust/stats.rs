@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,stats}`, for people who look for what is going on.
+//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,registrations,peer_memory,stats}`, for people who look for what is going on.
 
 use crate::{buffer::State, dmabuf, ext::uapi, orchestrator::Orchestrator};
 use kernel::{
@@ -20,6 +20,10 @@ pub(crate) struct Files {
     #[pin]
     dmabufs: File<Arc<Orchestrator>>,
     #[pin]
+    registrations: File<Arc<Orchestrator>>,
+    #[pin]
+    peer_memory: File<Arc<Orchestrator>>,
+    #[pin]
     stats: File<Arc<Orchestrator>>,
     dir: Dir,
 }
@@ -27,7 +31,9 @@ pub(crate) struct Files {
 /// Makes the folder and its files.
 pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
     let dir = Dir::new(c"p2pmem");
-    let (a, b, c, d) = (
+    let (a, b, c, d, e, g) = (
+        orchestrator.clone(),
+        orchestrator.clone(),
         orchestrator.clone(),
         orchestrator.clone(),
         orchestrator.clone(),
@@ -39,6 +45,8 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
             providers <- dir.clone().read_callback_file(c"providers", Ok::<_, Error>(a), &providers),
             buffers <- dir.clone().read_callback_file(c"buffers", Ok::<_, Error>(b), &buffers),
             dmabufs <- dir.clone().read_callback_file(c"dmabufs", Ok::<_, Error>(c), &dmabuf::describe_all),
+            registrations <- dir.clone().read_callback_file(c"registrations", Ok::<_, Error>(e), &registrations),
+            peer_memory <- dir.clone().read_callback_file(c"peer_memory", Ok::<_, Error>(g), &peer_memory),
             stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(d), &stats),
             dir: keep,
         }? Error))
@@ -94,6 +102,16 @@ fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt:
         });
     }
     result
+}
+
+/// What RDMA adapters have registered by way of mappings.
+fn registrations(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    orchestrator.peers().list(f)
+}
+
+/// Where the peer-memory interface was found, how the client is registered, and what was called.
+fn peer_memory(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    orchestrator.peers().describe(f)
 }
 
 /// The counters of all providers there ever were.

@@ -77,6 +77,29 @@ pub(crate) struct DeviceName {
     driver: [u8; 32],
 }
 
+impl DeviceName {
+    /// # Safety
+    ///
+    /// `device` must be valid.
+    pub(super) unsafe fn of(device: *mut bindings::device) -> Self {
+        let mut name = Self {
+            name: [0; 32],
+            driver: [0; 32],
+        };
+        // SAFETY: The caller promises a valid device, and the buffers are as long as the call is told.
+        unsafe {
+            sys::p2pmem_dev_names(
+                device,
+                name.name.as_mut_ptr(),
+                name.name.len(),
+                name.driver.as_mut_ptr(),
+                name.driver.len(),
+            )
+        };
+        name
+    }
+}
+
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |f: &mut fmt::Formatter<'_>, bytes: &[u8]| -> fmt::Result {
@@ -101,21 +124,8 @@ impl Importer<'_> {
     }
 
     pub(crate) fn name(&self) -> DeviceName {
-        let mut name = DeviceName {
-            name: [0; 32],
-            driver: [0; 32],
-        };
-        // SAFETY: The importer's device is valid while it attaches, and the buffers are as long as the call is told.
-        unsafe {
-            sys::p2pmem_dev_names(
-                self.device(),
-                name.name.as_mut_ptr(),
-                name.name.len(),
-                name.driver.as_mut_ptr(),
-                name.driver.len(),
-            )
-        };
-        name
+        // SAFETY: The importer's device is valid while it attaches.
+        unsafe { DeviceName::of(self.device()) }
     }
 
     /// Whether its driver can do DMA to memory of other devices, which has no struct pages.

@@ -37,6 +37,14 @@ pub(crate) mod consts {
         | sys::P2PMEM_FEATURE_ADOPT
         | sys::P2PMEM_FEATURE_DMABUF
         | sys::P2PMEM_FEATURE_PAGELESS) as u64;
+    /// What it can do besides where programs can register mapped buffers.
+    pub(crate) fn feature_peer_memory(open: bool) -> u64 {
+        if open {
+            u64::from(sys::P2PMEM_FEATURE_PEER_MEMORY)
+        } else {
+            0
+        }
+    }
     pub(crate) const PATHS_RESCAN: u32 = sys::P2PMEM_PATHS_RESCAN;
     pub(crate) const PATH_ACS_REDIRECT: u32 = sys::P2PMEM_PATH_ACS_REDIRECT;
     pub(crate) const PATH_BUS_ADDR: u32 = sys::P2PMEM_PATH_BUS_ADDR;

@@ -7,6 +7,8 @@
 #include <linux/types.h>
 #include <uapi/linux/p2pmem.h>
 
+#include "peer_mem.h"
+
 struct page;
 struct pci_dev;
 struct inode;

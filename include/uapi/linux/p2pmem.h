@@ -48,6 +48,7 @@ struct p2pmem_pci_addr {
 #define P2PMEM_FEATURE_ADOPT		(1ULL << 2)	/* providers other drivers published are adopted */
 #define P2PMEM_FEATURE_DMABUF		(1ULL << 3)	/* buffers can be exported as dma-bufs */
 #define P2PMEM_FEATURE_PAGELESS		(1ULL << 4)	/* providers can do without struct pages */
+#define P2PMEM_FEATURE_PEER_MEMORY	(1ULL << 5)	/* ibv_reg_mr() takes mappings of buffers */
 
 /**
  * struct p2pmem_info - what this module is, and what it holds in all

@@ -1,0 +1,531 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The peer-memory interface: how an RDMA core that has it learns that memory which a program registers is ours.
+//!
+//! C header: `rust/sys/peer_mem.h`
+//!
+//! The core calls a client for each registration in the order acquire, get_pages, dma_map; and dma_unmap, put_pages,
+//! release. Between the two the client may *invalidate*: the core then makes the adapter forget the registration before
+//! that call returns, and the second half may come at any time, from another thread, in part, or twice.
+//!
+//! A registration is known to the core by a number, not by a pointer: a call that comes too late finds nothing.
+
+use super::{
+    dma_buf::{DeviceName, Piece},
+    p2pdma::{self, Target},
+    pci::Function,
+};
+use crate::sys;
+use core::{
+    marker::PhantomData,
+    mem::{offset_of, size_of},
+    ptr::{self, NonNull},
+};
+use kernel::{
+    bindings,
+    error::{from_err_ptr, from_result},
+    ffi, new_mutex,
+    page::PAGE_SIZE,
+    prelude::*,
+    str::CStrExt,
+    sync::{Arc, Mutex, SetOnce},
+};
+
+/// Memory that a program wants to register, as it named it: not in whole pages.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked {
+    pub(crate) address: u64,
+    /// Bytes.
+    pub(crate) size: u64,
+}
+
+/// What the core knows a registration by.
+#[derive(Clone, Copy)]
+pub(crate) struct CoreContext(u64);
+
+/// A client of the interface.
+pub(crate) trait Client: Sized + 'static {
+    /// A registration.
+    type Context: Send + Sync;
+
+    /// A number, not 0, for the registration of memory that is the client's; none where it is not. The core asks in the
+    /// process that registers, one at a time, holding a lock that others need for asking too.
+    fn acquire(asked: Asked) -> Option<usize>;
+    /// The registration of a number. None where it was released.
+    fn find(number: usize) -> Option<Arc<Self::Context>>;
+    /// The memory is to stay. `write`: the adapter will write to it. `core` is for [`invalidate`].
+    fn get_pages(context: &Arc<Self::Context>, write: bool, core: CoreContext) -> Result;
+    /// Maps the memory in the context's slot.
+    fn dma_map(context: &Self::Context, adapter: &Adapter<'_>) -> Result;
+    /// Where the context has its mapping.
+    fn slot(context: &Self::Context) -> &Slot;
+    /// The adapter has no use for the mapping any more. Comes any number of times.
+    fn dma_unmap(context: &Self::Context);
+    /// The memory need not stay. Comes any number of times.
+    fn put_pages(context: &Self::Context);
+    /// The core forgets the number. Comes any number of times.
+    fn release(number: usize);
+}
+
+/// The device that does an adapter's DMA.
+pub(crate) struct Adapter<'a>(Option<&'a bindings::device>);
+
+impl Adapter<'_> {
+    /// Whether it is one that works with the CPU, on kernel addresses. Such an adapter has no device.
+    pub(crate) fn is_virtual(&self) -> bool {
+        self.0.is_none()
+    }
+
+    fn device(&self) -> *mut bindings::device {
+        self.0
+            .map_or(ptr::null_mut(), |device| ptr::from_ref(device).cast_mut())
+    }
+
+    /// Its device's name; none of a virtual one.
+    pub(crate) fn name(&self) -> Option<DeviceName> {
+        self.0?;
+        // SAFETY: The core keeps the device during the call.
+        Some(unsafe { DeviceName::of(self.device()) })
+    }
+
+    /// The PCI function that it is, if it is one.
+    pub(crate) fn function(&self) -> Option<Function> {
+        self.0?;
+        // SAFETY: The core keeps the device, which keeps those above it, during the call.
+        let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
+        // SAFETY: `pdev` is kept by the device until we have a reference of our own.
+        Some(unsafe { Function::of_raw(pdev) })
+    }
+
+    /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
+    pub(crate) fn reaches(&self, provider: &Function) -> bool {
+        // SAFETY: The core keeps the device during the call.
+        self.0.is_some() && unsafe { p2pdma::distance_to(provider, self.device()) }.is_some()
+    }
+}
+
+/// A mapping, and what keeps the memory while it is one.
+///
+/// # Invariants
+///
+/// `raw` is a mapping that is ours. It is one for DMA while `target` is there, and not otherwise.
+struct Mapped {
+    raw: NonNull<sys::p2pmem_peer_map>,
+    target: Option<Target>,
+    /// Neither unmapped nor, where it is one of pages, given up.
+    live: bool,
+}
+
+// SAFETY: A mapping is not bound to a thread.
+unsafe impl Send for Mapped {}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the mapping is ours.
+        unsafe { sys::p2pmem_peer_free(self.raw.as_ptr()) };
+    }
+}
+
+struct Room {
+    mapped: Option<Mapped>,
+    closed: bool,
+}
+
+/// Where a registration has its one mapping. The list of addresses that the core was given stays until this is dropped;
+/// what they mean ends when it is unmapped.
+#[pin_data]
+pub(crate) struct Slot {
+    /// Held while the mapping is made and ended, and never while the core is called.
+    #[pin]
+    room: Mutex<Room>,
+}
+
+impl Slot {
+    pub(crate) fn new() -> impl PinInit<Self> {
+        pin_init!(Self {
+            room <- new_mutex!(Room {
+                mapped: None,
+                closed: false,
+            }),
+        })
+    }
+
+    /// Maps pieces of memory for an adapter; for a virtual one as the pages that they have to have. Returns the number of
+    /// entries.
+    ///
+    /// Errors: `ENODEV` when it is closed, `EBUSY` when there is or was a mapping, `EINVAL` where DMA needs a target,
+    /// and those of the kernel.
+    pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[Piece]) -> Result<u32> {
+        let target = target.filter(|_| !adapter.is_virtual());
+        let provider = match &target {
+            Some(target) => target.as_raw(),
+            None if adapter.is_virtual() => ptr::null_mut(),
+            None => return Err(EINVAL),
+        };
+        let count = u32::try_from(pieces.len())?;
+        let mut room = self.room.lock();
+        if room.closed {
+            return Err(ENODEV);
+        }
+        if room.mapped.is_some() {
+            return Err(EBUSY);
+        }
+        // SAFETY: The core keeps the device during the call, and the mapping keeps it afterwards; the target keeps the
+        // provider and the memory; the slice has as many pieces as the call is told.
+        let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
+        let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
+        // INVARIANT: Made just now, for DMA where there is a target.
+        let mapped = room.mapped.insert(Mapped {
+            raw,
+            target,
+            live: true,
+        });
+        // SAFETY: By the type invariant the mapping is ours.
+        Ok(unsafe { sys::p2pmem_peer_nents(mapped.raw.as_ptr()) })
+    }
+
+    /// Ends the mapping. Whether there was one.
+    pub(crate) fn unmap(&self) -> bool {
+        let mut room = self.room.lock();
+        let Some(mapped) = room.mapped.as_mut().filter(|mapped| mapped.live) else {
+            return false;
+        };
+        mapped.live = false;
+        // SAFETY: By the type invariant the mapping is ours.
+        unsafe { sys::p2pmem_peer_unmap(mapped.raw.as_ptr()) };
+        let target = mapped.target.take();
+        drop(room);
+        // Outside the lock, as this may be the last reference to a provider's memory.
+        drop(target);
+        true
+    }
+
+    /// Nothing is mapped from here on. Whether something is.
+    pub(crate) fn close(&self) -> bool {
+        self.room.lock().closed = true;
+        self.is_mapped()
+    }
+
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.room.lock().mapped.as_ref().is_some_and(|mapped| mapped.live)
+    }
+
+    /// Makes a table of the core's a view of the entries. Returns their number.
+    ///
+    /// # Safety
+    ///
+    /// `sg_head` must be valid for writing, and not be used after the slot is dropped.
+    unsafe fn show(&self, sg_head: *mut bindings::sg_table) -> Result<u32> {
+        let room = self.room.lock();
+        let mapped = room.mapped.as_ref().ok_or(EINVAL)?;
+        // SAFETY: By the type invariant the mapping is ours; the caller promises the rest.
+        unsafe {
+            sys::p2pmem_peer_entries(mapped.raw.as_ptr(), sg_head);
+            Ok(sys::p2pmem_peer_nents(mapped.raw.as_ptr()))
+        }
+    }
+}
+
+/// A reference to this module: it is not unloaded while there is one.
+///
+/// # Invariants
+///
+/// The reference is ours.
+pub(crate) struct ModuleRef(());
+
+impl ModuleRef {
+    /// None where the module is being unloaded.
+    pub(crate) fn get() -> Option<Self> {
+        // INVARIANT: A reference was taken.
+        // SAFETY: No requirements.
+        unsafe { sys::p2pmem_module_get() }.then_some(Self(()))
+    }
+}
+
+impl Drop for ModuleRef {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the reference is ours.
+        unsafe { sys::p2pmem_module_put() };
+    }
+}
+
+/// How a client is registered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// It can invalidate, and unmaps by itself afterwards.
+    Ex,
+    /// It can invalidate, in which the core has it unmap.
+    Legacy,
+    /// It cannot invalidate: a registration ends when the program ends it.
+    Persistent,
+}
+
+impl Form {
+    /// The one that the administrator chose; none where he wants no client.
+    pub(crate) fn chosen() -> Option<Self> {
+        // SAFETY: No requirements; the value does not change after the module was loaded.
+        match unsafe { sys::p2pmem_peer_form() } {
+            sys::P2PMEM_PEER_EX => Some(Self::Ex),
+            sys::P2PMEM_PEER_LEGACY => Some(Self::Legacy),
+            sys::P2PMEM_PEER_PERSISTENT => Some(Self::Persistent),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Ex => "ex",
+            Self::Legacy => "legacy",
+            Self::Persistent => "persistent",
+        }
+    }
+}
+
+/// The Module.symvers in which the interface was found when the module was built.
+pub(crate) fn symvers() -> &'static CStr {
+    // SAFETY: The string is a literal.
+    unsafe { CStr::from_char_ptr(sys::p2pmem_peer_symvers()) }
+}
+
+/// What invalidating takes.
+///
+/// # Invariants
+///
+/// `handle` and `call` are what the core returned for a client that is registered, or was when all its registrations
+/// had been released.
+struct Invalidator {
+    form: Form,
+    handle: NonNull<ffi::c_void>,
+    call: sys::invalidate_peer_memory,
+}
+
+// SAFETY: The handle is not bound to a thread.
+unsafe impl Send for Invalidator {}
+// SAFETY: It is only read.
+unsafe impl Sync for Invalidator {}
+
+/// There once the client is registered, which a module does once.
+static INVALIDATOR: SetOnce<Invalidator> = SetOnce::new();
+
+/// How the client is registered; none while it is not.
+pub(crate) fn registered() -> Option<Form> {
+    INVALIDATOR.as_ref().map(|invalidator| invalidator.form)
+}
+
+/// Has the core make the adapter forget a registration. When this returns, it uses the memory no more; in the form
+/// [`Form::Legacy`] it has been unmapped as well. None of the caller's locks may be one that get_pages, dma_map,
+/// dma_unmap or put_pages take. False where the client cannot do this.
+pub(crate) fn invalidate(core: CoreContext) -> bool {
+    let Some((handle, Some(call))) = INVALIDATOR.as_ref().map(|i| (i.handle, i.call)) else {
+        return false;
+    };
+    // SAFETY: By the type invariant both are the core's. A number that it does not know (any more) is not an error.
+    unsafe { call(handle.as_ptr(), core.0) };
+    true
+}
+
+/// A client that the core knows. Dropping it waits until all its registrations have been released.
+///
+/// # Invariants
+///
+/// `handle` is what the core returned for `client`, which stays where it is.
+pub(crate) struct Registration<T: Client> {
+    handle: NonNull<ffi::c_void>,
+    #[allow(dead_code, reason = "the core has a pointer to it")]
+    client: KBox<sys::peer_memory_client_ex>,
+    _client: PhantomData<fn() -> T>,
+}
+
+// SAFETY: A registered client is not bound to a thread.
+unsafe impl<T: Client> Send for Registration<T> {}
+// SAFETY: There is nothing to be done with a shared reference.
+unsafe impl<T: Client> Sync for Registration<T> {}
+
+impl<T: Client> Registration<T> {
+    /// Registers the client. Errors: `EINVAL` when the core does not take it.
+    pub(crate) fn new(name: &CStr, form: Form) -> Result<Self> {
+        let mut client = sys::peer_memory_client {
+            acquire: Some(Self::acquire),
+            get_pages: Some(Self::get_pages),
+            dma_map: Some(Self::dma_map),
+            dma_unmap: Some(Self::dma_unmap),
+            put_pages: Some(Self::put_pages),
+            get_page_size: Some(Self::get_page_size),
+            release: Some(Self::release),
+            ..Default::default()
+        };
+        let copy = |to: &mut [ffi::c_char], from: &[u8]| {
+            for (to, from) in to.iter_mut().zip(from) {
+                *to = *from as ffi::c_char;
+            }
+        };
+        copy(&mut client.name, name.to_bytes());
+        copy(&mut client.version, crate::VERSION.as_bytes());
+        if form == Form::Ex {
+            client.version[15] = 1;
+        }
+        let client = KBox::new(
+            sys::peer_memory_client_ex {
+                client,
+                ex_size: size_of::<sys::peer_memory_client_ex>(),
+                flags: sys::PEER_MEM_INVALIDATE_UNMAPS,
+                ..Default::default()
+            },
+            GFP_KERNEL,
+        )?;
+        let mut call: sys::invalidate_peer_memory = None;
+        let slot = match form {
+            Form::Ex | Form::Legacy => &raw mut call,
+            Form::Persistent => ptr::null_mut(),
+        };
+        // SAFETY: The client is complete, and in a box that goes after it was unregistered. Until the handle is known
+        // below, nothing is acquired.
+        let handle = unsafe { sys::ib_register_peer_memory_client(&client.client, slot) };
+        let handle = NonNull::new(handle).ok_or(EINVAL)?;
+        // INVARIANT: See above.
+        let registration = Self {
+            handle,
+            client,
+            _client: PhantomData,
+        };
+        // INVARIANT: As the core returned them.
+        if !INVALIDATOR.populate(Invalidator { form, handle, call }) {
+            return Err(EBUSY);
+        }
+        Ok(registration)
+    }
+
+    /// The number that a pointer of the core's is.
+    fn context(pointer: *mut ffi::c_void) -> Result<Arc<T::Context>> {
+        T::find(pointer.addr()).ok_or(EINVAL)
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core with a place for the number.
+    unsafe extern "C" fn acquire(
+        addr: usize,
+        size: usize,
+        _private_data: *mut ffi::c_void,
+        _client_name: *mut ffi::c_char,
+        client_context: *mut *mut ffi::c_void,
+    ) -> ffi::c_int {
+        if INVALIDATOR.as_ref().is_none() {
+            return 0;
+        }
+        let asked = Asked {
+            address: addr as u64,
+            size: size as u64,
+        };
+        let Some(number) = T::acquire(asked) else {
+            return 0;
+        };
+        // SAFETY: The core has a place for it.
+        unsafe { *client_context = ptr::without_provenance_mut(number) };
+        1
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for what was acquired.
+    unsafe extern "C" fn get_pages(
+        _addr: usize,
+        _size: usize,
+        write: ffi::c_int,
+        _force: ffi::c_int,
+        _sg_head: *mut bindings::sg_table,
+        client_context: *mut ffi::c_void,
+        core_context: u64,
+    ) -> ffi::c_int {
+        from_result(|| {
+            let context = Self::context(client_context)?;
+            T::get_pages(&context, write != 0, CoreContext(core_context))?;
+            Ok(0)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for what was acquired, with a table and a place for a number. The table is not used after
+    /// the registration was released.
+    unsafe extern "C" fn dma_map(
+        sg_head: *mut bindings::sg_table,
+        client_context: *mut ffi::c_void,
+        dma_device: *mut bindings::device,
+        _dmasync: ffi::c_int,
+        nmap: *mut ffi::c_int,
+    ) -> ffi::c_int {
+        from_result(|| {
+            let context = Self::context(client_context)?;
+            // SAFETY: The core keeps the device, if there is one, during the call.
+            let adapter = Adapter(unsafe { dma_device.as_ref() });
+            T::dma_map(&context, &adapter)?;
+            // SAFETY: The core's table is valid, and it releases the registration, and with it the slot, last.
+            let count = unsafe { T::slot(&context).show(sg_head) }?;
+            // SAFETY: The core has a place for it.
+            unsafe { *nmap = count as ffi::c_int };
+            Ok(0)
+        })
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core, with what `dma_map` was called with.
+    unsafe extern "C" fn dma_unmap(
+        _sg_head: *mut bindings::sg_table,
+        client_context: *mut ffi::c_void,
+        _dma_device: *mut bindings::device,
+    ) -> ffi::c_int {
+        if let Ok(context) = Self::context(client_context) {
+            T::dma_unmap(&context);
+        }
+        0
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core, with what `get_pages` was called with.
+    unsafe extern "C" fn put_pages(_sg_head: *mut bindings::sg_table, client_context: *mut ffi::c_void) {
+        if let Ok(context) = Self::context(client_context) {
+            T::put_pages(&context);
+        }
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core.
+    unsafe extern "C" fn get_page_size(_client_context: *mut ffi::c_void) -> usize {
+        // Entries are as long as they can be, in whole pages. A larger size would have the core cut them to it.
+        PAGE_SIZE
+    }
+
+    /// # Safety
+    ///
+    /// Called by the core for what was acquired.
+    unsafe extern "C" fn release(client_context: *mut ffi::c_void) {
+        T::release(client_context.addr());
+    }
+}
+
+impl<T: Client> Drop for Registration<T> {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the handle is the core's, of a client that is registered.
+        unsafe { sys::ib_unregister_peer_memory_client(self.handle.as_ptr()) };
+    }
+}
+
+/// Asserts the layout that every core with the interface was built with.
+macro_rules! layout {
+    ($type:ident: $size:literal { $($field:ident @ $offset:literal),* $(,)? }) => {
+        const _: () = {
+            assert!(size_of::<sys::$type>() == $size);
+            $(assert!(offset_of!(sys::$type, $field) == $offset);)*
+        };
+    };
+}
+
+layout!(peer_memory_client: 136 {
+    name @ 0, version @ 64, acquire @ 80, get_pages @ 88, dma_map @ 96, dma_unmap @ 104, put_pages @ 112,
+    get_page_size @ 120, release @ 128,
+});
+layout!(peer_memory_client_ex: 152 { client @ 0, ex_size @ 136, flags @ 144 });

@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! A registration: a part of a buffer that an RDMA adapter can reach, from when the core asks until it forgets it.
+//!
+//! It holds its buffer like a handle or a dma-buf does, from get_pages to put_pages. When the buffer is revoked, the core
+//! is told to make the adapter forget it.
+
+use super::Client;
+use crate::{
+    buffer::Buffer,
+    dmabuf,
+    ext::{
+        completion::Completion,
+        dma_buf::{DeviceName, Piece},
+        log::Owner,
+        peer_mem::{self, Adapter, Asked, CoreContext, Form, ModuleRef, Slot},
+        uapi,
+    },
+    ranges::Range,
+    refusal::{refuse, Answer, Refusal},
+};
+use kernel::{
+    fmt, new_mutex,
+    prelude::*,
+    rbtree::RBTreeNode,
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, Mutex,
+    },
+};
+
+/// What the core calls, and what it is called for (invalidate), in the order in which it comes.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd)]
+#[repr(u8)]
+pub(super) enum Call {
+    Acquire,
+    GetPages,
+    DmaMap,
+    Invalidate,
+    DmaUnmap,
+    PutPages,
+    Release,
+}
+
+impl Call {
+    /// By number.
+    pub(super) const NAMES: [&'static str; 7] = [
+        "acquire",
+        "get_pages",
+        "dma_map",
+        "invalidate",
+        "dma_unmap",
+        "put_pages",
+        "release",
+    ];
+}
+
+/// What was noted of a call.
+pub(super) struct Note {
+    pub(super) repeated: bool,
+    pub(super) out_of_order: bool,
+}
+
+/// What a program named: parts of a buffer, and what is wrong with them.
+pub(super) struct Found {
+    pub(super) buffer: Arc<Buffer>,
+    pub(super) ranges: KVec<Range>,
+    /// Whether all of the mappings are writable or could be made so.
+    pub(super) may_write: bool,
+    pub(super) wrong: Option<Refusal>,
+}
+
+/// Whose DMA it is for.
+#[derive(Clone, Copy)]
+enum For {
+    Unknown,
+    /// An adapter that works with the CPU.
+    Cpu,
+    Device(DeviceName),
+}
+
+impl fmt::Display for For {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unknown => f.write_str("-"),
+            Self::Cpu => f.write_str("virtual"),
+            Self::Device(name) => fmt::Display::fmt(name, f),
+        }
+    }
+}
+
+/// Calls that are remembered of one registration.
+const CALLS: usize = 12;
+
+struct State {
+    calls: [Option<Call>; CALLS],
+    /// What the core knows it by, from get_pages on.
+    core: Option<CoreContext>,
+    /// Whether it is a holder of its buffer.
+    held: bool,
+    revoked: bool,
+    adapter: For,
+    entries: u32,
+}
+
+/// A registration.
+#[pin_data]
+pub(crate) struct Registration {
+    id: u64,
+    owner: Owner,
+    asked: Asked,
+    found: Found,
+    #[pin]
+    place: Slot,
+    #[pin]
+    state: Mutex<State>,
+    /// Its mapping is gone.
+    #[pin]
+    idle: Completion,
+    _module: ModuleRef,
+}
+
+/// Numbers, never used twice.
+static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
+
+impl Registration {
+    pub(super) fn new(asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
+        Arc::pin_init(
+            pin_init!(Self {
+                id: NEXT_ID.fetch_add(1, Relaxed),
+                owner: Owner::current(),
+                asked,
+                found,
+                place <- Slot::new(),
+                state <- new_mutex!(State {
+                    calls: [None; CALLS],
+                    core: None,
+                    held: false,
+                    revoked: false,
+                    adapter: For::Unknown,
+                    entries: 0,
+                }),
+                idle <- Completion::new(),
+                _module: module,
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(super) fn buffer(&self) -> &Arc<Buffer> {
+        &self.found.buffer
+    }
+
+    pub(super) fn slot(&self) -> &Slot {
+        &self.place
+    }
+
+    /// Remembers a call.
+    pub(super) fn note(&self, call: Call) -> Note {
+        let mut state = self.state.lock();
+        let before = state.calls.iter().flatten();
+        let repeated = before.clone().any(|&c| c == call);
+        let note = Note {
+            repeated,
+            out_of_order: !repeated && before.clone().any(|&c| c > call),
+        };
+        if let Some(free) = state.calls.iter_mut().find(|c| c.is_none()) {
+            *free = Some(call);
+        }
+        note
+    }
+
+    /// Becomes a holder of the buffer. `write`: the adapter will write.
+    pub(super) fn hold(self: &Arc<Self>, write: bool, core: CoreContext) -> Answer {
+        if let Some(wrong) = &self.found.wrong {
+            return Err(wrong.again());
+        }
+        if write && !self.found.may_write {
+            return Err(refuse!(
+                EACCES,
+                "the mapping at {:#x} is of a file that was opened for reading only",
+                self.asked.address
+            ));
+        }
+        let node = RBTreeNode::new(self.id, self.clone(), GFP_KERNEL)?;
+        let mut state = self.state.lock();
+        if state.held {
+            return Err(EBUSY.into());
+        }
+        // A revocation finds it in the buffer, and all it needs here.
+        state.core = Some(core);
+        state.held = true;
+        drop(state);
+        self.buffer().add_registration(node).map_err(|_| {
+            self.state.lock().held = false;
+            self.gone()
+        })
+    }
+
+    fn gone(&self) -> Refusal {
+        let provider = &self.buffer().provider;
+        if provider.is_live() {
+            refuse!(
+                ENODEV,
+                "the buffer was freed and unmapped while it was being registered"
+            )
+        } else {
+            refuse!(ENODEV, "the buffer was revoked: its provider {} left", provider.addr)
+        }
+    }
+
+    /// Maps the memory for an adapter.
+    pub(super) fn map(&self, adapter: &Adapter<'_>) -> Answer {
+        let buffer = self.buffer();
+        let provider = &buffer.provider;
+        let unsupported = uapi::errno(uapi::EOPNOTSUPP);
+        let name = adapter.name();
+        let (target, start) = buffer.target()?;
+        if let Some(name) = &name {
+            if !adapter.reaches(provider.function()) {
+                return Err(dmabuf::unreachable(provider, name, adapter.function()));
+            }
+            if target.is_none() {
+                return Err(refuse!(
+                    unsupported,
+                    "memory of {} cannot be mapped for DMA: its driver published it, and it lies in none of its BARs",
+                    provider.addr
+                ));
+            }
+        } else {
+            if !provider.has_pages() {
+                return Err(refuse!(
+                    unsupported,
+                    "{} was published without pages, which an RDMA adapter needs that works with the CPU",
+                    provider.addr
+                ));
+            }
+            buffer.hold_pages().map_err(|_| self.gone())?;
+        }
+        let mut pieces = KVec::with_capacity(self.found.ranges.len(), GFP_KERNEL)?;
+        for range in &self.found.ranges {
+            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL)?;
+        }
+        let entries = self.place.map(adapter, target, &pieces).map_err(|e| match e {
+            e if e == ENODEV => self.gone(),
+            e => refuse!(
+                e,
+                "the kernel does not map {} bytes of {} for the adapter",
+                self.asked.size,
+                provider.addr
+            ),
+        })?;
+        let mut state = self.state.lock();
+        state.entries = entries;
+        state.adapter = name.map_or(For::Cpu, For::Device);
+        Ok(())
+    }
+
+    /// Ends the mapping, if there is one.
+    pub(super) fn unmap(&self) {
+        self.place.unmap();
+        self.idle.complete();
+    }
+
+    /// Is no holder of the buffer any more.
+    pub(super) fn let_go(&self) {
+        self.unmap();
+        let held = core::mem::replace(&mut self.state.lock().held, false);
+        if held {
+            self.buffer().end_registration(self.id);
+        }
+    }
+
+    /// First part of a revocation: nothing is mapped any more from here on, and the adapter forgets what was, unless the
+    /// administrator chose that it need not.
+    pub(crate) fn revoke(&self) {
+        let mut state = self.state.lock();
+        state.revoked = true;
+        let core = state.core;
+        drop(state);
+        let (true, Some(core)) = (self.place.close(), core) else {
+            return;
+        };
+        Client::count(self, Call::Invalidate);
+        if peer_mem::invalidate(core) && peer_mem::registered() == Some(Form::Ex) {
+            self.unmap();
+        }
+    }
+
+    /// Second part: waits until no adapter can reach the memory, without a limit, as it cannot be anybody else's before,
+    /// but with a line in the log that names who holds on.
+    pub(crate) fn await_idle(&self) {
+        let mut waited = 0;
+        while self.place.is_mapped() {
+            if dmabuf::worth_saying(waited) {
+                pr_warn!(
+                    "{}: waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s\n",
+                    self.buffer().provider.addr,
+                    self.owner,
+                    self.asked.size,
+                    self.asked.address,
+                    self.state.lock().adapter,
+                    waited
+                );
+            }
+            self.idle.wait(1_000);
+            waited += 1;
+        }
+    }
+
+    /// One line, for debugfs.
+    pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mapped = self.place.is_mapped();
+        let state = self.state.lock();
+        let is = match (state.revoked, mapped, state.held) {
+            (true, true, _) => "revoking",
+            (true, false, _) => "revoked",
+            (false, true, _) => "mapped",
+            (false, false, true) => "held",
+            (false, false, false) => "idle",
+        };
+        f.write_fmt(fmt!(
+            "{} {} {} {:#x} {} {} {} ",
+            self.id,
+            self.buffer().id,
+            self.buffer().provider.addr,
+            self.asked.address,
+            self.asked.size,
+            state.entries,
+            is
+        ))?;
+        for (at, call) in state.calls.iter().flatten().enumerate() {
+            f.write_str(if at > 0 { "," } else { "" })?;
+            f.write_str(Call::NAMES[*call as usize])?;
+        }
+        f.write_fmt(fmt!(" {} {}\n", state.adapter, self.owner))
+    }
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * The C side of the peer-memory client: the layout of the interface, the form in which the client is registered, and
+ * DMA mappings that are those of no dma-buf.
+ */
+
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/build_bug.h>
+#include <linux/device.h>
+#include <linux/dma-buf.h>
+#include <linux/dma-direction.h>
+#include <linux/dma-resv.h>
+#include <linux/err.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/moduleparam.h>
+#include <linux/scatterlist.h>
+#include <linux/slab.h>
+#include <linux/stddef.h>
+#include <linux/string.h>
+
+#include "helpers.h"
+#include "peer_mem.h"
+
+/* The interface is known by its layout alone: whoever has it was built against another header than ours. */
+#define PEER_LAYOUT(type, member, offset) static_assert(offsetof(struct type, member) == (offset))
+static_assert(sizeof(struct peer_memory_client) == 136);
+PEER_LAYOUT(peer_memory_client, name, 0);
+PEER_LAYOUT(peer_memory_client, version, 64);
+PEER_LAYOUT(peer_memory_client, acquire, 80);
+PEER_LAYOUT(peer_memory_client, get_pages, 88);
+PEER_LAYOUT(peer_memory_client, dma_map, 96);
+PEER_LAYOUT(peer_memory_client, dma_unmap, 104);
+PEER_LAYOUT(peer_memory_client, put_pages, 112);
+PEER_LAYOUT(peer_memory_client, get_page_size, 120);
+PEER_LAYOUT(peer_memory_client, release, 128);
+static_assert(sizeof(struct peer_memory_client_ex) == 152);
+PEER_LAYOUT(peer_memory_client_ex, ex_size, 136);
+PEER_LAYOUT(peer_memory_client_ex, flags, 144);
+
+static const char *const forms[] = {
+	[P2PMEM_PEER_EX] = "ex",
+	[P2PMEM_PEER_LEGACY] = "legacy",
+	[P2PMEM_PEER_PERSISTENT] = "persistent",
+	[P2PMEM_PEER_OFF] = "off",
+};
+static unsigned int form = P2PMEM_PEER_EX;
+
+static int form_set(const char *val, const struct kernel_param *kp)
+{
+	int i = sysfs_match_string(forms, val);
+
+	if (i < 0) {
+		pr_err("peer_memory=%s: it is one of ex, legacy, persistent, off\n", val);
+		return i;
+	}
+	form = i;
+	return 0;
+}
+
+static int form_get(char *buf, const struct kernel_param *kp)
+{
+	return sysfs_emit(buf, "%s\n", forms[form]);
+}
+
+static const struct kernel_param_ops form_ops = {
+	.set = form_set,
+	.get = form_get,
+};
+module_param_cb(peer_memory, &form_ops, NULL, 0444);
+MODULE_PARM_DESC(peer_memory, "how ibv_reg_mr() of buffers can be ended: ex, legacy, persistent (not at all), off");
+
+unsigned int p2pmem_peer_form(void)
+{
+	return form;
+}
+
+const char *p2pmem_peer_symvers(void)
+{
+	return P2PMEM_PEER_SYMVERS;
+}
+
+bool p2pmem_module_get(void)
+{
+	return try_module_get(THIS_MODULE);
+}
+
+void p2pmem_module_put(void)
+{
+	module_put(THIS_MODULE);
+}
+
+/*
+ * @entries is what the core gets a copy of; it is there until the registration is released. @mapped is the DMA mapping
+ * that it tells of, NULL where there is none: adapters that work with the CPU are given pages.
+ *
+ * The kernel maps memory of other devices only for attachments of dma-bufs (7.2), of which it reads the device, and that
+ * the reservation is locked. This one is of no dma-buf that anyone could see, and its reservation is nobody else's.
+ */
+struct p2pmem_peer_map {
+	struct sg_table entries;
+	struct sg_table *mapped;
+	struct dma_buf_attachment attach;
+	struct dma_buf dma_buf;
+	struct dma_resv resv;
+};
+
+/* Longest entry: lengths have 32 bits. */
+#define MOST ALIGN_DOWN(UINT_MAX, PAGE_SIZE)
+
+static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider, const struct phys_vec *pieces,
+		   unsigned int count)
+{
+	struct scatterlist *from, *to;
+	struct sg_table *mapped;
+	unsigned int i;
+	int ret;
+
+	/* Without a context it cannot fail. */
+	dma_resv_lock(&map->resv, NULL);
+	mapped = p2pmem_dma_buf_map(&map->attach, provider, pieces, count, DMA_BIDIRECTIONAL);
+	dma_resv_unlock(&map->resv);
+	if (IS_ERR(mapped))
+		return PTR_ERR(mapped);
+	map->mapped = mapped;
+	ret = sg_alloc_table(&map->entries, mapped->nents, GFP_KERNEL);
+	if (ret) {
+		p2pmem_peer_unmap(map);
+		return ret;
+	}
+	to = map->entries.sgl;
+	for_each_sgtable_dma_sg(mapped, from, i) {
+		sg_set_page(to, NULL, sg_dma_len(from), 0);
+		sg_dma_address(to) = sg_dma_address(from);
+		sg_dma_len(to) = sg_dma_len(from);
+		to = sg_next(to);
+	}
+	return 0;
+}
+
+/* As ib_dma_map_sg() does it for such adapters: their address of a page is the kernel's. */
+static int map_pages(struct p2pmem_peer_map *map, const struct phys_vec *pieces, unsigned int count)
+{
+	struct scatterlist *to;
+	unsigned int i, nents = 0;
+	int ret;
+
+	for (i = 0; i < count; i++)
+		nents += DIV_ROUND_UP(pieces[i].len, MOST);
+	ret = sg_alloc_table(&map->entries, nents, GFP_KERNEL);
+	if (ret)
+		return ret;
+	to = map->entries.sgl;
+	for (i = 0; i < count; i++) {
+		phys_addr_t at = pieces[i].paddr;
+		size_t left = pieces[i].len, len;
+
+		for (; left; left -= len, at += len, to = sg_next(to)) {
+			len = min_t(size_t, left, MOST);
+			sg_set_page(to, pfn_to_page(PHYS_PFN(at)), len, 0);
+			sg_dma_address(to) = (uintptr_t)sg_virt(to);
+			sg_dma_len(to) = len;
+		}
+	}
+	return 0;
+}
+
+/* Maps pieces of memory for @dev, or as pages for an adapter that has no device (NULL). Returns an error pointer or it. */
+struct p2pmem_peer_map *p2pmem_peer_map(struct device *dev, struct p2pdma_provider *provider,
+					const struct phys_vec *pieces, unsigned int count)
+{
+	struct p2pmem_peer_map *map;
+	int ret;
+
+	map = kzalloc_obj(*map);
+	if (!map)
+		return ERR_PTR(-ENOMEM);
+	dma_resv_init(&map->resv);
+	map->dma_buf.resv = &map->resv;
+	map->attach.dmabuf = &map->dma_buf;
+	map->attach.dev = get_device(dev);
+	ret = dev ? map_dma(map, provider, pieces, count) : map_pages(map, pieces, count);
+	if (ret) {
+		p2pmem_peer_free(map);
+		return ERR_PTR(ret);
+	}
+	return map;
+}
+
+/* Makes @sg_head a view of the entries, which stay ours. */
+void p2pmem_peer_entries(const struct p2pmem_peer_map *map, struct sg_table *sg_head)
+{
+	*sg_head = map->entries;
+}
+
+unsigned int p2pmem_peer_nents(const struct p2pmem_peer_map *map)
+{
+	return map->entries.nents;
+}
+
+/* Ends the DMA mapping; the entries stay to be looked at. */
+void p2pmem_peer_unmap(struct p2pmem_peer_map *map)
+{
+	if (!map->mapped)
+		return;
+	dma_resv_lock(&map->resv, NULL);
+	p2pmem_dma_buf_unmap(&map->attach, map->mapped, DMA_BIDIRECTIONAL);
+	dma_resv_unlock(&map->resv);
+	map->mapped = NULL;
+}
+
+void p2pmem_peer_free(struct p2pmem_peer_map *map)
+{
+	p2pmem_peer_unmap(map);
+	sg_free_table(&map->entries);
+	put_device(map->attach.dev);
+	dma_resv_fini(&map->resv);
+	kfree(map);
+}
