@@ -14,6 +14,7 @@ use crate::{
         uapi::consts,
         vma::{Fault, Mappable}, //
     },
+    life::{Hold, Life},
     memory::Memory,
     peer_client::Registration,
     provider::Provider,
@@ -30,14 +31,6 @@ use kernel::{
     },
 };
 
-/// Where a buffer is in its life.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum State {
-    Live,
-    Revoking,
-    Gone,
-}
-
 impl State {
     /// The number the ABI has for it.
     pub(crate) fn as_raw(self) -> u32 {
@@ -50,14 +43,9 @@ impl State {
 }
 
 struct Inner {
-    state: State,
-    /// Handles, mappings, exports and registrations.
-    holders: u32,
-    /// Mappings alone.
-    mappings: u32,
-    /// dma-bufs that are not closed yet, and how many they are.
+    life: Life,
+    /// dma-bufs that are not closed yet.
     exports: RBTree<u64, Arc<Export>>,
-    nr_exports: u32,
     /// What RDMA adapters have registered of it by way of its mappings.
     registrations: RBTree<u64, Arc<Registration>>,
     /// There while the buffer is Live or Revoking.
@@ -83,6 +71,13 @@ pub(crate) struct Buffer {
     pub(crate) owner: Owner,
     #[pin]
     inner: Mutex<Inner>,
+}
+
+pub(crate) use crate::life::State;
+
+/// A count as the ABI has it.
+fn narrow(count: u64) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
 }
 
 /// Pages that one page table maps.
@@ -116,11 +111,8 @@ impl Buffer {
                 file,
                 owner: Owner::current(),
                 inner <- new_mutex!(Inner {
-                    state: State::Live,
-                    holders: 1,
-                    mappings: 0,
+                    life: Life::new(),
                     exports: RBTree::new(),
-                    nr_exports: 0,
                     registrations: RBTree::new(),
                     memory: None,
                 }),
@@ -143,12 +135,12 @@ impl Buffer {
     /// State and number of mappings.
     pub(crate) fn status(&self) -> (State, u32) {
         let inner = self.inner.lock();
-        (inner.state, inner.mappings)
+        (inner.life.state(), narrow(inner.life.count(Hold::Mapping)))
     }
 
     /// Number of dma-bufs, and of importers that are attached to them.
     pub(crate) fn exports(&self) -> (u32, u32) {
-        let exports = self.inner.lock().nr_exports;
+        let exports = narrow(self.inner.lock().life.count(Hold::Export));
         let mut attachments = 0;
         self.for_each_export(|export| attachments += export.attachments());
         (exports, attachments)
@@ -156,20 +148,18 @@ impl Buffer {
 
     /// One more mapping of a Live buffer. Errors: `ENODEV` when it was revoked.
     pub(crate) fn map(&self) -> Result {
-        let mut inner = self.inner.lock();
-        if inner.state != State::Live {
-            return Err(ENODEV);
+        if self.inner.lock().life.join(Hold::Mapping) {
+            Ok(())
+        } else {
+            Err(ENODEV)
         }
-        inner.holders += 1;
-        inner.mappings += 1;
-        Ok(())
     }
 
     /// What DMA mappings of a Live buffer are made with (none where that cannot be), and its physical address.
     pub(crate) fn target(&self) -> Answer<(Option<Target>, u64)> {
         let inner = self.inner.lock();
         match &inner.memory {
-            Some(memory) if inner.state == State::Live => Ok((memory.target(), memory.phys())),
+            Some(memory) if inner.life.is_live() => Ok((memory.target(), memory.phys())),
             _ => {
                 drop(inner);
                 Err(refuse!(
@@ -184,14 +174,12 @@ impl Buffer {
     /// One more dma-buf of a Live buffer, by its number. Errors: `ENODEV` when it was revoked.
     pub(crate) fn add_export(&self, node: RBTreeNode<u64, Arc<Export>>) -> Result {
         let mut inner = self.inner.lock();
-        if inner.state != State::Live {
+        if !inner.life.join(Hold::Export) {
             drop(inner);
             drop(node);
             return Err(ENODEV);
         }
         inner.exports.insert(node);
-        inner.nr_exports += 1;
-        inner.holders += 1;
         drop(inner);
         self.provider.exported();
         Ok(())
@@ -199,13 +187,10 @@ impl Buffer {
 
     /// A dma-buf was closed.
     pub(crate) fn end_export(&self, id: u64) {
-        let mut inner = self.inner.lock();
-        let ended = inner.exports.remove(&id);
-        inner.nr_exports -= u32::from(ended.is_some());
-        drop(inner);
+        let ended = self.inner.lock().exports.remove(&id);
         drop(ended);
         self.provider.unexported();
-        self.release(false);
+        self.release(Hold::Export);
     }
 
     /// Calls `f` with each dma-buf, one after the other and without a lock. Those that come meanwhile may be missed.
@@ -230,13 +215,12 @@ impl Buffer {
     #[cfg(p2pmem_peer)]
     pub(crate) fn add_registration(&self, node: RBTreeNode<u64, Arc<Registration>>) -> Result {
         let mut inner = self.inner.lock();
-        if inner.state != State::Live {
+        if !inner.life.join(Hold::Registration) {
             drop(inner);
             drop(node);
             return Err(ENODEV);
         }
         inner.registrations.insert(node);
-        inner.holders += 1;
         Ok(())
     }
 
@@ -245,7 +229,7 @@ impl Buffer {
     pub(crate) fn end_registration(&self, id: u64) {
         let ended = self.inner.lock().registrations.remove(&id);
         drop(ended);
-        self.release(false);
+        self.release(Hold::Registration);
     }
 
     /// Calls `f` with each registration, one after the other and without a lock. Those that come meanwhile may be missed.
@@ -270,7 +254,7 @@ impl Buffer {
     #[cfg(p2pmem_peer)]
     pub(crate) fn hold_pages(&self) -> Result {
         let mut inner = self.inner.lock();
-        if inner.state != State::Live {
+        if !inner.life.is_live() {
             return Err(ENODEV);
         }
         inner.memory.as_mut().ok_or(ENODEV)?.hold();
@@ -278,14 +262,16 @@ impl Buffer {
     }
 
     /// One holder less; the last one ends the buffer.
-    fn release(&self, mapping: bool) {
+    fn release(&self, hold: Hold) {
+        self.end(|life| life.leave(hold));
+    }
+
+    /// A step that may be the one to Gone, at which the memory goes back.
+    fn end(&self, step: impl FnOnce(&mut Life) -> bool) {
         let mut inner = self.inner.lock();
-        inner.holders -= 1;
-        inner.mappings -= u32::from(mapping);
-        if inner.holders > 0 || inner.state != State::Live {
+        if !step(&mut inner.life) {
             return;
         }
-        inner.state = State::Gone;
         let memory = inner.memory.take();
         drop(inner);
         if let Some(memory) = memory {
@@ -296,23 +282,12 @@ impl Buffer {
     /// First part of a revocation: from here on nothing new can be mapped or exported. False when the buffer had ended
     /// already.
     pub(crate) fn revoke(&self) -> bool {
-        let mut inner = self.inner.lock();
-        let live = inner.state == State::Live;
-        if live {
-            inner.state = State::Revoking;
-        }
-        live
+        self.inner.lock().life.revoke()
     }
 
     /// Last part, when no mapping of any kind is left: gives the memory back.
     pub(crate) fn finish_revoke(&self) {
-        let mut inner = self.inner.lock();
-        inner.state = State::Gone;
-        let memory = inner.memory.take();
-        drop(inner);
-        if let Some(memory) = memory {
-            self.provider.give_back(Some(self.id), memory);
-        }
+        self.end(Life::finish);
     }
 }
 
@@ -335,19 +310,17 @@ impl core::ops::Deref for Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        self.0.release(false);
+        self.0.release(Hold::Handle);
     }
 }
 
 impl Mappable for Buffer {
     fn opened(this: ArcBorrow<'_, Self>) {
-        let mut inner = this.inner.lock();
-        inner.holders += 1;
-        inner.mappings += 1;
+        this.inner.lock().life.copy(Hold::Mapping);
     }
 
     fn closed(this: ArcBorrow<'_, Self>) {
-        this.release(true);
+        this.release(Hold::Mapping);
     }
 
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
@@ -357,7 +330,7 @@ impl Mappable for Buffer {
         // The lock is held until the pages are mapped: a revocation that comes now takes them down again, as it takes
         // this lock first and unmaps afterwards.
         let mut inner = this.inner.lock();
-        if inner.state != State::Live {
+        if !inner.life.is_live() {
             return Err(ENODEV);
         }
         inner.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
@@ -367,7 +340,7 @@ impl Mappable for Buffer {
         let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
         // As above.
         let inner = this.inner.lock();
-        if inner.state != State::Live {
+        if !inner.life.is_live() {
             return Err(ENODEV);
         }
         inner.memory.as_ref().ok_or(ENODEV)?.map_table(fault, offset)

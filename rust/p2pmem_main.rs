@@ -18,6 +18,7 @@ mod chardev;
 mod config;
 mod dmabuf;
 mod ext;
+mod life;
 mod memory;
 mod orchestrator;
 mod path;

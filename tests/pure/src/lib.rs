@@ -9,6 +9,10 @@
 
 // Their format is the module's business, and the tests need not use all that the module does.
 #[allow(dead_code)]
+#[path = "../../../rust/life.rs"]
+#[rustfmt::skip]
+mod life;
+#[allow(dead_code)]
 #[path = "../../../rust/path.rs"]
 #[rustfmt::skip]
 mod path;

@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The life of a buffer: who holds it, and when its memory goes back.
+//!
+//! A buffer is Live until its last holder lets go or it is revoked, whichever is first. What is revoked is Revoking while
+//! it is taken from its holders, and then Gone; they may keep what they hold of it, which is nothing, as long as they
+//! like. The memory goes back once, at the step to Gone. See Documentation/design/lifecycle.md.
+//!
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
+//! is compiled into the module and into the host tests of tests/pure, and its tests are both KUnit's and theirs.
+
+/// Where a buffer is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum State {
+    Live,
+    Revoking,
+    Gone,
+}
+
+/// In what form a buffer is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Hold {
+    /// A handle of a file.
+    Handle,
+    /// A user mapping.
+    Mapping,
+    /// A dma-buf.
+    Export,
+    /// What an RDMA adapter registered of it by way of a mapping.
+    #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
+    Registration,
+}
+
+/// State and holders of a buffer. Whoever shares it protects it by a lock: every call is one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Life {
+    state: State,
+    handles: u64,
+    mappings: u64,
+    exports: u64,
+    registrations: u64,
+}
+
+impl Life {
+    /// Live, with one handle.
+    pub(crate) const fn new() -> Self {
+        Self {
+            state: State::Live,
+            handles: 1,
+            mappings: 0,
+            exports: 0,
+            registrations: 0,
+        }
+    }
+
+    pub(crate) fn state(&self) -> State {
+        self.state
+    }
+
+    /// Whether it can be used: mapped, exported, and touched through what there is of it.
+    pub(crate) fn is_live(&self) -> bool {
+        self.state == State::Live
+    }
+
+    fn count_mut(&mut self, hold: Hold) -> &mut u64 {
+        match hold {
+            Hold::Handle => &mut self.handles,
+            Hold::Mapping => &mut self.mappings,
+            Hold::Export => &mut self.exports,
+            Hold::Registration => &mut self.registrations,
+        }
+    }
+
+    /// How often it is held in that form.
+    pub(crate) fn count(&self, hold: Hold) -> u64 {
+        match hold {
+            Hold::Handle => self.handles,
+            Hold::Mapping => self.mappings,
+            Hold::Export => self.exports,
+            Hold::Registration => self.registrations,
+        }
+    }
+
+    /// One more holder. False, and nothing changed, unless it is Live.
+    #[must_use]
+    pub(crate) fn join(&mut self, hold: Hold) -> bool {
+        if self.is_live() {
+            self.copy(hold);
+        }
+        self.is_live()
+    }
+
+    /// One more of a form in which it is held already, as when a process forks: whatever its state, as the origin holds
+    /// it in that state too.
+    pub(crate) fn copy(&mut self, hold: Hold) {
+        let count = self.count_mut(hold);
+        *count = count.saturating_add(1);
+    }
+
+    /// One holder less. Whether its memory goes back now: it was Live, and this was the last one.
+    #[must_use]
+    pub(crate) fn leave(&mut self, hold: Hold) -> bool {
+        let count = self.count_mut(hold);
+        *count = count.saturating_sub(1);
+        let held = self.handles | self.mappings | self.exports | self.registrations;
+        let last = self.is_live() && held == 0;
+        if last {
+            self.state = State::Gone;
+        }
+        last
+    }
+
+    /// First part of a revocation: from here on nobody joins. False when it was no longer Live.
+    #[must_use]
+    pub(crate) fn revoke(&mut self) -> bool {
+        let live = self.is_live();
+        if live {
+            self.state = State::Revoking;
+        }
+        live
+    }
+
+    /// Last part, when nobody can reach the memory any more. Whether it goes back now.
+    #[must_use]
+    pub(crate) fn finish(&mut self) -> bool {
+        let first = self.state != State::Gone;
+        self.state = State::Gone;
+        first
+    }
+}
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_life))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_holder_ends_it() {
+        let mut life = Life::new();
+        assert_eq!(life.state(), State::Live);
+        assert!(life.join(Hold::Mapping));
+        assert!(life.join(Hold::Export));
+        life.copy(Hold::Mapping);
+        assert_eq!(life.count(Hold::Mapping), 2);
+        assert!(!life.leave(Hold::Handle));
+        assert!(!life.leave(Hold::Mapping));
+        assert!(!life.leave(Hold::Export));
+        assert!(life.is_live());
+        assert!(life.leave(Hold::Mapping));
+        assert_eq!(life.state(), State::Gone);
+        assert!(!life.join(Hold::Handle));
+        assert!(!life.revoke());
+        assert!(!life.finish());
+    }
+
+    #[test]
+    fn a_revoked_one_outlives_its_holders_or_they_it() {
+        let mut life = Life::new();
+        assert!(life.join(Hold::Mapping));
+        assert!(life.revoke());
+        assert!(!life.revoke());
+        assert!(!life.join(Hold::Export));
+        assert_eq!(life.count(Hold::Export), 0);
+        // All holders go while it is being taken from them: the memory is the revocation's to give back.
+        let mut early = life;
+        assert!(!early.leave(Hold::Mapping));
+        assert!(!early.leave(Hold::Handle));
+        assert_eq!(early.state(), State::Revoking);
+        assert!(early.finish());
+        // They stay.
+        assert!(life.finish());
+        assert!(!life.finish());
+        life.copy(Hold::Mapping);
+        assert_eq!(life.count(Hold::Mapping), 2);
+        assert!(!life.leave(Hold::Mapping));
+        assert!(!life.leave(Hold::Mapping));
+        assert!(!life.leave(Hold::Handle));
+        assert_eq!(life.state(), State::Gone);
+    }
+
+    /// What one thread does next. A step that was refused takes the steps that would undo it with it.
+    #[derive(Clone, Copy, PartialEq, Eq)]
+    enum Step {
+        Join(Hold),
+        Copy(Hold),
+        Touch,
+        Leave(Hold),
+        Revoke,
+        Finish,
+    }
+
+    /// A program: maps, forks, touches, and lets go of everything.
+    const PROGRAM: [Step; 7] = [
+        Step::Join(Hold::Mapping),
+        Step::Touch,
+        Step::Copy(Hold::Mapping),
+        Step::Leave(Hold::Mapping),
+        Step::Touch,
+        Step::Leave(Hold::Mapping),
+        Step::Leave(Hold::Handle),
+    ];
+    /// One that was passed the buffer: exports it, and has a device touch it.
+    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::Leave(Hold::Export)];
+    /// The RDMA core, for a program that registers what it mapped and lets go of the mapping first.
+    const REGISTRAR: [Step; 6] = [
+        Step::Join(Hold::Mapping),
+        Step::Join(Hold::Registration),
+        Step::Leave(Hold::Mapping),
+        Step::Touch,
+        Step::Leave(Hold::Registration),
+        Step::Leave(Hold::Handle),
+    ];
+    const PROVIDER: [Step; 2] = [Step::Revoke, Step::Finish];
+    const NOBODY: [Step; 0] = [];
+
+    /// What is known of the world without looking at the life: who joined and left, and where the memory is.
+    #[derive(Clone, Copy)]
+    struct World {
+        life: Life,
+        /// How far each thread is.
+        at: [usize; 3],
+        /// What each thread holds besides its handle.
+        held: [u64; 3],
+        handles: u64,
+        /// How often the memory went back.
+        back: u64,
+        revoked: bool,
+    }
+
+    impl World {
+        /// The next step of a thread. False where the life broke a rule.
+        fn step(&mut self, thread: usize, step: Step) -> bool {
+            self.at[thread] += 1;
+            let usable = !self.revoked && self.back == 0;
+            match step {
+                Step::Join(hold) => {
+                    let joined = self.life.join(hold);
+                    self.held[thread] += u64::from(joined);
+                    joined == usable
+                }
+                Step::Copy(hold) => {
+                    if self.held[thread] > 0 {
+                        self.life.copy(hold);
+                        self.held[thread] += 1;
+                    }
+                    true
+                }
+                Step::Touch => self.held[thread] == 0 || self.life.is_live() == usable,
+                Step::Leave(hold) => {
+                    if hold == Hold::Handle {
+                        self.handles -= 1;
+                    } else if self.held[thread] > 0 {
+                        self.held[thread] -= 1;
+                    } else {
+                        return true;
+                    }
+                    let goes = self.life.leave(hold);
+                    self.back += u64::from(goes);
+                    let nobody = self.handles == 0 && self.held == [0; 3];
+                    goes == (usable && nobody)
+                }
+                Step::Revoke => {
+                    self.revoked = self.life.revoke();
+                    self.revoked == usable
+                }
+                Step::Finish => {
+                    // Only who began a revocation ends it.
+                    let goes = self.revoked && self.life.finish();
+                    self.back += u64::from(goes);
+                    goes == self.revoked
+                }
+            }
+        }
+
+        /// Whether everything is as it should be when all threads are done.
+        fn ended(&self) -> bool {
+            let none = [Hold::Handle, Hold::Mapping, Hold::Export, Hold::Registration]
+                .into_iter()
+                .all(|hold| self.life.count(hold) == 0);
+            self.back == 1 && none && self.life.state() == State::Gone
+        }
+    }
+
+    /// Goes through all orders of the threads' steps from here on. Returns how many there are, and how many broke a rule.
+    fn explore(world: &World, threads: &[&[Step]; 3]) -> (u64, u64) {
+        let (mut orders, mut broken) = (0, 0);
+        for (thread, steps) in threads.iter().enumerate() {
+            if let Some(&step) = steps.get(world.at[thread]) {
+                let mut next = *world;
+                if !next.step(thread, step) {
+                    return (1, 1);
+                }
+                let (more, wrong) = explore(&next, threads);
+                orders += more;
+                broken += wrong;
+            }
+        }
+        if orders == 0 {
+            return (1, u64::from(!world.ended()));
+        }
+        (orders, broken)
+    }
+
+    fn begin(handles: u64) -> World {
+        let mut life = Life::new();
+        for _ in 1..handles {
+            life.copy(Hold::Handle);
+        }
+        World {
+            life,
+            at: [0; 3],
+            held: [0; 3],
+            handles,
+            back: 0,
+            revoked: false,
+        }
+    }
+
+    #[test]
+    fn all_orders_of_a_program_and_an_exporter() {
+        // 10! / (7! 3!)
+        assert_eq!(explore(&begin(1), &[&PROGRAM, &EXPORTER, &NOBODY]), (120, 0));
+    }
+
+    #[test]
+    fn all_orders_of_a_program_an_exporter_and_a_revocation() {
+        // 12! / (7! 3! 2!)
+        assert_eq!(explore(&begin(1), &[&PROGRAM, &EXPORTER, &PROVIDER]), (7_920, 0));
+    }
+
+    #[test]
+    fn all_orders_of_two_programs_and_a_revocation() {
+        // 16! / (7! 7! 2!)
+        assert_eq!(explore(&begin(2), &[&PROGRAM, &PROGRAM, &PROVIDER]), (411_840, 0));
+    }
+
+    #[test]
+    fn all_orders_of_a_program_a_registration_and_a_revocation() {
+        // 15! / (7! 6! 2!)
+        assert_eq!(explore(&begin(2), &[&PROGRAM, &REGISTRAR, &PROVIDER]), (180_180, 0));
+    }
+
+    #[test]
+    fn one_of_two_revocations_ends_it() {
+        // 9! / (7! 2!), and who comes second has nothing to do.
+        assert_eq!(explore(&begin(1), &[&PROGRAM, &PROVIDER, &NOBODY]), (36, 0));
+        let mut life = Life::new();
+        assert!(life.revoke() && !life.revoke());
+        assert!(life.finish() && !life.finish());
+    }
+
+    #[test]
+    fn an_order_that_breaks_a_rule_is_found() {
+        // A holder that is in nobody's books: the memory does not go back when the last one in them leaves.
+        let mut world = begin(1);
+        world.life.copy(Hold::Export);
+        let (orders, broken) = explore(&world, &[&PROGRAM, &NOBODY, &NOBODY]);
+        assert_eq!((orders, broken), (1, 1));
+        // One that leaves twice: the memory goes back while the program has it mapped.
+        let mut world = begin(2);
+        assert!(!world.life.leave(Hold::Handle));
+        assert!(explore(&world, &[&PROGRAM, &EXPORTER, &NOBODY]).1 > 0);
+    }
+}
