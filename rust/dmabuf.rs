@@ -539,3 +539,76 @@ pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Format
     }
     result
 }
+
+#[kunit_tests(p2pmem_dmabuf)]
+mod tests {
+    use super::*;
+
+    fn pages(offset: u64, count: u64) -> Range {
+        Range {
+            offset: offset * PAGE,
+            size: count * PAGE,
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_list_is_put_into_words() {
+        let size = 4 * PAGE;
+        assert!(check(&[pages(1, 2)], size).is_ok_and(|sum| sum == 2 * PAGE));
+        let wrong: [(&[Range], &str); 5] = [
+            (&[], "a dma-buf of no range at all: nr_ranges is 0"),
+            (&[pages(0, 1), pages(1, 0)], "range 1 has 0 bytes"),
+            (
+                &[Range { offset: 1, size: PAGE }],
+                "range 0 (0x1+0x1000) is not whole pages",
+            ),
+            (
+                &[pages(3, 2)],
+                "range 0 (0x3000+0x2000) reaches past the end of a buffer of 16384 bytes",
+            ),
+            (&[pages(0, 2), pages(3, 1), pages(1, 1)], "ranges 0 and 2 overlap"),
+        ];
+        for (list, said) in wrong {
+            let refusal = check(list, size).err();
+            assert!(refusal.is_some_and(|r| r.error == EINVAL && r.text().as_str() == said));
+        }
+    }
+
+    #[test]
+    fn ranges_of_addresses_end_where_addresses_do() {
+        let top = u64::MAX - PAGE + 1;
+        assert!(check_address(&[pages(1, 1)], 0).is_ok_and(|r| r == pages(1, 1)));
+        assert!(check_address(&[pages(1, 1)], 1).is_err_and(|r| r.error == EINVAL));
+        assert!(check_address(&[pages(1, 0)], 0).is_err_and(|r| r.text().as_str() == "range 0 has 0 bytes"));
+        let last = Range {
+            offset: top,
+            size: PAGE,
+        };
+        let refusal = check_address(&[last], 0).err();
+        assert!(refusal.is_some_and(|r| r.text().as_str() == "range 0 ends behind the last address"));
+    }
+
+    #[test]
+    fn neighbours_are_one_piece_and_there_is_a_most() -> Result {
+        let mut list = KVec::new();
+        for at in 0..4 {
+            assert!(append(&mut list, pages(at, 1)).is_ok());
+        }
+        assert_eq!(list.len(), 1);
+        assert!(list.last() == Some(&pages(0, 4)));
+        // Downwards nothing joins.
+        list.clear();
+        let most = u64::from(consts::MAX_RANGES);
+        for at in 0..most {
+            assert!(append(&mut list, pages(2 * (most - at), 1)).is_ok());
+        }
+        assert_eq!(list.len() as u64, most);
+        let refusal = append(&mut list, pages(4 * most, 1)).err();
+        assert!(refusal.is_some_and(|r| r.error == E2BIG));
+        assert_eq!(list.len() as u64, most);
+        // What continues the last one fits all the same.
+        assert!(append(&mut list, pages(3, 7)).is_ok());
+        assert!(list.last() == Some(&pages(2, 8)));
+        Ok(())
+    }
+}

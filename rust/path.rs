@@ -321,3 +321,172 @@ pub(crate) fn link_bandwidth_of_status(link_status: u16) -> u32 {
     let [low, high] = link_status.to_le_bytes();
     link_bandwidth(low & 0xf, (low >> 4) | ((high & 0x3) << 4))
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_path))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn functions_of_one_device_share_a_slot_where_there_are_several() {
+        let port = |domain, bus, devfn, kind| Port {
+            addr: PciAddr { domain, bus, devfn },
+            kind,
+            acs_redirect: false,
+            link: 0,
+        };
+        let classes = |above: PortKind| {
+            [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
+                let a = [port(0, 5, 0x80, PortKind::Endpoint), port(0, 1, 0, above)];
+                let b = [port(domain, bus, devfn, PortKind::Endpoint), port(0, 1, 0, above)];
+                let chain = |ports| Chain {
+                    ports,
+                    host_bridge: 0,
+                    numa_node: 0,
+                };
+                classify(&chain(&a), &chain(&b), 2, 10).class
+            })
+        };
+        let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
+        // Buses with slots: the second is in another slot, the others on another bus (virtual functions of anyone).
+        for above in [PortKind::Bridge, PortKind::Upstream] {
+            assert_eq!(classes(above), [one, two, two, two]);
+        }
+        // The lower end of a link is one device, whatever the numbers.
+        for above in [PortKind::RootPort, PortKind::Downstream] {
+            assert_eq!(classes(above), [one; 4]);
+        }
+    }
+
+    #[test]
+    fn functions_that_are_gone_are_unreachable() {
+        let ports = [Port {
+            addr: PciAddr {
+                domain: 0,
+                bus: 1,
+                devfn: 0,
+            },
+            kind: PortKind::Endpoint,
+            acs_redirect: false,
+            link: 984,
+        }];
+        let here = Chain {
+            ports: &ports,
+            host_bridge: 0,
+            numa_node: 0,
+        };
+        let gone = Chain { ports: &[], ..here };
+        for (a, b) in [(&here, &gone), (&gone, &here), (&gone, &gone)] {
+            let path = classify(a, b, 0, 10);
+            assert_eq!(path.class, PathClass::Unreachable);
+            assert!(!path.bus_addr);
+            assert_eq!(path.bridge, None);
+        }
+    }
+
+    #[test]
+    fn bandwidth_of_links() {
+        let lanes = |speed| [1, 2, 4, 8, 12, 16, 32].map(|width| link_bandwidth(speed, width));
+        assert_eq!(lanes(1), [250, 500, 1_000, 2_000, 3_000, 4_000, 8_000]);
+        assert_eq!(lanes(2), [500, 1_000, 2_000, 4_000, 6_000, 8_000, 16_000]);
+        assert_eq!(lanes(3), [984, 1_969, 3_938, 7_876, 11_815, 15_753, 31_507]);
+        assert_eq!(lanes(4), [1_969, 3_938, 7_876, 15_753, 23_630, 31_507, 63_015]);
+        assert_eq!(lanes(5), [3_938, 7_876, 15_753, 31_507, 47_261, 63_015, 126_030]);
+        assert_eq!(lanes(6), [7_562, 15_125, 30_250, 60_500, 90_750, 121_000, 242_000]);
+    }
+
+    #[test]
+    fn link_status_registers() {
+        assert_eq!(link_bandwidth_of_status(0x0011), 250);
+        assert_eq!(link_bandwidth_of_status(0x1103), 15_753);
+        assert_eq!(link_bandwidth_of_status(0x7083), 7_876);
+        assert_eq!(link_bandwidth_of_status(0x0204), 63_015);
+        assert_eq!(link_bandwidth_of_status(0), 0);
+        // As a function reads that is gone.
+        assert_eq!(link_bandwidth_of_status(0xffff), 0);
+        for status in 0..=u16::MAX {
+            let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
+            let valid = (1..=6).contains(&speed) && [1, 2, 4, 8, 12, 16, 32].contains(&width);
+            assert_eq!(link_bandwidth_of_status(status) != 0, valid);
+        }
+    }
+
+    #[test]
+    fn kinds_of_ports() {
+        for (pcie_type, is_bridge, kind) in [
+            (Some(0x0), false, PortKind::Endpoint),
+            (Some(0x1), false, PortKind::Endpoint),
+            (Some(0x9), false, PortKind::Endpoint),
+            (None, false, PortKind::Endpoint),
+            (Some(0x4), true, PortKind::RootPort),
+            (Some(0x5), true, PortKind::Upstream),
+            (Some(0x6), true, PortKind::Downstream),
+            (Some(0x7), true, PortKind::Bridge),
+            (Some(0x8), true, PortKind::Bridge),
+            (None, true, PortKind::Bridge),
+            (Some(0xff), false, PortKind::Endpoint),
+        ] {
+            assert_eq!(PortKind::from_pcie_type(pcie_type, is_bridge), kind);
+        }
+    }
+
+    #[test]
+    fn host_bridges_of_different_domains_differ() {
+        assert!(host_bridge_id(0, 1) != host_bridge_id(1, 0));
+        assert!(host_bridge_id(0x0100_0000, 0) != host_bridge_id(0, 0));
+        assert_eq!(host_bridge_id(u32::MAX, 255), 0xff_ffff_ffff);
+    }
+
+    #[test]
+    fn numbers_of_classes() {
+        for raw in 0..=1000 {
+            let known = PathClass::from_raw(raw);
+            assert_eq!(known.is_some(), (1..=6).contains(&raw) || raw == 255);
+            assert!(known.is_none_or(|class| class.as_raw() == raw));
+        }
+        assert!(PathClass::SameDevice < PathClass::SameSwitch && PathClass::System < PathClass::Unreachable);
+    }
+
+    /// A machine with two host bridges: on the first one a switch with two endpoints, and an endpoint on a root port of
+    /// its own; on the second one an endpoint on a root port.
+    #[test]
+    fn the_kernels_distances() {
+        let port = |bus, devfn, kind, link| Port {
+            addr: PciAddr { domain: 0, bus, devfn },
+            kind,
+            acs_redirect: false,
+            link,
+        };
+        let (root, down) = (port(0, 0x08, PortKind::RootPort, 0), PortKind::Downstream);
+        let up = port(1, 0, PortKind::Upstream, 2_000);
+        let a = [port(3, 0, PortKind::Endpoint, 16_000), port(2, 0x00, down, 0), up, root];
+        let b = [port(4, 0, PortKind::Endpoint, 15_000), port(2, 0x08, down, 0), up, root];
+        let c = [
+            port(5, 0, PortKind::Endpoint, 8_000),
+            port(0, 0x10, PortKind::RootPort, 0),
+        ];
+        let d = [
+            port(0x81, 0, PortKind::Endpoint, 4_000),
+            port(0x80, 0, PortKind::RootPort, 0),
+        ];
+        let chain = |ports, bus: u8| Chain {
+            ports,
+            host_bridge: host_bridge_id(0, bus),
+            numa_node: i32::from(bus >> 7),
+        };
+        let (a, b, c, d) = (chain(&a, 0), chain(&b, 0), chain(&c, 0), chain(&d, 0x80));
+        for (one, other, class, hops, bandwidth) in [
+            (&a, &a, PathClass::SameDevice, 0, 0),
+            (&a, &b, PathClass::SameSwitch, 4, 15_000),
+            (&a, &c, PathClass::HostBridge, 6, 2_000),
+            (&c, &d, PathClass::System, 4, 4_000),
+            (&a, &d, PathClass::System, 6, 2_000),
+        ] {
+            let path = classify(one, other, 7, 10);
+            assert_eq!((path.class, path.hops, path.bandwidth), (class, hops, bandwidth));
+            assert_eq!(path.bus_addr, class <= PathClass::Switches);
+            assert_eq!(classify(other, one, 7, 10), path);
+            assert_eq!(classify(one, other, -1, 10).class, PathClass::Unreachable);
+        }
+    }
+}

@@ -81,3 +81,58 @@ pub(crate) fn check(ranges: &[Range], size: u64, page: u64) -> Result<u64, Fault
     }
     Ok(sum)
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_ranges))]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    fn range(offset: u64, size: u64) -> Range {
+        Range { offset, size }
+    }
+
+    fn pages(offset: u64, count: u64) -> Range {
+        range(offset * PAGE, count * PAGE)
+    }
+
+    #[test]
+    fn each_fault_names_its_range() {
+        let size = 16 * PAGE;
+        let top = u64::MAX / PAGE * PAGE;
+        let cases: [(&[Range], Result<u64, Fault>); 13] = [
+            (&[], Err(Fault::None)),
+            (&[pages(0, 16)], Ok(size)),
+            (&[pages(3, 2), pages(0, 3)], Ok(5 * PAGE)),
+            (&[pages(0, 1), pages(1, 0)], Err(Fault::Empty(1))),
+            (&[range(0, PAGE), range(PAGE + 1, PAGE)], Err(Fault::Unaligned(1))),
+            (&[range(0, PAGE - 1)], Err(Fault::Unaligned(0))),
+            (&[pages(15, 1), pages(16, 1)], Err(Fault::Outside(1))),
+            (&[pages(0, 17)], Err(Fault::Outside(0))),
+            (&[range(top, PAGE)], Err(Fault::Outside(0))),
+            (&[range(top, top)], Err(Fault::Outside(0))),
+            (&[range(PAGE, top)], Err(Fault::Outside(0))),
+            (&[pages(0, 4), pages(8, 1), pages(3, 2)], Err(Fault::Overlap(2, 0))),
+            (&[pages(0, 1), pages(4, 1), pages(4, 1)], Err(Fault::Overlap(2, 1))),
+        ];
+        for (ranges, answer) in cases {
+            assert_eq!(check(ranges, size, PAGE), answer);
+        }
+    }
+
+    #[test]
+    fn a_page_of_no_bytes_aligns_nothing() {
+        assert_eq!(check(&[pages(0, 1)], PAGE, 0), Err(Fault::Unaligned(0)));
+    }
+
+    #[test]
+    fn ranges_join_at_a_common_end() {
+        assert_eq!(range(0, 8).join(range(8, 4)), Some(range(0, 12)));
+        assert_eq!(range(8, 4).join(range(0, 8)), None);
+        assert_eq!(range(0, 8).join(range(9, 4)), None);
+        // Both end before the last address, but are together longer than there are addresses.
+        assert_eq!(range(u64::MAX, 1).join(range(0, 1)), None);
+        assert_eq!(range(1, u64::MAX - 1).join(range(u64::MAX, 2)), None);
+    }
+}

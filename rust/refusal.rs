@@ -145,3 +145,56 @@ impl fmt::Display for PciAddr {
         f.write_fmt(fmt!("{:04x}:{:02x}:{:02x}.{}", domain, bus, devfn >> 3, devfn & 7))
     }
 }
+
+#[kunit_tests(p2pmem_refusal)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sentence_ends_at_a_whole_character() {
+        let mut text = Text::new(fmt!("x"));
+        assert_eq!(text.as_str(), "x");
+        // Characters of two bytes from an odd place on: the last one does not fit in half.
+        let mut written = 0;
+        while text.write_str("\u{e9}").is_ok() {
+            written += 1;
+        }
+        assert_eq!(written, (Text::MOST - 1) / 2);
+        assert_eq!(text.as_str().chars().count(), written + 1);
+        assert_eq!(text.as_str().len(), Text::MOST - 1);
+        // There is still room for one byte, and then for none.
+        assert!(text.write_str("yz").is_err());
+        assert!(text.as_str().ends_with('y'));
+        assert_eq!(text.as_str().len(), Text::MOST);
+        assert!(text.write_str("").is_ok());
+        assert!(text.write_str("z").is_err());
+    }
+
+    #[test]
+    fn errors_become_refusals() {
+        let plain = Refusal::from(EINVAL);
+        assert!(plain.error == EINVAL && plain.text().as_str().is_empty());
+        let memory = Refusal::from(kernel::alloc::AllocError);
+        assert!(memory.error == ENOMEM && !memory.text().as_str().is_empty());
+        let said = refuse!(EPERM, "{} of {}", 1, 2).unlogged();
+        assert!(said.error == EPERM && !said.logged);
+        assert_eq!(said.text().as_str(), "1 of 2");
+    }
+
+    #[test]
+    fn addresses_are_written_as_lspci_does() {
+        let addr = PciAddr {
+            domain: 0x1_0000,
+            bus: 0xe0,
+            devfn: 0x1f << 3 | 7,
+        };
+        assert_eq!(Text::new(fmt!("{}", addr)).as_str(), "10000:e0:1f.7");
+    }
+
+    #[test]
+    fn who_asks_has_a_pid_and_a_name() {
+        let text = Text::new(fmt!("{}", Owner::current()));
+        let said = text.as_str();
+        assert!(said.starts_with("pid ") && said.ends_with(')') && said.contains(" (kunit"));
+    }
+}

@@ -127,3 +127,51 @@ impl Cache {
         }
     }
 }
+
+#[kunit_tests(p2pmem_topology)]
+mod tests {
+    use super::*;
+
+    const CLIENT: PciAddr = PciAddr {
+        domain: 0,
+        bus: 1,
+        devfn: 0,
+    };
+
+    fn node(provider: u32, distance: i32) -> Result<RBTreeNode<(u32, PciAddr), Path>> {
+        let nowhere = Chain {
+            ports: &[],
+            host_bridge: 0,
+            numa_node: 0,
+        };
+        let path = classify(&nowhere, &nowhere, distance, 10);
+        Ok(RBTreeNode::new((provider, CLIENT), path, GFP_KERNEL)?)
+    }
+
+    #[test]
+    fn paths_are_kept_until_the_bus_changes() -> Result {
+        let mut cache = Cache::new();
+        assert!(cache.renew(0).is_none());
+        cache.put(0, node(1, 5)?);
+        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 5));
+        assert!(cache.get(2, CLIENT).is_none());
+        // The same pair again is one path, the newer one.
+        cache.put(0, node(1, 6)?);
+        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 6));
+        assert_eq!(cache.count, 1);
+        // What was computed before a change is not kept, and what was kept is forgotten.
+        assert!(cache.renew(3).is_some_and(|old| old.count == 1));
+        assert!(cache.get(1, CLIENT).is_none());
+        cache.put(2, node(1, 7)?);
+        assert!(cache.get(1, CLIENT).is_none() && cache.count == 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_full_cache_begins_anew() {
+        let mut cache = Cache::new();
+        cache.count = Cache::MOST;
+        assert!(cache.renew(0).is_some());
+        assert!(cache.count == 0 && cache.renew(0).is_none());
+    }
+}

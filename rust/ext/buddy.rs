@@ -240,3 +240,120 @@ impl Drop for Extent {
         unsafe { bindings::gpu_buddy_free_list(self.buddy.inner.get(), self.blocks.0.get(), flags) };
     }
 }
+
+#[kunit_tests(p2pmem_buddy)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    /// Single pages until there is none left.
+    fn all_pages(buddy: &Arc<Buddy>) -> Result<KVec<Extent>> {
+        let mut pages = KVec::new();
+        while let Ok(page) = buddy.alloc(PAGE, PAGE) {
+            pages.push(page, GFP_KERNEL)?;
+        }
+        Ok(pages)
+    }
+
+    #[test]
+    fn a_range_is_whole_pages_and_not_empty() {
+        for (start, end) in [(0, 0), (PAGE, PAGE), (2 * PAGE, PAGE), (0, PAGE + 1), (1, PAGE)] {
+            assert!(Buddy::new(start, end).is_err_and(|e| e == EINVAL));
+        }
+    }
+
+    #[test]
+    fn every_page_is_handed_out_once() -> Result {
+        let (start, end) = (3, 29);
+        let buddy = Buddy::new(start * PAGE, end * PAGE)?;
+        assert_eq!(buddy.free(), (end - start) * PAGE);
+        let pages = all_pages(&buddy)?;
+        assert_eq!(pages.len() as u64, end - start);
+        assert_eq!(buddy.free(), 0);
+        let mut seen = [false; 32];
+        for page in &pages {
+            assert_eq!(page.size(), PAGE);
+            let at = (page.offset() / PAGE) as usize;
+            assert!((start as usize..end as usize).contains(&at) && !seen[at]);
+            seen[at] = true;
+        }
+        assert_eq!(buddy.largest(), 0);
+        drop(pages);
+        assert_eq!(buddy.free(), (end - start) * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn sizes_and_alignments_at_the_ends() -> Result {
+        let buddy = Buddy::new(0, 64 * PAGE)?;
+        for pages in [1, 2, 3, 5, 7, 8, 33, 63, 64] {
+            for align in [1, 2, 8, 32] {
+                let extent = buddy.alloc(pages * PAGE, align * PAGE)?;
+                assert!(extent.size() >= pages * PAGE);
+                assert_eq!(extent.offset() % (align * PAGE), 0);
+                assert!(extent.offset() + extent.size() <= 64 * PAGE);
+                assert_eq!(buddy.free(), 64 * PAGE - extent.size());
+            }
+        }
+        for (size, align) in [
+            (65 * PAGE, PAGE),
+            (PAGE, 128 * PAGE),
+            (u64::MAX & !(PAGE - 1), PAGE),
+            (1 << 63, PAGE),
+        ] {
+            assert!(buddy.alloc(size, align).is_err_and(|e| e == ENOSPC));
+        }
+        assert_eq!(buddy.free(), 64 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn the_largest_piece_is_one_that_can_be_had() -> Result {
+        let buddy = Buddy::new(0, 64 * PAGE)?;
+        assert_eq!(buddy.largest(), 64 * PAGE);
+        let mut pages = all_pages(&buddy)?;
+        // Every second page is free: half of the bytes, in pieces of one page.
+        pages.retain(|page| (page.offset() / PAGE) % 2 == 0);
+        assert_eq!(buddy.free(), 32 * PAGE);
+        assert_eq!(buddy.largest(), PAGE);
+        assert_eq!(buddy.largest_for(2 * PAGE, PAGE), PAGE);
+        assert!(buddy.largest_for(PAGE, PAGE) >= PAGE);
+        assert!(buddy.alloc(2 * PAGE, PAGE).is_err_and(|e| e == ENOSPC));
+        // Pages 8 to 15 are free as well, and with 7 nine in a row.
+        pages.retain(|page| !(8..16).contains(&(page.offset() / PAGE)));
+        assert_eq!(buddy.largest_for(8 * PAGE, 8 * PAGE), 8 * PAGE);
+        assert!(buddy.largest_for(8 * PAGE, 16 * PAGE) < 8 * PAGE);
+        let largest = buddy.largest();
+        assert!(largest >= 8 * PAGE && buddy.alloc(largest, PAGE).is_ok());
+        drop(pages);
+        assert_eq!(buddy.largest(), 64 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn what_was_cleared_is_known() -> Result {
+        let buddy = Buddy::new(0, 16 * PAGE)?;
+        let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
+        assert!(!extent.is_clear());
+        let at = extent.offset();
+        extent.set_clear(true);
+        drop(extent);
+        // Clear memory is taken first, and is dirty when it comes back without having been cleared.
+        let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
+        assert!(extent.is_clear() && extent.offset() == at);
+        extent.set_clear(false);
+        drop(extent);
+        assert!(!buddy.alloc(16 * PAGE, PAGE)?.is_clear());
+        Ok(())
+    }
+
+    #[test]
+    fn an_extent_outlives_the_allocators_owner() -> Result {
+        let buddy = Buddy::new(PAGE, 8 * PAGE)?;
+        let extent = buddy.alloc(2 * PAGE, PAGE)?;
+        drop(buddy);
+        assert_eq!(extent.buddy.free(), 5 * PAGE);
+        Ok(())
+    }
+}

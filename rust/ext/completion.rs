@@ -49,3 +49,34 @@ impl Completion {
         unsafe { bindings::wait_for_completion_timeout(self.inner.get(), msecs_to_jiffies(ms)) > 0 }
     }
 }
+
+#[kunit_tests(p2pmem_completion)]
+mod tests {
+    use super::*;
+
+    use kernel::sync::Arc;
+
+    #[test]
+    fn a_wait_ends_in_time_and_then_no_more() -> Result {
+        let done = KBox::pin_init(Completion::new(), GFP_KERNEL)?;
+        assert!(!done.wait(0));
+        assert!(!done.wait(5));
+        done.complete();
+        // However often and by whom.
+        for _ in 0..3 {
+            assert!(done.wait(0) && done.wait(1_000));
+        }
+        done.complete();
+        assert!(done.wait(0));
+        Ok(())
+    }
+
+    #[test]
+    fn a_worker_ends_the_wait() -> Result {
+        let done = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
+        let other = done.clone();
+        kernel::workqueue::system().try_spawn(GFP_KERNEL, move || other.complete())?;
+        assert!(done.wait(60_000));
+        Ok(())
+    }
+}

@@ -529,3 +529,117 @@ layout!(peer_memory_client: 136 {
     get_page_size @ 120, release @ 128,
 });
 layout!(peer_memory_client_ex: 152 { client @ 0, ex_size @ 136, flags @ 144 });
+
+#[kunit_tests(p2pmem_peer_mem)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = kernel::page::PAGE_SIZE as u64;
+    /// The longest entry that whole pages allow.
+    const MOST: u64 = (u32::MAX as u64) & !(PAGE - 1);
+    const CPU: Adapter<'static> = Adapter(None);
+
+    #[test]
+    fn a_piece_is_one_entry_as_long_as_lengths_allow() -> Result {
+        // No byte of this is touched, so that it need not be there.
+        let at = 1 << 38;
+        for (size, lengths) in [
+            (PAGE, &[PAGE] as &[u64]),
+            (MOST, &[MOST]),
+            (MOST + PAGE, &[MOST, PAGE]),
+            (2 * MOST, &[MOST, MOST]),
+            (2 * MOST + 3 * PAGE, &[MOST, MOST, 3 * PAGE]),
+        ] {
+            let entries = mapped(&[(at, size)])?;
+            assert_eq!(entries.len(), lengths.len());
+            let mut next = None;
+            for (&(address, length), &expected) in entries.iter().zip(lengths) {
+                assert_eq!(length, expected);
+                assert!(next.is_none_or(|next| next == address));
+                next = Some(address + length);
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn pieces_keep_their_order_and_distance() -> Result {
+        let at = 1 << 38;
+        let entries = mapped(&[(at + 9 * PAGE, PAGE), (at, 2 * PAGE), (at + 2 * PAGE, PAGE)])?;
+        assert_eq!(entries.len(), 3);
+        let first = entries.first().map_or(0, |entry| entry.0);
+        for (&(address, length), (from, size)) in entries.iter().zip([(0, 1), (-9, 2), (-7, 1)]) {
+            assert_eq!(address, first.wrapping_add_signed(from * PAGE as i64));
+            assert_eq!(length, size * PAGE);
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn more_entries_than_one_page_of_them_holds() -> Result {
+        // Scatterlists are chained page by page.
+        let mut pieces = KVec::new();
+        for at in 0..1_000 {
+            pieces.push(((1 << 38) + 2 * at * PAGE, PAGE), GFP_KERNEL)?;
+        }
+        let entries = mapped(&pieces)?;
+        assert_eq!(entries.len(), 1_000);
+        let first = entries.first().map_or(0, |entry| entry.0);
+        assert!(entries
+            .last()
+            .is_some_and(|&(address, length)| address == first + 2 * 999 * PAGE && length == PAGE));
+        Ok(())
+    }
+
+    #[test]
+    fn a_slot_takes_one_mapping_and_none_when_closed() -> Result {
+        let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
+        let piece = [Piece::new(1 << 38, PAGE)?];
+        let mut table = bindings::sg_table::default();
+        // SAFETY: The table is ours.
+        assert!(unsafe { slot.show(&mut table) }.is_err_and(|e| e == EINVAL));
+        assert!(!slot.unmap() && !slot.is_mapped());
+        assert_eq!(slot.map(&CPU, None, &piece)?, 1);
+        assert!(slot.map(&CPU, None, &piece).is_err_and(|e| e == EBUSY));
+        // Closing does not end it, it only keeps others out; what the core has can be looked at to the end.
+        assert!(slot.close() && slot.is_mapped());
+        assert!(slot.unmap() && !slot.close());
+        assert!(slot.map(&CPU, None, &piece).is_err_and(|e| e == ENODEV));
+        assert_eq!(entries(&slot)?.len(), 1);
+        Ok(())
+    }
+
+    /// Sizes of the entries of the table that a core would get.
+    fn entries(slot: &Slot) -> Result<KVec<(u64, u64)>> {
+        let mut table = bindings::sg_table::default();
+        // SAFETY: The table is ours, and the slot outlives it.
+        let count = unsafe { slot.show(&mut table) }?;
+        let mut list = KVec::new();
+        let mut at = table.sgl;
+        for _ in 0..count {
+            // SAFETY: The table has as many entries as the call said.
+            let entry = unsafe { &*at };
+            list.push((entry.dma_address, u64::from(entry.dma_length)), GFP_KERNEL)?;
+            // SAFETY: As above.
+            at = unsafe { bindings::sg_next(at) };
+        }
+        // The last one says so.
+        assert!(at.is_null() && table.nents == count);
+        Ok(list)
+    }
+
+    /// What pieces at these physical addresses become for an adapter that works with the CPU.
+    fn mapped(pieces: &[(u64, u64)]) -> Result<KVec<(u64, u64)>> {
+        let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
+        let mut list = KVec::new();
+        for &(phys, size) in pieces {
+            list.push(Piece::new(phys, size)?, GFP_KERNEL)?;
+        }
+        let count = slot.map(&CPU, None, &list)?;
+        assert!(slot.is_mapped());
+        let entries = entries(&slot)?;
+        assert_eq!(entries.len() as u32, count);
+        assert!(slot.unmap() && !slot.unmap());
+        Ok(entries)
+    }
+}

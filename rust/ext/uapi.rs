@@ -105,3 +105,57 @@ travel! {
     Buffer: 64, Verdict: 64, Explain: 88, Stats: 104, Event: 24,
     Range: 16, Export: 24,
 }
+
+#[kernel::prelude::kunit_tests(p2pmem_uapi)]
+mod tests {
+    use super::*;
+    use kernel::ioctl::{_IOC_DIR, _IOC_NR, _IOC_SIZE, _IOC_TYPE};
+
+    #[test]
+    fn numbers_of_ioctls_say_what_they_are() {
+        const READ: u32 = 2;
+        const WRITE: u32 = 1;
+        let all = [
+            (ioc::INFO, READ, size_of::<Info>()),
+            (ioc::LIST, READ | WRITE, size_of::<List>()),
+            (ioc::PATHS, READ | WRITE, size_of::<Paths>()),
+            (ioc::ALLOC, READ | WRITE, size_of::<Alloc>()),
+            (ioc::FREE, WRITE, size_of::<Free>()),
+            (ioc::BUFFER, READ | WRITE, size_of::<Buffer>()),
+            (ioc::EXPLAIN, READ | WRITE, size_of::<Explain>()),
+            (ioc::STATS, READ | WRITE, size_of::<Stats>()),
+            (ioc::EXPORT_DMABUF, READ | WRITE, size_of::<Export>()),
+        ];
+        let mut next = 0;
+        for (number, dir, size) in all {
+            assert_eq!(_IOC_TYPE(number), crate::sys::P2PMEM_IOC_MAGIC);
+            assert_eq!(_IOC_NR(number), next);
+            assert_eq!(_IOC_DIR(number), dir);
+            assert_eq!(_IOC_SIZE(number), size);
+            next += 1;
+        }
+    }
+
+    #[test]
+    fn structures_travel_as_their_bytes() {
+        let sent = Range {
+            offset: 0x0102_0304_0506_0708,
+            size: u64::MAX,
+        };
+        let bytes = sent.as_bytes();
+        assert_eq!(bytes.len(), 16);
+        assert_eq!(bytes.first(), Some(&0x08));
+        let got = Range::from_bytes_copy(bytes);
+        assert!(got.is_some_and(|got| got.offset == sent.offset && got.size == sent.size));
+        // Neither less nor more.
+        assert!(bytes.get(1..).and_then(Range::from_bytes_copy).is_none());
+        assert!(Range::from_bytes_copy(&[0; 17]).is_none());
+    }
+
+    #[test]
+    fn errnos_that_have_no_name_are_their_numbers() {
+        for number in [EHOSTUNREACH, ENODATA, EOPNOTSUPP] {
+            assert_eq!(errno(number).to_errno(), -(number as i32));
+        }
+    }
+}

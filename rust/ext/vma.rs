@@ -307,3 +307,58 @@ impl<T> Drop for AddressSpace<T> {
         unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
     }
 }
+
+#[kunit_tests(p2pmem_vma)]
+mod tests {
+    use super::*;
+
+    /// Something that nobody maps.
+    struct Nothing;
+
+    impl Mappable for Nothing {
+        fn opened(_: ArcBorrow<'_, Self>) {}
+
+        fn closed(_: ArcBorrow<'_, Self>) {}
+
+        fn fault(_: ArcBorrow<'_, Self>, _: &Fault<'_>) -> Result {
+            Err(EFAULT)
+        }
+
+        fn fault_table(_: ArcBorrow<'_, Self>, _: &Fault<'_>) -> Result {
+            Err(EAGAIN)
+        }
+    }
+
+    #[test]
+    fn a_task_without_memory_has_nothing_mapped() -> Result {
+        let space = AddressSpace::<Nothing>::new()?;
+        for address in [0, PAGE_SIZE as u64, u64::MAX] {
+            assert!(space.mapped_at(address, u64::MAX).is_none());
+        }
+        space.unmap(1 << 20, 16);
+        Ok(())
+    }
+
+    #[test]
+    fn two_address_spaces_are_two() -> Result {
+        let (one, other) = (AddressSpace::<Nothing>::new()?, AddressSpace::<Nothing>::new()?);
+        assert!(one.mapping() != other.mapping());
+        drop(one);
+        assert!(!other.mapping().is_null());
+        Ok(())
+    }
+
+    #[test]
+    fn answers_to_faults() {
+        let cases = [
+            (Ok(()), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
+            (Err(EBUSY), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
+            (Err(ENOMEM), bindings::vm_fault_reason_VM_FAULT_OOM),
+            (Err(ENODEV), bindings::vm_fault_reason_VM_FAULT_SIGBUS),
+            (Err(EFAULT), bindings::vm_fault_reason_VM_FAULT_SIGBUS),
+        ];
+        for (answer, reason) in cases {
+            assert_eq!(Operations::<Nothing>::reason(answer), reason);
+        }
+    }
+}

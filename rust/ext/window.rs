@@ -175,3 +175,34 @@ impl Drop for Window {
         self.windows.none.notify_all();
     }
 }
+
+#[kunit_tests(p2pmem_window)]
+mod tests {
+    use super::*;
+
+    use crate::ext::{completion::Completion, workqueue::OwnQueue};
+
+    #[test]
+    fn unbinding_waits_for_the_last_window() -> Result {
+        let windows = Windows::new()?;
+        // None is there: nothing to wait for.
+        windows.wait();
+        *windows.count.lock() = 2;
+        let waited = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
+        let queue = OwnQueue::new(c"p2pmem-kunit")?;
+        let (other, told) = (windows.clone(), waited.clone());
+        queue.try_spawn(GFP_KERNEL, move || {
+            other.wait();
+            told.complete();
+        })?;
+        let one_less = || {
+            *windows.count.lock() -= 1;
+            windows.none.notify_all();
+        };
+        one_less();
+        assert!(!waited.wait(20));
+        one_less();
+        assert!(waited.wait(60_000));
+        Ok(())
+    }
+}

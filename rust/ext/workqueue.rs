@@ -51,3 +51,29 @@ impl Drop for OwnQueue {
         unsafe { bindings::destroy_workqueue(self.0.as_ptr()) };
     }
 }
+
+#[kunit_tests(p2pmem_workqueue)]
+mod tests {
+    use super::*;
+
+    use kernel::sync::{
+        atomic::{Atomic, Relaxed},
+        Arc,
+    };
+
+    #[test]
+    fn dropping_it_runs_what_is_queued() -> Result {
+        const ITEMS: u32 = 64;
+        let queue = OwnQueue::new(c"p2pmem-kunit")?;
+        let ran = Arc::new(Atomic::<u32>::new(0), GFP_KERNEL)?;
+        for _ in 0..ITEMS {
+            let ran = ran.clone();
+            queue.try_spawn(GFP_KERNEL, move || {
+                ran.fetch_add(1, Relaxed);
+            })?;
+        }
+        drop(queue);
+        assert_eq!(ran.load(Relaxed), ITEMS);
+        Ok(())
+    }
+}

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Path classification: the kernel's own table, random trees against a graph search, and the edges.
+//! Path classification: the kernel's own table, and random trees against a graph search. Cases that need no tree are in
+//! the file itself.
 
-use crate::path::{
-    Chain, Path, PathClass, PciAddr, Port, PortKind, classify, host_bridge_id, link_bandwidth, link_bandwidth_of_status,
-};
+use crate::path::{Chain, Path, PathClass, PciAddr, Port, PortKind, classify};
 use crate::tree::{Host, New, NodeId, Tree, tree};
 use proptest::prelude::*;
 
@@ -169,119 +168,6 @@ fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
     let root_port = tree.nodes[m.upstream[0]].parent.unwrap();
     tree.nodes[root_port].acs = true;
     assert_eq!(classify_in(&tree, a, b), classify_in(&m.tree, a, b));
-}
-
-#[test]
-fn functions_of_one_device_share_a_slot_where_there_are_several() {
-    let port = |domain, bus, devfn, kind| Port {
-        addr: PciAddr { domain, bus, devfn },
-        kind,
-        acs_redirect: false,
-        link: 0,
-    };
-    let classes = |above: PortKind| {
-        [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
-            let a = [port(0, 5, 0x80, PortKind::Endpoint), port(0, 1, 0, above)];
-            let b = [port(domain, bus, devfn, PortKind::Endpoint), port(0, 1, 0, above)];
-            let chain = |ports| Chain {
-                ports,
-                host_bridge: 0,
-                numa_node: 0,
-            };
-            classify(&chain(&a), &chain(&b), 2, 10).class
-        })
-    };
-    let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
-    // Buses with slots: the second is in another slot, the others on another bus (virtual functions of anyone).
-    for above in [PortKind::Bridge, PortKind::Upstream] {
-        assert_eq!(classes(above), [one, two, two, two], "{above:?}");
-    }
-    // The lower end of a link is one device, whatever the numbers.
-    for above in [PortKind::RootPort, PortKind::Downstream] {
-        assert_eq!(classes(above), [one; 4], "{above:?}");
-    }
-}
-
-#[test]
-fn functions_that_are_gone_are_unreachable() {
-    let ports = [Port {
-        addr: PciAddr {
-            domain: 0,
-            bus: 1,
-            devfn: 0,
-        },
-        kind: PortKind::Endpoint,
-        acs_redirect: false,
-        link: 984,
-    }];
-    let here = Chain {
-        ports: &ports,
-        host_bridge: 0,
-        numa_node: 0,
-    };
-    let gone = Chain { ports: &[], ..here };
-    for (a, b) in [(&here, &gone), (&gone, &here), (&gone, &gone)] {
-        let path = classify(a, b, 0, 10);
-        assert_eq!(path.class, PathClass::Unreachable);
-        assert!(!path.bus_addr);
-        assert_eq!(path.bridge, None);
-    }
-}
-
-#[test]
-fn bandwidth_of_links() {
-    let lanes = |speed| [1, 2, 4, 8, 12, 16, 32].map(|width| link_bandwidth(speed, width));
-    assert_eq!(lanes(1), [250, 500, 1_000, 2_000, 3_000, 4_000, 8_000]);
-    assert_eq!(lanes(2), [500, 1_000, 2_000, 4_000, 6_000, 8_000, 16_000]);
-    assert_eq!(lanes(3), [984, 1_969, 3_938, 7_876, 11_815, 15_753, 31_507]);
-    assert_eq!(lanes(4), [1_969, 3_938, 7_876, 15_753, 23_630, 31_507, 63_015]);
-    assert_eq!(lanes(5), [3_938, 7_876, 15_753, 31_507, 47_261, 63_015, 126_030]);
-    assert_eq!(lanes(6), [7_562, 15_125, 30_250, 60_500, 90_750, 121_000, 242_000]);
-}
-
-#[test]
-fn link_status_registers() {
-    assert_eq!(link_bandwidth_of_status(0x0011), 250);
-    assert_eq!(link_bandwidth_of_status(0x1103), 15_753);
-    assert_eq!(link_bandwidth_of_status(0x7083), 7_876);
-    assert_eq!(link_bandwidth_of_status(0x0204), 63_015);
-    assert_eq!(link_bandwidth_of_status(0), 0);
-    assert_eq!(
-        link_bandwidth_of_status(0xffff),
-        0,
-        "a function that is gone reads as all ones"
-    );
-    for status in 0..=u16::MAX {
-        let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
-        let valid = (1..=6).contains(&speed) && [1, 2, 4, 8, 12, 16, 32].contains(&width);
-        assert_eq!(link_bandwidth_of_status(status) != 0, valid, "{status:#x}");
-    }
-}
-
-#[test]
-fn kinds_of_ports() {
-    for (pcie_type, is_bridge, kind) in [
-        (Some(0x0), false, PortKind::Endpoint),
-        (Some(0x1), false, PortKind::Endpoint),
-        (Some(0x9), false, PortKind::Endpoint),
-        (None, false, PortKind::Endpoint),
-        (Some(0x4), true, PortKind::RootPort),
-        (Some(0x5), true, PortKind::Upstream),
-        (Some(0x6), true, PortKind::Downstream),
-        (Some(0x7), true, PortKind::Bridge),
-        (Some(0x8), true, PortKind::Bridge),
-        (None, true, PortKind::Bridge),
-        (Some(0xff), false, PortKind::Endpoint),
-    ] {
-        assert_eq!(PortKind::from_pcie_type(pcie_type, is_bridge), kind);
-    }
-}
-
-#[test]
-fn host_bridges_of_different_domains_differ() {
-    assert_ne!(host_bridge_id(0, 1), host_bridge_id(1, 0));
-    assert_ne!(host_bridge_id(0x0100_0000, 0), host_bridge_id(0, 0));
-    assert_eq!(host_bridge_id(u32::MAX, 255), 0xff_ffff_ffff);
 }
 
 proptest! {

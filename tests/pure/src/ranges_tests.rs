@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Lists of ranges: each kind of fault, and random lists against a count of pages.
+//! Lists of ranges: random lists against a count of pages. Cases with names are in the file itself.
 
-use crate::ranges::{Fault, Range, check};
+use crate::ranges::{Range, check};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
@@ -13,47 +13,6 @@ fn list(pages: &[(u64, u64)]) -> Vec<Range> {
         size: size * PAGE,
     };
     pages.iter().map(range).collect()
-}
-
-#[test]
-fn each_fault_names_its_range() {
-    let size = 16 * PAGE;
-    let top = u64::MAX / PAGE * PAGE;
-    let range = |offset, size| Range { offset, size };
-    let cases = [
-        (vec![], Err(Fault::None)),
-        (list(&[(0, 16)]), Ok(size)),
-        (list(&[(3, 2), (0, 3)]), Ok(5 * PAGE)),
-        (list(&[(0, 1), (1, 0)]), Err(Fault::Empty(1))),
-        (vec![range(0, PAGE), range(PAGE + 1, PAGE)], Err(Fault::Unaligned(1))),
-        (vec![range(0, PAGE - 1)], Err(Fault::Unaligned(0))),
-        (list(&[(15, 1), (16, 1)]), Err(Fault::Outside(1))),
-        (list(&[(0, 17)]), Err(Fault::Outside(0))),
-        (vec![range(top, PAGE)], Err(Fault::Outside(0))),
-        (vec![range(top, top)], Err(Fault::Outside(0))),
-        (vec![range(PAGE, top)], Err(Fault::Outside(0))),
-        (list(&[(0, 4), (8, 1), (3, 2)]), Err(Fault::Overlap(2, 0))),
-        (list(&[(0, 1), (4, 1), (4, 1)]), Err(Fault::Overlap(2, 1))),
-    ];
-    for (ranges, answer) in cases {
-        assert_eq!(check(&ranges, size, PAGE), answer, "{ranges:?}");
-    }
-}
-
-#[test]
-fn a_page_of_no_bytes_aligns_nothing() {
-    assert_eq!(check(&list(&[(0, 1)]), PAGE, 0), Err(Fault::Unaligned(0)));
-}
-
-#[test]
-fn ranges_join_at_a_common_end() {
-    let range = |offset, size| Range { offset, size };
-    assert_eq!(range(0, 8).join(range(8, 4)), Some(range(0, 12)));
-    assert_eq!(range(8, 4).join(range(0, 8)), None);
-    assert_eq!(range(0, 8).join(range(9, 4)), None);
-    // Both end before the last address, but are together longer than there are addresses.
-    assert_eq!(range(u64::MAX, 1).join(range(0, 1)), None);
-    assert_eq!(range(1, u64::MAX - 1).join(range(u64::MAX, 2)), None);
 }
 
 proptest! {
