@@ -9,6 +9,7 @@
 
 use crate::{
     buffer::{Buffer, Holder},
+    decision::Account,
     dmabuf::{self, Export},
     ext::{
         chrdev::{self, READABLE},
@@ -17,12 +18,14 @@ use crate::{
         uapi::{self, consts, ioc},
         vma::{AddressSpace, NewArea},
     },
-    orchestrator::{visible_bus_addr, Account, Orchestrator, Wish},
+    orchestrator::{visible_bus_addr, Orchestrator, Wish},
+    own_rules,
     path::{PathClass, PciAddr},
     peer_client,
     placement::Named,
     ranges::Range,
     refusal::{refuse, Answer, Refusal, Text},
+    rules::Book,
 };
 use core::mem::size_of;
 use kernel::{
@@ -104,6 +107,9 @@ pub(crate) struct File {
     orchestrator: Arc<Orchestrator>,
     #[pin]
     handles: Mutex<Handles>,
+    /// The file's own rules.
+    #[pin]
+    rules: Mutex<Option<Arc<Book>>>,
     #[pin]
     last: Mutex<Option<Last>>,
     #[pin]
@@ -278,7 +284,7 @@ impl File {
 
     fn alloc(&self, alloc: &mut uapi::Alloc) -> Answer {
         no_reserved(alloc.reserved)?;
-        let wish = wish(&alloc.req)?;
+        let wish = self.wish(&alloc.req)?;
         let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
         let (provider, class) = (account.chosen, account.class);
         let holder = self.settle(holder, account)?;
@@ -406,7 +412,7 @@ impl File {
             verdicts.extend_from_slice(&last.verdicts, GFP_KERNEL)?;
             (verdicts, last.text, last.error, last.chosen)
         } else {
-            let account = self.orchestrator.explain(&wish(&explain.req)?)?;
+            let account = self.orchestrator.explain(&self.wish(&explain.req)?, self.id)?;
             (account.verdicts, account.text, account.error, account.chosen)
         };
         let mut out = array_writer::<uapi::Verdict>(explain.verdicts, explain.nr_verdicts)?;
@@ -424,6 +430,28 @@ impl File {
         explain.text_len = text.len() as u32 + 1;
         explain.error = error as u32;
         explain.chosen = chosen;
+        Ok(())
+    }
+
+    fn own_rules(&self) -> Option<Arc<Book>> {
+        self.rules.lock().clone()
+    }
+
+    /// Checks a request.
+    fn wish(&self, req: &uapi::Request) -> Answer<Wish> {
+        let wish = wish(req)?;
+        Ok(Wish {
+            own: self.own_rules(),
+            ..wish
+        })
+    }
+
+    /// Replaces the file's own rules.
+    fn set_rules(&self, ask: &mut uapi::Rules) -> Answer {
+        no_flags(ask.flags, 0)?;
+        let new = own_rules::read(ask)?;
+        let old = core::mem::replace(&mut *self.rules.lock(), new);
+        drop(old);
         Ok(())
     }
 
@@ -452,8 +480,9 @@ impl File {
                 align: PAGE_SIZE as u64,
                 clients: KVec::new(),
                 named: Named::Any,
-                upstream: false,
+                strategy: consts::STRATEGY_NEAREST,
                 max_class: None,
+                own: self.own_rules(),
             };
             let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
             let holder = self.settle(holder, account)?;
@@ -521,7 +550,7 @@ fn floor(tree: &RBTree<u64, u32>, key: u64) -> Option<u32> {
     }
 }
 
-fn no_flags(flags: u32, known: u32) -> Answer {
+pub(crate) fn no_flags(flags: u32, known: u32) -> Answer {
     if flags & !known == 0 {
         Ok(())
     } else {
@@ -529,7 +558,7 @@ fn no_flags(flags: u32, known: u32) -> Answer {
     }
 }
 
-fn no_reserved(reserved: u32) -> Answer {
+pub(crate) fn no_reserved(reserved: u32) -> Answer {
     if reserved == 0 {
         Ok(())
     } else {
@@ -610,15 +639,14 @@ fn wish(req: &uapi::Request) -> Answer<Wish> {
             consts::MAX_ALIGN
         ));
     }
-    let upstream = match req.strategy {
-        consts::STRATEGY_NEAREST => false,
+    let strategy = match req.strategy {
         consts::STRATEGY_UPSTREAM if req.nr_clients == 0 => {
             return Err(refuse!(
                 EINVAL,
                 "the kernel's own choice needs clients: nr_clients is 0"
             ));
         }
-        consts::STRATEGY_UPSTREAM => true,
+        known @ consts::STRATEGY_NEAREST..=consts::STRATEGY_PACK => known,
         other => return Err(refuse!(EINVAL, "unknown strategy {}", other)),
     };
     let prefer = req.flags & consts::ALLOC_PREFER != 0;
@@ -640,8 +668,9 @@ fn wish(req: &uapi::Request) -> Answer<Wish> {
         align,
         clients: clients(req.clients, req.nr_clients)?,
         named,
-        upstream,
+        strategy,
         max_class,
+        own: None,
     })
 }
 
@@ -671,6 +700,7 @@ impl chrdev::Operations for File {
                     by_page: RBTree::new(),
                     next: 1,
                 }),
+                rules <- new_mutex!(None),
                 last <- new_mutex!(None),
                 events <- new_mutex!(Events {
                     ring: [uapi::Event::default(); EVENTS],
@@ -727,6 +757,7 @@ impl chrdev::Operations for File {
             ioc::FREE => ("FREE", exchange(arg, |a| file.free_ioctl(a), false)),
             ioc::BUFFER => ("BUFFER", exchange(arg, |a| file.buffer_ioctl(a), true)),
             ioc::EXPLAIN => ("EXPLAIN", exchange(arg, |a| file.explain(a), true)),
+            ioc::RULES => ("RULES", exchange(arg, |a| file.set_rules(a), false)),
             ioc::STATS => ("STATS", exchange(arg, |a| file.stats(a), true)),
             ioc::EXPORT_DMABUF => {
                 let mut made = None;

@@ -194,7 +194,7 @@ impl PinnedDrop for ProviderDir {
 }
 
 /// What was written, without the white space around it.
-fn word(page: &[u8]) -> Answer<&str> {
+pub(crate) fn word(page: &[u8]) -> Answer<&str> {
     core::str::from_utf8(page)
         .map(str::trim)
         .map_err(|_| refuse!(EINVAL, "what was written is no text"))
@@ -211,28 +211,30 @@ fn number(page: &[u8]) -> Answer<u64> {
 }
 
 /// Writes an attribute's value and a line feed.
-fn show(page: &mut [u8; PAGE_SIZE], args: kernel::fmt::Arguments<'_>) -> Result<usize> {
+pub(crate) fn show(page: &mut [u8; PAGE_SIZE], args: kernel::fmt::Arguments<'_>) -> Result<usize> {
     let mut out = Formatter::new(page);
     out.write_fmt(args)?;
     out.write_char('\n')?;
     Ok(out.bytes_written())
 }
 
-/// Declares the attributes: their number, how they are shown, and how they are stored.
+/// Declares the attributes of a directory: their number, how they are shown, and how they are stored.
 macro_rules! attributes {
-    ($($id:literal ($dir:ident, $page:ident): $show:block $(, $text:ident: $store:block)?;)*) => {$(
+    ($data:ident; $($id:literal ($dir:ident, $page:ident): $show:block $(, $text:ident: $store:block)?;)*) => {$(
         #[vtable]
-        impl AttributeOperations<$id> for ProviderDir {
-            type Data = ProviderDir;
+        impl AttributeOperations<$id> for $data {
+            type Data = $data;
 
-            fn show($dir: &ProviderDir, $page: &mut [u8; PAGE_SIZE]) -> Result<usize> $show
+            fn show($dir: &$data, $page: &mut [u8; PAGE_SIZE]) -> Result<usize> $show
 
-            $(fn store($dir: &ProviderDir, $text: &[u8]) -> Result $store)?
+            $(fn store($dir: &$data, $text: &[u8]) -> Result $store)?
         }
     )*};
 }
+pub(crate) use attributes;
 
 attributes! {
+    ProviderDir;
     // bar
     0 (dir, page): {
         match dir.settings.lock().wanted.bar {

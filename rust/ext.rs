@@ -9,6 +9,7 @@ pub(crate) mod bus;
 pub(crate) mod chrdev;
 pub(crate) mod completion;
 pub(crate) mod configfs;
+pub(crate) mod cred;
 pub(crate) mod dma_buf;
 pub(crate) mod driver;
 pub(crate) mod global;

@@ -8,6 +8,7 @@ use crate::ext::{
     p2pdma::{Backing, Target},
     vma::Fault, //
 };
+use crate::rules::Charge;
 use kernel::{prelude::*, sync::Arc};
 
 /// A piece of a provider's memory.
@@ -19,6 +20,8 @@ pub(crate) struct Memory {
     touched: bool,
     /// Whose it is, or was last.
     pub(crate) owner: Owner,
+    /// What it counts as, for as long as its owner has it or refers to its pages.
+    pub(crate) charge: Option<Charge>,
     /// The next one of a [`Stack`].
     next: Option<KBox<Memory>>,
 }
@@ -42,6 +45,7 @@ impl Memory {
             size,
             touched: false,
             owner: Owner::current(),
+            charge: None,
             next: None,
         };
         Ok(KBox::new(memory, GFP_KERNEL)?)
@@ -134,6 +138,7 @@ impl Memory {
             Piece::Adopted { backing, .. } => backing.clear(0, backing.size(), combine),
         }
         self.touched = false;
+        self.charge = None;
     }
 }
 

@@ -5,6 +5,7 @@
 use crate::{
     buffer::{Buffer, Holder, State},
     chardev::File,
+    decision::{Account, Decided},
     dmabuf::Patience,
     ext::{
         bus,
@@ -17,9 +18,10 @@ use crate::{
     },
     path::{Path, PathClass, PciAddr},
     peer_client::Peers,
-    placement::{self, Candidate, Named, Outcome, Strategy, Verdict},
+    placement::{self, Candidate, Named, Strategy, Verdict},
     provider::{Counters, Kind, Leave, Parts, Provider},
-    refusal::{refuse, Answer, Text},
+    refusal::{refuse, Answer},
+    rules::{breaks, Book, Judge, Rules, Uncharged},
     topology::{Cache, Walk},
 };
 use kernel::{
@@ -41,17 +43,10 @@ pub(crate) struct Wish {
     pub(crate) align: u64,
     pub(crate) clients: KVec<Function>,
     pub(crate) named: Named,
-    pub(crate) upstream: bool,
+    pub(crate) strategy: u32,
     pub(crate) max_class: Option<PathClass>,
-}
-
-/// What was decided: a verdict per provider and a sentence.
-pub(crate) struct Account {
-    pub(crate) verdicts: KVec<uapi::Verdict>,
-    pub(crate) chosen: u32,
-    pub(crate) class: u32,
-    pub(crate) error: i32,
-    pub(crate) text: Text,
+    /// The rules of the file itself.
+    pub(crate) own: Option<Arc<Book>>,
 }
 
 /// What the administrator wants published.
@@ -81,6 +76,7 @@ struct Registry {
 #[pin_data]
 pub(crate) struct Orchestrator {
     space: AddressSpace<Buffer>,
+    rules: Arc<Rules>,
     /// Changes whenever a path may have become another one.
     generation: Atomic<u64>,
     next_file: Atomic<u64>,
@@ -97,9 +93,11 @@ pub(crate) struct Orchestrator {
 impl Orchestrator {
     pub(crate) fn new() -> Result<Arc<Self>> {
         let space = AddressSpace::new()?;
+        let rules = Rules::new()?;
         Arc::pin_init(
             pin_init!(Self {
                 space,
+                rules,
                 generation: Atomic::new(1),
                 next_file: Atomic::new(1),
                 past: Counters::new(),
@@ -122,6 +120,10 @@ impl Orchestrator {
     /// What RDMA adapters have registered by way of mappings.
     pub(crate) fn peers(&self) -> &Peers {
         &self.peers
+    }
+
+    pub(crate) fn rules(&self) -> &Arc<Rules> {
+        &self.rules
     }
 
     pub(crate) fn generation(&self) -> u64 {
@@ -268,14 +270,38 @@ impl Orchestrator {
 
     // Choosing.
 
+    /// How often a decision is made anew because the rules changed meanwhile: a bound, should they change each time.
+    const RULE_CHANGES: u32 = 16;
+
     /// Decides, and with `take` allocates as well.
-    fn choose(&self, wish: &Wish, take: Option<u64>) -> Answer<(Option<Holder>, Account)> {
+    fn choose(&self, wish: &Wish, file: u64, take: bool) -> Answer<(Option<Holder>, Account)> {
+        for _ in 0..Self::RULE_CHANGES {
+            let judge = Judge::new(&self.rules, wish.own.clone(), file);
+            if let Some(chosen) = self.choose_by(&judge, wish, take.then_some(file))? {
+                return Ok(chosen);
+            }
+        }
+        Err(refuse!(EAGAIN, "the rules changed again and again"))
+    }
+
+    /// As [`Self::choose`]; none where the rules have become others.
+    fn choose_by(
+        &self,
+        judge: &Judge<'_>,
+        wish: &Wish,
+        take: Option<u64>,
+    ) -> Answer<Option<(Option<Holder>, Account)>> {
         let providers = self.providers()?;
         let paths = self.paths(&providers, &wish.clients)?;
         let clients = wish.clients.len();
+        let mut parties = KVec::new();
+        for client in wish.clients.iter().filter(|_| !judge.is_silent()) {
+            parties.push(client.party(), GFP_KERNEL)?;
+        }
         let mut candidates = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
         for (i, provider) in providers.iter().enumerate() {
             let room = provider.room(wish.size, wish.align);
+            let paths = paths.get(i * clients..(i + 1) * clients).unwrap_or_default();
             candidates.push(
                 Candidate {
                     id: provider.id,
@@ -284,15 +310,17 @@ impl Orchestrator {
                     size: provider.size,
                     free: room.free,
                     largest: room.largest,
-                    paths: paths.get(i * clients..(i + 1) * clients).unwrap_or_default(),
+                    paths,
+                    ruling: judge.ruling(provider, &parties, paths, wish.size),
                 },
                 GFP_KERNEL,
             )?;
         }
-        let strategy = if wish.upstream {
-            Strategy::Upstream(self.upstream_choice(&providers, wish)?)
-        } else {
-            Strategy::Nearest
+        let strategy = match wish.strategy {
+            consts::STRATEGY_UPSTREAM => Strategy::Upstream(self.upstream_choice(&providers, wish)?),
+            consts::STRATEGY_SPREAD => Strategy::Spread,
+            consts::STRATEGY_PACK => Strategy::Pack,
+            _ => Strategy::Nearest,
         };
         let request = placement::Request {
             size: wish.size,
@@ -306,31 +334,60 @@ impl Orchestrator {
         // Each round that ends without memory takes one candidate out of the race.
         loop {
             let decision = placement::decide(&request, &candidates, &mut verdicts);
-            let Some((at, provider)) = decision.chosen.and_then(|at| Some((at, providers.get(at)?))) else {
+            let chosen = decision.chosen.and_then(|at| Some((at, providers.get(at)?)));
+            if chosen.is_none() && take.is_some() {
                 for provider in &providers {
-                    provider.counters.failed.fetch_add(u64::from(take.is_some()), Relaxed);
+                    provider.counters.failed.fetch_add(1, Relaxed);
                 }
-                return Ok((None, account(wish, &providers, &verdicts, decision.outcome, None)?));
-            };
-            let Some(file) = take else {
-                return Ok((
-                    None,
-                    account(wish, &providers, &verdicts, decision.outcome, Some(provider))?,
-                ));
-            };
-            let held = provider
-                .alloc(wish.size, wish.align)
-                .and_then(|memory| Buffer::create(provider.clone(), memory, wish.size, file));
-            match held {
-                Ok(holder) => {
-                    let account = account(wish, &providers, &verdicts, decision.outcome, Some(provider))?;
-                    return Ok((Some(holder), account));
-                }
-                Err(e) if e == ENOSPC => candidates[at].refused(wish.size),
-                Err(e) if e == ENODEV => candidates[at].live = false,
-                Err(e) => return Err(e.into()),
             }
+            let mut held = None;
+            if let (Some(file), Some((at, provider))) = (take, chosen) {
+                match self.take(judge, wish, provider, file) {
+                    Ok(holder) => held = Some(holder),
+                    Err(Uncharged::Broken(broken)) => {
+                        breaks(&mut candidates[at].ruling, broken);
+                        continue;
+                    }
+                    Err(Uncharged::Stale) => return Ok(None),
+                    Err(Uncharged::Error(e)) if e == ENOSPC => {
+                        candidates[at].refused(wish.size);
+                        continue;
+                    }
+                    Err(Uncharged::Error(e)) if e == ENODEV => {
+                        candidates[at].live = false;
+                        continue;
+                    }
+                    Err(Uncharged::Error(e)) => return Err(e.into()),
+                }
+            }
+            let decided = Decided {
+                wish,
+                judge,
+                providers: &providers,
+                candidates: &candidates,
+                verdicts: &verdicts,
+                outcome: decision.outcome,
+            };
+            return Ok(Some((held, decided.account(chosen.map(|(_, provider)| provider))?)));
         }
+    }
+
+    /// Allocates a buffer in a provider, and charges it.
+    fn take(
+        &self,
+        judge: &Judge<'_>,
+        wish: &Wish,
+        provider: &Arc<Provider>,
+        file: u64,
+    ) -> core::result::Result<Holder, Uncharged> {
+        let charge = judge.charge(provider, wish.size)?;
+        provider
+            .alloc(wish.size, wish.align)
+            .and_then(|mut memory| {
+                memory.charge = Some(charge);
+                Buffer::create(provider.clone(), memory, wish.size, file)
+            })
+            .map_err(Uncharged::Error)
     }
 
     /// What the kernel itself would choose, if that is a provider of ours.
@@ -341,12 +398,12 @@ impl Orchestrator {
 
     /// Allocates a buffer for a file.
     pub(crate) fn alloc(&self, wish: &Wish, file: u64) -> Answer<(Option<Holder>, Account)> {
-        self.choose(wish, Some(file))
+        self.choose(wish, file, true)
     }
 
     /// Says what an allocation would do.
-    pub(crate) fn explain(&self, wish: &Wish) -> Answer<Account> {
-        Ok(self.choose(wish, None)?.1)
+    pub(crate) fn explain(&self, wish: &Wish, file: u64) -> Answer<Account> {
+        Ok(self.choose(wish, file, false)?.1)
     }
 
     // Providers that come.
@@ -416,8 +473,10 @@ impl Orchestrator {
         if !wanted.pages {
             return self.publish_window(wanted, &device, bar, size);
         }
+        let by_rule = self.rules.kernel_reserve(&function.party());
         let reserve = wanted
             .kernel_reserve
+            .or(by_rule.map(|bytes| bytes.next_multiple_of(PAGE)))
             .unwrap_or_else(|| (size / 16).min(16 << 20) / PAGE * PAGE);
         if reserve % PAGE != 0 || reserve >= size {
             return Err(refuse!(
@@ -737,75 +796,6 @@ impl bus::Listener for Orchestrator {
     fn changed(&self) {
         self.forget_paths();
     }
-}
-
-/// Puts a decision into words and numbers.
-fn account(
-    wish: &Wish,
-    providers: &[Arc<Provider>],
-    verdicts: &[Verdict],
-    outcome: Outcome,
-    chosen: Option<&Arc<Provider>>,
-) -> Result<Account> {
-    let mut rows = KVec::with_capacity(verdicts.len(), GFP_KERNEL)?;
-    let mut class = 0;
-    for (verdict, provider) in verdicts.iter().zip(providers) {
-        if chosen.is_some_and(|p| p.id == verdict.provider) {
-            class = verdict.class_raw();
-        }
-        rows.push(
-            uapi::Verdict {
-                provider: verdict.provider,
-                code: verdict.code.as_raw(),
-                addr: provider.addr.into(),
-                worst_client: verdict.worst_client,
-                class: verdict.class_raw(),
-                hops: verdict.hops,
-                bandwidth: verdict.bandwidth,
-                numa_distance: verdict.numa_distance,
-                reserved: 0,
-                size: verdict.size,
-                free: verdict.free,
-                largest: verdict.largest,
-            },
-            GFP_KERNEL,
-        )?;
-    }
-    let (size, clients) = (wish.size, wish.clients.len());
-    let text = match (outcome, chosen) {
-        (_, Some(p)) => Text::new(fmt!("{} was chosen of {} providers", p.addr, providers.len())),
-        (Outcome::NoProvider, _) => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
-        (Outcome::NoSuchProvider, _) => Text::new(fmt!("the provider that was named is not there")),
-        (Outcome::NotUpstream, _) => Text::new(fmt!("the kernel's own choice found no provider for these clients")),
-        (Outcome::Leaving, _) => Text::new(fmt!("all providers that could serve are being revoked")),
-        (Outcome::Unreachable, _) => Text::new(fmt!(
-            "the kernel says that no provider can be reached by all {} clients (host bridge not on its list, or ACS)",
-            clients
-        )),
-        (Outcome::TooFar, _) => Text::new(fmt!("all providers are farther than max_class allows")),
-        (Outcome::TooSmall, _) => Text::new(fmt!(
-            "no provider that could serve is as large as {} bytes at that alignment",
-            size
-        )),
-        (Outcome::Full, _) => Text::new(fmt!("no provider that could serve has {} bytes free", size)),
-        (Outcome::Fragmented, _) => Text::new(fmt!(
-            "no provider that could serve has {} bytes in one piece at that alignment",
-            size
-        )),
-        (Outcome::Chosen, None) => Text::EMPTY,
-    };
-    let error = match chosen {
-        Some(_) => 0,
-        None if outcome.is_out_of_space() => -ENOSPC.to_errno(),
-        None => -ENODEV.to_errno(),
-    };
-    Ok(Account {
-        verdicts: rows,
-        chosen: chosen.map_or(0, |p| p.id),
-        class,
-        error,
-        text,
-    })
 }
 
 /// Bus addresses tell where things are in the machine, which is not for everyone to know.

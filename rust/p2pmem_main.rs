@@ -16,18 +16,25 @@ use kernel::{configfs::Subsystem, pci, prelude::*, sync::Arc};
 mod buffer;
 mod chardev;
 mod config;
+mod config_rules;
+mod decision;
 mod dmabuf;
 mod ext;
 mod life;
 mod memory;
 mod orchestrator;
+mod own_rules;
 mod path;
 #[cfg_attr(not(p2pmem_peer), path = "peer_client/absent.rs")]
 mod peer_client;
 mod placement;
+mod policy;
 mod provider;
+mod quota;
 mod ranges;
 mod refusal;
+mod rule_text;
+mod rules;
 mod stats;
 mod sys;
 mod topology;
@@ -52,6 +59,7 @@ struct P2pmem {
     stats: stats::Files,
     #[pin]
     chardev: chrdev::Registration<File>,
+    rules: DefaultGroup<config_rules::RuleSet>,
     providers: DefaultGroup<config::Providers>,
     #[pin]
     configfs: Subsystem<config::Root>,
@@ -110,6 +118,7 @@ impl kernel::InPlaceModule for P2pmem {
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
                 configfs <- config::subsystem(),
                 providers: config::providers(&configfs)?,
+                rules: config_rules::rules(&configfs)?,
                 chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
                 stats <- stats::files(for_stats),
                 _: {

@@ -8,8 +8,9 @@
 //!
 //! The rules are written down in Documentation/design/placement.md. In short: a provider is
 //! *eligible* when it is the named one (if one is required), is not leaving, can be reached by
-//! every client over paths no farther than allowed, and has the space in one piece. Among the
-//! eligible ones the criteria of [`Rank`] decide, one after the other.
+//! every client over paths no farther than allowed, and has the space in one piece, and when no
+//! rule ([`crate::policy`]) stands against it. Among the eligible ones the criteria of [`Rank`]
+//! decide, one after the other.
 //!
 //! Nothing is remembered and nothing is left to chance: equal input gives equal output, and the
 //! order of the candidates does not matter.
@@ -18,7 +19,10 @@
 //! holds no `unsafe`. The same text is compiled into the module and into the host tests of
 //! tests/pure.
 
-use super::path::{indexed, Path, PathClass};
+use super::{
+    path::{indexed, Path, PathClass},
+    policy::{Ref, Ruling, Stance},
+};
 use core::cmp::{Ordering, Reverse};
 
 /// Which provider a request names.
@@ -37,6 +41,10 @@ pub(crate) enum Named {
 pub(crate) enum Strategy {
     /// The criteria of [`Rank`].
     Nearest,
+    /// The least loaded, and only then the criteria of [`Rank`].
+    Spread,
+    /// The most loaded, and only then the criteria of [`Rank`].
+    Pack,
     /// The kernel: the provider that `pci_p2pmem_find_many()` returned, `None` where it returned
     /// none.
     Upstream(Option<u32>),
@@ -78,6 +86,8 @@ pub(crate) struct Candidate<'a> {
     /// Its path to each client, in the order of the clients. A path that is missing is one that
     /// does not exist.
     pub(crate) paths: &'a [Path],
+    /// What the rules say of it for this request.
+    pub(crate) ruling: Ruling,
 }
 
 impl Candidate<'_> {
@@ -146,6 +156,16 @@ pub(crate) enum VerdictCode {
     Order = 15,
     /// The kernel did not choose it.
     Upstream = 16,
+    /// A rule denies it.
+    Denied = 17,
+    /// The buffer would break a quota.
+    Quota = 18,
+    /// Rules set aside for others what is free.
+    Reserved = 19,
+    /// A rule prefers the chosen one, or avoids this one.
+    Preference = 20,
+    /// The chosen one is more loaded, and memory was to be packed.
+    Packed = 21,
 }
 
 impl VerdictCode {
@@ -162,6 +182,8 @@ pub(crate) struct Verdict {
     pub(crate) provider: u32,
     /// What became of it.
     pub(crate) code: VerdictCode,
+    /// The rule that decided it, where a rule did.
+    pub(crate) rule: Option<Ref>,
     /// Index of the client with the farthest path, 0 without clients.
     pub(crate) worst_client: u32,
     /// Class of that path, `None` without clients.
@@ -185,6 +207,7 @@ impl Verdict {
     pub(crate) const EMPTY: Self = Self {
         provider: 0,
         code: VerdictCode::NotNamed,
+        rule: None,
         worst_client: 0,
         class: None,
         hops: 0,
@@ -215,12 +238,18 @@ pub(crate) enum Outcome {
     Leaving,
     /// None can be reached by every client.
     Unreachable,
+    /// Rules deny all that can be reached.
+    Denied,
     /// None is near enough.
     TooFar,
     /// None is large enough.
     TooSmall,
+    /// The buffer would break a quota wherever it were.
+    Quota,
     /// Those that could serve have not enough free bytes.
     Full,
+    /// Those that could serve have the bytes, but set aside for others.
+    Reserved,
     /// Those that could serve have the bytes, but not in one piece.
     Fragmented,
     /// A provider was chosen.
@@ -231,7 +260,7 @@ impl Outcome {
     /// Whether the same request may succeed once memory has been freed (`ENOSPC`). For the other
     /// failures something has to change in the machine or in the request (`ENODEV`).
     pub(crate) fn is_out_of_space(self) -> bool {
-        matches!(self, Self::Full | Self::Fragmented)
+        matches!(self, Self::Full | Self::Reserved | Self::Fragmented)
     }
 }
 
@@ -293,6 +322,8 @@ impl Reach {
 /// The criteria that decide among eligible candidates, in the order in which they are looked at;
 /// the smaller rank wins.
 struct Rank {
+    /// What the administrator's rules want, then what the application's own want.
+    stance: (Stance, Stance),
     /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
     class: Option<PathClass>,
     /// Sum of hops.
@@ -312,6 +343,7 @@ struct Rank {
 impl Rank {
     fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
         Self {
+            stance: (candidate.ruling.stance, candidate.ruling.own_stance),
             class: reach.class(),
             hops: reach.hops,
             bandwidth: Reverse(reach.bandwidth),
@@ -326,8 +358,15 @@ impl Rank {
     }
 
     /// Compares, and names the criterion that decides.
-    fn compare(&self, other: &Self) -> (Ordering, VerdictCode) {
+    fn compare(&self, other: &Self, strategy: Strategy) -> (Ordering, VerdictCode) {
+        let same = (Ordering::Equal, VerdictCode::Order);
         let criteria = [
+            (self.stance.cmp(&other.stance), VerdictCode::Preference),
+            match strategy {
+                Strategy::Spread => (self.load.cmp(&other.load), VerdictCode::Load),
+                Strategy::Pack => (other.load.cmp(&self.load), VerdictCode::Packed),
+                Strategy::Nearest | Strategy::Upstream(_) => same,
+            },
             (self.class.cmp(&other.class), VerdictCode::Class),
             (self.hops.cmp(&other.hops), VerdictCode::Hops),
             (self.bandwidth.cmp(&other.bandwidth), VerdictCode::Bandwidth),
@@ -342,27 +381,44 @@ impl Rank {
     }
 }
 
+/// Why a candidate cannot serve.
+struct Objection {
+    code: VerdictCode,
+    rule: Option<Ref>,
+    reason: Outcome,
+}
+
 /// Whether a candidate can serve the request, and if not, the first rule that forbids it. The rules
 /// that no time will change come first: a provider that is out of reach *and* full is out of reach.
-fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), (VerdictCode, Outcome)> {
+fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), Objection> {
     let class = reach.class();
-    if matches!(request.named, Named::Require(id) if id != candidate.id) {
-        Err((VerdictCode::NotNamed, Outcome::NoSuchProvider))
+    let ruling = &candidate.ruling;
+    let (code, rule, reason) = if matches!(request.named, Named::Require(id) if id != candidate.id) {
+        (VerdictCode::NotNamed, None, Outcome::NoSuchProvider)
     } else if !candidate.live {
-        Err((VerdictCode::Leaving, Outcome::Leaving))
+        (VerdictCode::Leaving, None, Outcome::Leaving)
     } else if class == Some(PathClass::Unreachable) {
-        Err((VerdictCode::Unreachable, Outcome::Unreachable))
+        (VerdictCode::Unreachable, None, Outcome::Unreachable)
+    } else if ruling.denied.is_some() {
+        (VerdictCode::Denied, ruling.denied, Outcome::Denied)
     } else if request.max_class.is_some_and(|max| class > Some(max)) {
-        Err((VerdictCode::TooFar, Outcome::TooFar))
+        (VerdictCode::TooFar, None, Outcome::TooFar)
+    } else if ruling.too_far.is_some() {
+        (VerdictCode::TooFar, ruling.too_far, Outcome::TooFar)
     } else if !candidate.could_hold(request) {
-        Err((VerdictCode::TooSmall, Outcome::TooSmall))
+        (VerdictCode::TooSmall, None, Outcome::TooSmall)
+    } else if let Some(over) = ruling.over {
+        (VerdictCode::Quota, Some(over.rule), Outcome::Quota)
     } else if candidate.free < request.size {
-        Err((VerdictCode::Full, Outcome::Full))
+        (VerdictCode::Full, None, Outcome::Full)
+    } else if candidate.free.saturating_sub(ruling.withheld) < request.size {
+        (VerdictCode::Reserved, ruling.withheld_by, Outcome::Reserved)
     } else if candidate.largest < request.size {
-        Err((VerdictCode::Fragmented, Outcome::Fragmented))
+        (VerdictCode::Fragmented, None, Outcome::Fragmented)
     } else {
-        Ok(())
-    }
+        return Ok(());
+    };
+    Err(Objection { code, rule, reason })
 }
 
 /// On whose word a candidate may win; the earlier variant beats the later one.
@@ -381,7 +437,7 @@ enum By {
 fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
     match (request.named, request.strategy) {
         (Named::Prefer(id), _) if id == candidate.id => Some(By::Wish),
-        (Named::Require(_), _) | (_, Strategy::Nearest) => Some(By::Rank),
+        (Named::Require(_), _) | (_, Strategy::Nearest | Strategy::Spread | Strategy::Pack) => Some(By::Rank),
         (_, Strategy::Upstream(choice)) => (choice == Some(candidate.id)).then_some(By::Kernel),
     }
 }
@@ -391,6 +447,47 @@ struct Winner {
     index: usize,
     rank: Rank,
     by: By,
+    ruling: Ruling,
+}
+
+/// Whether the administrator wants a candidate only where no other serves, whoever else wants it.
+fn avoided(ruling: &Ruling) -> bool {
+    ruling.stance == Stance::Avoid
+}
+
+/// Why an eligible candidate lost, and the rule that decided where a rule did.
+fn lost(request: &Request, ruling: &Ruling, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<Ref>) {
+    if avoided(ruling) && !avoided(&winner.ruling) {
+        return (VerdictCode::Preference, ruling.stance_by);
+    }
+    match winner.by {
+        By::Wish => (VerdictCode::NotNamed, None),
+        By::Kernel => (VerdictCode::Upstream, None),
+        By::Rank => match rank.compare(&winner.rank, request.strategy).1 {
+            VerdictCode::Preference => {
+                // Either this one is avoided, or the other one preferred.
+                let (own, other, by, other_by) = if ruling.stance == winner.ruling.stance {
+                    let other = &winner.ruling;
+                    (
+                        ruling.own_stance,
+                        other.own_stance,
+                        ruling.own_stance_by,
+                        other.own_stance_by,
+                    )
+                } else {
+                    let other = &winner.ruling;
+                    (ruling.stance, other.stance, ruling.stance_by, other.stance_by)
+                };
+                let decided = if own == Stance::Avoid && other != Stance::Avoid {
+                    by
+                } else {
+                    other_by
+                };
+                (VerdictCode::Preference, decided)
+            }
+            code => (code, None),
+        },
+    }
 }
 
 /// Chooses a provider.
@@ -410,38 +507,46 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
             continue;
         };
         let reach = Reach::of(request, candidate);
-        if let Err((_, reason)) = eligible(request, candidate, &reach) {
-            outcome = outcome.max(reason);
+        if let Err(objection) = eligible(request, candidate, &reach) {
+            outcome = outcome.max(objection.reason);
             continue;
         }
         let rank = Rank::of(candidate, &reach);
-        let wins = winner.as_ref().is_none_or(|winner| match by.cmp(&winner.by) {
-            Ordering::Less => true,
-            Ordering::Equal => rank.compare(&winner.rank).0.is_lt(),
-            Ordering::Greater => false,
-        });
+        let claim = (avoided(&candidate.ruling), by);
+        let wins = winner
+            .as_ref()
+            .is_none_or(|winner| match claim.cmp(&(avoided(&winner.ruling), winner.by)) {
+                Ordering::Less => true,
+                Ordering::Equal => rank.compare(&winner.rank, request.strategy).0.is_lt(),
+                Ordering::Greater => false,
+            });
         if wins {
-            winner = Some(Winner { index, rank, by });
+            winner = Some(Winner {
+                index,
+                rank,
+                by,
+                ruling: candidate.ruling,
+            });
         }
         outcome = Outcome::Chosen;
     }
 
     for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
         let reach = Reach::of(request, candidate);
-        let code = match (eligible(request, candidate, &reach), &winner) {
-            (Err((code, _)), _) => code,
-            (Ok(()), Some(winner)) if winner.index == index => VerdictCode::Chosen,
-            (Ok(()), Some(winner)) => match winner.by {
-                By::Wish => VerdictCode::NotNamed,
-                By::Kernel => VerdictCode::Upstream,
-                By::Rank => Rank::of(candidate, &reach).compare(&winner.rank).1,
-            },
+        let (code, rule) = match (eligible(request, candidate, &reach), &winner) {
+            (Err(objection), _) => (objection.code, objection.rule),
+            (Ok(()), Some(winner)) if winner.index == index => {
+                let preferred = winner.ruling.stance == Stance::Prefer;
+                (VerdictCode::Chosen, winner.ruling.stance_by.filter(|_| preferred))
+            }
+            (Ok(()), Some(winner)) => lost(request, &candidate.ruling, &Rank::of(candidate, &reach), winner),
             // Eligible, and yet there is no winner: the kernel wants another one.
-            (Ok(()), None) => VerdictCode::Upstream,
+            (Ok(()), None) => (VerdictCode::Upstream, None),
         };
         *slot = Verdict {
             provider: candidate.id,
             code,
+            rule,
             worst_client: u32::try_from(reach.worst_client).unwrap_or(u32::MAX),
             class: reach.class(),
             hops: reach.hops,

@@ -20,6 +20,7 @@ use crate::{
     },
     memory::{Memory, Piece, Stack},
     path::PciAddr,
+    policy::Party,
 };
 use kernel::{
     new_condvar, new_mutex, new_work,
@@ -244,6 +245,20 @@ impl Provider {
         &self.function
     }
 
+    /// What rules can tell it from others by.
+    pub(crate) fn party(&self) -> Party {
+        self.function.party()
+    }
+
+    /// Bytes of its device's pool that other drivers can always have. What an own provider leaves them is settled when
+    /// it is published.
+    pub(crate) fn kernel_has(&self) -> u64 {
+        match self.kind {
+            Kind::Own => u64::MAX,
+            Kind::Adopted => self.kernel_reserve,
+        }
+    }
+
     /// Whether its memory has struct pages.
     pub(crate) fn has_pages(&self) -> bool {
         self.flags & consts::PROVIDER_PAGELESS == 0
@@ -410,9 +425,13 @@ impl Provider {
     }
 
     /// Memory comes back, with the number of the buffer that ended.
-    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, memory: KBox<Memory>) {
+    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, mut memory: KBox<Memory>) {
         self.counters.frees.fetch_add(1, Relaxed);
         self.counters.free_bytes.fetch_add(memory.size, Relaxed);
+        // What others still refer to is not free, and counts as its last owner's until it is.
+        if memory.busy() == 0 {
+            memory.charge = None;
+        }
         let mut inner = self.inner.lock();
         let ended = buffer.and_then(|id| inner.buffers.remove(&id));
         inner.count -= u32::from(ended.is_some());

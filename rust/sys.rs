@@ -21,7 +21,7 @@
 
 use kernel::{
     bindings::{
-        bus_type, device, dma_buf_attachment, dma_data_direction, gpu_buddy, inode, list_head, p2pdma_provider,
+        bus_type, cred, device, dma_buf_attachment, dma_data_direction, gpu_buddy, inode, list_head, p2pdma_provider,
         pci_dev, phys_vec, sg_table, vm_area_struct,
     },
     ffi,

@@ -6,6 +6,7 @@
 
 use crate::{
     path::PciAddr,
+    policy::Party,
     sys, //
 };
 use core::ptr::{self, NonNull};
@@ -213,38 +214,20 @@ impl Function {
         }
     }
 
+    /// What rules can tell the function from others by.
+    pub(crate) fn party(&self) -> Party {
+        let (vendor, device, _) = self.ids();
+        Party {
+            addr: self.address(),
+            vendor,
+            device,
+        }
+    }
+
     /// Writes the bound driver's name, NUL-terminated; empty where there is none.
     pub(crate) fn driver_name(&self, name: &mut [ffi::c_char; 32]) {
         // SAFETY: The function is valid, and `name` is as long as the call is told.
         unsafe { sys::p2pmem_pci_driver_name(self.as_raw(), name.as_mut_ptr(), name.len()) };
-    }
-}
-
-impl PciAddr {
-    /// Parses `[DDDD:]BB:DD.F`, all hexadecimal.
-    pub(crate) fn parse(text: &[u8]) -> Option<Self> {
-        let hex = |digits: &[u8], most: usize| -> Option<u32> {
-            if digits.is_empty() || digits.len() > most {
-                return None;
-            }
-            digits
-                .iter()
-                .try_fold(0u32, |n, &c| Some(n << 4 | char::from(c).to_digit(16)?))
-        };
-        let mut parts = text.rsplitn(2, |&c| c == b'.');
-        let function = hex(parts.next()?, 1)?;
-        let mut parts = parts.next()?.rsplitn(3, |&c| c == b':');
-        let device = hex(parts.next()?, 2)?;
-        let bus = hex(parts.next()?, 2)?;
-        let domain = parts.next().map_or(Some(0), |d| hex(d, 8))?;
-        if function > 7 || device > 31 {
-            return None;
-        }
-        Some(Self {
-            domain,
-            bus: u8::try_from(bus).ok()?,
-            devfn: u8::try_from(device << 3 | function).ok()?,
-        })
     }
 }
 

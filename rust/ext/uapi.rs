@@ -13,10 +13,11 @@ pub(crate) use crate::sys::{
     p2pmem_alloc as Alloc, p2pmem_buffer as Buffer, p2pmem_event as Event, p2pmem_explain as Explain,
     p2pmem_export as Export, p2pmem_free as Free, p2pmem_info as Info, p2pmem_list as List, p2pmem_path as Path,
     p2pmem_paths as Paths, p2pmem_pci_addr as PciAddress, p2pmem_provider as Provider, p2pmem_range as Range,
-    p2pmem_request as Request, p2pmem_stats as Stats, p2pmem_verdict as Verdict,
+    p2pmem_request as Request, p2pmem_rule as Rule, p2pmem_rules as Rules, p2pmem_stats as Stats,
+    p2pmem_verdict as Verdict,
 };
 
-pub(crate) use kernel::bindings::{EHOSTUNREACH, ENODATA, EOPNOTSUPP};
+pub(crate) use kernel::bindings::{EDQUOT, EHOSTUNREACH, ENODATA, EOPNOTSUPP};
 
 /// An errno that the kernel crate has no name for.
 pub(crate) fn errno(errno: u32) -> Error {
@@ -30,13 +31,16 @@ pub(crate) mod consts {
     pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
     pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
+    pub(crate) const MAX_RULES: u32 = sys::P2PMEM_MAX_RULES;
+    pub(crate) const RULE_NAME: usize = sys::P2PMEM_RULE_NAME as usize;
     pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
     /// What this module can do.
     pub(crate) const FEATURES: u64 = (sys::P2PMEM_FEATURE_MMAP_PAGED
         | sys::P2PMEM_FEATURE_EVENTS
         | sys::P2PMEM_FEATURE_ADOPT
         | sys::P2PMEM_FEATURE_DMABUF
-        | sys::P2PMEM_FEATURE_PAGELESS) as u64;
+        | sys::P2PMEM_FEATURE_PAGELESS
+        | sys::P2PMEM_FEATURE_RULES) as u64;
     /// What it can do besides where programs can register mapped buffers.
     pub(crate) fn feature_peer_memory(open: bool) -> u64 {
         if open {
@@ -64,6 +68,18 @@ pub(crate) mod consts {
     pub(crate) const BUFFER_GONE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_GONE;
     pub(crate) const STRATEGY_NEAREST: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_NEAREST;
     pub(crate) const STRATEGY_UPSTREAM: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_UPSTREAM;
+    pub(crate) const STRATEGY_SPREAD: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_SPREAD;
+    pub(crate) const STRATEGY_PACK: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_PACK;
+    pub(crate) const RULES_NONE: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_NONE;
+    pub(crate) const RULES_ADMIN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_ADMIN;
+    pub(crate) const RULES_OWN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_OWN;
+    pub(crate) const RULE_PROVIDER: u32 = sys::P2PMEM_RULE_PROVIDER;
+    pub(crate) const RULE_CLIENT: u32 = sys::P2PMEM_RULE_CLIENT;
+    pub(crate) const RULE_QUOTA: u32 = sys::P2PMEM_RULE_QUOTA;
+    pub(crate) const RULE_ALLOW: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_ALLOW;
+    pub(crate) const RULE_DENY: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_DENY;
+    pub(crate) const RULE_PREFER: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_PREFER;
+    pub(crate) const RULE_AVOID: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_AVOID;
     pub(crate) const EVENT_PROVIDER_ADDED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_ADDED;
     pub(crate) const EVENT_PROVIDER_REMOVED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_REMOVED;
     pub(crate) const EVENT_BUFFER_REVOKED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_BUFFER_REVOKED;
@@ -84,6 +100,7 @@ pub(crate) mod ioc {
     pub(crate) const EXPLAIN: u32 = _IOWR::<Explain>(MAGIC, 0x06);
     pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
     pub(crate) const EXPORT_DMABUF: u32 = _IOWR::<Export>(MAGIC, 0x08);
+    pub(crate) const RULES: u32 = _IOW::<Rules>(MAGIC, 0x09);
 }
 
 /// Declares structures of the header: their sizes, and that they travel as bytes.
@@ -102,8 +119,8 @@ macro_rules! travel {
 
 travel! {
     PciAddress: 8, Info: 80, Provider: 136, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
-    Buffer: 64, Verdict: 64, Explain: 88, Stats: 104, Event: 24,
-    Range: 16, Export: 24,
+    Buffer: 64, Verdict: 96, Explain: 88, Stats: 104, Event: 24,
+    Range: 16, Export: 24, Rule: 72, Rules: 16,
 }
 
 #[kernel::prelude::kunit_tests(p2pmem_uapi)]

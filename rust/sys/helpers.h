@@ -9,6 +9,7 @@
 
 #include "peer_mem.h"
 
+struct cred;
 struct page;
 struct pci_dev;
 struct inode;
@@ -66,6 +67,10 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 void p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
 void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);
 struct pci_dev *p2pmem_dev_pci(struct device *dev);
+
+const struct cred *p2pmem_cred_get(void);
+u32 p2pmem_cred_uid(const struct cred *cred);
+bool p2pmem_cred_member(const struct cred *cred, u32 gid);
 
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);

@@ -19,12 +19,16 @@
  * -EFAULT (a bad pointer) and -ENOTTY (an unknown ioctl) leave none.
  */
 
-#define P2PMEM_ABI_VERSION	2
+#define P2PMEM_ABI_VERSION	3
 
 /* Most clients one request may name. */
 #define P2PMEM_MAX_CLIENTS	64
 /* Most ranges one dma-buf may consist of. */
 #define P2PMEM_MAX_RANGES	64
+/* Most rules a file may have of its own. */
+#define P2PMEM_MAX_RULES	32
+/* Bytes of a rule's name, with its NUL. */
+#define P2PMEM_RULE_NAME	32
 /* Largest alignment of a buffer: 1 GiB. */
 #define P2PMEM_MAX_ALIGN	(1ULL << 30)
 
@@ -49,6 +53,7 @@ struct p2pmem_pci_addr {
 #define P2PMEM_FEATURE_DMABUF		(1ULL << 3)	/* buffers can be exported as dma-bufs */
 #define P2PMEM_FEATURE_PAGELESS		(1ULL << 4)	/* providers can do without struct pages */
 #define P2PMEM_FEATURE_PEER_MEMORY	(1ULL << 5)	/* ibv_reg_mr() takes mappings of buffers */
+#define P2PMEM_FEATURE_RULES		(1ULL << 6)	/* rules of the administrator and of files are obeyed */
 
 /**
  * struct p2pmem_info - what this module is, and what it holds in all
@@ -234,10 +239,15 @@ struct p2pmem_paths {
  * enum p2pmem_strategy - who chooses among the providers
  * @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md
  * @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()
+ * @P2PMEM_STRATEGY_SPREAD: the least loaded of those that can serve, however far (see @max_class of the request), then
+ *	as NEAREST
+ * @P2PMEM_STRATEGY_PACK: the most loaded of those that can serve, so that others stay empty, then as NEAREST
  */
 enum p2pmem_strategy {
 	P2PMEM_STRATEGY_NEAREST = 0,
 	P2PMEM_STRATEGY_UPSTREAM = 1,
+	P2PMEM_STRATEGY_SPREAD = 2,
+	P2PMEM_STRATEGY_PACK = 3,
 };
 
 /* &struct p2pmem_request.flags: the named provider is a wish: take another one where it cannot serve */
@@ -279,8 +289,9 @@ struct p2pmem_request {
  * @reserved: must be zero
  *
  * Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever
- * serve the request: none published, none reachable, none near enough), -ENOSPC (those that could are full),
- * -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM.
+ * serve the request: none published, none reachable, none near enough), -EACCES (rules deny all that could),
+ * -EDQUOT (a quota of the user, the group or the file would be broken), -ENOSPC (those that could are full, or what is
+ * free is set aside for others), -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM.
  */
 struct p2pmem_alloc {
 	struct p2pmem_request req;
@@ -416,6 +427,11 @@ struct p2pmem_export {
  * @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left
  * @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier
  * @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one
+ * @P2PMEM_VERDICT_DENIED: a rule denies it
+ * @P2PMEM_VERDICT_QUOTA: the buffer would break a rule's quota
+ * @P2PMEM_VERDICT_RESERVED: rules set aside for others what is free
+ * @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one
+ * @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for
  */
 enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_CHOSEN = 1,
@@ -434,6 +450,23 @@ enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_SPACE = 14,
 	P2PMEM_VERDICT_ORDER = 15,
 	P2PMEM_VERDICT_UPSTREAM = 16,
+	P2PMEM_VERDICT_DENIED = 17,
+	P2PMEM_VERDICT_QUOTA = 18,
+	P2PMEM_VERDICT_RESERVED = 19,
+	P2PMEM_VERDICT_PREFERENCE = 20,
+	P2PMEM_VERDICT_PACKED = 21,
+};
+
+/**
+ * enum p2pmem_rule_set - whose rule it is
+ * @P2PMEM_RULES_NONE: no rule
+ * @P2PMEM_RULES_ADMIN: the administrator's, in configfs
+ * @P2PMEM_RULES_OWN: one of the file's own, see &P2PMEM_IOC_RULES
+ */
+enum p2pmem_rule_set {
+	P2PMEM_RULES_NONE = 0,
+	P2PMEM_RULES_ADMIN = 1,
+	P2PMEM_RULES_OWN = 2,
 };
 
 /**
@@ -447,9 +480,10 @@ enum p2pmem_verdict_code {
  * @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells
  * @numa_distance: largest NUMA distance to a client, 0 where none is known
  * @size: bytes the provider manages
+ * @rule_set: &enum p2pmem_rule_set of the rule that decided, %P2PMEM_RULES_NONE where none did
  * @free: bytes that were free
  * @largest: largest contiguous piece
- * @reserved: zero
+ * @rule: name of that rule, NUL-terminated
  */
 struct p2pmem_verdict {
 	__u32 provider;
@@ -460,10 +494,11 @@ struct p2pmem_verdict {
 	__u32 hops;
 	__u32 bandwidth;
 	__u32 numa_distance;
-	__u32 reserved;
+	__u32 rule_set;
 	__u64 size;
 	__u64 free;
 	__u64 largest;
+	char rule[P2PMEM_RULE_NAME];
 };
 
 /* &struct p2pmem_explain.flags: explain this file's last ALLOC, refused ioctl or refused importer; @req is not used */
@@ -533,6 +568,67 @@ struct p2pmem_stats {
 };
 
 /**
+ * enum p2pmem_rule_action - what a rule says of a provider
+ * @P2PMEM_RULE_ALLOW: it may be
+ * @P2PMEM_RULE_DENY: it may not be
+ * @P2PMEM_RULE_PREFER: it comes before those that are not preferred
+ * @P2PMEM_RULE_AVOID: it is taken where nothing else serves
+ */
+enum p2pmem_rule_action {
+	P2PMEM_RULE_ALLOW = 1,
+	P2PMEM_RULE_DENY = 2,
+	P2PMEM_RULE_PREFER = 3,
+	P2PMEM_RULE_AVOID = 4,
+};
+
+/* &struct p2pmem_rule.flags: which fields of the rule are set */
+#define P2PMEM_RULE_PROVIDER	(1U << 0)	/* @provider: it is about this provider alone */
+#define P2PMEM_RULE_CLIENT	(1U << 1)	/* @client: it is about this client alone */
+#define P2PMEM_RULE_QUOTA	(1U << 2)	/* @quota: it limits what the file holds */
+
+/**
+ * struct p2pmem_rule - one rule of a file's own
+ * @name: what verdicts and sentences call it: letters, digits, dots, dashes and underscores, NUL-terminated
+ * @provider: the provider's PCI function, with %P2PMEM_RULE_PROVIDER, else all zero
+ * @client: the client's PCI function, with %P2PMEM_RULE_CLIENT, else all zero
+ * @flags: P2PMEM_RULE_PROVIDER and the other bits of that row
+ * @action: &enum p2pmem_rule_action, or 0
+ * @max_class: farthest &enum p2pmem_path_class between the two, or 0
+ * @reserved: must be zero
+ * @quota: bytes that the file may hold in all, with %P2PMEM_RULE_QUOTA, else 0
+ */
+struct p2pmem_rule {
+	char name[P2PMEM_RULE_NAME];
+	struct p2pmem_pci_addr provider;
+	struct p2pmem_pci_addr client;
+	__u32 flags;
+	__u32 action;
+	__u32 max_class;
+	__u32 reserved;
+	__u64 quota;
+};
+
+/**
+ * struct p2pmem_rules - replace the file's own rules
+ * @rules: array of &struct p2pmem_rule, in the order in which they are looked at
+ * @count: elements in @rules, up to %P2PMEM_MAX_RULES; 0 ends them all
+ * @flags: must be zero
+ *
+ * For each pair of a provider and a client, and for each attribute (action, max_class, quota), the first rule that
+ * matches and sets it decides. The file's rules narrow what the administrator's leave: they cannot allow what those
+ * deny, and of what those avoid or prefer they order only what is equal. Buffers that are there stay, whatever the new
+ * rules say.
+ *
+ * Errors: -EINVAL (a bad field, a name of other characters or one that is there twice, a rule that says nothing or
+ * contradicts itself), -ENODEV (a function that is not there), -E2BIG (more rules than %P2PMEM_MAX_RULES), -ENOMEM. With an error the rules stay as they were.
+ */
+struct p2pmem_rules {
+	__u64 rules;
+	__u32 count;
+	__u32 flags;
+};
+
+/**
  * enum p2pmem_event_type - what read() tells
  * @P2PMEM_EVENT_PROVIDER_ADDED: a provider came
  * @P2PMEM_EVENT_PROVIDER_REMOVED: a provider left
@@ -575,6 +671,7 @@ struct p2pmem_event {
 #define P2PMEM_IOC_EXPLAIN	_IOWR(P2PMEM_IOC_MAGIC, 0x06, struct p2pmem_explain)
 #define P2PMEM_IOC_STATS	_IOWR(P2PMEM_IOC_MAGIC, 0x07, struct p2pmem_stats)
 #define P2PMEM_IOC_EXPORT_DMABUF	_IOWR(P2PMEM_IOC_MAGIC, 0x08, struct p2pmem_export)
+#define P2PMEM_IOC_RULES	_IOW(P2PMEM_IOC_MAGIC, 0x09, struct p2pmem_rules)
 
 /**
  * DOC: mmap

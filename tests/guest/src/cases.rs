@@ -29,6 +29,8 @@ mod place;
 mod rdma_programs;
 mod rdma_stale;
 mod rdma_user;
+mod rules;
+mod rules_bad;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -64,6 +66,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rdma_user::CASES)
         .chain(rdma_stale::CASES)
         .chain(rdma_programs::CASES)
+        .chain(rules::CASES)
+        .chain(rules_bad::CASES)
 }
 
 /// Runs a test by name.
@@ -97,6 +101,9 @@ pub fn run(name: &str) -> Result<()> {
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
+    }
+    if name == rules::PART {
+        return rules::part(arguments);
     }
     life::part(name, arguments)
 }

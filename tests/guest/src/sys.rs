@@ -107,6 +107,32 @@ pub fn alloc(
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
+/// `RULES`.
+pub fn rules(fd: BorrowedFd<'_>, ask: &mut abi::p2pmem_rules, mut rules: Memory<'_, abi::p2pmem_rule>) -> Answer {
+    ask.rules = rules.address(ask.count.into());
+    raw(fd, abi::P2PMEM_IOC_RULES, ask)
+}
+
+/// Runs `work` in a thread with another user's ids. The raw calls change those of the calling thread alone.
+///
+/// # Errors
+///
+/// The errno of the call that failed.
+pub fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> Result<T, i32> {
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: the kernel reads as many groups as there are; the others take numbers.
+            unsafe {
+                result(libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()))?;
+                result(libc::syscall(libc::SYS_setresgid, gid, gid, gid))?;
+                result(libc::syscall(libc::SYS_setresuid, uid, uid, uid))?;
+            }
+            Ok(work())
+        });
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
 /// `EXPORT_DMABUF`.
 ///
 /// # Errors

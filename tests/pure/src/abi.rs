@@ -73,6 +73,11 @@ fn verdict_codes() {
         V::Space,
         V::Order,
         V::Upstream,
+        V::Denied,
+        V::Quota,
+        V::Reserved,
+        V::Preference,
+        V::Packed,
     ];
     let known: BTreeMap<String, u32> = all.into_iter().map(|code| (name(code), code.as_raw())).collect();
     let header: BTreeMap<String, u32> = enumerators("P2PMEM_VERDICT_")

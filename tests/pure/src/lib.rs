@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Host tests of the module's pure parts: path classification, placement, and lists of ranges.
+//! Host tests of the module's pure parts: path classification, placement, rules, accounts, and lists of ranges.
 //!
 //! The files under test are the very ones the module is built from. They are held against oracles that go about it
 //! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
@@ -21,9 +21,21 @@ mod path;
 #[rustfmt::skip]
 mod placement;
 #[allow(dead_code)]
+#[path = "../../../rust/policy.rs"]
+#[rustfmt::skip]
+mod policy;
+#[allow(dead_code)]
+#[path = "../../../rust/quota.rs"]
+#[rustfmt::skip]
+mod quota;
+#[allow(dead_code)]
 #[path = "../../../rust/ranges.rs"]
 #[rustfmt::skip]
 mod ranges;
+#[allow(dead_code)]
+#[path = "../../../rust/rule_text.rs"]
+#[rustfmt::skip]
+mod rule_text;
 
 #[cfg(test)]
 mod abi;
@@ -35,6 +47,10 @@ mod oracle;
 mod path_tests;
 #[cfg(test)]
 mod placement_tests;
+#[cfg(test)]
+mod policy_tests;
+#[cfg(test)]
+mod quota_tests;
 #[cfg(test)]
 mod ranges_tests;
 #[cfg(test)]

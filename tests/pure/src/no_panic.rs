@@ -8,6 +8,30 @@ use std::process::Command;
 
 /// Calls every entry point with arguments that the compiler knows nothing about.
 const ENTRY_POINTS: &str = r#"
+pub struct Who(u32, [u32; 3]);
+
+impl policy::Subject for Who {
+    fn uid(&self) -> u32 {
+        self.0
+    }
+    fn is_member(&self, gid: u32) -> bool {
+        self.1.contains(&gid)
+    }
+}
+
+pub struct Numbers(u64);
+
+impl quota::Store for Numbers {
+    type Error = ();
+    fn used(&self, _: quota::Account) -> u64 {
+        self.0
+    }
+    fn set(&mut self, _: quota::Account, bytes: u64) -> Result<(), ()> {
+        self.0 = bytes;
+        if bytes & 1 == 1 { Err(()) } else { Ok(()) }
+    }
+}
+
 #[inline(never)]
 pub fn entry_points(
     request: &placement::Request,
@@ -17,8 +41,38 @@ pub fn entry_points(
     b: &path::Chain<'_>,
     numbers: &[u32; 4],
     ranges: &[ranges::Range],
+    rules: (&[policy::Rule], &[policy::Rule], &Who),
+    parties: &[policy::Party],
+    paths: &[path::Path],
+    text: &str,
 ) -> (placement::Decision, path::Path, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
+    let (admin, own, subject) = rules;
+    let who = policy::Applicable::to(admin, subject);
+    let mut shadowed = 0;
+    for (party, candidate) in parties.iter().zip(candidates.iter_mut()) {
+        candidate.ruling.add(policy::Set::Admin, admin, &who, party, parties, paths);
+        candidate.ruling.add(policy::Set::Own, own, &policy::Applicable::ALL, party, parties, paths);
+        let payer = quota::Payer { rules: admin, who, uid: n, file: u64::from(m), own };
+        let fund = quota::Fund { id: o, party, size: candidate.size, kernel_has: u64::from(p) };
+        let mut store = Numbers(candidate.free);
+        let levy = quota::Levy::of(&store, &payer, &fund);
+        if let Ok(charged) = quota::charge(&mut store, &levy, u64::from(n)) {
+            quota::uncharge(&mut store, charged);
+        }
+        candidate.free = store.0 ^ quota::withheld(&store, &payer, &fund).0;
+        shadowed ^= policy::kernel_reserve(admin, party).unwrap_or(5);
+    }
+    for (at, rule) in admin.iter().enumerate() {
+        shadowed ^= policy::shadowed(admin, at).map_or(0, |(_, before)| before as u64);
+        shadowed ^= (rule.check().is_ok() ^ rule.check_own().is_err()) as u64;
+    }
+    shadowed ^= policy::Name::new(text.as_bytes()).map_or(1, |name| name.as_str().len() as u64);
+    shadowed ^= policy::Name::ordered(text.as_bytes()).is_some() as u64;
+    shadowed ^= rule_text::device(text).is_some() as u64 ^ rule_text::bytes(text).unwrap_or(3);
+    shadowed ^= rule_text::id(text).flatten().map_or(0, u64::from);
+    shadowed ^= policy::Action::parse(text).is_some() as u64 ^ policy::Beneficiary::parse(text).is_some() as u64;
+    shadowed ^= path::PathClass::parse(text).map_or(0, |class| u64::from(class.as_raw()));
     for candidate in candidates.iter_mut() {
         candidate.refused(u64::from(n) << (m & 63));
     }
@@ -28,7 +82,7 @@ pub fn entry_points(
     (
         placement::decide(request, candidates, verdicts),
         path::classify(a, b, n as i32, m),
-        path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined,
+        path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined ^ shadowed,
         path::PathClass::from_raw(p),
         path::PortKind::from_pcie_type((n > 4).then_some(m as u8), o > 9),
     )
@@ -41,12 +95,11 @@ fn panics(body: &str) -> bool {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let source = folder.path().join("entry.rs");
     let object = folder.path().join("entry.o");
-    let text = format!(
-        "#![no_std]\n#![allow(dead_code, private_interfaces)]\n#[path = {:?}]\nmod path;\n#[path = {:?}]\nmod placement;\n#[path = {:?}]\nmod ranges;\n{body}",
-        rust.join("path.rs"),
-        rust.join("placement.rs"),
-        rust.join("ranges.rs"),
-    );
+    let modules: String = ["path", "placement", "policy", "quota", "ranges", "rule_text"]
+        .iter()
+        .map(|name| format!("#[path = {:?}]\nmod {name};\n", rust.join(format!("{name}.rs"))))
+        .collect();
+    let text = format!("#![no_std]\n#![allow(dead_code, private_interfaces)]\n{modules}{body}");
     std::fs::write(&source, text).expect("the source is written");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let output = Command::new(rustc)

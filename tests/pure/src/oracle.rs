@@ -4,6 +4,7 @@
 
 use crate::path::{Path, PathClass};
 use crate::placement::{Candidate, Named, Request, Strategy, VerdictCode};
+use crate::policy::{Ruling, Stance};
 
 const KIB: u64 = 1024;
 
@@ -17,6 +18,7 @@ pub(crate) struct Provider {
     pub(crate) free: u64,
     pub(crate) largest: u64,
     pub(crate) paths: Vec<Path>,
+    pub(crate) ruling: Ruling,
 }
 
 impl Provider {
@@ -29,6 +31,7 @@ impl Provider {
             free: self.free,
             largest: self.largest,
             paths: &self.paths,
+            ruling: self.ruling,
         }
     }
 
@@ -56,6 +59,12 @@ impl Provider {
         if unreachable {
             broken.push(VerdictCode::Unreachable);
         }
+        if self.ruling.denied.is_some() {
+            broken.push(VerdictCode::Denied);
+        }
+        if self.ruling.too_far.is_some() {
+            broken.push(VerdictCode::TooFar);
+        }
         if let Some(max) = request.max_class {
             if unreachable && request.clients > 0 || self.paths.iter().any(|path| path.class > max) {
                 broken.push(VerdictCode::TooFar);
@@ -64,8 +73,15 @@ impl Provider {
         if !self.could_hold(request) {
             broken.push(VerdictCode::TooSmall);
         }
+        if self.ruling.over.is_some() {
+            broken.push(VerdictCode::Quota);
+        }
         if self.free < request.size {
             broken.push(VerdictCode::Full);
+        }
+        let set_aside = u128::from(self.free) < u128::from(request.size) + u128::from(self.ruling.withheld);
+        if request.size > 0 && set_aside {
+            broken.push(VerdictCode::Reserved);
         }
         if self.largest < request.size {
             broken.push(VerdictCode::Fragmented);
@@ -78,7 +94,7 @@ impl Provider {
     }
 
     /// The criteria in their order, as numbers of which the smaller is the better.
-    pub(crate) fn figures(&self) -> Vec<(VerdictCode, i128)> {
+    pub(crate) fn figures(&self, strategy: Strategy) -> Vec<(VerdictCode, i128)> {
         let class = self.paths.iter().map(|path| path.class.as_raw()).max().unwrap_or(0);
         let hops: i128 = self.paths.iter().map(|path| i128::from(path.hops)).sum();
         let links: Vec<u32> = self
@@ -97,24 +113,53 @@ impl Provider {
         };
         let used = u128::from(self.size.saturating_sub(self.free) / unit);
         let load = (used * 1000).checked_div(u128::from(self.size / unit)).unwrap_or(1000);
-        vec![
+        let load = i128::try_from(load).unwrap();
+        let stance = |stance: Stance| match stance {
+            Stance::Prefer => 0,
+            Stance::Neutral => 1,
+            Stance::Avoid => 2,
+        };
+        let first = match strategy {
+            Strategy::Spread => Some((VerdictCode::Load, load)),
+            Strategy::Pack => Some((VerdictCode::Packed, -load)),
+            Strategy::Nearest | Strategy::Upstream(_) => None,
+        };
+        let wanted = [
+            (VerdictCode::Preference, stance(self.ruling.stance)),
+            (VerdictCode::Preference, stance(self.ruling.own_stance)),
+        ];
+        let rest = vec![
             (VerdictCode::Class, i128::from(class)),
             (VerdictCode::Hops, hops.min(i128::from(u32::MAX))),
             (VerdictCode::Bandwidth, -i128::from(bandwidth)),
             (VerdictCode::Numa, if numa == 0 { i128::MAX } else { i128::from(numa) }),
-            (VerdictCode::Load, i128::try_from(load).unwrap()),
+            (VerdictCode::Load, load),
             (VerdictCode::Space, -i128::from(self.largest)),
             (VerdictCode::Order, i128::from(self.id)),
-        ]
+        ];
+        wanted.into_iter().chain(first).chain(rest).collect()
     }
 }
 
 /// The id of the provider that serves the request.
 pub(crate) fn choose(request: &Request, providers: &[Provider]) -> Option<u32> {
     let mut eligible: Vec<&Provider> = providers.iter().filter(|provider| provider.eligible(request)).collect();
+    // Those that the administrator avoids are there for want of others.
+    let choices = |provider: &&Provider| match (request.named, request.strategy) {
+        (Named::Prefer(id), Strategy::Upstream(choice)) => provider.id == id || choice == Some(provider.id),
+        (Named::Any, Strategy::Upstream(choice)) => choice == Some(provider.id),
+        _ => true,
+    };
+    if eligible
+        .iter()
+        .filter(|p| choices(p))
+        .any(|p| p.ruling.stance != Stance::Avoid)
+    {
+        eligible.retain(|provider| provider.ruling.stance != Stance::Avoid);
+    }
     eligible.sort_by_key(|provider| {
         provider
-            .figures()
+            .figures(request.strategy)
             .into_iter()
             .map(|(_, figure)| figure)
             .collect::<Vec<_>>()

@@ -7,6 +7,7 @@ use crate::path::{Path, PathClass, classify};
 use crate::placement::{
     Candidate, Decision, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide,
 };
+use crate::policy::{Over, Ref, Ruling, Set, Stance};
 use crate::tree::tree;
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -48,6 +49,7 @@ fn provider(id: u32, paths: &[Path]) -> Provider {
         free: 256 * MIB,
         largest: 256 * MIB,
         paths: paths.to_vec(),
+        ruling: Ruling::NONE,
     }
 }
 
@@ -605,6 +607,44 @@ fn paths(clients: usize) -> impl Strategy<Value = Vec<Path>> {
     ]
 }
 
+fn stance() -> impl Strategy<Value = Stance> {
+    prop_oneof![1 => Just(Stance::Prefer), 6 => Just(Stance::Neutral), 1 => Just(Stance::Avoid)]
+}
+
+/// What rules may say of a provider; often nothing.
+fn ruling() -> impl Strategy<Value = Ruling> {
+    let rule = |set| prop::option::weighted(0.08, (0usize..9).prop_map(move |at| Ref { set, at }));
+    let some = (
+        rule(Set::Admin),
+        rule(Set::Own),
+        rule(Set::Admin),
+        (rule(Set::Admin), prop_oneof![3 => Just(0u64), 1 => few(u64::MAX)]),
+        (stance(), stance()),
+    )
+        .prop_map(
+            |(denied, too_far, over, (withheld_by, withheld), (stance, own_stance))| Ruling {
+                denied,
+                too_far,
+                over: over.map(|rule| Over {
+                    rule,
+                    group: false,
+                    used: 1,
+                    limit: 1,
+                }),
+                withheld,
+                withheld_by,
+                stance,
+                stance_by: Some(Ref {
+                    set: Set::Admin,
+                    at: 77,
+                }),
+                own_stance,
+                own_stance_by: Some(Ref { set: Set::Own, at: 78 }),
+            },
+        );
+    prop_oneof![1 => Just(Ruling::NONE), 1 => some]
+}
+
 /// Providers with ids in a random order, some with the same figures.
 fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
     let shape = (
@@ -614,11 +654,12 @@ fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
         few(u64::MAX),
         few(u64::MAX),
         paths(clients),
+        ruling(),
     );
     vec((shape, any::<prop::sample::Index>(), prop::bool::weighted(0.3)), 0..12)
         .prop_map(|raw| {
             let mut made: Vec<Provider> = Vec::new();
-            for ((live, start, size, free, largest, paths), twin, copies) in raw {
+            for ((live, start, size, free, largest, paths, ruling), twin, copies) in raw {
                 let id = u32::try_from(made.len() + 1).unwrap();
                 let next = if copies && !made.is_empty() {
                     Provider {
@@ -635,6 +676,7 @@ fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
                         free,
                         largest: largest.min(free),
                         paths,
+                        ruling,
                     }
                 };
                 made.push(next);
@@ -653,7 +695,7 @@ fn named() -> impl Strategy<Value = Named> {
 }
 
 fn chooser() -> impl Strategy<Value = Chooser> {
-    prop_oneof![3 => Just(Chooser::Nearest), 1 => prop::option::of(0u32..13).prop_map(Chooser::Upstream)]
+    prop_oneof![3 => Just(Chooser::Nearest), 1 => Just(Chooser::Spread), 1 => Just(Chooser::Pack), 1 => prop::option::of(0u32..13).prop_map(Chooser::Upstream)]
 }
 
 prop_compose! {
@@ -714,8 +756,24 @@ fn verdict_is_true(
     prop_assert_eq!(verdict.code == V::Chosen, is_chosen);
     match verdict.code {
         V::Chosen => prop_assert!(broken.is_empty()),
-        V::Unreachable | V::TooFar | V::TooSmall | V::Full | V::Fragmented | V::Leaving => {
+        V::Unreachable
+        | V::TooFar
+        | V::TooSmall
+        | V::Full
+        | V::Fragmented
+        | V::Leaving
+        | V::Denied
+        | V::Quota
+        | V::Reserved => {
             prop_assert_eq!(Some(&verdict.code), broken.first());
+            let ruling = &provider.ruling;
+            match verdict.code {
+                V::Denied => prop_assert_eq!(verdict.rule, ruling.denied),
+                V::Quota => prop_assert_eq!(verdict.rule, ruling.over.map(|over| over.rule)),
+                V::Reserved => prop_assert_eq!(verdict.rule, ruling.withheld_by),
+                V::TooFar => prop_assert!(verdict.rule.is_none() || verdict.rule == ruling.too_far),
+                _ => prop_assert_eq!(verdict.rule, None),
+            }
         }
         V::NotNamed => match request.named {
             Named::Require(id) => prop_assert_ne!(id, provider.id),
@@ -736,8 +794,19 @@ fn verdict_is_true(
         code => {
             // It loses on this criterion, and ties on all before.
             prop_assert!(broken.is_empty());
-            let (mine, its) = (provider.figures(), chosen.unwrap().figures());
-            let turn = mine.iter().position(|(criterion, _)| *criterion == code).unwrap();
+            let (mine, its) = (
+                provider.figures(request.strategy),
+                chosen.unwrap().figures(request.strategy),
+            );
+            let turns = mine
+                .iter()
+                .zip(&its)
+                .position(|((criterion, a), (_, b))| *criterion == code && a != b);
+            let Some(turn) = turns else {
+                return Err(TestCaseError::fail(format!("{mine:?} ties on {code:?}")));
+            };
+            // What the rules want is said with the rule that wants it; all else no rule decides.
+            prop_assert_eq!(verdict.rule.is_some(), code == V::Preference);
             prop_assert_eq!(&mine[..turn], &its[..turn]);
             prop_assert!(mine[turn].1 > its[turn].1, "{:?} does not lose on {:?}", mine, code);
         }
@@ -772,9 +841,17 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
             prop_assert!(path.class != PathClass::Unreachable);
             prop_assert!(request.max_class.is_none_or(|max| path.class <= max));
         }
+        prop_assert!(chosen.ruling.denied.is_none() && chosen.ruling.over.is_none());
         if request.named == Named::Any && request.strategy == Chooser::Nearest {
             let far = |provider: &Provider| provider.paths.iter().map(|path| path.class).max();
-            for other in providers.iter().filter(|provider| provider.eligible(request)) {
+            let as_wanted = |other: &&Provider| {
+                (other.ruling.stance, other.ruling.own_stance) == (chosen.ruling.stance, chosen.ruling.own_stance)
+            };
+            for other in providers
+                .iter()
+                .filter(|provider| provider.eligible(request))
+                .filter(as_wanted)
+            {
                 prop_assert!(far(chosen) <= far(other), "{} is nearer and fits", other.id);
             }
         }
@@ -783,7 +860,9 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
         // ENOSPC exactly if space is all that one of them lacks.
         let lacks_space = contenders.iter().any(|provider| {
             let broken = provider.broken_rules(request);
-            broken.iter().all(|code| matches!(code, V::Full | V::Fragmented))
+            broken
+                .iter()
+                .all(|code| matches!(code, V::Full | V::Reserved | V::Fragmented))
         });
         prop_assert_eq!(decision.outcome.is_out_of_space(), lacks_space);
     }
@@ -881,7 +960,7 @@ proptest! {
                         classify(&tree.chain(node, &walk), &tree.chain(client, &other), kernel, numa)
                     })
                     .collect();
-                Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths }
+                Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths, ruling: Ruling::NONE }
             })
             .collect();
         decision_is_right(&request, &providers)?;

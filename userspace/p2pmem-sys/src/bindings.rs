@@ -14,12 +14,16 @@ pub type p2pmem_kind = core::ffi::c_uint;
 pub type p2pmem_provider_state = core::ffi::c_uint;
 #[doc = " enum p2pmem_path_class - how far a provider is from a client; smaller is nearer\n @P2PMEM_PATH_SAME_DEVICE: the same function, or functions of one device\n @P2PMEM_PATH_SAME_SWITCH: below one PCIe switch: traffic stays in that switch\n @P2PMEM_PATH_SWITCHES: below one root port, through more than one switch\n @P2PMEM_PATH_HOST_BRIDGE: through the root complex, below one host bridge\n @P2PMEM_PATH_NUMA_NODE: two host bridges of one NUMA node\n @P2PMEM_PATH_SYSTEM: two host bridges of two NUMA nodes\n @P2PMEM_PATH_UNREACHABLE: the kernel says the client cannot reach the provider\n\n A path below a switch that ACS redirects counts as one through the root complex, which is the way its traffic takes."]
 pub type p2pmem_path_class = core::ffi::c_uint;
-#[doc = " enum p2pmem_strategy - who chooses among the providers\n @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md\n @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()"]
+#[doc = " enum p2pmem_strategy - who chooses among the providers\n @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md\n @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()\n @P2PMEM_STRATEGY_SPREAD: the least loaded of those that can serve, however far (see @max_class of the request), then\n\tas NEAREST\n @P2PMEM_STRATEGY_PACK: the most loaded of those that can serve, so that others stay empty, then as NEAREST"]
 pub type p2pmem_strategy = core::ffi::c_uint;
 #[doc = " enum p2pmem_buffer_state - a buffer's life\n @P2PMEM_BUFFER_LIVE: it can be mapped and used\n @P2PMEM_BUFFER_REVOKING: its provider is leaving, mappings are being taken down\n @P2PMEM_BUFFER_GONE: its memory is another's: touching a mapping of it ends in SIGBUS"]
 pub type p2pmem_buffer_state = core::ffi::c_uint;
-#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: it was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than the request's max_class\n @P2PMEM_VERDICT_TOO_SMALL: it could not hold the buffer were it empty\n @P2PMEM_VERDICT_FULL: it has not enough free bytes\n @P2PMEM_VERDICT_FRAGMENTED: it has the bytes, but not in one piece with that alignment\n @P2PMEM_VERDICT_LEAVING: it is being revoked\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another one's path class is nearer\n @P2PMEM_VERDICT_HOPS: another one is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: another one has a wider narrowest link\n @P2PMEM_VERDICT_NUMA: another one is nearer in NUMA distance\n @P2PMEM_VERDICT_LOAD: another one is less loaded\n @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left\n @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one"]
+#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: it was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than the request's max_class\n @P2PMEM_VERDICT_TOO_SMALL: it could not hold the buffer were it empty\n @P2PMEM_VERDICT_FULL: it has not enough free bytes\n @P2PMEM_VERDICT_FRAGMENTED: it has the bytes, but not in one piece with that alignment\n @P2PMEM_VERDICT_LEAVING: it is being revoked\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another one's path class is nearer\n @P2PMEM_VERDICT_HOPS: another one is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: another one has a wider narrowest link\n @P2PMEM_VERDICT_NUMA: another one is nearer in NUMA distance\n @P2PMEM_VERDICT_LOAD: another one is less loaded\n @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left\n @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one\n @P2PMEM_VERDICT_DENIED: a rule denies it\n @P2PMEM_VERDICT_QUOTA: the buffer would break a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules set aside for others what is free\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one\n @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for"]
 pub type p2pmem_verdict_code = core::ffi::c_uint;
+#[doc = " enum p2pmem_rule_set - whose rule it is\n @P2PMEM_RULES_NONE: no rule\n @P2PMEM_RULES_ADMIN: the administrator's, in configfs\n @P2PMEM_RULES_OWN: one of the file's own, see &P2PMEM_IOC_RULES"]
+pub type p2pmem_rule_set = core::ffi::c_uint;
+#[doc = " enum p2pmem_rule_action - what a rule says of a provider\n @P2PMEM_RULE_ALLOW: it may be\n @P2PMEM_RULE_DENY: it may not be\n @P2PMEM_RULE_PREFER: it comes before those that are not preferred\n @P2PMEM_RULE_AVOID: it is taken where nothing else serves"]
+pub type p2pmem_rule_action = core::ffi::c_uint;
 #[doc = " enum p2pmem_event_type - what read() tells\n @P2PMEM_EVENT_PROVIDER_ADDED: a provider came\n @P2PMEM_EVENT_PROVIDER_REMOVED: a provider left\n @P2PMEM_EVENT_BUFFER_REVOKED: a buffer of this file is gone\n @P2PMEM_EVENT_LOST: the reader was too slow, events were dropped: list again"]
 pub type p2pmem_event_type = core::ffi::c_uint;
 #[doc = " struct p2pmem_pci_addr - where a PCI function is\n @domain: PCI domain (segment)\n @bus: bus number\n @devfn: device number << 3 | function number\n @reserved: must be zero"]
@@ -117,7 +121,7 @@ pub struct p2pmem_request {
     pub max_class: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_alloc - allocate a buffer\n @req: the request\n @handle: out: the buffer's handle on this file, never 0, never used twice in the file's life\n @provider: out: id of the provider it lies in\n @size: out: its size, @req.size rounded up to pages\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n @class: out: class of its path to the farthest client; 0 without clients\n @reserved: must be zero\n\n Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever\n serve the request: none published, none reachable, none near enough), -ENOSPC (those that could are full),\n -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM."]
+#[doc = " struct p2pmem_alloc - allocate a buffer\n @req: the request\n @handle: out: the buffer's handle on this file, never 0, never used twice in the file's life\n @provider: out: id of the provider it lies in\n @size: out: its size, @req.size rounded up to pages\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n @class: out: class of its path to the farthest client; 0 without clients\n @reserved: must be zero\n\n Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever\n serve the request: none published, none reachable, none near enough), -EACCES (rules deny all that could),\n -EDQUOT (a quota of the user, the group or the file would be broken), -ENOSPC (those that could are full, or what is\n free is set aside for others), -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_alloc {
@@ -171,7 +175,7 @@ pub struct p2pmem_export {
     pub flags: __u32,
     pub fd: __s32,
 }
-#[doc = " struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from\n @provider: &struct p2pmem_provider.id\n @addr: the provider's PCI function\n @code: &enum p2pmem_verdict_code\n @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients\n @class: &enum p2pmem_path_class of that path, 0 without clients\n @hops: sum of hops to all clients\n @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells\n @numa_distance: largest NUMA distance to a client, 0 where none is known\n @size: bytes the provider manages\n @free: bytes that were free\n @largest: largest contiguous piece\n @reserved: zero"]
+#[doc = " struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from\n @provider: &struct p2pmem_provider.id\n @addr: the provider's PCI function\n @code: &enum p2pmem_verdict_code\n @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients\n @class: &enum p2pmem_path_class of that path, 0 without clients\n @hops: sum of hops to all clients\n @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells\n @numa_distance: largest NUMA distance to a client, 0 where none is known\n @size: bytes the provider manages\n @rule_set: &enum p2pmem_rule_set of the rule that decided, %P2PMEM_RULES_NONE where none did\n @free: bytes that were free\n @largest: largest contiguous piece\n @rule: name of that rule, NUL-terminated"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_verdict {
@@ -183,10 +187,11 @@ pub struct p2pmem_verdict {
     pub hops: __u32,
     pub bandwidth: __u32,
     pub numa_distance: __u32,
-    pub reserved: __u32,
+    pub rule_set: __u32,
     pub size: __u64,
     pub free: __u64,
     pub largest: __u64,
+    pub rule: [core::ffi::c_char; 32usize],
 }
 #[doc = " struct p2pmem_explain - explain a decision\n @req: what to decide, as a dry run: nothing is allocated\n @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids\n @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0\n @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)\n @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)\n @flags: %P2PMEM_EXPLAIN_LAST or zero\n @error: out: the errno (positive) the decision ended or would end with, 0 for success\n @chosen: out: id of the provider chosen, 0 for none\n @reserved: must be zero\n\n Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad\n request. A request that no provider can serve is no error here: @error says what it would be."]
 #[repr(C)]
@@ -221,6 +226,27 @@ pub struct p2pmem_stats {
     pub attaches: __u64,
     pub attach_failed: __u64,
 }
+#[doc = " struct p2pmem_rule - one rule of a file's own\n @name: what verdicts and sentences call it: letters, digits, dots, dashes and underscores, NUL-terminated\n @provider: the provider's PCI function, with %P2PMEM_RULE_PROVIDER, else all zero\n @client: the client's PCI function, with %P2PMEM_RULE_CLIENT, else all zero\n @flags: P2PMEM_RULE_PROVIDER and the other bits of that row\n @action: &enum p2pmem_rule_action, or 0\n @max_class: farthest &enum p2pmem_path_class between the two, or 0\n @reserved: must be zero\n @quota: bytes that the file may hold in all, with %P2PMEM_RULE_QUOTA, else 0"]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_rule {
+    pub name: [core::ffi::c_char; 32usize],
+    pub provider: p2pmem_pci_addr,
+    pub client: p2pmem_pci_addr,
+    pub flags: __u32,
+    pub action: __u32,
+    pub max_class: __u32,
+    pub reserved: __u32,
+    pub quota: __u64,
+}
+#[doc = " struct p2pmem_rules - replace the file's own rules\n @rules: array of &struct p2pmem_rule, in the order in which they are looked at\n @count: elements in @rules, up to %P2PMEM_MAX_RULES; 0 ends them all\n @flags: must be zero\n\n For each pair of a provider and a client, and for each attribute (action, max_class, quota), the first rule that\n matches and sets it decides. The file's rules narrow what the administrator's leave: they cannot allow what those\n deny, and of what those avoid or prefer they order only what is equal. Buffers that are there stay, whatever the new\n rules say.\n\n Errors: -EINVAL (a bad field, a name of other characters or one that is there twice, a rule that says nothing or\n contradicts itself), -ENODEV (a function that is not there), -E2BIG (more rules than %P2PMEM_MAX_RULES), -ENOMEM. With an error the rules stay as they were."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_rules {
+    pub rules: __u64,
+    pub count: __u32,
+    pub flags: __u32,
+}
 #[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @time_ns: CLOCK_MONOTONIC\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
@@ -231,9 +257,11 @@ pub struct p2pmem_event {
     pub count: __u32,
     pub time_ns: __u64,
 }
-pub const P2PMEM_ABI_VERSION: u32 = 2;
+pub const P2PMEM_ABI_VERSION: u32 = 3;
 pub const P2PMEM_MAX_CLIENTS: u32 = 64;
 pub const P2PMEM_MAX_RANGES: u32 = 64;
+pub const P2PMEM_MAX_RULES: u32 = 32;
+pub const P2PMEM_RULE_NAME: u32 = 32;
 pub const P2PMEM_MAX_ALIGN: u32 = 1073741824;
 pub const P2PMEM_FEATURE_MMAP_PAGED: u32 = 1;
 pub const P2PMEM_FEATURE_EVENTS: u32 = 2;
@@ -241,6 +269,7 @@ pub const P2PMEM_FEATURE_ADOPT: u32 = 4;
 pub const P2PMEM_FEATURE_DMABUF: u32 = 8;
 pub const P2PMEM_FEATURE_PAGELESS: u32 = 16;
 pub const P2PMEM_FEATURE_PEER_MEMORY: u32 = 32;
+pub const P2PMEM_FEATURE_RULES: u32 = 64;
 pub const P2PMEM_PROVIDER_PAGELESS: u32 = 1;
 pub const P2PMEM_PROVIDER_EXPORTABLE: u32 = 2;
 pub const P2PMEM_PROVIDER_PINNED_EXPORTS: u32 = 4;
@@ -251,6 +280,9 @@ pub const P2PMEM_ALLOC_PREFER: u32 = 1;
 pub const P2PMEM_EXPORT_PINNED: u32 = 1;
 pub const P2PMEM_EXPORT_MAPPED: u32 = 2;
 pub const P2PMEM_EXPLAIN_LAST: u32 = 1;
+pub const P2PMEM_RULE_PROVIDER: u32 = 1;
+pub const P2PMEM_RULE_CLIENT: u32 = 2;
+pub const P2PMEM_RULE_QUOTA: u32 = 4;
 pub const P2PMEM_IOC_MAGIC: u32 = 178;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -347,6 +379,8 @@ const _: () = {
 };
 pub const P2PMEM_STRATEGY_NEAREST: p2pmem_strategy = 0;
 pub const P2PMEM_STRATEGY_UPSTREAM: p2pmem_strategy = 1;
+pub const P2PMEM_STRATEGY_SPREAD: p2pmem_strategy = 2;
+pub const P2PMEM_STRATEGY_PACK: p2pmem_strategy = 3;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of p2pmem_request"][::core::mem::size_of::<p2pmem_request>() - 48usize];
@@ -434,9 +468,17 @@ pub const P2PMEM_VERDICT_LOAD: p2pmem_verdict_code = 13;
 pub const P2PMEM_VERDICT_SPACE: p2pmem_verdict_code = 14;
 pub const P2PMEM_VERDICT_ORDER: p2pmem_verdict_code = 15;
 pub const P2PMEM_VERDICT_UPSTREAM: p2pmem_verdict_code = 16;
+pub const P2PMEM_VERDICT_DENIED: p2pmem_verdict_code = 17;
+pub const P2PMEM_VERDICT_QUOTA: p2pmem_verdict_code = 18;
+pub const P2PMEM_VERDICT_RESERVED: p2pmem_verdict_code = 19;
+pub const P2PMEM_VERDICT_PREFERENCE: p2pmem_verdict_code = 20;
+pub const P2PMEM_VERDICT_PACKED: p2pmem_verdict_code = 21;
+pub const P2PMEM_RULES_NONE: p2pmem_rule_set = 0;
+pub const P2PMEM_RULES_ADMIN: p2pmem_rule_set = 1;
+pub const P2PMEM_RULES_OWN: p2pmem_rule_set = 2;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_verdict"][::core::mem::size_of::<p2pmem_verdict>() - 64usize];
+    ["Size of p2pmem_verdict"][::core::mem::size_of::<p2pmem_verdict>() - 96usize];
     ["Alignment of p2pmem_verdict"][::core::mem::align_of::<p2pmem_verdict>() - 8usize];
     ["Offset of field: p2pmem_verdict::provider"][::core::mem::offset_of!(p2pmem_verdict, provider) - 0usize];
     ["Offset of field: p2pmem_verdict::code"][::core::mem::offset_of!(p2pmem_verdict, code) - 4usize];
@@ -447,10 +489,11 @@ const _: () = {
     ["Offset of field: p2pmem_verdict::bandwidth"][::core::mem::offset_of!(p2pmem_verdict, bandwidth) - 28usize];
     ["Offset of field: p2pmem_verdict::numa_distance"]
         [::core::mem::offset_of!(p2pmem_verdict, numa_distance) - 32usize];
-    ["Offset of field: p2pmem_verdict::reserved"][::core::mem::offset_of!(p2pmem_verdict, reserved) - 36usize];
+    ["Offset of field: p2pmem_verdict::rule_set"][::core::mem::offset_of!(p2pmem_verdict, rule_set) - 36usize];
     ["Offset of field: p2pmem_verdict::size"][::core::mem::offset_of!(p2pmem_verdict, size) - 40usize];
     ["Offset of field: p2pmem_verdict::free"][::core::mem::offset_of!(p2pmem_verdict, free) - 48usize];
     ["Offset of field: p2pmem_verdict::largest"][::core::mem::offset_of!(p2pmem_verdict, largest) - 56usize];
+    ["Offset of field: p2pmem_verdict::rule"][::core::mem::offset_of!(p2pmem_verdict, rule) - 64usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -484,6 +527,31 @@ const _: () = {
     ["Offset of field: p2pmem_stats::exports"][::core::mem::offset_of!(p2pmem_stats, exports) - 80usize];
     ["Offset of field: p2pmem_stats::attaches"][::core::mem::offset_of!(p2pmem_stats, attaches) - 88usize];
     ["Offset of field: p2pmem_stats::attach_failed"][::core::mem::offset_of!(p2pmem_stats, attach_failed) - 96usize];
+};
+pub const P2PMEM_RULE_ALLOW: p2pmem_rule_action = 1;
+pub const P2PMEM_RULE_DENY: p2pmem_rule_action = 2;
+pub const P2PMEM_RULE_PREFER: p2pmem_rule_action = 3;
+pub const P2PMEM_RULE_AVOID: p2pmem_rule_action = 4;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_rule"][::core::mem::size_of::<p2pmem_rule>() - 72usize];
+    ["Alignment of p2pmem_rule"][::core::mem::align_of::<p2pmem_rule>() - 8usize];
+    ["Offset of field: p2pmem_rule::name"][::core::mem::offset_of!(p2pmem_rule, name) - 0usize];
+    ["Offset of field: p2pmem_rule::provider"][::core::mem::offset_of!(p2pmem_rule, provider) - 32usize];
+    ["Offset of field: p2pmem_rule::client"][::core::mem::offset_of!(p2pmem_rule, client) - 40usize];
+    ["Offset of field: p2pmem_rule::flags"][::core::mem::offset_of!(p2pmem_rule, flags) - 48usize];
+    ["Offset of field: p2pmem_rule::action"][::core::mem::offset_of!(p2pmem_rule, action) - 52usize];
+    ["Offset of field: p2pmem_rule::max_class"][::core::mem::offset_of!(p2pmem_rule, max_class) - 56usize];
+    ["Offset of field: p2pmem_rule::reserved"][::core::mem::offset_of!(p2pmem_rule, reserved) - 60usize];
+    ["Offset of field: p2pmem_rule::quota"][::core::mem::offset_of!(p2pmem_rule, quota) - 64usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_rules"][::core::mem::size_of::<p2pmem_rules>() - 16usize];
+    ["Alignment of p2pmem_rules"][::core::mem::align_of::<p2pmem_rules>() - 8usize];
+    ["Offset of field: p2pmem_rules::rules"][::core::mem::offset_of!(p2pmem_rules, rules) - 0usize];
+    ["Offset of field: p2pmem_rules::count"][::core::mem::offset_of!(p2pmem_rules, count) - 8usize];
+    ["Offset of field: p2pmem_rules::flags"][::core::mem::offset_of!(p2pmem_rules, flags) - 12usize];
 };
 pub const P2PMEM_EVENT_PROVIDER_ADDED: p2pmem_event_type = 1;
 pub const P2PMEM_EVENT_PROVIDER_REMOVED: p2pmem_event_type = 2;

@@ -4,7 +4,7 @@
 
 use crate::{
     p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_info, p2pmem_list, p2pmem_paths,
-    p2pmem_stats, P2PMEM_IOC_MAGIC,
+    p2pmem_rules, p2pmem_stats, P2PMEM_IOC_MAGIC,
 };
 
 /// Layout of an ioctl number: widths of its fields and codes of its directions.
@@ -82,6 +82,8 @@ pub const P2PMEM_IOC_EXPLAIN: u32 = ioc::<p2pmem_explain>(arch::READ | arch::WRI
 pub const P2PMEM_IOC_STATS: u32 = ioc::<p2pmem_stats>(arch::READ | arch::WRITE, 0x07);
 /// Export parts of a buffer as a dma-buf: [`p2pmem_export`].
 pub const P2PMEM_IOC_EXPORT_DMABUF: u32 = ioc::<p2pmem_export>(arch::READ | arch::WRITE, 0x08);
+/// Replace the file's own rules: [`p2pmem_rules`].
+pub const P2PMEM_IOC_RULES: u32 = ioc::<p2pmem_rules>(arch::WRITE, 0x09);
 
 // The row has no holes: a number given twice or skipped is a mistake.
 const _: () = {
@@ -95,6 +97,7 @@ const _: () = {
         P2PMEM_IOC_EXPLAIN,
         P2PMEM_IOC_STATS,
         P2PMEM_IOC_EXPORT_DMABUF,
+        P2PMEM_IOC_RULES,
     ];
     let mut i = 0;
     while i < all.len() {

@@ -354,6 +354,10 @@ pub enum Strategy {
     Nearest,
     /// The kernel's own `pci_p2pmem_find_many()`.
     Upstream,
+    /// The least loaded provider that can serve, however far it is; [`Request::max_class`] keeps it near.
+    Spread,
+    /// The most loaded provider that can serve, so that others stay empty.
+    Pack,
 }
 
 /// What a buffer has to be.
@@ -468,6 +472,8 @@ impl Request {
             strategy: match self.strategy {
                 Strategy::Nearest => abi::P2PMEM_STRATEGY_NEAREST,
                 Strategy::Upstream => abi::P2PMEM_STRATEGY_UPSTREAM,
+                Strategy::Spread => abi::P2PMEM_STRATEGY_SPREAD,
+                Strategy::Pack => abi::P2PMEM_STRATEGY_PACK,
             },
             provider: self.provider.unwrap_or(0),
             max_class: self.max_class.map_or(0, PathClass::to_raw),

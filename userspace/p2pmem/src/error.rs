@@ -271,6 +271,8 @@ impl Error {
                 Some(libc::ENODEV) => {
                     Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and in reach of all clients")
                 }
+                Some(libc::EDQUOT) => Some("free buffers of yours, or have the administrator raise the quota of the rule that is named"),
+                Some(libc::EACCES) => Some("ask the administrator about the rule that is named: `p2pmemctl rules list` shows it"),
                 Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or ask for less"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),
                 _ => None,
@@ -419,6 +421,7 @@ pub(crate) fn errno_text(errno: i32) -> String {
         libc::EINVAL => "EINVAL",
         libc::ENOTTY => "ENOTTY",
         libc::ENOSPC => "ENOSPC",
+        libc::EDQUOT => "EDQUOT",
         libc::ERANGE => "ERANGE",
         libc::ENODATA => "ENODATA",
         libc::EOVERFLOW => "EOVERFLOW",

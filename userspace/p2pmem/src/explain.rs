@@ -45,6 +45,16 @@ pub enum VerdictCode {
     Order,
     /// The kernel's `pci_p2pmem_find_many()` returned another one.
     Upstream,
+    /// A rule denies it.
+    Denied,
+    /// The buffer would break a rule's quota.
+    Quota,
+    /// Rules set aside for others what is free.
+    Reserved,
+    /// A rule prefers another one, or avoids this one.
+    Preference,
+    /// Another one is more loaded, and memory was to be packed.
+    Packed,
     /// A code that this version of the library does not know.
     Unknown,
 }
@@ -68,8 +78,47 @@ impl VerdictCode {
             abi::P2PMEM_VERDICT_SPACE => Self::Space,
             abi::P2PMEM_VERDICT_ORDER => Self::Order,
             abi::P2PMEM_VERDICT_UPSTREAM => Self::Upstream,
+            abi::P2PMEM_VERDICT_DENIED => Self::Denied,
+            abi::P2PMEM_VERDICT_QUOTA => Self::Quota,
+            abi::P2PMEM_VERDICT_RESERVED => Self::Reserved,
+            abi::P2PMEM_VERDICT_PREFERENCE => Self::Preference,
+            abi::P2PMEM_VERDICT_PACKED => Self::Packed,
             _ => Self::Unknown,
         }
+    }
+}
+
+/// The rule that decided over a provider.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct DecidingRule {
+    /// Its name.
+    pub name: String,
+    /// Whether it is one of the file's own, and not the administrator's.
+    pub own: bool,
+}
+
+impl DecidingRule {
+    fn of(raw: &abi::p2pmem_verdict) -> Option<Self> {
+        let own = match raw.rule_set {
+            abi::P2PMEM_RULES_ADMIN => false,
+            abi::P2PMEM_RULES_OWN => true,
+            _ => return None,
+        };
+        let name = raw
+            .rule
+            .iter()
+            .take_while(|c| **c != 0)
+            .map(|c| char::from(*c as u8))
+            .collect();
+        Some(Self { name, own })
+    }
+}
+
+impl std::fmt::Display for DecidingRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let whose = if self.own { "this file's own rule" } else { "rule" };
+        write!(f, "{whose} {}", self.name)
     }
 }
 
@@ -85,6 +134,8 @@ pub struct Verdict {
     pub code: VerdictCode,
     /// The verdict as a sentence, with the numbers that matter for it.
     pub why: String,
+    /// The rule that decided, where a rule did.
+    pub rule: Option<DecidingRule>,
     /// Name of the client that is farthest from it, or cannot reach it.
     pub worst_client: Option<String>,
     /// Class of the path to that client.
@@ -172,11 +223,21 @@ fn verdict(
             .map_or_else(|| format!("client {index}"), |c| c.name().to_owned())
     });
     let code = VerdictCode::from_raw(raw.code);
+    let rule = DecidingRule::of(raw);
     Verdict {
         provider: raw.provider,
         addr: raw.addr.into(),
         code,
-        why: sentence(code, raw, chosen, worst_client.as_deref(), wanted, clients.len()),
+        why: sentence(
+            code,
+            raw,
+            chosen,
+            worst_client.as_deref(),
+            wanted,
+            clients.len(),
+            rule.as_ref(),
+        ),
+        rule,
         worst_client,
         class,
         hops: raw.hops,
@@ -195,6 +256,7 @@ fn sentence(
     worst_client: Option<&str>,
     wanted: u64,
     nr_clients: usize,
+    rule: Option<&DecidingRule>,
 ) -> String {
     let class = PathClass::from_raw(own.class);
     let hops = |n: u32| match (n, nr_clients) {
@@ -218,16 +280,25 @@ fn sentence(
             format!("{mbps} MB/s")
         }
     };
+    let by = rule.map_or_else(|| "a rule".to_owned(), DecidingRule::to_string);
     // What the chosen one has in place of this, where one was chosen and its number is known.
     let versus = |text: &dyn Fn(&abi::p2pmem_verdict) -> String| chosen.map(text).unwrap_or_default();
 
     match code {
         VerdictCode::Chosen if class.is_none() => format!("chosen: {} free", human_size(own.free)),
+        VerdictCode::Chosen if rule.is_some() => {
+            format!(
+                "chosen: {way} ({}), {} free, preferred by {by}",
+                hops(own.hops),
+                human_size(own.free)
+            )
+        }
         VerdictCode::Chosen => format!("chosen: {way} ({}), {} free", hops(own.hops), human_size(own.free)),
         VerdictCode::Unreachable => match worst_client {
             Some(client) => format!("unreachable: {client} cannot reach it"),
             None => "unreachable: a client cannot reach it".into(),
         },
+        VerdictCode::TooFar if rule.is_some() => format!("too far: {way} ({}), {by} allows less", hops(own.hops)),
         VerdictCode::TooFar => format!("too far: {way} ({}), the request allows less", hops(own.hops)),
         VerdictCode::TooSmall => format!("too small: {} in all, {wanted} wanted", human_size(own.size)),
         VerdictCode::Full => format!(
@@ -284,6 +355,23 @@ fn sentence(
         ),
         VerdictCode::Order => "equal: as good as the chosen one, which came earlier".into(),
         VerdictCode::Upstream => "not the kernel's pick: pci_p2pmem_find_many() returned another one".into(),
+        VerdictCode::Denied => format!("denied: by {by}"),
+        VerdictCode::Quota => format!("over quota: {by} does not allow {wanted} more"),
+        VerdictCode::Reserved => format!(
+            "reserved: {by} sets aside for others what is free of its {}",
+            human_size(own.free)
+        ),
+        VerdictCode::Preference => format!("not preferred: {by} prefers the chosen one, or avoids this one"),
+        VerdictCode::Packed => format!(
+            "emptier: {} of {} in use{}",
+            human_size(own.size.saturating_sub(own.free)),
+            human_size(own.size),
+            versus(&|c| format!(
+                ", of the chosen one {} of {}",
+                human_size(c.size.saturating_sub(c.free)),
+                human_size(c.size)
+            ))
+        ),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }
 }
@@ -302,6 +390,51 @@ mod tests {
             },
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn sentences_name_the_rule_that_decided() {
+        let mut rule = [0; abi::P2PMEM_RULE_NAME as usize];
+        for (to, from) in rule.iter_mut().zip(b"20-lab") {
+            *to = *from as std::ffi::c_char;
+        }
+        let explain = abi::p2pmem_explain {
+            req: abi::p2pmem_request {
+                size: 16 << 20,
+                ..Default::default()
+            },
+            ..Default::default()
+        };
+        let say = |code, rule_set| {
+            let of_rule = abi::p2pmem_verdict {
+                rule_set,
+                rule,
+                free: 1 << 20,
+                ..raw(1, code)
+            };
+            Explanation::new(&explain, &[of_rule], String::new(), &[])
+                .verdicts
+                .remove(0)
+        };
+        let admin = abi::P2PMEM_RULES_ADMIN;
+        assert_eq!(say(abi::P2PMEM_VERDICT_DENIED, admin).why, "denied: by rule 20-lab");
+        assert_eq!(
+            say(abi::P2PMEM_VERDICT_QUOTA, abi::P2PMEM_RULES_OWN).why,
+            "over quota: this file's own rule 20-lab does not allow 16 MiB more"
+        );
+        assert_eq!(
+            say(abi::P2PMEM_VERDICT_RESERVED, admin).why,
+            "reserved: rule 20-lab sets aside for others what is free of its 1 MiB"
+        );
+        assert_eq!(
+            say(abi::P2PMEM_VERDICT_PREFERENCE, admin).why,
+            "not preferred: rule 20-lab prefers the chosen one, or avoids this one"
+        );
+        let far = say(abi::P2PMEM_VERDICT_TOO_FAR, admin);
+        assert!(far.why.ends_with("rule 20-lab allows less"), "{}", far.why);
+        let json = serde_json::to_value(&far).unwrap();
+        assert_eq!(json["rule"], serde_json::json!({ "name": "20-lab", "own": false }));
+        assert_eq!(say(abi::P2PMEM_VERDICT_FULL, abi::P2PMEM_RULES_NONE).rule, None);
     }
 
     #[test]
@@ -393,6 +526,11 @@ mod tests {
             (
                 abi::P2PMEM_VERDICT_UPSTREAM,
                 "not the kernel's pick: pci_p2pmem_find_many() returned another one",
+            ),
+            (abi::P2PMEM_VERDICT_DENIED, "denied: by a rule"),
+            (
+                abi::P2PMEM_VERDICT_PACKED,
+                "emptier: 56 MiB of 64 MiB in use, of the chosen one 16 MiB of 256 MiB",
             ),
             (999, "verdict 999, which this program does not know"),
         ];

@@ -50,7 +50,7 @@ pub use buffer::Buffer;
 pub use device::{Device, Request, Strategy, DEFAULT_PATH};
 pub use error::{Error, Operation, Result};
 pub use events::{Event, EventKind, Events};
-pub use explain::{Explanation, Verdict, VerdictCode};
+pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, Export};
 pub use mapping::{open_direct, Mapping};
 pub use p2pmem_sys as abi;

@@ -22,6 +22,8 @@ fn request(context: &Context<'_>, device: &Device, args: &RequestArgs) -> anyhow
     let strategy = match args.strategy {
         Strategy::Nearest => p2pmem::Strategy::Nearest,
         Strategy::Upstream => p2pmem::Strategy::Upstream,
+        Strategy::Spread => p2pmem::Strategy::Spread,
+        Strategy::Pack => p2pmem::Strategy::Pack,
     };
     let mut request = Request::new(args.size)
         .align(args.align)

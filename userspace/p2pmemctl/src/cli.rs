@@ -173,6 +173,10 @@ pub enum Strategy {
     Nearest,
     /// The kernel's own pci_p2pmem_find_many().
     Upstream,
+    /// The least loaded provider that can serve, however far it is.
+    Spread,
+    /// The most loaded provider that can serve, so that others stay empty.
+    Pack,
 }
 
 /// What to allocate, and what then.

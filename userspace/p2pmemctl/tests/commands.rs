@@ -96,7 +96,7 @@ ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  
     assert_eq!(out, expected);
     let (_, json) = machine.json(&["list"]);
     assert_eq!(json["providers"][2]["kind"], "adopted");
-    assert_eq!(json["info"]["abi_version"], 2);
+    assert_eq!(json["info"]["abi_version"], 3);
 }
 
 #[test]

@@ -94,10 +94,10 @@ pub(super) const CASES: &[Case] = &[
 const MIB: u64 = 1 << 20;
 
 /// Reads what the kernel says from now on.
-struct Log(File);
+pub(super) struct Log(File);
 
 impl Log {
-    fn new() -> Result<Log> {
+    pub(super) fn new() -> Result<Log> {
         let mut log = OpenOptions::new()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)
@@ -120,7 +120,7 @@ impl Log {
     }
 
     /// Waits for a line with these words in it.
-    fn wait(&mut self, words: &[&str]) -> Result<String> {
+    pub(super) fn wait(&mut self, words: &[&str]) -> Result<String> {
         let mut found = Vec::new();
         super::inflight::until(&format!("the kernel says {words:?}"), || {
             found.append(&mut self.lines(words));

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The attributes of rules as text, as configfs takes and shows them.
+//!
+//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
+//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+
+use super::{
+    path::{PathClass, PciAddr},
+    policy::{Action, Beneficiary, Device},
+};
+
+impl PciAddr {
+    /// Parses `[DDDD:]BB:DD.F`, all hexadecimal.
+    pub(crate) fn parse(text: &[u8]) -> Option<Self> {
+        let mut parts = text.rsplitn(2, |&c| c == b'.');
+        let function = hex(parts.next()?, 1)?;
+        let mut parts = parts.next()?.rsplitn(3, |&c| c == b':');
+        let device = hex(parts.next()?, 2)?;
+        let bus = hex(parts.next()?, 2)?;
+        let domain = parts.next().map_or(Some(0), |d| hex(d, 8))?;
+        if function > 7 || device > 31 {
+            return None;
+        }
+        Some(Self {
+            domain,
+            bus: u8::try_from(bus).ok()?,
+            devfn: u8::try_from(device << 3 | function).ok()?,
+        })
+    }
+}
+
+/// At most `most` hexadecimal digits, at least one.
+fn hex(digits: &[u8], most: usize) -> Option<u32> {
+    if digits.is_empty() || digits.len() > most {
+        return None;
+    }
+    digits
+        .iter()
+        .try_fold(0u32, |n, &c| Some(n << 4 | char::from(c).to_digit(16)?))
+}
+
+/// `any`, an address, or `vendor:device` as four hexadecimal digits each.
+pub(crate) fn device(text: &str) -> Option<Device> {
+    if text == "any" {
+        return Some(Device::Any);
+    }
+    if let Some(addr) = PciAddr::parse(text.as_bytes()) {
+        return Some(Device::At(addr));
+    }
+    let (vendor, device) = text.split_once(':')?;
+    let id = |text: &str| {
+        let four = text.len() == 4;
+        hex(text.as_bytes(), 4)
+            .filter(|_| four)
+            .and_then(|id| u16::try_from(id).ok())
+    };
+    Some(Device::Ids(id(vendor)?, id(device)?))
+}
+
+/// A decimal number without sign.
+pub(crate) fn number(text: &str) -> Option<u64> {
+    let plain = text.bytes().all(|c| c.is_ascii_digit());
+    text.parse().ok().filter(|_| plain)
+}
+
+/// A number of bytes: decimal, or hexadecimal with 0x, or decimal with K, M, G or T for powers of 1024.
+pub(crate) fn bytes(text: &str) -> Option<u64> {
+    if let Some(digits) = text.strip_prefix("0x") {
+        let plain = digits.bytes().all(|c| c.is_ascii_hexdigit());
+        return u64::from_str_radix(digits, 16).ok().filter(|_| plain);
+    }
+    let units = [("K", 1u64 << 10), ("M", 1 << 20), ("G", 1 << 30), ("T", 1 << 40)];
+    let (digits, unit) = units
+        .into_iter()
+        .find_map(|(unit, size)| Some((text.strip_suffix(unit)?, size)))
+        .unwrap_or((text, 1));
+    number(digits)?.checked_mul(unit)
+}
+
+/// `any` (none) or a user's or group's number. All ones is no number of anybody's.
+pub(crate) fn id(text: &str) -> Option<Option<u32>> {
+    match text {
+        "any" => Some(None),
+        _ => Some(Some(
+            number(text)
+                .and_then(|n| u32::try_from(n).ok())
+                .filter(|&n| n != u32::MAX)?,
+        )),
+    }
+}
+
+impl Action {
+    const ALL: [Self; 4] = [Self::Allow, Self::Deny, Self::Prefer, Self::Avoid];
+
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Allow => "allow",
+            Self::Deny => "deny",
+            Self::Prefer => "prefer",
+            Self::Avoid => "avoid",
+        }
+    }
+
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|action| action.as_str() == text)
+    }
+}
+
+impl Beneficiary {
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Kernel => "kernel",
+            Self::Group => "group",
+        }
+    }
+
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        [Self::Kernel, Self::Group].into_iter().find(|who| who.as_str() == text)
+    }
+}
+
+impl PathClass {
+    const REACHABLE: [Self; 6] = [
+        Self::SameDevice,
+        Self::SameSwitch,
+        Self::Switches,
+        Self::HostBridge,
+        Self::NumaNode,
+        Self::System,
+    ];
+
+    /// The short name that user space has for it too.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::SameDevice => "DEV",
+            Self::SameSwitch => "SW",
+            Self::Switches => "SWS",
+            Self::HostBridge => "PHB",
+            Self::NumaNode => "NODE",
+            Self::System => "SYS",
+            Self::Unreachable => "--",
+        }
+    }
+
+    /// A class that can be reached, by its short name.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        Self::REACHABLE.into_iter().find(|class| class.as_str() == text)
+    }
+}

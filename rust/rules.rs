@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The rules in force, and the accounts of what users, groups and files hold under them.
+//!
+//! What rules mean is said by [`crate::policy`] and what counts by [`crate::quota`], both pure. Here is what they need
+//! of the kernel: the list of rules, who is asking, the numbers, and a [`Charge`] for every buffer that gives back what
+//! was counted for it when it is dropped.
+//!
+//! When the rules change, all buffers that live are charged anew by the new rules. They keep their memory, whatever
+//! those say.
+
+use crate::{
+    ext::cred::Who,
+    path::Path,
+    policy::{self, shadowed, Applicable, Name, Party, Ref, Rule, Ruling, Set, Subject as _},
+    provider::Provider,
+    quota::{self, charge, charge_unlimited, uncharge, withheld, Account, Broken, Charged, Fund, Levy, Payer},
+    refusal::{refuse, Answer, Text},
+};
+use core::fmt::Write as _;
+use kernel::{
+    new_mutex,
+    prelude::*,
+    rbtree::{RBTree, RBTreeNode},
+    sync::{Arc, Mutex},
+};
+
+/// A list of rules, in the order in which they are looked at. It does not change.
+pub(crate) struct Book {
+    rules: KVec<Rule>,
+}
+
+impl Book {
+    pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self { rules }, GFP_KERNEL)?)
+    }
+}
+
+/// The numbers.
+struct Numbers(RBTree<Account, u64>);
+
+impl quota::Store for Numbers {
+    type Error = Error;
+
+    fn used(&self, account: Account) -> u64 {
+        self.0.get(&account).copied().unwrap_or(0)
+    }
+
+    fn set(&mut self, account: Account, bytes: u64) -> Result {
+        if bytes == 0 {
+            self.0.remove(&account);
+        } else if let Some(used) = self.0.get_mut(&account) {
+            *used = bytes;
+        } else {
+            self.0.try_create_and_insert(account, bytes, GFP_KERNEL)?;
+        }
+        Ok(())
+    }
+}
+
+/// A provider as rules and accounts see it.
+#[derive(Clone, Copy)]
+struct Place {
+    id: u32,
+    party: Party,
+    size: u64,
+    kernel_has: u64,
+}
+
+impl Place {
+    fn of(provider: &Provider) -> Self {
+        Self {
+            id: provider.id,
+            party: provider.party(),
+            size: provider.size,
+            kernel_has: provider.kernel_has(),
+        }
+    }
+
+    fn fund(&self) -> Fund<'_> {
+        Fund {
+            id: self.id,
+            party: &self.party,
+            size: self.size,
+            kernel_has: self.kernel_has,
+        }
+    }
+}
+
+/// What is known of a charge.
+struct Record {
+    who: Who,
+    place: Place,
+    file: u64,
+    bytes: u64,
+    /// There until it is given back.
+    charged: Option<Charged>,
+}
+
+struct State {
+    book: Arc<Book>,
+    numbers: Numbers,
+    charges: RBTree<u64, Record>,
+    next_charge: u64,
+    next_rule: u64,
+}
+
+/// The rules in force and the accounts.
+#[pin_data]
+pub(crate) struct Rules {
+    #[pin]
+    state: Mutex<State>,
+}
+
+/// What a buffer was charged; dropping it gives that back.
+pub(crate) struct Charge {
+    rules: Arc<Rules>,
+    id: u64,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        let mut state = self.rules.state.lock();
+        let mut record = state.charges.remove(&self.id);
+        if let Some(charged) = record.as_mut().and_then(|record| record.charged.take()) {
+            uncharge(&mut state.numbers, charged);
+        }
+        drop(state);
+        drop(record);
+    }
+}
+
+/// Why a buffer was not charged.
+pub(crate) enum Uncharged {
+    /// It would break a limit.
+    Broken(Broken),
+    /// The rules became others since they were asked.
+    Stale,
+    Error(Error),
+}
+
+impl Rules {
+    pub(crate) fn new() -> Result<Arc<Self>> {
+        let book = Book::new(KVec::new())?;
+        Arc::pin_init(
+            pin_init!(Self {
+                state <- new_mutex!(State {
+                    book,
+                    numbers: Numbers(RBTree::new()),
+                    charges: RBTree::new(),
+                    next_charge: 1,
+                    next_rule: 1,
+                }),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    /// The administrator's rules as they are now.
+    pub(crate) fn book(&self) -> Arc<Book> {
+        self.state.lock().book.clone()
+    }
+
+    /// Puts a rule into force, in the place of the one with number `old` if that is in force. Returns its number.
+    pub(crate) fn put(&self, rule: &Rule, old: Option<u64>) -> Answer<u64> {
+        rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
+        let mut state = self.state.lock();
+        let mut rules = KVec::with_capacity(state.book.rules.len() + 1, GFP_KERNEL)?;
+        let id = state.next_rule;
+        let mut new = Some(Rule { id, ..*rule });
+        for other in state.book.rules.iter().filter(|other| Some(other.id) != old) {
+            if let Some(rule) = new.take_if(|rule| rule.name < other.name) {
+                rules.push(rule, GFP_KERNEL)?;
+            }
+            rules.push(*other, GFP_KERNEL)?;
+        }
+        if let Some(rule) = new {
+            rules.push(rule, GFP_KERNEL)?;
+        }
+        if rules.len() > policy::MOST {
+            return Err(refuse!(
+                ENOSPC,
+                "there are {} rules in force: no more are possible",
+                policy::MOST
+            ));
+        }
+        state.enforce(Book::new(rules)?)?;
+        state.next_rule += 1;
+        Ok(id)
+    }
+
+    /// Ends a rule. What was charged under it counts under those that come next.
+    pub(crate) fn remove(&self, id: u64) {
+        let mut state = self.state.lock();
+        let mut rules = KVec::new();
+        let copied = state
+            .book
+            .rules
+            .iter()
+            .filter(|rule| rule.id != id)
+            .try_for_each(|rule| rules.push(*rule, GFP_KERNEL));
+        let ended = copied
+            .map_err(Error::from)
+            .and_then(|()| Book::new(rules))
+            .and_then(|book| state.enforce(book));
+        if let Err(e) = ended {
+            drop(state);
+            // It is asked for again when the next rule changes.
+            pr_warn!(
+                "a rule that was removed stays in force until rules change again (errno {})\n",
+                -e.to_errno()
+            );
+        }
+    }
+
+    /// Bytes that a rule sets aside for the kernel in a function's memory.
+    pub(crate) fn kernel_reserve(&self, party: &Party) -> Option<u64> {
+        policy::kernel_reserve(&self.book().rules, party)
+    }
+
+    /// What there is to say of a rule in force.
+    pub(crate) fn condition(&self, id: u64) -> Text {
+        let state = self.state.lock();
+        let Some(at) = state.book.rules.iter().position(|rule| rule.id == id) else {
+            return Text::new(fmt!("not in force: write 1 to enable"));
+        };
+        let rule = &state.book.rules[at];
+        if let Some((attribute, before)) = shadowed(&state.book.rules, at) {
+            let name = &state.book.rules[before].name;
+            return Text::new(fmt!(
+                "in force, but its {} never decides: {} always comes first",
+                attribute.as_str(),
+                name.as_str()
+            ));
+        }
+        for (account, &used) in state.numbers.0.iter() {
+            match (account, rule.quota, rule.group_quota) {
+                (Account::User(of, uid), Some(limit), _) if *of == id && used > limit => {
+                    return Text::new(fmt!(
+                        "in force; uid {} holds {} bytes of {}: it keeps them, and gets no more",
+                        uid,
+                        used,
+                        limit
+                    ));
+                }
+                (Account::Group(of), _, Some(limit)) if *of == id && used > limit => {
+                    return Text::new(fmt!(
+                        "in force; the group holds {} bytes of {}: it keeps them, and gets no more",
+                        used,
+                        limit
+                    ));
+                }
+                _ => {}
+            }
+        }
+        Text::new(fmt!("in force"))
+    }
+
+    /// Writes a line for each account that counts under a rule, as many as fit.
+    pub(crate) fn usage(&self, id: u64, out: &mut kernel::str::Formatter<'_>) {
+        let state = self.state.lock();
+        for (account, used) in state.numbers.0.iter() {
+            let line = match account {
+                Account::User(of, uid) if *of == id => out.write_fmt(fmt!("uid {} {}\n", uid, used)),
+                Account::Group(of) if *of == id => out.write_fmt(fmt!("group {}\n", used)),
+                Account::Reserve(of, provider) if *of == id => out.write_fmt(fmt!("provider {} {}\n", provider, used)),
+                _ => Ok(()),
+            };
+            if line.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+impl State {
+    /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was.
+    fn enforce(&mut self, book: Arc<Book>) -> Result {
+        let mut numbers = Numbers(RBTree::new());
+        let mut anew = KVec::new();
+        for record in self.charges.values() {
+            let payer = Payer {
+                rules: &book.rules,
+                who: Applicable::to(&book.rules, &record.who),
+                uid: record.who.uid(),
+                file: record.file,
+                own: &[],
+            };
+            let levy = Levy::of(&numbers, &payer, &record.place.fund());
+            anew.push(charge_unlimited(&mut numbers, &levy, record.bytes)?, GFP_KERNEL)?;
+        }
+        for (record, charged) in self.charges.values_mut().zip(anew) {
+            record.charged = Some(charged);
+        }
+        self.numbers = numbers;
+        self.book = book;
+        Ok(())
+    }
+}
+
+/// The rules as they are for one request: the same from its beginning to its end.
+pub(crate) struct Judge<'a> {
+    rules: &'a Arc<Rules>,
+    book: Arc<Book>,
+    own: Option<Arc<Book>>,
+    who: Who,
+    applicable: Applicable,
+    file: u64,
+}
+
+impl<'a> Judge<'a> {
+    /// For a request of the calling task's through a file with rules `own`.
+    pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<Book>>, file: u64) -> Self {
+        let book = rules.book();
+        let who = Who::current();
+        Self {
+            rules,
+            applicable: Applicable::to(&book.rules, &who),
+            book,
+            own,
+            who,
+            file,
+        }
+    }
+
+    fn own(&self) -> &[Rule] {
+        self.own.as_ref().map_or(&[], |own| &own.rules)
+    }
+
+    /// Whether no rule can have a word.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.book.rules.is_empty() && self.own().is_empty()
+    }
+
+    pub(crate) fn uid(&self) -> u32 {
+        self.who.uid()
+    }
+
+    fn payer(&self) -> Payer<'_> {
+        Payer {
+            rules: &self.book.rules,
+            who: self.applicable,
+            uid: self.who.uid(),
+            file: self.file,
+            own: self.own(),
+        }
+    }
+
+    /// What the rules say of a provider for `clients`, and a buffer of `size` bytes.
+    pub(crate) fn ruling(&self, provider: &Provider, clients: &[Party], paths: &[Path], size: u64) -> Ruling {
+        let mut ruling = Ruling::NONE;
+        if self.is_silent() {
+            return ruling;
+        }
+        let place = Place::of(provider);
+        let everyone = Applicable::ALL;
+        ruling.add(
+            Set::Admin,
+            &self.book.rules,
+            &self.applicable,
+            &place.party,
+            clients,
+            paths,
+        );
+        ruling.add(Set::Own, self.own(), &everyone, &place.party, clients, paths);
+        let payer = self.payer();
+        let state = self.rules.state.lock();
+        (ruling.withheld, ruling.withheld_by) = withheld(&state.numbers, &payer, &place.fund());
+        let broken = Levy::of(&state.numbers, &payer, &place.fund()).broken(&state.numbers, size);
+        drop(state);
+        if let Some(broken) = broken {
+            breaks(&mut ruling, broken);
+        }
+        ruling
+    }
+
+    /// Charges a buffer of `size` bytes in a provider.
+    pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, Uncharged> {
+        let place = Place::of(provider);
+        let record = Record {
+            who: self.who.clone(),
+            place,
+            file: self.file,
+            bytes: size,
+            charged: None,
+        };
+        // What may fail is done first, and outside the lock.
+        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL).map_err(Uncharged::Error)?;
+        let mut state = self.rules.state.lock();
+        if !Arc::ptr_eq(&state.book, &self.book) {
+            return Err(Uncharged::Stale);
+        }
+        let levy = Levy::of(&state.numbers, &self.payer(), &place.fund());
+        let charged = charge(&mut state.numbers, &levy, size).map_err(|e| match e {
+            quota::Uncharged::Broken(broken) => Uncharged::Broken(broken),
+            quota::Uncharged::Store(e) => Uncharged::Error(e),
+        })?;
+        let id = state.next_charge;
+        state.next_charge += 1;
+        let node: RBTreeNode<u64, Record> = reservation.into_node(
+            id,
+            Record {
+                charged: Some(charged),
+                ..record
+            },
+        );
+        state.charges.insert(node);
+        drop(state);
+        Ok(Charge {
+            rules: self.rules.clone(),
+            id,
+        })
+    }
+
+    /// A rule's name.
+    pub(crate) fn name(&self, rule: Ref) -> Name {
+        let rules = match rule.set {
+            Set::Admin => &self.book.rules[..],
+            Set::Own => self.own(),
+        };
+        rules.get(rule.at).map_or(Name::EMPTY, |rule| rule.name)
+    }
+}
+
+/// Notes that a request would break a limit.
+pub(crate) fn breaks(ruling: &mut Ruling, broken: Broken) {
+    match broken {
+        Broken::Quota(over) => ruling.over = Some(over),
+        Broken::Reserve(rule) => (ruling.withheld, ruling.withheld_by) = (u64::MAX, Some(rule)),
+    }
+}

@@ -1,0 +1,626 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Rules: what is a rule at all, which one decides, and that a file's own rules never widen the administrator's.
+
+use crate::path::{Path, PathClass, PciAddr};
+use crate::placement::{Candidate, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide};
+use crate::policy::{
+    Action, Applicable, Attribute, Beneficiary, Device, Flaw, Name, Party, Ref, Rule, Ruling, Set, Stance, Subject,
+    kernel_reserve, reserves, shadowed,
+};
+use crate::rule_text;
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const GIB: u64 = 1 << 30;
+
+fn addr(bus: u8) -> PciAddr {
+    PciAddr {
+        domain: 0,
+        bus,
+        devfn: 0,
+    }
+}
+
+fn party(bus: u8) -> Party {
+    Party {
+        addr: addr(bus),
+        vendor: 0x1234,
+        device: 0x1000 + u16::from(bus),
+    }
+}
+
+fn rule(name: &str) -> Rule {
+    Rule::new(Name::new(name.as_bytes()).expect("a name"))
+}
+
+fn path(class: PathClass) -> Path {
+    Path {
+        class,
+        hops: 4,
+        distance: 4,
+        acs_redirect: false,
+        bus_addr: true,
+        bandwidth: 0,
+        numa_distance: 0,
+        bridge: None,
+    }
+}
+
+#[derive(Clone, Debug)]
+struct User(u32, Vec<u32>);
+
+impl Subject for User {
+    fn uid(&self) -> u32 {
+        self.0
+    }
+
+    fn is_member(&self, gid: u32) -> bool {
+        self.1.contains(&gid)
+    }
+}
+
+fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)]) -> Ruling {
+    let parties: Vec<Party> = clients.iter().map(|(bus, _)| party(*bus)).collect();
+    let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
+    let mut ruling = Ruling::NONE;
+    let who = Applicable::to(rules, user);
+    ruling.add(Set::Admin, rules, &who, &party(provider), &parties, &paths);
+    ruling
+}
+
+const NEAR: PathClass = PathClass::SameSwitch;
+
+#[test]
+fn names() {
+    for good in ["10-a", "99-Lab.GPU_users-2", "00--", "10-x.y"] {
+        assert_eq!(
+            Name::ordered(good.as_bytes())
+                .map(|name| name.as_str().to_owned())
+                .as_deref(),
+            Some(good)
+        );
+    }
+    let long = "10-".to_owned() + &"a".repeat(29);
+    let bad = [
+        "",
+        "10-",
+        "1-a",
+        "a0-a",
+        "10a",
+        "-10-a",
+        "10-a b",
+        "10-a/b",
+        "10-\u{e9}",
+        "10-a\n",
+        "10-\u{0}",
+        "10-a%s",
+        &long,
+    ];
+    for bad in bad {
+        assert_eq!(Name::ordered(bad.as_bytes()), None, "{bad:?}");
+    }
+    assert!(Name::ordered(&long.as_bytes()[..31]).is_some());
+    let sorted = |a: &str, b: &str| Name::new(a.as_bytes()) < Name::new(b.as_bytes());
+    assert!(sorted("10-b", "20-a") && sorted("10-a", "10-b") && sorted("10-a", "10-aa"));
+}
+
+#[test]
+fn attributes_as_text() {
+    assert_eq!(rule_text::device("any"), Some(Device::Any));
+    assert_eq!(rule_text::device("03:00.0"), Some(Device::At(addr(3))));
+    assert_eq!(rule_text::device("0000:03:00.0"), Some(Device::At(addr(3))));
+    assert_eq!(rule_text::device("15b3:101b"), Some(Device::Ids(0x15b3, 0x101b)));
+    for bad in [
+        "",
+        "ANY",
+        "03:00",
+        "3:0:0.0:1",
+        "15b3:",
+        "15b3:1",
+        "15b30:101b",
+        "0000:03:20.0",
+        "0000:03:00.8",
+        "x:y.z",
+    ] {
+        assert_eq!(rule_text::device(bad), None, "{bad:?}");
+    }
+    for (text, bytes) in [
+        ("0", 0),
+        ("4096", 4096),
+        ("0x1000", 4096),
+        ("64K", 64 << 10),
+        ("3M", 3 << 20),
+        ("2G", 2 << 30),
+        ("1T", 1 << 40),
+    ] {
+        assert_eq!(rule_text::bytes(text), Some(bytes), "{text}");
+    }
+    for bad in [
+        "",
+        "K",
+        "-1",
+        "+1",
+        "1.5G",
+        "0x",
+        "0x+1",
+        "64k",
+        "64 M",
+        "99999999T",
+        "18446744073709551616",
+    ] {
+        assert_eq!(rule_text::bytes(bad), None, "{bad:?}");
+    }
+    assert_eq!(rule_text::id("any"), Some(None));
+    assert_eq!(rule_text::id("1000"), Some(Some(1000)));
+    for bad in ["", "-1", "4294967295", "4294967296", "root", "+5"] {
+        assert_eq!(rule_text::id(bad), None, "{bad:?}");
+    }
+    for action in [Action::Allow, Action::Deny, Action::Prefer, Action::Avoid] {
+        assert_eq!(Action::parse(action.as_str()), Some(action));
+    }
+    assert_eq!(Action::parse("Allow"), None);
+    assert_eq!(PathClass::parse("SW"), Some(NEAR));
+    assert!(PathClass::parse("--").is_none() && PathClass::parse("sw").is_none());
+    for who in [Beneficiary::Kernel, Beneficiary::Group] {
+        assert_eq!(Beneficiary::parse(who.as_str()), Some(who));
+    }
+}
+
+#[test]
+fn flaws_have_their_reasons() {
+    let deny = Rule {
+        action: Some(Action::Deny),
+        ..rule("10-a")
+    };
+    let quota = Rule {
+        quota: Some(GIB),
+        ..rule("10-a")
+    };
+    let reserve = Rule {
+        reserve: Some(GIB),
+        ..rule("10-a")
+    };
+    let kernel = Rule {
+        reserve_for: Some(Beneficiary::Kernel),
+        ..reserve
+    };
+    let group = Rule {
+        reserve_for: Some(Beneficiary::Group),
+        ..reserve
+    };
+    let cases = [
+        (rule("10-a"), Err(Flaw::Empty)),
+        (deny, Ok(())),
+        (Rule { quota: Some(0), ..deny }, Err(Flaw::DenyAndMore)),
+        (
+            Rule {
+                max_class: Some(NEAR),
+                ..deny
+            },
+            Err(Flaw::DenyAndMore),
+        ),
+        (
+            Rule {
+                client: Device::At(addr(1)),
+                ..deny
+            },
+            Ok(()),
+        ),
+        (quota, Ok(())),
+        (
+            Rule {
+                client: Device::At(addr(1)),
+                ..quota
+            },
+            Err(Flaw::CountsClient),
+        ),
+        (
+            Rule {
+                group_quota: Some(1),
+                ..rule("10-a")
+            },
+            Err(Flaw::NoGroup),
+        ),
+        (
+            Rule {
+                group_quota: Some(1),
+                gid: Some(5),
+                ..rule("10-a")
+            },
+            Ok(()),
+        ),
+        (reserve, Err(Flaw::ReserveForNobody)),
+        (
+            Rule {
+                reserve_for: Some(Beneficiary::Kernel),
+                ..quota
+            },
+            Err(Flaw::NobodysReserve),
+        ),
+        (kernel, Ok(())),
+        (Rule { gid: Some(5), ..kernel }, Err(Flaw::KernelsReserve)),
+        (Rule { uid: Some(5), ..kernel }, Err(Flaw::KernelsReserve)),
+        (group, Err(Flaw::ReserveNoGroup)),
+        (Rule { gid: Some(5), ..group }, Ok(())),
+        (
+            Rule {
+                gid: Some(5),
+                uid: Some(1),
+                ..group
+            },
+            Err(Flaw::UsersReserve),
+        ),
+    ];
+    for (rule, expected) in cases {
+        assert_eq!(rule.check(), expected, "{rule:?}");
+        if let Err(flaw) = expected {
+            assert!(flaw.text().contains(' '));
+        }
+    }
+    assert_eq!(quota.check_own(), Ok(()));
+    assert_eq!(
+        Rule {
+            provider: Device::At(addr(1)),
+            ..quota
+        }
+        .check_own(),
+        Err(Flaw::OwnQuota)
+    );
+    assert_eq!(Rule { uid: Some(1), ..deny }.check_own(), Err(Flaw::NotOwn));
+    assert_eq!(kernel.check_own(), Err(Flaw::NotOwn));
+    assert_eq!(rule("a").check_own(), Err(Flaw::Empty));
+}
+
+#[test]
+fn the_first_rule_decides_each_attribute() {
+    let rules = [
+        Rule {
+            client: Device::At(addr(9)),
+            max_class: Some(NEAR),
+            ..rule("10-near")
+        },
+        Rule {
+            uid: Some(7),
+            action: Some(Action::Allow),
+            ..rule("20-seven")
+        },
+        Rule {
+            provider: Device::Ids(0x1234, 0x1001),
+            action: Some(Action::Deny),
+            ..rule("30-not-one")
+        },
+        Rule {
+            max_class: Some(PathClass::System),
+            ..rule("40-any")
+        },
+    ];
+    let admin = |at| Some(Ref { set: Set::Admin, at });
+    let (seven, eight) = (User(7, vec![]), User(8, vec![]));
+    assert_eq!(ruled(&rules, &seven, 1, &[]), Ruling::NONE);
+    assert_eq!(ruled(&rules, &eight, 1, &[]).denied, admin(2));
+    assert_eq!(ruled(&rules, &eight, 2, &[]).denied, None);
+    let far = ruled(&rules, &seven, 2, &[(9, PathClass::HostBridge)]);
+    assert_eq!((far.too_far, far.denied), (admin(0), None));
+    // Rule 10 has spoken for client 9, and for no other.
+    assert_eq!(
+        ruled(&rules, &seven, 2, &[(8, PathClass::System), (9, NEAR)]).too_far,
+        None
+    );
+    assert_eq!(
+        ruled(&rules, &seven, 2, &[(8, PathClass::System), (9, PathClass::Switches)]).too_far,
+        admin(0)
+    );
+}
+
+#[test]
+fn every_client_counts() {
+    let rules = [
+        Rule {
+            client: Device::At(addr(1)),
+            action: Some(Action::Allow),
+            ..rule("10-this")
+        },
+        Rule {
+            client: Device::At(addr(2)),
+            action: Some(Action::Prefer),
+            ..rule("20-that")
+        },
+        Rule {
+            client: Device::At(addr(3)),
+            action: Some(Action::Avoid),
+            ..rule("30-third")
+        },
+        Rule {
+            action: Some(Action::Deny),
+            ..rule("99-nobody")
+        },
+    ];
+    let anyone = User(0, vec![]);
+    let of = |clients: &[u8]| {
+        let clients: Vec<(u8, PathClass)> = clients.iter().map(|bus| (*bus, NEAR)).collect();
+        ruled(&rules, &anyone, 5, &clients)
+    };
+    assert_eq!(of(&[1]), Ruling::NONE);
+    // Company does not let another one in.
+    assert_eq!(of(&[1, 4]).denied, Some(Ref { set: Set::Admin, at: 3 }));
+    assert_eq!(of(&[]).denied, Some(Ref { set: Set::Admin, at: 3 }));
+    assert_eq!(
+        (of(&[1, 2]).stance, of(&[3, 2]).stance, of(&[2, 3]).stance),
+        (Stance::Prefer, Stance::Avoid, Stance::Avoid)
+    );
+    assert_eq!(of(&[2, 3]).stance_by, Some(Ref { set: Set::Admin, at: 2 }));
+}
+
+#[test]
+fn groups_match_their_members() {
+    let rules = [
+        Rule {
+            gid: Some(100),
+            action: Some(Action::Allow),
+            ..rule("10-lab")
+        },
+        Rule {
+            action: Some(Action::Deny),
+            ..rule("20-rest")
+        },
+    ];
+    assert_eq!(ruled(&rules, &User(1, vec![5, 100]), 1, &[]).denied, None);
+    assert!(ruled(&rules, &User(1, vec![5]), 1, &[]).denied.is_some());
+}
+
+#[test]
+fn rules_that_never_decide_are_found() {
+    let a = Rule {
+        action: Some(Action::Allow),
+        quota: Some(GIB),
+        ..rule("10-a")
+    };
+    let rules = [
+        a,
+        Rule {
+            uid: Some(1),
+            action: Some(Action::Deny),
+            ..rule("20-b")
+        },
+        Rule {
+            uid: Some(1),
+            max_class: Some(NEAR),
+            ..rule("30-c")
+        },
+        Rule {
+            gid: Some(2),
+            uid: Some(1),
+            max_class: Some(NEAR),
+            ..rule("40-d")
+        },
+        Rule {
+            client: Device::Ids(1, 2),
+            max_class: Some(NEAR),
+            ..rule("50-e")
+        },
+        Rule {
+            gid: Some(2),
+            reserve: Some(1),
+            reserve_for: Some(Beneficiary::Group),
+            ..rule("60-f")
+        },
+        Rule {
+            gid: Some(3),
+            reserve: Some(1),
+            reserve_for: Some(Beneficiary::Group),
+            ..rule("70-g")
+        },
+        Rule {
+            gid: Some(2),
+            reserve: Some(1),
+            reserve_for: Some(Beneficiary::Group),
+            provider: Device::At(addr(1)),
+            ..rule("80-h")
+        },
+    ];
+    let found: Vec<_> = (0..9).map(|at| shadowed(&rules, at)).collect();
+    assert_eq!(
+        found,
+        [
+            None,
+            Some((Attribute::Action, 0)),
+            None,
+            Some((Attribute::MaxClass, 2)),
+            None,
+            None,
+            None,
+            Some((Attribute::Reserve, 5)),
+            None
+        ]
+    );
+}
+
+#[test]
+fn reserves_are_one_for_each_beneficiary() {
+    let rules = [
+        Rule {
+            reserve: Some(1),
+            reserve_for: Some(Beneficiary::Kernel),
+            provider: Device::At(addr(1)),
+            ..rule("10-k")
+        },
+        Rule {
+            reserve: Some(2),
+            reserve_for: Some(Beneficiary::Kernel),
+            ..rule("20-k")
+        },
+        Rule {
+            gid: Some(1),
+            reserve: Some(3),
+            reserve_for: Some(Beneficiary::Group),
+            ..rule("30-g")
+        },
+        Rule {
+            gid: Some(2),
+            reserve: Some(4),
+            reserve_for: Some(Beneficiary::Group),
+            ..rule("40-g")
+        },
+        Rule {
+            gid: Some(1),
+            reserve: Some(5),
+            reserve_for: Some(Beneficiary::Group),
+            ..rule("50-g")
+        },
+    ];
+    let (one, two) = (party(1), party(2));
+    let of =
+        |party: &Party| -> Vec<(usize, u64)> { reserves(&rules, party).map(|(at, _, bytes)| (at, bytes)).collect() };
+    assert_eq!(of(&one), [(0, 1), (2, 3), (3, 4)]);
+    assert_eq!(of(&two), [(1, 2), (2, 3), (3, 4)]);
+    assert_eq!(
+        (kernel_reserve(&rules, &one), kernel_reserve(&rules, &two)),
+        (Some(1), Some(2))
+    );
+}
+
+// ---- Random rules ----
+
+fn device() -> impl Strategy<Value = Device> {
+    prop_oneof![
+        3 => Just(Device::Any),
+        2 => (1u8..4).prop_map(|bus| Device::At(addr(bus))),
+        1 => (1u8..4).prop_map(|bus| Device::Ids(0x1234, 0x1000 + u16::from(bus))),
+    ]
+}
+
+fn any_action() -> impl Strategy<Value = Option<Action>> {
+    prop_oneof![
+        Just(None),
+        Just(Some(Action::Allow)),
+        Just(Some(Action::Deny)),
+        Just(Some(Action::Prefer)),
+        Just(Some(Action::Avoid)),
+    ]
+}
+
+fn class() -> impl Strategy<Value = PathClass> {
+    prop_oneof![Just(NEAR), Just(PathClass::Switches), Just(PathClass::HostBridge)]
+}
+
+prop_compose! {
+    fn any_rule()(
+        provider in device(),
+        client in device(),
+        uid in prop::option::weighted(0.3, 0u32..3),
+        gid in prop::option::weighted(0.3, 0u32..3),
+        action in any_action(),
+        max_class in prop::option::weighted(0.4, class()),
+    ) -> Rule {
+        Rule { provider, client, uid, gid, action, max_class, ..rule("any") }
+    }
+}
+
+fn own_rule() -> impl Strategy<Value = Rule> {
+    any_rule().prop_map(|rule| Rule {
+        uid: None,
+        gid: None,
+        ..rule
+    })
+}
+
+fn matches(rule: &Rule, user: &User, provider: u8, client: Option<u8>) -> bool {
+    let device = |device: Device, bus: Option<u8>| match (device, bus) {
+        (Device::Any, _) => true,
+        (Device::At(a), Some(bus)) => a == addr(bus),
+        (Device::Ids(_, id), Some(bus)) => id == 0x1000 + u16::from(bus),
+        _ => false,
+    };
+    device(rule.provider, Some(provider))
+        && device(rule.client, client)
+        && rule.uid.is_none_or(|uid| uid == user.0)
+        && rule.gid.is_none_or(|gid| user.1.contains(&gid))
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Held against the words of the documentation, pair by pair.
+    #[test]
+    fn rulings_are_right(
+        rules in vec(any_rule(), 0..80),
+        uid in 0u32..3,
+        groups in vec(0u32..3, 0..3),
+        provider in 1u8..4,
+        clients in vec((1u8..5, class()), 0..4),
+    ) {
+        let user = User(uid, groups);
+        let ruling = ruled(&rules, &user, provider, &clients);
+        let pairs: Vec<(Option<u8>, Option<PathClass>)> = if clients.is_empty() {
+            vec![(None, None)]
+        } else {
+            clients.iter().map(|(bus, class)| (Some(*bus), Some(*class))).collect()
+        };
+        let deciding = |client, sets: fn(&Rule) -> bool| {
+            rules.iter().position(|rule| sets(rule) && matches(rule, &user, provider, client))
+        };
+        let actions: Vec<Option<usize>> = pairs.iter().map(|(client, _)| deciding(*client, |rule| rule.action.is_some())).collect();
+        let said = |what| actions.iter().flatten().copied().find(|at| rules[*at].action == Some(what));
+        let admin = |at: usize| Ref { set: Set::Admin, at };
+        prop_assert_eq!(ruling.denied, said(Action::Deny).map(admin));
+        let (stance, by) = match (said(Action::Avoid), said(Action::Prefer)) {
+            (Some(at), _) => (Stance::Avoid, Some(admin(at))),
+            (None, Some(at)) => (Stance::Prefer, Some(admin(at))),
+            (None, None) => (Stance::Neutral, None),
+        };
+        prop_assert_eq!((ruling.stance, ruling.stance_by), (stance, by));
+        let too_far = pairs.iter().find_map(|(client, class)| {
+            let at = deciding(*client, |rule| rule.max_class.is_some())?;
+            (*class > rules[at].max_class).then_some(admin(at))
+        });
+        prop_assert_eq!(ruling.too_far, too_far);
+    }
+
+    /// With rules of its own a file gets no provider that it would not get without, were it the only one; and nothing
+    /// that the administrator avoids where there is another.
+    #[test]
+    fn own_rules_never_widen(
+        rules in vec(any_rule(), 0..6),
+        own in vec(own_rule(), 0..6),
+        uid in 0u32..3,
+        clients in vec((1u8..5, class()), 0..4),
+        strategy in prop_oneof![Just(Chooser::Nearest), Just(Chooser::Spread), Just(Chooser::Pack)],
+        free in vec(1u64..5, 3),
+    ) {
+        let user = User(uid, vec![]);
+        let parties: Vec<Party> = clients.iter().map(|(bus, _)| party(*bus)).collect();
+        let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
+        let who = Applicable::to(&rules, &user);
+        let candidates = |with_own: bool| -> Vec<Candidate<'_>> {
+            (1u8..4).map(|bus| {
+                let mut ruling = Ruling::NONE;
+                ruling.add(Set::Admin, &rules, &who, &party(bus), &parties, &paths);
+                if with_own {
+                    ruling.add(Set::Own, &own, &Applicable::ALL, &party(bus), &parties, &paths);
+                }
+                let free = free[usize::from(bus) - 1];
+                Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, paths: &paths, ruling }
+            }).collect()
+        };
+        let request = Request { size: 1, align: 1, clients: clients.len(), named: Named::Any, strategy, max_class: None };
+        let (with, without) = (candidates(true), candidates(false));
+        let serves = |candidate: &Candidate<'_>| decide(&request, std::slice::from_ref(candidate), &mut []).chosen.is_some();
+        for (narrow, wide) in with.iter().zip(&without) {
+            prop_assert!(!serves(narrow) || serves(wide));
+            prop_assert_eq!(narrow.ruling.stance, wide.ruling.stance);
+        }
+        let mut verdicts = [Verdict::EMPTY; 3];
+        let decision = decide(&request, &with, &mut verdicts);
+        if let Some(chosen) = decision.chosen {
+            let best = with.iter().filter(|candidate| serves(candidate)).map(|candidate| candidate.ruling.stance).min();
+            prop_assert_eq!(Some(with[chosen].ruling.stance), best);
+        } else {
+            prop_assert!(matches!(decision.outcome, Outcome::Denied | Outcome::TooFar), "{:?}", decision.outcome);
+            // Every refusal names the rule that made it.
+            for verdict in &verdicts {
+                prop_assert!(verdict.rule.is_some() && matches!(verdict.code, VerdictCode::Denied | VerdictCode::TooFar));
+            }
+        }
+    }
+}

@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Accounts: whatever is charged, refused, given back and charged anew, the numbers are those of the live buffers.
+
+use crate::path::PciAddr;
+use crate::policy::{Applicable, Beneficiary, Device, Name, Party, Ref, Rule, Set, Subject};
+use crate::quota::{
+    Account, Broken, Charged, Fund, Levy, Payer, Store, Uncharged, charge, charge_unlimited, uncharge, withheld,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+const MIB: u64 = 1 << 20;
+
+/// Numbers that can run out of memory: `fails` counts down to the new account that cannot be kept.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Books {
+    accounts: BTreeMap<Account, u64>,
+    fails: Option<u32>,
+}
+
+impl Store for Books {
+    type Error = &'static str;
+
+    fn used(&self, account: Account) -> u64 {
+        self.accounts.get(&account).copied().unwrap_or(0)
+    }
+
+    fn set(&mut self, account: Account, bytes: u64) -> Result<(), Self::Error> {
+        if bytes == 0 {
+            self.accounts.remove(&account);
+            return Ok(());
+        }
+        if !self.accounts.contains_key(&account) {
+            match &mut self.fails {
+                Some(0) => return Err("no memory"),
+                Some(left) => *left -= 1,
+                None => {}
+            }
+        }
+        self.accounts.insert(account, bytes);
+        Ok(())
+    }
+}
+
+#[derive(Clone, Debug)]
+struct User {
+    uid: u32,
+    groups: Vec<u32>,
+}
+
+impl Subject for User {
+    fn uid(&self) -> u32 {
+        self.uid
+    }
+
+    fn is_member(&self, gid: u32) -> bool {
+        self.groups.contains(&gid)
+    }
+}
+
+fn party(id: u32) -> Party {
+    Party {
+        addr: PciAddr {
+            domain: 0,
+            bus: id as u8,
+            devfn: 0,
+        },
+        vendor: 0x1234,
+        device: 0x11e8,
+    }
+}
+
+fn fund(id: u32, party: &Party, size: u64) -> Fund<'_> {
+    Fund {
+        id,
+        party,
+        size,
+        kernel_has: u64::MAX,
+    }
+}
+
+fn rule(id: u64, name: &str) -> Rule {
+    Rule {
+        id,
+        ..Rule::new(Name::new(name.as_bytes()).expect("a name"))
+    }
+}
+
+fn payer<'a>(rules: &'a [Rule], user: &User) -> Payer<'a> {
+    Payer {
+        rules,
+        who: Applicable::to(rules, user),
+        uid: user.uid,
+        file: 1,
+        own: &[],
+    }
+}
+
+fn user(uid: u32, groups: &[u32]) -> User {
+    User {
+        uid,
+        groups: groups.to_vec(),
+    }
+}
+
+#[test]
+fn a_quota_is_each_users_own() {
+    let rules = [Rule {
+        quota: Some(2 * MIB),
+        ..rule(7, "50-everybody")
+    }];
+    let mut books = Books::default();
+    let p = party(1);
+    for uid in [1000, 1001] {
+        let user = user(uid, &[]);
+        let levy = Levy::of(&books, &payer(&rules, &user), &fund(1, &p, 8 * MIB));
+        let first = charge(&mut books, &levy, 2 * MIB).expect("the first two");
+        let Err(Uncharged::Broken(Broken::Quota(over))) = charge(&mut books, &levy, 1) else {
+            panic!("one byte more fits");
+        };
+        assert_eq!((over.used, over.limit, over.group), (2 * MIB, 2 * MIB, false));
+        assert_eq!(over.rule, Ref { set: Set::Admin, at: 0 });
+        uncharge(&mut books, first);
+        charge(&mut books, &levy, MIB).expect("after the first were given back");
+    }
+    assert_eq!(books.used(Account::User(7, 1000)), MIB);
+    assert_eq!(books.used(Account::Provider(1)), 2 * MIB);
+}
+
+#[test]
+fn a_group_shares_and_the_first_rule_counts() {
+    let rules = [
+        Rule {
+            uid: Some(1),
+            quota: Some(8 * MIB),
+            ..rule(1, "10-one")
+        },
+        Rule {
+            gid: Some(50),
+            group_quota: Some(3 * MIB),
+            ..rule(2, "20-group")
+        },
+        Rule {
+            quota: Some(MIB),
+            ..rule(3, "30-all")
+        },
+    ];
+    let mut books = Books::default();
+    let p = party(1);
+    let (one, two) = (user(1, &[50]), user(2, &[50]));
+    let of = |books: &Books, user: &User| Levy::of(books, &payer(&rules, user), &fund(1, &p, 64 * MIB));
+    let levy = of(&books, &one);
+    charge(&mut books, &levy, 2 * MIB).expect("rule 30 does not count for user 1");
+    let levy = of(&books, &two);
+    charge(&mut books, &levy, MIB).expect("the group's third");
+    let levy = of(&books, &one);
+    match charge(&mut books, &levy, MIB) {
+        Err(Uncharged::Broken(Broken::Quota(over))) => {
+            assert_eq!((over.group, over.used, over.rule.at), (true, 3 * MIB, 1));
+        }
+        other => panic!("{other:?}"),
+    }
+    let levy = of(&books, &two);
+    match charge(&mut books, &levy, 1) {
+        Err(Uncharged::Broken(Broken::Quota(over))) => assert_eq!((over.group, over.rule.at), (false, 2)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
+    let rules = [Rule {
+        gid: Some(50),
+        reserve: Some(4 * MIB),
+        reserve_for: Some(Beneficiary::Group),
+        ..rule(9, "10-reserve")
+    }];
+    let p = party(1);
+    let f = fund(1, &p, 8 * MIB);
+    let (member, stranger) = (user(1, &[50]), user(2, &[]));
+    let mut books = Books::default();
+    assert_eq!(withheld(&books, &payer(&rules, &stranger), &f).0, 4 * MIB);
+    assert_eq!(withheld(&books, &payer(&rules, &member), &f).0, 0);
+    let levy = Levy::of(&books, &payer(&rules, &stranger), &f);
+    charge(&mut books, &levy, 4 * MIB).expect("what is not set aside");
+    let refused = charge(&mut books, &levy, 1);
+    let by = Ref { set: Set::Admin, at: 0 };
+    assert_eq!(refused, Err(Uncharged::Broken(Broken::Reserve(by))));
+    let levy = Levy::of(&books, &payer(&rules, &member), &f);
+    charge(&mut books, &levy, 3 * MIB).expect("the member's");
+    assert_eq!(withheld(&books, &payer(&rules, &stranger), &f), (MIB, Some(by)));
+    // A provider of another rule has none set aside.
+    let q = party(2);
+    let elsewhere = [Rule {
+        provider: Device::At(p.addr),
+        ..rules[0]
+    }];
+    assert_eq!(withheld(&books, &payer(&elsewhere, &stranger), &fund(2, &q, MIB)).0, 0);
+}
+
+#[test]
+fn the_kernels_reserve_counts_what_it_has() {
+    let rules = [Rule {
+        reserve: Some(4 * MIB),
+        reserve_for: Some(Beneficiary::Kernel),
+        ..rule(9, "10-kernel")
+    }];
+    let p = party(1);
+    let mut f = fund(1, &p, 8 * MIB);
+    let anyone = user(0, &[]);
+    assert_eq!(withheld(&Books::default(), &payer(&rules, &anyone), &f).0, 0);
+    f.kernel_has = MIB;
+    assert_eq!(withheld(&Books::default(), &payer(&rules, &anyone), &f).0, 3 * MIB);
+}
+
+#[test]
+fn a_files_own_quota_counts_the_file() {
+    let own = [Rule {
+        quota: Some(MIB),
+        ..rule(0, "mine")
+    }];
+    let p = party(1);
+    let mut books = Books::default();
+    let of = |books: &Books, file| {
+        let payer = Payer {
+            file,
+            own: &own,
+            ..payer(&[], &user(5, &[]))
+        };
+        Levy::of(books, &payer, &fund(1, &p, 8 * MIB))
+    };
+    let levy = of(&books, 1);
+    charge(&mut books, &levy, MIB).expect("the quota");
+    match charge(&mut books, &levy, 1) {
+        Err(Uncharged::Broken(Broken::Quota(over))) => assert_eq!(over.rule, Ref { set: Set::Own, at: 0 }),
+        other => panic!("{other:?}"),
+    }
+    let levy = of(&books, 2);
+    charge(&mut books, &levy, MIB).expect("another file");
+}
+
+/// What is done to the books.
+#[derive(Clone, Debug)]
+enum Step {
+    /// A user allocates in a provider.
+    Charge {
+        user: usize,
+        provider: u32,
+        bytes: u64,
+        fails: Option<u32>,
+    },
+    /// The nth live buffer ends.
+    End(usize),
+    /// The rules become others, and all is charged anew; memory may run out.
+    Rules { rules: Vec<Rule>, fails: Option<u32> },
+}
+
+fn any_rules() -> impl Strategy<Value = Vec<Rule>> {
+    let one = (
+        proptest::option::of(0u32..3),
+        proptest::option::of(0u32..3),
+        proptest::option::of(0u32..3),
+        proptest::option::of(0u64..40),
+        proptest::option::of(0u64..60),
+        proptest::option::of(0u64..30),
+    );
+    (vec(one, 0..6), 1u64..1_000_000).prop_map(|(rules, id)| {
+        rules
+            .into_iter()
+            .enumerate()
+            .map(|(i, (provider, uid, gid, quota, group_quota, reserve))| Rule {
+                provider: provider.map_or(Device::Any, |id| Device::At(party(id).addr)),
+                uid,
+                gid,
+                quota,
+                group_quota: group_quota.filter(|_| gid.is_some()),
+                reserve: reserve.filter(|_| gid.is_some()),
+                reserve_for: reserve.and(gid).map(|_| Beneficiary::Group),
+                ..rule(id * 10 + i as u64, "any")
+            })
+            .collect()
+    })
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (0usize..4, 0u32..3, 0u64..25, proptest::option::weighted(0.1, 0u32..5))
+            .prop_map(|(user, provider, bytes, fails)| Step::Charge { user, provider, bytes, fails }),
+        4 => any::<usize>().prop_map(Step::End),
+        1 => (any_rules(), proptest::option::weighted(0.3, 0u32..8))
+            .prop_map(|(rules, fails)| Step::Rules { rules, fails }),
+    ]
+}
+
+/// A live buffer.
+struct Live {
+    user: usize,
+    provider: u32,
+    bytes: u64,
+    charged: Charged,
+}
+
+const SIZE: u64 = 100;
+
+/// What the books have to say, added up from the live buffers by the rules' own words.
+fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, u64> {
+    let mut sums = BTreeMap::new();
+    for buffer in live.iter().filter(|b| b.bytes > 0) {
+        let user = &users[buffer.user];
+        let here =
+            |rule: &&Rule| rule.provider == Device::Any || rule.provider == Device::At(party(buffer.provider).addr);
+        let mine = |rule: &&Rule| {
+            here(rule)
+                && rule.uid.is_none_or(|uid| uid == user.uid)
+                && rule.gid.is_none_or(|g| user.groups.contains(&g))
+        };
+        let mut add = |account| *sums.entry(account).or_insert(0) += buffer.bytes;
+        add(Account::Provider(buffer.provider));
+        add(Account::File(buffer.user as u64));
+        if let Some(rule) = rules.iter().filter(mine).find(|rule| rule.quota.is_some()) {
+            add(Account::User(rule.id, user.uid));
+        }
+        if let Some(rule) = rules.iter().filter(mine).find(|rule| rule.group_quota.is_some()) {
+            add(Account::Group(rule.id));
+        }
+        // Of the reserves here, the first for each group decides; of those for the user's groups, the first counts.
+        let mut seen = Vec::new();
+        let mut reserve = None;
+        for rule in rules.iter().filter(here).filter(|rule| rule.reserve.is_some()) {
+            if !seen.contains(&rule.gid) {
+                seen.push(rule.gid);
+                // `mine` would look at the uid too, and at nothing else besides.
+                let matches = rule.uid.is_none_or(|uid| uid == user.uid);
+                if reserve.is_none() && matches && rule.gid.is_some_and(|g| user.groups.contains(&g)) {
+                    reserve = Some(rule.id);
+                }
+            }
+        }
+        if let Some(id) = reserve {
+            add(Account::Reserve(id, buffer.provider));
+        }
+    }
+    sums
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn the_numbers_are_those_of_the_live_buffers(
+        first in any_rules(),
+        groups in vec(vec(0u32..3, 0..3), 4),
+        steps in vec(any_step(), 1..60),
+    ) {
+        let users: Vec<User> = groups.into_iter().enumerate().map(|(uid, groups)| User { uid: uid as u32, groups }).collect();
+        let mut rules = first;
+        let mut books = Books::default();
+        let mut live: Vec<Live> = Vec::new();
+        for step in steps {
+            match step {
+                Step::Charge { user, provider, bytes, fails } => {
+                    let before = books.clone();
+                    let p = party(provider);
+                    let payer = Payer { file: user as u64, ..payer(&rules, &users[user]) };
+                    let levy = Levy::of(&books, &payer, &fund(provider, &p, SIZE));
+                    books.fails = fails;
+                    let charged = charge(&mut books, &levy, bytes);
+                    books.fails = None;
+                    match charged {
+                        Ok(charged) => {
+                            live.push(Live { user, provider, bytes, charged });
+                            // No limit that binds this user is broken now.
+                            prop_assert_eq!(levy.broken(&books, 0), None);
+                        }
+                        Err(_) => prop_assert_eq!(&books, &before, "a refusal left its mark"),
+                    }
+                }
+                Step::End(n) if !live.is_empty() => {
+                    let buffer = live.swap_remove(n % live.len());
+                    uncharge(&mut books, buffer.charged);
+                }
+                Step::End(_) => {}
+                Step::Rules { rules: new, fails } => {
+                    let mut anew = Books { fails, ..Default::default() };
+                    let all: Result<Vec<Charged>, _> = live.iter().map(|buffer| {
+                        let p = party(buffer.provider);
+                        let payer = Payer { file: buffer.user as u64, ..payer(&new, &users[buffer.user]) };
+                        let levy = Levy::of(&anew, &payer, &fund(buffer.provider, &p, SIZE));
+                        charge_unlimited(&mut anew, &levy, buffer.bytes)
+                    }).collect();
+                    if let Ok(all) = all {
+                        anew.fails = None;
+                        (books, rules) = (anew, new);
+                        for (buffer, charged) in live.iter_mut().zip(all) {
+                            buffer.charged = charged;
+                        }
+                    }
+                }
+            }
+            prop_assert_eq!(&books.accounts, &expected(&rules, &users, &live));
+        }
+        for buffer in live {
+            uncharge(&mut books, buffer.charged);
+        }
+        prop_assert_eq!(books, Books::default());
+    }
+}
