@@ -10,7 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use p2pmem::rdma::Nic;
 use p2pmem::{Access, Device, Mapping, Pd, Register, Request, Road};
 
@@ -48,7 +48,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// How long a program may take.
-const LIMIT: Duration = Duration::from_secs(180);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// A program that was built beside this one.
 fn sibling(name: &str) -> Result<PathBuf> {
@@ -57,18 +57,22 @@ fn sibling(name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Runs a program to its end, within the limit.
-fn finish(mut child: Child) -> Result<Output> {
+/// Runs a program to its end, within the limit. What it says is read all the while, however much it is.
+fn finish(child: Child) -> Result<Output> {
     let deadline = Instant::now() + LIMIT;
-    while child.try_wait()?.is_none() {
-        if Instant::now() > deadline {
-            child.kill()?;
-            let output = child.wait_with_output()?;
-            bail!("a program did not end within {LIMIT:?}: {}", text(&output));
+    let id = child.id().to_string();
+    let waiting = thread::spawn(move || child.wait_with_output());
+    let mut killed = false;
+    while !waiting.is_finished() {
+        if !killed && Instant::now() > deadline {
+            killed = true;
+            super::command("kill", &["-9", &id])?;
         }
         thread::sleep(Duration::from_millis(20));
     }
-    Ok(child.wait_with_output()?)
+    let output = waiting.join().map_err(|_| anyhow!("the thread that waits panicked"))??;
+    ensure!(!killed, "a program did not end within {LIMIT:?}: {}", text(&output));
+    Ok(output)
 }
 
 fn text(output: &Output) -> String {
@@ -317,9 +321,31 @@ fn software(_bed: &mut Bed) -> Result<()> {
     for step in steps {
         super::command("sh", &["-c", step])?;
     }
-    let result = software_tests();
+    let result = port_up("rxe0", "c000:0201").and_then(|()| software_tests());
     super::command("sh", &["-c", "rdma link delete rxe0 && ip link delete p2pmem0"])?;
     result
+}
+
+/// Waits until a software NIC's port is up and has the address that ends as given: the kernel does both by itself after the network
+/// device's own changes.
+fn port_up(nic: &str, address: &str) -> Result<()> {
+    let port = Path::new("/sys/class/infiniband").join(nic).join("ports/1");
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let state = fs::read_to_string(port.join("state"))?;
+        let gids = fs::read_dir(port.join("gids"))?
+            // Unused entries cannot be read.
+            .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok());
+        if state.contains("ACTIVE") && gids.into_iter().any(|gid| gid.trim_end().ends_with(address)) {
+            return Ok(());
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{nic} has not come up with {address}: {}",
+            state.trim()
+        );
+        thread::sleep(Duration::from_millis(20));
+    }
 }
 
 fn software_tests() -> Result<()> {
