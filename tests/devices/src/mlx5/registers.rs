@@ -132,11 +132,13 @@ impl Registers {
         }
     }
 
-    /// What a reset makes of them; the worker ends the initialisation.
+    /// What a reset makes of them; the worker ends the initialisation. A driver that had given the adapter a command queue
+    /// finds it disabled: that is all it can know a reset by that somebody else began.
     pub(super) fn reset(&self) {
         self.queue_high.store(0, Ordering::Relaxed);
-        self.queue_low.store(0, Ordering::Relaxed);
-        self.interface.store(Interface::Full as u8, Ordering::Relaxed);
+        if self.queue_low.swap(0, Ordering::Relaxed) != 0 {
+            self.set_interface(Interface::Disabled);
+        }
         self.stuck.store(0, Ordering::Relaxed);
         self.syndrome.store(0, Ordering::Relaxed);
         self.initialising.store(true, Ordering::SeqCst);
@@ -335,6 +337,21 @@ mod tests {
         assert_eq!(read(&registers, 0x14), 0x156, "disabled");
         registers.write(0x18, &[0, 0, 0, 1], &inbox);
         assert!(messages(&inbox).is_empty(), "a disabled adapter takes no commands");
+    }
+
+    #[test]
+    fn a_driver_sees_that_the_function_was_reset_under_it() {
+        let (registers, inbox) = (Registers::new(), Inbox::default());
+        let interface = |registers: &Registers| read(registers, 0x14) >> 8 & 7;
+        registers.reset();
+        assert_eq!(interface(&registers), 0, "there was no driver");
+        registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
+        registers.reset();
+        assert_eq!((interface(&registers), registers.enabled()), (1, false));
+        registers.reset();
+        assert_eq!(interface(&registers), 1, "nobody has come since");
+        registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
+        assert_eq!((interface(&registers), registers.enabled()), (0, true));
     }
 
     #[test]
