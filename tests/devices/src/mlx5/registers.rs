@@ -342,7 +342,7 @@ mod tests {
     #[test]
     fn a_driver_sees_that_the_function_was_reset_under_it() {
         let (registers, inbox) = (Registers::new(), Inbox::default());
-        let interface = |registers: &Registers| read(registers, 0x14) >> 8 & 7;
+        let interface = |registers: &Registers| (read(registers, 0x14) >> 8) & 7;
         registers.reset();
         assert_eq!(interface(&registers), 0, "there was no driver");
         registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);

@@ -70,7 +70,9 @@ fn finish(child: Child) -> Result<Output> {
         }
         thread::sleep(Duration::from_millis(20));
     }
-    let output = waiting.join().map_err(|_| anyhow!("the thread that waits panicked"))??;
+    let output = waiting
+        .join()
+        .map_err(|_| anyhow!("the thread that waits panicked"))??;
     ensure!(!killed, "a program did not end within {LIMIT:?}: {}", text(&output));
     Ok(output)
 }
