@@ -70,6 +70,12 @@ modules: sandbox
 	@$(in) tools/make-modules sandbox
 endif
 
+debug-kernel: sandbox ## build the debug kernel, with KASAN, lockdep, kmemleak, KUnit, and peer memory in its RDMA stack
+	@$(in) tools/debug-kernel make >/dev/null
+
+debug-modules: debug-kernel ## build p2pmem.ko and the tests' modules for the debug kernel into build/debug/
+	@$(in) tools/make-modules debug
+
 user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl
 	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features
 
@@ -135,5 +141,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo test sandbox modules user testbed lint format rust-analyzer test-user test-vm rust-metadata modules_install install \
-	dkms clean distclean
+.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer test-user \
+	test-vm rust-metadata modules_install install dkms clean distclean
