@@ -120,13 +120,14 @@ modules_install: ## - install the module that `make modules KDIR=...` or KREL=..
 	@env -u MAKEFLAGS -u MFLAGS $(MAKE) -C "$$(cat build/kdir)" M=$(CURDIR) MO=$(CURDIR)/build/kmod \
 		INSTALL_MOD_PATH="$(INSTALL_MOD_PATH)" modules_install
 
-install: modules_install ## - modules_install, and p2pmemctl, the C library, the shim and headers below DESTDIR and PREFIX
+install: modules_install ## - modules_install, and p2pmemctl, libraries, headers, the unit and udev rule, below DESTDIR and PREFIX
 	@command -v cargo >/dev/null || { echo 'install: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
 	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl -p p2pmem-capi -p p2pmem-preload \
 		--target-dir build/target
 	@install -D -m 755 -t "$(DESTDIR)$(PREFIX)/bin" build/target/release/p2pmemctl
 	@install -D -m 644 -t "$(DESTDIR)$(PREFIX)/include/linux" include/uapi/linux/p2pmem.h
 	@DESTDIR="$(DESTDIR)" userspace/p2pmem-capi/install build/target/release "$(PREFIX)"
+	@DESTDIR="$(DESTDIR)" tools/systemd/install "$(PREFIX)"
 
 dkms: ## - put the sources where DKMS takes them from, and have it build and install the module
 	@tools/dkms $(VERSION) "$(DESTDIR)"

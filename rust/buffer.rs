@@ -9,6 +9,7 @@
 use crate::{
     dmabuf::Export,
     ext::{
+        cred::Who,
         log::Owner,
         p2pdma::Target,
         uapi::consts,
@@ -69,6 +70,8 @@ pub(crate) struct Buffer {
     /// The file it was allocated through.
     pub(crate) file: u64,
     pub(crate) owner: Owner,
+    /// His credentials: what rules go by.
+    pub(crate) who: Who,
     #[pin]
     inner: Mutex<Inner>,
 }
@@ -110,6 +113,7 @@ impl Buffer {
                 bus_addr,
                 file,
                 owner: Owner::current(),
+                who: Who::current(),
                 inner <- new_mutex!(Inner {
                     life: Life::new(),
                     exports: RBTree::new(),

@@ -91,7 +91,7 @@ impl Decided<'_> {
     fn error(&self) -> Error {
         match self.outcome {
             Outcome::Denied => EACCES,
-            Outcome::Quota => uapi::errno(uapi::EDQUOT),
+            Outcome::Quota | Outcome::Cgroup => uapi::errno(uapi::EDQUOT),
             outcome if outcome.is_out_of_space() => ENOSPC,
             _ => ENODEV,
         }
@@ -180,6 +180,10 @@ impl Decided<'_> {
                 }
                 None => Text::EMPTY,
             },
+            Outcome::Cgroup => Text::new(fmt!(
+                "{} bytes more would break the limit of the cgroup (dmem.max) for memory of all providers that could serve",
+                size
+            )),
             Outcome::Full => Text::new(fmt!("no provider that could serve has {} bytes free", size)),
             Outcome::Reserved => match self.first(VerdictCode::Reserved) {
                 Some((rule, provider, candidate)) => Text::new(fmt!(

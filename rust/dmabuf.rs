@@ -18,6 +18,7 @@ use crate::{
         uapi::{self, consts},
     },
     orchestrator::Orchestrator,
+    policy::Subject as _,
     provider::Provider,
     ranges::{self, Fault, Range},
     refusal::{refuse, Answer, Refusal},
@@ -255,9 +256,31 @@ impl Export {
             ));
         }
         if importer.reaches(provider.function()) {
-            return Ok(());
+            return self.allowed(importer, name);
         }
         Err(unreachable(provider, name, importer.function()))
+    }
+
+    /// Whether rules let the importer reach the buffer, which was not necessarily allocated for it.
+    fn allowed(&self, importer: &Importer<'_>, name: &DeviceName) -> Answer {
+        let Some(function) = importer.function() else {
+            return Ok(());
+        };
+        let (buffer, orchestrator) = (&self.buffer, global::orchestrator()?);
+        let path = orchestrator.path(&buffer.provider, &function)?;
+        let rules = orchestrator.rules();
+        match rules.objection(&buffer.who, &buffer.provider, &function.party(), &path) {
+            None => Ok(()),
+            Some((rule, far)) => Err(refuse!(
+                EACCES,
+                "{} may not reach the memory of {} that uid {} has: rule {}{}",
+                name,
+                buffer.provider.addr,
+                buffer.who.uid(),
+                rule.as_str(),
+                if far { ", for the path is too far" } else { "" }
+            )),
+        }
     }
 
     /// Takes an importer into the books.

@@ -11,6 +11,7 @@ pub(crate) mod completion;
 pub(crate) mod configfs;
 pub(crate) mod cred;
 pub(crate) mod dma_buf;
+pub(crate) mod dmem;
 pub(crate) mod driver;
 pub(crate) mod global;
 pub(crate) mod log;

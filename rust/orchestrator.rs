@@ -340,12 +340,23 @@ impl Orchestrator {
                     provider.counters.failed.fetch_add(1, Relaxed);
                 }
             }
+            if let (None, Some((at, provider))) = (take, chosen) {
+                // Whether the cgroup may is known when it is charged.
+                if provider.charge_cgroup(wish.size).is_err_and(|e| e == EAGAIN) {
+                    candidates[at].ruling.over_cgroup = true;
+                    continue;
+                }
+            }
             let mut held = None;
             if let (Some(file), Some((at, provider))) = (take, chosen) {
                 match self.take(judge, wish, provider, file) {
                     Ok(holder) => held = Some(holder),
                     Err(Uncharged::Broken(broken)) => {
                         breaks(&mut candidates[at].ruling, broken);
+                        continue;
+                    }
+                    Err(Uncharged::Cgroup) => {
+                        candidates[at].ruling.over_cgroup = true;
                         continue;
                     }
                     Err(Uncharged::Stale) => return Ok(None),

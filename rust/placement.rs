@@ -166,6 +166,8 @@ pub(crate) enum VerdictCode {
     Preference = 20,
     /// The chosen one is more loaded, and memory was to be packed.
     Packed = 21,
+    /// The buffer would break a limit of the dmem controller.
+    Cgroup = 22,
 }
 
 impl VerdictCode {
@@ -246,6 +248,8 @@ pub(crate) enum Outcome {
     TooSmall,
     /// The buffer would break a quota wherever it were.
     Quota,
+    /// The buffer would break a limit of the cgroup wherever it were.
+    Cgroup,
     /// Those that could serve have not enough free bytes.
     Full,
     /// Those that could serve have the bytes, but set aside for others.
@@ -409,6 +413,8 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
         (VerdictCode::TooSmall, None, Outcome::TooSmall)
     } else if let Some(over) = ruling.over {
         (VerdictCode::Quota, Some(over.rule), Outcome::Quota)
+    } else if ruling.over_cgroup {
+        (VerdictCode::Cgroup, None, Outcome::Cgroup)
     } else if candidate.free < request.size {
         (VerdictCode::Full, None, Outcome::Full)
     } else if candidate.free.saturating_sub(ruling.withheld) < request.size {

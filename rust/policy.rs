@@ -423,6 +423,8 @@ pub(crate) struct Ruling {
     pub(crate) too_far: Option<Ref>,
     /// The limit that the request would break.
     pub(crate) over: Option<Over>,
+    /// Whether it would break a limit of the cgroup.
+    pub(crate) over_cgroup: bool,
     /// Bytes that are set aside for others, and the first rule that does it.
     pub(crate) withheld: u64,
     pub(crate) withheld_by: Option<Ref>,
@@ -439,6 +441,7 @@ impl Ruling {
         denied: None,
         too_far: None,
         over: None,
+        over_cgroup: false,
         withheld: 0,
         withheld_by: None,
         stance: Stance::Neutral,

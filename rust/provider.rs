@@ -13,6 +13,7 @@ use crate::{
     ext::{
         buddy::Buddy,
         completion::Completion,
+        dmem::{Held, Region},
         global,
         p2pdma::{Backing, Pool},
         pci::Function,
@@ -51,6 +52,8 @@ enum Source {
 struct Inner {
     /// There while buffers can be allocated; taken when the provider leaves.
     source: Option<Source>,
+    /// What cgroups are charged for; there as long as `source`.
+    region: Option<Arc<Region>>,
     /// Pieces that are neither free nor on a list: those of live buffers and those in somebody's hands.
     outstanding: u32,
     buffers: RBTree<u64, Arc<Buffer>>,
@@ -206,6 +209,7 @@ impl Provider {
     }
 
     fn new(parts: Parts, kind: Kind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
+        let region = Arc::new(Region::new(size, parts.function.address())?, GFP_KERNEL)?;
         Arc::pin_init(
             pin_init!(Self {
                 id: parts.id,
@@ -223,6 +227,7 @@ impl Provider {
                 function: parts.function,
                 inner <- new_mutex!(Inner {
                     source: Some(source),
+                    region: Some(region),
                     outstanding: 0,
                     buffers: RBTree::new(),
                     count: 0,
@@ -248,6 +253,12 @@ impl Provider {
     /// What rules can tell it from others by.
     pub(crate) fn party(&self) -> Party {
         self.function.party()
+    }
+
+    /// Charges the caller's cgroup for memory of this provider. Errors: `EAGAIN` (a limit), `ENODEV` (leaving).
+    pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<Held> {
+        let region = self.inner.lock().region.clone().ok_or(ENODEV)?;
+        region.charge(bytes)
     }
 
     /// Bytes of its device's pool that other drivers can always have. What an own provider leaves them is settled when
@@ -617,7 +628,11 @@ impl Provider {
 
     /// First part of leaving: from here on nothing is allocated. Returns false when it was leaving already.
     pub(crate) fn stop(&self) -> Option<Stopped> {
-        let source = self.inner.lock().source.take()?;
+        let mut inner = self.inner.lock();
+        let source = inner.source.take()?;
+        let region = inner.region.take();
+        drop(inner);
+        drop(region);
         // The janitor sleeps while memory is parked.
         self.settled.notify_all();
         Some(Stopped(source))

@@ -10,7 +10,7 @@
 //! those say.
 
 use crate::{
-    ext::cred::Who,
+    ext::{cred::Who, dmem::Held},
     path::Path,
     policy::{self, shadowed, Applicable, Name, Party, Ref, Rule, Ruling, Set, Subject as _},
     provider::Provider,
@@ -116,6 +116,8 @@ pub(crate) struct Rules {
 pub(crate) struct Charge {
     rules: Arc<Rules>,
     id: u64,
+    /// What its cgroup was charged.
+    _cgroup: Held,
 }
 
 impl Drop for Charge {
@@ -134,6 +136,8 @@ impl Drop for Charge {
 pub(crate) enum Uncharged {
     /// It would break a limit.
     Broken(Broken),
+    /// It would break a limit of the caller's cgroup.
+    Cgroup,
     /// The rules became others since they were asked.
     Stale,
     Error(Error),
@@ -216,6 +220,27 @@ impl Rules {
     /// Bytes that a rule sets aside for the kernel in a function's memory.
     pub(crate) fn kernel_reserve(&self, party: &Party) -> Option<u64> {
         policy::kernel_reserve(&self.book().rules, party)
+    }
+
+    /// The rule that does not want a buffer of `who`'s in a provider to be reached by a client over a path, and whether
+    /// that is for the path alone.
+    pub(crate) fn objection(
+        &self,
+        who: &Who,
+        provider: &Provider,
+        client: &Party,
+        path: &Path,
+    ) -> Option<(Name, bool)> {
+        let book = self.book();
+        if book.rules.is_empty() {
+            return None;
+        }
+        let mut ruling = Ruling::NONE;
+        let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
+        let applicable = Applicable::to(&book.rules, who);
+        ruling.add(Set::Admin, &book.rules, &applicable, &provider.party(), client, path);
+        let rule = ruling.denied.or(ruling.too_far)?;
+        Some((book.rules.get(rule.at)?.name, ruling.denied.is_none()))
     }
 
     /// What there is to say of a rule in force.
@@ -376,6 +401,10 @@ impl<'a> Judge<'a> {
 
     /// Charges a buffer of `size` bytes in a provider.
     pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, Uncharged> {
+        let held = provider.charge_cgroup(size).map_err(|e| match e {
+            e if e == EAGAIN => Uncharged::Cgroup,
+            e => Uncharged::Error(e),
+        })?;
         let place = Place::of(provider);
         let record = Record {
             who: self.who.clone(),
@@ -409,6 +438,7 @@ impl<'a> Judge<'a> {
         Ok(Charge {
             rules: self.rules.clone(),
             id,
+            _cgroup: held,
         })
     }
 

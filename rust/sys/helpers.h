@@ -72,6 +72,11 @@ const struct cred *p2pmem_cred_get(void);
 u32 p2pmem_cred_uid(const struct cred *cred);
 bool p2pmem_cred_member(const struct cred *cred, u32 gid);
 
+void *p2pmem_dmem_region(u64 size, u32 domain, u8 bus, u8 devfn);
+void p2pmem_dmem_region_end(void *region);
+int p2pmem_dmem_charge(void *region, u64 size, void **pool);
+void p2pmem_dmem_uncharge(void *pool, u64 size);
+
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);
 bool p2pmem_capable_admin(void);

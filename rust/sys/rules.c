@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The C side of rust/sys for rules: who is asking. */
+/* The C side of rust/sys for rules: who is asking, and what his cgroup may hold. */
 
+#include <linux/cgroup_dmem.h>
 #include <linux/cred.h>
+#include <linux/pci.h>
 #include <linux/uidgid.h>
 #include <linux/user_namespace.h>
 
@@ -41,4 +43,36 @@ bool p2pmem_cred_member(const struct cred *cred, u32 gid)
 			return true;
 	}
 	return false;
+}
+
+/*
+ * The dmem controller, where the kernel has it. Without it a region is NULL, a charge always succeeds with no pool, and
+ * giving back nothing does nothing.
+ */
+void *p2pmem_dmem_region(u64 size, u32 domain, u8 bus, u8 devfn)
+{
+	return dmem_cgroup_register_region(size, "p2pmem/%04x:%02x:%02x.%d", domain, bus, PCI_SLOT(devfn),
+					   PCI_FUNC(devfn));
+}
+
+void p2pmem_dmem_region_end(void *region)
+{
+	dmem_cgroup_unregister_region(region);
+}
+
+int p2pmem_dmem_charge(void *region, u64 size, void **pool)
+{
+	struct dmem_cgroup_pool_state *charged = NULL;
+	int ret = 0;
+
+	if (region)
+		ret = dmem_cgroup_try_charge(region, size, &charged, NULL);
+	*pool = charged;
+	return ret;
+}
+
+void p2pmem_dmem_uncharge(void *pool, u64 size)
+{
+	if (pool)
+		dmem_cgroup_uncharge(pool, size);
 }

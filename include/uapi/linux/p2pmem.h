@@ -290,7 +290,7 @@ struct p2pmem_request {
  *
  * Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever
  * serve the request: none published, none reachable, none near enough), -EACCES (rules deny all that could),
- * -EDQUOT (a quota of the user, the group or the file would be broken), -ENOSPC (those that could are full, or what is
+ * -EDQUOT (a quota of the user, the group or the file, or a limit of the cgroup, would be broken), -ENOSPC (those that could are full, or what is
  * free is set aside for others), -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM.
  */
 struct p2pmem_alloc {
@@ -432,6 +432,7 @@ struct p2pmem_export {
  * @P2PMEM_VERDICT_RESERVED: rules set aside for others what is free
  * @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one
  * @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for
+ * @P2PMEM_VERDICT_CGROUP: the buffer would break the cgroup's limit (dmem.max) for it
  */
 enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_CHOSEN = 1,
@@ -455,6 +456,7 @@ enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_RESERVED = 19,
 	P2PMEM_VERDICT_PREFERENCE = 20,
 	P2PMEM_VERDICT_PACKED = 21,
+	P2PMEM_VERDICT_CGROUP = 22,
 };
 
 /**

@@ -31,6 +31,7 @@ mod rdma_stale;
 mod rdma_user;
 mod rules;
 mod rules_bad;
+mod rules_more;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -68,6 +69,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rdma_programs::CASES)
         .chain(rules::CASES)
         .chain(rules_bad::CASES)
+        .chain(rules_more::CASES)
 }
 
 /// Runs a test by name.

@@ -76,6 +76,9 @@ impl Provider {
         if self.ruling.over.is_some() {
             broken.push(VerdictCode::Quota);
         }
+        if self.ruling.over_cgroup {
+            broken.push(VerdictCode::Cgroup);
+        }
         if self.free < request.size {
             broken.push(VerdictCode::Full);
         }

@@ -617,12 +617,12 @@ fn ruling() -> impl Strategy<Value = Ruling> {
     let some = (
         rule(Set::Admin),
         rule(Set::Own),
-        rule(Set::Admin),
+        (rule(Set::Admin), prop::bool::weighted(0.05)),
         (rule(Set::Admin), prop_oneof![3 => Just(0u64), 1 => few(u64::MAX)]),
         (stance(), stance()),
     )
         .prop_map(
-            |(denied, too_far, over, (withheld_by, withheld), (stance, own_stance))| Ruling {
+            |(denied, too_far, (over, over_cgroup), (withheld_by, withheld), (stance, own_stance))| Ruling {
                 denied,
                 too_far,
                 over: over.map(|rule| Over {
@@ -631,6 +631,7 @@ fn ruling() -> impl Strategy<Value = Ruling> {
                     used: 1,
                     limit: 1,
                 }),
+                over_cgroup,
                 withheld,
                 withheld_by,
                 stance,
@@ -764,7 +765,8 @@ fn verdict_is_true(
         | V::Leaving
         | V::Denied
         | V::Quota
-        | V::Reserved => {
+        | V::Reserved
+        | V::Cgroup => {
             prop_assert_eq!(Some(&verdict.code), broken.first());
             let ruling = &provider.ruling;
             match verdict.code {

@@ -99,13 +99,13 @@ pub struct Published {
 }
 
 /// What is done to files: the kernel's own tree, or a test's that answers as the kernel would.
-trait Tree: Send + Sync {
+pub(crate) trait Tree: Send + Sync {
     fn write(&self, path: &Path, text: &str) -> io::Result<()>;
     fn make_dir(&self, path: &Path) -> io::Result<()>;
     fn remove_dir(&self, path: &Path) -> io::Result<()>;
 }
 
-struct RealTree;
+pub(crate) struct RealTree;
 
 impl Tree for RealTree {
     fn write(&self, path: &Path, text: &str) -> io::Result<()> {
@@ -418,7 +418,7 @@ impl Drop for Undo<'_> {
 }
 
 /// The sentence in a group's attribute `status`.
-fn read_status(group: &Path) -> Option<String> {
+pub(crate) fn read_status(group: &Path) -> Option<String> {
     let text = fs::read_to_string(group.join("status")).ok()?;
     Some(text.trim().to_owned()).filter(|t| !t.is_empty())
 }

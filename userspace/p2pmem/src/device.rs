@@ -16,6 +16,7 @@ use crate::events::Events;
 use crate::explain::Explanation;
 use crate::pci::Client;
 use crate::room::Room;
+use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, PathClass, Provider, Stats};
 
@@ -258,6 +259,19 @@ impl Device {
         // The dry run's answer repeats the request; take ours, which an older module may not have echoed.
         let answer = abi::p2pmem_explain { req: raw, ..answer };
         Ok(Explanation::new(&answer, &verdicts, text, &request.clients))
+    }
+
+    /// As [`Device::explain`], of what another user would get: rules may say other things of him. Only root can ask.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Device::explain`]; [`Error::State`] where the ids cannot be taken on.
+    pub fn explain_as(&self, request: &Request, uid: u32, gid: u32, groups: &[u32]) -> Result<Explanation> {
+        user::as_user(uid, gid, groups, || self.explain(request)).map_err(|error| {
+            Error::State(format!(
+                "cannot ask in the name of uid {uid} and gid {gid}: {error}; run as root"
+            ))
+        })?
     }
 
     /// Explains the last allocation through this device, or what was refused since.

@@ -55,6 +55,8 @@ pub enum VerdictCode {
     Preference,
     /// Another one is more loaded, and memory was to be packed.
     Packed,
+    /// The buffer would break the cgroup's limit for it.
+    Cgroup,
     /// A code that this version of the library does not know.
     Unknown,
 }
@@ -83,6 +85,7 @@ impl VerdictCode {
             abi::P2PMEM_VERDICT_RESERVED => Self::Reserved,
             abi::P2PMEM_VERDICT_PREFERENCE => Self::Preference,
             abi::P2PMEM_VERDICT_PACKED => Self::Packed,
+            abi::P2PMEM_VERDICT_CGROUP => Self::Cgroup,
             _ => Self::Unknown,
         }
     }
@@ -372,6 +375,7 @@ fn sentence(
                 human_size(c.size)
             ))
         ),
+        VerdictCode::Cgroup => format!("over the cgroup's limit: dmem.max does not allow {wanted} more"),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }
 }
@@ -528,6 +532,10 @@ mod tests {
                 "not the kernel's pick: pci_p2pmem_find_many() returned another one",
             ),
             (abi::P2PMEM_VERDICT_DENIED, "denied: by a rule"),
+            (
+                abi::P2PMEM_VERDICT_CGROUP,
+                "over the cgroup's limit: dmem.max does not allow 16 MiB more",
+            ),
             (
                 abi::P2PMEM_VERDICT_PACKED,
                 "emptier: 56 MiB of 64 MiB in use, of the chosen one 16 MiB of 256 MiB",

@@ -43,6 +43,7 @@ mod pci;
 pub mod rdma;
 mod register;
 mod room;
+pub mod rules;
 mod sys;
 mod types;
 

@@ -9,6 +9,7 @@
 
 #[cfg(feature = "verbs")]
 pub(crate) mod post;
+pub(crate) mod user;
 pub(crate) mod verbs;
 
 use std::fs::{File, OpenOptions};

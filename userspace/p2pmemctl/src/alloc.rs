@@ -11,21 +11,21 @@ use anyhow::{bail, Context as _};
 use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request};
 use serde::Serialize;
 
-use crate::cli::{AllocArgs, RequestArgs, Strategy};
+use crate::cli::{AllocArgs, PlaceArgs, RequestArgs, Strategy};
 use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
 /// A step of filling: small enough for a progress bar that moves.
 const STEP: usize = 1 << 20;
 
-fn request(context: &Context<'_>, device: &Device, args: &RequestArgs) -> anyhow::Result<Request> {
+pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &PlaceArgs) -> anyhow::Result<Request> {
     let strategy = match args.strategy {
         Strategy::Nearest => p2pmem::Strategy::Nearest,
         Strategy::Upstream => p2pmem::Strategy::Upstream,
         Strategy::Spread => p2pmem::Strategy::Spread,
         Strategy::Pack => p2pmem::Strategy::Pack,
     };
-    let mut request = Request::new(args.size)
+    let mut request = Request::new(size)
         .align(args.align)
         .near(context.clients(&args.near)?)
         .strategy(strategy);
@@ -43,7 +43,7 @@ fn request(context: &Context<'_>, device: &Device, args: &RequestArgs) -> anyhow
 
 pub(crate) fn explain(context: &mut Context<'_>, args: &RequestArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let explanation = device.explain(&request(context, &device, args)?)?;
+    let explanation = device.explain(&request(context, &device, args.size, &args.place)?)?;
     if context.json {
         context.print_json(&explanation)?;
     } else {
@@ -52,7 +52,7 @@ pub(crate) fn explain(context: &mut Context<'_>, args: &RequestArgs) -> anyhow::
     Ok(Outcome::of(explanation.errno.is_none()))
 }
 
-fn render_explanation(explanation: &Explanation) -> String {
+pub(crate) fn render_explanation(explanation: &Explanation) -> String {
     let outcome = explanation.lines().into_iter().next().unwrap_or_default();
     let rows: Vec<_> = explanation
         .verdicts
@@ -82,7 +82,7 @@ struct Landed {
 
 pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let request = request(context, &device, &args.request)?;
+    let request = request(context, &device, args.request.size, &args.request.place)?;
     let buffer = match device.alloc(&request) {
         Ok(buffer) => buffer,
         Err(error) => {

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use p2pmem::rules::{Action, Beneficiary};
 use p2pmem::PathClass;
 
 /// Manage PCI peer-to-peer memory.
@@ -41,6 +42,14 @@ pub enum Command {
     Publish(PublishArgs),
     /// Take a published device's memory back; buffers in it are revoked.
     Unpublish(UnpublishArgs),
+    /// Say who may have memory of which provider, how near, and how much.
+    Rules {
+        /// What to do with rules.
+        #[command(subcommand)]
+        command: RulesCommand,
+    },
+    /// Make rules and providers those that files say: what the system does when it starts.
+    Apply(ApplyArgs),
     /// Allocate a buffer and say where it landed.
     Alloc(AllocArgs),
     /// Say where a buffer would land and why, without allocating it.
@@ -134,6 +143,123 @@ pub struct UnpublishArgs {
     pub reprobe: bool,
 }
 
+/// What to do with rules.
+#[derive(Debug, Subcommand)]
+pub enum RulesCommand {
+    /// List the rules in the order in which they are looked at, with what counts under each.
+    List,
+    /// Make a rule.
+    Add(RuleArgs),
+    /// End rules; no buffer is lost.
+    Remove {
+        /// Their names.
+        #[arg(required = true)]
+        names: Vec<String>,
+
+        /// Also those under which something counts: that counts under the rules that come next.
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make rules from files, all or none.
+    Load {
+        /// The files; default: /etc/p2pmem/*.toml.
+        files: Vec<PathBuf>,
+
+        /// End all rules that are not in the files.
+        #[arg(long)]
+        only: bool,
+    },
+    /// Write the rules as a file that `load` takes.
+    Save {
+        /// The file; default: standard output.
+        file: Option<PathBuf>,
+    },
+    /// Check files, or say what a user would get under the rules in force and which rule decides.
+    Test(RulesTestArgs),
+}
+
+/// A rule.
+#[derive(Debug, Args)]
+pub struct RuleArgs {
+    /// Its name: two digits for its place, a dash, and what it is about.
+    pub name: String,
+
+    /// It is about this provider alone: a device, or vendor:device (15b3:101b).
+    #[arg(long, value_name = "DEVICE")]
+    pub provider: Option<String>,
+
+    /// It is about this client alone.
+    #[arg(long, value_name = "DEVICE")]
+    pub client: Option<String>,
+
+    /// It is about this user alone: a name or a number.
+    #[arg(long, value_name = "USER")]
+    pub uid: Option<String>,
+
+    /// It is about the members of this group alone: a name or a number.
+    #[arg(long, value_name = "GROUP")]
+    pub gid: Option<String>,
+
+    /// allow, deny, prefer or avoid.
+    #[arg(long)]
+    pub action: Option<Action>,
+
+    /// The farthest path allowed: DEV, SW, SWS, PHB, NODE or SYS.
+    #[arg(long, value_name = "CLASS")]
+    pub max_class: Option<PathClass>,
+
+    /// What each user may hold.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub quota: Option<u64>,
+
+    /// What the members of the group may hold together.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub group_quota: Option<u64>,
+
+    /// What is set aside in each provider.
+    #[arg(long, value_name = "SIZE", value_parser = size, requires = "reserve_for")]
+    pub reserve: Option<u64>,
+
+    /// For whom: kernel or group.
+    #[arg(long, value_name = "WHO")]
+    pub reserve_for: Option<Beneficiary>,
+
+    /// Do not put it into force yet.
+    #[arg(long)]
+    pub disabled: bool,
+}
+
+/// What to test.
+#[derive(Debug, Args)]
+pub struct RulesTestArgs {
+    /// Check these files.
+    #[arg(long, value_name = "FILE")]
+    pub file: Vec<PathBuf>,
+
+    /// Ask in the name of this user: a name or a number.
+    #[arg(long, value_name = "USER")]
+    pub uid: Option<String>,
+
+    /// Ask in the name of this group: a name or a number.
+    #[arg(long, value_name = "GROUP")]
+    pub gid: Option<String>,
+
+    /// Ask for a buffer of this size.
+    #[arg(value_parser = size, required_unless_present = "file")]
+    pub size: Option<u64>,
+
+    /// Where it has to be.
+    #[command(flatten)]
+    pub place: PlaceArgs,
+}
+
+/// What to apply.
+#[derive(Debug, Args)]
+pub struct ApplyArgs {
+    /// The files; default: /etc/p2pmem/*.toml.
+    pub files: Vec<PathBuf>,
+}
+
 /// What a buffer has to be.
 #[derive(Debug, Args)]
 pub struct RequestArgs {
@@ -141,6 +267,14 @@ pub struct RequestArgs {
     #[arg(value_parser = size)]
     pub size: u64,
 
+    /// Where it has to be.
+    #[command(flatten)]
+    pub place: PlaceArgs,
+}
+
+/// Where a buffer has to be.
+#[derive(Debug, Args)]
+pub struct PlaceArgs {
     /// A device that will do DMA with it; give it once for each, or separated by commas.
     #[arg(long, value_name = "CLIENT", value_delimiter = ',')]
     pub near: Vec<String>,
@@ -237,7 +371,7 @@ pub struct EventsArgs {
 }
 
 /// Parses a size such as `16M`, `1GiB` or `4096`: units are powers of 1024.
-fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     parse_size::Config::new()
         .with_binary()
         .parse_size(text)

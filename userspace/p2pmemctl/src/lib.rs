@@ -7,8 +7,10 @@ mod cli;
 mod doctor;
 mod environment;
 mod events;
+mod file;
 mod list;
 mod publish;
+mod rules;
 mod selftest;
 mod table;
 mod topo;
@@ -113,6 +115,8 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Topo(args) => topo::topo(context, args),
         Command::Publish(args) => publish::publish(context, args),
         Command::Unpublish(args) => publish::unpublish(context, args),
+        Command::Rules { command } => rules::run(context, command),
+        Command::Apply(args) => rules::apply(context, args),
         Command::Alloc(args) => alloc::alloc(context, args),
         Command::Explain(args) => alloc::explain(context, args),
         Command::Selftest(args) => selftest::selftest(context, args),

@@ -332,3 +332,85 @@ fn man_pages_and_completions_are_made() {
     assert_eq!(code, 0);
     assert!(machine.root().join("p2pmemctl-publish.1").exists());
 }
+
+#[test]
+fn files_of_rules_are_checked() {
+    let machine = machine(Fake::example());
+    let path = machine.root().join("rules.toml");
+    let file = path.to_str().unwrap();
+    fs::write(
+        &path,
+        r#"
+[[rule]]
+name = "10-drive"
+client = "nvme0"
+uid = "root"
+max_class = "SW"
+
+[[rule]]
+name = "20-quota"
+provider = "15B3:101b"
+gid = 7
+group_quota = "1.5G"
+quota = 4096
+enabled = false
+"#,
+    )
+    .unwrap();
+    let (code, rules) = machine.json(&["rules", "test", "--file", file]);
+    assert_eq!(code, 0);
+    assert_eq!(rules[0]["client"], "0000:04:00.0");
+    assert_eq!(
+        (&rules[0]["uid"], &rules[0]["max_class"]),
+        (&0.into(), &"same-switch".into())
+    );
+    assert_eq!(rules[1]["provider"], "15b3:101b");
+    assert_eq!(
+        (&rules[1]["group_quota"], &rules[1]["quota"]),
+        (&0x6000_0000.into(), &4096.into())
+    );
+    assert_eq!(rules[1]["enabled"], false);
+
+    let bad = [
+        ("[[rule]]\nname = \"10-a\"\nquotum = 1\n", "quotum"),
+        ("[[rule]]\naction = \"deny\"\n", "name"),
+        ("[[rule]]\nname = \"10-a\"\nquota = \"lots\"\n", "such as 64K"),
+        ("[[rule]]\nname = \"10-a\"\nquota = -1\n", "quota"),
+        ("[[rule]]\nname = \"10-a\"\naction = \"permit\"\n", "allow, deny"),
+        ("[[rule]]\nname = \"10-a\"\nmax_class = \"near\"\n", "PHB"),
+        ("[[rule]]\nname = \"10-a\"\nclient = \"mlx5_9\"\n", "mlx5_9"),
+        ("[[rule]]\nname = \"10-a\"\nuid = \"nobody-of-that-name\"\n", "no user"),
+        ("[[rule]]\nname = \"ten\"\naction = \"deny\"\n", "two digits"),
+        ("[[rule]]\nname = \"10-a\"\n[[rule]]\nname = \"10-a\"\n", "already"),
+        ("[[rules]]\nname = \"10-a\"\n", "rules"),
+        ("name = \n", "TOML"),
+    ];
+    for (text, reason) in bad {
+        fs::write(&path, text).unwrap();
+        let (code, answer) = machine.json(&["rules", "test", "--file", file]);
+        let error = answer["error"].as_str().unwrap_or_default();
+        assert!(code > 0 && error.contains(reason), "{text}: {code} {error}");
+    }
+    let (code, answer) = machine.json(&["rules", "test", "--file", "/nonexistent.toml"]);
+    assert!(code == 1 && answer["error"].as_str().unwrap().contains("/nonexistent.toml"));
+}
+
+#[test]
+fn without_the_module_rules_say_so() {
+    let machine = machine(Fake::example());
+    for command in [
+        &["rules", "list"][..],
+        &["rules", "save"],
+        &["rules", "remove", "10-a"],
+        &["apply"],
+    ] {
+        let (code, answer) = machine.json(command);
+        assert_eq!(code, 1, "{command:?}");
+        assert!(!answer["error"].as_str().unwrap().is_empty());
+    }
+    let (code, answer) = machine.json(&["rules", "add", "ten", "--action", "deny"]);
+    assert!(
+        code == 2 && answer["error"].as_str().unwrap().contains("two digits"),
+        "{answer}"
+    );
+}

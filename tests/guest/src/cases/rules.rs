@@ -91,7 +91,7 @@ pub(super) const CASES: &[Case] = &[
 pub(super) const MIB: u64 = 1 << 20;
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
 /// Users and a group that nobody else is.
-const ALICE: u32 = 4001;
+pub(super) const ALICE: u32 = 4001;
 const BOB: u32 = 4002;
 const LAB: u32 = 5001;
 
@@ -140,7 +140,12 @@ impl Drop for AdminRule {
 }
 
 /// Allocates as a user.
-fn alloc_as(fd: BorrowedFd<'_>, uid: u32, groups: &[u32], size: u64) -> Result<Result<abi::p2pmem_alloc, i32>> {
+pub(super) fn alloc_as(
+    fd: BorrowedFd<'_>,
+    uid: u32,
+    groups: &[u32],
+    size: u64,
+) -> Result<Result<abi::p2pmem_alloc, i32>> {
     sys::as_user(uid, uid, groups, || alloc(fd, size)).map_err(errno)
 }
 
@@ -153,7 +158,7 @@ fn text(chars: &[std::ffi::c_char]) -> String {
 }
 
 /// What the file's last decision said of a provider: the verdict's code and the rule that decided.
-fn said(fd: BorrowedFd<'_>, provider: u32) -> Result<(u32, String, u32)> {
+pub(super) fn said(fd: BorrowedFd<'_>, provider: u32) -> Result<(u32, String, u32)> {
     let (_, verdicts, _) = explain_last(fd)?;
     let verdict = verdicts.iter().find(|v| v.provider == provider);
     let verdict = verdict.with_context(|| format!("no verdict about provider {provider}"))?;
@@ -511,7 +516,7 @@ fn quota_changes(bed: &mut Bed) -> Result<()> {
 }
 
 /// The bytes that a rule counts for its only user.
-fn counted(rule: &AdminRule) -> Result<u64> {
+pub(super) fn counted(rule: &AdminRule) -> Result<u64> {
     let usage = rule.get("usage")?;
     match usage.lines().next() {
         None => Ok(0),

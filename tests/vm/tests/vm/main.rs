@@ -19,6 +19,7 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Outcome, Vm, sibling, topologies};
 
+mod admin;
 mod clients;
 mod pairs;
 mod perf;
@@ -75,7 +76,7 @@ fn main() -> ExitCode {
     }
     // Of user space's programs, which are built apart.
     let built = std::env::var_os("P2PMEM_BIN").is_some() && std::env::var_os("P2PMEM_MODULE").is_some();
-    for test in perf::TESTS.iter().chain(registration::TESTS) {
+    for test in perf::TESTS.iter().chain(registration::TESTS).chain(admin::TESTS) {
         let shelf = shelf.clone();
         let trial = Trial::test(test.name, move || with_guests(&shelf, test).map_err(failed));
         trials.push(trial.with_ignored_flag(!built));

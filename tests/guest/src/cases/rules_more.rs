@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Rules where a buffer's memory is reached by others than it was allocated for, the dmem controller, and paths that change.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_sys as abi;
+
+use super::dmabuf::{Importer, exported_buffer};
+use super::rules::{ALICE, AdminRule, MIB, alloc_as, said};
+use super::{Bed, Case, alloc, command, errno, expect, explain_last, free, open, read, request, write};
+use crate::sys::{self, Memory};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "rules-importers",
+        about: "an importer that a rule denies, or whose path is too far, is refused, whoever the buffer was allocated for",
+        topology: "demo",
+        ruins: false,
+        run: importers,
+    },
+    Case {
+        name: "dmem",
+        about: "a cgroup's limit holds where the kernel has the dmem controller; elsewhere nothing is charged",
+        topology: "demo",
+        ruins: false,
+        run: dmem,
+    },
+    Case {
+        name: "paths-rescan",
+        about: "a path is the cached one until ACS is changed by setpci and a rescan is asked for",
+        topology: "demo",
+        ruins: false,
+        run: rescan,
+    },
+];
+
+fn importers(bed: &mut Bed) -> Result<()> {
+    let drive = bed.device("nvme0")?.bdf.clone();
+    let file = open()?;
+    let (_, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
+    let attach = |device: &str| {
+        Importer::new()?
+            .attach(bed, &dma_buf, device, "p2p notify")
+            .map_or_else(|e| Ok(Err(e)), |()| Ok::<_, anyhow::Error>(Ok(())))
+    };
+    ensure!(attach("nvme0")? == Ok(()));
+    let rule = AdminRule::new("10-not-this", &[("client", &drive), ("action", "deny")])?;
+    expect("a denied client", attach("nvme0")?, libc::EACCES)?;
+    let sentence = explain_last(file.as_fd())?.2;
+    ensure!(sentence.contains("rule 10-not-this"), "{sentence:?}");
+    ensure!(attach("nvme1")? == Ok(()), "another client");
+    rule.set("action", "none").map_or_else(
+        |_| Ok(()),
+        |()| Err(anyhow::anyhow!("a rule in force that says nothing")),
+    )?;
+    rule.set("enable", "0")?;
+    rule.set("action", "none")?;
+    rule.set("max_class", "DEV")?;
+    rule.set("enable", "1")?;
+    expect("too far", attach("nvme0")?, libc::EACCES)?;
+    ensure!(explain_last(file.as_fd())?.2.contains("too far"));
+    // It goes by whose the buffer is: root allocated it.
+    rule.set("uid", &ALICE.to_string())?;
+    ensure!(attach("nvme0")? == Ok(()));
+    Ok(())
+}
+
+/// A cgroup that this process is in until it is dropped.
+struct Cgroup(PathBuf);
+
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+impl Cgroup {
+    fn new(name: &str) -> Result<Cgroup> {
+        write(&Path::new(CGROUPS).join("cgroup.subtree_control"), "+dmem")?;
+        let dir = Path::new(CGROUPS).join(name);
+        fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
+        let cgroup = Cgroup(dir);
+        write(&cgroup.0.join("cgroup.procs"), "0")?;
+        Ok(cgroup)
+    }
+
+    /// Bytes of a region that are charged to it.
+    fn current(&self, region: &str) -> Result<u64> {
+        let text = read(&self.0.join("dmem.current"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix(region));
+        Ok(line.map_or(Ok(0), |number| number.trim().parse())?)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::write(Path::new(CGROUPS).join("cgroup.procs"), "0");
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+fn dmem(bed: &mut Bed) -> Result<()> {
+    if !Path::new(CGROUPS).join("cgroup.controllers").exists() {
+        command("mount", &["-t", "cgroup2", "none", CGROUPS])?;
+    }
+    let row = bed.provider("accel0")?;
+    let region = format!("p2pmem/{}", bed.device("accel0")?.bdf);
+    let file = open()?;
+    let fd = file.as_fd();
+    if !read(&Path::new(CGROUPS).join("cgroup.controllers"))?
+        .split(' ')
+        .any(|name| name == "dmem")
+    {
+        // Debian's kernel: there is nobody to charge, and nothing but the rules limits.
+        let a = alloc(fd, 64 * MIB).map_err(errno)?;
+        println!("no dmem controller in this kernel");
+        return free(fd, a.handle).map_err(errno);
+    }
+    let capacity = read(&Path::new(CGROUPS).join("dmem.capacity"))?;
+    ensure!(capacity.contains(&format!("{region} {}", row.size)), "{capacity:?}");
+    let cgroup = Cgroup::new("p2pmem-test")?;
+    write(&cgroup.0.join("dmem.max"), &format!("{region} {}", 4 * MIB))?;
+    let ask = |size: u64| {
+        let mut a = request(size);
+        a.req.provider = row.id;
+        sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
+    };
+    let first = ask(3 * MIB).map_err(errno)?;
+    ensure!(
+        cgroup.current(&region)? == 3 * MIB,
+        "{}",
+        read(&cgroup.0.join("dmem.current"))?
+    );
+    expect("beyond dmem.max", ask(2 * MIB), libc::EDQUOT)?;
+    ensure!(said(fd, row.id)?.0 == abi::P2PMEM_VERDICT_CGROUP);
+    ensure!(explain_last(fd)?.2.contains("dmem.max"), "{:?}", explain_last(fd)?.2);
+    let second = ask(MIB).map_err(errno)?;
+    free(fd, first.handle).map_err(errno)?;
+    ensure!(cgroup.current(&region)? == MIB);
+    // What it was charged is given back however the buffer ends, also when its provider leaves.
+    bed.unpublish("accel0")?;
+    ensure!(cgroup.current(&region)? == 0);
+    free(fd, second.handle).map_err(errno)?;
+    bed.publish("accel0")?;
+    let again = alloc(fd, MIB).map_err(errno)?;
+    free(fd, again.handle).map_err(errno)?;
+    ensure!(alloc_as(fd, ALICE, &[], MIB)?.is_ok());
+    drop(file);
+    ensure!(cgroup.current(&region)? == 0);
+    Ok(())
+}
+
+fn rescan(bed: &mut Bed) -> Result<()> {
+    // The way between the two leads through the root port above the client; QEMU's switches have no ACS.
+    let provider = bed.provider("accel0")?.id;
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut clients = [bed.address("shm0")?];
+    let mut path = |flags: u32| -> Result<(u32, bool)> {
+        let mut paths = vec![abi::p2pmem_path::default(); 16];
+        let mut ask = abi::p2pmem_paths {
+            nr_clients: 1,
+            nr_paths: 16,
+            flags,
+            ..Default::default()
+        };
+        sys::paths(fd, &mut ask, Memory::Slice(&mut clients), Memory::Slice(&mut paths)).map_err(errno)?;
+        let path = paths.iter().find(|path| path.provider == provider).context("no path")?;
+        Ok((path.class, path.flags & abi::P2PMEM_PATH_ACS_REDIRECT != 0))
+    };
+    let port = fs::canonicalize(bed.device("shm0")?.sysfs())?
+        .parent()
+        .and_then(Path::file_name)
+        .and_then(|name| name.to_str().map(str::to_owned))
+        .context("no port above")?;
+    let before = output("setpci", &["-s", &port, "ECAP_ACS+6.W"])?;
+    // P2P Request Redirect and Completion Redirect.
+    let redirect = 0xc;
+    let value = u16::from_str_radix(&before, 16)?;
+    let first = path(abi::P2PMEM_PATHS_RESCAN)?;
+    ensure!(
+        first == (abi::P2PMEM_PATH_HOST_BRIDGE, value & redirect != 0),
+        "{first:?}, ACS {before}"
+    );
+    command(
+        "setpci",
+        &["-s", &port, &format!("ECAP_ACS+6.W={:04x}", value ^ redirect)],
+    )?;
+    let cached = path(0)?;
+    let found = path(abi::P2PMEM_PATHS_RESCAN)?;
+    let kept = path(0)?;
+    command("setpci", &["-s", &port, &format!("ECAP_ACS+6.W={before}")])?;
+    let still = path(0)?;
+    ensure!(cached == first, "the path was not cached: {cached:?}");
+    ensure!(found == (first.0, !first.1) && kept == found, "{found:?}, {kept:?}");
+    ensure!(still == found, "the path was not cached: {still:?}");
+    // A provider that comes or goes changes what is cached too.
+    bed.publish("accel1")?;
+    ensure!(path(0)? == first, "the cache outlasted a provider that came");
+    drop(file);
+    bed.unpublish("accel1")
+}
+
+fn output(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = std::process::Command::new(program)
+        .args(arguments)
+        .output()
+        .context(program.to_owned())?;
+    ensure!(
+        output.status.success(),
+        "{program}: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}

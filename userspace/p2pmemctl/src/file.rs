@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Files that say what a machine's providers and rules are: TOML, with names of devices, users and groups, and sizes with
+//! units. What cannot be understood is an error that names the place, never left out.
+
+use std::path::Path;
+
+use anyhow::{bail, Context as _};
+use p2pmem::admin;
+use p2pmem::rules::Rule;
+use p2pmem::PathClass;
+use serde::{Deserialize, Serialize};
+
+use crate::cli::size;
+use crate::Context;
+
+/// A file.
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct File {
+    /// Devices to publish.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) publish: Vec<PublishEntry>,
+    /// Rules.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) rule: Vec<RuleEntry>,
+}
+
+/// A number, or what stands for one.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(untagged)]
+pub(crate) enum Value {
+    Number(u64),
+    Text(String),
+}
+
+impl Value {
+    fn text(&self) -> String {
+        match self {
+            Self::Number(number) => number.to_string(),
+            Self::Text(text) => text.clone(),
+        }
+    }
+
+    fn bytes(&self) -> anyhow::Result<u64> {
+        size(&self.text()).map_err(|why| anyhow::anyhow!("{:?}: {why}", self.text()))
+    }
+}
+
+/// A device to publish.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PublishEntry {
+    pub(crate) device: String,
+    bar: Option<u32>,
+    offset: Option<Value>,
+    size: Option<Value>,
+    mode: Option<String>,
+    kernel_reserve: Option<Value>,
+    pinned_exports: Option<bool>,
+    /// Whether it is taken from the driver that has it.
+    #[serde(default)]
+    force: bool,
+}
+
+impl PublishEntry {
+    pub(crate) fn resolve(&self, context: &Context<'_>) -> anyhow::Result<admin::Publish> {
+        let bytes = |value: &Option<Value>| value.as_ref().map(Value::bytes).transpose();
+        Ok(admin::Publish {
+            bar: match self.bar {
+                Some(bar @ 6..) => bail!("there is no BAR {bar}"),
+                bar => bar,
+            },
+            offset: bytes(&self.offset)?,
+            size: bytes(&self.size)?,
+            mode: match self.mode.as_deref() {
+                None => None,
+                Some("paged") => Some(admin::Mode::Paged),
+                Some("pageless") => Some(admin::Mode::Pageless),
+                Some(other) => bail!("mode {other:?} is neither paged nor pageless"),
+            },
+            kernel_reserve: bytes(&self.kernel_reserve)?,
+            pinned_exports: self.pinned_exports,
+            rebind: self.force,
+            ..admin::Publish::new(context.client(&self.device)?.addr())
+        })
+    }
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(value: &bool) -> bool {
+    *value
+}
+
+/// A rule.
+#[derive(Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct RuleEntry {
+    pub(crate) name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    provider: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    client: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    uid: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    gid: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    action: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_class: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    quota: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group_quota: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reserve: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reserve_for: Option<String>,
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    enabled: bool,
+}
+
+impl RuleEntry {
+    pub(crate) fn resolve(&self, context: &Context<'_>) -> anyhow::Result<Rule> {
+        fn word<T: std::str::FromStr<Err = String>>(what: &str, text: &Option<String>) -> anyhow::Result<Option<T>> {
+            let parsed = text.as_deref().map(str::parse).transpose();
+            parsed.map_err(|why| anyhow::anyhow!("{what}: {why}"))
+        }
+        let device = |what: &'static str, name: &Option<String>| -> anyhow::Result<Option<String>> {
+            let found = name.as_deref().map(|name| device(context, name)).transpose();
+            Ok(found.context(what)?.flatten())
+        };
+        let bytes =
+            |what: &'static str, value: &Option<Value>| value.as_ref().map(Value::bytes).transpose().context(what);
+        Ok(Rule {
+            provider: device("provider", &self.provider)?,
+            client: device("client", &self.client)?,
+            uid: self.uid.as_ref().map(|v| user(&v.text())).transpose()?,
+            gid: self.gid.as_ref().map(|v| group(&v.text())).transpose()?,
+            action: word("action", &self.action)?,
+            max_class: word::<PathClass>("max_class", &self.max_class)?,
+            quota: bytes("quota", &self.quota)?,
+            group_quota: bytes("group_quota", &self.group_quota)?,
+            reserve: bytes("reserve", &self.reserve)?,
+            reserve_for: word("reserve_for", &self.reserve_for)?,
+            enabled: self.enabled,
+            ..Rule::new(&self.name)
+        })
+    }
+
+    fn of(rule: &Rule) -> Self {
+        let text = |value: Option<&dyn ToString>| value.map(|v| v.to_string());
+        let bytes = |value: Option<u64>| {
+            value.map(|bytes| match bytes {
+                0 => Value::Number(0),
+                bytes if bytes % (1 << 30) == 0 => Value::Text(format!("{}G", bytes >> 30)),
+                bytes if bytes % (1 << 20) == 0 => Value::Text(format!("{}M", bytes >> 20)),
+                bytes => Value::Number(bytes),
+            })
+        };
+        Self {
+            name: rule.name.clone(),
+            provider: rule.provider.clone(),
+            client: rule.client.clone(),
+            uid: rule.uid.map(|id| Value::Number(id.into())),
+            gid: rule.gid.map(|id| Value::Number(id.into())),
+            action: text(rule.action.as_ref().map(|v| v as &dyn ToString)),
+            max_class: text(rule.max_class.as_ref().map(|v| v as &dyn ToString)),
+            quota: bytes(rule.quota),
+            group_quota: bytes(rule.group_quota),
+            reserve: bytes(rule.reserve),
+            reserve_for: text(rule.reserve_for.as_ref().map(|v| v as &dyn ToString)),
+            enabled: rule.enabled,
+        }
+    }
+}
+
+impl File {
+    /// Reads a file.
+    pub(crate) fn read(path: &Path) -> anyhow::Result<Self> {
+        let text = std::fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        toml::from_str(&text).with_context(|| path.display().to_string())
+    }
+}
+
+/// Rules as a file's text.
+pub(crate) fn render<'a>(rules: impl Iterator<Item = &'a Rule>) -> anyhow::Result<String> {
+    let file = File {
+        publish: Vec::new(),
+        rule: rules.map(RuleEntry::of).collect(),
+    };
+    Ok(toml::to_string(&file)?)
+}
+
+/// A device as rules name it: `any` (none), vendor:device, an address, or whatever else names a device of the machine.
+pub(crate) fn device(context: &Context<'_>, name: &str) -> anyhow::Result<Option<String>> {
+    let ids = |text: &str| {
+        text.len() == 9
+            && text
+                .split_once(':')
+                .is_some_and(|(v, d)| v.len() == 4 && hex(v) && hex(d))
+    };
+    if name == "any" {
+        Ok(None)
+    } else if ids(name) {
+        Ok(Some(name.to_ascii_lowercase()))
+    } else if let Ok(addr) = name.parse::<p2pmem::PciAddr>() {
+        // A rule may be about a device that comes later.
+        Ok(Some(addr.to_string()))
+    } else {
+        Ok(Some(context.client(name)?.addr().to_string()))
+    }
+}
+
+fn hex(text: &str) -> bool {
+    text.bytes().all(|c| c.is_ascii_hexdigit())
+}
+
+/// A user of the machine.
+pub(crate) struct Account {
+    pub(crate) uid: u32,
+    pub(crate) gid: u32,
+    pub(crate) groups: Vec<u32>,
+}
+
+/// A user by name or number, with the groups that he has when he logs in; a number that is nobody's has none.
+pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
+    let number = name.parse::<u32>().ok();
+    let found = match number {
+        Some(uid) => nix::unistd::User::from_uid(uid.into()),
+        None => nix::unistd::User::from_name(name),
+    };
+    match (found.with_context(|| format!("user {name}"))?, number) {
+        (Some(user), _) => {
+            let login = std::ffi::CString::new(user.name.clone())?;
+            let groups = nix::unistd::getgrouplist(&login, user.gid).with_context(|| format!("groups of {name}"))?;
+            Ok(Account {
+                uid: user.uid.as_raw(),
+                gid: user.gid.as_raw(),
+                groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect(),
+            })
+        }
+        (None, Some(uid)) => Ok(Account {
+            uid,
+            gid: uid,
+            groups: Vec::new(),
+        }),
+        (None, None) => bail!("there is no user {name}"),
+    }
+}
+
+/// A user's number, by name or number.
+pub(crate) fn user(name: &str) -> anyhow::Result<u32> {
+    match name.parse() {
+        Ok(uid) => Ok(uid),
+        Err(_) => Ok(account(name)?.uid),
+    }
+}
+
+/// A group's number, by name or number.
+pub(crate) fn group(name: &str) -> anyhow::Result<u32> {
+    if let Ok(gid) = name.parse() {
+        return Ok(gid);
+    }
+    match nix::unistd::Group::from_name(name).with_context(|| format!("group {name}"))? {
+        Some(group) => Ok(group.gid.as_raw()),
+        None => bail!("there is no group {name}"),
+    }
+}
