@@ -8,7 +8,6 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::sync::Arc;
 
 use p2pmem_verbs_sys::access;
@@ -19,9 +18,6 @@ use crate::export::{DmaBuf, Export};
 use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
 use crate::sys::Region;
 use crate::types::human_size;
-
-/// Where a kernel with the peer-memory interface lists those who offer memory by it.
-const PEER_MEMORY: &str = "/sys/kernel/mm/memory_peers/p2pmem";
 
 /// What may be done with registered memory; local reading always may.
 ///
@@ -228,7 +224,8 @@ impl Register {
                 origin.size
             )));
         }
-        let page = u64::from(origin.device.info()?.page_size).max(1);
+        let info = origin.device.info()?;
+        let page = u64::from(info.page_size).max(1);
         let start = mapping.map_or(0, |region| region.as_ptr() as u64);
         let iova = self.iova.unwrap_or(start + range.start);
         if iova % page != range.start % page {
@@ -252,7 +249,7 @@ impl Register {
                 access: self.access.bits(),
             },
         };
-        let peer_memory = mapping.is_some() && Path::new(PEER_MEMORY).exists();
+        let peer_memory = mapping.is_some() && info.peer_memory();
         match self.road {
             Some(Road::DmaBuf) => attempt.by_dmabuf(self.pinned),
             Some(Road::PeerMemory) => attempt.by_addresses(),

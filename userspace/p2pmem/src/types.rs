@@ -61,6 +61,14 @@ pub struct Info {
     pub generation: u64,
 }
 
+impl Info {
+    /// Whether `ibv_reg_mr()` takes mappings of buffers: the RDMA core has the peer-memory interface, and the module is
+    /// a client of it.
+    pub fn peer_memory(&self) -> bool {
+        self.features & u64::from(abi::P2PMEM_FEATURE_PEER_MEMORY) != 0
+    }
+}
+
 impl From<abi::p2pmem_info> for Info {
     fn from(raw: abi::p2pmem_info) -> Self {
         Self {

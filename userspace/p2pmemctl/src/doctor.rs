@@ -432,21 +432,58 @@ fn rdma(machine: &Environment) -> Vec<Check> {
         Some(version) => format!("ib_core {version}"),
         None => "the kernel's own ib_core".into(),
     };
-    let peer = match has_symbol(machine, "ib_register_peer_memory_client") {
-        Some(true) => Check::new(
-            "RDMA peer memory",
-            Level::Ok,
-            format!("{core} has the interface: ibv_reg_mr() can take mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"),
-        ),
-        Some(false) => Check::new(
-            "RDMA peer memory",
-            Level::Info,
-            format!("{core} lacks the interface: buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()"),
-        ),
-        None => Check::new("RDMA peer memory", Level::Info, "the kernel's symbols cannot be read here"),
-    };
-    checks.push(peer);
+    checks.push(peer_memory(machine, &core));
     checks
+}
+
+/// Whether the RDMA core has the peer-memory interface, and what follows from it.
+fn peer_memory(machine: &Environment, core: &str) -> Check {
+    const NAME: &str = "RDMA peer memory";
+    const LACKS: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
+    let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
+    let says = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let (interface, form) = (says("interface "), says("registered_as "));
+    match (has_symbol(machine, "ib_register_peer_memory_client"), interface, form) {
+        (_, Some(symvers), Some(form @ ("ex" | "legacy"))) if symvers != "none" => Check::new(
+            NAME,
+            Level::Ok,
+            format!(
+                "{core} has the interface (as {symvers} had when the module was built), and the module is its client \
+                 ({form}): ibv_reg_mr() takes mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
+            ),
+        ),
+        (_, Some(symvers), Some("persistent")) if symvers != "none" => Check::new(
+            NAME,
+            Level::Warning,
+            format!(
+                "{core} has the interface, and the module is its client (persistent): what ibv_reg_mr() registers \
+                 cannot be taken back, and a provider that leaves waits for it"
+            ),
+        )
+        .remedy("load the module with peer_memory=ex"),
+        (_, Some(symvers), _) if symvers != "none" => Check::new(
+            NAME,
+            Level::Warning,
+            format!("the module is no client of {core}, by its parameter or as the core refused it: {LACKS}"),
+        )
+        .remedy("load the module with peer_memory=ex; the kernel's log says why it is refused"),
+        (Some(true), Some(_), _) => Check::new(
+            NAME,
+            Level::Warning,
+            format!("{core} has the interface, which the module was built without: {LACKS}"),
+        )
+        .remedy(
+            "build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>",
+        ),
+        (Some(true), None, _) => Check::new(
+            NAME,
+            Level::Info,
+            format!("{core} has the interface; whether the module is its client cannot be read here"),
+        )
+        .remedy("run doctor as root, with the module loaded and debugfs mounted"),
+        (Some(false), ..) => Check::new(NAME, Level::Info, format!("{core} lacks the interface: {LACKS}")),
+        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols cannot be read here"),
+    }
 }
 
 /// Drivers of PCI functions whose RDMA side (in 7.2) registers dma-bufs that can be taken back.
@@ -546,6 +583,11 @@ mod tests {
             "proc/kallsyms",
             "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n",
         );
+        put(
+            root,
+            "sys/kernel/debug/p2pmem/peer_memory",
+            "interface /usr/src/ofa_kernel/default/Module.symvers\nregistered_as ex\nacquire 3\n",
+        );
         nic(root, "mlx5_0", Some("mlx5_core"));
         fs::create_dir_all(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
         pci(root, "0000:00:00.0", "0x8086", "0x060000", &[0; 256]);
@@ -589,6 +631,16 @@ mod tests {
         expect(&machine, "kernel config", Level::Failure, "boot a kernel");
         fs::remove_file(root.join("boot/config-7.2.0-test")).unwrap();
         expect(&machine, "kernel config", Level::Failure, "by its symbols");
+        let peer = "sys/kernel/debug/p2pmem/peer_memory";
+        expect(&machine, "RDMA peer memory", Level::Ok, "ofa_kernel/default/Module.symvers");
+        put(root, peer, "interface /m\nregistered_as persistent\n");
+        expect(&machine, "RDMA peer memory", Level::Warning, "peer_memory=ex");
+        put(root, peer, "interface /m\nregistered_as off\n");
+        expect(&machine, "RDMA peer memory", Level::Warning, "no client of");
+        put(root, peer, "interface none\nregistered_as off\n");
+        expect(&machine, "RDMA peer memory", Level::Warning, "PEER_SYMVERS");
+        fs::remove_file(root.join(peer)).unwrap();
+        expect(&machine, "RDMA peer memory", Level::Info, "as root");
         put(root, "proc/kallsyms", "0000000000000000 T pci_p2pdma_distance_many\n");
         expect(&machine, "kernel config", Level::Ok, "by its symbols");
         expect(&machine, "RDMA peer memory", Level::Info, "ibv_reg_dmabuf_mr()");
