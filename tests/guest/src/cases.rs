@@ -25,6 +25,9 @@ mod good;
 mod inflight;
 mod life;
 mod pageless;
+mod peer;
+mod peer_bad;
+mod peer_end;
 mod place;
 mod rdma_programs;
 mod rdma_stale;
@@ -70,6 +73,9 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rules::CASES)
         .chain(rules_bad::CASES)
         .chain(rules_more::CASES)
+        .chain(peer::CASES)
+        .chain(peer_bad::CASES)
+        .chain(peer_end::CASES)
 }
 
 /// Runs a test by name.
@@ -107,6 +113,12 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     if name == rules::PART {
         return rules::part(arguments);
     }
+    if name == peer_bad::PART {
+        return peer_bad::part();
+    }
+    if name == peer_end::PART {
+        return peer_end::part(arguments);
+    }
     life::part(name, arguments)
 }
 
@@ -132,7 +144,9 @@ impl Bed {
             return Ok(());
         }
         let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: which module?")?;
-        command("insmod", &[&module])
+        // The RDMA core, where the module is a client of it. They are named as modprobe wants them.
+        let script = "modprobe -a $(modinfo -F depends \"$0\" | tr , ' ') && insmod \"$0\"";
+        command("sh", &["-c", script, &module])
     }
 
     /// A device of the topology.

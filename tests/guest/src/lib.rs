@@ -9,4 +9,5 @@ pub mod devices;
 pub mod host;
 pub mod network;
 pub mod sys;
+pub mod verbs;
 pub mod wire;

@@ -12,7 +12,13 @@ use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use std::sync::Arc;
+
 use p2pmem_sys as abi;
+use sideway::ibverbs::AccessFlags;
+use sideway::ibverbs::memory_region::MemoryRegion;
+use sideway::ibverbs::protection_domain::ProtectionDomain;
+use sideway::ibverbs::queue_pair::{BasicQueuePair, PostSendGuard, QueuePair, SetScatterGatherEntry, WorkRequestFlags};
 
 /// An errno, or success.
 pub type Answer = Result<(), i32>;
@@ -368,6 +374,39 @@ impl Drop for Mapping {
             unsafe { libc::munmap(self.base.cast(), self.len) };
         }
     }
+}
+
+/// `ibv_reg_mr()` of whatever a test names, for all that an adapter can do with it.
+///
+/// # Errors
+///
+/// The errno.
+pub fn register(pd: &Arc<ProtectionDomain>, address: u64, len: usize) -> Result<Arc<MemoryRegion>, i32> {
+    let access = AccessFlags::LocalWrite | AccessFlags::RemoteWrite | AccessFlags::RemoteRead;
+    // SAFETY: registration itself touches no memory of the program. What an adapter writes later is device memory, which
+    // tests only look at by volatile accesses: nothing is ever sent to a registration of other memory.
+    unsafe { pd.reg_mr(address as usize, len, access) }
+        .map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(0))
+}
+
+/// Posts an RDMA WRITE of `len` bytes at `address`, which `lkey` opens.
+///
+/// # Errors
+///
+/// It cannot be posted.
+pub fn post_write(
+    qp: &mut BasicQueuePair,
+    id: u64,
+    (lkey, address, len): (u32, u64, u32),
+    (rkey, remote): (u32, u64),
+) -> io::Result<()> {
+    let mut guard = qp.start_post_send();
+    let request = guard
+        .construct_wr(id, WorkRequestFlags::Signaled)
+        .setup_write(rkey, remote);
+    // SAFETY: the key is that of a registration, so the adapter reads no other memory than what that covers.
+    unsafe { request.setup_sge(lkey, address, len) };
+    guard.post().map_err(io::Error::other)
 }
 
 static BUS_ERRORS: AtomicU64 = AtomicU64::new(0);

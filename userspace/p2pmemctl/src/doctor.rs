@@ -472,9 +472,7 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
             Level::Warning,
             format!("{core} has the interface, which the module was built without: {LACKS}"),
         )
-        .remedy(
-            "build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>",
-        ),
+        .remedy("build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>"),
         (Some(true), None, _) => Check::new(
             NAME,
             Level::Info,
@@ -632,7 +630,12 @@ mod tests {
         fs::remove_file(root.join("boot/config-7.2.0-test")).unwrap();
         expect(&machine, "kernel config", Level::Failure, "by its symbols");
         let peer = "sys/kernel/debug/p2pmem/peer_memory";
-        expect(&machine, "RDMA peer memory", Level::Ok, "ofa_kernel/default/Module.symvers");
+        expect(
+            &machine,
+            "RDMA peer memory",
+            Level::Ok,
+            "ofa_kernel/default/Module.symvers",
+        );
         put(root, peer, "interface /m\nregistered_as persistent\n");
         expect(&machine, "RDMA peer memory", Level::Warning, "peer_memory=ex");
         put(root, peer, "interface /m\nregistered_as off\n");

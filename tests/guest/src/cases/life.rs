@@ -91,11 +91,17 @@ pub(super) struct Part(Child);
 
 impl Part {
     pub(super) fn start(name: &str, arguments: &[&str]) -> Result<Part> {
+        Part::start_with(name, arguments, &[])
+    }
+
+    /// As [`Part::start`], with variables in its environment.
+    pub(super) fn start_with(name: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Result<Part> {
         let me = std::env::current_exe()?;
         let mut child = Command::new(me)
             .arg("part")
             .arg(name)
             .args(arguments)
+            .envs(variables.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -106,8 +112,19 @@ impl Part {
         Ok(part)
     }
 
+    /// Its process.
+    pub(super) fn id(&self) -> u32 {
+        self.0.id()
+    }
+
+    /// Lets it go on, without waiting for its end.
+    pub(super) fn go_on(mut self) -> Result<Part> {
+        self.0.stdin.as_mut().context("stdin")?.write_all(b"go\n")?;
+        Ok(self)
+    }
+
     /// Lets it go on, and waits for its end.
-    fn finish(mut self) -> Result<()> {
+    pub(super) fn finish(mut self) -> Result<()> {
         self.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
         let status = self.0.wait()?;
         ensure!(status.success(), "the other process failed: {status}");

@@ -309,8 +309,30 @@ fn tool(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// RDMA in software, on a network interface that leads nowhere: with itself it can talk.
-fn software(_bed: &mut Bed) -> Result<()> {
+/// Runs a program of perftest on mappings of /dev/p2pmem, both ends with one NIC, without the shim.
+pub(super) fn perftest(tool: &str, nic: &str, port: u16, address: &str) -> Result<()> {
+    let run = Perftest {
+        tool,
+        nic,
+        port,
+        address,
+        mapped: true,
+        shim: None,
+    };
+    let (server, client) = run.run()?;
+    for (who, output) in [("server", &server), ("client", &client)] {
+        ensure!(
+            output.status.success(),
+            "{tool} with {nic}, the {who}: {}",
+            text(output)
+        );
+    }
+    Ok(())
+}
+
+/// Runs a test with RDMA in software, on a network interface that leads nowhere: with itself it can talk. The test is
+/// told the adapter's name and address.
+pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()> {
     let steps = [
         "modprobe rdma_rxe",
         "ip link set lo up",
@@ -323,7 +345,7 @@ fn software(_bed: &mut Bed) -> Result<()> {
     for step in steps {
         super::command("sh", &["-c", step])?;
     }
-    let result = port_up("rxe0", "c000:0201").and_then(|()| software_tests());
+    let result = port_up("rxe0", "c000:0201").and_then(|()| test("rxe0", "192.0.2.1"));
     super::command("sh", &["-c", "rdma link delete rxe0 && ip link delete p2pmem0"])?;
     result
 }
@@ -350,11 +372,15 @@ fn port_up(nic: &str, address: &str) -> Result<()> {
     }
 }
 
-fn software_tests() -> Result<()> {
+fn software(_bed: &mut Bed) -> Result<()> {
+    with_rxe(software_tests)
+}
+
+fn software_tests(nic: &str, address: &str) -> Result<()> {
     let device = Device::open()?;
     let buffer = device.alloc(&Request::new(65536))?;
     let memory = buffer.map()?;
-    let pd = Pd::open("rxe0")?;
+    let pd = Pd::open(nic)?;
     let error = buffer.register(&pd, Access::ALL).unwrap_err();
     ensure!(
         error.errno() == Some(libc::EOPNOTSUPP)
@@ -363,16 +389,16 @@ fn software_tests() -> Result<()> {
         "{error}"
     );
     by_addresses(&memory, &pd)?;
-    let error = Nic::open("rxe0").unwrap_err();
+    let error = Nic::open(nic).unwrap_err();
     ensure!(error.to_string().contains("on no PCI device"), "{error}");
     drop(pd);
 
     let shim = sibling("libp2pmem_preload.so")?;
     let run = Perftest {
         tool: "ib_write_bw",
-        nic: "rxe0",
+        nic,
         port: 18630,
-        address: "192.0.2.1",
+        address,
         mapped: true,
         shim: Some(&shim),
     };

@@ -1,0 +1,453 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Ends, with memory registered by `ibv_reg_mr()`: of buffers, of processes, of the module.
+
+use std::fs::OpenOptions;
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use sideway::ibverbs::memory_region::MemoryRegion;
+
+use super::life::{Part, ready};
+use super::peer::{Held, MIB, Row, SOON, arrives, await_rows, check, counted, fill, nic, registered_as, rows};
+use super::rdma_programs::with_rxe;
+use super::rdma_user::word;
+use super::{Bed, Case, command, errno, read};
+use crate::sys::{self, Mapping};
+use crate::verbs::{Adapter, REMOTE_ACCESS, SUCCESS};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "peer-stale",
+        about: "of 20 writes of either adapter to a buffer that was revoked, none reaches the memory",
+        topology: "nic",
+        ruins: false,
+        run: stale_ex,
+    },
+    Case {
+        name: "peer-legacy",
+        about: "the same, where the core unmaps inside the invalidation",
+        topology: "nic",
+        ruins: false,
+        run: stale_legacy,
+    },
+    Case {
+        name: "peer-persistent",
+        about: "where registrations cannot be taken back, the provider waits for them, and its memory is nobody else's",
+        topology: "nic",
+        ruins: false,
+        run: persistent,
+    },
+    Case {
+        name: "peer-held",
+        about: "freed and unmapped memory that is registered is nobody else's until it is deregistered",
+        topology: "nic",
+        ruins: false,
+        run: held,
+    },
+    Case {
+        name: "peer-processes",
+        about: "fork, exec, exit and SIGKILL with live registrations",
+        topology: "nic",
+        ruins: false,
+        run: processes,
+    },
+    Case {
+        name: "peer-rmmod",
+        about: "rmmod is refused while there is a registration, whose process is listed, and works afterwards",
+        topology: "nic",
+        ruins: false,
+        run: rmmod,
+    },
+    Case {
+        name: "peer-race",
+        about: "deregistration and the end of the provider at once, many times",
+        topology: "nic",
+        ruins: false,
+        run: race,
+    },
+];
+
+/// Writes tried after an end.
+const ATTEMPTS: u64 = 20;
+
+/// What came of writes after an end.
+#[derive(Debug, serde::Serialize)]
+struct Stale {
+    registered_as: String,
+    adapter: String,
+    calls_in_order: Vec<String>,
+    stale_attempts: u64,
+    stale_writes: u64,
+    revoke_ms: u64,
+}
+
+impl Stale {
+    /// Says what came of it, for the report, and fails where a write arrived.
+    fn verdict(&self) -> Result<()> {
+        println!("peer-report: {}", serde_json::to_string(self)?);
+        ensure!(self.stale_attempts == ATTEMPTS && self.stale_writes == 0, "{self:?}");
+        Ok(())
+    }
+}
+
+/// The BAR of accel0, which has no driver now.
+fn bar(bed: &Bed, offset: u64) -> Result<Mapping> {
+    let path = bed.device("accel0")?.sysfs().join("resource2");
+    let bar = OpenOptions::new().read(true).write(true).open(&path);
+    let bar = bar.with_context(|| path.display().to_string())?;
+    Mapping::shared(bar.as_fd(), offset, MIB)
+        .map_err(errno)
+        .context("the BAR")
+}
+
+/// Writes of an adapter, each through a connection of its own, of various lengths and to various places. Returns how
+/// many changed the memory.
+fn attempts(adapter: &Adapter, sent: &MemoryRegion, received: &MemoryRegion, memory: &Mapping) -> Result<(u64, u64)> {
+    for at in (0..MIB).step_by(8) {
+        memory.set(at, word(7, at));
+    }
+    let (mut tried, mut arrived) = (0, 0);
+    for n in 0..ATTEMPTS {
+        let len = [MIB, 4096, 8, 65536 + 24][n as usize % 4];
+        let offset = (n * 52_427 % (MIB - len + 1) as u64) & !7;
+        let status = adapter.connect()?.write(sent, len, received, offset)?;
+        ensure!(
+            status == REMOTE_ACCESS,
+            "attempt {n} with {} ended with status {status}",
+            adapter.name
+        );
+        tried += 1;
+        arrived += u64::from((0..MIB).step_by(8).any(|at| memory.get(at) != word(7, at)));
+    }
+    Ok((tried, arrived))
+}
+
+/// Registers with both adapters, ends the provider, and tries to write.
+fn stale(bed: &mut Bed, wanted: &str) -> Result<()> {
+    bed.publish("accel1")?;
+    let form = registered_as()?;
+    ensure!(form == wanted, "registered as {form}");
+    let nic = nic(bed)?;
+    let (source, target) = (Held::new(bed, "accel1", MIB)?, Held::new(bed, "accel0", MIB)?);
+    fill(&source.map, 1);
+    with_rxe(|name, _| {
+        let software = Adapter::open(name)?;
+        let mut all = Vec::new();
+        for adapter in [&nic, &software] {
+            let (sent, received) = (source.register(adapter)?, target.register(adapter)?);
+            arrives(adapter, &sent, MIB, &received, 0)?;
+            check(&target.map, 0, MIB, 1, 0)?;
+            all.push((adapter, sent, received));
+        }
+        let start = Instant::now();
+        bed.unbind("accel0")?;
+        let revoke_ms = u64::try_from(start.elapsed().as_millis())?;
+        let memory = bar(bed, target.buffer.bar_offset)?;
+        for (adapter, sent, received) in all {
+            let (stale_attempts, stale_writes) = attempts(adapter, &sent, &received, &memory)?;
+            // As they were called, with what deregistration brings.
+            let row = rows()?.into_iter().find(|row| {
+                row.address == target.map.address()
+                    && row.whose.starts_with("virtual") == (adapter.name == software.name)
+            });
+            let row = row.context("the revoked registration is not listed")?;
+            ensure!(row.state == "revoked", "{row:?}");
+            let mut calls_in_order: Vec<String> = row.calls.split(',').map(str::to_owned).collect();
+            let mut expected = vec!["acquire", "get_pages", "dma_map", "invalidate"];
+            if form == "legacy" {
+                expected.extend(["dma_unmap", "put_pages"]);
+            }
+            ensure!(calls_in_order == expected, "{calls_in_order:?}");
+            let before = counted()?;
+            drop(received);
+            let after = counted()?;
+            for name in ["dma_unmap", "put_pages", "release"] {
+                if after[name] > before[name] {
+                    calls_in_order.push(name.to_owned());
+                }
+            }
+            ensure!(
+                calls_in_order.last().is_some_and(|call| call == "release"),
+                "{calls_in_order:?}"
+            );
+            Stale {
+                registered_as: form.clone(),
+                adapter: adapter.name.clone(),
+                calls_in_order,
+                stale_attempts,
+                stale_writes,
+                revoke_ms,
+            }
+            .verdict()?;
+        }
+        Ok(())
+    })?;
+    let counts = counted()?;
+    ensure!((counts["out_of_order"], counts["repeated"]) == (0, 0), "{counts:?}");
+    Ok(())
+}
+
+fn stale_ex(bed: &mut Bed) -> Result<()> {
+    stale(bed, "ex")
+}
+
+/// Loads the module anew, as a client of that form.
+fn reload(bed: &Bed, form: &str) -> Result<()> {
+    for name in ["accel0", "accel1"] {
+        bed.unpublish(name)?;
+    }
+    command("rmmod", &["p2pmem"])?;
+    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: which module?")?;
+    command("insmod", &[&module, &format!("peer_memory={form}")])?;
+    ensure!(registered_as()? == form, "registered as {}", registered_as()?);
+    bed.publish("accel0")?;
+    bed.publish("accel1")
+}
+
+/// Runs a test with the module loaded as a client of another form.
+fn as_form(bed: &mut Bed, form: &str, test: fn(&mut Bed) -> Result<()>) -> Result<()> {
+    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: which module?")?;
+    for name in ["accel0", "accel1"] {
+        bed.unpublish(name)?;
+    }
+    command("rmmod", &["p2pmem"])?;
+    let wrong = command("insmod", &[&module, "peer_memory=sometimes"]);
+    ensure!(wrong.is_err(), "peer_memory=sometimes was taken");
+    bed.load_module()?;
+    reload(bed, form)?;
+    let result = test(bed);
+    bed.publish("accel0")?;
+    reload(bed, "ex")?;
+    result
+}
+
+fn stale_legacy(bed: &mut Bed) -> Result<()> {
+    as_form(bed, "legacy", |bed| stale(bed, "legacy"))
+}
+
+fn persistent(bed: &mut Bed) -> Result<()> {
+    as_form(bed, "persistent", |bed| {
+        let nic = nic(bed)?;
+        let (source, target) = (Held::new(bed, "accel1", MIB)?, Held::new(bed, "accel0", MIB)?);
+        let (sent, received) = (source.register(&nic)?, target.register(&nic)?);
+        fill(&source.map, 1);
+        let bed = &*bed;
+        let start = Instant::now();
+        let waited = thread::scope(|scope| -> Result<Duration> {
+            let unbinding = scope.spawn(|| bed.unbind("accel0"));
+            let rows = await_rows("the provider is leaving", |rows| {
+                rows.iter()
+                    .any(|row| row.address == target.map.address() && row.state == "revoking")
+            });
+            // What arrives now arrives in memory that is still this buffer's: the provider is not gone, nobody else can
+            // have it, and it takes no new registrations.
+            let result = rows.and_then(|_| {
+                super::expect(
+                    "no more",
+                    nic.register(target.map.address(), MIB).map(|_| ()),
+                    libc::ENODEV,
+                )?;
+                let status = nic.connect()?.write(&sent, 4096, &received, 0)?;
+                ensure!(status == SUCCESS, "status {status}");
+                let named = || -> Result<bool> {
+                    let log = Command::new("dmesg").output()?.stdout;
+                    let who = format!("waiting for pid {} (", std::process::id());
+                    Ok(String::from_utf8_lossy(&log)
+                        .lines()
+                        .any(|line| line.contains(&who) && line.contains("to end its registration")))
+                };
+                let deadline = Instant::now() + SOON;
+                while !named()? {
+                    ensure!(Instant::now() < deadline, "the log does not name who holds on");
+                    thread::sleep(Duration::from_millis(50));
+                }
+                ensure!(
+                    !unbinding.is_finished(),
+                    "the provider left before the registration ended"
+                );
+                Ok(())
+            });
+            drop(received);
+            unbinding
+                .join()
+                .map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
+            result?;
+            Ok(start.elapsed())
+        })?;
+        println!("the provider left after {waited:?}, when the registration had ended");
+        ensure!(
+            rows()?.iter().all(|row| row.address != target.map.address()),
+            "{:#?}",
+            rows()?
+        );
+        Ok(())
+    })
+}
+
+fn held(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    let nic = nic(bed)?;
+    let source = Held::new(bed, "accel1", MIB)?;
+    let sent = source.register(&nic)?;
+    let free = bed.settled()?.0;
+    let target = Held::new(bed, "accel0", MIB)?;
+    let received = target.register(&nic)?;
+    // File, handle and mapping.
+    drop(target);
+    ensure!(
+        bed.settled()?.0 == free - MIB as u64,
+        "what is registered was given away"
+    );
+    let rest = Held::new(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
+    for at in (0..rest.map.len()).step_by(4096) {
+        rest.map.set(at, 0xabab);
+    }
+    fill(&source.map, 3);
+    arrives(&nic, &sent, MIB, &received, 0)?;
+    for at in (0..rest.map.len()).step_by(4096) {
+        ensure!(rest.map.get(at) == 0xabab, "a write reached another's memory");
+    }
+    drop((rest, received));
+    ensure!(
+        bed.settled()?.0 == free,
+        "{} bytes are free, {free} should be",
+        bed.settled()?.0
+    );
+    Ok(())
+}
+
+/// The name of the part that registers and waits.
+pub(super) const PART: &str = "peer-hold";
+
+/// Registers, closes and unmaps all but the registration, says so, and waits; or as it is told: ends, runs another
+/// program, forks first.
+pub(super) fn part(arguments: &[String]) -> Result<()> {
+    let name = std::env::var("P2PMEM_RDMA_NIC0").context("which NIC?")?;
+    let nic = Adapter::open(&name)?;
+    let file = super::open()?;
+    let buffer = super::alloc(file.as_fd(), MIB as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), buffer.mmap_offset, MIB).map_err(errno)?;
+    let region = nic.register(map.address(), MIB).map_err(errno)?;
+    match arguments.first().map_or("", String::as_str) {
+        "exec" => {
+            ready()?;
+            // It reads what this was told to wait for, and ends with it.
+            let error = Command::new("cat").exec();
+            return Err(error).context("cat");
+        }
+        "fork" => {
+            let status = sys::in_child(|| 0)?;
+            ensure!(status == 0, "the child ended with {status}");
+            ensure!(rows()?.iter().any(|row| row.state == "mapped"), "{:#?}", rows()?);
+            arrives(&nic, &region, 4096, &region, 65536)?;
+        }
+        "exit" => {
+            ready()?;
+            // Nothing is deregistered.
+            std::process::exit(0);
+        }
+        _ => {}
+    }
+    drop((map, file));
+    ready()?;
+    drop(region);
+    Ok(())
+}
+
+fn start(bed: &Bed, arguments: &[&str]) -> Result<Part> {
+    let nic = bed.device("nic0")?.rdma.clone().context("nic0 has no RDMA device")?;
+    Part::start_with(PART, arguments, &[("P2PMEM_RDMA_NIC0", &nic)])
+}
+
+fn processes(bed: &mut Bed) -> Result<()> {
+    let one = |rows: &[Row]| rows.len() == 1 && rows[0].state == "mapped" && rows[0].entries == 1;
+    for way in ["kill", "fork", "exit", "exec"] {
+        let part = start(bed, &[way])?;
+        let rows = await_rows("one is registered", one)?;
+        ensure!(rows[0].whose.contains(&format!(" pid {} (", part.id())), "{rows:#?}");
+        match way {
+            "kill" => part.kill()?,
+            "exec" => {
+                // The program that took its place lives on without it.
+                let part = part.go_on()?;
+                await_rows("exec ends registrations", <[Row]>::is_empty)?;
+                ensure!(Path::new(&format!("/proc/{}", part.id())).exists(), "it is gone");
+                part.kill()?;
+            }
+            _ => part.finish()?,
+        }
+        await_rows(way, <[Row]>::is_empty)?;
+    }
+    Ok(())
+}
+
+fn rmmod(bed: &mut Bed) -> Result<()> {
+    let part = start(bed, &[])?;
+    // Neither a file, nor a mapping, nor a directory, nor a provider is left: the registration alone.
+    bed.unpublish("accel0")?;
+    bed.unpublish("accel1")?;
+    let refused = command("rmmod", &["p2pmem"]);
+    let refused = refused
+        .err()
+        .context("rmmod succeeded with a live registration")?
+        .to_string();
+    ensure!(refused.contains("in use"), "{refused}");
+    let all = rows()?;
+    ensure!(
+        all.len() == 1 && all[0].state == "revoked" && all[0].whose.contains(&format!(" pid {} (", part.id())),
+        "{all:#?}"
+    );
+    ensure!(
+        read(Path::new("/sys/module/p2pmem/refcnt"))? == "1",
+        "{}",
+        read(Path::new("/sys/module/p2pmem/refcnt"))?
+    );
+    part.finish()?;
+    command("rmmod", &["p2pmem"])?;
+    bed.load_module()
+}
+
+fn race(bed: &mut Bed) -> Result<()> {
+    const ROUNDS: u32 = 40;
+    let nic = nic(bed)?;
+    let mut invalidated = 0;
+    for round in 0..ROUNDS {
+        bed.publish("accel0")?;
+        let held = Held::new(bed, "accel0", MIB)?;
+        let mut regions: Vec<_> = (0..8).map(|_| held.register(&nic)).collect::<Result<_>>()?;
+        let before = counted()?["invalidate"];
+        let together = Barrier::new(2);
+        thread::scope(|scope| -> Result<()> {
+            let other = scope.spawn(|| {
+                together.wait();
+                // From either end, so that they meet at different places.
+                while let Some(region) = if round % 2 == 0 {
+                    regions.pop()
+                } else {
+                    (!regions.is_empty()).then(|| regions.remove(0))
+                } {
+                    drop(region);
+                }
+            });
+            together.wait();
+            bed.unbind("accel0")?;
+            other.join().map_err(|_| anyhow::anyhow!("the other thread panicked"))
+        })?;
+        ensure!(rows()?.is_empty(), "round {round}: {:#?}", rows()?);
+        invalidated += counted()?["invalidate"] - before;
+    }
+    println!(
+        "{invalidated} of {} registrations were invalidated before they were ended",
+        8 * ROUNDS
+    );
+    let counts = counted()?;
+    ensure!(counts["out_of_order"] == 0, "{counts:?}");
+    Ok(())
+}
