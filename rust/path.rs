@@ -407,7 +407,7 @@ mod tests {
         for status in 0..=u16::MAX {
             let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
             let valid = (1..=6).contains(&speed) && [1, 2, 4, 8, 12, 16, 32].contains(&width);
-            assert_eq!(link_bandwidth_of_status(status) != 0, valid);
+            assert!((link_bandwidth_of_status(status) != 0) == valid);
         }
     }
 
