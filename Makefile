@@ -41,6 +41,7 @@ help: ## this list
 	@echo 'Variables:'
 	@echo '  KDIR=<folder>         build the module here, against this kernel build folder (with Rust metadata)'
 	@echo '  KREL=<release>        build the module here, for this installed kernel; on Debian the metadata is made'
+	@echo '  PEER_SYMVERS=<file>   Module.symvers of an RDMA core with the peer-memory interface, or none'
 	@echo '  OUT=<folder>          where rust-metadata puts what it makes for KREL'
 	@echo '  JOBS=<n> V=1          number of jobs; whole commands of the module build'
 	@echo '  P2PMEM_CACHE=<folder> where caches live          (default: $${XDG_CACHE_HOME:-~/.cache}/p2pmem)'

@@ -78,6 +78,33 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(peer_end::CASES)
 }
 
+/// On which kernels a test runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernels<'a> {
+    /// On the stock kernel and on the debug kernel.
+    Both,
+    /// On the stock kernel alone, and why.
+    Stock(&'a str),
+    /// On the debug kernel alone, and why.
+    Debug(&'a str),
+}
+
+/// Those that do not run on both.
+const NOT_BOTH: &[(&str, Kernels<'static>)] = &[(
+    "rdma-software",
+    Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
+)];
+
+/// On which kernels a test runs.
+pub fn kernels(case: &Case) -> Kernels<'static> {
+    let mut peer_memory = [peer::CASES, peer_bad::CASES, peer_end::CASES].into_iter().flatten();
+    if peer_memory.any(|other| other.name == case.name) {
+        return Kernels::Debug("the stock kernel's RDMA core lacks the peer-memory interface");
+    }
+    let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);
+    found.map_or(Kernels::Both, |(_, kernels)| *kernels)
+}
+
 /// Runs a test by name.
 ///
 /// # Errors

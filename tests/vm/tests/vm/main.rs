@@ -87,7 +87,7 @@ fn main() -> ExitCode {
     let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
     for case in of_module {
         let (shelf, module) = (shelf.clone(), module.clone());
-        let ignored = module.is_none();
+        let ignored = module.is_none() || matches!(cases::kernels(case), cases::Kernels::Debug(_));
         let trial = Trial::test(format!("module::{}", case.name), move || {
             run_case(&shelf, case, module.as_deref()).map_err(failed)
         });
