@@ -407,7 +407,8 @@ mod tests {
         for status in 0..=u16::MAX {
             let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
             let valid = (1..=6).contains(&speed) && [1, 2, 4, 8, 12, 16, 32].contains(&width);
-            assert!((link_bandwidth_of_status(status) != 0) == valid);
+            let told = link_bandwidth_of_status(status) != 0;
+            assert_eq!(told, valid);
         }
     }
 
@@ -484,7 +485,8 @@ mod tests {
         ] {
             let path = classify(one, other, 7, 10);
             assert_eq!((path.class, path.hops, path.bandwidth), (class, hops, bandwidth));
-            assert_eq!(path.bus_addr, class <= PathClass::Switches);
+            let below = class <= PathClass::Switches;
+            assert_eq!(path.bus_addr, below);
             assert_eq!(classify(other, one, 7, 10), path);
             assert_eq!(classify(one, other, -1, 10).class, PathClass::Unreachable);
         }

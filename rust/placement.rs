@@ -569,3 +569,136 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
         outcome,
     }
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_placement))]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+    const NEAR: Path = Path {
+        class: PathClass::SameSwitch,
+        hops: 4,
+        distance: 4,
+        acs_redirect: false,
+        bus_addr: true,
+        bandwidth: 8_000,
+        numa_distance: 10,
+        bridge: None,
+    };
+
+    fn candidate(id: u32, paths: &[Path]) -> Candidate<'_> {
+        Candidate {
+            id,
+            live: true,
+            start: 0,
+            size: 64 * PAGE,
+            free: 32 * PAGE,
+            largest: 16 * PAGE,
+            paths,
+            ruling: Ruling::NONE,
+        }
+    }
+
+    const REQUEST: Request = Request {
+        size: 4 * PAGE,
+        align: PAGE,
+        clients: 1,
+        named: Named::Any,
+        strategy: Strategy::Nearest,
+        max_class: None,
+    };
+
+    /// The codes of two candidates, and which one was chosen.
+    fn codes(request: &Request, candidates: &[Candidate<'_>; 2]) -> (Option<usize>, [VerdictCode; 2]) {
+        let mut verdicts = [Verdict::EMPTY; 2];
+        let decision = decide(request, candidates, &mut verdicts);
+        (decision.chosen, verdicts.map(|verdict| verdict.code))
+    }
+
+    #[test]
+    fn each_criterion_decides_where_those_before_it_are_equal() {
+        let worse = |change: fn(&mut Path)| {
+            let mut path = NEAR;
+            change(&mut path);
+            [path]
+        };
+        let near = [NEAR];
+        for (paths, code) in [
+            (worse(|path| path.class = PathClass::Switches), VerdictCode::Class),
+            (worse(|path| path.hops += 1), VerdictCode::Hops),
+            (worse(|path| path.bandwidth -= 1), VerdictCode::Bandwidth),
+            (worse(|path| path.bandwidth = 0), VerdictCode::Bandwidth),
+            (worse(|path| path.numa_distance += 1), VerdictCode::Numa),
+            (near, VerdictCode::Order),
+        ] {
+            // The one that came earlier loses, except where nothing else decides.
+            let (lost, won) = if code == VerdictCode::Order { (1, 0) } else { (0, 1) };
+            let mut pair = [candidate(1, &near), candidate(2, &near)];
+            pair[lost].paths = &paths;
+            let (chosen, verdicts) = codes(&REQUEST, &pair);
+            assert_eq!(
+                (chosen, verdicts[lost], verdicts[won]),
+                (Some(won), code, VerdictCode::Chosen)
+            );
+        }
+        let mut pair = [candidate(1, &near), candidate(2, &near)];
+        pair[0].free -= PAGE;
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Load, VerdictCode::Chosen])
+        );
+        let pack = Request {
+            strategy: Strategy::Pack,
+            ..REQUEST
+        };
+        assert_eq!(
+            codes(&pack, &pair),
+            (Some(0), [VerdictCode::Chosen, VerdictCode::Packed])
+        );
+        let mut pair = [candidate(1, &near), candidate(2, &near)];
+        pair[0].largest -= PAGE;
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Space, VerdictCode::Chosen])
+        );
+    }
+
+    #[test]
+    fn each_rule_excludes() {
+        let near = [NEAR];
+        let gone = [Path {
+            class: PathClass::Unreachable,
+            ..NEAR
+        }];
+        let cases: [(fn(&mut Candidate<'_>), VerdictCode, Outcome); 5] = [
+            (|c| c.live = false, VerdictCode::Leaving, Outcome::Leaving),
+            (|c| c.paths = &[], VerdictCode::Unreachable, Outcome::Unreachable),
+            (|c| c.size = 3 * PAGE, VerdictCode::TooSmall, Outcome::TooSmall),
+            (|c| c.free = 3 * PAGE, VerdictCode::Full, Outcome::Full),
+            (|c| c.refused(4 * PAGE), VerdictCode::Fragmented, Outcome::Fragmented),
+        ];
+        for (spoil, code, outcome) in cases {
+            let mut pair = [candidate(1, &near), candidate(2, &near)];
+            spoil(&mut pair[0]);
+            assert_eq!(codes(&REQUEST, &pair), (Some(1), [code, VerdictCode::Chosen]));
+            spoil(&mut pair[1]);
+            let decision = decide(&REQUEST, &pair, &mut []);
+            assert!(decision.chosen.is_none() && decision.outcome == outcome);
+        }
+        let pair = [candidate(1, &gone), candidate(2, &near)];
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Unreachable, VerdictCode::Chosen])
+        );
+        let first = Request {
+            named: Named::Require(1),
+            ..REQUEST
+        };
+        assert_eq!(
+            codes(&first, &pair),
+            (None, [VerdictCode::Unreachable, VerdictCode::NotNamed])
+        );
+        assert!(decide(&REQUEST, &[], &mut []).outcome == Outcome::NoProvider);
+    }
+}

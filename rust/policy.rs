@@ -532,3 +532,128 @@ pub(crate) fn kernel_reserve(rules: &[Rule], provider: &Party) -> Option<u64> {
         .find(|(_, rule, _)| rule.reserve_for == Some(Beneficiary::Kernel))
         .map(|(_, _, bytes)| bytes)
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_policy))]
+mod tests {
+    use super::*;
+
+    const PROVIDER: Party = Party {
+        addr: PciAddr {
+            domain: 0,
+            bus: 3,
+            devfn: 0,
+        },
+        vendor: 0x1234,
+        device: 0x5678,
+    };
+    const CLIENT: Party = Party {
+        addr: PciAddr {
+            domain: 0,
+            bus: 4,
+            devfn: 0,
+        },
+        ..PROVIDER
+    };
+
+    struct User(u32);
+
+    impl Subject for User {
+        fn uid(&self) -> u32 {
+            self.0
+        }
+
+        fn is_member(&self, gid: u32) -> bool {
+            gid == self.0 + 1
+        }
+    }
+
+    fn path(class: PathClass) -> Path {
+        Path {
+            class,
+            hops: 4,
+            distance: 4,
+            acs_redirect: false,
+            bus_addr: true,
+            bandwidth: 0,
+            numa_distance: 0,
+            bridge: None,
+        }
+    }
+
+    fn ruled(rules: &[Rule], uid: u32) -> Ruling {
+        let mut ruling = Ruling::NONE;
+        let who = Applicable::to(rules, &User(uid));
+        let paths = [path(PathClass::HostBridge)];
+        ruling.add(Set::Admin, rules, &who, &PROVIDER, &[CLIENT], &paths);
+        ruling
+    }
+
+    #[test]
+    fn the_first_rule_that_matches_and_sets_it_decides() {
+        let any = Rule::new(Name::EMPTY);
+        let rules = [
+            Rule {
+                uid: Some(7),
+                action: Some(Action::Deny),
+                ..any
+            },
+            Rule {
+                gid: Some(9),
+                max_class: Some(PathClass::SameSwitch),
+                ..any
+            },
+            Rule {
+                client: Device::At(PROVIDER.addr),
+                action: Some(Action::Avoid),
+                ..any
+            },
+            Rule {
+                provider: Device::Ids(0x1234, 0x5678),
+                action: Some(Action::Prefer),
+                max_class: Some(PathClass::System),
+                ..any
+            },
+        ];
+        let by = |at| Some(Ref { set: Set::Admin, at });
+        let denied = ruled(&rules, 7);
+        assert_eq!((denied.denied, denied.too_far), (by(0), None));
+        assert_eq!(denied.stance, Stance::Neutral);
+        let far = ruled(&rules, 8);
+        assert_eq!((far.denied, far.too_far), (None, by(1)));
+        assert_eq!((far.stance, far.stance_by), (Stance::Prefer, by(3)));
+        let fine = ruled(&rules, 1);
+        assert_eq!((fine.denied, fine.too_far), (None, None));
+        assert_eq!(ruled(&[], 7), Ruling::NONE);
+    }
+
+    #[test]
+    fn the_last_of_the_most_rules_counts_too() {
+        // More than the kernel's stack takes.
+        static RULES: [Rule; MOST] = {
+            let mut rules = [Rule::new(Name::EMPTY); MOST];
+            rules[MOST - 1].action = Some(Action::Deny);
+            rules[MOST - 1].uid = Some(7);
+            rules
+        };
+        let at = MOST - 1;
+        assert_eq!(ruled(&RULES, 7).denied, Some(Ref { set: Set::Admin, at }));
+        assert_eq!(ruled(&RULES, 8).denied, None);
+        assert!(!Applicable::to(&RULES, &User(8)).has(at) && Applicable::ALL.has(at));
+        assert!(!Applicable::ALL.has(MOST));
+    }
+
+    #[test]
+    fn rules_that_never_decide_are_found() {
+        let any = Rule::new(Name::EMPTY);
+        let deny = Rule {
+            action: Some(Action::Deny),
+            ..any
+        };
+        let rules = [Rule { uid: Some(7), ..deny }, deny, Rule { gid: Some(9), ..deny }];
+        assert_eq!(shadowed(&rules, 1), None);
+        assert_eq!(shadowed(&rules, 2), Some((Attribute::Action, 1)));
+        assert_eq!(shadowed(&rules, 3), None);
+        assert_eq!(any.check(), Err(Flaw::Empty));
+    }
+}

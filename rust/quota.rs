@@ -205,3 +205,71 @@ pub(crate) fn uncharge<S: Store>(store: &mut S, charged: Charged) {
         let _ = store.set(account, left);
     }
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_quota))]
+mod tests {
+    use super::*;
+
+    /// Few accounts, of which the last one cannot be kept.
+    struct Few([(Option<Account>, u64); 4], usize);
+
+    impl Store for Few {
+        type Error = ();
+
+        fn used(&self, account: Account) -> u64 {
+            self.0
+                .iter()
+                .find(|(a, _)| *a == Some(account))
+                .map_or(0, |(_, bytes)| *bytes)
+        }
+
+        fn set(&mut self, account: Account, bytes: u64) -> Result<(), ()> {
+            let known = self.0.iter().position(|(a, _)| *a == Some(account));
+            let room = self.0.iter().take(self.1).position(|(a, _)| a.is_none());
+            let at = known.or(room).ok_or(())?;
+            self.0[at] = ((bytes > 0).then_some(account), bytes);
+            Ok(())
+        }
+    }
+
+    fn levy(limit: u64) -> Levy {
+        let entry = |account, limit| Some(Entry { account, limit });
+        let rule = Ref { set: Set::Admin, at: 0 };
+        Levy([
+            entry(Account::User(1, 1000), Some((limit, rule))),
+            None,
+            entry(Account::File(5), None),
+            entry(Account::Provider(2), None),
+            None,
+        ])
+    }
+
+    #[test]
+    fn a_limit_is_kept_to_the_byte() {
+        let mut store = Few([(None, 0); 4], 4);
+        let levy = levy(100);
+        let first = charge(&mut store, &levy, 60);
+        assert!(first.is_ok());
+        assert!(matches!(
+            charge(&mut store, &levy, 41),
+            Err(Uncharged::Broken(Broken::Quota(over))) if over.used == 60 && over.limit == 100
+        ));
+        let second = charge(&mut store, &levy, 40);
+        assert_eq!(store.used(Account::User(1, 1000)), 100);
+        assert_eq!(store.used(Account::Provider(2)), 100);
+        // More than there are numbers.
+        assert!(charge(&mut store, &levy, u64::MAX).is_err());
+        for charged in [first, second].into_iter().flatten() {
+            uncharge(&mut store, charged);
+        }
+        assert!(store.0.iter().all(|slot| *slot == (None, 0)));
+    }
+
+    #[test]
+    fn what_cannot_be_kept_is_not_charged_at_all() {
+        let mut store = Few([(None, 0); 4], 2);
+        assert!(matches!(charge(&mut store, &levy(100), 60), Err(Uncharged::Store(()))));
+        assert!(store.0.iter().all(|slot| *slot == (None, 0)));
+    }
+}

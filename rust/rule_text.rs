@@ -148,3 +148,79 @@ impl PathClass {
         Self::REACHABLE.into_iter().find(|class| class.as_str() == text)
     }
 }
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_rule_text))]
+mod tests {
+    use super::*;
+
+    fn addr(bus: u8) -> PciAddr {
+        PciAddr {
+            domain: 0,
+            bus,
+            devfn: 0,
+        }
+    }
+
+    #[test]
+    fn attributes_as_text() {
+        assert_eq!(device("any"), Some(Device::Any));
+        assert_eq!(device("03:00.0"), Some(Device::At(addr(3))));
+        assert_eq!(device("0000:03:00.0"), Some(Device::At(addr(3))));
+        assert_eq!(device("15b3:101b"), Some(Device::Ids(0x15b3, 0x101b)));
+        for bad in [
+            "",
+            "ANY",
+            "03:00",
+            "3:0:0.0:1",
+            "15b3:",
+            "15b3:1",
+            "15b30:101b",
+            "0000:03:20.0",
+            "0000:03:00.8",
+            "x:y.z",
+        ] {
+            assert_eq!(device(bad), None);
+        }
+        for (text, value) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("0x1000", 4096),
+            ("64K", 64 << 10),
+            ("3M", 3 << 20),
+            ("2G", 2 << 30),
+            ("1T", 1 << 40),
+        ] {
+            assert_eq!(bytes(text), Some(value));
+        }
+        for bad in [
+            "",
+            "K",
+            "-1",
+            "+1",
+            "1.5G",
+            "0x",
+            "0x+1",
+            "64k",
+            "64 M",
+            "99999999T",
+            "18446744073709551616",
+        ] {
+            assert_eq!(bytes(bad), None);
+        }
+        assert_eq!(id("any"), Some(None));
+        assert_eq!(id("1000"), Some(Some(1000)));
+        for bad in ["", "-1", "4294967295", "4294967296", "root", "+5"] {
+            assert_eq!(id(bad), None);
+        }
+        for action in [Action::Allow, Action::Deny, Action::Prefer, Action::Avoid] {
+            assert_eq!(Action::parse(action.as_str()), Some(action));
+        }
+        assert_eq!(Action::parse("Allow"), None);
+        assert_eq!(PathClass::parse("SW"), Some(PathClass::SameSwitch));
+        assert!(PathClass::parse("--").is_none() && PathClass::parse("sw").is_none());
+        for who in [Beneficiary::Kernel, Beneficiary::Group] {
+            assert_eq!(Beneficiary::parse(who.as_str()), Some(who));
+        }
+    }
+}

@@ -142,6 +142,7 @@ mod tests {
             (ioc::EXPLAIN, READ | WRITE, size_of::<Explain>()),
             (ioc::STATS, READ | WRITE, size_of::<Stats>()),
             (ioc::EXPORT_DMABUF, READ | WRITE, size_of::<Export>()),
+            (ioc::RULES, WRITE, size_of::<Rules>()),
         ];
         let mut next = 0;
         for (number, dir, size) in all {

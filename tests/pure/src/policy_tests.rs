@@ -8,7 +8,6 @@ use crate::policy::{
     Action, Applicable, Attribute, Beneficiary, Device, Flaw, Name, Party, Ref, Rule, Ruling, Set, Stance, Subject,
     kernel_reserve, reserves, shadowed,
 };
-use crate::rule_text;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -103,68 +102,6 @@ fn names() {
     assert!(Name::ordered(&long.as_bytes()[..31]).is_some());
     let sorted = |a: &str, b: &str| Name::new(a.as_bytes()) < Name::new(b.as_bytes());
     assert!(sorted("10-b", "20-a") && sorted("10-a", "10-b") && sorted("10-a", "10-aa"));
-}
-
-#[test]
-fn attributes_as_text() {
-    assert_eq!(rule_text::device("any"), Some(Device::Any));
-    assert_eq!(rule_text::device("03:00.0"), Some(Device::At(addr(3))));
-    assert_eq!(rule_text::device("0000:03:00.0"), Some(Device::At(addr(3))));
-    assert_eq!(rule_text::device("15b3:101b"), Some(Device::Ids(0x15b3, 0x101b)));
-    for bad in [
-        "",
-        "ANY",
-        "03:00",
-        "3:0:0.0:1",
-        "15b3:",
-        "15b3:1",
-        "15b30:101b",
-        "0000:03:20.0",
-        "0000:03:00.8",
-        "x:y.z",
-    ] {
-        assert_eq!(rule_text::device(bad), None, "{bad:?}");
-    }
-    for (text, bytes) in [
-        ("0", 0),
-        ("4096", 4096),
-        ("0x1000", 4096),
-        ("64K", 64 << 10),
-        ("3M", 3 << 20),
-        ("2G", 2 << 30),
-        ("1T", 1 << 40),
-    ] {
-        assert_eq!(rule_text::bytes(text), Some(bytes), "{text}");
-    }
-    for bad in [
-        "",
-        "K",
-        "-1",
-        "+1",
-        "1.5G",
-        "0x",
-        "0x+1",
-        "64k",
-        "64 M",
-        "99999999T",
-        "18446744073709551616",
-    ] {
-        assert_eq!(rule_text::bytes(bad), None, "{bad:?}");
-    }
-    assert_eq!(rule_text::id("any"), Some(None));
-    assert_eq!(rule_text::id("1000"), Some(Some(1000)));
-    for bad in ["", "-1", "4294967295", "4294967296", "root", "+5"] {
-        assert_eq!(rule_text::id(bad), None, "{bad:?}");
-    }
-    for action in [Action::Allow, Action::Deny, Action::Prefer, Action::Avoid] {
-        assert_eq!(Action::parse(action.as_str()), Some(action));
-    }
-    assert_eq!(Action::parse("Allow"), None);
-    assert_eq!(PathClass::parse("SW"), Some(NEAR));
-    assert!(PathClass::parse("--").is_none() && PathClass::parse("sw").is_none());
-    for who in [Beneficiary::Kernel, Beneficiary::Group] {
-        assert_eq!(Beneficiary::parse(who.as_str()), Some(who));
-    }
 }
 
 #[test]
