@@ -106,6 +106,9 @@ test-user: sandbox ## tests that need no guest: of user space and of the test be
 test-vm: modules user testbed ## tests in guests with a stock kernel
 	@$(in) tools/vm-tests
 
+kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
+	@$(in) tools/kunit
+
 # --- on a machine that is to use p2pmem -------------------------------------------------------------------------------
 
 ifdef KREL
@@ -143,5 +146,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer test-user \
+.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit test-user \
 	test-vm rust-metadata modules_install install dkms clean distclean
