@@ -109,6 +109,9 @@ test-vm: modules user testbed ## tests in guests with a stock kernel
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
 
+bench: modules user testbed ## what registering memory with a NIC costs, in instructions
+	@$(in) tools/bench
+
 # --- on a machine that is to use p2pmem -------------------------------------------------------------------------------
 
 ifdef KREL
@@ -146,5 +149,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit test-user \
+.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
 	test-vm rust-metadata modules_install install dkms clean distclean
