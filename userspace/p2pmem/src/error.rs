@@ -40,6 +40,8 @@ pub enum Operation {
     Export,
     /// Reading events.
     Events,
+    /// Setting rules.
+    Rules,
 }
 
 impl fmt::Display for Operation {
@@ -56,6 +58,7 @@ impl fmt::Display for Operation {
             Self::Map => "mapping the buffer",
             Self::Export => "exporting the buffer",
             Self::Events => "reading events",
+            Self::Rules => "setting rules",
         })
     }
 }

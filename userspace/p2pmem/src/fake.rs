@@ -90,6 +90,7 @@ struct OpenFile {
     last_handle: u32,
     events: VecDeque<abi::p2pmem_event>,
     last: Option<Decision>,
+    rules: Vec<abi::p2pmem_rule>,
 }
 
 #[derive(Clone, Default)]
@@ -371,7 +372,13 @@ impl State {
         self.paths.get(&key).copied().unwrap_or((PathClass::HostBridge, 6))
     }
 
-    fn decide(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> Decision {
+    /// Decides by the file's own rules, of which it knows those that deny a provider, for whatever client.
+    fn decide(
+        &self,
+        request: &abi::p2pmem_request,
+        clients: &[abi::p2pmem_pci_addr],
+        own: &[abi::p2pmem_rule],
+    ) -> Decision {
         let size = request.size.next_multiple_of(PAGE);
         let prefer = request.flags & abi::P2PMEM_ALLOC_PREFER != 0;
         let mut verdicts: Vec<abi::p2pmem_verdict> = Vec::new();
@@ -383,10 +390,16 @@ impl State {
                 .enumerate()
                 .max_by_key(|(i, (class, _))| (*class, std::cmp::Reverse(*i)));
             let class = worst.map_or(0, |(_, (class, _))| class.to_raw());
+            let deny = own.iter().find(|rule| {
+                let here = rule.flags & abi::P2PMEM_RULE_PROVIDER == 0 || rule.provider == now.addr;
+                here && rule.action == abi::P2PMEM_RULE_DENY
+            });
             let code = if request.provider != 0 && request.provider != *id && !prefer {
                 abi::P2PMEM_VERDICT_NOT_NAMED
             } else if class == abi::P2PMEM_PATH_UNREACHABLE {
                 abi::P2PMEM_VERDICT_UNREACHABLE
+            } else if deny.is_some() {
+                abi::P2PMEM_VERDICT_DENIED
             } else if request.max_class != 0 && class > request.max_class {
                 abi::P2PMEM_VERDICT_TOO_FAR
             } else if now.size < size {
@@ -408,9 +421,12 @@ impl State {
                 size: now.size,
                 free: now.free,
                 largest: now.largest,
+                rule_set: deny.map_or(abi::P2PMEM_RULES_NONE, |_| abi::P2PMEM_RULES_OWN),
+                rule: deny.map_or_else(Default::default, |rule| rule.name),
                 ..Default::default()
             });
         }
+        let denied = verdicts.iter().any(|v| v.code == abi::P2PMEM_VERDICT_DENIED);
         let candidates = verdicts.iter().filter(|v| v.code == 0);
         let named = |v: &&abi::p2pmem_verdict| prefer && v.provider == request.provider;
         let best = candidates
@@ -431,6 +447,7 @@ impl State {
         let (error, text) = match &best {
             Some(best) => (0, format!("{} was chosen", PciAddr::from(best.addr))),
             None if full => (libc::ENOSPC, format!("no provider has {} free", human_size(size))),
+            None if denied => (libc::EACCES, "the file's own rules deny all that could serve".into()),
             None => (
                 libc::ENODEV,
                 format!("no provider could ever serve {}", human_size(size)),
@@ -585,8 +602,8 @@ impl Kernel for FakeDevice {
 
     fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc> {
         let mut state = self.enter()?;
-        let decision = state.decide(request, clients);
         let mut file = lock(&self.file);
+        let decision = state.decide(request, clients, &file.rules);
         file.last = Some(decision.clone());
         if decision.error != 0 {
             state.gone.failed += 1;
@@ -655,7 +672,7 @@ impl Kernel for FakeDevice {
         text: &mut [u8],
     ) -> io::Result<abi::p2pmem_explain> {
         let decision = match request {
-            Some((request, clients)) => self.enter()?.decide(request, clients),
+            Some((request, clients)) => self.enter()?.decide(request, clients, &lock(&self.file).rules),
             None => lock(&self.file).last.clone().ok_or_else(|| errno(libc::ENODATA))?,
         };
         for (to, from) in verdicts.iter_mut().zip(&decision.verdicts) {
@@ -685,6 +702,11 @@ impl Kernel for FakeDevice {
             sum(&mut all, &provider.stats);
         }
         Ok(all)
+    }
+
+    fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()> {
+        lock(&self.file).rules = rules.to_vec();
+        Ok(())
     }
 
     fn map(&self, offset: u64, len: usize) -> io::Result<Region> {

@@ -38,6 +38,7 @@ mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod mapping;
+mod own;
 mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
@@ -54,6 +55,7 @@ pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, Export};
 pub use mapping::{open_direct, Mapping};
+pub use own::OwnRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
 pub use register::{Access, Pd, ProtectionDomain, Register, Registration, RemoteMemory, Road};

@@ -44,6 +44,7 @@ pub(crate) trait Kernel: Send + Sync {
         text: &mut [u8],
     ) -> io::Result<abi::p2pmem_explain>;
     fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
+    fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()>;
     fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
     /// Makes a dma-buf of `ranges` of the buffer `handle`, or of addresses where `flags` say so.
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
@@ -218,6 +219,16 @@ impl Kernel for CharDevice {
         // SAFETY: the structure holds no addresses.
         unsafe { self.ioctl(abi::P2PMEM_IOC_STATS, &mut stats) }?;
         Ok(stats)
+    }
+
+    fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()> {
+        let mut ask = abi::p2pmem_rules {
+            rules: address(rules),
+            count: count(rules.len()),
+            flags: 0,
+        };
+        // SAFETY: the kernel reads the rules, a slice as long as `count` says.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_RULES, &mut ask) }
     }
 
     fn map(&self, offset: u64, len: usize) -> io::Result<Region> {

@@ -116,9 +116,9 @@ fn dmem(bed: &mut Bed) -> Result<()> {
         println!("no dmem controller in this kernel");
         return free(fd, a.handle).map_err(errno);
     }
-    let capacity = read(&Path::new(CGROUPS).join("dmem.capacity"))?;
-    ensure!(capacity.contains(&format!("{region} {}", row.size)), "{capacity:?}");
     let cgroup = Cgroup::new("p2pmem-test")?;
+    let regions = read(&cgroup.0.join("dmem.current"))?;
+    ensure!(regions.lines().any(|line| line == format!("{region} 0")), "{regions:?}");
     write(&cgroup.0.join("dmem.max"), &format!("{region} {}", 4 * MIB))?;
     let ask = |size: u64| {
         let mut a = request(size);

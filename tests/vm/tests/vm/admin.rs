@@ -106,9 +106,9 @@ fn script(steps: &[Step], devices: &[(String, String)]) -> Result<String> {
     for step in steps {
         match step {
             Step::File { path, text } => write!(script, "cat > {path} <<'end of file'\n{}end of file\n", real(text))?,
-            Step::Command { line, .. } => write!(
+            Step::Command { line, .. } => writeln!(
                 script,
-                "{{ {}; }} 2>&1; code=$?; [ $code = 0 ] || echo \"[exit $code]\"; echo '{MARK}'\n",
+                "{{ {}; }} 2>&1; code=$?; [ $code = 0 ] || echo \"[exit $code]\"; echo '{MARK}'",
                 real(line)
             )?,
         }

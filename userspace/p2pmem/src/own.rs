@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Rules that a program sets itself, for all that it allocates through one open device.
+
+use p2pmem_sys as abi;
+
+use crate::device::Device;
+use crate::error::{Error, Operation, Result};
+use crate::pci::PciAddr;
+use crate::rules::Action;
+use crate::types::PathClass;
+
+/// One rule of a program's own. What is `None` matches everything, or is left to other rules.
+///
+/// ```
+/// use p2pmem::rules::Action;
+/// use p2pmem::{OwnRule, Request};
+///
+/// # let device = p2pmem::fake::Fake::example().device();
+/// let slow = device.providers()?[0].addr;
+/// device.set_rules(&[
+///     OwnRule { provider: Some(slow), action: Some(Action::Deny), ..OwnRule::new("not-the-slow-one") },
+///     OwnRule { quota: Some(64 << 20), ..OwnRule::new("no-more-than-64M") },
+/// ])?;
+/// let buffer = device.alloc(&Request::new(1 << 20))?;
+/// # assert_ne!(buffer.provider(), device.providers()?[0].id);
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnRule {
+    /// What verdicts and sentences call it: up to 31 letters, digits, dots, dashes and underscores.
+    pub name: String,
+    /// Whose memory.
+    pub provider: Option<PciAddr>,
+    /// Who does DMA.
+    pub client: Option<PciAddr>,
+    /// Whether, and how gladly. To allow is not to be allowed: what the administrator denies stays denied.
+    pub action: Option<Action>,
+    /// Farthest path.
+    pub max_class: Option<PathClass>,
+    /// Bytes that may be held through this open device, in all providers.
+    pub quota: Option<u64>,
+}
+
+impl OwnRule {
+    /// A rule that matches everything and sets nothing yet.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            provider: None,
+            client: None,
+            action: None,
+            max_class: None,
+            quota: None,
+        }
+    }
+
+    fn raw(&self) -> Result<abi::p2pmem_rule> {
+        let mut raw = abi::p2pmem_rule {
+            action: match self.action {
+                None => 0,
+                Some(Action::Allow) => abi::P2PMEM_RULE_ALLOW,
+                Some(Action::Deny) => abi::P2PMEM_RULE_DENY,
+                Some(Action::Prefer) => abi::P2PMEM_RULE_PREFER,
+                Some(Action::Avoid) => abi::P2PMEM_RULE_AVOID,
+            },
+            max_class: self.max_class.map_or(0, PathClass::to_raw),
+            ..Default::default()
+        };
+        if self.name.len() >= raw.name.len() {
+            return Err(Error::Request(format!(
+                "{:?} is too long for the name of a rule: at most {} bytes",
+                self.name,
+                raw.name.len() - 1
+            )));
+        }
+        for (to, from) in raw.name.iter_mut().zip(self.name.bytes()) {
+            *to = from as std::ffi::c_char;
+        }
+        if let Some(provider) = self.provider {
+            raw.provider = provider.into();
+            raw.flags |= abi::P2PMEM_RULE_PROVIDER;
+        }
+        if let Some(client) = self.client {
+            raw.client = client.into();
+            raw.flags |= abi::P2PMEM_RULE_CLIENT;
+        }
+        if let Some(quota) = self.quota {
+            raw.quota = quota;
+            raw.flags |= abi::P2PMEM_RULE_QUOTA;
+        }
+        Ok(raw)
+    }
+}
+
+impl Device {
+    /// Replaces the rules of this open device's own; the first one that matches and sets an attribute decides it. They
+    /// narrow what the administrator's rules leave. Buffers that are there already stay.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] for a name that does not fit; [`Error::Refused`] with EINVAL (a name of other characters or
+    /// one that is there twice, a rule that says nothing or contradicts itself), ENODEV (a function that is not there)
+    /// or E2BIG (more than 32 rules). The rules stay as they were then.
+    pub fn set_rules(&self, rules: &[OwnRule]) -> Result<()> {
+        let raw = rules.iter().map(OwnRule::raw).collect::<Result<Vec<_>>>()?;
+        self.call(Operation::Rules, |kernel| kernel.set_rules(&raw))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake::Fake;
+    use crate::{Request, VerdictCode};
+
+    #[test]
+    fn a_denied_provider_is_not_taken_and_the_rule_is_named() {
+        let device = Fake::example().device();
+        let request = Request::new(4096);
+        let first = device.alloc(&request).unwrap().provider();
+        let addr = device.providers().unwrap().iter().find(|p| p.id == first).unwrap().addr;
+        let deny = OwnRule {
+            provider: Some(addr),
+            action: Some(Action::Deny),
+            ..OwnRule::new("not-this")
+        };
+        device.set_rules(&[deny.clone()]).unwrap();
+        assert_ne!(device.alloc(&request).unwrap().provider(), first);
+        let last = device.explain_last().unwrap();
+        let verdict = last.verdicts.iter().find(|v| v.provider == first).unwrap();
+        assert_eq!(verdict.code, VerdictCode::Denied);
+        assert_eq!(verdict.why, "denied: by this file's own rule not-this");
+        let everywhere = OwnRule { provider: None, ..deny };
+        device.set_rules(&[everywhere]).unwrap();
+        assert_eq!(device.alloc(&request).unwrap_err().errno(), Some(libc::EACCES));
+        device.set_rules(&[]).unwrap();
+        assert_eq!(device.alloc(&request).unwrap().provider(), first);
+    }
+
+    #[test]
+    fn names_that_do_not_fit_never_reach_the_module() {
+        let device = Fake::example().device();
+        let rule = OwnRule {
+            action: Some(Action::Deny),
+            ..OwnRule::new("x".repeat(32))
+        };
+        assert!(matches!(device.set_rules(&[rule]), Err(Error::Request(_))));
+        let rule = OwnRule {
+            max_class: Some(PathClass::Switches),
+            quota: Some(1),
+            ..OwnRule::new("x".repeat(31))
+        };
+        let raw = rule.raw().unwrap();
+        assert_eq!((raw.flags, raw.max_class, raw.name[31]), (abi::P2PMEM_RULE_QUOTA, 3, 0));
+    }
+}
