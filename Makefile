@@ -103,8 +103,11 @@ test-user: sandbox ## tests that need no guest: of user space and of the test be
 	@$(cargo) test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
 	@$(cargo) test --manifest-path tests/Cargo.toml --no-fail-fast
 
-test-vm: modules user testbed ## tests in guests with a stock kernel
+test-vm: modules user testbed ## tests in guests with the stock kernel
 	@$(in) tools/vm-tests
+
+test-vm-debug: modules debug-modules user testbed ## tests in guests with the debug kernel
+	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::
 
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
@@ -150,4 +153,4 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 PREFIX ?= /usr/local
 
 .PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
-	test-vm rust-metadata modules_install install dkms clean distclean
+	test-vm test-vm-debug rust-metadata modules_install install dkms clean distclean

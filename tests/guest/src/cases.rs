@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 
 use crate::devices::{self, Device, Devices};
+use crate::patience::patiently;
 use crate::sys::{self, Memory};
 
 mod bad;
@@ -250,7 +251,7 @@ impl Bed {
 
     /// Free bytes and buffers of accel0, once nothing waits to be cleared or let go.
     pub fn settled(&self) -> Result<(u64, u32)> {
-        let deadline = Instant::now() + SETTLE;
+        let deadline = Instant::now() + patiently(SETTLE);
         loop {
             let p = self.provider("accel0")?;
             if p.scrubbing == 0 && p.parked == 0 {

@@ -8,6 +8,7 @@ pub mod cases;
 pub mod devices;
 pub mod host;
 pub mod network;
+pub mod patience;
 pub mod sys;
 pub mod verbs;
 pub mod wire;

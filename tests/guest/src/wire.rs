@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
@@ -157,6 +158,10 @@ pub enum ToGuest {
         network: Option<Network>,
         /// Whether to load the drivers of NICs and set their ports up.
         rdma: bool,
+        /// The folder to have as `/lib/modules`, where it is another than the root's own.
+        modules: Option<PathBuf>,
+        /// By how much limits of time are longer, on a slow kernel.
+        patience: u32,
     },
     /// Run a command.
     Exec {

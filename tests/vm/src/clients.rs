@@ -35,6 +35,8 @@ pub struct Table {
     pub name: String,
     /// The topology they need.
     pub topology: String,
+    /// Why they run on the stock kernel alone, if they do: else they run on the debug kernel too.
+    pub stock_only: Option<String>,
     /// Shell script for every node, before the first of them.
     pub set_up: Option<String>,
     /// The clients, in the order of the file.
@@ -100,6 +102,8 @@ enum Operator {
 /// A line of the report.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
+    /// The kernel it ran on: `stock` or `debug`.
+    pub kernel: String,
     /// The client.
     pub client: String,
     /// What was run.
@@ -121,6 +125,7 @@ pub struct Report {
 #[serde(deny_unknown_fields)]
 struct TableText {
     topology: String,
+    stock_only: Option<String>,
     set_up: Option<String>,
     client: Vec<ClientText>,
 }
@@ -194,6 +199,7 @@ impl Table {
         Ok(Table {
             name: name.to_owned(),
             topology: text.topology,
+            stock_only: text.stock_only,
             set_up: text.set_up,
             clients,
         })
@@ -348,6 +354,7 @@ impl Client {
             None => self.client.clone(),
         };
         Report {
+            kernel: String::new(),
             client: self.name.clone(),
             command,
             expected,

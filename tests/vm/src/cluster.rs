@@ -14,6 +14,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::wire::{Network, Request};
 use serde_json::{Value, json};
 
+use crate::checks;
 use crate::command::{Command, Outcome, Status};
 use crate::models::{self, Models};
 use crate::qemu::Ends;
@@ -137,6 +138,31 @@ impl Cluster {
         self.nodes.iter().all(|(_, vm)| vm.is_alive())
     }
 
+    /// What their kernels found wrong by themselves, see [`checks::run`]; nothing with kernels that do not look.
+    ///
+    /// # Errors
+    ///
+    /// As [`checks::run`].
+    pub fn check(&mut self) -> Result<Vec<String>> {
+        let found = thread::scope(|scope| {
+            let checks: Vec<_> = self
+                .nodes
+                .iter_mut()
+                .map(|(name, vm)| {
+                    scope.spawn(move || {
+                        let found = checks::run(vm).with_context(|| format!("node {name:?}"))?;
+                        Ok(found.into_iter().map(|line| of_node(name, line)).collect::<Vec<_>>())
+                    })
+                })
+                .collect();
+            checks
+                .into_iter()
+                .map(|check| joined(check.join()))
+                .collect::<Result<Vec<_>>>()
+        })?;
+        Ok(found.concat())
+    }
+
     /// Process ids of everything it started.
     pub fn process_ids(&self) -> Vec<u32> {
         let mut ids: Vec<u32> = self.nodes.iter().flat_map(|(_, vm)| vm.process_ids()).collect();
@@ -203,6 +229,7 @@ impl Cluster {
     ) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
+        let slow = server_vm.kernel().patience;
         let stopper = server_vm.stopper();
         let (send, said) = mpsc::channel();
         thread::scope(|scope| {
@@ -216,7 +243,7 @@ impl Cluster {
                 drop((send, listening));
                 outcome
             });
-            let answer = said.recv_timeout(LISTEN.min(command.limit));
+            let answer = said.recv_timeout(LISTEN.min(command.limit) * slow);
             let outcome = match answer {
                 Ok(()) => Some(client_vm.exec(client.1, &mut |_, _| {})),
                 Err(_) => None,
@@ -226,7 +253,7 @@ impl Cluster {
                 Some(Ok(outcome)) if fine(outcome) => SERVER_END,
                 _ => after_failure,
             };
-            if !matches!(said.recv_timeout(patience), Err(RecvTimeoutError::Disconnected)) {
+            if !matches!(said.recv_timeout(patience * slow), Err(RecvTimeoutError::Disconnected)) {
                 stopper.stop();
             }
             let server = joined(run.join()).with_context(|| format!("node {server_name:?}"))?;
@@ -287,13 +314,7 @@ impl Cluster {
                 .map(|(name, vm)| {
                     scope.spawn(move || {
                         let findings = vm.shut_down().with_context(|| format!("node {name:?}"))?;
-                        Ok(findings.into_iter().map(move |line| {
-                            if name.is_empty() {
-                                line
-                            } else {
-                                format!("{name}: {line}")
-                            }
-                        }))
+                        Ok(findings.into_iter().map(move |line| of_node(&name, line)))
                     })
                 })
                 .collect();
@@ -303,6 +324,15 @@ impl Cluster {
             }
             Ok(findings)
         })
+    }
+}
+
+/// A line, with the name of the node it is of where there are several.
+fn of_node(name: &str, line: String) -> String {
+    if name.is_empty() {
+        line
+    } else {
+        format!("{name}: {line}")
     }
 }
 

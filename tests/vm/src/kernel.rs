@@ -1,15 +1,94 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The kernel to boot: the uncompressed ELF image inside Debian's `vmlinuz`.
+//! The kernel to boot: the stock kernel, which is the uncompressed ELF image inside Debian's `vmlinuz`, or the debug kernel.
 //!
 //! QEMU enters an ELF kernel directly (PVH), which saves the time the emulated processor needs to decompress it, about a
 //! second. The image is not changed: it is what the kernel's own decompressor would put into memory.
 
+use std::env;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+
+/// The environment variable that names the debug kernel's folder, as `tools/debug-kernel path` prints it.
+pub const DEBUG_KERNEL: &str = "P2PMEM_DEBUG_KERNEL";
+/// How many times as long as on the stock kernel anything may take on the debug kernel.
+const DEBUG_PATIENCE: u32 = 4;
+
+/// A kernel, and what differs with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kernel {
+    /// The ELF image.
+    pub image: PathBuf,
+    /// The folder for `/lib/modules`, where that is not the sandbox's own.
+    pub modules: Option<PathBuf>,
+    /// By how much limits of time are longer.
+    pub patience: u32,
+    /// Whether it looks for leaks and wrong locking by itself ([`crate::checks`]).
+    pub checks: bool,
+}
+
+impl Kernel {
+    /// The kernel that the sandbox was made for.
+    ///
+    /// # Errors
+    ///
+    /// As [`release`] and [`vmlinux`].
+    pub fn stock() -> Result<Kernel> {
+        Ok(Kernel::image(vmlinux(&release()?)?))
+    }
+
+    /// A kernel of which no more is known than its image; modules are the sandbox's.
+    pub fn image(image: PathBuf) -> Kernel {
+        Kernel {
+            image,
+            modules: None,
+            patience: 1,
+            checks: false,
+        }
+    }
+
+    /// The debug kernel that [`DEBUG_KERNEL`] names; `None` without that variable, or if it says `none`.
+    ///
+    /// # Errors
+    ///
+    /// There is none at that place.
+    pub fn debug() -> Result<Option<Kernel>> {
+        let Some(folder) = env::var_os(DEBUG_KERNEL).filter(|folder| !folder.is_empty() && folder != "none") else {
+            return Ok(None);
+        };
+        let folder = PathBuf::from(folder);
+        let image = folder.join("vmlinux");
+        ensure!(
+            image.is_file(),
+            "{DEBUG_KERNEL}: there is no debug kernel at {}: make debug-kernel",
+            folder.display()
+        );
+        Ok(Some(Kernel {
+            image,
+            modules: Some(folder.join("modules")),
+            patience: DEBUG_PATIENCE,
+            checks: true,
+        }))
+    }
+
+    /// The kernel of a name: `stock`, `debug`, or the path of an image.
+    ///
+    /// # Errors
+    ///
+    /// As [`Kernel::stock`] and [`Kernel::debug`], which has to be set.
+    pub fn named(name: &str) -> Result<Kernel> {
+        match name {
+            "stock" => Kernel::stock(),
+            "debug" => {
+                Kernel::debug()?.with_context(|| format!("{DEBUG_KERNEL} is not set: where is the debug kernel?"))
+            }
+            path => Ok(Kernel::image(path.into())),
+        }
+    }
+}
 
 /// Release of the kernel that the sandbox was made for.
 ///

@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::kernel::Kernel;
 use p2pmem_vm::qemu::{self, Ends, Paths};
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream};
@@ -61,9 +62,9 @@ struct Run {
     /// Kernel module to load before the command; the path is one of the sandbox
     #[arg(long, value_name = "PATH")]
     module: Option<PathBuf>,
-    /// Kernel image (ELF) instead of the sandbox's stock kernel
-    #[arg(long, value_name = "PATH")]
-    kernel: Option<PathBuf>,
+    /// Kernel: stock, debug, or an image (ELF)
+    #[arg(long, value_name = "KERNEL", default_value = "stock")]
+    kernel: String,
     /// Environment variable for the command; may be repeated
     #[arg(long, value_name = "NAME=VALUE", value_parser = parse_env)]
     env: Vec<(String, String)>,
@@ -177,7 +178,7 @@ impl Run {
         };
         let node = node.name.clone();
         let options = Options {
-            kernel: self.kernel.clone(),
+            kernel: Some(Kernel::named(&self.kernel)?),
         };
         let mut cluster = match Cluster::boot(&layout, &options) {
             Ok(cluster) => cluster,
@@ -211,6 +212,7 @@ impl Run {
                 1 => cluster.node(&node)?.snapshot()?,
                 _ => cluster.snapshot()?,
             });
+            outcome.findings.extend(cluster.check()?);
             outcome.findings.extend(cluster.shut_down()?);
         } else {
             console = Some(cluster.node(&node)?.console_tail());

@@ -111,6 +111,7 @@ impl Results {
             let of = |results: &BTreeMap<String, &str>| results.get(test).copied().unwrap_or(NONE).to_owned();
             let (expected, got) = (of(&expected), of(&got));
             Report {
+                kernel: String::new(),
                 client: "pyverbs".into(),
                 command: test.clone(),
                 // A failure's text may have addresses and the like: its beginning counts.

@@ -18,7 +18,8 @@ use p2pmem_guest::wire::PORT_NAME;
 /// Options for every boot: no mitigations and no self-tests, because every emulated instruction costs; the log and the
 /// console as the runner needs them; an end at a panic.
 const CMDLINE: &str = "console=ttyS0 loglevel=4 root=rootfs rootfstype=virtiofs ro mitigations=off nokaslr \
-    cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1";
+    cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1 \
+    init_on_alloc=1";
 
 /// First bus number of the first further host bridge; each has that many buses.
 const HOST_BRIDGE_BUSES: usize = 32;

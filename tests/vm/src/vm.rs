@@ -26,7 +26,7 @@ use serde_json::{Value, json};
 pub use crate::command::{Command, Outcome, Status, Stream};
 use crate::counters::{Classifier, HOST};
 use crate::dmesg::{self, Record};
-use crate::kernel;
+use crate::kernel::Kernel;
 use crate::models::{self, Model, Models};
 use crate::process::{Process, Stdin};
 use crate::qemu::{self, Ends, Paths, Plan};
@@ -52,8 +52,8 @@ const CONSOLE_TAIL: usize = 40;
 /// What may differ from boot to boot beside the topology.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Kernel image (ELF) instead of the sandbox's stock kernel.
-    pub kernel: Option<PathBuf>,
+    /// Kernel instead of the sandbox's stock kernel.
+    pub kernel: Option<Kernel>,
 }
 
 enum Event {
@@ -125,6 +125,7 @@ pub struct Vm {
     classifier: Classifier,
     next_command: u64,
     end: Option<End>,
+    kernel: Kernel,
     release: String,
     boot_time: Duration,
     _dir: tempfile::TempDir,
@@ -196,14 +197,13 @@ impl Vm {
         network: Option<(Network, Ends)>,
     ) -> Result<Vm> {
         let start = Instant::now();
-        let release = kernel::release()?;
         let kernel = match &options.kernel {
-            Some(path) => path.clone(),
-            None => kernel::vmlinux(&release)?,
+            Some(kernel) => kernel.clone(),
+            None => Kernel::stock()?,
         };
         let paths = Vm::paths(dir.path())?;
         let (network, ends) = network.unzip();
-        let plan = qemu::plan(topology, &paths, &kernel, ends.as_ref())?;
+        let plan = qemu::plan(topology, &paths, &kernel.image, ends.as_ref())?;
         for device in &topology.device {
             if let Device::Nvme { name, image, .. } = device {
                 File::create(paths.image(name))?.set_len(image.0)?;
@@ -220,7 +220,7 @@ impl Vm {
             console.clone(),
             send.clone(),
         );
-        let deadline = start + BOOT_LIMIT;
+        let deadline = start + BOOT_LIMIT * kernel.patience;
         let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?);
         let qmp = qmp.with_context(|| qemu.describe())?;
         let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
@@ -244,7 +244,8 @@ impl Vm {
             classifier,
             next_command: 1,
             end: None,
-            release,
+            kernel,
+            release: String::new(),
             boot_time: Duration::ZERO,
             _dir: dir,
         };
@@ -265,7 +266,7 @@ impl Vm {
                 Ok(_) => continue,
                 Err(end) => {
                     let why = match end {
-                        End::TimedOut => format!("not ready within {BOOT_LIMIT:?}"),
+                        End::TimedOut => format!("not ready within {:?}", BOOT_LIMIT * self.kernel.patience),
                         End::Panicked(line) => line,
                         End::Died(why) => why,
                         End::Stopped => "it was stopped".into(),
@@ -281,6 +282,8 @@ impl Vm {
                         topology: self.topology.name.clone(),
                         network: network.take(),
                         rdma: self.topology.has_nic() && self.topology.machine.rdma,
+                        modules: self.kernel.modules.clone(),
+                        patience: self.kernel.patience,
                     };
                     wire::write_control(&mut self.port, &setup)?;
                 }
@@ -294,6 +297,11 @@ impl Vm {
     /// Release of the running kernel.
     pub fn release(&self) -> &str {
         &self.release
+    }
+
+    /// The kernel it was booted with.
+    pub fn kernel(&self) -> &Kernel {
+        &self.kernel
     }
 
     /// From the start to the guest being ready for commands.
@@ -465,7 +473,13 @@ impl Vm {
         };
         // A broken port shows as the end of its stream below.
         let _ = wire::write_control(&mut self.port, &exec);
-        let ended = self.follow(id, start + command.limit, &mut outcome, live, listening);
+        let ended = self.follow(
+            id,
+            start + command.limit * self.kernel.patience,
+            &mut outcome,
+            live,
+            listening,
+        );
         outcome.status = match ended {
             Ok(status) => status,
             Err(end @ (End::TimedOut | End::Stopped)) => {
@@ -474,7 +488,13 @@ impl Vm {
                     _ => (ToGuest::TimedOut { id }, Status::TimedOut),
                 };
                 let _ = wire::write_control(&mut self.port, &kill);
-                match self.follow(id, Instant::now() + KILL_LIMIT, &mut outcome, live, listening) {
+                match self.follow(
+                    id,
+                    Instant::now() + KILL_LIMIT * self.kernel.patience,
+                    &mut outcome,
+                    live,
+                    listening,
+                ) {
                     Err(End::Panicked(line)) => Status::Panicked { line },
                     Ok(_) => status,
                     Err(_) => {
@@ -613,7 +633,7 @@ impl Vm {
             "device {name}: QEMU cannot unplug a vfio-user device; remove and rescan it in the guest, or kill its process"
         );
         self.qmp.execute("device_del", json!({ "id": name }))?;
-        let deadline = Instant::now() + UNPLUG_LIMIT;
+        let deadline = Instant::now() + UNPLUG_LIMIT * self.kernel.patience;
         self.qmp.wait_event(deadline, &format!("the end of {name}"), |event| {
             event["event"] == "DEVICE_DELETED" && event["data"]["device"] == name
         })?;
@@ -716,25 +736,20 @@ impl Vm {
         ensure!(self.is_alive(), "the guest is gone already");
         let console_before = self.console.lock().map_err(|_| anyhow!("poisoned"))?.count;
         wire::write_control(&mut self.port, &ToGuest::PowerOff)?;
-        let deadline = Instant::now() + POWER_OFF_LIMIT;
+        let limit = POWER_OFF_LIMIT * self.kernel.patience;
+        let deadline = Instant::now() + limit;
         loop {
             match self.next(deadline) {
                 Ok(_) => {}
                 Err(End::Stopped) => {}
                 Err(End::TimedOut) => {
-                    bail!(
-                        "the guest did not power off within {POWER_OFF_LIMIT:?}\n{}",
-                        self.console_tail()
-                    )
+                    bail!("the guest did not power off within {limit:?}\n{}", self.console_tail())
                 }
                 Err(End::Panicked(line)) => bail!("{line}\n{}", self.console_tail()),
                 Err(End::Died(_)) => break,
             }
         }
-        ensure!(
-            self.qemu.wait_until(deadline)?,
-            "QEMU did not end within {POWER_OFF_LIMIT:?}"
-        );
+        ensure!(self.qemu.wait_until(deadline)?, "QEMU did not end within {limit:?}");
         let mut findings = dmesg::findings(&self.take_log());
         // What the kernel said after its init had stopped listening is on the console only.
         let console = self.console.lock().map_err(|_| anyhow!("poisoned"))?;
@@ -796,7 +811,7 @@ fn accept(listener: &UnixListener, qemu: &mut Process, deadline: Instant) -> Res
             bail!("QEMU ended ({status}): {}", qemu.describe());
         }
         if Instant::now() > deadline {
-            bail!("QEMU did not connect within {BOOT_LIMIT:?}: {}", qemu.describe());
+            bail!("QEMU did not connect in time: {}", qemu.describe());
         }
     }
 }

@@ -23,6 +23,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::host::SOCKET;
 use p2pmem_guest::network::{self, is_listened_on};
+use p2pmem_guest::patience::PATIENCE;
 use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Listen, Network, PORT_NAME, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -111,11 +112,17 @@ fn run() -> Result<()> {
                 topology,
                 network,
                 rdma,
+                modules,
+                patience,
             } => {
                 let Some(queue) = exec_queue.take() else {
                     bail!("set up twice")
                 };
-                match set_up(&devices, &topology, network.as_ref(), rdma) {
+                let made = match modules {
+                    Some(modules) => use_modules(&modules),
+                    None => Ok(()),
+                };
+                match made.and_then(|()| set_up(&devices, &topology, network.as_ref(), rdma, patience)) {
                     Ok(vars) => {
                         serve_requests(port.clone(), replies.clone())?;
                         let (port, running) = (port.clone(), running.clone());
@@ -256,16 +263,23 @@ fn kernel_log(line: &str) {
     }
 }
 
+/// Puts the modules of another kernel where modprobe looks for them.
+fn use_modules(folder: &Path) -> Result<()> {
+    mount(folder, "/usr/lib/modules", "", MountFlags::BIND, None)
+        .with_context(|| format!("mounting {} on /usr/lib/modules", folder.display()))
+}
+
 fn set_up(
     notes: &BTreeMap<String, wire::DeviceNote>,
     topology: &str,
     network: Option<&Network>,
     rdma: bool,
+    patience: u32,
 ) -> Result<BTreeMap<String, String>> {
     let name = network.map_or("", |network| network.node.as_str());
     let name = if name.is_empty() { "guest" } else { name };
     rustix::system::sethostname(name.as_bytes()).context("hostname")?;
-    fs::write("/proc/sys/kernel/hung_task_timeout_secs", "20").context("hung task time-out")?;
+    fs::write("/proc/sys/kernel/hung_task_timeout_secs", (20 * patience).to_string()).context("hung task time-out")?;
     // What RDMA pins counts against it, for programs that give up their privileges too.
     let unlimited = Rlimit {
         current: None,
@@ -282,11 +296,15 @@ fn set_up(
     if rdma {
         modules.extend(RDMA_MODULES);
     }
+    // insmod does not load what the module needs, as modprobe would: its core where that has the peer-memory interface.
+    if offers_peer_memory() {
+        modules.push("ib_core");
+    }
     run_quietly("modprobe", &[&["-a"], modules.as_slice()].concat())?;
     mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
     // Drives appear when their controllers have been probed, which the kernel does in the background.
     let drives = || missing(notes, "nvme", |device| usable(&device.block));
-    wait_for(BLOCK_DEVICES, "a block device", drives)?;
+    wait_for(BLOCK_DEVICES * patience, "a block device", drives)?;
     if let Some(network) = network {
         let address = format!("{}/24", network::address(network::number(network)?));
         run_quietly("ip", &["address", "add", &address, "dev", "eth0"])?;
@@ -294,18 +312,28 @@ fn set_up(
     }
     if rdma {
         let ports = || missing(notes, "nic", |device| device.rdma.as_deref().is_some_and(is_active));
-        wait_for(PORTS, "an active port", ports)?;
+        wait_for(PORTS * patience, "an active port", ports)?;
         let number = network.map_or(Ok(0), network::number)?;
-        set_up_ipoib(&devices::locate(notes)?, number)?;
+        set_up_ipoib(&devices::locate(notes)?, number, IPOIB * patience)?;
     }
     let found = devices::locate(notes)?;
     devices::store(&found)?;
     let mut vars = devices::environment(&found);
     vars.insert("P2PMEM_TOPOLOGY".into(), topology.to_owned());
+    vars.insert(PATIENCE.into(), patience.to_string());
     if let Some(network) = network {
         vars.extend(network::environment(network, &found));
     }
     Ok(vars)
+}
+
+/// Whether the kernel's RDMA core has the peer-memory interface, by the list of the symbols that modules have.
+fn offers_peer_memory() -> bool {
+    let Ok(release) = fs::read_to_string("/proc/sys/kernel/osrelease") else {
+        return false;
+    };
+    let list = Path::new("/lib/modules").join(release.trim()).join("modules.symbols");
+    fs::read_to_string(list).is_ok_and(|list| list.contains("symbol:ib_register_peer_memory_client "))
 }
 
 /// Devices of a kind that are not ready.
@@ -344,7 +372,7 @@ fn is_active(rdma: &str) -> bool {
 
 /// Gives the IPoIB interfaces their addresses. One that does not join its network in time is told of in the kernel log:
 /// programs that do not need it run all the same.
-fn set_up_ipoib(devices: &Devices, node: usize) -> Result<()> {
+fn set_up_ipoib(devices: &Devices, node: usize, limit: Duration) -> Result<()> {
     let nics: Vec<_> = devices.values().filter_map(|device| device.net.as_deref()).collect();
     for (number, net) in nics.iter().enumerate() {
         let address = format!("{}/24", network::rdma_address(node, number));
@@ -356,7 +384,7 @@ fn set_up_ipoib(devices: &Devices, node: usize) -> Result<()> {
         let without = nics.iter().filter(|net| carrier(net).trim() != "1");
         Ok(without.map(|net| (*net).to_owned()).collect())
     };
-    if let Err(e) = wait_for(IPOIB, "carrier", without_carrier) {
+    if let Err(e) = wait_for(limit, "carrier", without_carrier) {
         kernel_log(&format!("p2pmem-guest-init: IPoIB: {e:#}"));
     }
     Ok(())

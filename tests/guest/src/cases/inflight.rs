@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::{Bed, Case, alloc, errno, free, open, read};
+use crate::patience::patiently;
 use crate::sys::Mapping;
 
 pub(super) const CASES: &[Case] = &[
@@ -39,7 +40,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 /// Waits until something holds; it is looked at every few milliseconds.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + patiently(LIMIT);
     while !holds()? {
         ensure!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
         thread::sleep(Duration::from_millis(5));

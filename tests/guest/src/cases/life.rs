@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open};
 use crate::host;
+use crate::patience::patiently;
 use crate::sys::{self, Mapping};
 use crate::wire::Request;
 
@@ -223,7 +224,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
 }
 
 fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + patiently(Duration::from_secs(10));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
@@ -299,7 +300,7 @@ pub(super) fn timed_unbind(bed: &Bed) -> Result<()> {
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
-    ensure!(took < REMOVE, "remove took {took:?}");
+    ensure!(took < patiently(REMOVE), "remove took {took:?}");
     Ok(())
 }
 
@@ -394,7 +395,7 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()?;
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + patiently(Duration::from_secs(20));
     let started = host::request(&Request::Snapshot)?["nvme0"]["read"]["accel0"]
         .as_u64()
         .unwrap_or(0);
@@ -416,7 +417,7 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     // fio fails, by an I/O error or SIGBUS; it must not go on.
     let ended = fio.wait()?;
     answer?;
-    ensure!(took < Duration::from_secs(5), "remove took {took:?}");
+    ensure!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
     ensure!(!ended.success(), "fio went on without the memory");
     bed.publish("accel0")
 }
@@ -456,7 +457,7 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     let start = Instant::now();
     bed.unpublish("accel0")?;
     ensure!(
-        start.elapsed() < Duration::from_secs(5),
+        start.elapsed() < patiently(Duration::from_secs(5)),
         "unbinding a dead device took {:?}",
         start.elapsed()
     );

@@ -15,6 +15,7 @@ use p2pmem::rdma::Nic;
 use p2pmem::{Access, Device, Mapping, Pd, Register, Request, Road};
 
 use super::{Bed, Case};
+use crate::patience::patiently;
 
 pub(super) const CASES: &[Case] = &[
     Case {
@@ -59,7 +60,7 @@ fn sibling(name: &str) -> Result<PathBuf> {
 
 /// Runs a program to its end, within the limit. What it says is read all the while, however much it is.
 fn finish(child: Child) -> Result<Output> {
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + patiently(LIMIT);
     let id = child.id().to_string();
     let waiting = thread::spawn(move || child.wait_with_output());
     let mut killed = false;
@@ -97,7 +98,7 @@ fn spawn(command: &mut Command) -> Result<Child> {
 /// Waits until somebody listens on a TCP port of this machine.
 fn listening(port: u16, server: &mut Child) -> Result<()> {
     let wanted = format!(":{port:04X} ");
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + patiently(LIMIT);
     while server.try_wait()?.is_none() && Instant::now() < deadline {
         let tables = [read("/proc/net/tcp")?, read("/proc/net/tcp6")?].concat();
         let listens = |line: &str| line.split_whitespace().nth(3) == Some("0A") && line.contains(&wanted);

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use libtest_mimic::Trial;
+use p2pmem_guest::cases::Kernels;
 use p2pmem_vm::clients::{CLIENT, Client, Expected, Report, SERVER, Table, tables};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;
@@ -17,7 +18,8 @@ use p2pmem_vm::pyverbs;
 use p2pmem_vm::vm::{Command, Status};
 use serde_json::Value;
 
-use crate::{Shelf, describe_outcome, failed, guests, keep};
+use crate::bed::Bed;
+use crate::describe_outcome;
 
 /// How long a table's preparation may take.
 const SET_UP: Duration = Duration::from_secs(120);
@@ -34,26 +36,23 @@ const HUGE_PAGES: u32 = 16;
 /// What came of the clients that ran.
 pub type Reports = Arc<Mutex<Vec<Report>>>;
 
-/// A trial for each client of all tables.
-pub fn trials(shelf: &Shelf, reports: &Reports, module: Option<&Path>) -> Result<Vec<Trial>> {
+/// A trial for each client of all tables, with a kernel.
+pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     let mut trials = Vec::new();
     for path in table_files()? {
         let table = Arc::new(Table::load(&path)?);
         for index in 0..table.clients.len() {
-            let (shelf, reports, table) = (shelf.clone(), reports.clone(), table.clone());
-            let module = module.map(Path::to_owned);
             let name = format!("clients::{}::{}", table.name, table.clients[index].name);
-            let ignored = module.is_none();
-            let trial = Trial::test(name, move || {
-                let module = module.as_deref().unwrap_or(Path::new(""));
-                run(&shelf, &reports, &table, &table.clients[index], module).map_err(failed)
-            });
-            trials.push(trial.with_ignored_flag(ignored));
+            let kernels = table.stock_only.as_deref().map_or(Kernels::Both, Kernels::Stock);
+            let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
+            trials.push(bed.trial(&name, kernels, move || {
+                run(&own, &reports, &shared, &shared.clients[index])
+            }));
         }
     }
-    let (shelf, reports) = (shelf.clone(), reports.clone());
-    let pyverbs = Trial::test("clients::pyverbs", move || pyverbs(&shelf, &reports).map_err(failed));
-    trials.push(pyverbs.with_ignored_flag(module.is_none()));
+    let (own, reports) = (bed.clone(), reports.clone());
+    let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
+    trials.push(bed.trial("clients::pyverbs", kernels, move || pyverbs(&own, &reports)));
     Ok(trials)
 }
 
@@ -70,17 +69,21 @@ fn table_files() -> Result<Vec<PathBuf>> {
     Ok(tables)
 }
 
-fn add(reports: &Reports, report: Report) -> Result<()> {
+fn add(bed: &Bed, reports: &Reports, report: Report) -> Result<()> {
+    let report = Report {
+        kernel: bed.name.to_owned(),
+        ..report
+    };
     reports.lock().map_err(|_| anyhow!("poisoned"))?.push(report);
     Ok(())
 }
 
-fn run(shelf: &Shelf, reports: &Reports, table: &Table, client: &Client, module: &Path) -> Result<()> {
+fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<()> {
     if let Expected::Skip { .. } = client.expected {
-        return add(reports, client.judge(None, None, &Value::Null));
+        return add(bed, reports, client.judge(None, None, &Value::Null));
     }
-    let mut guests = guests(shelf, &table.topology, false)?;
-    let env = environment(module)?;
+    let mut guests = bed.guests(&table.topology, false)?;
+    let env = environment(bed)?;
     if let Some(script) = table
         .set_up
         .as_ref()
@@ -113,7 +116,7 @@ fn run(shelf: &Shelf, reports: &Reports, table: &Table, client: &Client, module:
         Value::Null
     };
     let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
-    add(reports, report.clone())?;
+    add(bed, reports, report.clone())?;
     // Guests outlive a client that failed, as long as their kernels are in order and nothing had to be killed late.
     let ran = [&server, &outcome].into_iter().flatten();
     let sound = alive
@@ -121,7 +124,7 @@ fn run(shelf: &Shelf, reports: &Reports, table: &Table, client: &Client, module:
             .clone()
             .all(|ran| ran.findings.is_empty() && ran.status != Status::TimedOut);
     if sound {
-        keep(shelf, guests)?;
+        bed.keep(guests, &client.name)?;
     }
     if !report.ok {
         let mut text = format!(
@@ -140,10 +143,10 @@ fn run(shelf: &Shelf, reports: &Reports, table: &Table, client: &Client, module:
 }
 
 /// Runs pyverbs' own tests, a part of them on each node, and compares the result of each with what is expected.
-fn pyverbs(shelf: &Shelf, reports: &Reports) -> Result<()> {
+fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
     let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
     let folder = unpack_pyverbs()?;
-    let mut guests = guests(shelf, PYVERBS_TOPOLOGY, false)?;
+    let mut guests = bed.guests(PYVERBS_TOPOLOGY, false)?;
     let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
     let outcomes = guests.cluster.exec_all(|node| {
         let part = nodes.iter().position(|name| name == node).unwrap_or(0);
@@ -176,10 +179,10 @@ fn pyverbs(shelf: &Shelf, reports: &Reports) -> Result<()> {
                 report.command, report.expected, report.got
             ));
         }
-        add(reports, report)?;
+        add(bed, reports, report)?;
     }
     if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
-        keep(shelf, guests)?;
+        bed.keep(guests, "clients::pyverbs")?;
     }
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())
@@ -202,14 +205,13 @@ fn unpack_pyverbs() -> Result<PathBuf> {
 }
 
 /// Environment of all scripts: the module, where the programs of this build are, and where the scripts are.
-fn environment(module: &Path) -> Result<BTreeMap<String, String>> {
-    let module = fs::canonicalize(module).with_context(|| format!("P2PMEM_MODULE: {}", module.display()))?;
+fn environment(bed: &Bed) -> Result<BTreeMap<String, String>> {
+    let module = bed.module()?;
     let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
     ensure!(
         Path::new(&bin).join("p2pmemctl").exists(),
         "{bin} has no p2pmemctl: make user"
     );
-    let module = module.to_str().context("the module's path is not UTF-8")?.to_owned();
     Ok(BTreeMap::from([
         ("P2PMEM_MODULE".into(), module),
         ("P2PMEM_BIN".into(), bin),

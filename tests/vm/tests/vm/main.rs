@@ -5,22 +5,22 @@
 //! The guests of one topology run at a time. Its tests share them as long as they are sound: after a test that fails,
 //! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones.
 
-use std::collections::BTreeSet;
-use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Arguments, Failed, Trial};
-use p2pmem_guest::cases;
+use p2pmem_guest::cases::{self, Kernels};
 use p2pmem_vm::cluster::Cluster;
-use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Command, Options, Outcome, Vm, sibling, topologies};
+use p2pmem_vm::kernel::DEBUG_KERNEL;
+use p2pmem_vm::vm::{Command, Outcome, Vm, sibling};
+
+use bed::{Bed, Shelf};
 
 mod admin;
+mod bed;
 mod clients;
+mod debug;
 mod pairs;
 mod perf;
 mod registration;
@@ -29,16 +29,24 @@ mod runner;
 /// How long a test's command may take.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Running guests of a topology.
-struct Guests {
-    topology: String,
-    cluster: Cluster,
-    /// Tables of clients whose preparation has been done.
-    prepared: BTreeSet<String>,
-}
-
-/// Guests that wait for the next test; those of one topology at a time are kept.
-type Shelf = Arc<Mutex<Option<Guests>>>;
+/// The tests with guests that are not cases of the module, and on which kernels they run.
+const TESTS: &[(&[Test], Kernels<'static>)] = &[
+    (debug::TESTS, Kernels::Debug("the stock kernel does not look")),
+    (runner::TESTS, Kernels::Stock("it is of the runner, not of the module")),
+    (pairs::TESTS, Kernels::Stock("it is of the runner, not of the module")),
+    (
+        perf::TESTS,
+        Kernels::Stock("it is of a program, with host memory alone"),
+    ),
+    (
+        admin::TESTS,
+        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+    ),
+    (
+        registration::TESTS,
+        Kernels::Stock("it counts instructions of a kernel as people use it"),
+    ),
+];
 
 /// A test with guests of a topology.
 pub struct Test {
@@ -57,6 +65,7 @@ fn main() -> ExitCode {
     // A guest has as many processors as the machines this runs on; two at once would only slow each other down.
     arguments.test_threads = Some(1);
     let shelf = Shelf::default();
+    let reports = clients::Reports::default();
     let mut trials = vec![
         Trial::test("runner::leaves-no-process", || {
             runner::leaves_no_process("small", 3).map_err(failed)
@@ -68,122 +77,87 @@ fn main() -> ExitCode {
             runner::program().map_err(failed)
         }),
     ];
-    for test in runner::TESTS.iter().chain(pairs::TESTS) {
-        let shelf = shelf.clone();
-        trials.push(Trial::test(test.name, move || {
-            with_guests(&shelf, test).map_err(failed)
-        }));
+    match Bed::all(&shelf) {
+        Ok(beds) => {
+            for bed in &beds {
+                trials.extend(trials_on(bed, &reports));
+            }
+            if beds.len() < 2 {
+                eprintln!("{DEBUG_KERNEL} is not set: no test runs on the debug kernel");
+            }
+        }
+        Err(e) => trials.push(Trial::test("kernels", move || Err(failed(e)))),
     }
-    // Of user space's programs, which are built apart.
-    let built = std::env::var_os("P2PMEM_BIN").is_some() && std::env::var_os("P2PMEM_MODULE").is_some();
-    for test in perf::TESTS.iter().chain(registration::TESTS).chain(admin::TESTS) {
-        let shelf = shelf.clone();
-        let trial = Trial::test(test.name, move || with_guests(&shelf, test).map_err(failed));
-        trials.push(trial.with_ignored_flag(!built));
-    }
-    // In the order of topologies, so that guests are shared.
-    let mut of_module: Vec<_> = cases::all().collect();
-    of_module.sort_by_key(|case| (case.topology, case.ruins));
-    let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
-    for case in of_module {
-        let (shelf, module) = (shelf.clone(), module.clone());
-        let ignored = module.is_none() || matches!(cases::kernels(case), cases::Kernels::Debug(_));
-        let trial = Trial::test(format!("module::{}", case.name), move || {
-            run_case(&shelf, case, module.as_deref()).map_err(failed)
-        });
-        trials.push(trial.with_ignored_flag(ignored));
-    }
-    let reports = clients::Reports::default();
-    match clients::trials(&shelf, &reports, module.as_deref()) {
-        Ok(clients) => trials.extend(clients),
-        Err(e) => trials.push(Trial::test("clients::tables", move || Err(failed(e)))),
-    }
-    if module.is_none() {
-        eprintln!("P2PMEM_MODULE is not set: tests of the module and clients are ignored");
+    if std::env::var_os("P2PMEM_MODULE").is_none() {
+        eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
     if let Err(e) = clients::write(&reports) {
         eprintln!("the report on clients: {e:#}");
         return ExitCode::FAILURE;
     }
-    let clean = match shelf.lock().map(|mut shelf| shelf.take()) {
-        Ok(Some(guests)) => match guests.cluster.shut_down() {
-            Ok(findings) if findings.is_empty() => true,
-            Ok(findings) => complain(&guests.topology, &findings.join("\n")),
-            Err(e) => complain(&guests.topology, &format!("{e:#}")),
-        },
-        _ => true,
-    };
-    if clean {
-        conclusion.exit_code()
-    } else {
-        ExitCode::FAILURE
+    let last = shelf.lock().ok().and_then(|mut shelf| shelf.take());
+    match last.map_or(Ok(()), bed::end) {
+        Ok(()) => conclusion.exit_code(),
+        Err(e) => {
+            eprintln!("the last guests did not end in order: {e:#}");
+            ExitCode::FAILURE
+        }
     }
 }
 
-fn complain(topology: &str, what: &str) -> bool {
-    eprintln!("the last guests ({topology}) did not end in order: {what}");
-    false
+/// All tests on a kernel, in the order of topologies, so that guests are shared.
+fn trials_on(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
+    let mut trials = Vec::new();
+    for (tests, kernels) in TESTS {
+        for test in *tests {
+            let own = bed.clone();
+            trials.push(bed.trial(test.name, *kernels, move || with_guests(&own, test)));
+        }
+    }
+    let mut of_module: Vec<_> = cases::all().collect();
+    of_module.sort_by_key(|case| (case.topology, case.ruins));
+    for case in of_module {
+        let (own, name) = (bed.clone(), format!("module::{}", case.name));
+        trials.push(bed.trial(&name, cases::kernels(case), move || run_case(&own, case)));
+    }
+    match clients::trials(bed, reports) {
+        Ok(clients) => trials.extend(clients),
+        Err(e) => trials.push(Trial::test(format!("{}::clients::tables", bed.name), move || {
+            Err(failed(e))
+        })),
+    }
+    trials
 }
 
 fn failed(e: anyhow::Error) -> Failed {
     Failed::from(format!("{e:#}"))
 }
 
-/// The guests of a topology: those on the shelf, or fresh ones.
-fn guests(shelf: &Shelf, topology: &str, fresh: bool) -> Result<Guests> {
-    let kept = shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))?.take();
-    if let Some(guests) = kept {
-        if guests.topology == topology && !fresh && guests.cluster.is_alive() {
-            return Ok(guests);
-        }
-        let name = guests.topology;
-        let findings = guests
-            .cluster
-            .shut_down()
-            .with_context(|| format!("ending the guests before ({name})"))?;
-        ensure!(
-            findings.is_empty(),
-            "the guests before ({name}) ended with: {}",
-            findings.join("\n")
-        );
-    }
-    let file = topologies().join(format!("{topology}.toml"));
-    Ok(Guests {
-        topology: topology.to_owned(),
-        cluster: Cluster::boot(&Layout::load(&file)?, &Options::default())?,
-        prepared: BTreeSet::new(),
-    })
-}
-
-fn keep(shelf: &Shelf, guests: Guests) -> Result<()> {
-    *shelf.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = Some(guests);
-    Ok(())
-}
-
-fn with_guests(shelf: &Shelf, test: &Test) -> Result<()> {
-    let mut guests = guests(shelf, test.topology, test.alone)?;
+fn with_guests(bed: &Bed, test: &Test) -> Result<()> {
+    let mut guests = bed.guests(test.topology, test.alone)?;
     (test.run)(&mut guests.cluster)?;
-    if !test.alone {
-        keep(shelf, guests)?;
+    if test.alone {
+        return Ok(());
     }
-    Ok(())
+    bed.keep(guests, test.name)
 }
 
-fn run_case(shelf: &Shelf, case: &cases::Case, module: Option<&Path>) -> Result<()> {
-    let module = fs::canonicalize(module.context("P2PMEM_MODULE is not set")?).context("P2PMEM_MODULE")?;
-    let mut guests = guests(shelf, case.topology, false)?;
+fn run_case(bed: &Bed, case: &cases::Case) -> Result<()> {
+    let module = bed.module()?;
+    let mut guests = bed.guests(case.topology, false)?;
     let vm = guests.cluster.only()?;
     let program = sibling("p2pmem-guest-tests")?;
     let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
-    let outcome = run(vm, &command.env("P2PMEM_MODULE", module.to_str().context("path")?))?;
+    let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
     if !outcome.is_clean() {
         bail!("{}\n{}", case.about, describe(&outcome, vm));
     }
-    if !case.ruins {
-        keep(shelf, guests)?;
+    if case.ruins {
+        bed.drop_guests(guests)
+    } else {
+        bed.keep(guests, case.name)
     }
-    Ok(())
 }
 
 fn run(vm: &mut Vm, command: &Command) -> Result<Outcome> {

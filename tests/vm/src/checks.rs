@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What a debug kernel found wrong by itself: memory that was leaked, and whether lockdep still looks.
+//!
+//! Everything else such a kernel finds is in its log, see [`crate::dmesg`].
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+
+use crate::command::{Command, Status};
+use crate::vm::Vm;
+
+/// Scans twice: an object is reported when it had no reference in two scans and its content did not change, and not
+/// before it is five seconds old, for which the kernel has no other sign than the time.
+const SCAN: &str = "
+    set -e
+    leaks=/sys/kernel/debug/kmemleak
+    echo scan >$leaks
+    sleep 6
+    echo scan >$leaks
+    echo \"lockdep $(sed -n 's/^ debug_locks: *//p' /proc/lockdep_stats)\"
+    cat $leaks
+    # What was told once is not told again.
+    echo clear >$leaks";
+
+/// How long that may take on a kernel that is not slow.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Leaks that the kernel has without any help, by a function of their backtrace.
+const KNOWN: &[&str] = &[];
+
+/// Asks a guest's kernel. Without [`crate::kernel::Kernel::checks`] there is nothing to ask.
+///
+/// # Errors
+///
+/// The guest is gone, or its kernel has no such checks.
+pub fn run(vm: &mut Vm) -> Result<Vec<String>> {
+    if !vm.kernel().checks {
+        return Ok(Vec::new());
+    }
+    let command = Command::new(["sh", "-c", SCAN]).limit(LIMIT);
+    let outcome = vm.exec(&command, &mut |_, _| {})?;
+    ensure!(
+        outcome.status == Status::Exited { code: 0 },
+        "scanning for leaks: {:?} {}",
+        outcome.status,
+        String::from_utf8_lossy(&outcome.stderr)
+    );
+    Ok(findings(&String::from_utf8_lossy(&outcome.stdout)))
+}
+
+/// What the output of [`SCAN`] tells.
+fn findings(said: &str) -> Vec<String> {
+    let (lockdep, leaks) = said.split_once('\n').unwrap_or((said, ""));
+    let mut findings = Vec::new();
+    if lockdep.trim() != "lockdep 1" {
+        findings.push(format!("lockdep is off, so it looks no more: {lockdep:?}"));
+    }
+    let mut objects: Vec<Vec<&str>> = Vec::new();
+    for line in leaks.lines() {
+        if line.starts_with("unreferenced object") {
+            objects.push(Vec::new());
+        }
+        if let Some(object) = objects.last_mut() {
+            object.push(line.trim_end());
+        }
+    }
+    let known = |object: &Vec<&str>| object.iter().any(|line| KNOWN.iter().any(|name| line.contains(name)));
+    let new = objects.iter().filter(|object| !known(object));
+    findings.extend(new.map(|object| format!("leaked: {}", object.join("\n    "))));
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_found() {
+        assert!(findings("lockdep 1\n").is_empty());
+    }
+
+    #[test]
+    fn lockdep_that_gave_up_is_a_finding() {
+        assert_eq!(findings("lockdep 0\n").len(), 1);
+        assert_eq!(findings("").len(), 1);
+    }
+
+    #[test]
+    fn leaks_are_findings_of_their_own() {
+        let said = "lockdep 1\nunreferenced object 0xffff888008b3e000 (size 64):\n  comm \"insmod\", pid 12, jiffies 1\n  \
+                    backtrace (crc 0):\n    leak_it+0x10/0x20 [provoke]\nunreferenced object 0xffff888008b3e100 (size 8):\n  \
+                    comm \"x\", pid 13, jiffies 1\n";
+        let found = findings(said);
+        assert_eq!(found.len(), 2);
+        assert!(found[0].starts_with("leaked: unreferenced object 0xffff888008b3e000 (size 64):"));
+        assert!(found[0].contains("leak_it"));
+        assert!(!found[1].contains("leak_it"));
+    }
+}

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests of the debug kernel: that it finds what it is there for.
+
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::vm::Status;
+
+use crate::{Test, clean, describe, sh};
+
+/// The tests.
+pub const TESTS: &[Test] = &[
+    Test {
+        name: "checks::find-what-is-wrong",
+        topology: "small",
+        alone: true,
+        run: find,
+    },
+    Test {
+        name: "checks::find-nothing-else",
+        topology: "small",
+        alone: true,
+        run: find_nothing,
+    },
+];
+
+/// What a module does wrong, and a word of the report. In this order: lockdep looks no more after its first report.
+const WRONG: &[(&str, &str)] = &[
+    ("sleep", "scheduling while atomic"),
+    ("locks", "possible circular locking"),
+    ("after-free", "KASAN: slab-use-after-free"),
+];
+
+fn find(cluster: &mut Cluster) -> Result<()> {
+    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
+    let module = Path::new(&module).with_file_name("debug/p2pmem_provoke.ko");
+    let load = |what: &str| format!("insmod {} what={what} && rmmod p2pmem_provoke", module.display());
+    clean(cluster.only()?, &load("leak"))?;
+    let leaks = cluster.check()?;
+    let [leak] = leaks.as_slice() else {
+        anyhow::bail!("not one finding for one leak: {leaks:?}")
+    };
+    ensure!(leak.contains("size 1024") && leak.contains("insmod"), "{leak}");
+    for (what, word) in WRONG {
+        let vm = cluster.only()?;
+        let outcome = sh(vm, &load(what))?;
+        ensure!(
+            outcome.status == Status::Exited { code: 0 } && outcome.findings.iter().any(|line| line.contains(word)),
+            "{what}, no {word:?}: {}",
+            describe(&outcome, vm)
+        );
+    }
+    let blind = cluster.check()?;
+    ensure!(blind.iter().any(|line| line.contains("lockdep is off")), "{blind:?}");
+    Ok(())
+}
+
+fn find_nothing(cluster: &mut Cluster) -> Result<()> {
+    clean(cluster.only()?, "true")?;
+    let findings = cluster.check()?;
+    ensure!(findings.is_empty(), "{findings:?}");
+    Ok(())
+}
