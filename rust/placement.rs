@@ -671,7 +671,8 @@ mod tests {
             class: PathClass::Unreachable,
             ..NEAR
         }];
-        let cases: [(fn(&mut Candidate<'_>), VerdictCode, Outcome); 5] = [
+        type Spoil = fn(&mut Candidate<'_>);
+        let cases: [(Spoil, VerdictCode, Outcome); 5] = [
             (|c| c.live = false, VerdictCode::Leaving, Outcome::Leaving),
             (|c| c.paths = &[], VerdictCode::Unreachable, Outcome::Unreachable),
             (|c| c.size = 3 * PAGE, VerdictCode::TooSmall, Outcome::TooSmall),

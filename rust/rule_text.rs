@@ -25,7 +25,7 @@ impl PciAddr {
         Some(Self {
             domain,
             bus: u8::try_from(bus).ok()?,
-            devfn: u8::try_from(device << 3 | function).ok()?,
+            devfn: u8::try_from((device << 3) | function).ok()?,
         })
     }
 }
@@ -37,7 +37,7 @@ fn hex(digits: &[u8], most: usize) -> Option<u32> {
     }
     digits
         .iter()
-        .try_fold(0u32, |n, &c| Some(n << 4 | char::from(c).to_digit(16)?))
+        .try_fold(0u32, |n, &c| Some((n << 4) | char::from(c).to_digit(16)?))
 }
 
 /// `any`, an address, or `vendor:device` as four hexadecimal digits each.

@@ -95,11 +95,12 @@ fn panics(body: &str) -> bool {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let source = folder.path().join("entry.rs");
     let object = folder.path().join("entry.o");
-    let modules: String = ["path", "placement", "policy", "quota", "ranges", "rule_text"]
-        .iter()
-        .map(|name| format!("#[path = {:?}]\nmod {name};\n", rust.join(format!("{name}.rs"))))
-        .collect();
-    let text = format!("#![no_std]\n#![allow(dead_code, private_interfaces)]\n{modules}{body}");
+    let mut text = "#![no_std]\n#![allow(dead_code, private_interfaces)]\n".to_owned();
+    for name in ["path", "placement", "policy", "quota", "ranges", "rule_text"] {
+        let file = rust.join(format!("{name}.rs"));
+        text.extend(["#[path = ", &format!("{file:?}"), "]\nmod ", name, ";\n"]);
+    }
+    text.push_str(body);
     std::fs::write(&source, text).expect("the source is written");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let output = Command::new(rustc)
