@@ -111,13 +111,26 @@ def describe(kdir, obj, places, toolchain):
     return project
 
 
+def kbuild_notes(obj):
+    """What Kbuild noted of the last build of the module's crate: its command, and the files that it read."""
+    try:
+        return (obj / "rust/.p2pmem_main.o.cmd").read_text()
+    except FileNotFoundError:
+        return ""
+
+
 def own_cfgs(obj):
     """The configuration that Kbuild gave the module's crate beyond the kernel's own."""
-    try:
-        command = (obj / "rust/.p2pmem_main.o.cmd").read_text()
-    except FileNotFoundError:
-        return []
-    return sorted(set(re.findall(r"--cfg[= ]'?(p2pmem_\w+)", command)))
+    return sorted(set(re.findall(r"--cfg[= ]'?(p2pmem_\w+)", kbuild_notes(obj))))
+
+
+def compiled(obj):
+    """The crate's files, as the compiler read them: which they are depends on the configuration."""
+    names = set(re.findall(r"\s(?:\S*/)?(rust/\S+\.rs)\b", kbuild_notes(obj)))
+    files = sorted(TOP / name for name in names if (TOP / name).exists())
+    if not files:
+        die(f"the build in {obj} notes no file that it read: build the module first (make modules)")
+    return files
 
 
 def put(path, value):
@@ -280,7 +293,7 @@ def diagnose(command, project):
         die(f"the diagnostics broke off:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     found = errors.pop(folder / "unresolved.rs", [])
     wrong = [f"{path.relative_to(TOP)}: {text}" for path, texts in errors.items() for text in texts]
-    files = sorted((TOP / "rust").rglob("*.rs"))
+    files = compiled(pathlib.Path(own["env"]["P2PMEM_OBJ"]))
     wrong += [f"{path.relative_to(TOP)} is part of no crate" for path in files if path not in seen]
     yield "module", wrong
     failed = any("unresolved import" in text for text in found)
