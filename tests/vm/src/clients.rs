@@ -56,6 +56,8 @@ pub struct Client {
     pub expected: Expected,
     /// How long it may take.
     pub limit: Duration,
+    /// Whether no other client should have the guests after it.
+    pub ruins: bool,
 }
 
 /// What is expected of a client.
@@ -150,6 +152,8 @@ struct ClientText {
     skip: Option<String>,
     #[serde(default = "limit")]
     limit: u64,
+    #[serde(default)]
+    ruins: bool,
 }
 
 /// A TCP port as a number, a port of rdma_cm as `"rdma:7174"`.
@@ -263,6 +267,7 @@ impl Client {
             client: text.client,
             expected,
             limit: Duration::from_secs(text.limit),
+            ruins: text.ruins,
         })
     }
 

@@ -122,7 +122,7 @@ fn requests(bed: &mut Bed) -> Result<()> {
         ("align all ones", |a| a.req.align = u64::MAX, libc::EINVAL),
         ("unknown flag", |a| a.req.flags = 2, libc::EINVAL),
         ("highest flag", |a| a.req.flags = 1 << 31, libc::EINVAL),
-        ("strategy 2", |a| a.req.strategy = 2, libc::EINVAL),
+        ("strategy 4", |a| a.req.strategy = 4, libc::EINVAL),
         ("strategy all ones", |a| a.req.strategy = u32::MAX, libc::EINVAL),
         ("max_class 7", |a| a.req.max_class = 7, libc::EINVAL),
         ("max_class 256", |a| a.req.max_class = 256, libc::EINVAL),
