@@ -74,17 +74,32 @@ impl Kernel {
         }))
     }
 
-    /// The kernel of a name: `stock`, `debug`, or the path of an image.
+    /// The stock kernel with modules of its own in the folder `modules` of `folder`, as `tools/peer-kernel` makes it.
     ///
     /// # Errors
     ///
-    /// As [`Kernel::stock`] and [`Kernel::debug`], which has to be set.
+    /// As [`Kernel::stock`], or there is no such folder.
+    pub fn with_modules(folder: &Path) -> Result<Kernel> {
+        let modules = folder.join("modules");
+        ensure!(modules.is_dir(), "there are no modules at {}", modules.display());
+        Ok(Kernel {
+            modules: Some(modules),
+            ..Kernel::stock()?
+        })
+    }
+
+    /// The kernel of a name: `stock`, `debug`, the path of an image, or of a folder of modules for the stock kernel.
+    ///
+    /// # Errors
+    ///
+    /// As [`Kernel::stock`], [`Kernel::debug`], which has to be set, and [`Kernel::with_modules`].
     pub fn named(name: &str) -> Result<Kernel> {
         match name {
             "stock" => Kernel::stock(),
             "debug" => {
                 Kernel::debug()?.with_context(|| format!("{DEBUG_KERNEL} is not set: where is the debug kernel?"))
             }
+            path if Path::new(path).is_dir() => Kernel::with_modules(Path::new(path)),
             path => Ok(Kernel::image(path.into())),
         }
     }

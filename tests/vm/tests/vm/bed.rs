@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::Trial;
@@ -14,13 +15,21 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Options, topologies};
+use serde::Serialize;
 
-use crate::failed;
+use crate::{failed, write_report};
 
 /// Name of the kernel that the sandbox was made for.
 const STOCK: &str = "stock";
 /// Name of the kernel that checks itself.
 const DEBUG: &str = "debug";
+
+/// What stands for a test's name where guests did not end in order.
+const END: &str = "the end of guests";
+/// How much of a failure is repeated at the end.
+const LINES: usize = 8;
+/// And of each of its lines, in characters.
+const COLUMNS: usize = 300;
 
 /// Running guests of a topology, with a kernel.
 pub struct Guests {
@@ -37,6 +46,61 @@ pub struct Guests {
 /// Guests that wait for the next test; those of one topology at a time are kept.
 pub type Shelf = Arc<Mutex<Option<Guests>>>;
 
+/// What came of the tests that ran.
+#[derive(Clone, Default)]
+pub struct Log(Arc<Mutex<Vec<Ran>>>);
+
+/// A test that ran.
+#[derive(Serialize)]
+struct Ran {
+    test: String,
+    /// Seconds, with those of booting guests for it and of ending the ones before.
+    seconds: f64,
+    /// Why it failed.
+    failed: Option<String>,
+}
+
+impl Log {
+    fn add(&self, test: &str, seconds: f64, failed: Option<String>) {
+        let test = test.to_owned();
+        if let Ok(mut log) = self.0.lock() {
+            log.push(Ran { test, seconds, failed });
+        }
+    }
+
+    /// Ends guests in order; what is wrong with that is a failure of its own, of no test in particular.
+    pub fn end_of_guests(&self, guests: Guests) {
+        let start = Instant::now();
+        if let Err(e) = end(guests) {
+            self.add(END, start.elapsed().as_secs_f64(), Some(format!("{e:#}")));
+        }
+    }
+
+    /// Writes `vm.json` if a test ran, and says on standard output why those failed that did: libtest's own account is
+    /// above, with whole logs, far from the end.
+    /// Returns whether guests failed to end in order.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing a file.
+    pub fn end(&self) -> Result<bool> {
+        let log = self.0.lock().map_err(|_| anyhow!("poisoned"))?;
+        if log.is_empty() {
+            return Ok(false);
+        }
+        write_report("vm.json", &*log)?;
+        for ran in log.iter() {
+            if let Some(reason) = &ran.failed {
+                println!("why {} failed:", ran.test);
+                for line in reason.lines().take(LINES) {
+                    println!("    {line:.*}", COLUMNS);
+                }
+            }
+        }
+        Ok(log.iter().any(|ran| ran.failed.is_some() && ran.test == END))
+    }
+}
+
 /// A kernel to run tests on.
 #[derive(Clone)]
 pub struct Bed {
@@ -45,6 +109,7 @@ pub struct Bed {
     kernel: Kernel,
     module: Option<PathBuf>,
     shelf: Shelf,
+    log: Log,
 }
 
 impl Bed {
@@ -54,7 +119,7 @@ impl Bed {
     /// # Errors
     ///
     /// A kernel is missing.
-    pub fn all(shelf: &Shelf) -> Result<Vec<Bed>> {
+    pub fn all(shelf: &Shelf, log: &Log) -> Result<Vec<Bed>> {
         let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
         let debug_module = module
             .as_ref()
@@ -64,6 +129,7 @@ impl Bed {
             kernel,
             module,
             shelf: shelf.clone(),
+            log: log.clone(),
         };
         let mut beds = vec![bed(STOCK, Kernel::stock()?, module)];
         beds.extend(Kernel::debug()?.map(|kernel| bed(DEBUG, kernel, debug_module)));
@@ -72,7 +138,14 @@ impl Bed {
 
     /// A test on this kernel; one that does not run there shows as ignored, with the reason.
     pub fn trial(&self, name: &str, kernels: Kernels<'_>, run: impl FnOnce() -> Result<()> + Send + 'static) -> Trial {
-        let trial = Trial::test(format!("{}::{name}", self.name), move || run().map_err(failed));
+        let (name, log) = (format!("{}::{name}", self.name), self.log.clone());
+        let trial = Trial::test(name.clone(), move || {
+            let start = Instant::now();
+            let outcome = run();
+            let reason = outcome.as_ref().err().map(|e| format!("{e:#}"));
+            log.add(&name, start.elapsed().as_secs_f64(), reason);
+            outcome.map_err(failed)
+        });
         match kernels {
             Kernels::Stock(why) | Kernels::Debug(why) if !self.is_of(kernels) => {
                 trial.with_kind(format!("not here: {why}")).with_ignored_flag(true)
@@ -104,7 +177,7 @@ impl Bed {
     ///
     /// # Errors
     ///
-    /// They do not boot, or those that were there before did not end in order.
+    /// They do not boot.
     pub fn guests(&self, topology: &str, fresh: bool) -> Result<Guests> {
         let kept = self.shelf.lock().map_err(|_| anyhow!("poisoned"))?.take();
         if let Some(guests) = kept {
@@ -112,7 +185,8 @@ impl Bed {
             if fit && !fresh && guests.cluster.is_alive() {
                 return Ok(guests);
             }
-            end(guests)?;
+            // That is no fault of the test that is next.
+            self.log.end_of_guests(guests);
         }
         let file = topologies().join(format!("{topology}.toml"));
         let options = Options {
@@ -158,7 +232,7 @@ impl Bed {
 /// # Errors
 ///
 /// It found something, or they do not end; with the tests they have run.
-pub fn end(guests: Guests) -> Result<()> {
+fn end(guests: Guests) -> Result<()> {
     let Guests {
         kernel,
         topology,

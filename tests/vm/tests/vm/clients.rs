@@ -19,7 +19,7 @@ use p2pmem_vm::vm::{Command, Status};
 use serde_json::Value;
 
 use crate::bed::Bed;
-use crate::describe_outcome;
+use crate::{describe_outcome, report, write_report};
 
 /// How long a table's preparation may take.
 const SET_UP: Duration = Duration::from_secs(120);
@@ -166,12 +166,9 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
     for (node, outcome) in &outcomes {
         results
             .add(&outcome.stdout)
-            .with_context(|| describe_outcome(outcome))?;
-        if !outcome.is_clean() {
-            wrong.push(format!("node {node}: {}", describe_outcome(outcome)));
-        }
+            .with_context(|| format!("node {node}: {}", describe_outcome(outcome)))?;
     }
-    results.store(&report_folder()?.join("pyverbs.toml"))?;
+    results.store(&report("pyverbs.toml")?)?;
     for report in expected.compare(&results) {
         if !report.ok {
             wrong.push(format!(
@@ -181,6 +178,8 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
         }
         add(bed, reports, report)?;
     }
+    let unclean = outcomes.iter().filter(|(_, outcome)| !outcome.is_clean());
+    wrong.extend(unclean.map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome))));
     if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
         bed.keep(guests, "clients::pyverbs")?;
     }
@@ -237,15 +236,5 @@ pub fn write(reports: &Reports) -> Result<()> {
     if reports.is_empty() {
         return Ok(());
     }
-    let folder = report_folder()?;
-    let path = folder.join("clients.json");
-    let new = folder.join("clients.json.new");
-    fs::write(&new, serde_json::to_vec_pretty(&*reports)?).with_context(|| new.display().to_string())?;
-    fs::rename(&new, &path).with_context(|| path.display().to_string())
-}
-
-fn report_folder() -> Result<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
-    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    Ok(folder)
+    write_report("clients.json", &*reports)
 }

@@ -5,6 +5,8 @@
 //! The guests of one topology run at a time. Its tests share them as long as they are sound: after a test that fails,
 //! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones.
 
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -14,8 +16,9 @@ use p2pmem_guest::cases::{self, Kernels};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::DEBUG_KERNEL;
 use p2pmem_vm::vm::{Command, Outcome, Vm, sibling};
+use serde::Serialize;
 
-use bed::{Bed, Shelf};
+use bed::{Bed, Log, Shelf};
 
 mod admin;
 mod bed;
@@ -64,7 +67,7 @@ fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     // A guest has as many processors as the machines this runs on; two at once would only slow each other down.
     arguments.test_threads = Some(1);
-    let shelf = Shelf::default();
+    let (shelf, log) = (Shelf::default(), Log::default());
     let reports = clients::Reports::default();
     let mut trials = vec![
         Trial::test("runner::leaves-no-process", || {
@@ -77,7 +80,7 @@ fn main() -> ExitCode {
             runner::program().map_err(failed)
         }),
     ];
-    match Bed::all(&shelf) {
+    match Bed::all(&shelf, &log) {
         Ok(beds) => {
             for bed in &beds {
                 trials.extend(trials_on(bed, &reports));
@@ -92,15 +95,14 @@ fn main() -> ExitCode {
         eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
-    if let Err(e) = clients::write(&reports) {
-        eprintln!("the report on clients: {e:#}");
-        return ExitCode::FAILURE;
+    if let Some(guests) = shelf.lock().ok().and_then(|mut shelf| shelf.take()) {
+        log.end_of_guests(guests);
     }
-    let last = shelf.lock().ok().and_then(|mut shelf| shelf.take());
-    match last.map_or(Ok(()), bed::end) {
-        Ok(()) => conclusion.exit_code(),
+    match clients::write(&reports).and_then(|()| log.end()) {
+        Ok(false) => conclusion.exit_code(),
+        Ok(true) => ExitCode::FAILURE,
         Err(e) => {
-            eprintln!("the last guests did not end in order: {e:#}");
+            eprintln!("the reports: {e:#}");
             ExitCode::FAILURE
         }
     }
@@ -128,6 +130,20 @@ fn trials_on(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
         })),
     }
     trials
+}
+
+/// Where the report of a name goes.
+fn report(name: &str) -> Result<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder.join(name))
+}
+
+/// Writes a report so that nobody ever reads half of it.
+fn write_report(name: &str, value: &impl Serialize) -> Result<()> {
+    let (path, new) = (report(name)?, report(&format!(".{name}"))?);
+    fs::write(&new, serde_json::to_vec_pretty(value)?).with_context(|| new.display().to_string())?;
+    fs::rename(&new, &path).with_context(|| path.display().to_string())
 }
 
 fn failed(e: anyhow::Error) -> Failed {

@@ -3,7 +3,6 @@
 //! What registering memory with a NIC costs, in instructions: of an accelerator's memory by its dma-buf, and of host memory
 //! by `ibv_reg_mr()`, in the same guest. Leaves `registration.json` beside the other reports.
 
-use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
@@ -11,7 +10,7 @@ use p2pmem_vm::cluster::Cluster;
 use serde_json::{Value, json};
 
 use crate::perf::perf;
-use crate::{Test, clean};
+use crate::{Test, clean, write_report};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -51,15 +50,18 @@ fn costs(cluster: &mut Cluster) -> Result<()> {
     let growth = |memory| Ok::<_, anyhow::Error>(cost(memory, large)? / cost(memory, small)?);
     let (accelerator, host) = (growth("accelerator")?, growth("cpu")?);
     let ratio = cost("cpu", large)? / cost("accelerator", large)?;
-    report(&json!({
-        "unit": "instructions of the registering program, in user space and in the kernel",
-        "smallest_bytes": small,
-        "largest_bytes": large,
-        "growth_accelerator": accelerator,
-        "growth_host": host,
-        "host_by_accelerator_at_largest": ratio,
-        "measured": measured,
-    }))?;
+    write_report(
+        "registration.json",
+        &json!({
+            "unit": "instructions of the registering program, in user space and in the kernel",
+            "smallest_bytes": small,
+            "largest_bytes": large,
+            "growth_accelerator": accelerator,
+            "growth_host": host,
+            "host_by_accelerator_at_largest": ratio,
+            "measured": measured,
+        }),
+    )?;
     ensure!(
         accelerator <= FLAT,
         "registering {large} bytes of an accelerator costs {accelerator:.2} times what {small} bytes cost: {measured}"
@@ -69,13 +71,4 @@ fn costs(cluster: &mut Cluster) -> Result<()> {
         "registering host memory grows by {host:.2} only: {measured}"
     );
     Ok(())
-}
-
-/// Writes the report so that nobody ever reads half of it.
-fn report(report: &Value) -> Result<()> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
-    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    let (new, path) = (folder.join("registration.json.new"), folder.join("registration.json"));
-    fs::write(&new, serde_json::to_vec_pretty(report)?).with_context(|| new.display().to_string())?;
-    fs::rename(&new, &path).with_context(|| path.display().to_string())
 }
