@@ -20,6 +20,7 @@ use crate::{
     peer_client::Registration,
     provider::Provider,
     refusal::{refuse, Answer},
+    walk, //
 };
 use kernel::{
     new_mutex,
@@ -198,21 +199,8 @@ impl Buffer {
     }
 
     /// Calls `f` with each dma-buf, one after the other and without a lock. Those that come meanwhile may be missed.
-    pub(crate) fn for_each_export(&self, mut f: impl FnMut(&Arc<Export>)) {
-        let mut from = 0;
-        loop {
-            let inner = self.inner.lock();
-            let next = inner
-                .exports
-                .cursor_lower_bound(&from)
-                .map(|cursor| cursor.current().1.clone());
-            drop(inner);
-            let Some(export) = next else {
-                return;
-            };
-            from = export.id + 1;
-            f(&export);
-        }
+    pub(crate) fn for_each_export(&self, f: impl FnMut(&Arc<Export>)) {
+        walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().exports, from), f);
     }
 
     /// One more registration of a Live buffer, by its number. Errors: `ENODEV` when it was revoked or has ended.
@@ -238,20 +226,8 @@ impl Buffer {
 
     /// Calls `f` with each registration, one after the other and without a lock. Those that come meanwhile may be missed.
     pub(crate) fn for_each_registration(&self, mut f: impl FnMut(&Registration)) {
-        let mut from = 0;
-        loop {
-            let inner = self.inner.lock();
-            let next = inner
-                .registrations
-                .cursor_lower_bound(&from)
-                .map(|cursor| cursor.current().1.clone());
-            drop(inner);
-            let Some(registration) = next else {
-                return;
-            };
-            from = registration.id() + 1;
-            f(&registration);
-        }
+        let next = |from| walk::at_or_after(&self.inner.lock().registrations, from);
+        walk::one_by_one(next, |registration| f(registration));
     }
 
     /// Prepares the pages of a Live buffer for others' references. Errors: `ENODEV` when it was revoked.

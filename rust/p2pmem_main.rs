@@ -38,6 +38,7 @@ mod rules;
 mod stats;
 mod sys;
 mod topology;
+mod walk;
 
 /// What `INFO` says of the module.
 const VERSION: &str = "0.1.0";

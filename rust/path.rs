@@ -131,6 +131,17 @@ pub(crate) enum PathClass {
 }
 
 impl PathClass {
+    /// All of them, the nearest first.
+    pub(crate) const ALL: [Self; 7] = [
+        Self::SameDevice,
+        Self::SameSwitch,
+        Self::Switches,
+        Self::HostBridge,
+        Self::NumaNode,
+        Self::System,
+        Self::Unreachable,
+    ];
+
     /// The number the ABI has for it.
     pub(crate) fn as_raw(self) -> u32 {
         self as u32
@@ -138,17 +149,7 @@ impl PathClass {
 
     /// From the number the ABI has for it; `None` for a number that is no class.
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
-        [
-            Self::SameDevice,
-            Self::SameSwitch,
-            Self::Switches,
-            Self::HostBridge,
-            Self::NumaNode,
-            Self::System,
-            Self::Unreachable,
-        ]
-        .into_iter()
-        .find(|class| class.as_raw() == raw)
+        Self::ALL.into_iter().find(|class| class.as_raw() == raw)
     }
 }
 

@@ -19,6 +19,7 @@ use crate::{
     orchestrator::Orchestrator,
     ranges::Range,
     refusal::{refuse, Answer, Refusal},
+    walk,
 };
 use kernel::{
     fmt, new_mutex,
@@ -68,17 +69,8 @@ impl Peers {
 
     /// Calls `f` with each registration, one after the other and without a lock.
     fn for_each(&self, mut f: impl FnMut(&Registration)) {
-        let mut from = 0;
-        loop {
-            let all = self.all.lock();
-            let next = all.cursor_lower_bound(&from).map(|cursor| cursor.current().1.clone());
-            drop(all);
-            let Some(registration) = next else {
-                return;
-            };
-            from = registration.id() + 1;
-            f(&registration);
-        }
+        let next = |from| walk::at_or_after(&self.all.lock(), from);
+        walk::one_by_one(next, |registration| f(registration));
     }
 
     /// One line about the interface, and the counters.

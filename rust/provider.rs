@@ -22,6 +22,7 @@ use crate::{
     memory::{Memory, Piece, Stack},
     path::PciAddr,
     policy::Party,
+    walk,
 };
 use kernel::{
     new_condvar, new_mutex, new_work,
@@ -603,21 +604,8 @@ impl Provider {
 
     /// Calls `f` with each live buffer, one after the other and without a lock. Buffers that come meanwhile may be
     /// missed.
-    pub(crate) fn for_each_buffer(&self, mut f: impl FnMut(&Arc<Buffer>)) {
-        let mut from = 0;
-        loop {
-            let inner = self.inner.lock();
-            let next = inner
-                .buffers
-                .cursor_lower_bound(&from)
-                .map(|cursor| cursor.current().1.clone());
-            drop(inner);
-            let Some(buffer) = next else {
-                return;
-            };
-            from = buffer.id + 1;
-            f(&buffer);
-        }
+    pub(crate) fn for_each_buffer(&self, f: impl FnMut(&Arc<Buffer>)) {
+        walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().buffers, from), f);
     }
 
     /// Whether it has not begun to leave.

@@ -121,15 +121,6 @@ impl Beneficiary {
 }
 
 impl PathClass {
-    const REACHABLE: [Self; 6] = [
-        Self::SameDevice,
-        Self::SameSwitch,
-        Self::Switches,
-        Self::HostBridge,
-        Self::NumaNode,
-        Self::System,
-    ];
-
     /// The short name that user space has for it too.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
@@ -145,7 +136,9 @@ impl PathClass {
 
     /// A class that can be reached, by its short name.
     pub(crate) fn parse(text: &str) -> Option<Self> {
-        Self::REACHABLE.into_iter().find(|class| class.as_str() == text)
+        Self::ALL
+            .into_iter()
+            .find(|&class| class != Self::Unreachable && class.as_str() == text)
     }
 }
 

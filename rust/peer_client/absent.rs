@@ -8,10 +8,6 @@ use kernel::{fmt, prelude::*};
 pub(crate) enum Registration {}
 
 impl Registration {
-    pub(crate) fn id(&self) -> u64 {
-        match *self {}
-    }
-
     pub(crate) fn revoke(&self) {
         match *self {}
     }

@@ -286,6 +286,15 @@ fn sentence(
     let by = rule.map_or_else(|| "a rule".to_owned(), DecidingRule::to_string);
     // What the chosen one has in place of this, where one was chosen and its number is known.
     let versus = |text: &dyn Fn(&abi::p2pmem_verdict) -> String| chosen.map(text).unwrap_or_default();
+    // How much of it is in use, and of the chosen one.
+    let in_use = || {
+        let of = |c: &abi::p2pmem_verdict| {
+            let used = human_size(c.size.saturating_sub(c.free));
+            format!("{used} of {}", human_size(c.size))
+        };
+        let chosen = versus(&|c| format!(", of the chosen one {}", of(c)));
+        format!("{} in use{chosen}", of(own))
+    };
 
     match code {
         VerdictCode::Chosen if class.is_none() => format!("chosen: {} free", human_size(own.free)),
@@ -341,16 +350,7 @@ fn sentence(
             own.numa_distance,
             versus(&|c| format!(", the chosen one has {}", c.numa_distance))
         ),
-        VerdictCode::Load => format!(
-            "busier: {} of {} in use{}",
-            human_size(own.size.saturating_sub(own.free)),
-            human_size(own.size),
-            versus(&|c| format!(
-                ", of the chosen one {} of {}",
-                human_size(c.size.saturating_sub(c.free)),
-                human_size(c.size)
-            ))
-        ),
+        VerdictCode::Load => format!("busier: {}", in_use()),
         VerdictCode::Space => format!(
             "less room: its largest piece is {}{}",
             human_size(own.largest),
@@ -365,16 +365,7 @@ fn sentence(
             human_size(own.free)
         ),
         VerdictCode::Preference => format!("not preferred: {by} prefers the chosen one, or avoids this one"),
-        VerdictCode::Packed => format!(
-            "emptier: {} of {} in use{}",
-            human_size(own.size.saturating_sub(own.free)),
-            human_size(own.size),
-            versus(&|c| format!(
-                ", of the chosen one {} of {}",
-                human_size(c.size.saturating_sub(c.free)),
-                human_size(c.size)
-            ))
-        ),
+        VerdictCode::Packed => format!("emptier: {}", in_use()),
         VerdictCode::Cgroup => format!("over the cgroup's limit: dmem.max does not allow {wanted} more"),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }

@@ -97,6 +97,35 @@ fn verdict(stale: &Stale) -> Result<()> {
     Ok(())
 }
 
+/// A new buffer of `accel0` with the same bytes, and a pattern in them.
+struct NextOwner {
+    map: Mapping,
+    /// Where in the mapping they are.
+    at: usize,
+}
+
+impl NextOwner {
+    /// Takes all of the device's memory, of which the mebibyte at `offset` in the BAR is looked at.
+    fn of(wire: &Wire, bed: &Bed, offset: u64) -> Result<NextOwner> {
+        let buffer = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
+        let begin = buffer.bar_offset().context("the place in the BAR is not known")?;
+        ensure!(
+            begin <= offset && offset + MIB as u64 <= begin + buffer.size(),
+            "the next owner has other memory: {begin:#x}, {offset:#x}"
+        );
+        let map = buffer.map()?;
+        let at = (offset - begin) as usize;
+        map.copy_from_slice(at, &pattern(3, MIB))?;
+        Ok(NextOwner { map, at })
+    }
+
+    fn words(&self) -> Result<Vec<u64>> {
+        let mut words = vec![0u64; MIB / 8];
+        self.map.copy_to_slice(self.at, &mut words)?;
+        Ok(words)
+    }
+}
+
 fn stale_unbind(bed: &mut Bed) -> Result<()> {
     publish_both(bed)?;
     let wire = Wire::new(bed)?;
@@ -146,20 +175,8 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     // Back, and somebody else's: the same bytes, in a new buffer, which the old key must not open.
     drop(raw);
     bed.publish("accel0")?;
-    let next = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
-    let start = next.bar_offset().context("the place in the BAR is not known")?;
-    ensure!(
-        start <= offset && offset + MIB as u64 <= start + next.size(),
-        "the next buffer is elsewhere: {start:#x}, {offset:#x}"
-    );
-    let map = next.map()?;
-    let at = (offset - start) as usize;
-    map.copy_from_slice(at, &pattern(3, MIB))?;
-    let mut all = || {
-        let mut words = vec![0u64; MIB / 8];
-        map.copy_to_slice(at, &mut words)?;
-        Ok(words)
-    };
+    let next = NextOwner::of(&wire, bed, offset)?;
+    let mut all = || next.words();
     verdict(&attempts(
         &wire,
         "the provider came back",
@@ -189,20 +206,8 @@ fn stale_free(bed: &mut Bed) -> Result<()> {
     let revoke_ms = start.elapsed().as_secs_f64() * 1e3;
 
     bed.settled()?;
-    let next = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
-    let begin = next.bar_offset().context("the place in the BAR is not known")?;
-    ensure!(
-        begin <= offset && offset + MIB as u64 <= begin + next.size(),
-        "the next owner has other memory: {begin:#x}, {offset:#x}"
-    );
-    let map = next.map()?;
-    let at = (offset - begin) as usize;
-    map.copy_from_slice(at, &pattern(3, MIB))?;
-    let mut all = || {
-        let mut words = vec![0u64; MIB / 8];
-        map.copy_to_slice(at, &mut words)?;
-        Ok(words)
-    };
+    let next = NextOwner::of(&wire, bed, offset)?;
+    let mut all = || next.words();
     let mut stale = attempts(&wire, "the buffer was freed", (&from, &sent), &remote, &mut all)?;
     stale.revoke_ms = revoke_ms;
     verdict(&stale)
