@@ -507,6 +507,31 @@ fn a_full_queue_breaks() {
     }
 }
 
+/// Asks for a ring of `1 << log_entries` entries in `buffer` for a completion queue.
+fn resize(driver: &mut Driver, cq: &driver::Ring, log_entries: u32, buffer: u64) -> Result<(), Refused> {
+    let entries = 1 << log_entries;
+    for i in 0..entries {
+        driver.write(buffer + i * 64 + 63, &[0xf1]);
+    }
+    let done = driver.run(
+        op::MODIFY_CQ,
+        ifc::modify_cq_in::BYTES + 16,
+        ifc::modify_cq_out::BYTES,
+        |input| {
+            ifc::modify_cq_in::CQN.set(input, cq.number);
+            ifc::modify_cq_in::OP_MOD.set(input, constants::MLX5_CQ_OPMOD_RESIZE);
+            let select = ifc::modify_cq_in::MODIFY_FIELD_SELECT_RESIZE_FIELD_SELECT.of_mut(input);
+            ifc::resize_field_select::RESIZE_FIELD_SELECT.set(select, 7_u32);
+            ifc::cqc::LOG_CQ_SIZE.set(ifc::modify_cq_in::CQ_CONTEXT.of_mut(input), log_entries);
+            let list = ifc::modify_cq_in::PAS.of_mut(input);
+            for (page, at) in (0..(entries * 64).div_ceil(4096)).zip((0..).step_by(8)) {
+                list[at..at + 8].copy_from_slice(&(buffer + page * 4096).to_be_bytes());
+            }
+        },
+    );
+    done.map(drop)
+}
+
 #[test]
 fn a_queue_is_resized() {
     let mut driver = adapter();
@@ -514,26 +539,7 @@ fn a_queue_is_resized() {
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
     driver.wait(&mut cq);
     let buffer = driver.alloc(8192);
-    for i in 0..128 {
-        driver.write(buffer + i * 64 + 63, &[0xf1]);
-    }
-    driver
-        .run(
-            op::MODIFY_CQ,
-            ifc::modify_cq_in::BYTES + 16,
-            ifc::modify_cq_out::BYTES,
-            |input| {
-                ifc::modify_cq_in::CQN.set(input, cq.number);
-                ifc::modify_cq_in::OP_MOD.set(input, constants::MLX5_CQ_OPMOD_RESIZE);
-                let select = ifc::modify_cq_in::MODIFY_FIELD_SELECT_RESIZE_FIELD_SELECT.of_mut(input);
-                ifc::resize_field_select::RESIZE_FIELD_SELECT.set(select, 7_u32);
-                ifc::cqc::LOG_CQ_SIZE.set(ifc::modify_cq_in::CQ_CONTEXT.of_mut(input), 7_u32);
-                let list = ifc::modify_cq_in::PAS.of_mut(input);
-                list[..8].copy_from_slice(&buffer.to_be_bytes());
-                list[8..16].copy_from_slice(&(buffer + 4096).to_be_bytes());
-            },
-        )
-        .unwrap();
+    resize(&mut driver, &cq, 7, buffer).unwrap();
     // The old queue ends with an entry that says so; the next completion is in the new one.
     assert_eq!(ended(&driver.wait(&mut cq)).0, constants::MLX5_CQE_RESIZE_CQ);
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
@@ -542,6 +548,39 @@ fn a_queue_is_resized() {
         (entry[63] == 0).then_some(entry)
     });
     assert_eq!(wire::cqe64::WQE_COUNTER.get(&entry), 1);
+}
+
+#[test]
+fn a_queue_is_not_made_too_small_for_what_is_in_it() {
+    let mut driver = adapter();
+    let lid = lid(&mut driver);
+    let events = driver.event_queue(1, &[]);
+    let buffer = driver.alloc(4096);
+    // Work that was posted before counts, whether the adapter has come to it or not.
+    for _ in 0..200 {
+        let cq = driver.completion_queue(events.number, 3, |_| {});
+        let mut qp = driver.queue_pair(RC, &cq, |_| {});
+        driver.connect(&qp, lid, qp.number);
+        for _ in 0..6 {
+            driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+        }
+        let refused = resize(&mut driver, &cq, 2, buffer).unwrap_err();
+        assert_eq!(
+            refused,
+            Refused::Status(constants::MLX5_CMD_STAT_BAD_SIZE_OUTS_CQES_ERR)
+        );
+    }
+    // The entry that tells of a new ring has no place in it: all of the ring is for completions.
+    let cq = driver.completion_queue(events.number, 3, |_| {});
+    let mut qp = driver.queue_pair(RC, &cq, |_| {});
+    driver.connect(&qp, lid, qp.number);
+    resize(&mut driver, &cq, 1, buffer).unwrap();
+    resize(&mut driver, &cq, 2, buffer).unwrap();
+    for _ in 0..4 {
+        driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    }
+    assert!(resize(&mut driver, &cq, 1, buffer).is_err(), "a full ring");
+    assert_eq!(driver.handle.report().unwrap().adapter.lost_completions, 0);
 }
 
 #[test]

@@ -60,6 +60,8 @@ pub(super) struct Cq {
     producer: u32,
     /// As last read from the doorbell record.
     consumer: u32,
+    /// Indices of entries that only told of another ring and are not known to be read yet: they are in none of the new one.
+    turns: Vec<u32>,
     broken: bool,
     armed: Option<Armed>,
     /// Sequence number that the last event answered: arming with it again means nothing.
@@ -86,6 +88,7 @@ impl Cq {
             context,
             producer: 0,
             consumer: 0,
+            turns: Vec::new(),
             broken: false,
             armed: None,
             answered: None,
@@ -125,8 +128,20 @@ impl Cq {
         Ok(())
     }
 
+    /// Completions that the driver is not known to have read.
     fn unread(&self) -> u32 {
-        self.producer.wrapping_sub(self.consumer) & INDEX
+        let all = self.producer.wrapping_sub(self.consumer) & INDEX;
+        // There are no more turns than indices.
+        all - self.turns.len() as u32
+    }
+
+    /// Looks how far the driver has read.
+    fn refresh(&mut self, dma: &Dma) -> Result<(), BufferError> {
+        self.consumer = self.record.word(dma, 0)? & INDEX;
+        let (producer, consumer) = (self.producer, self.consumer);
+        let all = producer.wrapping_sub(consumer) & INDEX;
+        self.turns.retain(|turn| (turn.wrapping_sub(consumer) & INDEX) < all);
+        Ok(())
     }
 
     /// Whether another entry would overwrite one that the driver has not read.
@@ -134,7 +149,7 @@ impl Cq {
         if self.ignore_overrun || self.unread() < self.ring.entries() {
             return Ok(false);
         }
-        self.consumer = self.record.word(dma, 0)? & INDEX;
+        self.refresh(dma)?;
         Ok(self.unread() >= self.ring.entries())
     }
 
@@ -220,14 +235,25 @@ impl Cq {
         due
     }
 
-    /// Goes over to another ring. The last entry of the old one tells the driver so, and takes an index in both.
+    /// Goes over to another ring. The last entry of the old one tells the driver so, and takes an index in both. Errors:
+    /// the old one has no place for that entry, or the new one none for all that the driver has not read.
     pub(super) fn resize(&mut self, dma: &Dma, ring: Ring) -> Result<(), BufferError> {
         let mut entry = [0; wire::cqe64::BYTES];
         wire::cqe64::OP_OWN.set(&mut entry, constants::MLX5_CQE_RESIZE_CQ << 4);
         if self.is_full(dma)? {
             return Err(BufferError::Outside);
         }
-        self.write(dma, entry)?;
+        if !self.ignore_overrun && self.unread() > ring.entries() {
+            self.refresh(dma)?;
+            if self.unread() > ring.entries() {
+                return Err(BufferError::Outside);
+            }
+        }
+        self.turns.push(self.producer & INDEX);
+        if let Err(error) = self.write(dma, entry) {
+            self.turns.pop();
+            return Err(error);
+        }
         self.ring = ring;
         Ok(())
     }
