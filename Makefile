@@ -113,6 +113,7 @@ kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the de
 	@$(in) tools/kunit
 
 bench: modules user testbed ## what registering memory with a NIC costs, in instructions
+	@$(in) tools/make-modules peer
 	@$(in) tools/bench
 
 # --- on a machine that is to use p2pmem -------------------------------------------------------------------------------

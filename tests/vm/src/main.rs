@@ -62,7 +62,7 @@ struct Run {
     /// Kernel module to load before the command; the path is one of the sandbox
     #[arg(long, value_name = "PATH")]
     module: Option<PathBuf>,
-    /// Kernel: stock, debug, or an image (ELF)
+    /// Kernel: stock, debug, an image (ELF), or a folder of modules for the stock kernel
     #[arg(long, value_name = "KERNEL", default_value = "stock")]
     kernel: String,
     /// Environment variable for the command; may be repeated

@@ -218,6 +218,10 @@ pub struct RegisterArgs {
     #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
     pub device: PathBuf,
 
+    /// Instead of kinds of memory: a mapping of this file or device, registered by ibv_reg_mr().
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["memory", "provider"])]
+    pub mmap: Option<PathBuf>,
+
     /// Sizes of the memory.
     #[arg(long, value_name = "SIZES", default_value = "2M-256M")]
     pub size: Sizes,

@@ -2,6 +2,7 @@
 
 //! The memory that a test's payload is in: host memory, or a p2pmem buffer near the NIC.
 
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -165,6 +166,22 @@ impl Source {
         })
     }
 
+    /// The first bytes of a file or device that can be mapped.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be opened, or mapped.
+    pub fn mapped(path: &Path, bytes: u64) -> Result<Self> {
+        let len = usize::try_from(bytes).context("more memory than there are addresses")?;
+        let what = || format!("mapping {} of {}", human_size(bytes), path.display());
+        let file = File::options().read(true).write(true).open(path).with_context(what)?;
+        Ok(Self {
+            span: Span::file(&file, len).with_context(what)?,
+            buffer: None,
+            provider: None,
+        })
+    }
+
     /// Registers it.
     ///
     /// # Errors
@@ -175,7 +192,7 @@ impl Source {
             Some(buffer) => Registered::Buffer(BufferMemory::register(domain, &buffer)?, buffer),
             None => Registered::Host(HostMemory::register(domain, &self.span).with_context(|| {
                 format!(
-                    "{} does not take {} of host memory: may this program pin as much (ulimit -l)?",
+                    "{} does not take {} by ibv_reg_mr(): may this program pin as much (ulimit -l)?",
                     domain.nic().name(),
                     human_size(self.span.len() as u64)
                 )

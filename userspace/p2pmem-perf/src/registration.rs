@@ -3,6 +3,7 @@
 //! `register`: what it costs to register memory with a NIC, by kind of memory and size.
 
 use std::io::Write;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
@@ -18,7 +19,7 @@ use crate::sys::verbs::Domain;
 /// What registering memory of one kind and size took.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cost {
-    /// Kind of memory.
+    /// Kind of memory; `mapping` for that of a file.
     pub memory: &'static str,
     /// How it was registered.
     pub road: String,
@@ -68,13 +69,14 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
         )?;
         writeln!(
             out,
-            "{:<12} {:<10} {:>10} {:>12} {:>12}",
-            "MEMORY", "ROAD", "SIZE", "REGISTER", "DEREGISTER"
+            "{:<12} {:<10} {:>10} {:>12} {:>12} {:>12}",
+            "MEMORY", "ROAD", "SIZE", "REGISTER", "OF IT BUSY", "DEREGISTER"
         )?;
     }
-    for kind in &args.memory {
-        for bytes in &args.size.0 {
-            let cost = measure(args, *kind, *bytes, &domain)?;
+    let sizes = &args.size.0;
+    for source in sources(args) {
+        for bytes in sizes {
+            let cost = measure(source, args, *bytes, &domain)?;
             if !json {
                 let size = human_size(cost.bytes);
                 let (on, busy, off) = (cost.register_ns, cost.register_cpu_ns, cost.deregister_ns);
@@ -95,13 +97,32 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
     Ok(())
 }
 
-fn measure(args: &RegisterArgs, kind: Kind, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
-    let place = Place {
-        kind,
-        provider: args.provider.as_deref(),
-        device: &args.device,
+/// Where memory to register is from.
+#[derive(Debug, Clone, Copy)]
+enum Origin<'a> {
+    Kind(Kind),
+    Mapping(&'a Path),
+}
+
+fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
+    match &args.mmap {
+        Some(path) => vec![Origin::Mapping(path)],
+        None => args.memory.iter().copied().map(Origin::Kind).collect(),
+    }
+}
+
+fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
+    let (name, mut source) = match from {
+        Origin::Kind(kind) => {
+            let place = Place {
+                kind,
+                provider: args.provider.as_deref(),
+                device: &args.device,
+            };
+            (kind.name(), Source::new(place, domain.nic().name(), bytes)?)
+        }
+        Origin::Mapping(path) => ("mapping", Source::mapped(path, bytes)?),
     };
-    let mut source = Source::new(place, domain.nic().name(), bytes)?;
     let (mut on, mut busy, mut off, mut road) = (Vec::new(), Vec::new(), Vec::new(), String::new());
     for _ in 0..args.iters {
         let (start, work) = (Instant::now(), cpu_time());
@@ -116,7 +137,7 @@ fn measure(args: &RegisterArgs, kind: Kind, bytes: u64, domain: &std::sync::Arc<
     on.sort_unstable();
     let ns = |time: Option<&Duration>| time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     Ok(Cost {
-        memory: kind.name(),
+        memory: name,
         road,
         bytes,
         times: args.iters,

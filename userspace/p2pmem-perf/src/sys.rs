@@ -8,7 +8,9 @@
 pub mod verbs;
 
 use std::fmt;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,8 +23,8 @@ const WORD: usize = 8;
 /// Whose memory a span is.
 #[derive(Debug)]
 enum Owner {
-    /// An own anonymous mapping.
-    Host,
+    /// An own mapping, of nothing or of a file.
+    Own,
     /// A mapped buffer.
     Buffer(#[allow(dead_code)] Mapping),
 }
@@ -60,7 +62,7 @@ impl fmt::Debug for Span {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if matches!(self.owner, Owner::Host) {
+        if matches!(self.owner, Owner::Own) {
             // SAFETY: by the invariant this is our own mapping, and nobody has it any more.
             unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
         }
@@ -74,14 +76,27 @@ impl Span {
     ///
     /// There is not as much.
     pub fn host(len: usize) -> io::Result<Self> {
-        // SAFETY: a new anonymous mapping touches nothing that exists.
+        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE, None)
+    }
+
+    /// A file's first bytes, shared with others that map it.
+    ///
+    /// # Errors
+    ///
+    /// It cannot be mapped, or not as much of it.
+    pub fn file(file: &File, len: usize) -> io::Result<Self> {
+        Self::map(len, libc::MAP_SHARED, Some(file))
+    }
+
+    fn map(len: usize, flags: libc::c_int, file: Option<&File>) -> io::Result<Self> {
+        // SAFETY: a new mapping, at an address that the kernel chooses, touches nothing that exists.
         let start = unsafe {
             libc::mmap(
                 ptr::null_mut(),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE,
-                -1,
+                flags,
+                file.map_or(-1, AsRawFd::as_raw_fd),
                 0,
             )
         };
@@ -91,7 +106,7 @@ impl Span {
                 // SAFETY: the range is the mapping just made; the advice changes nothing for this process.
                 unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_DONTFORK) };
                 // INVARIANT: mapped just now, unmapped by `drop`.
-                let owner = Owner::Host;
+                let owner = Owner::Own;
                 Ok(Self {
                     inner: Arc::new(Inner { start, len, owner }),
                 })
