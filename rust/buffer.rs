@@ -12,12 +12,14 @@ use crate::{
         cred::Who,
         log::Owner,
         p2pdma::Target,
+        trace,
         uapi::consts,
         vma::{Fault, Mappable}, //
     },
     life::{Hold, Life},
     memory::Memory,
     peer_client::Registration,
+    policy::Subject as _,
     provider::Provider,
     refusal::{refuse, Answer},
     walk, //
@@ -132,9 +134,23 @@ impl Buffer {
             }
         };
         buffer.inner.lock().memory = Some(memory);
+        trace::alloc(|| {
+            let offset = buffer.bar_offset.unwrap_or(u64::MAX);
+            (buffer.about(), offset, file, buffer.who.uid())
+        });
         let holder = Holder(buffer);
         holder.provider.register(&holder.0)?;
         Ok(holder)
+    }
+
+    /// What events say of it.
+    pub(crate) fn about(&self) -> trace::About {
+        trace::About {
+            buffer: self.id,
+            size: self.size,
+            provider: self.provider.id,
+            function: self.provider.addr,
+        }
     }
 
     /// State and number of mappings.
@@ -255,6 +271,7 @@ impl Buffer {
         let memory = inner.memory.take();
         drop(inner);
         if let Some(memory) = memory {
+            trace::free(|| self.about());
             self.provider.give_back(Some(self.id), memory);
         }
     }

@@ -15,6 +15,7 @@ use crate::{
         chrdev::{self, READABLE},
         global, log,
         pci::Function,
+        trace,
         uapi::{self, consts, ioc},
         vma::{AddressSpace, NewArea},
     },
@@ -534,6 +535,10 @@ fn attach(area: NewArea<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer 
         .map()
         .map_err(|e| refuse!(e, "the buffer was revoked: its provider {} left", buffer.provider.addr))?;
     buffer.provider.mapped();
+    trace::map(|| {
+        let offset = (page - buffer.page_offset) << PAGE_SHIFT;
+        (buffer.about(), offset, area.len())
+    });
     let provider = &buffer.provider;
     area.attach(buffer.clone(), page, provider.combine, provider.has_pages());
     Ok(())

@@ -15,6 +15,7 @@ use crate::{
         log::{self, Owner},
         p2pdma::Target,
         pci::Function,
+        trace::{self, Road},
         uapi::{self, consts},
     },
     orchestrator::Orchestrator,
@@ -372,6 +373,11 @@ impl Exporter for Export {
         match this.enter(importer) {
             Ok(number) => {
                 counters.attaches.fetch_add(1, Relaxed);
+                let name = importer.name();
+                trace::register(Road::DmaBuf, || {
+                    let length = this.ranges.iter().map(|range| range.size).sum();
+                    (this.buffer.about(), this.id, length, name.device())
+                });
                 Ok(number)
             }
             Err(refusal) => {

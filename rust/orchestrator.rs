@@ -13,6 +13,7 @@ use crate::{
         log::{self, capable_admin},
         p2pdma::{self, Backing},
         pci::Function,
+        trace,
         uapi::{self, consts},
         vma::AddressSpace, //
     },
@@ -379,7 +380,19 @@ impl Orchestrator {
                 verdicts: &verdicts,
                 outcome: decision.outcome,
             };
-            return Ok(Some((held, decided.account(chosen.map(|(_, provider)| provider))?)));
+            let account = decided.account(chosen.map(|(_, provider)| provider))?;
+            trace::decision(|| trace::Decision {
+                size: wish.size,
+                align: wish.align,
+                file: judge.file(),
+                clients,
+                providers: providers.len(),
+                strategy: wish.strategy,
+                chosen: account.chosen,
+                error: account.error as u32,
+                dry: take.is_none(),
+            });
+            return Ok(Some((held, account)));
         }
     }
 
@@ -754,6 +767,7 @@ impl Orchestrator {
             return false;
         }
         let (_, mappings) = buffer.status();
+        trace::revoke(|| (buffer.about(), mappings, buffer.exports().0));
         self.space.unmap(buffer.page_offset, buffer.size / PAGE);
         buffer.for_each_export(|export| export.revoke());
         buffer.for_each_registration(|registration| registration.revoke());

@@ -361,6 +361,11 @@ impl<'a> Judge<'a> {
         self.who.uid()
     }
 
+    /// The number of the file the request came through.
+    pub(crate) fn file(&self) -> u64 {
+        self.file
+    }
+
     fn payer(&self) -> Payer<'_> {
         Payer {
             rules: &self.book.rules,

@@ -22,7 +22,7 @@
 use kernel::{
     bindings::{
         bus_type, cred, device, dma_buf_attachment, dma_data_direction, gpu_buddy, inode, list_head, p2pdma_provider,
-        pci_dev, phys_vec, sg_table, vm_area_struct,
+        pci_dev, phys_vec, sg_table, tracepoint, vm_area_struct,
     },
     ffi,
 };

@@ -100,6 +100,13 @@ impl DeviceName {
     }
 }
 
+impl DeviceName {
+    /// The device's name alone, as the kernel cut it.
+    pub(crate) fn device(&self) -> &CStr {
+        CStr::from_bytes_until_nul(&self.name).unwrap_or_default()
+    }
+}
+
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |f: &mut fmt::Formatter<'_>, bytes: &[u8]| -> fmt::Result {

@@ -14,6 +14,7 @@ use crate::{
         dma_buf::{DeviceName, Piece},
         log::Owner,
         peer_mem::{self, Adapter, Asked, CoreContext, Form, ModuleRef, Slot},
+        trace::{self, Road},
         uapi,
     },
     ranges::Range,
@@ -254,6 +255,11 @@ impl Registration {
                 provider.addr
             ),
         })?;
+        trace::register(Road::PeerMemory, || {
+            let length = self.found.ranges.iter().map(|range| range.size).sum();
+            let device = name.as_ref().map_or(c"virtual", DeviceName::device);
+            (buffer.about(), self.id, length, device)
+        });
         let mut state = self.state.lock();
         state.entries = entries;
         state.adapter = name.map_or(For::Cpu, For::Device);

@@ -21,6 +21,7 @@ struct device;
 struct dma_buf_attachment;
 struct p2pdma_provider;
 struct sg_table;
+struct tracepoint;
 
 /* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
@@ -76,6 +77,44 @@ void *p2pmem_dmem_region(u64 size, u32 domain, u8 bus, u8 devfn);
 void p2pmem_dmem_region_end(void *region);
 int p2pmem_dmem_charge(void *region, u64 size, void **pool);
 void p2pmem_dmem_uncharge(void *pool, u64 size);
+
+/* A buffer, for its events. */
+struct p2pmem_trace_buffer {
+	u64 buffer;
+	u64 size;
+	u32 provider;
+	u32 domain;
+	u8 bus;
+	u8 devfn;
+};
+
+/* A decision, for its event. */
+struct p2pmem_trace_decision {
+	u64 size;
+	u64 align;
+	u64 file;
+	u32 clients;
+	u32 providers;
+	u32 strategy;
+	u32 chosen;
+	u32 error;
+	bool dry;
+};
+
+/* The tracepoints, whose static keys Rust looks at. */
+extern struct tracepoint __tracepoint_p2pmem_alloc;
+extern struct tracepoint __tracepoint_p2pmem_free;
+extern struct tracepoint __tracepoint_p2pmem_map;
+extern struct tracepoint __tracepoint_p2pmem_register;
+extern struct tracepoint __tracepoint_p2pmem_revoke;
+extern struct tracepoint __tracepoint_p2pmem_decision;
+
+void p2pmem_trace_alloc(const struct p2pmem_trace_buffer *about, u64 bar_offset, u64 file, u32 uid);
+void p2pmem_trace_free(const struct p2pmem_trace_buffer *about);
+void p2pmem_trace_map(const struct p2pmem_trace_buffer *about, u64 offset, u64 length);
+void p2pmem_trace_register(const struct p2pmem_trace_buffer *about, u64 id, u64 length, const char *device, bool peer);
+void p2pmem_trace_revoke(const struct p2pmem_trace_buffer *about, u32 mappings, u32 exports);
+void p2pmem_trace_decision(const struct p2pmem_trace_decision *of);
 
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);

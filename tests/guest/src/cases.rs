@@ -36,6 +36,7 @@ mod rdma_user;
 mod rules;
 mod rules_bad;
 mod rules_more;
+mod trace;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -74,6 +75,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rules::CASES)
         .chain(rules_bad::CASES)
         .chain(rules_more::CASES)
+        .chain(trace::CASES)
         .chain(peer::CASES)
         .chain(peer_bad::CASES)
         .chain(peer_end::CASES)
@@ -140,6 +142,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == rules::PART {
         return rules::part(arguments);
+    }
+    if name == trace::PART {
+        return trace::part(arguments);
     }
     if name == peer_bad::PART {
         return peer_bad::part();
