@@ -3,7 +3,7 @@
 //! The PCI driver that providers of ours are bound to, by `driver_override` and by nothing else.
 
 use super::{
-    global::{BoundDevice, BOUND},
+    global::{forget_bound, BoundDevice, BOUND},
     p2pdma,
     pci::Function,
     window::{Window, Windows},
@@ -31,7 +31,7 @@ pub(crate) struct Data(BoundDevice);
 
 impl Drop for Data {
     fn drop(&mut self) {
-        BOUND.lock().retain(|d| !ptr::eq(d.device, self.0.device));
+        forget_bound(self.0.device);
     }
 }
 
@@ -71,7 +71,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
         let function = Function::of(dev);
         // First of all, so that nothing is made of it any more.
-        BOUND.lock().retain(|d| !ptr::eq(d.device, function.as_raw()));
+        forget_bound(function.as_raw());
         H::unbinding(&function);
         this.0.windows.wait();
     }

@@ -4,6 +4,7 @@
 
 use super::{p2pdma::Pool, window::Windows, workqueue::OwnQueue};
 use crate::orchestrator::Orchestrator;
+use core::ptr;
 use kernel::{
     bindings,
     prelude::*,
@@ -38,6 +39,16 @@ unsafe impl Send for BoundDevice {}
 kernel::sync::global_lock! {
     // SAFETY: `init()` initialises it before the module registers anything that uses it.
     pub(super) unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
+}
+
+/// Forgets a device that was bound to our driver. After the last one nothing of the list stays allocated: a static is not
+/// dropped when the module goes.
+pub(super) fn forget_bound(device: *mut bindings::pci_dev) {
+    let mut bound = BOUND.lock();
+    bound.retain(|d| !ptr::eq(d.device, device));
+    if bound.is_empty() {
+        *bound = KVec::new();
+    }
 }
 
 /// Initialises the locks of this file. The first thing that the module does.
