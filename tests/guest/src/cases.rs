@@ -22,6 +22,7 @@ use crate::sys::{self, Memory};
 mod bad;
 mod dmabuf;
 mod dmabuf_end;
+mod faults;
 mod good;
 mod inflight;
 mod life;
@@ -79,6 +80,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(peer::CASES)
         .chain(peer_bad::CASES)
         .chain(peer_end::CASES)
+        .chain(faults::CASES)
 }
 
 /// On which kernels a test runs.
@@ -103,6 +105,9 @@ pub fn kernels(case: &Case) -> Kernels<'static> {
     let mut peer_memory = [peer::CASES, peer_bad::CASES, peer_end::CASES].into_iter().flatten();
     if peer_memory.any(|other| other.name == case.name) {
         return Kernels::Debug("the stock kernel's RDMA core lacks the peer-memory interface");
+    }
+    if faults::CASES.iter().any(|other| other.name == case.name) {
+        return Kernels::Debug("the stock kernel's allocations cannot be made to fail");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);
     found.map_or(Kernels::Both, |(_, kernels)| *kernels)

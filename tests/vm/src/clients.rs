@@ -35,12 +35,23 @@ pub struct Table {
     pub name: String,
     /// The topology they need.
     pub topology: String,
-    /// Why they run on the stock kernel alone, if they do: else they run on the debug kernel too.
-    pub stock_only: Option<String>,
+    /// On which kernels they run.
+    pub kernels: Kernels,
     /// Shell script for every node, before the first of them.
     pub set_up: Option<String>,
     /// The clients, in the order of the file.
     pub clients: Vec<Client>,
+}
+
+/// On which kernels the clients of a table run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kernels {
+    /// On the stock kernel and on the debug kernel.
+    Both,
+    /// On the stock kernel alone, and why.
+    Stock(String),
+    /// On the debug kernel alone, and why.
+    Debug(String),
 }
 
 /// One client.
@@ -106,6 +117,8 @@ enum Operator {
 pub struct Report {
     /// The kernel it ran on: `stock` or `debug`.
     pub kernel: String,
+    /// The table it is of.
+    pub table: String,
     /// The client.
     pub client: String,
     /// What was run.
@@ -128,6 +141,7 @@ pub struct Report {
 struct TableText {
     topology: String,
     stock_only: Option<String>,
+    debug_only: Option<String>,
     set_up: Option<String>,
     client: Vec<ClientText>,
 }
@@ -187,6 +201,12 @@ impl Table {
     /// As [`Table::load`].
     pub fn parse(name: &str, text: &str) -> Result<Table> {
         let text: TableText = toml::from_str(text)?;
+        let kernels = match (text.stock_only, text.debug_only) {
+            (None, None) => Kernels::Both,
+            (Some(why), None) => Kernels::Stock(why),
+            (None, Some(why)) => Kernels::Debug(why),
+            (Some(_), Some(_)) => bail!("stock_only and debug_only leave no kernel"),
+        };
         let mut clients: Vec<Client> = Vec::new();
         for entry in text.client {
             let what = format!("client {:?}", entry.name);
@@ -203,7 +223,7 @@ impl Table {
         Ok(Table {
             name: name.to_owned(),
             topology: text.topology,
-            stock_only: text.stock_only,
+            kernels,
             set_up: text.set_up,
             clients,
         })
@@ -360,6 +380,7 @@ impl Client {
         };
         Report {
             kernel: String::new(),
+            table: String::new(),
             client: self.name.clone(),
             command,
             expected,
@@ -521,6 +542,14 @@ mod tests {
     }
 
     #[test]
+    fn tables_say_on_which_kernels() {
+        let kernels = |line: &str| Table::parse("t", &format!("{line}\n{TABLE}")).unwrap().kernels;
+        assert_eq!(kernels(""), Kernels::Both);
+        assert_eq!(kernels("stock_only = \"a\""), Kernels::Stock("a".into()));
+        assert_eq!(kernels("debug_only = \"b\""), Kernels::Debug("b".into()));
+    }
+
+    #[test]
     fn bad_tables_are_refused() {
         let cases = [
             (
@@ -540,6 +569,11 @@ mod tests {
                 "there are two clients \"rping\"",
             ),
             ("skip = ", "jump = ", "jump"),
+            (
+                "set_up = ",
+                "stock_only = \"a\"\ndebug_only = \"b\"\nset_up = ",
+                "leave no kernel",
+            ),
         ];
         for (from, to, expected) in cases {
             let text = TABLE.replacen(from, to, 1);

@@ -112,6 +112,7 @@ impl Results {
             let (expected, got) = (of(&expected), of(&got));
             Report {
                 kernel: String::new(),
+                table: String::new(),
                 client: "pyverbs".into(),
                 command: test.clone(),
                 // A failure's text may have addresses and the like: its beginning counts.

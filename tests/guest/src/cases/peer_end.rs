@@ -11,7 +11,7 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use sideway::ibverbs::memory_region::MemoryRegion;
 
 use super::life::{Part, ready};
@@ -19,6 +19,7 @@ use super::peer::{Held, MIB, Row, SOON, arrives, await_rows, check, counted, fil
 use super::rdma_programs::with_rxe;
 use super::rdma_user::word;
 use super::{Bed, Case, command, errno, read};
+use crate::patience::patiently;
 use crate::sys::{self, Mapping};
 use crate::verbs::{Adapter, REMOTE_ACCESS, SUCCESS};
 
@@ -67,7 +68,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "peer-race",
-        about: "deregistration and the end of the provider at once, many times",
+        about: "registration, deregistration and the end of the provider at once, many times",
         topology: "nic",
         ruins: false,
         run: race,
@@ -415,15 +416,15 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
 }
 
 fn race(bed: &mut Bed) -> Result<()> {
-    const ROUNDS: u32 = 40;
+    const ROUNDS: u32 = 20;
     let nic = nic(bed)?;
-    let mut invalidated = 0;
+    let (mut invalidated, mut made) = (0, 0);
     for round in 0..ROUNDS {
         bed.publish("accel0")?;
         let held = Held::new(bed, "accel0", MIB)?;
         let mut regions: Vec<_> = (0..8).map(|_| held.register(&nic)).collect::<Result<_>>()?;
         let before = counted()?["invalidate"];
-        let together = Barrier::new(2);
+        let together = Barrier::new(3);
         thread::scope(|scope| -> Result<()> {
             let other = scope.spawn(|| {
                 together.wait();
@@ -436,16 +437,31 @@ fn race(bed: &mut Bed) -> Result<()> {
                     drop(region);
                 }
             });
+            let registering = scope.spawn(|| -> Result<u64> {
+                together.wait();
+                let (mut made, deadline) = (0, Instant::now() + patiently(SOON));
+                loop {
+                    ensure!(Instant::now() < deadline, "the provider does not leave");
+                    match nic.register(held.map.address(), MIB) {
+                        Ok(_) => made += 1,
+                        Err(libc::ENODEV) => return Ok(made),
+                        Err(other) => bail!("while the provider leaves: {}", errno(other)),
+                    }
+                }
+            });
             together.wait();
-            bed.unbind("accel0")?;
-            other.join().map_err(|_| anyhow::anyhow!("the other thread panicked"))
+            let unbound = bed.unbind("accel0");
+            let panicked = |_| anyhow::anyhow!("the other thread panicked");
+            other.join().map_err(panicked)?;
+            made += registering.join().map_err(panicked)??;
+            unbound
         })?;
         ensure!(rows()?.is_empty(), "round {round}: {:#?}", rows()?);
         invalidated += counted()?["invalidate"] - before;
     }
     println!(
-        "{invalidated} of {} registrations were invalidated before they were ended",
-        8 * ROUNDS
+        "{invalidated} of {} registrations were invalidated before they were ended, {made} of all were made meanwhile",
+        u64::from(8 * ROUNDS) + made
     );
     let counts = counted()?;
     ensure!(counts["out_of_order"] == 0, "{counts:?}");

@@ -20,9 +20,9 @@ use serde::Serialize;
 use crate::{failed, write_report};
 
 /// Name of the kernel that the sandbox was made for.
-const STOCK: &str = "stock";
+pub const STOCK: &str = "stock";
 /// Name of the kernel that checks itself.
-const DEBUG: &str = "debug";
+pub const DEBUG: &str = "debug";
 
 /// What stands for a test's name where guests did not end in order.
 const END: &str = "the end of guests";

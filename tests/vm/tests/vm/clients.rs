@@ -11,15 +11,15 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use libtest_mimic::Trial;
 use p2pmem_guest::cases::Kernels;
-use p2pmem_vm::clients::{CLIENT, Client, Expected, Report, SERVER, Table, tables};
+use p2pmem_vm::clients::{self, CLIENT, Client, Expected, Report, SERVER, Table, tables};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::pyverbs;
 use p2pmem_vm::vm::{Command, Status};
 use serde_json::Value;
 
-use crate::bed::Bed;
-use crate::{describe_outcome, report, write_report};
+use crate::bed::{Bed, DEBUG, STOCK};
+use crate::{describe_outcome, peer, report, write_report};
 
 /// How long a table's preparation may take.
 const SET_UP: Duration = Duration::from_secs(120);
@@ -43,7 +43,11 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
         let table = Arc::new(Table::load(&path)?);
         for index in 0..table.clients.len() {
             let name = format!("clients::{}::{}", table.name, table.clients[index].name);
-            let kernels = table.stock_only.as_deref().map_or(Kernels::Both, Kernels::Stock);
+            let kernels = match &table.kernels {
+                clients::Kernels::Both => Kernels::Both,
+                clients::Kernels::Stock(why) => Kernels::Stock(why),
+                clients::Kernels::Debug(why) => Kernels::Debug(why),
+            };
             let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
             trials.push(bed.trial(&name, kernels, move || {
                 run(&own, &reports, &shared, &shared.clients[index])
@@ -69,9 +73,10 @@ fn table_files() -> Result<Vec<PathBuf>> {
     Ok(tables)
 }
 
-fn add(bed: &Bed, reports: &Reports, report: Report) -> Result<()> {
+fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
     let report = Report {
         kernel: bed.name.to_owned(),
+        table: table.to_owned(),
         ..report
     };
     reports.lock().map_err(|_| anyhow!("poisoned"))?.push(report);
@@ -80,7 +85,7 @@ fn add(bed: &Bed, reports: &Reports, report: Report) -> Result<()> {
 
 fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<()> {
     if let Expected::Skip { .. } = client.expected {
-        return add(bed, reports, client.judge(None, None, &Value::Null));
+        return add(bed, reports, &table.name, client.judge(None, None, &Value::Null));
     }
     let mut guests = bed.guests(&table.topology, false)?;
     let env = environment(bed)?;
@@ -116,7 +121,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<(
         Value::Null
     };
     let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
-    add(bed, reports, report.clone())?;
+    add(bed, reports, &table.name, report.clone())?;
     // Guests outlive a client that failed, as long as their kernels are in order and nothing had to be killed late.
     let ran = [&server, &outcome].into_iter().flatten();
     let sound = alive
@@ -176,7 +181,7 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
                 report.command, report.expected, report.got
             ));
         }
-        add(bed, reports, report)?;
+        add(bed, reports, "pyverbs", report)?;
     }
     let unclean = outcomes.iter().filter(|(_, outcome)| !outcome.is_clean());
     wrong.extend(unclean.map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome))));
@@ -230,11 +235,15 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
     Ok(())
 }
 
-/// Writes the report, if any client ran.
-pub fn write(reports: &Reports) -> Result<()> {
+/// Writes the reports of what ran: one a kernel, as they run by turns, and the one on peer memory.
+pub fn write(reports: &Reports, said: &peer::Said) -> Result<()> {
     let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    if reports.is_empty() {
-        return Ok(());
+    peer::write(said, &reports)?;
+    for (kernel, name) in [(STOCK, "clients.json"), (DEBUG, "clients-debug.json")] {
+        let own: Vec<&Report> = reports.iter().filter(|report| report.kernel == kernel).collect();
+        if !own.is_empty() {
+            write_report(name, &own)?;
+        }
     }
-    write_report("clients.json", &*reports)
+    Ok(())
 }

@@ -25,6 +25,7 @@ mod bed;
 mod clients;
 mod debug;
 mod pairs;
+mod peer;
 mod perf;
 mod registration;
 mod runner;
@@ -69,6 +70,7 @@ fn main() -> ExitCode {
     arguments.test_threads = Some(1);
     let (shelf, log) = (Shelf::default(), Log::default());
     let reports = clients::Reports::default();
+    let said = peer::Said::default();
     let mut trials = vec![
         Trial::test("runner::leaves-no-process", || {
             runner::leaves_no_process("small", 3).map_err(failed)
@@ -83,7 +85,7 @@ fn main() -> ExitCode {
     match Bed::all(&shelf, &log) {
         Ok(beds) => {
             for bed in &beds {
-                trials.extend(trials_on(bed, &reports));
+                trials.extend(trials_on(bed, &reports, &said));
             }
             if beds.len() < 2 {
                 eprintln!("{DEBUG_KERNEL} is not set: no test runs on the debug kernel");
@@ -98,7 +100,7 @@ fn main() -> ExitCode {
     if let Some(guests) = shelf.lock().ok().and_then(|mut shelf| shelf.take()) {
         log.end_of_guests(guests);
     }
-    match clients::write(&reports).and_then(|()| log.end()) {
+    match clients::write(&reports, &said).and_then(|()| log.end()) {
         Ok(false) => conclusion.exit_code(),
         Ok(true) => ExitCode::FAILURE,
         Err(e) => {
@@ -109,7 +111,7 @@ fn main() -> ExitCode {
 }
 
 /// All tests on a kernel, in the order of topologies, so that guests are shared.
-fn trials_on(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
+fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
     let mut trials = Vec::new();
     for (tests, kernels) in TESTS {
         for test in *tests {
@@ -120,8 +122,8 @@ fn trials_on(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
     let mut of_module: Vec<_> = cases::all().collect();
     of_module.sort_by_key(|case| (case.topology, case.ruins));
     for case in of_module {
-        let (own, name) = (bed.clone(), format!("module::{}", case.name));
-        trials.push(bed.trial(&name, cases::kernels(case), move || run_case(&own, case)));
+        let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
+        trials.push(bed.trial(&name, cases::kernels(case), move || run_case(&own, &said, case)));
     }
     match clients::trials(bed, reports) {
         Ok(clients) => trials.extend(clients),
@@ -159,13 +161,14 @@ fn with_guests(bed: &Bed, test: &Test) -> Result<()> {
     bed.keep(guests, test.name)
 }
 
-fn run_case(bed: &Bed, case: &cases::Case) -> Result<()> {
+fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
     let module = bed.module()?;
     let mut guests = bed.guests(case.topology, false)?;
     let vm = guests.cluster.only()?;
     let program = sibling("p2pmem-guest-tests")?;
     let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
     let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
+    peer::collect(said, &outcome.stdout)?;
     if !outcome.is_clean() {
         bail!("{}\n{}", case.about, describe(&outcome, vm));
     }
