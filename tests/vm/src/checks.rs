@@ -12,12 +12,13 @@ use crate::command::{Command, Status};
 use crate::vm::Vm;
 
 /// Scans twice: an object is reported when it had no reference in two scans and its content did not change, and not
-/// before it is five seconds old, for which the kernel has no other sign than the time.
+/// before it is five seconds old at the second, for which the kernel has no other sign than the time.
 const SCAN: &str = "
     set -e
     leaks=/sys/kernel/debug/kmemleak
+    sleep 6 &
     echo scan >$leaks
-    sleep 6
+    wait
     echo scan >$leaks
     echo \"lockdep $(sed -n 's/^ debug_locks: *//p' /proc/lockdep_stats)\"
     cat $leaks

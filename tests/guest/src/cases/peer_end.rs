@@ -264,7 +264,7 @@ fn persistent(bed: &mut Bed) -> Result<()> {
                         .lines()
                         .any(|line| line.contains(&who) && line.contains("to end its registration")))
                 };
-                let deadline = Instant::now() + SOON;
+                let deadline = Instant::now() + patiently(SOON);
                 while !named()? {
                     ensure!(Instant::now() < deadline, "the log does not name who holds on");
                     thread::sleep(Duration::from_millis(50));

@@ -316,27 +316,6 @@ fn tool(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Runs a program of perftest on mappings of /dev/p2pmem, both ends with one NIC, without the shim.
-pub(super) fn perftest(tool: &str, nic: &str, port: u16, address: &str) -> Result<()> {
-    let run = Perftest {
-        tool,
-        nic,
-        port,
-        address,
-        mapped: true,
-        shim: None,
-    };
-    let (server, client) = run.run()?;
-    for (who, output) in [("server", &server), ("client", &client)] {
-        ensure!(
-            output.status.success(),
-            "{tool} with {nic}, the {who}: {}",
-            text(output)
-        );
-    }
-    Ok(())
-}
-
 /// Runs a test with RDMA in software, on a network interface that leads nowhere: with itself it can talk. The test is
 /// told the adapter's name and address.
 pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()> {

@@ -14,7 +14,7 @@ use p2pmem_guest::cases::Kernels;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
 use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Options, topologies};
+use p2pmem_vm::vm::{Command, Options, topologies};
 use serde::Serialize;
 
 use crate::{failed, write_report};
@@ -23,6 +23,13 @@ use crate::{failed, write_report};
 pub const STOCK: &str = "stock";
 /// Name of the kernel that checks itself.
 pub const DEBUG: &str = "debug";
+
+/// Keeps a kernel that looks for errors from what takes it long and nobody asked for: running the module's unit tests
+/// whenever it is loaded, which have a target of their own, and scanning for leaks by itself a minute after its boot.
+const PREPARE: &str = "
+    kunit=/sys/module/kunit/parameters/filter_glob leaks=/sys/kernel/debug/kmemleak
+    [ ! -e $kunit ] || printf none >$kunit
+    [ ! -e $leaks ] || echo scan=off >$leaks";
 
 /// What stands for a test's name where guests did not end in order.
 const END: &str = "the end of guests";
@@ -192,10 +199,14 @@ impl Bed {
         let options = Options {
             kernel: Some(self.kernel.clone()),
         };
+        let mut cluster = Cluster::boot(&Layout::load(&file)?, &options)?;
+        for (node, outcome) in cluster.exec_all(|_| Command::new(["sh", "-c", PREPARE]))? {
+            ensure!(outcome.is_clean(), "node {node:?}: {outcome:?}");
+        }
         Ok(Guests {
             kernel: self.name,
             topology: topology.to_owned(),
-            cluster: Cluster::boot(&Layout::load(&file)?, &options)?,
+            cluster,
             prepared: BTreeSet::new(),
             ran: Vec::new(),
         })
