@@ -50,7 +50,7 @@ help: ## this list
 
 # --- the main job and its proof ---------------------------------------------------------------------------------------
 
-demo: modules user testbed ## + peer-to-peer work on a stock kernel, from nothing: build, boot, transform, verify
+demo: modules demo-programs ## + peer-to-peer work on a stock kernel, from nothing: build, boot, transform, verify
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json
 
@@ -77,7 +77,11 @@ debug-kernel: sandbox ## build the debug kernel, with KASAN, lockdep, kmemleak, 
 debug-modules: debug-kernel ## build p2pmem.ko and the tests' modules for the debug kernel into build/debug/
 	@$(in) tools/make-modules debug
 
-user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl
+# What the demo runs, and no more of user space: its first build is the first thing that anybody sees of p2pmem.
+demo-programs: testbed
+	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf
+
+user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl, exporter
 	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features
 
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
@@ -131,11 +135,12 @@ modules_install: ## - install the module that `make modules KDIR=...` or KREL=..
 	@env -u MAKEFLAGS -u MFLAGS $(MAKE) -C "$$(cat build/kdir)" M=$(CURDIR) MO=$(CURDIR)/build/kmod \
 		INSTALL_MOD_PATH="$(INSTALL_MOD_PATH)" modules_install
 
-install: modules_install ## - modules_install, and p2pmemctl, libraries, headers, the unit and udev rule, below DESTDIR and PREFIX
+install: modules_install ## - modules_install, and p2pmemctl, exporter, libraries, headers, the unit and udev rule, below DESTDIR and PREFIX
 	@command -v cargo >/dev/null || { echo 'install: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
-	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl -p p2pmem-capi -p p2pmem-preload \
+	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl -p p2pmem-exporter -p p2pmem-capi \
+		-p p2pmem-preload \
 		--target-dir build/target
-	@install -D -m 755 -t "$(DESTDIR)$(PREFIX)/bin" build/target/release/p2pmemctl
+	@install -D -m 755 -t "$(DESTDIR)$(PREFIX)/bin" build/target/release/p2pmemctl build/target/release/p2pmem-exporter
 	@install -D -m 644 -t "$(DESTDIR)$(PREFIX)/include/linux" include/uapi/linux/p2pmem.h
 	@DESTDIR="$(DESTDIR)" userspace/p2pmem-capi/install build/target/release "$(PREFIX)"
 	@DESTDIR="$(DESTDIR)" tools/systemd/install "$(PREFIX)"
@@ -153,5 +158,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
+.PHONY: help demo demo-programs test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
 	test-vm test-vm-debug rust-metadata modules_install install dkms clean distclean

@@ -14,8 +14,8 @@ use crate::buffer::Buffer;
 use crate::error::{Error, Operation, Result};
 use crate::events::Events;
 use crate::explain::Explanation;
-use crate::pci::Client;
-use crate::room::Room;
+use crate::pci::{Client, PciAddr};
+use crate::room::{holders, Holder, Room};
 use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, PathClass, Provider, Stats};
@@ -304,6 +304,12 @@ impl Device {
     pub fn stats(&self, provider: Option<u32>) -> Result<Stats> {
         self.call(Operation::Stats, |k| k.stats(provider.unwrap_or(0)))
             .map(Stats::from)
+    }
+
+    /// Who holds buffers, by provider, those with the most bytes first; none where this program may not know, as only root
+    /// is told.
+    pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {
+        self.kernel().holders().ok().map(|table| holders(&table))
     }
 
     /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.

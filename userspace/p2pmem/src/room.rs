@@ -101,7 +101,7 @@ impl fmt::Display for Room {
 
 /// Sums the module's list of buffers by provider and owner. Columns go by the names in its first line; the owner's, which
 /// has spaces in it, is the last.
-fn holders(table: &str) -> Vec<(PciAddr, Holder)> {
+pub(crate) fn holders(table: &str) -> Vec<(PciAddr, Holder)> {
     let mut lines = table.lines();
     let header: Vec<_> = lines.next().unwrap_or_default().split(' ').collect();
     let column = |name: &str| header.iter().position(|h| *h == name);

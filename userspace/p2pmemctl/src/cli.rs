@@ -56,6 +56,9 @@ pub enum Command {
     Explain(RequestArgs),
     /// Show counters.
     Stats(StatsArgs),
+    /// Watch providers, how fast their use changes, and who holds buffers.
+    #[cfg(feature = "top")]
+    Top(TopArgs),
     /// Write patterns to a provider's memory and read them back.
     Selftest(SelftestArgs),
     /// Print events as they come.
@@ -340,6 +343,19 @@ pub struct StatsArgs {
     /// One provider only: its id, or its device.
     #[arg(long)]
     pub provider: Option<String>,
+}
+
+/// How to watch.
+#[cfg(feature = "top")]
+#[derive(Debug, Args)]
+pub struct TopArgs {
+    /// Seconds between looks.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
+    pub interval: Duration,
+
+    /// End after so many looks; default: with the key q.
+    #[arg(long)]
+    pub count: Option<u64>,
 }
 
 /// What to test.

@@ -13,6 +13,8 @@ mod publish;
 mod rules;
 mod selftest;
 mod table;
+#[cfg(feature = "top")]
+mod top;
 mod topo;
 
 use std::io::IsTerminal;
@@ -112,6 +114,8 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
     match command {
         Command::List => list::list(context),
         Command::Stats(args) => list::stats(context, args),
+        #[cfg(feature = "top")]
+        Command::Top(args) => top::top(context, args),
         Command::Topo(args) => topo::topo(context, args),
         Command::Publish(args) => publish::publish(context, args),
         Command::Unpublish(args) => publish::unpublish(context, args),

@@ -2,7 +2,7 @@
 
 //! `list` and `stats`.
 
-use p2pmem::{human_size, Info, Provider, Stats};
+use p2pmem::{human_size, Info, PciAddr, Provider, Stats};
 use serde::Serialize;
 
 use crate::cli::StatsArgs;
@@ -84,6 +84,7 @@ fn render_list(providers: &[Provider]) -> String {
 struct OneStats {
     /// None: the sum over all providers there ever were.
     provider: Option<u32>,
+    addr: Option<PciAddr>,
     #[serde(flatten)]
     stats: Stats,
 }
@@ -101,6 +102,7 @@ pub(crate) fn stats(context: &mut Context<'_>, args: &StatsArgs) -> anyhow::Resu
             Ok(stats) => {
                 all.push(OneStats {
                     provider: Some(provider.id),
+                    addr: Some(provider.addr),
                     stats,
                 });
                 names.push(format!("{} {}", provider.id, provider.addr));
@@ -113,6 +115,7 @@ pub(crate) fn stats(context: &mut Context<'_>, args: &StatsArgs) -> anyhow::Resu
     if args.provider.is_none() {
         all.push(OneStats {
             provider: None,
+            addr: None,
             stats: device.stats(None)?,
         });
         names.push("all, ever".into());
@@ -137,6 +140,9 @@ fn render_stats(names: &[String], all: &[OneStats]) -> String {
         number("SCRUBBED"),
         number("PARKED"),
         number("REVOKED"),
+        number("DMABUFS"),
+        number("IMPORTERS"),
+        number("REFUSED"),
     ];
     let rows: Vec<_> = names
         .iter()
@@ -153,6 +159,9 @@ fn render_stats(names: &[String], all: &[OneStats]) -> String {
                 human_size(s.scrubbed_bytes),
                 s.parked.to_string(),
                 s.revoked.to_string(),
+                s.exports.to_string(),
+                s.attaches.to_string(),
+                s.attach_failed.to_string(),
             ]
         })
         .collect();

@@ -24,6 +24,7 @@ mod admin;
 mod bed;
 mod clients;
 mod debug;
+mod observe;
 mod pairs;
 mod peer;
 mod perf;
@@ -44,6 +45,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     ),
     (
         admin::TESTS,
+        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+    ),
+    (
+        observe::TESTS,
         Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
     ),
     (

@@ -1,0 +1,65 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT OR Apache-2.0
+"""Runs `p2pmemctl top` in a guest on a terminal of its own, and checks what is on it and how it ends.
+
+    top.py FOLDER PROVIDER      FOLDER of p2pmemctl; PROVIDER is published
+"""
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+FOLDER, PROVIDER = sys.argv[1:]
+# Seconds.
+LIMIT = 60
+
+
+def top(*options, until=(), key=b""):
+    """What it writes until all words were there, then with a key. Its exit code has to be 0."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["TERM"] = "xterm"
+        os.execv(f"{FOLDER}/p2pmemctl", ["p2pmemctl", "top", *options])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+    screen, pressed, deadline = b"", False, time.monotonic() + LIMIT
+    while True:
+        assert time.monotonic() < deadline, f"{options}: {until} did not come: {screen!r}"
+        if not select.select([terminal], [], [], 1)[0]:
+            continue
+        try:
+            screen += os.read(terminal, 65536)
+        except OSError:
+            # It has ended.
+            break
+        if key and not pressed and all(word in screen for word in until):
+            os.write(terminal, key)
+            pressed = True
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0, f"{options}: {code}: {screen!r}"
+    assert all(word in screen for word in until), f"{options}: {until} did not come: {screen!r}"
+    # The terminal is given back: the cursor, and what was on the screen.
+    assert b"\x1b[?25h" in screen and b"\x1b[?1049l" in screen, screen
+
+
+holder = subprocess.Popen(
+    [f"{FOLDER}/p2pmemctl", "--json", "alloc", "3M", "--provider", PROVIDER, "--hold"],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+)
+holder.stdout.readline()
+words = [PROVIDER.encode(), b"HOLDER", b"(p2pmemctl)", str(holder.pid).encode(), b"REFUSED/s"]
+top("--interval", "0.1", "--count", "3", until=words)
+top("--interval", "0.1", until=words, key=b"q")
+top(until=words, key=b"\x03")
+holder.communicate(b"\n", LIMIT)
+assert holder.returncode == 0, holder
+
+# Without a terminal it says what else there is.
+done = subprocess.run([f"{FOLDER}/p2pmemctl", "top"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=LIMIT, check=False)
+assert done.returncode == 1 and "stats --json" in done.stderr, done

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Serves what the module counts to Prometheus: `GET /metrics` gives OpenMetrics text.
+
+mod metrics;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use clap::Parser;
+use p2pmem::Device;
+use tiny_http::{Header, Method, Request, Response, Server};
+
+pub use metrics::render;
+
+/// The media type of the answer.
+const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// Serve the metrics of PCI peer-to-peer memory to Prometheus.
+///
+/// Every scrape asks the module anew. Where it is not loaded, p2pmem_up is 0.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+struct Cli {
+    /// Address and port to listen on; port 0: any that is free.
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:9835")]
+    listen: String,
+
+    /// The module's device.
+    #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
+    device: PathBuf,
+
+    /// Print the metrics once, and end.
+    #[arg(long)]
+    once: bool,
+}
+
+/// Runs the exporter with the process's arguments until SIGTERM or SIGINT.
+pub fn main() -> ExitCode {
+    match run(&Cli::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("p2pmem-exporter: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    if cli.once {
+        let (text, error) = render(|| Device::open_path(&cli.device))?;
+        print!("{text}");
+        return error.map_or(Ok(()), |error| Err(error.into()));
+    }
+    let server = Server::http(&cli.listen).map_err(anyhow::Error::from_boxed);
+    let server = Arc::new(server.with_context(|| format!("cannot listen on {}", cli.listen))?);
+    println!("serving http://{}/metrics", server.server_addr());
+    let ended = server.clone();
+    ctrlc::set_handler(move || ended.unblock()).context("cannot wait for signals")?;
+    serve(&server, &cli.device);
+    Ok(())
+}
+
+/// Answers requests, one after the other, until the server is unblocked.
+fn serve(server: &Server, device: &Path) {
+    let mut said = None;
+    // An error is that of the end.
+    while let Ok(request) = server.recv() {
+        let error = answer(request, device).map(|error| error.to_string());
+        // The same thing every fifteen seconds would fill the log.
+        if error != said {
+            match &error {
+                Some(error) => eprintln!("p2pmem-exporter: {error}"),
+                None => eprintln!("p2pmem-exporter: the module answers again"),
+            }
+            said = error;
+        }
+    }
+}
+
+/// Answers one request. Returns why the module did not answer where it did not.
+fn answer(request: Request, device: &Path) -> Option<p2pmem::Error> {
+    let path = request.url().split('?').next().unwrap_or_default();
+    let reads = matches!(request.method(), Method::Get | Method::Head);
+    let (code, text, error) = match (reads, path) {
+        (false, _) => (405, "only GET is possible\n".to_owned(), None),
+        (true, "/metrics") => match render(|| Device::open_path(device)) {
+            Ok((text, error)) => (200, text, error),
+            Err(_) => (500, "the metrics cannot be written down\n".to_owned(), None),
+        },
+        (true, "/") => (200, "The metrics are at /metrics.\n".to_owned(), None),
+        (true, _) => (404, "there is nothing but /metrics\n".to_owned(), None),
+    };
+    let mut response = Response::from_string(text).with_status_code(code);
+    let kind = if code == 200 && path == "/metrics" {
+        OPENMETRICS
+    } else {
+        "text/plain; charset=utf-8"
+    };
+    if let Ok(header) = Header::from_bytes("Content-Type", kind) {
+        response.add_header(header);
+    }
+    // Who asked may have gone.
+    let _ = request.respond(response);
+    error
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+
+    use super::*;
+
+    fn ask(server: &Server, request: &str) -> String {
+        let mut stream = TcpStream::connect(server.server_addr().to_ip().unwrap()).unwrap();
+        write!(stream, "{request}\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        text
+    }
+
+    #[test]
+    fn answers_what_it_knows_and_refuses_the_rest() {
+        let server = Arc::new(Server::http("127.0.0.1:0").unwrap());
+        let serving = server.clone();
+        let thread = std::thread::spawn(move || serve(&serving, Path::new("/nonexistent")));
+        for (request, status, words) in [
+            ("GET /metrics HTTP/1.1", 200, "p2pmem_up 0\n# EOF"),
+            (
+                "GET /metrics?name=x HTTP/1.1",
+                200,
+                "application/openmetrics-text; version=1.0.0",
+            ),
+            ("GET / HTTP/1.1", 200, "/metrics"),
+            ("GET /other HTTP/1.1", 404, "nothing but /metrics"),
+            ("POST /metrics HTTP/1.1", 405, "only GET"),
+        ] {
+            let answer = ask(&server, request);
+            assert!(
+                answer.starts_with(&format!("HTTP/1.1 {status} ")),
+                "{request}: {answer}"
+            );
+            assert!(answer.contains(words), "{request}: {answer}");
+        }
+        server.unblock();
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+}

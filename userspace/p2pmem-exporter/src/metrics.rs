@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What the module says, as metrics.
+//!
+//! Nothing is counted here: a scrape asks the module, whose counters last as long as it is loaded.
+
+use p2pmem::{Device, Info, Provider, Stats};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+/// What a scrape tells.
+#[derive(Debug)]
+struct Snapshot {
+    info: Info,
+    /// What was counted of all providers there ever were.
+    all: Stats,
+    /// The providers there are, and what was counted of each.
+    providers: Vec<(Provider, Stats)>,
+}
+
+impl Snapshot {
+    fn take(device: &Device) -> p2pmem::Result<Self> {
+        let mut providers = Vec::new();
+        for provider in device.providers()? {
+            match device.stats(Some(provider.id)) {
+                Ok(stats) => providers.push((provider, stats)),
+                // It left since it was listed.
+                Err(error) if error.errno() == Some(2) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Self {
+            info: device.info()?,
+            all: device.stats(None)?,
+            providers,
+        })
+    }
+}
+
+/// A metric with one value for each provider.
+struct Gauge(&'static str, &'static str, Option<Unit>, fn(&Provider) -> u64);
+
+const GAUGES: &[Gauge] = &[
+    Gauge("size", "Memory that can be handed out", Some(Unit::Bytes), |p| p.size),
+    Gauge("free", "Memory that is free", Some(Unit::Bytes), |p| p.free),
+    Gauge("largest", "Largest free piece", Some(Unit::Bytes), |p| p.largest),
+    Gauge(
+        "kernel_reserve",
+        "Memory left to the kernel's own users",
+        Some(Unit::Bytes),
+        |p| p.kernel_reserve,
+    ),
+    Gauge(
+        "parked",
+        "Freed memory that others still refer to",
+        Some(Unit::Bytes),
+        |p| p.parked,
+    ),
+    Gauge(
+        "scrubbing",
+        "Freed memory that waits to be cleared",
+        Some(Unit::Bytes),
+        |p| p.scrubbing,
+    ),
+    Gauge("buffers", "Live buffers", None, |p| p.buffers.into()),
+    Gauge("dma_bufs", "Dma-bufs that are not closed yet", None, |p| {
+        p.exports.into()
+    }),
+];
+
+/// A counter of the module's, of each provider and of all there ever were.
+struct Counter(&'static str, &'static str, Option<Unit>, fn(&Stats) -> u64);
+
+const COUNTERS: &[Counter] = &[
+    Counter("allocs", "Buffers allocated", None, |s| s.allocs),
+    Counter("frees", "Buffers whose memory came back", None, |s| s.frees),
+    Counter("refused", "Requests that got no memory from anyone", None, |s| s.failed),
+    Counter("allocated", "Bytes of buffers allocated", Some(Unit::Bytes), |s| {
+        s.alloc_bytes
+    }),
+    Counter(
+        "freed",
+        "Bytes of buffers whose memory came back",
+        Some(Unit::Bytes),
+        |s| s.free_bytes,
+    ),
+    Counter("maps", "User mappings made", None, |s| s.maps),
+    Counter("scrubbed", "Bytes cleared between owners", Some(Unit::Bytes), |s| {
+        s.scrubbed_bytes
+    }),
+    Counter("parkings", "Freed buffers that had to wait for others", None, |s| {
+        s.parked
+    }),
+    Counter("revoked", "Buffers ended by a revocation", None, |s| s.revoked),
+    Counter("exports", "Dma-bufs made", None, |s| s.exports),
+    Counter("attaches", "Importers attached to dma-bufs", None, |s| s.attaches),
+    Counter("attaches_refused", "Importers that were refused", None, |s| {
+        s.attach_failed
+    }),
+];
+
+/// Which provider a value is of.
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct Of {
+    provider: u32,
+    function: String,
+}
+
+/// What does not change of a provider.
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct About {
+    provider: u32,
+    function: String,
+    kind: String,
+    mode: &'static str,
+    driver: String,
+    numa_node: String,
+}
+
+/// The module's version.
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct Version {
+    version: String,
+    abi: u32,
+}
+
+impl Of {
+    fn provider(provider: &Provider) -> Self {
+        Self {
+            provider: provider.id,
+            function: provider.addr.to_string(),
+        }
+    }
+}
+
+type Encoded = Result<(), std::fmt::Error>;
+
+fn gauge(encoder: &mut DescriptorEncoder<'_>, name: &str, help: &str, unit: Option<&Unit>, value: u64) -> Encoded {
+    let gauge = ConstGauge::new(value);
+    gauge.encode(encoder.encode_descriptor(name, help, unit, gauge.metric_type())?)
+}
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        let Self { info, all, providers } = self;
+        let one = ConstGauge::new(1_u64);
+        let mut family = encoder.encode_descriptor("module", "The module that is loaded", None, one.metric_type())?;
+        let version = Version {
+            version: info.version.clone(),
+            abi: info.abi_version,
+        };
+        one.encode(family.encode_family(&version)?)?;
+        gauge(
+            &mut encoder,
+            "providers",
+            "Providers there are",
+            None,
+            info.providers.into(),
+        )?;
+
+        let mut family = encoder.encode_descriptor("provider", "A provider", None, one.metric_type())?;
+        for (provider, _) in providers {
+            let about = About {
+                provider: provider.id,
+                function: provider.addr.to_string(),
+                kind: provider.kind.to_string(),
+                mode: if provider.pageless { "pageless" } else { "paged" },
+                driver: provider.driver.clone().unwrap_or_default(),
+                numa_node: provider.numa_node.map(|n| n.to_string()).unwrap_or_default(),
+            };
+            one.encode(family.encode_family(&about)?)?;
+        }
+        for Gauge(name, help, unit, value) in GAUGES {
+            let name = format!("provider_{name}");
+            let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), one.metric_type())?;
+            for (provider, _) in providers {
+                ConstGauge::new(value(provider)).encode(family.encode_family(&Of::provider(provider))?)?;
+            }
+        }
+        for Counter(name, help, unit, value) in COUNTERS {
+            let counter = ConstCounter::new(value(all));
+            let whole = format!("{help}, of all providers there ever were");
+            counter.encode(encoder.encode_descriptor(name, &whole, unit.as_ref(), counter.metric_type())?)?;
+            let name = format!("provider_{name}");
+            let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), counter.metric_type())?;
+            for (provider, stats) in providers {
+                ConstCounter::new(value(stats)).encode(family.encode_family(&Of::provider(provider))?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the module answers: a metric that is always there.
+#[derive(Debug)]
+struct Up(bool);
+
+impl Collector for Up {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        gauge(&mut encoder, "up", "Whether the module answers", None, self.0.into())
+    }
+}
+
+/// All metrics as OpenMetrics text, and why the module did not answer where it did not.
+///
+/// # Errors
+///
+/// They cannot be written down.
+pub fn render(
+    open: impl FnOnce() -> p2pmem::Result<Device>,
+) -> Result<(String, Option<p2pmem::Error>), std::fmt::Error> {
+    let mut registry = Registry::with_prefix("p2pmem");
+    let taken = open().and_then(|device| Snapshot::take(&device));
+    registry.register_collector(Box::new(Up(taken.is_ok())));
+    let error = match taken {
+        Ok(snapshot) => {
+            registry.register_collector(Box::new(snapshot));
+            None
+        }
+        Err(error) => Some(error),
+    };
+    let mut text = String::new();
+    prometheus_client::encoding::text::encode(&mut text, &registry)?;
+    Ok((text, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use p2pmem::fake::Fake;
+    use p2pmem::Request;
+
+    use super::*;
+
+    /// The value of a metric, by its name with labels.
+    fn value(text: &str, name: &str) -> Option<u64> {
+        let line = text.lines().find(|line| line.starts_with(&format!("{name} ")))?;
+        line.rsplit_once(' ')?.1.parse().ok()
+    }
+
+    #[test]
+    fn what_the_module_counts_is_what_is_told() {
+        let fake = Fake::example();
+        let device = fake.device();
+        let buffer = device.alloc(&Request::new(1 << 20).provider(1)).unwrap();
+        assert!(device.alloc(&Request::new(1 << 40)).is_err());
+        let (text, error) = render(|| Ok(fake.device())).unwrap();
+        assert!(error.is_none());
+        assert_eq!(value(&text, "p2pmem_up"), Some(1));
+        assert_eq!(value(&text, "p2pmem_providers"), Some(3));
+        let of = "{provider=\"1\",function=\"0000:03:00.0\"}";
+        let stats = device.stats(Some(1)).unwrap();
+        for (name, expected) in [
+            ("size_bytes", 256 << 20),
+            ("free_bytes", 255 << 20),
+            ("buffers", 1),
+            ("allocs_total", 1),
+            ("allocated_bytes_total", 1 << 20),
+            ("refused_total", stats.failed),
+        ] {
+            assert_eq!(
+                value(&text, &format!("p2pmem_provider_{name}{of}")),
+                Some(expected),
+                "{name}\n{text}"
+            );
+        }
+        assert_eq!(value(&text, "p2pmem_allocs_total"), Some(1));
+        assert_eq!(
+            value(&text, "p2pmem_refused_total"),
+            Some(device.stats(None).unwrap().failed)
+        );
+        assert!(text.ends_with("# EOF\n"));
+        drop(buffer);
+        let (text, _) = render(|| Ok(fake.device())).unwrap();
+        assert_eq!(value(&text, &format!("p2pmem_provider_buffers{of}")), Some(0));
+        assert_eq!(value(&text, "p2pmem_frees_total"), Some(1));
+    }
+
+    #[test]
+    fn a_provider_that_left_is_in_the_sums_alone() {
+        let fake = Fake::example();
+        let device = fake.device();
+        drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
+        fake.remove_provider(2);
+        let (text, _) = render(|| Ok(fake.device())).unwrap();
+        assert_eq!(value(&text, "p2pmem_allocs_total"), Some(1));
+        assert!(!text.contains("provider=\"2\""), "{text}");
+    }
+
+    #[test]
+    fn without_the_module_it_says_so() {
+        let (text, error) = render(|| Device::open_path("/nonexistent")).unwrap();
+        assert_eq!(value(&text, "p2pmem_up"), Some(0));
+        assert!(error.is_some() && text.ends_with("# EOF\n") && !text.contains("p2pmem_providers"));
+    }
+
+    #[test]
+    fn names_are_ones_that_prometheus_knows() {
+        let unique: std::collections::BTreeSet<_> =
+            GAUGES.iter().map(|g| g.0).chain(COUNTERS.iter().map(|c| c.0)).collect();
+        assert_eq!(unique.len(), GAUGES.len() + COUNTERS.len());
+        assert!(unique
+            .iter()
+            .all(|name| name.bytes().all(|c| c == b'_' || c.is_ascii_lowercase())));
+    }
+}
