@@ -14,7 +14,7 @@ use crate::{
         p2pdma::Target,
         trace,
         uapi::consts,
-        vma::{Fault, Mappable}, //
+        vma::{self, Fault, Mappable}, //
     },
     life::{Hold, Life},
     memory::Memory,
@@ -86,9 +86,6 @@ fn narrow(count: u64) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// Pages that one page table maps.
-const TABLE: u64 = (Fault::TABLE / PAGE_SIZE) as u64;
-
 /// The next free place in the address space of all mappings, in pages. It starts behind 4 GiB: offset 0 means "a new
 /// buffer", and small offsets are more likely mistakes than buffers.
 static NEXT_PAGE: Atomic<u64> = Atomic::<u64>::new(1 << (32 - PAGE_SHIFT));
@@ -99,10 +96,10 @@ impl Buffer {
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
         // One page of distance, so that no mapping can run from one buffer into the next.
         let pages = (size >> PAGE_SHIFT) + 1;
-        // In step with the memory as far as page tables go, so that they can be mapped by large entries.
         let frame = memory.phys() >> PAGE_SHIFT;
-        let page = NEXT_PAGE.fetch_add(pages + TABLE, Relaxed);
-        let page_offset = page + (frame.wrapping_sub(page) & (TABLE - 1));
+        let step = (vma::step(size as usize) >> PAGE_SHIFT) as u64;
+        let page = NEXT_PAGE.fetch_add(pages + step, Relaxed);
+        let page_offset = page + (frame.wrapping_sub(page) & (step - 1));
         let bar_offset = provider.bar_offset_of(&memory);
         let bus_addr = memory.bus_addr();
         let for_buffer = provider.clone();

@@ -227,10 +227,10 @@ impl File {
             ..Default::default()
         };
         for provider in &providers {
-            let row = provider.describe();
-            info.buffers += row.buffers;
-            info.size += row.size;
-            info.free += row.free;
+            let (buffers, free) = provider.totals();
+            info.buffers += buffers;
+            info.size += provider.size;
+            info.free += free;
         }
         for (to, from) in info.version.iter_mut().zip(crate::VERSION.as_bytes()) {
             *to = *from as ffi::c_char;

@@ -586,6 +586,22 @@ impl Provider {
         row
     }
 
+    /// Live buffers, and free bytes.
+    pub(crate) fn totals(&self) -> (u32, u64) {
+        let inner = self.inner.lock();
+        let count = inner.count;
+        let free = match &inner.source {
+            None => 0,
+            Some(Source::Own { buddy, .. }) => {
+                let buddy = buddy.clone();
+                drop(inner);
+                buddy.free()
+            }
+            Some(Source::Adopted { held, .. }) => self.size - held,
+        };
+        (count, free)
+    }
+
     /// A user mapping was made.
     pub(crate) fn mapped(&self) {
         self.counters.maps.fetch_add(1, Relaxed);

@@ -14,7 +14,7 @@ use kernel::{
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, MutexGuard},
     types::Opaque,
 };
 
@@ -106,6 +106,21 @@ impl Buddy {
 
     /// Allocates one contiguous piece; `size` a multiple of the page size, `align` a power of two of at least a page.
     pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<Extent> {
+        let blocks = Blocks::new()?;
+        let (offset, size, clear) = self.take(&self.lock.lock(), &blocks, size, align)?;
+        // From here on the piece goes back when it is dropped.
+        Ok(Extent {
+            buddy: self.clone(),
+            blocks,
+            offset,
+            size,
+            clear,
+        })
+    }
+
+    /// Takes one contiguous piece into an empty list: its offset, its bytes, and whether it is all zeroes. Nothing is in
+    /// the list after an error.
+    fn take(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
         let Some(rounded) = size.checked_next_power_of_two() else {
             return Err(ENOSPC);
         };
@@ -119,8 +134,6 @@ impl Buddy {
         } else {
             (size, CLEAR | CONTIGUOUS)
         };
-        let blocks = Blocks::new()?;
-        let guard = self.lock.lock();
         // The range is named although it is all there is: cleared and other memory is only joined within the range.
         // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
         let ret = to_result(unsafe {
@@ -132,24 +145,36 @@ impl Buddy {
         // SAFETY: As above; the list holds the blocks of one allocation.
         let whole =
             unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
-        drop(guard);
-        // From here on the piece goes back when it is dropped.
-        let extent = Extent {
-            buddy: self.clone(),
-            blocks,
-            offset,
-            size: len,
-            clear,
-        };
         if !whole || offset & (align - 1) != 0 || len < size {
+            self.give(guard, blocks, clear);
             return Err(ENOSPC);
         }
-        Ok(extent)
+        Ok((offset, len, clear))
+    }
+
+    /// Gives back what is in a list that came from this allocator.
+    fn give(&self, _: &MutexGuard<'_, Blocks>, blocks: &Blocks, clear: bool) {
+        let flags = if clear { CLEARED } else { 0 };
+        // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
+        unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), flags) };
+    }
+
+    /// Whether a piece can be had. `blocks` is an empty list. The lock is held all the time, so that nobody finds less free
+    /// memory than there is.
+    fn fits(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> bool {
+        let taken = self.take(guard, blocks, size, align);
+        if let Ok((_, _, clear)) = taken {
+            self.give(guard, blocks, clear);
+        }
+        taken.is_ok()
     }
 
     /// Free bytes.
     pub(crate) fn free(&self) -> u64 {
-        let _guard = self.lock.lock();
+        self.free_bytes(&self.lock.lock())
+    }
+
+    fn free_bytes(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { (*self.inner.get()).avail }
     }
@@ -161,33 +186,40 @@ impl Buddy {
     }
 
     /// The largest block that is free without joining neighbours, a power of two.
-    fn largest_block(&self) -> u64 {
-        let _guard = self.lock.lock();
+    fn largest_block(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { sys::p2pmem_buddy_largest(self.inner.get()) }
     }
 
     /// A lower bound of the largest piece that can be had, which is exact as to whether `size` at `align` fits.
-    pub(crate) fn largest_for(self: &Arc<Self>, size: u64, align: u64) -> u64 {
-        let block = self.largest_block();
+    pub(crate) fn largest_for(&self, size: u64, align: u64) -> u64 {
+        let trial = Blocks::new();
+        let guard = self.lock.lock();
+        let block = self.largest_block(&guard);
         if size.max(align).checked_next_power_of_two().is_some_and(|n| n <= block) {
             return block;
         }
-        if align <= block.max(size) && size <= self.free() && self.alloc(size, align).is_ok() {
+        let may = align <= block.max(size) && size <= self.free_bytes(&guard);
+        if may && trial.is_ok_and(|blocks| self.fits(&guard, &blocks, size, align)) {
             return size.max(block);
         }
         // The block is large enough in bytes, but not with that alignment.
         block.min(size - PAGE_SIZE as u64)
     }
 
-    /// The largest piece that can be had at page alignment.
-    pub(crate) fn largest(self: &Arc<Self>) -> u64 {
+    /// The largest piece that can be had at page alignment. This takes a dozen trials: for people to see, not to decide by.
+    pub(crate) fn largest(&self) -> u64 {
         let page = PAGE_SIZE as u64;
-        let (mut low, mut high) = (self.largest_block(), self.free());
+        let trial = Blocks::new();
+        let guard = self.lock.lock();
+        let (mut low, mut high) = (self.largest_block(&guard), self.free_bytes(&guard));
+        let Ok(blocks) = trial else {
+            return low;
+        };
         // Pieces of several blocks: found by trying, as the allocator cannot be asked.
         while low < high {
             let mid = low + (high - low).div_ceil(2 * page) * page;
-            if self.alloc(mid, page).is_ok() {
+            if self.fits(&guard, &blocks, mid, page) {
                 low = mid;
             } else {
                 high = mid - page;
@@ -234,10 +266,7 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        let _guard = self.buddy.lock.lock();
-        let flags = if self.clear { CLEARED } else { 0 };
-        // SAFETY: The blocks came from this allocator, whose lock is held.
-        unsafe { bindings::gpu_buddy_free_list(self.buddy.inner.get(), self.blocks.0.get(), flags) };
+        self.buddy.give(&self.buddy.lock.lock(), &self.blocks, self.clear);
     }
 }
 

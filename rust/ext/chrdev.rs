@@ -8,13 +8,15 @@
 //! [`kernel::miscdevice`] sets no owner, so that unloading the module with a file open would free its code; it has no
 //! mode, no poll, and its areas have no operations.
 
-use super::vma::{AddressSpace, Mappable, NewArea};
+use super::vma::{step, AddressSpace, Mappable, NewArea};
+use crate::sys;
 use core::marker::PhantomData;
 use kernel::{
     bindings,
     error::{from_result, to_result},
     ffi,
     fs::File,
+    page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{poll::PollTable, Arc, ArcBorrow},
     types::Opaque,
@@ -76,8 +78,7 @@ impl<T: Operations> Registration<T> {
                 unlocked_ioctl: Some(Self::ioctl),
                 compat_ioctl: bindings::compat_ptr_ioctl,
                 mmap: Some(Self::mmap),
-                // Chooses addresses that allow for large entries.
-                get_unmapped_area: Some(bindings::thp_get_unmapped_area),
+                get_unmapped_area: Some(unmapped_area),
                 llseek: Some(bindings::noop_llseek),
                 ..pin_init::zeroed()
             }),
@@ -194,4 +195,31 @@ impl<T: Operations> PinnedDrop for Registration<T> {
         // SAFETY: By the type invariant the device is registered.
         unsafe { bindings::misc_deregister(self.device.get()) };
     }
+}
+
+/// Chooses the addresses of a new mapping, in step with its offset as far as its length goes.
+///
+/// # Safety
+///
+/// Called by the core for a process that maps a part of `file`.
+unsafe extern "C" fn unmapped_area(
+    file: *mut bindings::file,
+    addr: usize,
+    len: usize,
+    pgoff: usize,
+    flags: usize,
+) -> usize {
+    let step = step(len);
+    // Addresses that the program named are its own business.
+    let free = addr == 0 && flags & sys::P2PMEM_MAP_FIXED as usize == 0;
+    if let Some(more) = len.checked_add(step - PAGE_SIZE).filter(|_| free) {
+        // SAFETY: By the requirements of this function.
+        let at = unsafe { bindings::mm_get_unmapped_area(file, 0, more, pgoff, flags) };
+        // An error is no multiple of the page size.
+        if at % PAGE_SIZE == 0 {
+            return at + ((pgoff << PAGE_SHIFT).wrapping_sub(at) & (step - 1));
+        }
+    }
+    // SAFETY: By the requirements of this function.
+    unsafe { bindings::mm_get_unmapped_area(file, addr, len, pgoff, flags) }
 }

@@ -31,6 +31,14 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
+/// What addresses of a mapping of so many bytes are in step with, in bytes: mapping, memory and offset are the same modulo
+/// this, so that page tables of processes and of adapters can have the largest entries there are. More than a gigabyte
+/// would help nobody.
+pub(crate) fn step(bytes: usize) -> usize {
+    const LARGEST: usize = 1 << 30;
+    bytes.min(LARGEST).next_power_of_two().max(PAGE_SIZE)
+}
+
 /// An area that `mmap()` is setting up, of objects of one type.
 pub(crate) struct NewArea<'a, T> {
     vma: NonNull<bindings::vm_area_struct>,
@@ -359,6 +367,27 @@ mod tests {
         ];
         for (answer, reason) in cases {
             assert_eq!(Operations::<Nothing>::reason(answer), reason);
+        }
+    }
+}
+
+#[kunit_tests(p2pmem_vma)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_powers_of_two_and_bounded() {
+        for (bytes, expected) in [
+            (1, PAGE_SIZE),
+            (PAGE_SIZE, PAGE_SIZE),
+            (PAGE_SIZE + 1, 2 * PAGE_SIZE),
+            (3 << 20, 4 << 20),
+            (1 << 30, 1 << 30),
+            ((1 << 30) + 1, 1 << 30),
+            (usize::MAX, 1 << 30),
+        ] {
+            let got = step(bytes);
+            assert_eq!(got, expected);
         }
     }
 }

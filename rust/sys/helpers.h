@@ -5,6 +5,7 @@
 
 #include <linux/dma-direction.h>
 #include <linux/types.h>
+#include <uapi/linux/mman.h>
 #include <uapi/linux/p2pmem.h>
 
 #include "peer_mem.h"
@@ -115,6 +116,9 @@ void p2pmem_trace_map(const struct p2pmem_trace_buffer *about, u64 offset, u64 l
 void p2pmem_trace_register(const struct p2pmem_trace_buffer *about, u64 id, u64 length, const char *device, bool peer);
 void p2pmem_trace_revoke(const struct p2pmem_trace_buffer *about, u32 mappings, u32 exports);
 void p2pmem_trace_decision(const struct p2pmem_trace_decision *of);
+
+/* mmap() at addresses that the program named. */
+enum { P2PMEM_MAP_FIXED = MAP_FIXED };
 
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);

@@ -6,7 +6,7 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path as FsPath;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use p2pmem_sys as abi;
 
@@ -34,6 +34,8 @@ pub struct Device {
 
 struct Inner {
     kernel: Box<dyn Kernel>,
+    /// What the module said of itself, of which only what never changes is looked at.
+    constant: OnceLock<Info>,
     /// Held across a call and the question why it was refused: the module keeps one last reason for each open file,
     /// and another thread's must not be taken for ours. It holds the last allocation's request, which the module's
     /// verdicts speak of: it keeps the verdicts, not the names and sizes that they were made of.
@@ -75,7 +77,7 @@ impl Device {
             source,
         })?;
         let device = Self::with(Box::new(device));
-        let info = device.info()?;
+        let info = device.constant()?;
         if info.abi_version != abi::P2PMEM_ABI_VERSION {
             return Err(Error::Abi {
                 module: info.abi_version,
@@ -89,6 +91,7 @@ impl Device {
         Self {
             inner: Arc::new(Inner {
                 kernel,
+                constant: OnceLock::new(),
                 last_reason: Mutex::new(None),
             }),
         }
@@ -145,6 +148,15 @@ impl Device {
     fn last_text(&self) -> Option<String> {
         let (_, _, text) = self.explain_raw(None).ok()?;
         Some(text).filter(|t| !t.is_empty())
+    }
+
+    /// Version, page size and features of the module, which are asked for once: the counts in it are old.
+    pub(crate) fn constant(&self) -> Result<&Info> {
+        if let Some(info) = self.inner.constant.get() {
+            return Ok(info);
+        }
+        let info = self.info()?;
+        Ok(self.inner.constant.get_or_init(|| info))
     }
 
     /// What the module is, and what it holds in all.

@@ -224,7 +224,7 @@ impl Register {
                 origin.size
             )));
         }
-        let info = origin.device.info()?;
+        let info = origin.device.constant()?;
         let page = u64::from(info.page_size).max(1);
         let start = mapping.map_or(0, |region| region.as_ptr() as u64);
         let iova = self.iova.unwrap_or(start + range.start);

@@ -298,6 +298,25 @@ pub(super) fn mapping(_: &mut Bed) -> Result<()> {
         ensure!(whole.get(at) == 0, "a fresh buffer has {:#x} at {at}", whole.get(at));
         whole.set(at, at as u64 ^ 0x5a5a);
     }
+    // Addresses are in step with the memory as far as the length goes, those of a part too, for the largest page table
+    // entries there can be.
+    for (len, offset, part) in [
+        (16u64 << 20, 0u64, 16u64 << 20),
+        (5 << 20, 0, 5 << 20),
+        (16 << 20, 4 << 20, 2 << 20),
+    ] {
+        let large = alloc(fd, len).map_err(errno)?;
+        let map = Mapping::shared(fd, large.mmap_offset + offset, part as usize).map_err(errno)?;
+        let step = part.next_power_of_two();
+        let memory = large.bar_offset + offset;
+        ensure!(
+            map.address() % step == memory % step,
+            "{part:#x} bytes at {offset:#x} are at {memory:#x} in the BAR and at {:#x} in the program",
+            map.address()
+        );
+        drop(map);
+        free(fd, large.handle).map_err(errno)?;
+    }
     // A second mapping, of the middle, shows the same memory.
     let middle = Mapping::shared(fd, a.mmap_offset + 8192, 8192).map_err(errno)?;
     ensure!(middle.get(8) == 8200 ^ 0x5a5a && buffer(fd, a.handle).map_err(errno)?.mappings == 2);

@@ -23,7 +23,7 @@ pub const TESTS: &[Test] = &[Test {
 /// Smallest and largest memory.
 const SIZES: [u64; 2] = [2 << 20, 256 << 20];
 /// Most that the largest of an accelerator's may cost, by the smallest. Nothing in it grows with the size.
-const FLAT: f64 = 1.5;
+const FLAT: f64 = 1.2;
 /// Least that the largest host memory costs, by the smallest, of 128 times as many pages: else it was not measured.
 const GROWS: f64 = 8.0;
 
