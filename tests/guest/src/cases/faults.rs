@@ -4,7 +4,7 @@
 //! FAULT_INJECTION. What the failed calls leave behind, the debug kernel's leak checker and every case's own end see.
 
 use std::fs::OpenOptions;
-use std::io::{Read, Seek, SeekFrom, Write};
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::path::Path;
 
@@ -48,7 +48,6 @@ fn each<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>
         nth.write_all(n.to_string().as_bytes()).context(path)?;
         let answer = thing();
         let mut left = String::new();
-        nth.seek(SeekFrom::Start(0))?;
         nth.read_to_string(&mut left).context(path)?;
         nth.write_all(b"0").context(path)?;
         let reached = left.trim_end_matches(['\n', '\0']) == "0";
