@@ -369,11 +369,6 @@ mod tests {
             assert_eq!(Operations::<Nothing>::reason(answer), reason);
         }
     }
-}
-
-#[kunit_tests(p2pmem_vma)]
-mod tests {
-    use super::*;
 
     #[test]
     fn steps_are_powers_of_two_and_bounded() {

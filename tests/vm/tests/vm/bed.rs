@@ -31,8 +31,8 @@ const PREPARE: &str = "
     [ ! -e $kunit ] || printf none >$kunit
     [ ! -e $leaks ] || echo scan=off >$leaks";
 
-/// What stands for a test's name where guests did not end in order.
-const END: &str = "the end of guests";
+/// What stands for a test's name, behind the kernel's, where guests did not end in order.
+const END: &str = "::the end of guests";
 /// How much of a failure is repeated at the end.
 const LINES: usize = 8;
 /// And of each of its lines, in characters.
@@ -77,13 +77,13 @@ impl Log {
 
     /// Ends guests in order; what is wrong with that is a failure of its own, of no test in particular.
     pub fn end_of_guests(&self, guests: Guests) {
-        let start = Instant::now();
+        let (start, name) = (Instant::now(), format!("{}{END}", guests.kernel));
         if let Err(e) = end(guests) {
-            self.add(END, start.elapsed().as_secs_f64(), Some(format!("{e:#}")));
+            self.add(&name, start.elapsed().as_secs_f64(), Some(format!("{e:#}")));
         }
     }
 
-    /// Writes `vm.json` if a test ran, and says on standard output why those failed that did: libtest's own account is
+    /// Writes `vm.json` and `vm-debug.json` if a test ran on that kernel, and says on standard output why those failed that did: libtest's own account is
     /// above, with whole logs, far from the end.
     /// Returns whether guests failed to end in order.
     ///
@@ -95,7 +95,12 @@ impl Log {
         if log.is_empty() {
             return Ok(false);
         }
-        write_report("vm.json", &*log)?;
+        let (debug, stock): (Vec<&Ran>, Vec<&Ran>) = log.iter().partition(|ran| ran.test.starts_with(DEBUG));
+        for (name, ran) in [("vm.json", stock), ("vm-debug.json", debug)] {
+            if !ran.is_empty() {
+                write_report(name, &ran)?;
+            }
+        }
         for ran in log.iter() {
             if let Some(reason) = &ran.failed {
                 println!("why {} failed:", ran.test);
@@ -104,7 +109,7 @@ impl Log {
                 }
             }
         }
-        Ok(log.iter().any(|ran| ran.failed.is_some() && ran.test == END))
+        Ok(log.iter().any(|ran| ran.failed.is_some() && ran.test.ends_with(END)))
     }
 }
 
