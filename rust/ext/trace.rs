@@ -57,9 +57,11 @@ pub(crate) struct Decision {
 macro_rules! is_on {
     ($tracepoint:ident) => {{
         #[cfg(CONFIG_TRACEPOINTS)]
-        // SAFETY: The tracepoint is defined by `rust/sys/trace.c`, its key by the kernel's own macros.
-        let on =
-            unsafe { kernel::jump_label::static_branch_unlikely!(sys::$tracepoint, kernel::bindings::tracepoint, key) };
+        let on = {
+            use kernel::{bindings::tracepoint, jump_label::static_branch_unlikely};
+            // SAFETY: The tracepoint is defined by `rust/sys/trace.c`, its key by the kernel's own macros.
+            unsafe { static_branch_unlikely!(sys::$tracepoint, tracepoint, key) }
+        };
         #[cfg(not(CONFIG_TRACEPOINTS))]
         let on = false;
         on
