@@ -2,7 +2,7 @@
 
 //! Buffers: allocations and those who hold them.
 //!
-//! Holders are handles of a file, user mappings, and dma-bufs. A buffer is Live until its last holder lets
+//! Holders are handles of files, user mappings, and dma-bufs. A buffer is Live until its last holder lets
 //! go or its provider leaves, whichever is first. When the provider leaves it is Revoking while its mappings are taken
 //! down, and then Gone: whoever still has a handle, a mapping or a dma-buf has one of nothing. See Documentation/design/lifecycle.md.
 
@@ -148,6 +148,20 @@ impl Buffer {
             provider: self.provider.id,
             function: self.provider.addr,
         }
+    }
+
+    /// One more handle of a Live buffer. Errors: `ENODEV` when it was revoked or has ended.
+    pub(crate) fn hold(self: &Arc<Self>) -> Result<Holder> {
+        if self.inner.lock().life.join(Hold::Handle) {
+            Ok(Holder(self.clone()))
+        } else {
+            Err(ENODEV)
+        }
+    }
+
+    /// Handles of it, of all files.
+    pub(crate) fn handles(&self) -> u32 {
+        narrow(self.inner.lock().life.count(Hold::Handle))
     }
 
     /// State and number of mappings.

@@ -13,19 +13,17 @@ use crate::{
     dmabuf::{self, Export},
     ext::{
         chrdev::{self, READABLE},
-        global, log,
-        pci::Function,
-        trace,
+        global, log, trace,
         uapi::{self, consts, ioc},
         vma::{AddressSpace, NewArea},
     },
+    handles::{Handles, Slot},
     orchestrator::{visible_bus_addr, Orchestrator, Wish},
-    own_rules,
-    path::{PathClass, PciAddr},
-    peer_client,
+    own_rules, peer_client,
     placement::Named,
     ranges::Range,
     refusal::{refuse, Answer, Refusal, Text},
+    request::{self, array_writer, no_flags, no_reserved},
     rules::Book,
 };
 use core::mem::size_of;
@@ -35,7 +33,6 @@ use kernel::{
     new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
-    rbtree::{RBTree, RBTreeNode},
     sync::{
         aref::ARef,
         poll::{PollCondVar, PollTable},
@@ -86,13 +83,6 @@ impl Events {
     }
 }
 
-struct Handles {
-    by_handle: RBTree<u32, Holder>,
-    /// From a buffer's place in the address space of mappings to its handle.
-    by_page: RBTree<u64, u32>,
-    next: u32,
-}
-
 /// What `EXPLAIN_LAST` tells.
 struct Last {
     verdicts: KVec<uapi::Verdict>,
@@ -132,37 +122,44 @@ impl File {
         self.readable.notify_all();
     }
 
-    /// The handle of one of the file's buffers; none where it was freed, and only mappings are left.
-    pub(crate) fn handle_of(&self, buffer: &Buffer) -> Option<u32> {
-        self.handles.lock().by_page.get(&buffer.page_offset).copied()
+    /// Tells of a buffer that was revoked, once for each of its handles.
+    pub(crate) fn tell_revoked(&self, buffer: &Buffer) {
+        let provider = buffer.provider.id;
+        let mut last = 0;
+        loop {
+            let next = self.handles.lock().next_of(buffer, last);
+            match next {
+                Some(handle) => self.tell(consts::EVENT_BUFFER_REVOKED, provider, handle),
+                // It was freed, and only mappings are left.
+                None if last == 0 && buffer.file == self.id => self.tell(consts::EVENT_BUFFER_REVOKED, provider, 0),
+                None => return,
+            }
+            last = next.unwrap_or(u32::MAX);
+        }
     }
 
     /// Keeps a buffer under a new handle.
     fn keep(&self, holder: Holder) -> Answer<u32> {
         // What may fail is done first, and outside the lock.
-        let page = holder.page_offset;
-        let by_page = RBTreeNode::new(page, 0u32, GFP_KERNEL)?;
-        let by_handle = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL)?;
+        let slot = Slot::new()?;
         let mut handles = self.handles.lock();
-        let handle = handles.next;
-        let Some(next) = handle.checked_add(1) else {
-            drop(handles);
-            return Err(refuse!(EMFILE, "this file has used up all handles: open another one"));
-        };
-        handles.next = next;
-        handles.by_page.insert(by_page);
-        if let Some(slot) = handles.by_page.get_mut(&page) {
-            *slot = handle;
+        match handles.number() {
+            Ok(handle) => {
+                handles.insert(handle, holder, slot);
+                Ok(handle)
+            }
+            Err(refusal) => {
+                // Ending the buffer takes other locks.
+                drop(handles);
+                drop(holder);
+                Err(refusal)
+            }
         }
-        handles.by_handle.insert(by_handle.into_node(handle, holder));
-        Ok(handle)
     }
 
     /// A buffer of this file.
     fn buffer(&self, handle: u32) -> Answer<Arc<Buffer>> {
-        let handles = self.handles.lock();
-        let found = handles.by_handle.get(&handle).map(|holder| holder.buffer().clone());
-        drop(handles);
+        let found = self.handles.lock().buffer(handle);
         found.ok_or_else(|| refuse!(ENOENT, "there is no handle {} on this file", handle))
     }
 
@@ -255,7 +252,7 @@ impl File {
         if paths.nr_clients == 0 {
             return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
         }
-        let clients = clients(paths.clients, paths.nr_clients)?;
+        let clients = request::clients(paths.clients, paths.nr_clients)?;
         if paths.flags & consts::PATHS_RESCAN != 0 {
             self.orchestrator.forget_paths();
         }
@@ -286,6 +283,12 @@ impl File {
     fn alloc(&self, alloc: &mut uapi::Alloc) -> Answer {
         no_reserved(alloc.reserved)?;
         let wish = self.wish(&alloc.req)?;
+        if wish.strategy == consts::STRATEGY_STRIPE {
+            return Err(refuse!(
+                EINVAL,
+                "a stripe is a buffer in each of several providers: allocate it by P2PMEM_IOC_STRIPE"
+            ));
+        }
         let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
         let (provider, class) = (account.chosen, account.class);
         let holder = self.settle(holder, account)?;
@@ -298,13 +301,80 @@ impl File {
         Ok(())
     }
 
-    fn free(&self, handle: u32) -> Answer {
-        let mut handles = self.handles.lock();
-        let holder = handles.by_handle.remove(&handle);
-        if let Some(holder) = &holder {
-            handles.by_page.remove(&holder.page_offset);
+    /// Allocates a stripe, and returns its parts.
+    fn stripe(&self, ask: &mut uapi::Stripe) -> Answer<KVec<uapi::Part>> {
+        no_flags(ask.flags, 0)?;
+        let wish = self.wish(&ask.req)?;
+        if wish.strategy != consts::STRATEGY_STRIPE {
+            return Err(refuse!(
+                EINVAL,
+                "a stripe takes P2PMEM_STRATEGY_STRIPE, not strategy {}",
+                wish.strategy
+            ));
         }
-        drop(handles);
+        let room = ask.nr_parts as usize;
+        if room < wish.parts.max(1) {
+            return Err(refuse!(
+                EINVAL,
+                "there is room for {} parts, {} are wanted",
+                room,
+                wish.parts.max(1)
+            ));
+        }
+        let (made, account) = self.orchestrator.stripe(&wish, room, self.id)?;
+        let (error, text) = (account.error, account.text);
+        self.remember(account);
+        if made.is_empty() {
+            return Err(Refusal::new(Error::from_errno(-error), text));
+        }
+        let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL)?;
+        let mut offset = 0;
+        for (holder, class) in made {
+            let part = uapi::Part {
+                provider: holder.provider.id,
+                offset,
+                size: holder.size,
+                mmap_offset: holder.page_offset << PAGE_SHIFT,
+                bar_offset: holder.bar_offset.unwrap_or(u64::MAX),
+                class,
+                ..Default::default()
+            };
+            offset += holder.size;
+            let kept = self.keep(holder).and_then(|handle| {
+                parts.push(uapi::Part { handle, ..part }, GFP_KERNEL)?;
+                Ok(())
+            });
+            if let Err(refusal) = kept {
+                self.free_parts(&parts);
+                return Err(refusal);
+            }
+        }
+        ask.nr_parts = parts.len() as u32;
+        ask.size = wish.size;
+        Ok(parts)
+    }
+
+    /// Frees parts whose handles the caller never learns of.
+    fn free_parts(&self, parts: &[uapi::Part]) {
+        for part in parts {
+            let _ = self.free(part.handle);
+        }
+    }
+
+    /// Makes a dma-buf of a whole buffer a handle of this file.
+    fn import(&self, ask: &mut uapi::Import) -> Answer {
+        no_flags(ask.flags, 0)?;
+        let holder = Export::import(ask.fd)?;
+        ask.provider = holder.provider.id;
+        ask.size = holder.size;
+        ask.mmap_offset = holder.page_offset << PAGE_SHIFT;
+        ask.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        ask.handle = self.keep(holder)?;
+        Ok(())
+    }
+
+    fn free(&self, handle: u32) -> Answer {
+        let holder = self.handles.lock().remove(handle);
         // Dropping it outside the lock may end the buffer.
         match holder {
             Some(_) => Ok(()),
@@ -319,7 +389,6 @@ impl File {
 
     fn buffer_ioctl(&self, ask: &mut uapi::Buffer) -> Answer {
         no_flags(ask.flags, 0)?;
-        no_reserved(ask.reserved)?;
         let buffer = self.buffer(ask.handle)?;
         let (state, mappings) = buffer.status();
         ask.provider = buffer.provider.id;
@@ -330,13 +399,14 @@ impl File {
         ask.state = state.as_raw();
         ask.mappings = mappings;
         (ask.exports, ask.attachments) = buffer.exports();
+        ask.handles = buffer.handles();
         Ok(())
     }
 
     /// Makes a dma-buf. Its descriptor is only there for the caller when it is installed.
     fn export(&self, ask: &mut uapi::Export) -> Answer<Descriptor> {
         no_flags(ask.flags, consts::EXPORT_PINNED | consts::EXPORT_MAPPED)?;
-        let wanted = ranges(ask.ranges, ask.nr_ranges)?;
+        let wanted = request::ranges(ask.ranges, ask.nr_ranges)?;
         let pinned = ask.flags & consts::EXPORT_PINNED != 0;
         let (buffer, list) = if ask.flags & consts::EXPORT_MAPPED != 0 {
             if ask.handle != 0 {
@@ -413,7 +483,12 @@ impl File {
             verdicts.extend_from_slice(&last.verdicts, GFP_KERNEL)?;
             (verdicts, last.text, last.error, last.chosen)
         } else {
-            let account = self.orchestrator.explain(&self.wish(&explain.req)?, self.id)?;
+            let wish = self.wish(&explain.req)?;
+            let account = if wish.strategy == consts::STRATEGY_STRIPE {
+                self.orchestrator.explain_stripe(&wish, self.id)?
+            } else {
+                self.orchestrator.explain(&wish, self.id)?
+            };
             (account.verdicts, account.text, account.error, account.chosen)
         };
         let mut out = array_writer::<uapi::Verdict>(explain.verdicts, explain.nr_verdicts)?;
@@ -440,10 +515,9 @@ impl File {
 
     /// Checks a request.
     fn wish(&self, req: &uapi::Request) -> Answer<Wish> {
-        let wish = wish(req)?;
         Ok(Wish {
             own: self.own_rules(),
-            ..wish
+            ..request::wish(req)?
         })
     }
 
@@ -483,6 +557,7 @@ impl File {
                 named: Named::Any,
                 strategy: consts::STRATEGY_NEAREST,
                 max_class: None,
+                parts: 0,
                 own: self.own_rules(),
             };
             let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
@@ -490,11 +565,7 @@ impl File {
             // The handle ends here, the mapping keeps the buffer.
             return attach(area, holder.buffer(), holder.page_offset);
         }
-        let handles = self.handles.lock();
-        let found = floor(&handles.by_page, page)
-            .and_then(|handle| handles.by_handle.get(&handle))
-            .map(|holder| holder.buffer().clone());
-        drop(handles);
+        let found = self.handles.lock().at_page(page);
         let Some(buffer) = found else {
             return Err(refuse!(
                 EINVAL,
@@ -544,141 +615,6 @@ fn attach(area: NewArea<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer 
     Ok(())
 }
 
-/// The value of the largest key that is not above `key`.
-fn floor(tree: &RBTree<u64, u32>, key: u64) -> Option<u32> {
-    if let Some(value) = tree.get(&key) {
-        return Some(*value);
-    }
-    match tree.cursor_lower_bound(&key) {
-        Some(above) => above.peek_prev().map(|(_, &value)| value),
-        None => tree.cursor_back().map(|last| *last.current().1),
-    }
-}
-
-pub(crate) fn no_flags(flags: u32, known: u32) -> Answer {
-    if flags & !known == 0 {
-        Ok(())
-    } else {
-        Err(refuse!(EINVAL, "unknown flags {:#x}", flags & !known))
-    }
-}
-
-pub(crate) fn no_reserved(reserved: u32) -> Answer {
-    if reserved == 0 {
-        Ok(())
-    } else {
-        Err(refuse!(EINVAL, "a reserved field is not zero"))
-    }
-}
-
-/// A writer for an array of user space.
-fn array_writer<T>(at: u64, count: u32) -> Answer<UserSliceWriter> {
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<T>().checked_mul(count as usize).ok_or(EFAULT)?;
-    Ok(UserSlice::new(UserPtr::from_addr(at), len).writer())
-}
-
-/// The functions that an array of addresses names.
-fn clients(at: u64, count: u32) -> Answer<KVec<Function>> {
-    if count > consts::MAX_CLIENTS {
-        return Err(refuse!(
-            E2BIG,
-            "{} clients, at most {} are possible",
-            count,
-            consts::MAX_CLIENTS
-        ));
-    }
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<uapi::PciAddress>() * count as usize;
-    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-    let mut clients = KVec::with_capacity(count as usize, GFP_KERNEL)?;
-    for _ in 0..count {
-        let raw: uapi::PciAddress = reader.read()?;
-        no_reserved(raw.reserved.into())?;
-        let addr = PciAddr {
-            domain: raw.domain,
-            bus: raw.bus,
-            devfn: raw.devfn,
-        };
-        let function =
-            Function::find(addr).ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", addr))?;
-        clients.push(function, GFP_KERNEL)?;
-    }
-    Ok(clients)
-}
-
-/// The ranges that an array names.
-fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
-    if count > consts::MAX_RANGES {
-        return Err(dmabuf::too_many(count.into()));
-    }
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<uapi::Range>() * count as usize;
-    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-    let mut list = KVec::with_capacity(count as usize, GFP_KERNEL)?;
-    for _ in 0..count {
-        let uapi::Range { offset, size } = reader.read()?;
-        list.push(Range { offset, size }, GFP_KERNEL)?;
-    }
-    Ok(list)
-}
-
-/// Checks a request.
-fn wish(req: &uapi::Request) -> Answer<Wish> {
-    const PAGE: u64 = PAGE_SIZE as u64;
-    no_flags(req.flags, consts::ALLOC_PREFER)?;
-    no_reserved(req.reserved)?;
-    if req.size == 0 {
-        return Err(refuse!(EINVAL, "a buffer of 0 bytes"));
-    }
-    let size = req
-        .size
-        .checked_next_multiple_of(PAGE)
-        .ok_or_else(|| refuse!(EINVAL, "a size of {} bytes cannot be rounded up to pages", req.size))?;
-    let align = req.align.max(PAGE);
-    if req.align != 0 && !req.align.is_power_of_two() || align > consts::MAX_ALIGN {
-        return Err(refuse!(
-            EINVAL,
-            "an alignment of {} is no power of two up to {}",
-            req.align,
-            consts::MAX_ALIGN
-        ));
-    }
-    let strategy = match req.strategy {
-        consts::STRATEGY_UPSTREAM if req.nr_clients == 0 => {
-            return Err(refuse!(
-                EINVAL,
-                "the kernel's own choice needs clients: nr_clients is 0"
-            ));
-        }
-        known @ consts::STRATEGY_NEAREST..=consts::STRATEGY_PACK => known,
-        other => return Err(refuse!(EINVAL, "unknown strategy {}", other)),
-    };
-    let prefer = req.flags & consts::ALLOC_PREFER != 0;
-    let named = match req.provider {
-        0 if prefer => return Err(refuse!(EINVAL, "P2PMEM_ALLOC_PREFER without a provider to prefer")),
-        0 => Named::Any,
-        id if prefer => Named::Prefer(id),
-        id => Named::Require(id),
-    };
-    let max_class = match req.max_class {
-        0 => None,
-        raw => match PathClass::from_raw(raw) {
-            Some(PathClass::Unreachable) | None => return Err(refuse!(EINVAL, "{} is no max_class", raw)),
-            class => class,
-        },
-    };
-    Ok(Wish {
-        size,
-        align,
-        clients: clients(req.clients, req.nr_clients)?,
-        named,
-        strategy,
-        max_class,
-        own: None,
-    })
-}
-
 /// Copies an ioctl's structure in, calls its method, and copies the structure out where the method succeeded.
 fn exchange<T: FromBytes + AsBytes>(arg: UserPtr, method: impl FnOnce(&mut T) -> Answer, out: bool) -> Answer {
     let (mut reader, mut writer) = UserSlice::new(arg, size_of::<T>()).reader_writer();
@@ -700,11 +636,7 @@ impl chrdev::Operations for File {
             pin_init!(Self {
                 id: for_file.file_id(),
                 orchestrator: for_file,
-                handles <- new_mutex!(Handles {
-                    by_handle: RBTree::new(),
-                    by_page: RBTree::new(),
-                    next: 1,
-                }),
+                handles <- new_mutex!(Handles::new()),
                 rules <- new_mutex!(None),
                 last <- new_mutex!(None),
                 events <- new_mutex!(Events {
@@ -758,6 +690,42 @@ impl chrdev::Operations for File {
                     let _ = file.free(handle);
                 }
                 ("ALLOC", answer)
+            }
+            ioc::STRIPE => {
+                let mut parts = KVec::new();
+                let answer = exchange(
+                    arg,
+                    |ask: &mut uapi::Stripe| {
+                        parts = file.stripe(ask)?;
+                        let mut out = array_writer::<uapi::Part>(ask.parts, ask.nr_parts)?;
+                        for part in &parts {
+                            out.write(part)?;
+                        }
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() {
+                    file.free_parts(&parts);
+                }
+                ("STRIPE", answer)
+            }
+            ioc::IMPORT => {
+                let mut handle = 0;
+                let answer = exchange(
+                    arg,
+                    |ask: &mut uapi::Import| {
+                        file.import(ask)?;
+                        handle = ask.handle;
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() && handle != 0 {
+                    // As above.
+                    let _ = file.free(handle);
+                }
+                ("IMPORT", answer)
             }
             ioc::FREE => ("FREE", exchange(arg, |a| file.free_ioctl(a), false)),
             ioc::BUFFER => ("BUFFER", exchange(arg, |a| file.buffer_ioctl(a), true)),

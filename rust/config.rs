@@ -7,8 +7,8 @@
 
 use crate::{
     ext::{configfs::DefaultGroup, global, pci::Function},
-    orchestrator::Publication,
     path::PciAddr,
+    publish::Publication,
     refusal::{refuse, Answer, Text},
     THIS_MODULE,
 };

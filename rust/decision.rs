@@ -4,7 +4,6 @@
 
 use crate::{
     ext::uapi::{self, consts},
-    orchestrator::Wish,
     placement::{Candidate, Outcome, Verdict, VerdictCode},
     policy::{Ref, Set},
     provider::Provider,
@@ -24,7 +23,10 @@ pub(crate) struct Account {
 
 /// A decision, and all that it was made from.
 pub(crate) struct Decided<'a> {
-    pub(crate) wish: &'a Wish,
+    /// Bytes that were wanted in one provider.
+    pub(crate) size: u64,
+    /// How many clients there are.
+    pub(crate) clients: usize,
     pub(crate) judge: &'a Judge<'a>,
     pub(crate) providers: &'a [Arc<Provider>],
     pub(crate) candidates: &'a [Candidate<'a>],
@@ -107,9 +109,41 @@ impl Decided<'_> {
             .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, &**provider, candidate)))
     }
 
+    /// What was decided of a stripe: a part in each of the providers at `picks`, the first one first. With none, why:
+    /// `found` of `wanted` providers could have been chosen.
+    pub(crate) fn stripe_account(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Account> {
+        let mut account = self.account(picks.first().and_then(|&at| self.providers.get(at)))?;
+        let worst = picks
+            .iter()
+            .filter_map(|&at| self.verdicts.get(at))
+            .map(|v| v.class_raw())
+            .max();
+        account.class = worst.unwrap_or(0);
+        account.text = match picks.len() {
+            0 if wanted == 1 => account.text,
+            0 => Text::new(fmt!(
+                "of {} parts of {} bytes {} would find a provider; for the next one: {}",
+                wanted,
+                self.size,
+                found,
+                match self.outcome {
+                    Outcome::NoProvider => "there is no other provider",
+                    _ => account.text.as_str(),
+                }
+            )),
+            parts => Text::new(fmt!(
+                "{} of {} providers were chosen, for {} bytes each",
+                parts,
+                self.providers.len(),
+                self.size
+            )),
+        };
+        Ok(account)
+    }
+
     /// Why there is none.
     fn refusal(&self) -> Text {
-        let (size, clients) = (self.wish.size, self.wish.clients.len());
+        let (size, clients) = (self.size, self.clients);
         let whose = |rule: Ref| match rule.set {
             Set::Admin => "rule",
             Set::Own => "the file's own rule",

@@ -7,10 +7,10 @@
 //! provider waits until they have. See Documentation/design/dmabuf.md.
 
 use crate::{
-    buffer::Buffer,
+    buffer::{Buffer, Holder},
     ext::{
         completion::Completion,
-        dma_buf::{DeviceName, DmaBuf, Exporter, Importer, Lease, Link, Piece},
+        dma_buf::{DeviceName, DmaBuf, Exporter, Got, Importer, Lease, Link, Piece},
         global,
         log::{self, Owner},
         p2pdma::Target,
@@ -160,6 +160,38 @@ impl Export {
         // It cannot be released before this: the reference to it is ours.
         export.state.lock().registered = true;
         Ok(made)
+    }
+
+    /// Makes one of these dma-bufs of a whole buffer a handle again.
+    ///
+    /// Errors: those of `P2PMEM_IOC_IMPORT` that concern the descriptor and the buffer.
+    pub(crate) fn import(fd: i32) -> Answer<Holder> {
+        let dma_buf = match DmaBuf::<Self>::get(fd) {
+            Ok(Got::Ours(dma_buf)) => dma_buf,
+            Ok(Got::Foreign(name)) => {
+                return Err(refuse!(
+                    EXDEV,
+                    "descriptor {} is a dma-buf of {}, not of p2pmem: it is no buffer",
+                    fd,
+                    name
+                ));
+            }
+            Err(e) if e == EBADF => return Err(refuse!(e, "{} is no descriptor of this process", fd)),
+            Err(e) => return Err(refuse!(e, "descriptor {} is no dma-buf", fd)),
+        };
+        let export = dma_buf.exporter();
+        let buffer = &export.buffer;
+        let whole = Range {
+            offset: 0,
+            size: buffer.size,
+        };
+        if export.ranges[..] != [whole] {
+            return Err(refuse!(
+                EACCES,
+                "the dma-buf is of parts of a buffer: one of the whole buffer has to be exported for an import"
+            ));
+        }
+        buffer.hold().map_err(|_| export.revoked())
     }
 
     /// First part of a revocation: nothing is mapped any more from here on, and importers are told to let go. Most

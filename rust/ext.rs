@@ -19,6 +19,7 @@ pub(crate) mod p2pdma;
 pub(crate) mod pci;
 #[cfg(p2pmem_peer)]
 pub(crate) mod peer_mem;
+pub(crate) mod publisher;
 pub(crate) mod trace;
 pub(crate) mod uapi;
 pub(crate) mod vma;

@@ -11,7 +11,7 @@ use crate::{
         bus,
         driver,
         log::{self, capable_admin},
-        p2pdma::{self, Backing},
+        p2pdma,
         pci::Function,
         trace,
         uapi::{self, consts},
@@ -20,6 +20,7 @@ use crate::{
     path::{Path, PathClass, PciAddr},
     peer_client::Peers,
     placement::{self, Candidate, Named, Strategy, Verdict},
+    policy::Party,
     provider::{Counters, Kind, Leave, Parts, Provider},
     refusal::{refuse, Answer},
     rules::{breaks, Book, Judge, Rules, Uncharged},
@@ -36,7 +37,7 @@ use kernel::{
     },
 };
 
-const PAGE: u64 = PAGE_SIZE as u64;
+pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 
 /// What is asked for, with all fields checked.
 pub(crate) struct Wish {
@@ -46,25 +47,60 @@ pub(crate) struct Wish {
     pub(crate) named: Named,
     pub(crate) strategy: u32,
     pub(crate) max_class: Option<PathClass>,
+    /// How many providers a stripe is divided among; 0 for as many as can serve.
+    pub(crate) parts: usize,
     /// The rules of the file itself.
     pub(crate) own: Option<Arc<Book>>,
 }
 
-/// What the administrator wants published.
-#[derive(Clone, Copy)]
-pub(crate) struct Publication {
-    pub(crate) addr: PciAddr,
-    /// None: the largest prefetchable 64-bit one.
-    pub(crate) bar: Option<u32>,
-    pub(crate) offset: u64,
-    /// 0: all from `offset` on.
-    pub(crate) size: u64,
-    /// None: a sixteenth, 16 MiB at most; without pages nothing.
-    pub(crate) kernel_reserve: Option<u64>,
-    /// Whether it gets struct pages.
-    pub(crate) pages: bool,
-    /// Whether it may be exported to importers that cannot be revoked.
-    pub(crate) pinned_exports: bool,
+/// The providers there are, and what is known of them for a wish whatever size it has.
+pub(crate) struct Survey {
+    pub(crate) providers: KVec<Arc<Provider>>,
+    /// From each provider to each client, all clients of the first provider first.
+    paths: KVec<Path>,
+    /// The clients as rules see them; none where there are no rules.
+    parties: KVec<Party>,
+    clients: usize,
+}
+
+impl Survey {
+    /// The providers as candidates for a buffer of that size and alignment.
+    pub(crate) fn candidates(&self, judge: &Judge<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
+        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL)?;
+        for (i, provider) in self.providers.iter().enumerate() {
+            let room = provider.room(size, align);
+            let paths = self.paths.get(i * self.clients..(i + 1) * self.clients);
+            let paths = paths.unwrap_or_default();
+            candidates.push(
+                Candidate {
+                    id: provider.id,
+                    live: room.live,
+                    start: provider.start,
+                    size: provider.size,
+                    free: room.free,
+                    largest: room.largest,
+                    paths,
+                    ruling: judge.ruling(provider, &self.parties, paths, size),
+                },
+                GFP_KERNEL,
+            )?;
+        }
+        Ok(candidates)
+    }
+}
+
+/// Notes why a candidate that was chosen gave no memory, so that the next decision looks elsewhere. Errors: where that
+/// is nothing of the candidate's.
+pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: Uncharged) -> Result {
+    match why {
+        Uncharged::Broken(broken) => breaks(&mut candidate.ruling, broken),
+        Uncharged::Cgroup => candidate.ruling.over_cgroup = true,
+        Uncharged::Error(e) if e == ENOSPC => candidate.refused(size),
+        Uncharged::Error(e) if e == ENODEV => candidate.live = false,
+        Uncharged::Error(e) => return Err(e),
+        Uncharged::Stale => return Err(EAGAIN),
+    }
+    Ok(())
 }
 
 struct Registry {
@@ -156,16 +192,17 @@ impl Orchestrator {
         drop(removed);
     }
 
-    /// Tells all files, or the one that `handle` says a buffer of.
-    fn tell(&self, kind: u32, provider: u32, buffer: Option<&Buffer>) {
+    /// Tells all files that a provider came or left.
+    fn tell(&self, kind: u32, provider: u32) {
         for file in self.files.lock().iter() {
-            match buffer {
-                None => file.tell(kind, provider, 0),
-                Some(buffer) if buffer.file == file.id => {
-                    file.tell(kind, provider, file.handle_of(buffer).unwrap_or(0));
-                }
-                Some(_) => {}
-            }
+            file.tell(kind, provider, 0);
+        }
+    }
+
+    /// Tells all files that hold a buffer that it was revoked.
+    fn tell_revoked(&self, buffer: &Buffer) {
+        for file in self.files.lock().iter() {
+            file.tell_revoked(buffer);
         }
     }
 
@@ -272,7 +309,7 @@ impl Orchestrator {
     // Choosing.
 
     /// How often a decision is made anew because the rules changed meanwhile: a bound, should they change each time.
-    const RULE_CHANGES: u32 = 16;
+    pub(crate) const RULE_CHANGES: u32 = 16;
 
     /// Decides, and with `take` allocates as well.
     fn choose(&self, wish: &Wish, file: u64, take: bool) -> Answer<(Option<Holder>, Account)> {
@@ -292,33 +329,11 @@ impl Orchestrator {
         wish: &Wish,
         take: Option<u64>,
     ) -> Answer<Option<(Option<Holder>, Account)>> {
-        let providers = self.providers()?;
-        let paths = self.paths(&providers, &wish.clients)?;
-        let clients = wish.clients.len();
-        let mut parties = KVec::new();
-        for client in wish.clients.iter().filter(|_| !judge.is_silent()) {
-            parties.push(client.party(), GFP_KERNEL)?;
-        }
-        let mut candidates = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
-        for (i, provider) in providers.iter().enumerate() {
-            let room = provider.room(wish.size, wish.align);
-            let paths = paths.get(i * clients..(i + 1) * clients).unwrap_or_default();
-            candidates.push(
-                Candidate {
-                    id: provider.id,
-                    live: room.live,
-                    start: provider.start,
-                    size: provider.size,
-                    free: room.free,
-                    largest: room.largest,
-                    paths,
-                    ruling: judge.ruling(provider, &parties, paths, wish.size),
-                },
-                GFP_KERNEL,
-            )?;
-        }
+        let survey = self.survey(judge, wish)?;
+        let providers = &survey.providers;
+        let mut candidates = survey.candidates(judge, wish.size, wish.align)?;
         let strategy = match wish.strategy {
-            consts::STRATEGY_UPSTREAM => Strategy::Upstream(self.upstream_choice(&providers, wish)?),
+            consts::STRATEGY_UPSTREAM => Strategy::Upstream(self.upstream_choice(providers, wish)?),
             consts::STRATEGY_SPREAD => Strategy::Spread,
             consts::STRATEGY_PACK => Strategy::Pack,
             _ => Strategy::Nearest,
@@ -326,7 +341,7 @@ impl Orchestrator {
         let request = placement::Request {
             size: wish.size,
             align: wish.align,
-            clients,
+            clients: wish.clients.len(),
             named: wish.named,
             strategy,
             max_class: wish.max_class,
@@ -337,7 +352,7 @@ impl Orchestrator {
             let decision = placement::decide(&request, &candidates, &mut verdicts);
             let chosen = decision.chosen.and_then(|at| Some((at, providers.get(at)?)));
             if chosen.is_none() && take.is_some() {
-                for provider in &providers {
+                for provider in providers {
                     provider.counters.failed.fetch_add(1, Relaxed);
                 }
             }
@@ -350,32 +365,20 @@ impl Orchestrator {
             }
             let mut held = None;
             if let (Some(file), Some((at, provider))) = (take, chosen) {
-                match self.take(judge, wish, provider, file) {
+                match self.take(judge, wish.size, wish.align, provider, file) {
                     Ok(holder) => held = Some(holder),
-                    Err(Uncharged::Broken(broken)) => {
-                        breaks(&mut candidates[at].ruling, broken);
-                        continue;
-                    }
-                    Err(Uncharged::Cgroup) => {
-                        candidates[at].ruling.over_cgroup = true;
-                        continue;
-                    }
                     Err(Uncharged::Stale) => return Ok(None),
-                    Err(Uncharged::Error(e)) if e == ENOSPC => {
-                        candidates[at].refused(wish.size);
+                    Err(why) => {
+                        passed_over(&mut candidates[at], wish.size, why)?;
                         continue;
                     }
-                    Err(Uncharged::Error(e)) if e == ENODEV => {
-                        candidates[at].live = false;
-                        continue;
-                    }
-                    Err(Uncharged::Error(e)) => return Err(e.into()),
                 }
             }
             let decided = Decided {
-                wish,
+                size: wish.size,
+                clients: wish.clients.len(),
                 judge,
-                providers: &providers,
+                providers,
                 candidates: &candidates,
                 verdicts: &verdicts,
                 outcome: decision.outcome,
@@ -385,7 +388,7 @@ impl Orchestrator {
                 size: wish.size,
                 align: wish.align,
                 file: judge.file(),
-                clients,
+                clients: wish.clients.len(),
                 providers: providers.len(),
                 strategy: wish.strategy,
                 chosen: account.chosen,
@@ -396,20 +399,37 @@ impl Orchestrator {
         }
     }
 
+    /// What a decision for a wish is made from.
+    pub(crate) fn survey(&self, judge: &Judge<'_>, wish: &Wish) -> Result<Survey> {
+        let providers = self.providers()?;
+        let paths = self.paths(&providers, &wish.clients)?;
+        let mut parties = KVec::new();
+        for client in wish.clients.iter().filter(|_| !judge.is_silent()) {
+            parties.push(client.party(), GFP_KERNEL)?;
+        }
+        Ok(Survey {
+            providers,
+            paths,
+            parties,
+            clients: wish.clients.len(),
+        })
+    }
+
     /// Allocates a buffer in a provider, and charges it.
-    fn take(
+    pub(crate) fn take(
         &self,
         judge: &Judge<'_>,
-        wish: &Wish,
+        size: u64,
+        align: u64,
         provider: &Arc<Provider>,
         file: u64,
     ) -> core::result::Result<Holder, Uncharged> {
-        let charge = judge.charge(provider, wish.size)?;
+        let charge = judge.charge(provider, size)?;
         provider
-            .alloc(wish.size, wish.align)
+            .alloc(size, align)
             .and_then(|mut memory| {
                 memory.charge = Some(charge);
-                Buffer::create(provider.clone(), memory, wish.size, file)
+                Buffer::create(provider.clone(), memory, size, file)
             })
             .map_err(Uncharged::Error)
     }
@@ -431,177 +451,6 @@ impl Orchestrator {
     }
 
     // Providers that come.
-
-    /// Publishes a BAR of a device that is bound to the module's driver.
-    pub(crate) fn publish(&self, wanted: &Publication) -> Answer<u32> {
-        let addr = wanted.addr;
-        driver::with_bound(addr, |device| self.publish_bound(wanted, device)).unwrap_or_else(|| {
-            Err(match Function::find(addr) {
-                None => refuse!(ENODEV, "{} is no PCI function of this machine", addr),
-                Some(_) => refuse!(
-                    ENODEV,
-                    "{} is not bound to the p2pmem driver: set its driver_override to p2pmem, unbind it, and probe it again",
-                    addr
-                ),
-            })
-        })
-    }
-
-    fn publish_bound(&self, wanted: &Publication, mut device: driver::Published<'_>) -> Answer<u32> {
-        let function = Function::of(device.device());
-        let addr = wanted.addr;
-        if self.find(&function).is_some() {
-            return Err(refuse!(EEXIST, "{} is a provider already", addr));
-        }
-        let (bar, len) = match wanted.bar {
-            Some(bar) => match function.bar(bar) {
-                Some((_, len)) => (bar, len),
-                None => return Err(refuse!(EINVAL, "{} has no memory BAR {}", addr, bar)),
-            },
-            None => (0..6)
-                .filter(|&bar| function.is_64bit(bar) && function.prefetchable(bar))
-                .filter_map(|bar| Some((bar, function.bar(bar)?.1)))
-                .max_by_key(|&(bar, len)| (len, core::cmp::Reverse(bar)))
-                .ok_or_else(|| {
-                    refuse!(
-                        EINVAL,
-                        "{} has no prefetchable 64-bit BAR: name the one to publish",
-                        addr
-                    )
-                })?,
-        };
-        let size = if wanted.size == 0 {
-            len.saturating_sub(wanted.offset)
-        } else {
-            wanted.size
-        };
-        if wanted.offset % PAGE != 0 || size % PAGE != 0 {
-            return Err(refuse!(
-                EINVAL,
-                "offset {} and size {} are not whole pages",
-                wanted.offset,
-                size
-            ));
-        }
-        if size == 0 || wanted.offset.checked_add(size).is_none_or(|end| end > len) {
-            return Err(refuse!(
-                EINVAL,
-                "{} bytes at offset {} do not fit into BAR {} of {}, which has {}",
-                size,
-                wanted.offset,
-                bar,
-                addr,
-                len
-            ));
-        }
-        if !wanted.pages {
-            return self.publish_window(wanted, &device, bar, size);
-        }
-        let by_rule = self.rules.kernel_reserve(&function.party());
-        let reserve = wanted
-            .kernel_reserve
-            .or(by_rule.map(|bytes| bytes.next_multiple_of(PAGE)))
-            .unwrap_or_else(|| (size / 16).min(16 << 20) / PAGE * PAGE);
-        if reserve % PAGE != 0 || reserve >= size {
-            return Err(refuse!(
-                EINVAL,
-                "a kernel_reserve of {} is not a whole number of pages below the {} published",
-                reserve,
-                size
-            ));
-        }
-        device.add_range(bar, wanted.offset, size).map_err(|e| match e {
-            e if e == EBUSY => refuse!(
-                e,
-                "another range of {} was published since it was bound: unbind it to change that, or another driver has the range",
-                addr
-            ),
-            e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
-        })?;
-        p2pdma::publish(device.device(), true);
-        let made = self.make_own(wanted, &function, bar, size, reserve);
-        if reserve == 0 || made.is_err() {
-            // There is nothing to be had for other drivers.
-            p2pdma::publish(device.device(), false);
-        }
-        made
-    }
-
-    /// Makes a provider of what was given pages just now.
-    fn make_own(&self, wanted: &Publication, function: &Function, bar: u32, size: u64, reserve: u64) -> Answer<u32> {
-        let addr = function.address();
-        let pool = bus::pool(function)?.ok_or_else(|| {
-            refuse!(
-                EIO,
-                "the kernel does not find the memory of {} that was just published",
-                addr
-            )
-        })?;
-        let slab = pool.take(size - reserve).ok_or_else(|| {
-            refuse!(
-                EBUSY,
-                "other drivers use memory of {} that should be handed out: raise kernel_reserve",
-                addr
-            )
-        })?;
-        let at = function.bar(bar).map_or(0, |(at, _)| at);
-        if slab.phys() != at + wanted.offset {
-            return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
-        }
-        self.add_own(wanted, function, bar, reserve, Backing::Pages(slab))
-    }
-
-    /// Makes a provider of a range that gets no pages.
-    fn publish_window(&self, wanted: &Publication, device: &driver::Published<'_>, bar: u32, size: u64) -> Answer<u32> {
-        let addr = wanted.addr;
-        if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) {
-            return Err(refuse!(
-                EINVAL,
-                "without pages {} has no pool of the kernel's that a kernel_reserve could be in: set it to 0 or auto",
-                addr
-            ));
-        }
-        let window = device.window(bar, wanted.offset, size).map_err(|e| match e {
-            e if e == EBUSY => refuse!(
-                e,
-                "{} was given pages since it was bound: unbind it to publish it without",
-                addr
-            ),
-            e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
-        })?;
-        self.add_own(wanted, &Function::of(device.device()), bar, 0, Backing::Window(window))
-    }
-
-    /// Makes a provider of memory of a device that is bound to the driver.
-    fn add_own(
-        &self,
-        wanted: &Publication,
-        function: &Function,
-        bar: u32,
-        reserve: u64,
-        backing: Backing,
-    ) -> Answer<u32> {
-        let parts = Parts {
-            id: self.new_id(),
-            function: function.clone(),
-            bar: Some(bar),
-            start: wanted.offset,
-            kernel_reserve: reserve,
-            combine: function.prefetchable(bar),
-            pinned_exports: wanted.pinned_exports,
-        };
-        let provider = Provider::own(parts, backing)?;
-        self.add(&provider)?;
-        pr_info!(
-            "{}: published {} bytes of BAR {} at offset {}{}\n",
-            provider.addr,
-            provider.size,
-            bar,
-            wanted.offset,
-            if provider.has_pages() { "" } else { ", without pages" }
-        );
-        Ok(provider.id)
-    }
 
     /// Changes whether a function's memory may be exported to importers that cannot be revoked, if it is a provider.
     pub(crate) fn set_pinned_exports(&self, addr: PciAddr, allow: bool) {
@@ -649,6 +498,7 @@ impl Orchestrator {
             kernel_reserve: reserve,
             combine: bar.is_some_and(|(bar, _)| function.prefetchable(bar)),
             pinned_exports: false,
+            publisher: None,
         };
         let provider = Provider::adopted(parts, pool, size, ceiling)?;
         self.add(&provider).map_err(|refusal| refusal.error)?;
@@ -673,14 +523,16 @@ impl Orchestrator {
         Ok(())
     }
 
-    fn new_id(&self) -> u32 {
+    /// A number for a provider that is being made.
+    pub(crate) fn new_id(&self) -> u32 {
         let mut registry = self.registry.lock();
         let id = registry.next_id;
         registry.next_id += 1;
         id
     }
 
-    fn add(&self, provider: &Arc<Provider>) -> Answer {
+    /// Takes a provider into the list.
+    pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
         let mut registry = self.registry.lock();
         if registry
             .providers
@@ -695,8 +547,13 @@ impl Orchestrator {
         let _ = registry.providers.insert_within_capacity(at, provider.clone());
         drop(registry);
         self.forget_paths();
-        self.tell(consts::EVENT_PROVIDER_ADDED, provider.id, None);
+        self.tell(consts::EVENT_PROVIDER_ADDED, provider.id);
         Ok(())
+    }
+
+    /// Whether a function is a provider.
+    pub(crate) fn is_provided(&self, function: &Function) -> bool {
+        self.find(function).is_some()
     }
 
     /// Whether there is a provider of that number.
@@ -704,7 +561,8 @@ impl Orchestrator {
         self.registry.lock().providers.iter().any(|p| p.id == id)
     }
 
-    fn find(&self, function: &Function) -> Option<Arc<Provider>> {
+    /// The provider that a function is.
+    pub(crate) fn find(&self, function: &Function) -> Option<Arc<Provider>> {
         self.registry
             .lock()
             .providers
@@ -724,6 +582,14 @@ impl Orchestrator {
         })
         .map(|function| self.leave(&function, Leave::Retire))
         .ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))
+    }
+
+    /// Takes back what a driver registered, if that is a provider still. The device is bound to that driver.
+    pub(crate) fn unregister(&self, function: &Function, id: u32) {
+        let provider = self.find(function).filter(|provider| provider.id == id);
+        if provider.is_some() {
+            self.leave(function, Leave::Retire);
+        }
     }
 
     /// Ends the provider that a function is, if it is one. When this returns nobody can reach its memory through
@@ -752,7 +618,7 @@ impl Orchestrator {
         drop(removed);
         provider.ended();
         self.forget_paths();
-        self.tell(consts::EVENT_PROVIDER_REMOVED, provider.id, None);
+        self.tell(consts::EVENT_PROVIDER_REMOVED, provider.id);
         pr_info!(
             "{}: no provider any more, {} buffers were revoked\n",
             provider.addr,
@@ -772,7 +638,7 @@ impl Orchestrator {
         buffer.for_each_export(|export| export.revoke());
         buffer.for_each_registration(|registration| registration.revoke());
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
-        self.tell(consts::EVENT_BUFFER_REVOKED, buffer.provider.id, Some(buffer));
+        self.tell_revoked(buffer);
         if log::allowed() {
             pr_info!(
                 "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
@@ -813,7 +679,7 @@ impl bus::Listener for Orchestrator {
 
     fn unbinding(&self, function: &Function) {
         // An own provider leaves in the driver's own call, which comes next.
-        if self.find(function).is_some_and(|p| p.kind == Kind::Adopted) {
+        if self.find(function).is_some_and(|p| p.kind != Kind::Own) {
             self.leave(function, Leave::Unbind);
         }
     }

@@ -3,7 +3,6 @@
 //! An application's own rules, as it hands them over.
 
 use crate::{
-    chardev::{no_flags, no_reserved},
     ext::{
         pci::Function,
         uapi::{self, consts}, //
@@ -11,6 +10,7 @@ use crate::{
     path::{PathClass, PciAddr},
     policy::{Action, Device, Name, Rule},
     refusal::{refuse, Answer},
+    request::{no_flags, no_reserved},
     rules::Book,
 };
 use core::mem::size_of;

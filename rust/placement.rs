@@ -168,6 +168,8 @@ pub(crate) enum VerdictCode {
     Packed = 21,
     /// The buffer would break a limit of the dmem controller.
     Cgroup = 22,
+    /// It could hold a part, but too few others can.
+    Alone = 23,
 }
 
 impl VerdictCode {
@@ -496,18 +498,15 @@ fn lost(request: &Request, ruling: &Ruling, rank: &Rank, winner: &Winner) -> (Ve
     }
 }
 
-/// Chooses a provider.
-///
-/// `verdicts[i]` is what the decision says of `candidates[i]`; where `verdicts` is shorter only
-/// that many are written, where it is longer the rest is left alone. The decision itself does not
-/// depend on it.
-///
-/// Takes time in proportion to candidates times clients, and a constant amount of stack.
-pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Decision {
+/// Finds the best candidate that is not among `taken`, and with `shun` none that rules avoid; and how that ended.
+fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: bool) -> (Option<Winner>, Outcome) {
     let mut winner: Option<Winner> = None;
     let mut outcome = Outcome::NoProvider;
 
     for (index, candidate) in indexed(candidates) {
+        if taken.contains(&index) || shun && avoided(&candidate.ruling) {
+            continue;
+        }
         let Some(by) = contends(request, candidate) else {
             outcome = outcome.max(Outcome::NotUpstream);
             continue;
@@ -536,16 +535,29 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
         }
         outcome = Outcome::Chosen;
     }
+    (winner, outcome)
+}
 
+/// Says of each candidate what became of it: `chosen` were chosen, of which `last` was the worst. Where `last` is none
+/// the kernel wanted another one, or, where there are some in `chosen`, too few could be.
+fn say(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    chosen: &[usize],
+    last: Option<&Winner>,
+    verdicts: &mut [Verdict],
+) {
     for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
         let reach = Reach::of(request, candidate);
-        let (code, rule) = match (eligible(request, candidate, &reach), &winner) {
+        let (code, rule) = match (eligible(request, candidate, &reach), last) {
             (Err(objection), _) => (objection.code, objection.rule),
-            (Ok(()), Some(winner)) if winner.index == index => {
-                let preferred = winner.ruling.stance == Stance::Prefer;
-                (VerdictCode::Chosen, winner.ruling.stance_by.filter(|_| preferred))
+            (Ok(()), Some(_)) if chosen.contains(&index) => {
+                let ruling = &candidate.ruling;
+                let preferred = ruling.stance == Stance::Prefer;
+                (VerdictCode::Chosen, ruling.stance_by.filter(|_| preferred))
             }
-            (Ok(()), Some(winner)) => lost(request, &candidate.ruling, &Rank::of(candidate, &reach), winner),
+            (Ok(()), Some(last)) => lost(request, &candidate.ruling, &Rank::of(candidate, &reach), last),
+            (Ok(()), None) if !chosen.is_empty() => (VerdictCode::Alone, None),
             // Eligible, and yet there is no winner: the kernel wants another one.
             (Ok(()), None) => (VerdictCode::Upstream, None),
         };
@@ -563,11 +575,56 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
             largest: candidate.largest,
         };
     }
+}
 
-    Decision {
-        chosen: winner.map(|winner| winner.index),
-        outcome,
+/// Chooses a provider.
+///
+/// `verdicts[i]` is what the decision says of `candidates[i]`; where `verdicts` is shorter only
+/// that many are written, where it is longer the rest is left alone. The decision itself does not
+/// depend on it.
+///
+/// Takes time in proportion to candidates times clients, and a constant amount of stack.
+pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Decision {
+    let (winner, outcome) = best(request, candidates, &[], false);
+    let chosen = winner.as_ref().map(|winner| winner.index);
+    say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
+    Decision { chosen, outcome }
+}
+
+/// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either
+/// all are found or the answer says how many were, and why no other one is; with `shun` only such that rules do not
+/// avoid.
+///
+/// Takes as many times the time of [`decide`] as there are picks.
+pub(crate) fn decide_several(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    shun: bool,
+    picks: &mut [usize],
+    verdicts: &mut [Verdict],
+) -> (usize, Outcome) {
+    let mut found = 0;
+    let mut last = None;
+    let mut end = Outcome::NoProvider;
+    while found < picks.len() {
+        let taken = picks.get(..found).unwrap_or_default();
+        let (winner, outcome) = best(request, candidates, taken, shun);
+        end = outcome;
+        last = winner;
+        let (Some(winner), Some(slot)) = (&last, picks.get_mut(found)) else {
+            break;
+        };
+        *slot = winner.index;
+        found = found.saturating_add(1);
     }
+    say(
+        request,
+        candidates,
+        picks.get(..found).unwrap_or_default(),
+        last.as_ref(),
+        verdicts,
+    );
+    (found, end)
 }
 
 #[cfg(any(test, CONFIG_KUNIT))]
@@ -701,5 +758,34 @@ mod tests {
             (None, [VerdictCode::Unreachable, VerdictCode::NotNamed])
         );
         assert!(decide(&REQUEST, &[], &mut []).outcome == Outcome::NoProvider);
+    }
+
+    #[test]
+    fn several_are_the_best_ones_in_their_order() {
+        let (near, far) = ([NEAR], [Path { hops: 9, ..NEAR }]);
+        let mut all = [candidate(1, &far), candidate(2, &near), candidate(3, &near)];
+        all[2].free -= PAGE;
+        let mut verdicts = [Verdict::EMPTY; 3];
+        let mut picks = [0; 2];
+        let answer = decide_several(&REQUEST, &all, false, &mut picks, &mut verdicts);
+        assert_eq!((answer, picks), ((2, Outcome::Chosen), [1, 2]));
+        let codes = verdicts.map(|verdict| verdict.code);
+        assert_eq!(codes, [VerdictCode::Hops, VerdictCode::Chosen, VerdictCode::Chosen]);
+        // One pick is what a plain decision chooses.
+        let mut one = [9];
+        assert_eq!(decide_several(&REQUEST, &all, false, &mut one, &mut []).0, 1);
+        assert_eq!(decide(&REQUEST, &all, &mut []).chosen, Some(one[0]));
+        // One is full: what the others could do is of no use.
+        all[0].free = 0;
+        let mut three = [0; 3];
+        let answer = decide_several(&REQUEST, &all, false, &mut three, &mut verdicts);
+        assert_eq!(answer, (2, Outcome::Full));
+        let codes = verdicts.map(|verdict| verdict.code);
+        assert_eq!(codes, [VerdictCode::Full, VerdictCode::Alone, VerdictCode::Alone]);
+        // One that rules avoid comes last, or not at all.
+        all[1].ruling.stance = Stance::Avoid;
+        assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);
+        assert_eq!(picks, [2, 1]);
+        assert_eq!(decide_several(&REQUEST, &all, true, &mut picks, &mut []).0, 1);
     }
 }

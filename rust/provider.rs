@@ -2,7 +2,7 @@
 
 //! Providers: devices with published memory, and the memory of each.
 //!
-//! An own provider has one large piece of its device's pool, or of the BAR itself where it does without struct pages,
+//! An own or registered provider has one large piece of its device's pool, or of the BAR itself where it does without struct pages,
 //! divided by a buddy allocator. An adopted provider belongs to another driver: from its pool a piece is taken for each buffer and given back with it.
 //!
 //! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
@@ -17,6 +17,7 @@ use crate::{
         global,
         p2pdma::{Backing, Pool},
         pci::Function,
+        publisher::Publisher,
         uapi::{self, consts}, //
     },
     memory::{Memory, Piece, Stack},
@@ -42,6 +43,8 @@ use kernel::{
 pub(crate) enum Kind {
     Own,
     Adopted,
+    /// Its driver handed the memory to p2pmem, by the functions of include/linux/p2pmem.h.
+    Registered,
 }
 
 /// Where memory comes from.
@@ -154,6 +157,8 @@ pub(crate) struct Provider {
     /// dma-bufs that are not closed yet.
     exports: Atomic<u32>,
     pub(crate) counters: Counters,
+    /// Who wants to know of its end.
+    publisher: Option<Arc<Publisher>>,
     function: Function,
     #[pin]
     inner: Mutex<Inner>,
@@ -180,6 +185,8 @@ pub(crate) struct Parts {
     pub(crate) kernel_reserve: u64,
     pub(crate) combine: bool,
     pub(crate) pinned_exports: bool,
+    /// The driver that registered it, where one did.
+    pub(crate) publisher: Option<Arc<Publisher>>,
 }
 
 impl Provider {
@@ -192,7 +199,11 @@ impl Provider {
             Backing::Window(_) => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
         };
         let backing = Arc::new(backing, GFP_KERNEL)?;
-        Self::new(parts, Kind::Own, size, flags, Source::Own { backing, buddy })
+        let kind = match parts.publisher {
+            None => Kind::Own,
+            Some(_) => Kind::Registered,
+        };
+        Self::new(parts, kind, size, flags, Source::Own { backing, buddy })
     }
 
     /// A provider that takes what it needs, `size` bytes at most, from its device's pool. The pool has `ceiling` now.
@@ -225,6 +236,7 @@ impl Provider {
                 pinned_exports: AtomicFlag::new(parts.pinned_exports),
                 exports: Atomic::new(0),
                 counters: Counters::new(),
+                publisher: parts.publisher,
                 function: parts.function,
                 inner <- new_mutex!(Inner {
                     source: Some(source),
@@ -266,7 +278,7 @@ impl Provider {
     /// it is published.
     pub(crate) fn kernel_has(&self) -> u64 {
         match self.kind {
-            Kind::Own => u64::MAX,
+            Kind::Own | Kind::Registered => u64::MAX,
             Kind::Adopted => self.kernel_reserve,
         }
     }
@@ -540,6 +552,7 @@ impl Provider {
             kind: match self.kind {
                 Kind::Own => consts::KIND_OWN,
                 Kind::Adopted => consts::KIND_ADOPTED,
+                Kind::Registered => consts::KIND_REGISTERED,
             },
             addr: self.addr.into(),
             bar: self.bar.map_or(-1, |bar| bar as i32),
@@ -669,6 +682,9 @@ impl Provider {
 
     /// The end of leaving, after which nothing of it is left.
     pub(crate) fn ended(&self) {
+        if let Some(publisher) = &self.publisher {
+            publisher.revoked();
+        }
         self.gone.complete();
     }
 

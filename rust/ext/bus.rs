@@ -4,7 +4,7 @@
 //!
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
-use super::{global::POOLS, p2pdma::Pool, pci::Function};
+use super::{global::POOLS, p2pdma::Pool, pci::Function, publisher};
 use crate::sys;
 use kernel::{bindings, error::to_result, ffi, prelude::*, sync::Arc, types::Opaque};
 
@@ -53,6 +53,7 @@ pub(crate) fn pool(function: &Function) -> Result<Option<Arc<Pool>>> {
 
 /// Closes the pool of a device whose driver is unbound.
 fn close(function: &Function) {
+    publisher::forget(function);
     if let Some(pools) = POOLS.lock().as_mut() {
         pools.retain(|pool| {
             let stays = !pool.function().same(function);

@@ -109,12 +109,6 @@ impl DeviceName {
 
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = |f: &mut fmt::Formatter<'_>, bytes: &[u8]| -> fmt::Result {
-            for &c in bytes.split(|&c| c == 0).next().unwrap_or_default() {
-                f.write_char(if c.is_ascii_graphic() { char::from(c) } else { '?' })?;
-            }
-            Ok(())
-        };
         text(f, &self.name)?;
         f.write_str(" (")?;
         text(f, &self.driver)?;
@@ -219,6 +213,29 @@ impl Link {
     }
 }
 
+/// Whose dma-buf a descriptor is.
+pub(crate) enum Got<T: Exporter> {
+    Ours(DmaBuf<T>),
+    Foreign(ExporterName),
+}
+
+/// What another driver calls the dma-bufs that it exports.
+pub(crate) struct ExporterName([u8; 32]);
+
+impl fmt::Display for ExporterName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        text(f, &self.0)
+    }
+}
+
+/// Writes text up to its NUL; a character that is not visible ASCII becomes a question mark.
+fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
+    for &c in bytes.split(|&c| c == 0).next().unwrap_or_default() {
+        f.write_char(if c.is_ascii_graphic() { char::from(c) } else { '?' })?;
+    }
+    Ok(())
+}
+
 /// A reference to a dma-buf.
 ///
 /// # Invariants
@@ -241,6 +258,41 @@ impl<T: Exporter> DmaBuf<T> {
         ..pin_init::zeroed()
     };
 
+    /// The one address of the operations, which tells such dma-bufs from others.
+    #[inline(never)]
+    fn table() -> &'static bindings::dma_buf_ops {
+        &Self::TABLE
+    }
+
+    /// The dma-buf that a descriptor of the caller's is.
+    ///
+    /// Errors: `EBADF` (no such descriptor), `EINVAL` (no dma-buf).
+    pub(crate) fn get(fd: i32) -> Result<Got<T>> {
+        // SAFETY: No requirements; the result is an error pointer or a dma-buf with a reference that is ours.
+        let found = from_err_ptr(unsafe { bindings::dma_buf_get(fd) })?;
+        let found = NonNull::new(found).ok_or(EINVAL)?;
+        // SAFETY: The reference to it is ours; its operations do not change.
+        if ptr::eq(unsafe { (*found.as_ptr()).ops }, Self::table()) {
+            // INVARIANT: It has these operations, and the reference is ours.
+            return Ok(Got::Ours(Self(found, PhantomData)));
+        }
+        let mut name = [0; 32];
+        // SAFETY: The reference to it is ours. Exporters give a string that outlives the dma-buf.
+        let said = unsafe { CStr::from_char_ptr((*found.as_ptr()).exp_name) };
+        for (to, from) in name.iter_mut().zip(said.to_bytes()) {
+            *to = *from;
+        }
+        // SAFETY: The reference is ours, and not used any more.
+        unsafe { bindings::dma_buf_put(found.as_ptr()) };
+        Ok(Got::Foreign(ExporterName(name)))
+    }
+
+    /// The object behind it.
+    pub(crate) fn exporter(&self) -> ArcBorrow<'_, T> {
+        // SAFETY: By the type invariant it has these operations, and is not released as long as `self` is there.
+        unsafe { Self::object(self.0.as_ptr()) }
+    }
+
     /// Makes a dma-buf of `size` bytes.
     pub(crate) fn new(object: Arc<T>, size: u64, module: &'static ThisModule) -> Result<Self> {
         let size = usize::try_from(size)?;
@@ -248,7 +300,7 @@ impl<T: Exporter> DmaBuf<T> {
         let info = bindings::dma_buf_export_info {
             exp_name: c"p2pmem".as_char_ptr(),
             owner: module.as_ptr(),
-            ops: &Self::TABLE,
+            ops: Self::table(),
             size,
             flags: bindings::O_RDWR as ffi::c_int,
             priv_: object.cast_mut().cast(),

@@ -77,14 +77,24 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     }
 }
 
-/// A device that is bound to the driver, during a call of [`with_bound`].
+/// A device that is bound to the driver, during a call of [`with_bound`], or to another one that publishes memory of it.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
     range: &'a mut Option<(u32, u64, u64)>,
     windows: &'a Arc<Windows>,
 }
 
-impl Published<'_> {
+impl<'a> Published<'a> {
+    /// A device that is bound to another driver, which says so: of it the `range`, if any, has struct pages, and the
+    /// unbinding of that driver waits for `windows`.
+    pub(super) fn by_other(
+        device: &'a pci::Device<Bound>,
+        range: &'a mut Option<(u32, u64, u64)>,
+        windows: &'a Arc<Windows>,
+    ) -> Self {
+        Self { device, range, windows }
+    }
+
     pub(crate) fn device(&self) -> &pci::Device<Bound> {
         self.device
     }

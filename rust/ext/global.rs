@@ -51,6 +51,21 @@ pub(super) fn forget_bound(device: *mut bindings::pci_dev) {
     }
 }
 
+/// A device that another driver is bound to and registered with us, and the range of it that was given struct pages then
+/// (BAR, offset, size).
+pub(super) struct PagedDevice {
+    pub(super) device: *mut bindings::pci_dev,
+    pub(super) range: Option<(u32, u64, u64)>,
+}
+
+// SAFETY: A PCI device is not bound to a thread.
+unsafe impl Send for PagedDevice {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    pub(super) unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
+}
+
 /// Initialises the locks of this file. The first thing that the module does.
 pub(crate) fn init() {
     static DONE: AtomicFlag = AtomicFlag::new(false);
@@ -62,6 +77,7 @@ pub(crate) fn init() {
         ORCHESTRATOR.init();
         POOLS.init();
         BOUND.init();
+        PAGED.init();
         QUEUE.init();
     }
 }

@@ -11,10 +11,10 @@ use kernel::{
 
 pub(crate) use crate::sys::{
     p2pmem_alloc as Alloc, p2pmem_buffer as Buffer, p2pmem_event as Event, p2pmem_explain as Explain,
-    p2pmem_export as Export, p2pmem_free as Free, p2pmem_info as Info, p2pmem_list as List, p2pmem_path as Path,
-    p2pmem_paths as Paths, p2pmem_pci_addr as PciAddress, p2pmem_provider as Provider, p2pmem_range as Range,
-    p2pmem_request as Request, p2pmem_rule as Rule, p2pmem_rules as Rules, p2pmem_stats as Stats,
-    p2pmem_verdict as Verdict,
+    p2pmem_export as Export, p2pmem_free as Free, p2pmem_import as Import, p2pmem_info as Info, p2pmem_list as List,
+    p2pmem_part as Part, p2pmem_path as Path, p2pmem_paths as Paths, p2pmem_pci_addr as PciAddress,
+    p2pmem_provider as Provider, p2pmem_range as Range, p2pmem_request as Request, p2pmem_rule as Rule,
+    p2pmem_rules as Rules, p2pmem_stats as Stats, p2pmem_stripe as Stripe, p2pmem_verdict as Verdict,
 };
 
 pub(crate) use kernel::bindings::{EDQUOT, EHOSTUNREACH, ENODATA, EOPNOTSUPP};
@@ -31,6 +31,7 @@ pub(crate) mod consts {
     pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
     pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
+    pub(crate) const MAX_PARTS: usize = sys::P2PMEM_MAX_PARTS as usize;
     pub(crate) const MAX_RULES: u32 = sys::P2PMEM_MAX_RULES;
     pub(crate) const RULE_NAME: usize = sys::P2PMEM_RULE_NAME as usize;
     pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
@@ -40,7 +41,9 @@ pub(crate) mod consts {
         | sys::P2PMEM_FEATURE_ADOPT
         | sys::P2PMEM_FEATURE_DMABUF
         | sys::P2PMEM_FEATURE_PAGELESS
-        | sys::P2PMEM_FEATURE_RULES) as u64;
+        | sys::P2PMEM_FEATURE_RULES
+        | sys::P2PMEM_FEATURE_IMPORT
+        | sys::P2PMEM_FEATURE_STRIPE) as u64;
     /// What it can do besides where programs can register mapped buffers.
     pub(crate) fn feature_peer_memory(open: bool) -> u64 {
         if open {
@@ -58,6 +61,7 @@ pub(crate) mod consts {
     pub(crate) const EXPLAIN_LAST: u32 = sys::P2PMEM_EXPLAIN_LAST;
     pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
     pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
+    pub(crate) const KIND_REGISTERED: u32 = sys::p2pmem_kind_P2PMEM_KIND_REGISTERED;
     pub(crate) const PROVIDER_LIVE: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_LIVE;
     pub(crate) const PROVIDER_REVOKING: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_REVOKING;
     pub(crate) const PROVIDER_PAGELESS: u32 = sys::P2PMEM_PROVIDER_PAGELESS;
@@ -70,6 +74,7 @@ pub(crate) mod consts {
     pub(crate) const STRATEGY_UPSTREAM: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_UPSTREAM;
     pub(crate) const STRATEGY_SPREAD: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_SPREAD;
     pub(crate) const STRATEGY_PACK: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_PACK;
+    pub(crate) const STRATEGY_STRIPE: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_STRIPE;
     pub(crate) const RULES_NONE: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_NONE;
     pub(crate) const RULES_ADMIN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_ADMIN;
     pub(crate) const RULES_OWN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_OWN;
@@ -101,6 +106,8 @@ pub(crate) mod ioc {
     pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
     pub(crate) const EXPORT_DMABUF: u32 = _IOWR::<Export>(MAGIC, 0x08);
     pub(crate) const RULES: u32 = _IOW::<Rules>(MAGIC, 0x09);
+    pub(crate) const IMPORT: u32 = _IOWR::<Import>(MAGIC, 0x0a);
+    pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
 }
 
 /// Declares structures of the header: their sizes, and that they travel as bytes.
@@ -120,7 +127,7 @@ macro_rules! travel {
 travel! {
     PciAddress: 8, Info: 80, Provider: 136, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
     Buffer: 64, Verdict: 96, Explain: 88, Stats: 104, Event: 24,
-    Range: 16, Export: 24, Rule: 72, Rules: 16,
+    Range: 16, Export: 24, Rule: 72, Rules: 16, Import: 40, Part: 48, Stripe: 72,
 }
 
 #[kernel::prelude::kunit_tests(p2pmem_uapi)]
@@ -143,6 +150,8 @@ mod tests {
             (ioc::STATS, READ | WRITE, size_of::<Stats>()),
             (ioc::EXPORT_DMABUF, READ | WRITE, size_of::<Export>()),
             (ioc::RULES, WRITE, size_of::<Rules>()),
+            (ioc::IMPORT, READ | WRITE, size_of::<Import>()),
+            (ioc::STRIPE, READ | WRITE, size_of::<Stripe>()),
         ];
         let mut next = 0;
         for (number, dir, size) in all {

@@ -17,7 +17,7 @@ use kernel::{
     sync::{Arc, CondVar, Mutex},
 };
 
-/// How many windows there are of a device that is bound to the driver. Its unbinding waits until there is none.
+/// How many windows there are of a device that is bound. Its unbinding waits until there is none.
 #[pin_data]
 pub(super) struct Windows {
     #[pin]
@@ -50,7 +50,7 @@ impl Windows {
 ///
 /// # Invariants
 ///
-/// `kaddr` maps `size` bytes of I/O memory at `phys`, and `provider` belongs to the BAR. The device is bound to our driver
+/// `kaddr` maps `size` bytes of I/O memory at `phys`, and `provider` belongs to the BAR. The device is bound to its driver
 /// as long as this is there: it is counted in `windows`, for which unbinding waits.
 pub(crate) struct Window {
     provider: NonNull<bindings::p2pdma_provider>,
@@ -70,8 +70,8 @@ impl Window {
     ///
     /// # Safety
     ///
-    /// The device must be bound to our driver, and stay so until this call returns; its unbinding must wait for
-    /// `windows`.
+    /// The device must be bound, to our driver or to one that published it, and stay so until this call returns; its
+    /// unbinding must wait for `windows`.
     pub(super) unsafe fn new(
         function: &Function,
         bar: u32,
@@ -84,12 +84,12 @@ impl Window {
             return Err(EINVAL);
         }
         let phys = start + offset;
-        // SAFETY: The device is bound to our driver, whose unbinding releases what this call acquires.
+        // SAFETY: The device is bound, and unbinding its driver releases what this call acquires.
         to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
         // SAFETY: It was initialised just now.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
         let provider = NonNull::new(provider).ok_or(uapi::errno(uapi::EOPNOTSUPP))?;
-        // SAFETY: The range is one of the device's BAR, which is enabled while our driver is bound to it.
+        // SAFETY: The range is one of the device's BAR, which is enabled while its driver is bound to it.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
         *windows.count.lock() += 1;

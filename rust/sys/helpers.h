@@ -4,9 +4,9 @@
 #define P2PMEM_SYS_HELPERS_H
 
 #include <linux/dma-direction.h>
+#include <linux/p2pmem.h>
 #include <linux/types.h>
 #include <uapi/linux/mman.h>
-#include <uapi/linux/p2pmem.h>
 
 #include "peer_mem.h"
 
@@ -119,6 +119,11 @@ void p2pmem_trace_decision(const struct p2pmem_trace_decision *of);
 
 /* mmap() at addresses that the program named. */
 enum { P2PMEM_MAP_FIXED = MAP_FIXED };
+
+/* Of rust/ext/publisher.rs: what the exported functions call. */
+struct p2pmem_registration *p2pmem_rust_register(struct pci_dev *pdev, const struct p2pmem_publication *what);
+void p2pmem_rust_unregister(struct p2pmem_registration *registration);
+u32 p2pmem_rust_registration_id(const struct p2pmem_registration *registration);
 
 bool p2pmem_log_allowed(void);
 u64 p2pmem_now_ns(void);

@@ -17,14 +17,20 @@
  *
  * Every ioctl that is refused leaves a sentence that says why: &P2PMEM_IOC_EXPLAIN with %P2PMEM_EXPLAIN_LAST.
  * -EFAULT (a bad pointer) and -ENOTTY (an unknown ioctl) leave none.
+ *
+ * Version 4 added P2PMEM_IOC_IMPORT and P2PMEM_IOC_STRIPE, &struct p2pmem_buffer.handles and &struct
+ * p2pmem_request.parts, the last two where version 3 had fields that were zero. Structures, numbers and meanings of
+ * version 3 are as they were.
  */
 
-#define P2PMEM_ABI_VERSION	3
+#define P2PMEM_ABI_VERSION	4
 
 /* Most clients one request may name. */
 #define P2PMEM_MAX_CLIENTS	64
 /* Most ranges one dma-buf may consist of. */
 #define P2PMEM_MAX_RANGES	64
+/* Most buffers one stripe may consist of. */
+#define P2PMEM_MAX_PARTS	16
 /* Most rules a file may have of its own. */
 #define P2PMEM_MAX_RULES	32
 /* Bytes of a rule's name, with its NUL. */
@@ -54,6 +60,8 @@ struct p2pmem_pci_addr {
 #define P2PMEM_FEATURE_PAGELESS		(1ULL << 4)	/* providers can do without struct pages */
 #define P2PMEM_FEATURE_PEER_MEMORY	(1ULL << 5)	/* ibv_reg_mr() takes mappings of buffers */
 #define P2PMEM_FEATURE_RULES		(1ULL << 6)	/* rules of the administrator and of files are obeyed */
+#define P2PMEM_FEATURE_IMPORT		(1ULL << 7)	/* a dma-buf of a whole buffer can be made a handle again */
+#define P2PMEM_FEATURE_STRIPE		(1ULL << 8)	/* one request can be served by several providers */
 
 /**
  * struct p2pmem_info - what this module is, and what it holds in all
@@ -83,10 +91,12 @@ struct p2pmem_info {
  * enum p2pmem_kind - how a provider came to be one
  * @P2PMEM_KIND_OWN: a BAR of a device bound to the p2pmem driver, published by the administrator
  * @P2PMEM_KIND_ADOPTED: memory that the device's own driver published
+ * @P2PMEM_KIND_REGISTERED: memory that the device's own driver handed to p2pmem (include/linux/p2pmem.h)
  */
 enum p2pmem_kind {
 	P2PMEM_KIND_OWN = 1,
 	P2PMEM_KIND_ADOPTED = 2,
+	P2PMEM_KIND_REGISTERED = 3,
 };
 
 /**
@@ -242,12 +252,15 @@ struct p2pmem_paths {
  * @P2PMEM_STRATEGY_SPREAD: the least loaded of those that can serve, however far (see @max_class of the request), then
  *	as NEAREST
  * @P2PMEM_STRATEGY_PACK: the most loaded of those that can serve, so that others stay empty, then as NEAREST
+ * @P2PMEM_STRATEGY_STRIPE: several, each with an equal part, the best ones by NEAREST: for &P2PMEM_IOC_STRIPE, and for
+ *	&P2PMEM_IOC_EXPLAIN to say what that would do
  */
 enum p2pmem_strategy {
 	P2PMEM_STRATEGY_NEAREST = 0,
 	P2PMEM_STRATEGY_UPSTREAM = 1,
 	P2PMEM_STRATEGY_SPREAD = 2,
 	P2PMEM_STRATEGY_PACK = 3,
+	P2PMEM_STRATEGY_STRIPE = 4,
 };
 
 /* &struct p2pmem_request.flags: the named provider is a wish: take another one where it cannot serve */
@@ -263,7 +276,8 @@ enum p2pmem_strategy {
  * @strategy: &enum p2pmem_strategy
  * @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any
  * @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable
- * @reserved: must be zero
+ * @parts: with %P2PMEM_STRATEGY_STRIPE, providers to divide it among, up to %P2PMEM_MAX_PARTS; 0 means as many as can
+ *	serve. Must be zero with any other strategy
  */
 struct p2pmem_request {
 	__u64 size;
@@ -274,7 +288,7 @@ struct p2pmem_request {
 	__u32 strategy;
 	__u32 provider;
 	__u32 max_class;
-	__u32 reserved;
+	__u32 parts;
 };
 
 /**
@@ -342,7 +356,7 @@ enum p2pmem_buffer_state {
  * @exports: dma-bufs of it that are not closed yet
  * @attachments: importers that are attached to these dma-bufs now
  * @flags: must be zero
- * @reserved: must be zero
+ * @handles: out: handles of it on all files: more than one where it was imported
  *
  * Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN.
  */
@@ -358,7 +372,7 @@ struct p2pmem_buffer {
 	__u32 exports;
 	__u32 attachments;
 	__u32 flags;
-	__u32 reserved;
+	__u32 handles;
 };
 
 /**
@@ -410,6 +424,87 @@ struct p2pmem_export {
 };
 
 /**
+ * struct p2pmem_import - make a dma-buf of a whole buffer a handle of this file
+ * @fd: descriptor of the dma-buf, which stays the caller's to close
+ * @flags: must be zero
+ * @handle: out: the handle, as that of an allocation; each call makes another one, of the same buffer
+ * @provider: out: id of the provider the buffer lies in
+ * @size: out: its size
+ * @mmap_offset: out: the offset at which mmap() on this file maps it
+ * @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known
+ *
+ * This is how a buffer gets to other processes: whoever has it exports the whole of it and passes the descriptor on
+ * (SCM_RIGHTS), and who gets it imports it. The handle holds the buffer as all others do: its memory is free when the
+ * last handle, mapping, dma-buf and registration is gone, whoever has that. It is charged to the user, the groups, the
+ * file and the cgroup that allocated it, until it is free, and rules look at importers of dma-bufs as the allocator's.
+ * Who has a handle can do all with the buffer that the allocator can.
+ *
+ * Errors: -EINVAL (a bad field, or the descriptor is no dma-buf), -EBADF (no such descriptor), -EXDEV (a dma-buf of
+ * another driver's), -EACCES (a dma-buf of parts of a buffer: its receiver was not given the rest), -ENODEV (the buffer
+ * was revoked), -EMFILE (this file has used up its handles), -ENOMEM.
+ */
+struct p2pmem_import {
+	__s32 fd;
+	__u32 flags;
+	__u32 handle;
+	__u32 provider;
+	__u64 size;
+	__u64 mmap_offset;
+	__u64 bar_offset;
+};
+
+/**
+ * struct p2pmem_part - one buffer of a stripe
+ * @handle: its handle on this file, as that of an allocation
+ * @provider: id of the provider it lies in
+ * @offset: its first byte in the stripe
+ * @size: its size
+ * @mmap_offset: the offset at which mmap() on this file maps it
+ * @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known
+ * @class: class of its path to the farthest client; 0 without clients
+ * @reserved: zero
+ */
+struct p2pmem_part {
+	__u32 handle;
+	__u32 provider;
+	__u64 offset;
+	__u64 size;
+	__u64 mmap_offset;
+	__u64 bar_offset;
+	__u32 class;
+	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_stripe - allocate over several providers
+ * @req: the request, with %P2PMEM_STRATEGY_STRIPE. A @provider can be preferred, but not required
+ * @parts: array of &struct p2pmem_part to fill, in the order of their offsets
+ * @nr_parts: in: elements in @parts, at least @req.parts and 1; out: parts there are
+ * @flags: must be zero
+ * @size: out: size of the stripe, @req.size rounded up to pages
+ *
+ * A stripe is as many buffers as it has parts, each in another provider. They are equal in size, but for the last one,
+ * which may be smaller, and together the stripe: part n begins where part n - 1 ends. Where @req.size allows, all
+ * boundaries are multiples of @req.align. Either all parts are allocated or none. From then on each is a buffer like any
+ * other, and freed, mapped, exported and revoked by itself: no dma-buf and no I/O request reaches across a boundary, and
+ * a provider that leaves takes its part with it.
+ *
+ * With @req.parts 0 there are as many parts as providers can serve one, up to @nr_parts; providers that rules avoid only
+ * where there would be none without them.
+ *
+ * Errors: those of &struct p2pmem_alloc; -EINVAL also for too little room in @parts, for more parts than pages, and for
+ * another strategy, -E2BIG also for more parts than %P2PMEM_MAX_PARTS. Where fewer providers than @req.parts can serve it
+ * is the error of the one that came next.
+ */
+struct p2pmem_stripe {
+	struct p2pmem_request req;
+	__u64 parts;
+	__u32 nr_parts;
+	__u32 flags;
+	__u64 size;
+};
+
+/**
  * enum p2pmem_verdict_code - why a provider was or was not chosen
  * @P2PMEM_VERDICT_CHOSEN: it was chosen
  * @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it
@@ -433,6 +528,7 @@ struct p2pmem_export {
  * @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one
  * @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for
  * @P2PMEM_VERDICT_CGROUP: the buffer would break the cgroup's limit (dmem.max) for it
+ * @P2PMEM_VERDICT_ALONE: it could hold a part of the stripe, but too few others can
  */
 enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_CHOSEN = 1,
@@ -457,6 +553,7 @@ enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_PREFERENCE = 20,
 	P2PMEM_VERDICT_PACKED = 21,
 	P2PMEM_VERDICT_CGROUP = 22,
+	P2PMEM_VERDICT_ALONE = 23,
 };
 
 /**
@@ -515,7 +612,7 @@ struct p2pmem_verdict {
  * @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)
  * @flags: %P2PMEM_EXPLAIN_LAST or zero
  * @error: out: the errno (positive) the decision ended or would end with, 0 for success
- * @chosen: out: id of the provider chosen, 0 for none
+ * @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none
  * @reserved: must be zero
  *
  * Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad
@@ -648,7 +745,8 @@ enum p2pmem_event_type {
  * struct p2pmem_event - one event; read() returns as many whole ones as fit
  * @type: &enum p2pmem_event_type
  * @provider: id of the provider, 0 for P2PMEM_EVENT_LOST
- * @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0
+ * @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has an event of its own; 0 also
+ *	where the buffer was allocated through the file, and its handle ended before
  * @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0
  * @time_ns: CLOCK_MONOTONIC
  *
@@ -674,6 +772,8 @@ struct p2pmem_event {
 #define P2PMEM_IOC_STATS	_IOWR(P2PMEM_IOC_MAGIC, 0x07, struct p2pmem_stats)
 #define P2PMEM_IOC_EXPORT_DMABUF	_IOWR(P2PMEM_IOC_MAGIC, 0x08, struct p2pmem_export)
 #define P2PMEM_IOC_RULES	_IOW(P2PMEM_IOC_MAGIC, 0x09, struct p2pmem_rules)
+#define P2PMEM_IOC_IMPORT	_IOWR(P2PMEM_IOC_MAGIC, 0x0a, struct p2pmem_import)
+#define P2PMEM_IOC_STRIPE	_IOWR(P2PMEM_IOC_MAGIC, 0x0b, struct p2pmem_stripe)
 
 /**
  * DOC: mmap

@@ -31,12 +31,15 @@ mod peer;
 mod peer_bad;
 mod peer_end;
 mod place;
+mod publisher;
 mod rdma_programs;
 mod rdma_stale;
 mod rdma_user;
 mod rules;
 mod rules_bad;
 mod rules_more;
+mod share;
+mod stripe;
 mod trace;
 
 /// The device node.
@@ -77,6 +80,9 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rules_bad::CASES)
         .chain(rules_more::CASES)
         .chain(trace::CASES)
+        .chain(share::CASES)
+        .chain(stripe::CASES)
+        .chain(publisher::CASES)
         .chain(peer::CASES)
         .chain(peer_bad::CASES)
         .chain(peer_end::CASES)
@@ -144,6 +150,9 @@ pub fn run(name: &str) -> Result<()> {
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
+    }
+    if name == share::PART {
+        return share::part(arguments);
     }
     if name == rules::PART {
         return rules::part(arguments);

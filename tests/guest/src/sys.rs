@@ -71,6 +71,7 @@ impl Plain for abi::p2pmem_info {}
 impl Plain for abi::p2pmem_free {}
 impl Plain for abi::p2pmem_buffer {}
 impl Plain for abi::p2pmem_stats {}
+impl Plain for abi::p2pmem_import {}
 /// Argument of calls that do not exist.
 impl Plain for [u64; 32] {}
 
@@ -117,6 +118,48 @@ pub fn alloc(
 pub fn rules(fd: BorrowedFd<'_>, ask: &mut abi::p2pmem_rules, mut rules: Memory<'_, abi::p2pmem_rule>) -> Answer {
     ask.rules = rules.address(ask.count.into());
     raw(fd, abi::P2PMEM_IOC_RULES, ask)
+}
+
+/// `STRIPE`.
+pub fn stripe(
+    fd: BorrowedFd<'_>,
+    ask: &mut abi::p2pmem_stripe,
+    mut clients: Memory<'_, abi::p2pmem_pci_addr>,
+    mut parts: Memory<'_, abi::p2pmem_part>,
+) -> Answer {
+    ask.req.clients = clients.address(ask.req.nr_clients.into());
+    ask.parts = parts.address(ask.nr_parts.into());
+    raw(fd, abi::P2PMEM_IOC_STRIPE, ask)
+}
+
+/// A dma-buf of host memory, which the kernel's own heap makes.
+///
+/// # Errors
+///
+/// There is no such heap.
+pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
+    /// `struct dma_heap_allocation_data` of `linux/dma-heap.h`.
+    #[repr(C)]
+    struct Allocation {
+        len: u64,
+        fd: u32,
+        fd_flags: u32,
+        heap_flags: u64,
+    }
+    /// `DMA_HEAP_IOCTL_ALLOC`.
+    const ALLOC: u64 = 0xc018_4800;
+    let heap = File::open("/dev/dma_heap/system")?;
+    let mut ask = Allocation {
+        len,
+        fd: 0,
+        fd_flags: (libc::O_RDWR | libc::O_CLOEXEC) as u32,
+        heap_flags: 0,
+    };
+    // SAFETY: the structure is the one the call's number speaks of, and holds no pointers.
+    let answer = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOC, ptr::from_mut(&mut ask)) };
+    result(answer.into()).map_err(io::Error::from_raw_os_error)?;
+    // SAFETY: the kernel made this descriptor for this call alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(ask.fd as i32) })
 }
 
 /// Runs `work` in a thread with another user's ids. The raw calls change those of the calling thread alone.

@@ -79,6 +79,7 @@ fn verdict_codes() {
         V::Preference,
         V::Packed,
         V::Cgroup,
+        V::Alone,
     ];
     let known: BTreeMap<String, u32> = all.into_iter().map(|code| (name(code), code.as_raw())).collect();
     let header: BTreeMap<String, u32> = enumerators("P2PMEM_VERDICT_")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Host tests of the module's pure parts: path classification, placement, rules, accounts, and lists of ranges.
+//! Host tests of the module's pure parts: path classification, placement, rules, accounts, stripes, and lists of ranges.
 //!
 //! The files under test are the very ones the module is built from. They are held against oracles that go about it
 //! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
@@ -36,6 +36,10 @@ mod ranges;
 #[path = "../../../rust/rule_text.rs"]
 #[rustfmt::skip]
 mod rule_text;
+#[allow(dead_code)]
+#[path = "../../../rust/split.rs"]
+#[rustfmt::skip]
+mod split;
 
 #[cfg(test)]
 mod abi;
@@ -53,5 +57,7 @@ mod policy_tests;
 mod quota_tests;
 #[cfg(test)]
 mod ranges_tests;
+#[cfg(test)]
+mod stripe_tests;
 #[cfg(test)]
 mod tree;

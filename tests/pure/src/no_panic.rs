@@ -76,6 +76,12 @@ pub fn entry_points(
     for candidate in candidates.iter_mut() {
         candidate.refused(u64::from(n) << (m & 63));
     }
+    let mut picks = [0; 5];
+    let wanted = picks.get_mut(..(p & 7) as usize).unwrap_or_default();
+    shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
+    if let Some(split) = split::Split::new(u64::from(n) << (m & 63), u64::from(o), u64::from(p), u64::from(m)) {
+        shadowed ^= split.share() ^ split.part(n as usize).0 ^ split.part(m as usize).1;
+    }
     let link = path::link_bandwidth_of_status(n as u16).wrapping_add(path::link_bandwidth(m as u8, o as u8));
     let sum = ranges::check(ranges, u64::from(n) << (o & 63), u64::from(p)).unwrap_or(1);
     let joined = ranges.iter().copied().reduce(|a, b| a.join(b).unwrap_or(b)).map_or(0, |r| r.size);
@@ -96,7 +102,7 @@ fn panics(body: &str) -> bool {
     let source = folder.path().join("entry.rs");
     let object = folder.path().join("entry.o");
     let mut text = "#![no_std]\n#![allow(dead_code, private_interfaces)]\n".to_owned();
-    for name in ["path", "placement", "policy", "quota", "ranges", "rule_text"] {
+    for name in ["path", "placement", "policy", "quota", "ranges", "rule_text", "split"] {
         let file = rust.join(format!("{name}.rs"));
         text.extend(["#[path = ", &format!("{file:?}"), "]\nmod ", name, ";\n"]);
     }

@@ -715,7 +715,7 @@ fn clients() -> impl Strategy<Value = usize> {
     prop_oneof![2 => Just(0usize), 8 => 1usize..4, 1 => Just(64usize)]
 }
 
-fn cases() -> impl Strategy<Value = (Request, Vec<Provider>)> {
+pub(crate) fn cases() -> impl Strategy<Value = (Request, Vec<Provider>)> {
     clients().prop_flat_map(|clients| (any_request(clients), providers(clients)))
 }
 

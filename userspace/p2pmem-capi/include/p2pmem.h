@@ -22,6 +22,11 @@ struct ibv_mr;
 #define P2PMEM_WANT_UPSTREAM 2
 
 /**
+ * As many parts as providers can hold one.
+ */
+#define P2PMEM_PARTS_ALL UINT32_MAX
+
+/**
  * The same device.
  */
 #define P2PMEM_CLASS_DEVICE 1
@@ -60,6 +65,11 @@ struct ibv_mr;
  * Published by the device's own driver.
  */
 #define P2PMEM_KIND_IS_ADOPTED 2
+
+/**
+ * Handed to p2pmem by the device's own driver.
+ */
+#define P2PMEM_KIND_IS_REGISTERED 3
 
 /**
  * Buffers in it can be exported and registered.
@@ -194,9 +204,10 @@ typedef struct p2pmem_want {
          */
         uint32_t max_class;
         /**
-         * Must be 0.
+         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
+         * divide it among, 16 at most. Must be 0 for p2pmem_alloc().
          */
-        uint32_t reserved;
+        uint32_t parts;
 } p2pmem_want;
 
 #ifdef __cplusplus
@@ -272,6 +283,49 @@ int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, 
 int p2pmem_alloc(const struct p2pmem_dev *dev,
                  const struct p2pmem_want *want,
                  struct p2pmem_buf **out);
+
+/**
+ * Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
+ * for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
+ * exported and registered by itself. Returns how many there are, room at most.
+ *
+ * Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+ *
+ * # Safety
+ *
+ * dev must be open, want and its names valid, out valid for room elements.
+ */
+int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
+                        const struct p2pmem_want *want,
+                        struct p2pmem_buf **out,
+                        size_t room);
+
+/**
+ * Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
+ * again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+ *
+ * Errors: those of p2pmem_export().
+ *
+ * # Safety
+ *
+ * buf must be a buffer.
+ */
+int p2pmem_share(const struct p2pmem_buf *buf);
+
+/**
+ * Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
+ * process has let go of it.
+ *
+ * Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
+ * buffer), -ENODEV (the buffer was revoked).
+ *
+ * # Safety
+ *
+ * dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+ */
+int p2pmem_import(const struct p2pmem_dev *dev,
+                  int fd,
+                  struct p2pmem_buf **out);
 
 /**
  * Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.

@@ -6,11 +6,13 @@ use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
+use p2pmem::abi::P2PMEM_MAX_PARTS;
 use p2pmem::{Client, Device, Error, Kind, PathClass, Provider, Request, Strategy};
 
 use crate::sys::{
-    p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_PROVIDER_IS_EXPORTABLE,
-    P2PMEM_PROVIDER_IS_LEAVING, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_WANT_PREFER, P2PMEM_WANT_UPSTREAM,
+    p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_KIND_IS_REGISTERED, P2PMEM_PARTS_ALL,
+    P2PMEM_PROVIDER_IS_EXPORTABLE, P2PMEM_PROVIDER_IS_LEAVING, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_WANT_PREFER,
+    P2PMEM_WANT_UPSTREAM,
 };
 
 /// Why a call failed: the errno (positive), what and why, and what to do.
@@ -27,6 +29,17 @@ impl Failure {
         Self {
             errno: libc::EINVAL,
             text: text.into(),
+            remedy: None,
+        }
+    }
+}
+
+impl Failure {
+    /// A number that is no descriptor.
+    pub(crate) fn bad_descriptor(fd: c_int) -> Self {
+        Self {
+            errno: libc::EBADF,
+            text: format!("{fd} is no descriptor"),
             remedy: None,
         }
     }
@@ -104,23 +117,35 @@ pub(crate) struct Want {
     pub(crate) provider: u32,
     pub(crate) flags: u32,
     pub(crate) max_class: u32,
-    pub(crate) reserved: u32,
+    pub(crate) parts: u32,
     pub(crate) near: Vec<String>,
 }
 
 impl Want {
     pub(crate) fn request(&self) -> Result<Request, Failure> {
-        if self.flags & !(P2PMEM_WANT_PREFER | P2PMEM_WANT_UPSTREAM) != 0 || self.reserved != 0 {
-            return Err(Failure::argument(format!(
-                "unknown flags {:#x}, or reserved {:#x} is not 0",
-                self.flags, self.reserved
-            )));
+        if self.flags & !(P2PMEM_WANT_PREFER | P2PMEM_WANT_UPSTREAM) != 0 {
+            return Err(Failure::argument(format!("unknown flags {:#x}", self.flags)));
         }
         let near: Result<Vec<_>, _> = self.near.iter().map(|name| Client::resolve(name)).collect();
         let mut request = Request::new(self.size).align(self.align).near(near?);
         if self.flags & P2PMEM_WANT_UPSTREAM != 0 {
+            if self.parts != 0 {
+                return Err(Failure::argument(
+                    "the kernel's own choice is one provider: parts is not 0",
+                ));
+            }
             request = request.strategy(Strategy::Upstream);
         }
+        request = match self.parts {
+            0 => request,
+            P2PMEM_PARTS_ALL => request.strategy(Strategy::Stripe),
+            parts if parts > P2PMEM_MAX_PARTS => {
+                return Err(Failure::argument(format!(
+                    "{parts} parts, at most {P2PMEM_MAX_PARTS} are possible"
+                )));
+            }
+            parts => request.strategy(Strategy::Stripe).parts(parts),
+        };
         if self.provider != 0 {
             let prefer = self.flags & P2PMEM_WANT_PREFER != 0;
             request = if prefer {
@@ -137,6 +162,24 @@ impl Want {
             request = request.max_class(*class);
         }
         Ok(request)
+    }
+}
+
+impl Want {
+    /// The same for a stripe of `room` parts at most.
+    pub(crate) fn stripe(&self, room: usize) -> Result<Request, Failure> {
+        let most = P2PMEM_MAX_PARTS as usize;
+        match self.parts {
+            0 => Err(Failure::argument("a stripe of 0 parts")),
+            P2PMEM_PARTS_ALL if room < most => Err(Failure::argument(format!(
+                "there is room for {room} parts, there may be {most}"
+            ))),
+            P2PMEM_PARTS_ALL => self.request(),
+            parts if parts as usize > room => Err(Failure::argument(format!(
+                "there is room for {room} parts, {parts} are wanted"
+            ))),
+            _ => self.request(),
+        }
     }
 }
 
@@ -161,6 +204,7 @@ fn provider_info(provider: &Provider) -> p2pmem_provider_info {
         kind: match provider.kind {
             Kind::Own => P2PMEM_KIND_IS_OWN,
             Kind::Adopted => P2PMEM_KIND_IS_ADOPTED,
+            Kind::Registered => P2PMEM_KIND_IS_REGISTERED,
             _ => 0,
         },
         flags: flag(P2PMEM_PROVIDER_IS_EXPORTABLE, provider.exportable)
@@ -236,7 +280,12 @@ mod tests {
                 ..Want::default()
             },
             Want {
-                reserved: 1,
+                parts: 17,
+                ..Want::default()
+            },
+            Want {
+                parts: 2,
+                flags: P2PMEM_WANT_UPSTREAM,
                 ..Want::default()
             },
             Want {

@@ -5,7 +5,7 @@
 #![allow(unsafe_code, non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
-use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 use p2pmem::{Access, Buffer, Device, Export, Mapping, Pd, Register, Registration, Road};
@@ -42,14 +42,18 @@ pub struct p2pmem_want {
     pub flags: u32,
     /// 0, or the farthest path class allowed: P2PMEM_CLASS_*.
     pub max_class: u32,
-    /// Must be 0.
-    pub reserved: u32,
+    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
+    /// divide it among, 16 at most. Must be 0 for p2pmem_alloc().
+    pub parts: u32,
 }
 
 /// The provider is only preferred: another one is taken where it cannot serve.
 pub const P2PMEM_WANT_PREFER: u32 = 1;
 /// The kernel's own pci_p2pmem_find_many() chooses.
 pub const P2PMEM_WANT_UPSTREAM: u32 = 2;
+
+/// As many parts as providers can hold one.
+pub const P2PMEM_PARTS_ALL: u32 = u32::MAX;
 
 /// The same device.
 pub const P2PMEM_CLASS_DEVICE: u32 = 1;
@@ -95,6 +99,8 @@ pub struct p2pmem_provider_info {
 pub const P2PMEM_KIND_IS_OWN: u32 = 1;
 /// Published by the device's own driver.
 pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
+/// Handed to p2pmem by the device's own driver.
+pub const P2PMEM_KIND_IS_REGISTERED: u32 = 3;
 
 /// Buffers in it can be exported and registered.
 pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
@@ -176,7 +182,7 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
         provider: raw.provider,
         flags: raw.flags,
         max_class: raw.max_class,
-        reserved: raw.reserved,
+        parts: raw.parts,
         near,
     })
 }
@@ -312,6 +318,79 @@ pub unsafe extern "C" fn p2pmem_alloc(
         // SAFETY: this function's own contract.
         let (dev, want, out) = unsafe { (given(dev, "dev")?, self::want(want)?, place(out, "out")?) };
         *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.alloc(&want.request()?)?)));
+        Ok(0)
+    })
+}
+
+/// Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
+/// for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
+/// exported and registered by itself. Returns how many there are, room at most.
+///
+/// Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+///
+/// # Safety
+///
+/// dev must be open, want and its names valid, out valid for room elements.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_alloc_stripe(
+    dev: *const p2pmem_dev,
+    want: *const p2pmem_want,
+    out: *mut *mut p2pmem_buf,
+    room: usize,
+) -> c_int {
+    run("p2pmem_alloc_stripe", || {
+        // SAFETY: this function's own contract.
+        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        if out.is_null() {
+            return Err(Failure::argument("out is NULL"));
+        }
+        let parts = dev.0.alloc_stripe(&want.stripe(room)?)?.into_parts();
+        let there = parts.len();
+        for (n, part) in parts.into_iter().enumerate() {
+            // SAFETY: there are `room` at most (this function's own contract).
+            unsafe { out.add(n).write(Box::into_raw(Box::new(p2pmem_buf(part)))) };
+        }
+        Ok(count(there))
+    })
+}
+
+/// Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
+/// again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+///
+/// Errors: those of p2pmem_export().
+///
+/// # Safety
+///
+/// buf must be a buffer.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_share(buf: *const p2pmem_buf) -> c_int {
+    run("p2pmem_share", || {
+        // SAFETY: this function's own contract.
+        let shared = unsafe { given(buf, "buf") }?.0.share()?;
+        Ok(OwnedFd::from(shared).into_raw_fd())
+    })
+}
+
+/// Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
+/// process has let go of it.
+///
+/// Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
+/// buffer), -ENODEV (the buffer was revoked).
+///
+/// # Safety
+///
+/// dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *mut *mut p2pmem_buf) -> c_int {
+    run("p2pmem_import", || {
+        // SAFETY: this function's own contract.
+        let (dev, out) = unsafe { (given(dev, "dev")?, place(out, "out")?) };
+        if fd < 0 {
+            return Err(Failure::bad_descriptor(fd));
+        }
+        // SAFETY: it is not -1, and stays open during the call; a number that is no descriptor is refused by the kernel.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.import(fd)?)));
         Ok(0)
     })
 }

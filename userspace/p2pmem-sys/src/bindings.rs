@@ -8,17 +8,17 @@ pub type __u16 = core::ffi::c_ushort;
 pub type __s32 = core::ffi::c_int;
 pub type __u32 = core::ffi::c_uint;
 pub type __u64 = core::ffi::c_ulonglong;
-#[doc = " enum p2pmem_kind - how a provider came to be one\n @P2PMEM_KIND_OWN: a BAR of a device bound to the p2pmem driver, published by the administrator\n @P2PMEM_KIND_ADOPTED: memory that the device's own driver published"]
+#[doc = " enum p2pmem_kind - how a provider came to be one\n @P2PMEM_KIND_OWN: a BAR of a device bound to the p2pmem driver, published by the administrator\n @P2PMEM_KIND_ADOPTED: memory that the device's own driver published\n @P2PMEM_KIND_REGISTERED: memory that the device's own driver handed to p2pmem (include/linux/p2pmem.h)"]
 pub type p2pmem_kind = core::ffi::c_uint;
 #[doc = " enum p2pmem_provider_state - what can be done with a provider\n @P2PMEM_PROVIDER_LIVE: buffers can be allocated from it\n @P2PMEM_PROVIDER_REVOKING: it is going away, its buffers are being revoked"]
 pub type p2pmem_provider_state = core::ffi::c_uint;
 #[doc = " enum p2pmem_path_class - how far a provider is from a client; smaller is nearer\n @P2PMEM_PATH_SAME_DEVICE: the same function, or functions of one device\n @P2PMEM_PATH_SAME_SWITCH: below one PCIe switch: traffic stays in that switch\n @P2PMEM_PATH_SWITCHES: below one root port, through more than one switch\n @P2PMEM_PATH_HOST_BRIDGE: through the root complex, below one host bridge\n @P2PMEM_PATH_NUMA_NODE: two host bridges of one NUMA node\n @P2PMEM_PATH_SYSTEM: two host bridges of two NUMA nodes\n @P2PMEM_PATH_UNREACHABLE: the kernel says the client cannot reach the provider\n\n A path below a switch that ACS redirects counts as one through the root complex, which is the way its traffic takes."]
 pub type p2pmem_path_class = core::ffi::c_uint;
-#[doc = " enum p2pmem_strategy - who chooses among the providers\n @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md\n @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()\n @P2PMEM_STRATEGY_SPREAD: the least loaded of those that can serve, however far (see @max_class of the request), then\n\tas NEAREST\n @P2PMEM_STRATEGY_PACK: the most loaded of those that can serve, so that others stay empty, then as NEAREST"]
+#[doc = " enum p2pmem_strategy - who chooses among the providers\n @P2PMEM_STRATEGY_NEAREST: path class, hops, bandwidth, NUMA, load: see Documentation/design/placement.md\n @P2PMEM_STRATEGY_UPSTREAM: the kernel's own pci_p2pmem_find_many()\n @P2PMEM_STRATEGY_SPREAD: the least loaded of those that can serve, however far (see @max_class of the request), then\n\tas NEAREST\n @P2PMEM_STRATEGY_PACK: the most loaded of those that can serve, so that others stay empty, then as NEAREST\n @P2PMEM_STRATEGY_STRIPE: several, each with an equal part, the best ones by NEAREST: for &P2PMEM_IOC_STRIPE, and for\n\t&P2PMEM_IOC_EXPLAIN to say what that would do"]
 pub type p2pmem_strategy = core::ffi::c_uint;
 #[doc = " enum p2pmem_buffer_state - a buffer's life\n @P2PMEM_BUFFER_LIVE: it can be mapped and used\n @P2PMEM_BUFFER_REVOKING: its provider is leaving, mappings are being taken down\n @P2PMEM_BUFFER_GONE: its memory is another's: touching a mapping of it ends in SIGBUS"]
 pub type p2pmem_buffer_state = core::ffi::c_uint;
-#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: it was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than the request's max_class\n @P2PMEM_VERDICT_TOO_SMALL: it could not hold the buffer were it empty\n @P2PMEM_VERDICT_FULL: it has not enough free bytes\n @P2PMEM_VERDICT_FRAGMENTED: it has the bytes, but not in one piece with that alignment\n @P2PMEM_VERDICT_LEAVING: it is being revoked\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another one's path class is nearer\n @P2PMEM_VERDICT_HOPS: another one is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: another one has a wider narrowest link\n @P2PMEM_VERDICT_NUMA: another one is nearer in NUMA distance\n @P2PMEM_VERDICT_LOAD: another one is less loaded\n @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left\n @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one\n @P2PMEM_VERDICT_DENIED: a rule denies it\n @P2PMEM_VERDICT_QUOTA: the buffer would break a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules set aside for others what is free\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one\n @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for\n @P2PMEM_VERDICT_CGROUP: the buffer would break the cgroup's limit (dmem.max) for it"]
+#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: it was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach it\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than the request's max_class\n @P2PMEM_VERDICT_TOO_SMALL: it could not hold the buffer were it empty\n @P2PMEM_VERDICT_FULL: it has not enough free bytes\n @P2PMEM_VERDICT_FRAGMENTED: it has the bytes, but not in one piece with that alignment\n @P2PMEM_VERDICT_LEAVING: it is being revoked\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another one's path class is nearer\n @P2PMEM_VERDICT_HOPS: another one is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: another one has a wider narrowest link\n @P2PMEM_VERDICT_NUMA: another one is nearer in NUMA distance\n @P2PMEM_VERDICT_LOAD: another one is less loaded\n @P2PMEM_VERDICT_SPACE: another one has a larger contiguous piece left\n @P2PMEM_VERDICT_ORDER: equal in everything to the chosen one, which came earlier\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another one\n @P2PMEM_VERDICT_DENIED: a rule denies it\n @P2PMEM_VERDICT_QUOTA: the buffer would break a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules set aside for others what is free\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another one, or avoids this one\n @P2PMEM_VERDICT_PACKED: another one is more loaded, and %P2PMEM_STRATEGY_PACK was asked for\n @P2PMEM_VERDICT_CGROUP: the buffer would break the cgroup's limit (dmem.max) for it\n @P2PMEM_VERDICT_ALONE: it could hold a part of the stripe, but too few others can"]
 pub type p2pmem_verdict_code = core::ffi::c_uint;
 #[doc = " enum p2pmem_rule_set - whose rule it is\n @P2PMEM_RULES_NONE: no rule\n @P2PMEM_RULES_ADMIN: the administrator's, in configfs\n @P2PMEM_RULES_OWN: one of the file's own, see &P2PMEM_IOC_RULES"]
 pub type p2pmem_rule_set = core::ffi::c_uint;
@@ -107,7 +107,7 @@ pub struct p2pmem_paths {
     pub flags: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_request - what a buffer has to be\n @size: bytes, rounded up to pages; not 0\n @align: alignment in the BAR, a power of two up to %P2PMEM_MAX_ALIGN; 0 means a page\n @clients: array of &struct p2pmem_pci_addr: the devices that will DMA\n @nr_clients: elements in @clients; 0 means near nothing in particular\n @flags: %P2PMEM_ALLOC_PREFER or zero\n @strategy: &enum p2pmem_strategy\n @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any\n @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable\n @reserved: must be zero"]
+#[doc = " struct p2pmem_request - what a buffer has to be\n @size: bytes, rounded up to pages; not 0\n @align: alignment in the BAR, a power of two up to %P2PMEM_MAX_ALIGN; 0 means a page\n @clients: array of &struct p2pmem_pci_addr: the devices that will DMA\n @nr_clients: elements in @clients; 0 means near nothing in particular\n @flags: %P2PMEM_ALLOC_PREFER or zero\n @strategy: &enum p2pmem_strategy\n @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any\n @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable\n @parts: with %P2PMEM_STRATEGY_STRIPE, providers to divide it among, up to %P2PMEM_MAX_PARTS; 0 means as many as can\n\tserve. Must be zero with any other strategy"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_request {
@@ -119,7 +119,7 @@ pub struct p2pmem_request {
     pub strategy: __u32,
     pub provider: __u32,
     pub max_class: __u32,
-    pub reserved: __u32,
+    pub parts: __u32,
 }
 #[doc = " struct p2pmem_alloc - allocate a buffer\n @req: the request\n @handle: out: the buffer's handle on this file, never 0, never used twice in the file's life\n @provider: out: id of the provider it lies in\n @size: out: its size, @req.size rounded up to pages\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n @class: out: class of its path to the farthest client; 0 without clients\n @reserved: must be zero\n\n Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever\n serve the request: none published, none reachable, none near enough), -EACCES (rules deny all that could),\n -EDQUOT (a quota of the user, the group or the file, or a limit of the cgroup, would be broken), -ENOSPC (those that could are full, or what is\n free is set aside for others), -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM."]
 #[repr(C)]
@@ -141,7 +141,7 @@ pub struct p2pmem_free {
     pub handle: __u32,
     pub flags: __u32,
 }
-#[doc = " struct p2pmem_buffer - ask about a buffer\n @handle: in: the handle\n @provider: id of its provider\n @size: bytes\n @mmap_offset: the offset at which mmap() maps it\n @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known\n @bus_addr: its address on the provider's PCI bus\n @state: &enum p2pmem_buffer_state\n @mappings: user mappings of it (VMAs)\n @exports: dma-bufs of it that are not closed yet\n @attachments: importers that are attached to these dma-bufs now\n @flags: must be zero\n @reserved: must be zero\n\n Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN."]
+#[doc = " struct p2pmem_buffer - ask about a buffer\n @handle: in: the handle\n @provider: id of its provider\n @size: bytes\n @mmap_offset: the offset at which mmap() maps it\n @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known\n @bus_addr: its address on the provider's PCI bus\n @state: &enum p2pmem_buffer_state\n @mappings: user mappings of it (VMAs)\n @exports: dma-bufs of it that are not closed yet\n @attachments: importers that are attached to these dma-bufs now\n @flags: must be zero\n @handles: out: handles of it on all files: more than one where it was imported\n\n Errors: -ENOENT (no such handle on this file). @bus_addr is 0 for callers without CAP_SYS_ADMIN."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_buffer {
@@ -156,7 +156,7 @@ pub struct p2pmem_buffer {
     pub exports: __u32,
     pub attachments: __u32,
     pub flags: __u32,
-    pub reserved: __u32,
+    pub handles: __u32,
 }
 #[doc = " struct p2pmem_range - a part of a buffer\n @offset: first byte in the buffer, or with %P2PMEM_EXPORT_MAPPED an address of the caller; whole pages\n @size: bytes; whole pages, not 0"]
 #[repr(C)]
@@ -174,6 +174,41 @@ pub struct p2pmem_export {
     pub handle: __u32,
     pub flags: __u32,
     pub fd: __s32,
+}
+#[doc = " struct p2pmem_import - make a dma-buf of a whole buffer a handle of this file\n @fd: descriptor of the dma-buf, which stays the caller's to close\n @flags: must be zero\n @handle: out: the handle, as that of an allocation; each call makes another one, of the same buffer\n @provider: out: id of the provider the buffer lies in\n @size: out: its size\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n\n This is how a buffer gets to other processes: whoever has it exports the whole of it and passes the descriptor on\n (SCM_RIGHTS), and who gets it imports it. The handle holds the buffer as all others do: its memory is free when the\n last handle, mapping, dma-buf and registration is gone, whoever has that. It is charged to the user, the groups, the\n file and the cgroup that allocated it, until it is free, and rules look at importers of dma-bufs as the allocator's.\n Who has a handle can do all with the buffer that the allocator can.\n\n Errors: -EINVAL (a bad field, or the descriptor is no dma-buf), -EBADF (no such descriptor), -EXDEV (a dma-buf of\n another driver's), -EACCES (a dma-buf of parts of a buffer: its receiver was not given the rest), -ENODEV (the buffer\n was revoked), -EMFILE (this file has used up its handles), -ENOMEM."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_import {
+    pub fd: __s32,
+    pub flags: __u32,
+    pub handle: __u32,
+    pub provider: __u32,
+    pub size: __u64,
+    pub mmap_offset: __u64,
+    pub bar_offset: __u64,
+}
+#[doc = " struct p2pmem_part - one buffer of a stripe\n @handle: its handle on this file, as that of an allocation\n @provider: id of the provider it lies in\n @offset: its first byte in the stripe\n @size: its size\n @mmap_offset: the offset at which mmap() on this file maps it\n @bar_offset: its first byte in the provider's BAR; all ones where the BAR is not known\n @class: class of its path to the farthest client; 0 without clients\n @reserved: zero"]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_part {
+    pub handle: __u32,
+    pub provider: __u32,
+    pub offset: __u64,
+    pub size: __u64,
+    pub mmap_offset: __u64,
+    pub bar_offset: __u64,
+    pub class: __u32,
+    pub reserved: __u32,
+}
+#[doc = " struct p2pmem_stripe - allocate over several providers\n @req: the request, with %P2PMEM_STRATEGY_STRIPE. A @provider can be preferred, but not required\n @parts: array of &struct p2pmem_part to fill, in the order of their offsets\n @nr_parts: in: elements in @parts, at least @req.parts and 1; out: parts there are\n @flags: must be zero\n @size: out: size of the stripe, @req.size rounded up to pages\n\n A stripe is as many buffers as it has parts, each in another provider. They are equal in size, but for the last one,\n which may be smaller, and together the stripe: part n begins where part n - 1 ends. Where @req.size allows, all\n boundaries are multiples of @req.align. Either all parts are allocated or none. From then on each is a buffer like any\n other, and freed, mapped, exported and revoked by itself: no dma-buf and no I/O request reaches across a boundary, and\n a provider that leaves takes its part with it.\n\n With @req.parts 0 there are as many parts as providers can serve one, up to @nr_parts; providers that rules avoid only\n where there would be none without them.\n\n Errors: those of &struct p2pmem_alloc; -EINVAL also for too little room in @parts, for more parts than pages, and for\n another strategy, -E2BIG also for more parts than %P2PMEM_MAX_PARTS. Where fewer providers than @req.parts can serve it\n is the error of the one that came next."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_stripe {
+    pub req: p2pmem_request,
+    pub parts: __u64,
+    pub nr_parts: __u32,
+    pub flags: __u32,
+    pub size: __u64,
 }
 #[doc = " struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from\n @provider: &struct p2pmem_provider.id\n @addr: the provider's PCI function\n @code: &enum p2pmem_verdict_code\n @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients\n @class: &enum p2pmem_path_class of that path, 0 without clients\n @hops: sum of hops to all clients\n @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells\n @numa_distance: largest NUMA distance to a client, 0 where none is known\n @size: bytes the provider manages\n @rule_set: &enum p2pmem_rule_set of the rule that decided, %P2PMEM_RULES_NONE where none did\n @free: bytes that were free\n @largest: largest contiguous piece\n @rule: name of that rule, NUL-terminated"]
 #[repr(C)]
@@ -193,7 +228,7 @@ pub struct p2pmem_verdict {
     pub largest: __u64,
     pub rule: [core::ffi::c_char; 32usize],
 }
-#[doc = " struct p2pmem_explain - explain a decision\n @req: what to decide, as a dry run: nothing is allocated\n @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids\n @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0\n @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)\n @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)\n @flags: %P2PMEM_EXPLAIN_LAST or zero\n @error: out: the errno (positive) the decision ended or would end with, 0 for success\n @chosen: out: id of the provider chosen, 0 for none\n @reserved: must be zero\n\n Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad\n request. A request that no provider can serve is no error here: @error says what it would be."]
+#[doc = " struct p2pmem_explain - explain a decision\n @req: what to decide, as a dry run: nothing is allocated\n @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids\n @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0\n @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)\n @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)\n @flags: %P2PMEM_EXPLAIN_LAST or zero\n @error: out: the errno (positive) the decision ended or would end with, 0 for success\n @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none\n @reserved: must be zero\n\n Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad\n request. A request that no provider can serve is no error here: @error says what it would be."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_explain {
@@ -247,7 +282,7 @@ pub struct p2pmem_rules {
     pub count: __u32,
     pub flags: __u32,
 }
-#[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @time_ns: CLOCK_MONOTONIC\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
+#[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has an event of its own; 0 also\n\twhere the buffer was allocated through the file, and its handle ended before\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @time_ns: CLOCK_MONOTONIC\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_event {
@@ -257,9 +292,10 @@ pub struct p2pmem_event {
     pub count: __u32,
     pub time_ns: __u64,
 }
-pub const P2PMEM_ABI_VERSION: u32 = 3;
+pub const P2PMEM_ABI_VERSION: u32 = 4;
 pub const P2PMEM_MAX_CLIENTS: u32 = 64;
 pub const P2PMEM_MAX_RANGES: u32 = 64;
+pub const P2PMEM_MAX_PARTS: u32 = 16;
 pub const P2PMEM_MAX_RULES: u32 = 32;
 pub const P2PMEM_RULE_NAME: u32 = 32;
 pub const P2PMEM_MAX_ALIGN: u32 = 1073741824;
@@ -270,6 +306,8 @@ pub const P2PMEM_FEATURE_DMABUF: u32 = 8;
 pub const P2PMEM_FEATURE_PAGELESS: u32 = 16;
 pub const P2PMEM_FEATURE_PEER_MEMORY: u32 = 32;
 pub const P2PMEM_FEATURE_RULES: u32 = 64;
+pub const P2PMEM_FEATURE_IMPORT: u32 = 128;
+pub const P2PMEM_FEATURE_STRIPE: u32 = 256;
 pub const P2PMEM_PROVIDER_PAGELESS: u32 = 1;
 pub const P2PMEM_PROVIDER_EXPORTABLE: u32 = 2;
 pub const P2PMEM_PROVIDER_PINNED_EXPORTS: u32 = 4;
@@ -309,6 +347,7 @@ const _: () = {
 };
 pub const P2PMEM_KIND_OWN: p2pmem_kind = 1;
 pub const P2PMEM_KIND_ADOPTED: p2pmem_kind = 2;
+pub const P2PMEM_KIND_REGISTERED: p2pmem_kind = 3;
 pub const P2PMEM_PROVIDER_LIVE: p2pmem_provider_state = 1;
 pub const P2PMEM_PROVIDER_REVOKING: p2pmem_provider_state = 2;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
@@ -381,6 +420,7 @@ pub const P2PMEM_STRATEGY_NEAREST: p2pmem_strategy = 0;
 pub const P2PMEM_STRATEGY_UPSTREAM: p2pmem_strategy = 1;
 pub const P2PMEM_STRATEGY_SPREAD: p2pmem_strategy = 2;
 pub const P2PMEM_STRATEGY_PACK: p2pmem_strategy = 3;
+pub const P2PMEM_STRATEGY_STRIPE: p2pmem_strategy = 4;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of p2pmem_request"][::core::mem::size_of::<p2pmem_request>() - 48usize];
@@ -393,7 +433,7 @@ const _: () = {
     ["Offset of field: p2pmem_request::strategy"][::core::mem::offset_of!(p2pmem_request, strategy) - 32usize];
     ["Offset of field: p2pmem_request::provider"][::core::mem::offset_of!(p2pmem_request, provider) - 36usize];
     ["Offset of field: p2pmem_request::max_class"][::core::mem::offset_of!(p2pmem_request, max_class) - 40usize];
-    ["Offset of field: p2pmem_request::reserved"][::core::mem::offset_of!(p2pmem_request, reserved) - 44usize];
+    ["Offset of field: p2pmem_request::parts"][::core::mem::offset_of!(p2pmem_request, parts) - 44usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -433,7 +473,7 @@ const _: () = {
     ["Offset of field: p2pmem_buffer::exports"][::core::mem::offset_of!(p2pmem_buffer, exports) - 48usize];
     ["Offset of field: p2pmem_buffer::attachments"][::core::mem::offset_of!(p2pmem_buffer, attachments) - 52usize];
     ["Offset of field: p2pmem_buffer::flags"][::core::mem::offset_of!(p2pmem_buffer, flags) - 56usize];
-    ["Offset of field: p2pmem_buffer::reserved"][::core::mem::offset_of!(p2pmem_buffer, reserved) - 60usize];
+    ["Offset of field: p2pmem_buffer::handles"][::core::mem::offset_of!(p2pmem_buffer, handles) - 60usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -451,6 +491,41 @@ const _: () = {
     ["Offset of field: p2pmem_export::handle"][::core::mem::offset_of!(p2pmem_export, handle) - 12usize];
     ["Offset of field: p2pmem_export::flags"][::core::mem::offset_of!(p2pmem_export, flags) - 16usize];
     ["Offset of field: p2pmem_export::fd"][::core::mem::offset_of!(p2pmem_export, fd) - 20usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_import"][::core::mem::size_of::<p2pmem_import>() - 40usize];
+    ["Alignment of p2pmem_import"][::core::mem::align_of::<p2pmem_import>() - 8usize];
+    ["Offset of field: p2pmem_import::fd"][::core::mem::offset_of!(p2pmem_import, fd) - 0usize];
+    ["Offset of field: p2pmem_import::flags"][::core::mem::offset_of!(p2pmem_import, flags) - 4usize];
+    ["Offset of field: p2pmem_import::handle"][::core::mem::offset_of!(p2pmem_import, handle) - 8usize];
+    ["Offset of field: p2pmem_import::provider"][::core::mem::offset_of!(p2pmem_import, provider) - 12usize];
+    ["Offset of field: p2pmem_import::size"][::core::mem::offset_of!(p2pmem_import, size) - 16usize];
+    ["Offset of field: p2pmem_import::mmap_offset"][::core::mem::offset_of!(p2pmem_import, mmap_offset) - 24usize];
+    ["Offset of field: p2pmem_import::bar_offset"][::core::mem::offset_of!(p2pmem_import, bar_offset) - 32usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_part"][::core::mem::size_of::<p2pmem_part>() - 48usize];
+    ["Alignment of p2pmem_part"][::core::mem::align_of::<p2pmem_part>() - 8usize];
+    ["Offset of field: p2pmem_part::handle"][::core::mem::offset_of!(p2pmem_part, handle) - 0usize];
+    ["Offset of field: p2pmem_part::provider"][::core::mem::offset_of!(p2pmem_part, provider) - 4usize];
+    ["Offset of field: p2pmem_part::offset"][::core::mem::offset_of!(p2pmem_part, offset) - 8usize];
+    ["Offset of field: p2pmem_part::size"][::core::mem::offset_of!(p2pmem_part, size) - 16usize];
+    ["Offset of field: p2pmem_part::mmap_offset"][::core::mem::offset_of!(p2pmem_part, mmap_offset) - 24usize];
+    ["Offset of field: p2pmem_part::bar_offset"][::core::mem::offset_of!(p2pmem_part, bar_offset) - 32usize];
+    ["Offset of field: p2pmem_part::class"][::core::mem::offset_of!(p2pmem_part, class) - 40usize];
+    ["Offset of field: p2pmem_part::reserved"][::core::mem::offset_of!(p2pmem_part, reserved) - 44usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_stripe"][::core::mem::size_of::<p2pmem_stripe>() - 72usize];
+    ["Alignment of p2pmem_stripe"][::core::mem::align_of::<p2pmem_stripe>() - 8usize];
+    ["Offset of field: p2pmem_stripe::req"][::core::mem::offset_of!(p2pmem_stripe, req) - 0usize];
+    ["Offset of field: p2pmem_stripe::parts"][::core::mem::offset_of!(p2pmem_stripe, parts) - 48usize];
+    ["Offset of field: p2pmem_stripe::nr_parts"][::core::mem::offset_of!(p2pmem_stripe, nr_parts) - 56usize];
+    ["Offset of field: p2pmem_stripe::flags"][::core::mem::offset_of!(p2pmem_stripe, flags) - 60usize];
+    ["Offset of field: p2pmem_stripe::size"][::core::mem::offset_of!(p2pmem_stripe, size) - 64usize];
 };
 pub const P2PMEM_VERDICT_CHOSEN: p2pmem_verdict_code = 1;
 pub const P2PMEM_VERDICT_UNREACHABLE: p2pmem_verdict_code = 2;
@@ -474,6 +549,7 @@ pub const P2PMEM_VERDICT_RESERVED: p2pmem_verdict_code = 19;
 pub const P2PMEM_VERDICT_PREFERENCE: p2pmem_verdict_code = 20;
 pub const P2PMEM_VERDICT_PACKED: p2pmem_verdict_code = 21;
 pub const P2PMEM_VERDICT_CGROUP: p2pmem_verdict_code = 22;
+pub const P2PMEM_VERDICT_ALONE: p2pmem_verdict_code = 23;
 pub const P2PMEM_RULES_NONE: p2pmem_rule_set = 0;
 pub const P2PMEM_RULES_ADMIN: p2pmem_rule_set = 1;
 pub const P2PMEM_RULES_OWN: p2pmem_rule_set = 2;

@@ -3,8 +3,8 @@
 //! ioctl numbers, computed from the argument types as `<linux/ioctl.h>` does.
 
 use crate::{
-    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_info, p2pmem_list, p2pmem_paths,
-    p2pmem_rules, p2pmem_stats, P2PMEM_IOC_MAGIC,
+    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_import, p2pmem_info, p2pmem_list,
+    p2pmem_paths, p2pmem_rules, p2pmem_stats, p2pmem_stripe, P2PMEM_IOC_MAGIC,
 };
 
 /// Layout of an ioctl number: widths of its fields and codes of its directions.
@@ -84,6 +84,10 @@ pub const P2PMEM_IOC_STATS: u32 = ioc::<p2pmem_stats>(arch::READ | arch::WRITE, 
 pub const P2PMEM_IOC_EXPORT_DMABUF: u32 = ioc::<p2pmem_export>(arch::READ | arch::WRITE, 0x08);
 /// Replace the file's own rules: [`p2pmem_rules`].
 pub const P2PMEM_IOC_RULES: u32 = ioc::<p2pmem_rules>(arch::WRITE, 0x09);
+/// Make a dma-buf of a whole buffer a handle: [`p2pmem_import`].
+pub const P2PMEM_IOC_IMPORT: u32 = ioc::<p2pmem_import>(arch::READ | arch::WRITE, 0x0a);
+/// Allocate over several providers: [`p2pmem_stripe`].
+pub const P2PMEM_IOC_STRIPE: u32 = ioc::<p2pmem_stripe>(arch::READ | arch::WRITE, 0x0b);
 
 // The row has no holes: a number given twice or skipped is a mistake.
 const _: () = {
@@ -98,6 +102,8 @@ const _: () = {
         P2PMEM_IOC_STATS,
         P2PMEM_IOC_EXPORT_DMABUF,
         P2PMEM_IOC_RULES,
+        P2PMEM_IOC_IMPORT,
+        P2PMEM_IOC_STRIPE,
     ];
     let mut i = 0;
     while i < all.len() {

@@ -47,12 +47,12 @@ fn of_rust() -> Numbers {
         p2pmem_list { providers, count, flags }
         p2pmem_path { provider, client, class, flags, hops, distance, bandwidth, numa_distance, bridge }
         p2pmem_paths { clients, paths, nr_clients, nr_paths, flags, reserved }
-        p2pmem_request { size, align, clients, nr_clients, flags, strategy, provider, max_class, reserved }
+        p2pmem_request { size, align, clients, nr_clients, flags, strategy, provider, max_class, parts }
         p2pmem_alloc { req, handle, provider, size, mmap_offset, bar_offset, class, reserved }
         p2pmem_free { handle, flags }
         p2pmem_buffer {
             handle, provider, size, mmap_offset, bar_offset, bus_addr, state, mappings, exports, attachments, flags,
-            reserved,
+            handles,
         }
         p2pmem_range { offset, size }
         p2pmem_export { ranges, nr_ranges, handle, flags, fd }
@@ -67,20 +67,25 @@ fn of_rust() -> Numbers {
         }
         p2pmem_rule { name, provider, client, flags, action, max_class, reserved, quota }
         p2pmem_rules { rules, count, flags }
+        p2pmem_import { fd, flags, handle, provider, size, mmap_offset, bar_offset }
+        p2pmem_part { handle, provider, offset, size, mmap_offset, bar_offset, class, reserved }
+        p2pmem_stripe { req, parts, nr_parts, flags, size }
         p2pmem_event { type_ as "type", provider, handle, count, time_ns }
     }
     constants! { n,
         P2PMEM_ABI_VERSION, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_RULES, P2PMEM_RULE_NAME,
-        P2PMEM_MAX_ALIGN,
+        P2PMEM_MAX_ALIGN, P2PMEM_MAX_PARTS,
         P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT, P2PMEM_FEATURE_DMABUF,
-        P2PMEM_FEATURE_PAGELESS, P2PMEM_FEATURE_PEER_MEMORY, P2PMEM_FEATURE_RULES,
-        P2PMEM_KIND_OWN, P2PMEM_KIND_ADOPTED,
+        P2PMEM_FEATURE_PAGELESS, P2PMEM_FEATURE_PEER_MEMORY, P2PMEM_FEATURE_RULES, P2PMEM_FEATURE_IMPORT,
+        P2PMEM_FEATURE_STRIPE,
+        P2PMEM_KIND_OWN, P2PMEM_KIND_ADOPTED, P2PMEM_KIND_REGISTERED,
         P2PMEM_PROVIDER_LIVE, P2PMEM_PROVIDER_REVOKING,
         P2PMEM_PROVIDER_PAGELESS, P2PMEM_PROVIDER_EXPORTABLE, P2PMEM_PROVIDER_PINNED_EXPORTS,
         P2PMEM_PATH_SAME_DEVICE, P2PMEM_PATH_SAME_SWITCH, P2PMEM_PATH_SWITCHES, P2PMEM_PATH_HOST_BRIDGE,
         P2PMEM_PATH_NUMA_NODE, P2PMEM_PATH_SYSTEM, P2PMEM_PATH_UNREACHABLE,
         P2PMEM_PATH_ACS_REDIRECT, P2PMEM_PATH_BUS_ADDR, P2PMEM_PATHS_RESCAN,
         P2PMEM_STRATEGY_NEAREST, P2PMEM_STRATEGY_UPSTREAM, P2PMEM_STRATEGY_SPREAD, P2PMEM_STRATEGY_PACK,
+        P2PMEM_STRATEGY_STRIPE,
         P2PMEM_ALLOC_PREFER,
         P2PMEM_BUFFER_LIVE, P2PMEM_BUFFER_REVOKING, P2PMEM_BUFFER_GONE,
         P2PMEM_EXPORT_PINNED, P2PMEM_EXPORT_MAPPED,
@@ -89,13 +94,14 @@ fn of_rust() -> Numbers {
         P2PMEM_VERDICT_CLASS, P2PMEM_VERDICT_HOPS, P2PMEM_VERDICT_BANDWIDTH, P2PMEM_VERDICT_NUMA,
         P2PMEM_VERDICT_LOAD, P2PMEM_VERDICT_SPACE, P2PMEM_VERDICT_ORDER, P2PMEM_VERDICT_UPSTREAM,
         P2PMEM_VERDICT_DENIED, P2PMEM_VERDICT_QUOTA, P2PMEM_VERDICT_RESERVED, P2PMEM_VERDICT_PREFERENCE,
-        P2PMEM_VERDICT_PACKED, P2PMEM_VERDICT_CGROUP, P2PMEM_RULES_NONE, P2PMEM_RULES_ADMIN, P2PMEM_RULES_OWN,
+        P2PMEM_VERDICT_PACKED, P2PMEM_VERDICT_CGROUP, P2PMEM_VERDICT_ALONE, P2PMEM_RULES_NONE, P2PMEM_RULES_ADMIN, P2PMEM_RULES_OWN,
         P2PMEM_RULE_ALLOW, P2PMEM_RULE_DENY, P2PMEM_RULE_PREFER, P2PMEM_RULE_AVOID,
         P2PMEM_RULE_PROVIDER, P2PMEM_RULE_CLIENT, P2PMEM_RULE_QUOTA,
         P2PMEM_EXPLAIN_LAST,
         P2PMEM_EVENT_PROVIDER_ADDED, P2PMEM_EVENT_PROVIDER_REMOVED, P2PMEM_EVENT_BUFFER_REVOKED, P2PMEM_EVENT_LOST,
         P2PMEM_IOC_MAGIC, P2PMEM_IOC_INFO, P2PMEM_IOC_LIST, P2PMEM_IOC_PATHS, P2PMEM_IOC_ALLOC, P2PMEM_IOC_FREE,
         P2PMEM_IOC_BUFFER, P2PMEM_IOC_EXPLAIN, P2PMEM_IOC_STATS, P2PMEM_IOC_EXPORT_DMABUF, P2PMEM_IOC_RULES,
+        P2PMEM_IOC_IMPORT, P2PMEM_IOC_STRIPE,
     }
     n
 }

@@ -56,6 +56,33 @@ pub struct Buffer {
 }
 
 impl Buffer {
+    /// A part of a stripe.
+    pub(crate) fn of_part(device: Device, part: &abi::p2pmem_part) -> Self {
+        let got = abi::p2pmem_alloc {
+            handle: part.handle,
+            provider: part.provider,
+            size: part.size,
+            mmap_offset: part.mmap_offset,
+            bar_offset: part.bar_offset,
+            class: part.class,
+            ..Default::default()
+        };
+        Self::new(device, &got)
+    }
+
+    /// A buffer that was shared.
+    pub(crate) fn imported(device: Device, got: &abi::p2pmem_import) -> Self {
+        let got = abi::p2pmem_alloc {
+            handle: got.handle,
+            provider: got.provider,
+            size: got.size,
+            mmap_offset: got.mmap_offset,
+            bar_offset: got.bar_offset,
+            ..Default::default()
+        };
+        Self::new(device, &got)
+    }
+
     pub(crate) fn new(device: Device, got: &abi::p2pmem_alloc) -> Self {
         Self {
             origin: Origin {
@@ -92,7 +119,7 @@ impl Buffer {
         self.bar_offset
     }
 
-    /// Class of the path to the farthest client; none where no clients were named.
+    /// Class of the path to the farthest client; none where no clients were named, and for one that was imported.
     pub fn class(&self) -> Option<PathClass> {
         self.class
     }
@@ -137,6 +164,35 @@ impl Buffer {
         let region = Arc::new(region);
         *self.mapped.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&region);
         Ok(Mapping::new(self.origin.clone(), region))
+    }
+
+    /// Makes a descriptor by which another process gets at the buffer: passed on (`SCM_RIGHTS`, or inherited), it is made
+    /// a buffer again by [`Device::import`]. It is a dma-buf of the whole, so drivers take it too.
+    ///
+    /// The descriptor and what is imported hold the buffer as a handle does: it is free when the last one is gone, however
+    /// this one ends. Its bytes stay charged to whoever allocated it.
+    ///
+    /// ```
+    /// # let fake = p2pmem::fake::Fake::example();
+    /// # let device = fake.device();
+    /// use p2pmem::Request;
+    ///
+    /// let buffer = device.alloc(&Request::new(1 << 20))?;
+    /// buffer.map()?.write(0, 42u64)?;
+    /// let shared = buffer.share()?;
+    ///
+    /// // In another process, which opened the device itself and was sent the descriptor.
+    /// # let device = fake.device();
+    /// let same = device.import(&shared)?;
+    /// assert_eq!(same.map()?.read::<u64>(0)?, 42);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Buffer::export`].
+    pub fn share(&self) -> Result<DmaBuf> {
+        self.export(&Export::new())
     }
 
     /// Exports it, or parts of it, as a dma-buf.

@@ -16,6 +16,7 @@ use crate::events::Events;
 use crate::explain::Explanation;
 use crate::pci::{Client, PciAddr};
 use crate::room::{holders, Holder, Room};
+use crate::stripe::Stripe;
 use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, PathClass, Provider, Stats};
@@ -215,6 +216,11 @@ impl Device {
     /// (ENODEV) or full (ENOSPC), with their sizes and who uses them; [`Error::Refused`] with ENODEV (no provider could
     /// ever serve it, or a client is not there) or EINVAL, and with the module's reason.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
+        if request.strategy == Strategy::Stripe {
+            return Err(Error::Request(
+                "a stripe is several buffers: allocate it with Device::alloc_stripe()".into(),
+            ));
+        }
         let raw = request.raw()?;
         let clients = addresses(&request.clients);
         let mut last = self.lock();
@@ -229,6 +235,44 @@ impl Device {
             Ok(got) => Ok(Buffer::new(self.clone(), &got)),
             Err(error) => Err(self.with_rooms(error, &verdicts.unwrap_or_default())),
         }
+    }
+
+    /// Allocates a stripe: a buffer in each of several providers, which together serve a request with
+    /// [`Strategy::Stripe`]. All parts are allocated, or none.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Device::alloc`]; [`Error::Refused`] also where fewer providers than [`Request::parts`] can hold one.
+    pub fn alloc_stripe(&self, request: &Request) -> Result<Stripe> {
+        if request.strategy != Strategy::Stripe {
+            let other = request.strategy;
+            return Err(Error::Request(format!(
+                "a stripe with strategy {other:?}: it takes Strategy::Stripe"
+            )));
+        }
+        let raw = request.raw()?;
+        let clients = addresses(&request.clients);
+        let mut parts = vec![abi::p2pmem_part::default(); abi::P2PMEM_MAX_PARTS as usize];
+        let mut last = self.lock();
+        *last = Some(request.clone());
+        let there = self.call_locked(Operation::Stripe, |k| k.stripe(&raw, &clients, &mut parts))?;
+        drop(last);
+        let parts = parts.iter().take(there);
+        Ok(Stripe::new(
+            parts.map(|part| Buffer::of_part(self.clone(), part)).collect(),
+        ))
+    }
+
+    /// Makes a buffer of a descriptor that [`Buffer::share`](crate::Buffer::share) made, in whichever process. The
+    /// descriptor can be closed afterwards.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Refused`] with EINVAL (no dma-buf), EXDEV (a dma-buf of another driver's), EACCES (a dma-buf of parts of
+    /// a buffer), ENODEV (the buffer was revoked).
+    pub fn import(&self, shared: impl AsFd) -> Result<Buffer> {
+        let got = self.call(Operation::Import, |k| k.import(shared.as_fd()))?;
+        Ok(Buffer::imported(self.clone(), &got))
     }
 
     /// Adds to a refused allocation who uses the memory, where it was refused for want of it.
@@ -269,7 +313,13 @@ impl Device {
                 })?
         };
         // The dry run's answer repeats the request; take ours, which an older module may not have echoed.
-        let answer = abi::p2pmem_explain { req: raw, ..answer };
+        let answer = abi::p2pmem_explain {
+            req: abi::p2pmem_request {
+                size: request.size_of_one(),
+                ..raw
+            },
+            ..answer
+        };
         Ok(Explanation::new(&answer, &verdicts, text, &request.clients))
     }
 
@@ -299,7 +349,7 @@ impl Device {
             reason: None,
         })?;
         // Only allocations leave verdicts, so where there are any they are about the request kept here.
-        let size = last.as_ref().map_or(0, |r| r.size);
+        let size = last.as_ref().map_or(0, Request::size_of_one);
         let answer = abi::p2pmem_explain {
             req: abi::p2pmem_request { size, ..answer.req },
             ..answer
@@ -390,6 +440,8 @@ pub enum Strategy {
     Spread,
     /// The most loaded provider that can serve, so that others stay empty.
     Pack,
+    /// Several providers, each with an equal part: for [`Device::alloc_stripe`].
+    Stripe,
 }
 
 /// What a buffer has to be.
@@ -412,6 +464,7 @@ pub struct Request {
     provider: Option<u32>,
     prefer: bool,
     max_class: Option<PathClass>,
+    parts: u32,
 }
 
 impl Request {
@@ -425,6 +478,7 @@ impl Request {
             provider: None,
             prefer: false,
             max_class: None,
+            parts: 0,
         }
     }
 
@@ -466,6 +520,20 @@ impl Request {
         self
     }
 
+    /// How many providers a stripe is divided among, 16 at most. Default: as many as can hold a part.
+    pub fn parts(mut self, parts: u32) -> Self {
+        self.parts = parts;
+        self
+    }
+
+    /// What it wants of one provider, 0 where only the module knows: verdicts speak of that.
+    fn size_of_one(&self) -> u64 {
+        match self.strategy {
+            Strategy::Stripe => 0,
+            _ => self.size,
+        }
+    }
+
     /// The clients asked for.
     pub fn clients(&self) -> &[Client] {
         &self.clients
@@ -497,6 +565,19 @@ impl Request {
         if self.provider == Some(0) {
             return bad("provider 0, but ids start at 1".into());
         }
+        if self.strategy != Strategy::Stripe && self.parts != 0 {
+            return bad(format!("{} parts without Strategy::Stripe", self.parts));
+        }
+        if self.parts > abi::P2PMEM_MAX_PARTS {
+            let most = abi::P2PMEM_MAX_PARTS;
+            return bad(format!("{} parts, at most {most} are possible", self.parts));
+        }
+        if u64::from(self.parts) > self.size.div_ceil(4096) {
+            return bad(format!("{} bytes in {} parts of whole pages", self.size, self.parts));
+        }
+        if self.strategy == Strategy::Stripe && self.provider.is_some() && !self.prefer {
+            return bad("a stripe is in several providers: one can be preferred, but not required".into());
+        }
         Ok(abi::p2pmem_request {
             size: self.size,
             align: self.align,
@@ -506,9 +587,11 @@ impl Request {
                 Strategy::Upstream => abi::P2PMEM_STRATEGY_UPSTREAM,
                 Strategy::Spread => abi::P2PMEM_STRATEGY_SPREAD,
                 Strategy::Pack => abi::P2PMEM_STRATEGY_PACK,
+                Strategy::Stripe => abi::P2PMEM_STRATEGY_STRIPE,
             },
             provider: self.provider.unwrap_or(0),
             max_class: self.max_class.map_or(0, PathClass::to_raw),
+            parts: self.parts,
             ..Default::default()
         })
     }

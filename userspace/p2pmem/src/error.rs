@@ -42,6 +42,10 @@ pub enum Operation {
     Events,
     /// Setting rules.
     Rules,
+    /// Importing a buffer that was shared.
+    Import,
+    /// Allocating a stripe.
+    Stripe,
 }
 
 impl fmt::Display for Operation {
@@ -59,6 +63,8 @@ impl fmt::Display for Operation {
             Self::Export => "exporting the buffer",
             Self::Events => "reading events",
             Self::Rules => "setting rules",
+            Self::Import => "importing the buffer",
+            Self::Stripe => "allocating the stripe",
         })
     }
 }
@@ -268,7 +274,7 @@ impl Error {
             Self::Abi { .. } => Some("install module and user space of one version of p2pmem"),
             Self::NoRoom { .. }
             | Self::Refused {
-                operation: Operation::Alloc | Operation::Explain,
+                operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                 ..
             } => match errno {
                 Some(libc::ENODEV) => {
@@ -278,6 +284,16 @@ impl Error {
                 Some(libc::EACCES) => Some("ask the administrator about the rule that is named: `p2pmemctl rules list` shows it"),
                 Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or ask for less"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),
+                _ => None,
+            },
+            Self::Refused {
+                operation: Operation::Import,
+                ..
+            } => match errno {
+                Some(libc::ENODEV) => Some("the provider left: have the other side allocate and share again"),
+                Some(libc::EINVAL | libc::EXDEV) => Some("pass on the descriptor that Buffer::share() made"),
+                Some(libc::EACCES) => Some("have the other side share the whole buffer"),
+                Some(libc::ENOTTY) => Some("the module is older than this program: load the one of its version"),
                 _ => None,
             },
             Self::Refused {

@@ -57,6 +57,8 @@ pub enum VerdictCode {
     Packed,
     /// The buffer would break the cgroup's limit for it.
     Cgroup,
+    /// It could hold a part of the stripe, but too few others can.
+    Alone,
     /// A code that this version of the library does not know.
     Unknown,
 }
@@ -86,6 +88,7 @@ impl VerdictCode {
             abi::P2PMEM_VERDICT_PREFERENCE => Self::Preference,
             abi::P2PMEM_VERDICT_PACKED => Self::Packed,
             abi::P2PMEM_VERDICT_CGROUP => Self::Cgroup,
+            abi::P2PMEM_VERDICT_ALONE => Self::Alone,
             _ => Self::Unknown,
         }
     }
@@ -190,6 +193,11 @@ impl Explanation {
                 .map(|v| verdict(v, chosen, raw.req.size, clients))
                 .collect(),
         }
+    }
+
+    /// The verdicts of the providers chosen: of a stripe there are several.
+    pub fn chosen_verdicts(&self) -> impl Iterator<Item = &Verdict> {
+        self.verdicts.iter().filter(|v| v.code == VerdictCode::Chosen)
     }
 
     /// The verdict of the provider chosen.
@@ -367,6 +375,7 @@ fn sentence(
         VerdictCode::Preference => format!("not preferred: {by} prefers the chosen one, or avoids this one"),
         VerdictCode::Packed => format!("emptier: {}", in_use()),
         VerdictCode::Cgroup => format!("over the cgroup's limit: dmem.max does not allow {wanted} more"),
+        VerdictCode::Alone => "one of too few: it could hold a part, but not enough others can".into(),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }
 }
@@ -530,6 +539,10 @@ mod tests {
             (
                 abi::P2PMEM_VERDICT_PACKED,
                 "emptier: 56 MiB of 64 MiB in use, of the chosen one 16 MiB of 256 MiB",
+            ),
+            (
+                abi::P2PMEM_VERDICT_ALONE,
+                "one of too few: it could hold a part, but not enough others can",
             ),
             (999, "verdict 999, which this program does not know"),
         ];

@@ -4,7 +4,7 @@
 //!
 //! Providers, paths and failures are what the test says; buffers are real memory that can be mapped and used for direct
 //! I/O. What it cannot play is the hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but
-//! not the buffer's content, and a [`FakeNic`] moves no data.
+//! not the buffer's content, and keeps no buffer that has no handle any more, and a [`FakeNic`] moves no data.
 //!
 //! ```
 //! use p2pmem::{fake::Fake, PathClass, Request};
@@ -29,8 +29,8 @@ use std::ffi::c_char;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileExt;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -39,9 +39,10 @@ use p2pmem_sys as abi;
 use crate::device::Device;
 use crate::pci::PciAddr;
 use crate::sys::{memory_file, Kernel, Region};
-use crate::types::{human_size, PathClass};
+use crate::types::PathClass;
 
 mod nic;
+mod state;
 
 pub use nic::FakeNic;
 
@@ -75,6 +76,10 @@ struct State {
     /// Mappings ever made: (address, length, offset in the file).
     maps: Vec<(u64, u64, u64)>,
     holders: Option<String>,
+    /// Handles beyond the first one of buffers that were imported, by their place in the file.
+    imported: HashMap<u64, u32>,
+    /// Inodes of dma-bufs: the buffer, and whether it is the whole of it.
+    dmabufs: HashMap<(u64, u64), (abi::p2pmem_buffer, bool)>,
 }
 
 struct Provider {
@@ -99,6 +104,14 @@ struct Decision {
     text: String,
     error: i32,
     chosen: u32,
+}
+
+impl Decision {
+    /// Class of the path to a provider.
+    fn class_of(&self, provider: u32) -> u32 {
+        let verdict = self.verdicts.iter().find(|v| v.provider == provider);
+        verdict.map_or(0, |v| v.class)
+    }
 }
 
 impl fmt::Debug for Fake {
@@ -358,149 +371,6 @@ impl Provider {
     }
 }
 
-impl State {
-    fn tell_all(&mut self, event: &abi::p2pmem_event) {
-        self.generation += 1;
-        self.files.retain(|f| f.strong_count() > 0);
-        for file in self.files.iter().filter_map(Weak::upgrade) {
-            lock(&file).events.push_back(*event);
-        }
-    }
-
-    fn way(&self, provider: abi::p2pmem_pci_addr, client: abi::p2pmem_pci_addr) -> (PathClass, u32) {
-        let key = (provider.into(), client.into());
-        self.paths.get(&key).copied().unwrap_or((PathClass::HostBridge, 6))
-    }
-
-    /// Decides by the file's own rules, of which it knows those that deny a provider, for whatever client.
-    fn decide(
-        &self,
-        request: &abi::p2pmem_request,
-        clients: &[abi::p2pmem_pci_addr],
-        own: &[abi::p2pmem_rule],
-    ) -> Decision {
-        let size = request.size.next_multiple_of(PAGE);
-        let prefer = request.flags & abi::P2PMEM_ALLOC_PREFER != 0;
-        let mut verdicts: Vec<abi::p2pmem_verdict> = Vec::new();
-        for (id, provider) in &self.providers {
-            let now = provider.snapshot();
-            let ways: Vec<_> = clients.iter().map(|c| self.way(now.addr, *c)).collect();
-            let worst = ways
-                .iter()
-                .enumerate()
-                .max_by_key(|(i, (class, _))| (*class, std::cmp::Reverse(*i)));
-            let class = worst.map_or(0, |(_, (class, _))| class.to_raw());
-            let deny = own.iter().find(|rule| {
-                let here = rule.flags & abi::P2PMEM_RULE_PROVIDER == 0 || rule.provider == now.addr;
-                here && rule.action == abi::P2PMEM_RULE_DENY
-            });
-            let code = if request.provider != 0 && request.provider != *id && !prefer {
-                abi::P2PMEM_VERDICT_NOT_NAMED
-            } else if class == abi::P2PMEM_PATH_UNREACHABLE {
-                abi::P2PMEM_VERDICT_UNREACHABLE
-            } else if deny.is_some() {
-                abi::P2PMEM_VERDICT_DENIED
-            } else if request.max_class != 0 && class > request.max_class {
-                abi::P2PMEM_VERDICT_TOO_FAR
-            } else if now.size < size {
-                abi::P2PMEM_VERDICT_TOO_SMALL
-            } else if now.free < size {
-                abi::P2PMEM_VERDICT_FULL
-            } else if provider.place(size, request.align.max(PAGE)).is_none() {
-                abi::P2PMEM_VERDICT_FRAGMENTED
-            } else {
-                0 // a candidate
-            };
-            verdicts.push(abi::p2pmem_verdict {
-                provider: *id,
-                code,
-                addr: now.addr,
-                worst_client: worst.map_or(0, |(i, _)| i as u32),
-                class,
-                hops: ways.iter().map(|w| w.1).sum(),
-                size: now.size,
-                free: now.free,
-                largest: now.largest,
-                rule_set: deny.map_or(abi::P2PMEM_RULES_NONE, |_| abi::P2PMEM_RULES_OWN),
-                rule: deny.map_or_else(Default::default, |rule| rule.name),
-                ..Default::default()
-            });
-        }
-        let denied = verdicts.iter().any(|v| v.code == abi::P2PMEM_VERDICT_DENIED);
-        let candidates = verdicts.iter().filter(|v| v.code == 0);
-        let named = |v: &&abi::p2pmem_verdict| prefer && v.provider == request.provider;
-        let best = candidates
-            .min_by_key(|v| (!named(v), v.class, v.hops, v.provider))
-            .copied();
-        for verdict in verdicts.iter_mut().filter(|v| v.code == 0) {
-            verdict.code = match &best {
-                Some(best) if best.provider == verdict.provider => abi::P2PMEM_VERDICT_CHOSEN,
-                Some(best) if named(&best) => abi::P2PMEM_VERDICT_NOT_NAMED,
-                Some(best) if best.class < verdict.class => abi::P2PMEM_VERDICT_CLASS,
-                Some(best) if best.hops < verdict.hops => abi::P2PMEM_VERDICT_HOPS,
-                _ => abi::P2PMEM_VERDICT_ORDER,
-            };
-        }
-        let full = verdicts
-            .iter()
-            .any(|v| [abi::P2PMEM_VERDICT_FULL, abi::P2PMEM_VERDICT_FRAGMENTED].contains(&v.code));
-        let (error, text) = match &best {
-            Some(best) => (0, format!("{} was chosen", PciAddr::from(best.addr))),
-            None if full => (libc::ENOSPC, format!("no provider has {} free", human_size(size))),
-            None if denied => (libc::EACCES, "the file's own rules deny all that could serve".into()),
-            None => (
-                libc::ENODEV,
-                format!("no provider could ever serve {}", human_size(size)),
-            ),
-        };
-        Decision {
-            verdicts,
-            text,
-            error,
-            chosen: best.map_or(0, |b| b.provider),
-        }
-    }
-
-    /// (start, length) of ranges; of addresses, in the file that stands for all memory.
-    fn offsets(&self, ranges: &[abi::p2pmem_range], mapped: bool) -> Result<Vec<(u64, u64)>, String> {
-        let offset = |range: &abi::p2pmem_range| {
-            // The newest: what is gone may have been at the same address.
-            let map = self
-                .maps
-                .iter()
-                .rev()
-                .find(|m| (m.0..m.0 + m.1).contains(&range.offset));
-            match map {
-                _ if !mapped => Ok((range.offset, range.size)),
-                Some((start, _, offset)) => Ok((offset + (range.offset - start), range.size)),
-                None => Err(format!("no buffer is mapped at {:#x}", range.offset)),
-            }
-        };
-        ranges.iter().map(offset).collect()
-    }
-
-    /// Frees what the buffer holds, and clears it as the module does.
-    fn release(&mut self, buffer: &abi::p2pmem_buffer, memory: &File) -> io::Result<()> {
-        let Some(provider) = self.providers.get_mut(&buffer.provider) else {
-            return Ok(());
-        };
-        provider
-            .used
-            .remove(&(buffer.mmap_offset - u64::from(buffer.provider) * SPACING));
-        provider.stats.frees += 1;
-        provider.stats.free_bytes += buffer.size;
-        provider.stats.scrubbed_bytes += buffer.size;
-        let zeros = vec![0; buffer.size.min(1 << 20) as usize];
-        let mut done = 0;
-        while done < buffer.size {
-            let some = (buffer.size - done).min(zeros.len() as u64);
-            memory.write_all_at(&zeros[..some as usize], buffer.mmap_offset + done)?;
-            done += some;
-        }
-        Ok(())
-    }
-}
-
 /// One open file of the machine.
 struct FakeDevice {
     machine: Arc<Machine>,
@@ -549,7 +419,9 @@ impl Kernel for FakeDevice {
                 abi::P2PMEM_FEATURE_MMAP_PAGED
                     | abi::P2PMEM_FEATURE_EVENTS
                     | abi::P2PMEM_FEATURE_ADOPT
-                    | abi::P2PMEM_FEATURE_DMABUF,
+                    | abi::P2PMEM_FEATURE_DMABUF
+                    | abi::P2PMEM_FEATURE_IMPORT
+                    | abi::P2PMEM_FEATURE_STRIPE,
             ),
             providers: all.len() as u32,
             buffers: all.iter().map(|p| p.buffers).sum(),
@@ -609,46 +481,84 @@ impl Kernel for FakeDevice {
             state.gone.failed += 1;
             return Err(errno(decision.error));
         }
-        let provider = state
-            .providers
-            .get_mut(&decision.chosen)
-            .ok_or_else(|| errno(libc::EIO))?;
         let size = request.size.next_multiple_of(PAGE);
-        let offset = provider
-            .place(size, request.align.max(PAGE))
+        let buffer = state
+            .take(&mut file, decision.chosen, size, request.align)
             .ok_or_else(|| errno(libc::EIO))?;
-        provider.used.insert(offset, size);
-        provider.stats.allocs += 1;
-        provider.stats.alloc_bytes += size;
-        file.last_handle += 1;
-        let handle = file.last_handle;
-        let mmap_offset = u64::from(decision.chosen) * SPACING + offset;
-        let bar_offset = if provider.raw.bar < 0 { u64::MAX } else { offset };
-        let buffer = abi::p2pmem_buffer {
-            handle,
-            provider: decision.chosen,
-            size,
-            mmap_offset,
-            bar_offset,
-            state: abi::P2PMEM_BUFFER_LIVE,
-            ..Default::default()
-        };
-        file.buffers.insert(handle, buffer);
-        let class = decision
-            .verdicts
-            .iter()
-            .find(|v| v.provider == decision.chosen)
-            .map_or(0, |v| v.class);
-        let provider = decision.chosen;
+        let class = decision.class_of(decision.chosen);
         Ok(abi::p2pmem_alloc {
             req: *request,
-            handle,
-            provider,
+            handle: buffer.handle,
+            provider: buffer.provider,
             size,
-            mmap_offset,
-            bar_offset,
+            mmap_offset: buffer.mmap_offset,
+            bar_offset: buffer.bar_offset,
             class,
             reserved: 0,
+        })
+    }
+
+    fn stripe(
+        &self,
+        request: &abi::p2pmem_request,
+        clients: &[abi::p2pmem_pci_addr],
+        parts: &mut [abi::p2pmem_part],
+    ) -> io::Result<usize> {
+        let mut state = self.enter()?;
+        let mut file = lock(&self.file);
+        let (decision, picks, share) = state.decide_stripe(request, clients, &file.rules, parts.len());
+        file.last = Some(decision.clone());
+        if decision.error != 0 {
+            state.gone.failed += 1;
+            return Err(errno(decision.error));
+        }
+        let size = request.size.next_multiple_of(PAGE);
+        for (n, (id, part)) in picks.iter().zip(parts.iter_mut()).enumerate() {
+            let offset = share * n as u64;
+            let buffer = state
+                .take(&mut file, *id, share.min(size - offset), request.align)
+                .ok_or_else(|| errno(libc::EIO))?;
+            *part = abi::p2pmem_part {
+                handle: buffer.handle,
+                provider: *id,
+                offset,
+                size: buffer.size,
+                mmap_offset: buffer.mmap_offset,
+                bar_offset: buffer.bar_offset,
+                class: decision.class_of(*id),
+                reserved: 0,
+            };
+        }
+        Ok(picks.len())
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import> {
+        let mut state = self.enter()?;
+        let file = File::from(fd.try_clone_to_owned()?).metadata()?;
+        let Some((buffer, whole)) = state.dmabufs.get(&(file.dev(), file.ino())).copied() else {
+            return Err(self.refuse(libc::EINVAL, "the descriptor is no dma-buf".into()));
+        };
+        if !whole {
+            return Err(self.refuse(libc::EACCES, "the dma-buf is of parts of a buffer".into()));
+        }
+        let start = buffer.mmap_offset - u64::from(buffer.provider) * SPACING;
+        let provider = state.providers.get(&buffer.provider);
+        if provider.is_none_or(|p| p.used.get(&start) != Some(&buffer.size)) {
+            return Err(self.refuse(libc::ENODEV, "the buffer was revoked".into()));
+        }
+        *state.imported.entry(buffer.mmap_offset).or_default() += 1;
+        let mut mine = lock(&self.file);
+        mine.last_handle += 1;
+        let handle = mine.last_handle;
+        mine.buffers.insert(handle, abi::p2pmem_buffer { handle, ..buffer });
+        Ok(abi::p2pmem_import {
+            fd: fd.as_raw_fd(),
+            flags: 0,
+            handle,
+            provider: buffer.provider,
+            size: buffer.size,
+            mmap_offset: buffer.mmap_offset,
+            bar_offset: buffer.bar_offset,
         })
     }
 
@@ -660,9 +570,11 @@ impl Kernel for FakeDevice {
     }
 
     fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer> {
-        let _state = self.enter()?;
+        let state = self.enter()?;
         let buffer = lock(&self.file).buffers.get(&handle).copied();
-        buffer.ok_or_else(|| self.refuse(libc::ENOENT, format!("there is no buffer {handle}")))
+        let mut buffer = buffer.ok_or_else(|| self.refuse(libc::ENOENT, format!("there is no buffer {handle}")))?;
+        buffer.handles = 1 + state.imported.get(&buffer.mmap_offset).copied().unwrap_or(0);
+        Ok(buffer)
     }
 
     fn explain(
@@ -672,6 +584,11 @@ impl Kernel for FakeDevice {
         text: &mut [u8],
     ) -> io::Result<abi::p2pmem_explain> {
         let decision = match request {
+            Some((request, clients)) if request.strategy == abi::P2PMEM_STRATEGY_STRIPE => {
+                let most = abi::P2PMEM_MAX_PARTS as usize;
+                let state = self.enter()?;
+                state.decide_stripe(request, clients, &lock(&self.file).rules, most).0
+            }
             Some((request, clients)) => self.enter()?.decide(request, clients, &lock(&self.file).rules),
             None => lock(&self.file).last.clone().ok_or_else(|| errno(libc::ENODATA))?,
         };
@@ -766,7 +683,10 @@ impl Kernel for FakeDevice {
             return Err(self.refuse(libc::EOPNOTSUPP, "the BAR of this memory is not known".into()));
         }
         provider.stats.exports += 1;
-        memory_file(c"p2pmem-fake-dmabuf", ranges.iter().map(|r| r.1).sum()).map(OwnedFd::from)
+        let made = memory_file(c"p2pmem-fake-dmabuf", ranges.iter().map(|r| r.1).sum())?;
+        let (at, whole) = (made.metadata()?, ranges == [(start, buffer.size)]);
+        state.dmabufs.insert((at.dev(), at.ino()), (buffer, whole));
+        Ok(OwnedFd::from(made))
     }
 
     fn holders(&self) -> io::Result<String> {

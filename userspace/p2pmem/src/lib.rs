@@ -6,6 +6,8 @@
 //! - [`Device`] is an open `/dev/p2pmem`: it lists providers, tells paths, allocates, explains.
 //! - [`Client`] is a device that will do DMA: a PCI address, `nvme0`, `mlx5_0`.
 //! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
+//! - [`Stripe`] is several buffers that serve one request together, in several providers.
+//! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory.
 //! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
@@ -45,6 +47,7 @@ pub mod rdma;
 mod register;
 mod room;
 pub mod rules;
+mod stripe;
 mod sys;
 mod types;
 
@@ -60,4 +63,5 @@ pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
 pub use register::{Access, Pd, ProtectionDomain, Register, Registration, RemoteMemory, Road};
 pub use room::{Holder, Room};
+pub use stripe::Stripe;
 pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};

@@ -48,6 +48,15 @@ pub(crate) trait Kernel: Send + Sync {
     fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
     /// Makes a dma-buf of `ranges` of the buffer `handle`, or of addresses where `flags` say so.
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
+    /// Makes a dma-buf of a whole buffer a handle.
+    fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import>;
+    /// Allocates a stripe: fills `parts` and returns how many there are.
+    fn stripe(
+        &self,
+        request: &abi::p2pmem_request,
+        clients: &[abi::p2pmem_pci_addr],
+        parts: &mut [abi::p2pmem_part],
+    ) -> io::Result<usize>;
     /// The module's list of buffers and whose they are, which root alone may read.
     fn holders(&self) -> io::Result<String>;
     /// Reads events without waiting: `EAGAIN` where there is none.
@@ -248,6 +257,34 @@ impl Kernel for CharDevice {
         unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
         // SAFETY: the ioctl succeeded, so the descriptor is new, and nobody else knows of it.
         Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
+    }
+
+    fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import> {
+        let mut import = abi::p2pmem_import {
+            fd: fd.as_raw_fd(),
+            ..Default::default()
+        };
+        // SAFETY: the structure holds no addresses.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_IMPORT, &mut import) }?;
+        Ok(import)
+    }
+
+    fn stripe(
+        &self,
+        request: &abi::p2pmem_request,
+        clients: &[abi::p2pmem_pci_addr],
+        parts: &mut [abi::p2pmem_part],
+    ) -> io::Result<usize> {
+        let mut stripe = abi::p2pmem_stripe {
+            req: with_clients(request, clients),
+            parts: address_mut(parts),
+            nr_parts: count(parts.len()),
+            ..Default::default()
+        };
+        // SAFETY: the kernel reads the clients and writes at most `nr_parts` elements at `parts`; both are slices that
+        // long.
+        unsafe { self.ioctl(abi::P2PMEM_IOC_STRIPE, &mut stripe) }?;
+        Ok(stripe.nr_parts as usize)
     }
 
     fn holders(&self) -> io::Result<String> {

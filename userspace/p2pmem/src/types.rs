@@ -94,6 +94,8 @@ pub enum Kind {
     Own,
     /// Memory that the device's own driver published.
     Adopted,
+    /// Memory that the device's own driver handed to p2pmem.
+    Registered,
     /// A kind that this version of the library does not know.
     Unknown,
 }
@@ -103,6 +105,7 @@ impl fmt::Display for Kind {
         f.pad(match self {
             Self::Own => "own",
             Self::Adopted => "adopted",
+            Self::Registered => "registered",
             Self::Unknown => "?",
         })
     }
@@ -198,6 +201,7 @@ impl From<&abi::p2pmem_provider> for Provider {
             kind: match raw.kind {
                 abi::P2PMEM_KIND_OWN => Kind::Own,
                 abi::P2PMEM_KIND_ADOPTED => Kind::Adopted,
+                abi::P2PMEM_KIND_REGISTERED => Kind::Registered,
                 _ => Kind::Unknown,
             },
             addr: raw.addr.into(),
@@ -488,6 +492,8 @@ pub struct BufferInfo {
     pub exports: u32,
     /// Importers, such as memory regions of NICs, that are attached to these dma-bufs now.
     pub attachments: u32,
+    /// Handles of it on all open files: more than one where it was imported.
+    pub handles: u32,
 }
 
 impl From<abi::p2pmem_buffer> for BufferInfo {
@@ -506,6 +512,7 @@ impl From<abi::p2pmem_buffer> for BufferInfo {
             mappings: raw.mappings,
             exports: raw.exports,
             attachments: raw.attachments,
+            handles: raw.handles,
         }
     }
 }

@@ -8,7 +8,7 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use anyhow::{bail, Context as _};
-use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request};
+use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request, Stripe};
 use serde::Serialize;
 
 use crate::cli::{AllocArgs, PlaceArgs, RequestArgs, Strategy};
@@ -24,11 +24,13 @@ pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &
         Strategy::Upstream => p2pmem::Strategy::Upstream,
         Strategy::Spread => p2pmem::Strategy::Spread,
         Strategy::Pack => p2pmem::Strategy::Pack,
+        Strategy::Stripe => p2pmem::Strategy::Stripe,
     };
     let mut request = Request::new(size)
         .align(args.align)
         .near(context.clients(&args.near)?)
-        .strategy(strategy);
+        .strategy(strategy)
+        .parts(args.parts);
     if let Some(name) = &args.provider {
         request = request.provider(context.provider(device, name)?.id);
     }
@@ -68,8 +70,9 @@ pub(crate) fn render_explanation(explanation: &Explanation) -> String {
     )
 }
 
+/// Where a buffer is.
 #[derive(Serialize)]
-struct Landed {
+struct Place {
     handle: u32,
     provider: u32,
     addr: Option<PciAddr>,
@@ -77,14 +80,53 @@ struct Landed {
     bar_offset: Option<u64>,
     size: u64,
     class: Option<PathClass>,
-    explanation: Explanation,
+}
+
+/// A part of a stripe.
+#[derive(Serialize)]
+struct Part {
+    /// Its first byte in the stripe.
+    offset: u64,
+    #[serde(flatten)]
+    place: Place,
+}
+
+/// What was allocated.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Landed {
+    Buffer {
+        #[serde(flatten)]
+        place: Place,
+        explanation: Explanation,
+    },
+    Stripe {
+        size: u64,
+        parts: Vec<Part>,
+        explanation: Explanation,
+    },
+}
+
+impl Landed {
+    fn places(&self) -> Vec<&Place> {
+        match self {
+            Self::Buffer { place, .. } => vec![place],
+            Self::Stripe { parts, .. } => parts.iter().map(|part| &part.place).collect(),
+        }
+    }
 }
 
 pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
     let request = request(context, &device, args.request.size, &args.request.place)?;
-    let buffer = match device.alloc(&request) {
-        Ok(buffer) => buffer,
+    let stripe = matches!(args.request.place.strategy, Strategy::Stripe);
+    let made = if stripe {
+        device.alloc_stripe(&request).map(Stripe::into_parts)
+    } else {
+        device.alloc(&request).map(|buffer| vec![buffer])
+    };
+    let buffers = match made {
+        Ok(buffers) => buffers,
         Err(error) => {
             // The error has the reason in a sentence; the verdicts say it for each provider.
             if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
@@ -93,18 +135,8 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
             return Err(error.into());
         }
     };
-    let provider = device.providers()?.into_iter().find(|p| p.id == buffer.provider());
-    let landed = Landed {
-        handle: buffer.handle(),
-        provider: buffer.provider(),
-        addr: provider.as_ref().map(|p| p.addr),
-        bar: provider.as_ref().and_then(|p| p.bar),
-        bar_offset: buffer.bar_offset(),
-        size: buffer.size(),
-        class: buffer.class(),
-        // A dry run would see the memory as it is now; the last decision is the one that was made.
-        explanation: device.explain_last()?,
-    };
+    // A dry run would see the memory as it is now; the last decision is the one that was made.
+    let landed = landed(&device, &buffers, stripe, device.explain_last()?)?;
     if context.json {
         context.print_json(&landed)?;
     } else {
@@ -112,27 +144,76 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     }
     context.out.flush()?;
     if let Some(byte) = args.fill {
-        fill(context, &buffer, byte)?;
+        for buffer in &buffers {
+            fill(context, buffer, byte)?;
+        }
     }
     if let Some((program, arguments)) = args.exec.split_first() {
         return exec(program, arguments, &landed);
     }
     if args.hold {
-        return hold(context, &device, &buffer);
+        return hold(context, &device, &buffers);
     }
-    buffer.free()?;
+    for buffer in buffers {
+        buffer.free()?;
+    }
     Ok(Outcome::Done)
 }
 
+fn landed(device: &Device, buffers: &[Buffer], stripe: bool, explanation: Explanation) -> anyhow::Result<Landed> {
+    let providers = device.providers()?;
+    let mut end = 0;
+    let parts = buffers.iter().map(|buffer| {
+        let provider = providers.iter().find(|p| p.id == buffer.provider());
+        let offset = end;
+        end += buffer.size();
+        let place = Place {
+            handle: buffer.handle(),
+            provider: buffer.provider(),
+            addr: provider.map(|p| p.addr),
+            bar: provider.and_then(|p| p.bar),
+            bar_offset: buffer.bar_offset(),
+            size: buffer.size(),
+            class: buffer.class(),
+        };
+        Part { offset, place }
+    });
+    let mut parts: Vec<_> = parts.collect();
+    Ok(match parts.pop() {
+        Some(Part { place, .. }) if !stripe => Landed::Buffer { place, explanation },
+        last => {
+            parts.extend(last);
+            Landed::Stripe {
+                size: end,
+                parts,
+                explanation,
+            }
+        }
+    })
+}
+
 fn render_landed(landed: &Landed) -> String {
-    let mut line = format!("{} in provider {}", human_size(landed.size), landed.provider);
-    if let Some(addr) = landed.addr {
+    match landed {
+        Landed::Buffer { place, .. } => render_place(place),
+        Landed::Stripe { size, parts, .. } => {
+            let head = format!("{} in {} parts", human_size(*size), parts.len());
+            let lines = parts
+                .iter()
+                .map(|part| format!("\n  from byte {:#x} on: {}", part.offset, render_place(&part.place)));
+            lines.fold(head, |text, line| text + &line)
+        }
+    }
+}
+
+fn render_place(place: &Place) -> String {
+    let mut line = format!("{} in provider {}", human_size(place.size), place.provider);
+    if let Some(addr) = place.addr {
         line += &format!(" ({addr})");
     }
-    if let (Some(bar), Some(offset)) = (landed.bar, landed.bar_offset) {
+    if let (Some(bar), Some(offset)) = (place.bar, place.bar_offset) {
         line += &format!(", BAR {bar} from byte {offset:#x} on");
     }
-    if let Some(class) = landed.class {
+    if let Some(class) = place.class {
         line += &format!(", farthest path: {class} ({})", class.meaning());
     }
     line
@@ -159,7 +240,7 @@ enum End {
     Signal,
 }
 
-fn hold(context: &mut Context<'_>, device: &Device, buffer: &Buffer) -> anyhow::Result<Outcome> {
+fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyhow::Result<Outcome> {
     let (sender, ends) = mpsc::channel();
     let on_signal = sender.clone();
     ctrlc::set_handler(move || {
@@ -192,7 +273,10 @@ fn hold(context: &mut Context<'_>, device: &Device, buffer: &Buffer) -> anyhow::
             Err(RecvTimeoutError::Timeout) => {}
         }
         while let Some(event) = events.next_within(Some(Duration::ZERO))? {
-            if matches!(event.kind, EventKind::BufferRevoked { handle, .. } if handle == buffer.handle()) {
+            let EventKind::BufferRevoked { handle, .. } = event.kind else {
+                continue;
+            };
+            if let Some(buffer) = buffers.iter().find(|buffer| buffer.handle() == handle) {
                 bail!("the buffer was revoked: provider {} left", buffer.provider());
             }
         }
@@ -203,16 +287,21 @@ fn exec(program: &str, arguments: &[String], landed: &Landed) -> anyhow::Result<
     // A Ctrl-C is for the command; we stay until it has ended, and free the buffer then.
     ctrlc::set_handler(|| {}).context("cannot catch signals")?;
     let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .env("P2PMEM_PROVIDER", landed.provider.to_string());
-    command.env("P2PMEM_SIZE", landed.size.to_string());
-    if let Some(addr) = landed.addr {
-        command.env("P2PMEM_PROVIDER_ADDR", addr.to_string());
-    }
-    if let Some(offset) = landed.bar_offset {
-        command.env("P2PMEM_BAR_OFFSET", offset.to_string());
-    }
+    command.args(arguments);
+    // Of a stripe each variable is a list, in the order of the parts.
+    let places = landed.places();
+    let mut list = |name: &str, of: &dyn Fn(&Place) -> Option<String>| {
+        let known: Option<Vec<_>> = places.iter().map(|place| of(place)).collect();
+        if let Some(known) = known {
+            command.env(name, known.join(","));
+        }
+    };
+    list("P2PMEM_PROVIDER", &|place| Some(place.provider.to_string()));
+    list("P2PMEM_SIZE", &|place| Some(place.size.to_string()));
+    list("P2PMEM_PROVIDER_ADDR", &|place| place.addr.map(|addr| addr.to_string()));
+    list("P2PMEM_BAR_OFFSET", &|place| {
+        place.bar_offset.map(|offset| offset.to_string())
+    });
     let status = command.status().with_context(|| format!("cannot run {program}"))?;
     if !status.success() {
         bail!("{program} failed: {status}");

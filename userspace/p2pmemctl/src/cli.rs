@@ -290,6 +290,10 @@ pub struct PlaceArgs {
     #[arg(long, default_value = "nearest")]
     pub strategy: Strategy,
 
+    /// With `--strategy stripe`: how many providers to divide it among, 16 at most. Default: as many as can hold a part.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub parts: u32,
+
     /// The one provider to take: its id, or its device.
     #[arg(long, value_name = "PROVIDER", conflicts_with = "prefer")]
     pub provider: Option<String>,
@@ -314,6 +318,8 @@ pub enum Strategy {
     Spread,
     /// The most loaded provider that can serve, so that others stay empty.
     Pack,
+    /// Several providers, each with an equal part.
+    Stripe,
 }
 
 /// What to allocate, and what then.

@@ -96,7 +96,7 @@ ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  
     assert_eq!(out, expected);
     let (_, json) = machine.json(&["list"]);
     assert_eq!(json["providers"][2]["kind"], "adopted");
-    assert_eq!(json["info"]["abi_version"], 3);
+    assert_eq!(json["info"]["abi_version"], p2pmem::abi::P2PMEM_ABI_VERSION);
 }
 
 #[test]
@@ -201,6 +201,35 @@ fn alloc_runs_a_command_with_the_buffer_s_place() {
     let (code, _) = machine.run(&["alloc", "4K", "--exec", "sh", "-c", &script]);
     assert_eq!(code, 0);
     assert_eq!(fs::read_to_string(out).unwrap(), "1 0000:03:00.0 4096 0\n");
+}
+
+#[test]
+fn a_stripe_has_its_boundaries() {
+    let machine = machine(Fake::example());
+    let stripe = ["alloc", "4M", "--strategy", "stripe", "--parts", "2", "--near", "nvme0"];
+    let (code, out) = machine.run(&stripe);
+    assert_eq!(code, 0);
+    let lines: Vec<_> = out.lines().collect();
+    assert_eq!(lines[0], "4 MiB in 2 parts");
+    assert!(
+        lines[1].starts_with("  from byte 0x0 on: 2 MiB in provider 1 (0000:03:00.0), BAR 2 from byte 0x0 on"),
+        "{out}"
+    );
+    assert!(
+        lines[2].starts_with("  from byte 0x200000 on: 2 MiB in provider 3 (0000:05:00.0)"),
+        "{out}"
+    );
+    let (_, json) = machine.json(&stripe);
+    assert_eq!(
+        (&json["size"], &json["parts"][1]["offset"]),
+        (&(4 << 20).into(), &(2 << 20).into())
+    );
+    assert_eq!(json["parts"][1]["provider"], 3);
+    let (code, json) = machine.json(&["explain", "4M", "--strategy", "stripe", "--parts", "4"]);
+    assert_eq!((code, &json["verdicts"][0]["code"]), (1, &"alone".into()));
+    assert_eq!(machine.run(&["alloc", "4M", "--parts", "2"]).0, 2);
+    let (_, json) = machine.json(&["list"]);
+    assert_eq!(json["info"]["buffers"], 0);
 }
 
 #[test]

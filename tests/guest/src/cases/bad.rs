@@ -126,7 +126,7 @@ fn requests(bed: &mut Bed) -> Result<()> {
         ("strategy all ones", |a| a.req.strategy = u32::MAX, libc::EINVAL),
         ("max_class 7", |a| a.req.max_class = 7, libc::EINVAL),
         ("max_class 256", |a| a.req.max_class = 256, libc::EINVAL),
-        ("reserved in the request", |a| a.req.reserved = 1, libc::EINVAL),
+        ("parts of what is no stripe", |a| a.req.parts = 1, libc::EINVAL),
         ("reserved", |a| a.reserved = 1, libc::EINVAL),
     ];
     let (free_before, buffers) = bed.settled()?;
@@ -232,16 +232,6 @@ fn handles(_: &mut Bed) -> Result<()> {
     };
     expect(
         "BUFFER with a flag",
-        sys::plain(fd, abi::P2PMEM_IOC_BUFFER, &mut ask),
-        libc::EINVAL,
-    )?;
-    let mut ask = abi::p2pmem_buffer {
-        handle: a.handle,
-        reserved: 1,
-        ..Default::default()
-    };
-    expect(
-        "BUFFER with reserved",
         sys::plain(fd, abi::P2PMEM_IOC_BUFFER, &mut ask),
         libc::EINVAL,
     )?;

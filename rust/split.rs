@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Where a stripe is divided.
+//!
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
+//! is compiled into the module and into the host tests of tests/pure.
+
+/// A size in equal parts, of which the last one may be smaller.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Split {
+    size: u64,
+    parts: u64,
+    share: u64,
+}
+
+impl Split {
+    /// Divides `size` bytes, whole pages of `page` bytes each, into so many parts. Boundaries are multiples of `align`
+    /// where each part has that much, else of pages. None where that cannot be: for the parts to be equal the last ones
+    /// would be empty.
+    pub(crate) fn new(size: u64, parts: u64, page: u64, align: u64) -> Option<Self> {
+        let even = size.div_ceil(parts.max(1));
+        let unit = if even >= align { align.max(page) } else { page };
+        [unit, page].into_iter().find_map(|unit| {
+            let share = even.checked_next_multiple_of(unit.max(1))?;
+            let before = share.checked_mul(parts.checked_sub(1)?)?;
+            (before < size).then_some(Self { size, parts, share })
+        })
+    }
+
+    /// Bytes of all parts but the last, which has at most as many.
+    pub(crate) fn share(&self) -> u64 {
+        self.share
+    }
+
+    /// First byte and size of a part.
+    pub(crate) fn part(&self, at: usize) -> (u64, u64) {
+        let offset = self.share.saturating_mul(at as u64).min(self.size);
+        (offset, self.share.min(self.size.saturating_sub(offset)))
+    }
+}
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_split))]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+
+    #[test]
+    fn parts_are_equal_but_for_the_last() {
+        let split = Split::new(10 * PAGE, 4, PAGE, PAGE).map(|split| [0, 1, 2, 3].map(|at| split.part(at)));
+        let want = [(0, 3), (3, 3), (6, 3), (9, 1)].map(|(at, pages)| (at * PAGE, pages * PAGE));
+        assert_eq!(split, Some(want));
+        let whole = Split::new(3 * PAGE, 1, PAGE, PAGE).map(|split| (split.share(), split.part(0)));
+        assert_eq!(whole, Some((3 * PAGE, (0, 3 * PAGE))));
+    }
+
+    #[test]
+    fn boundaries_are_aligned_where_there_is_enough() {
+        let share = |pages, parts, align| Split::new(pages * PAGE, parts, PAGE, align * PAGE).map(|s| s.share() / PAGE);
+        assert_eq!(share(1024, 2, 512), Some(512));
+        assert_eq!(share(1025, 2, 512), Some(1024));
+        assert_eq!(share(100, 2, 512), Some(50));
+        // Aligned the last part would be empty, in whole pages it is not.
+        assert_eq!(share(1030, 3, 256), Some(512));
+        assert_eq!(share(1024, 3, 341), Some(682 / 2 + 1));
+    }
+
+    #[test]
+    fn what_cannot_be_divided_is_not() {
+        assert_eq!(Split::new(5 * PAGE, 4, PAGE, PAGE), None);
+        assert_eq!(Split::new(PAGE, 2, PAGE, PAGE), None);
+        assert_eq!(Split::new(PAGE, 0, PAGE, PAGE), None);
+        assert_eq!(Split::new(0, 1, PAGE, PAGE), None);
+        assert!(Split::new(u64::MAX / PAGE * PAGE, 3, PAGE, 1 << 30).is_some());
+    }
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * A driver that publishes memory of its device through p2pmem, as an accelerator's own driver would.
+ *
+ * It is bound by driver_override alone. The device gets these attributes:
+ *
+ *   publish   write "BAR OFFSET SIZE RESERVE HOW", with HOW one of paged, pageless and pinned: registers that range;
+ *             write "off": unregisters it. Reads the provider's id, 0 where nothing is registered.
+ *   revoked   how often the callback was called (read only)
+ */
+
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/p2pmem.h>
+#include <linux/pci.h>
+
+struct publisher {
+	struct mutex lock;	/* of registration */
+	struct p2pmem_registration *registration;
+	atomic_t revoked;
+};
+
+static void publisher_revoked(void *context)
+{
+	struct publisher *p = context;
+
+	atomic_inc(&p->revoked);
+}
+
+static ssize_t publish_show(struct device *dev, struct device_attribute *attr, char *buf)
+{
+	struct publisher *p = dev_get_drvdata(dev);
+	u32 id = 0;
+
+	mutex_lock(&p->lock);
+	if (p->registration)
+		id = p2pmem_registration_id(p->registration);
+	mutex_unlock(&p->lock);
+	return sysfs_emit(buf, "%u\n", id);
+}
+
+static ssize_t publish_store(struct device *dev, struct device_attribute *attr, const char *buf, size_t count)
+{
+	struct publisher *p = dev_get_drvdata(dev);
+	struct p2pmem_publication what = { .revoked = publisher_revoked, .context = p };
+	struct p2pmem_registration *made;
+	char how[16];
+	int ret = 0;
+
+	mutex_lock(&p->lock);
+	if (sysfs_streq(buf, "off")) {
+		p2pmem_unregister_provider(p->registration);
+		p->registration = NULL;
+	} else if (sscanf(buf, "%d %llu %llu %llu %15s", &what.bar, &what.offset, &what.size, &what.kernel_reserve,
+			  how) != 5) {
+		ret = -EINVAL;
+	} else {
+		if (!strcmp(how, "pageless"))
+			what.flags = P2PMEM_PUBLISH_PAGELESS;
+		else if (!strcmp(how, "pinned"))
+			what.flags = P2PMEM_PUBLISH_PINNED;
+		else if (strcmp(how, "paged"))
+			what.flags = ~0U;
+		made = p2pmem_register_provider(to_pci_dev(dev), &what);
+		if (IS_ERR(made))
+			ret = PTR_ERR(made);
+		else
+			p->registration = made;
+	}
+	mutex_unlock(&p->lock);
+	return ret ? ret : count;
+}
+static DEVICE_ATTR_RW(publish);
+
+static ssize_t revoked_show(struct device *dev, struct device_attribute *attr, char *buf)
+{
+	struct publisher *p = dev_get_drvdata(dev);
+
+	return sysfs_emit(buf, "%d\n", atomic_read(&p->revoked));
+}
+static DEVICE_ATTR_RO(revoked);
+
+static struct attribute *publisher_attrs[] = {
+	&dev_attr_publish.attr,
+	&dev_attr_revoked.attr,
+	NULL
+};
+ATTRIBUTE_GROUPS(publisher);
+
+static int publisher_probe(struct pci_dev *pdev, const struct pci_device_id *id)
+{
+	struct publisher *p;
+	int ret;
+
+	ret = pcim_enable_device(pdev);
+	if (ret)
+		return ret;
+	p = devm_kzalloc(&pdev->dev, sizeof(*p), GFP_KERNEL);
+	if (!p)
+		return -ENOMEM;
+	mutex_init(&p->lock);
+	pci_set_drvdata(pdev, p);
+	return 0;
+}
+
+static void publisher_remove(struct pci_dev *pdev)
+{
+	struct publisher *p = pci_get_drvdata(pdev);
+
+	/* The bus told p2pmem before: the memory is this driver's again. */
+	WARN_ON(p->registration && atomic_read(&p->revoked) == 0);
+	p2pmem_unregister_provider(p->registration);
+	dev_info(&pdev->dev, "removed, revoked %d times\n", atomic_read(&p->revoked));
+}
+
+static struct pci_driver publisher_driver = {
+	.name = "p2pmem-publisher",
+	.probe = publisher_probe,
+	.remove = publisher_remove,
+	.dev_groups = publisher_groups,
+};
+module_pci_driver(publisher_driver);
+
+MODULE_AUTHOR("The p2pmem developers");
+MODULE_DESCRIPTION("A driver that publishes memory of its device through p2pmem, for tests");
+MODULE_LICENSE("GPL");
