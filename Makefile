@@ -81,8 +81,8 @@ debug-modules: debug-kernel ## build p2pmem.ko and the tests' modules for the de
 demo-programs: testbed
 	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf
 
-user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl, exporter
-	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features
+user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl, exporter, examples
+	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features --lib --bins --examples
 
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
 	@$(cargo) build --manifest-path tests/Cargo.toml --workspace

@@ -20,6 +20,7 @@ use crate::patience::patiently;
 use crate::sys::{self, Memory};
 
 mod bad;
+mod broadcast;
 mod dmabuf;
 mod dmabuf_end;
 mod faults;
@@ -81,6 +82,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rules_more::CASES)
         .chain(trace::CASES)
         .chain(share::CASES)
+        .chain(broadcast::CASES)
         .chain(stripe::CASES)
         .chain(publisher::CASES)
         .chain(peer::CASES)
