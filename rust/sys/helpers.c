@@ -29,8 +29,21 @@
 
 /*
  * The reference p2pmem keeps on each page that was ever mapped: while it is held, the count cannot reach zero, so the
- * p2pdma core does not take a page back that p2pmem's buddy allocator owns.
+ * p2pdma core does not take a page back that p2pmem's buddy allocator owns. The page counts as mapped once more meanwhile,
+ * as the kernel has it mapped: so a user mapping is never its first or last one, and each of the machine's statistics of
+ * mapped files (which this is none of) is spared its part of every map and unmap.
  */
+static void page_hold(struct page *page)
+{
+	set_page_count(page, 1);
+	atomic_inc(&page->_mapcount);
+}
+
+static void page_unhold(struct page *page)
+{
+	atomic_dec(&page->_mapcount);
+}
+
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr);
@@ -38,7 +51,7 @@ void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
 
 	for (i = 0; i < npages; i++)
 		if (!page_ref_count(page + i))
-			set_page_count(page + i, 1);
+			page_hold(page + i);
 }
 
 /* How many pages have a reference besides ours. */
@@ -68,7 +81,12 @@ unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, un
 	/* Keeps the page map while the count of its references is worked out. */
 	percpu_ref_get(ref);
 	for (i = 0; i < npages; i++) {
-		if (!page_ref_count(page + i) || page_ref_freeze(page + i, 1)) {
+		if (!page_ref_count(page + i)) {
+			run++;
+			continue;
+		}
+		page_unhold(page + i);
+		if (page_ref_freeze(page + i, 1)) {
 			run++;
 			continue;
 		}
@@ -91,21 +109,42 @@ unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, un
 	return busy;
 }
 
-/* Maps pages at @addr, up to the first that is there already. 0 when the first one is mapped afterwards. */
+/* Where pages are being mapped, and how far that is. */
+struct insertion {
+	struct vm_area_struct *vma;
+	struct page *page;
+	unsigned long done;
+};
+
+/* Called with the page table locked. */
+static int insert_page(pte_t *pte, unsigned long addr, void *data)
+{
+	struct insertion *at = data;
+
+	if (!pte_none(ptep_get(pte)))
+		return -EBUSY;
+	get_page(at->page);
+	atomic_inc(&at->page->_mapcount);
+	set_pte_at(at->vma->vm_mm, addr, pte, mk_pte(at->page, at->vma->vm_page_prot));
+	at->page++;
+	at->done++;
+	return 0;
+}
+
+/*
+ * Maps pages at @addr, up to the first that is there already. 0 when the first one is mapped afterwards. What
+ * vm_insert_pages() does, without looking at each page anew: all are alike, and counted as mapped already (page_hold()), so
+ * that of the core's books there is but the count of the process's pages, which is kept for all of them together.
+ */
 int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
 {
-	unsigned long n = min(npages, BATCH), left = n, i;
-	struct page *page = virt_to_page((void *)kaddr), **pages;
+	struct insertion at = { .vma = vma, .page = virt_to_page((void *)kaddr) };
+	int member = mm_counter_file(page_folio(at.page));
 	int ret;
 
-	pages = kmalloc_array(n, sizeof(*pages), GFP_KERNEL | __GFP_NORETRY | __GFP_NOWARN);
-	if (!pages)
-		return vm_insert_page(vma, addr, page);
-	for (i = 0; i < n; i++)
-		pages[i] = page + i;
-	ret = vm_insert_pages(vma, addr, pages, &left);
-	kfree(pages);
-	return left < n ? 0 : ret;
+	ret = apply_to_page_range(vma->vm_mm, addr, min(npages, BATCH) << PAGE_SHIFT, insert_page, &at);
+	percpu_counter_add(&vma->vm_mm->rss_stat[member], at.done);
+	return at.done ? 0 : ret;
 }
 
 /* Zeroes BAR memory, through a write-combining mapping where the memory allows it and one can be had. */
@@ -202,8 +241,11 @@ bool p2pmem_vma_may_write(struct vm_area_struct *vma)
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 {
 	if (pages)
-		/* No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. */
-		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP);
+		/*
+		 * No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. With VM_RAND_READ
+		 * nobody notes for each page that it was used lately, of memory that is never reclaimed.
+		 */
+		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP | VM_RAND_READ);
 	else
 		vm_flags_set(vma, VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
 	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
