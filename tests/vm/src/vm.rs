@@ -36,6 +36,8 @@ use crate::trace;
 
 /// How long a boot may take, generous for a machine that is busy with other things.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(90);
+/// How much longer a guest may take whose clocks count instructions.
+const COUNTING: u32 = 4;
 /// How long a guest may take to power off.
 const POWER_OFF_LIMIT: Duration = Duration::from_secs(20);
 /// How long the rest of the console may take to come after a panic.
@@ -220,7 +222,8 @@ impl Vm {
             console.clone(),
             send.clone(),
         );
-        let deadline = start + BOOT_LIMIT * kernel.patience;
+        let boot_limit = boot_limit(topology, &kernel);
+        let deadline = start + boot_limit;
         let qmp = Qmp::new(accept(&monitor, &mut qemu, deadline).context("QEMU's monitor")?);
         let qmp = qmp.with_context(|| qemu.describe())?;
         let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
@@ -249,13 +252,13 @@ impl Vm {
             boot_time: Duration::ZERO,
             _dir: dir,
         };
-        vm.set_up(network, deadline)
+        vm.set_up(network, deadline, boot_limit)
             .with_context(|| format!("topology {}: the guest did not come up", topology.name))?;
         vm.boot_time = start.elapsed();
         Ok(vm)
     }
 
-    fn set_up(&mut self, network: Option<Network>, deadline: Instant) -> Result<()> {
+    fn set_up(&mut self, network: Option<Network>, deadline: Instant, boot_limit: Duration) -> Result<()> {
         let mut network = network;
         loop {
             let message = match self.next(deadline) {
@@ -266,7 +269,7 @@ impl Vm {
                 Ok(_) => continue,
                 Err(end) => {
                     let why = match end {
-                        End::TimedOut => format!("not ready within {:?}", BOOT_LIMIT * self.kernel.patience),
+                        End::TimedOut => format!("not ready within {boot_limit:?}"),
                         End::Panicked(line) => line,
                         End::Died(why) => why,
                         End::Stopped => "it was stopped".into(),
@@ -773,6 +776,16 @@ impl Vm {
 /// Those of making a folder.
 pub fn folder() -> Result<tempfile::TempDir> {
     Ok(tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?)
+}
+
+/// How long a machine may take to boot a kernel.
+fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
+    let counting = if topology.machine.count_instructions {
+        COUNTING
+    } else {
+        1
+    };
+    BOOT_LIMIT * kernel.patience * counting
 }
 
 fn start_virtiofsd(paths: &Paths) -> Result<Process> {
