@@ -18,15 +18,6 @@ use kernel::{page::PAGE_SIZE, prelude::*, sync::atomic::Relaxed};
 /// The buffers of a stripe, each with the class of its path, and what was decided. No buffer where there is no stripe.
 type Made = (KVec<(Holder, u32)>, Account);
 
-/// How an attempt with so many parts ended.
-enum Attempt {
-    Made(Made),
-    /// Too few providers can hold a part.
-    Few(Account),
-    /// The rules have become others.
-    Stale,
-}
-
 impl Orchestrator {
     /// Allocates a stripe of `room` parts at most for a file.
     pub(crate) fn stripe(&self, wish: &Wish, room: usize, file: u64) -> Answer<Made> {
@@ -65,9 +56,10 @@ impl Orchestrator {
                     continue;
                 };
                 match self.attempt(judge, &survey, wish, (parts, &split), shun, take)? {
-                    Attempt::Made(made) => return Ok(Some(made)),
-                    Attempt::Few(account) => last = Some(account),
-                    Attempt::Stale => return Ok(None),
+                    Some((made, account)) if account.error == 0 => return Ok(Some((made, account))),
+                    // Too few providers can hold a part.
+                    Some((_, account)) => last = Some(account),
+                    None => return Ok(None),
                 }
             }
         }
@@ -87,7 +79,8 @@ impl Orchestrator {
         Ok(Some((KVec::new(), account)))
     }
 
-    /// Tries to find a provider for each of so many parts, and with a file allocates them.
+    /// Tries to find a provider for each of so many parts, and with a file allocates them. None where the rules have become
+    /// others.
     fn attempt(
         &self,
         judge: &Judge<'_>,
@@ -96,7 +89,7 @@ impl Orchestrator {
         (parts, split): (usize, &Split),
         shun: bool,
         take: Option<u64>,
-    ) -> Answer<Attempt> {
+    ) -> Answer<Option<Made>> {
         let providers = &survey.providers;
         let mut candidates = survey.candidates(judge, split.share(), wish.align)?;
         let request = placement::Request {
@@ -131,7 +124,7 @@ impl Orchestrator {
                 match answer {
                     Ok(Some(holder)) => made.push((holder, verdicts[at].class_raw()), GFP_KERNEL)?,
                     Ok(None) => {}
-                    Err(Uncharged::Stale) => return Ok(Attempt::Stale),
+                    Err(Uncharged::Stale) => return Ok(None),
                     Err(why) => {
                         stopped = Some((at, why));
                         break;
@@ -164,11 +157,8 @@ impl Orchestrator {
                 error: account.error as u32,
                 dry: take.is_none(),
             });
-            return Ok(if full {
-                Attempt::Made((made, account))
-            } else {
-                Attempt::Few(account)
-            });
+            // Nothing was allocated unless all was.
+            return Ok(Some((made, account)));
         }
     }
 }

@@ -85,7 +85,7 @@ fn broadcast(bed: &mut Bed) -> Result<()> {
     let mut bytes = vec![0; SIZE as usize];
     File::open(&block)?.read_exact_at(&mut bytes, 0)?;
     for (n, word) in bytes.chunks_exact(8).enumerate() {
-        let expected = (8 * n as u64 ^ 0x5a).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let expected = ((8 * n as u64) ^ 0x5a).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ensure!(
             word == expected.to_ne_bytes(),
             "byte {:#x} of the drive is another",
