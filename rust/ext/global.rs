@@ -41,13 +41,17 @@ kernel::sync::global_lock! {
     pub(super) unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
 }
 
-/// Forgets a device that was bound to our driver. After the last one nothing of the list stays allocated: a static is not
-/// dropped when the module goes.
+/// Forgets a device that was bound to our driver.
 pub(super) fn forget_bound(device: *mut bindings::pci_dev) {
-    let mut bound = BOUND.lock();
-    bound.retain(|d| !ptr::eq(d.device, device));
-    if bound.is_empty() {
-        *bound = KVec::new();
+    drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
+}
+
+/// Takes out of a list what `is_it` says. After the last one nothing of the list stays allocated: a static is not dropped
+/// when the module goes.
+fn drop_from<T>(list: &mut KVec<T>, is_it: impl Fn(&T) -> bool) {
+    list.retain(|entry| !is_it(entry));
+    if list.is_empty() {
+        *list = KVec::new();
     }
 }
 
@@ -64,6 +68,11 @@ unsafe impl Send for PagedDevice {}
 kernel::sync::global_lock! {
     // SAFETY: `init()` initialises it before the module registers anything that uses it.
     pub(super) unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
+}
+
+/// Forgets a device that another driver was bound to.
+pub(super) fn forget_paged(device: *mut bindings::pci_dev) {
+    drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
 }
 
 /// Initialises the locks of this file. The first thing that the module does.

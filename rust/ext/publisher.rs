@@ -69,7 +69,7 @@ fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64
 
 /// A device is unbound: its driver's struct pages go.
 pub(super) fn forget(function: &Function) {
-    PAGED.lock().retain(|d| !ptr::eq(d.device, function.as_raw()));
+    global::forget_paged(function.as_raw());
 }
 
 /// Publishes a part of a BAR of a bound device.
