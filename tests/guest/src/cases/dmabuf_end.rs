@@ -108,7 +108,7 @@ impl Log {
     }
 
     /// New lines with these words in them.
-    fn lines(&mut self, words: &[&str]) -> Vec<String> {
+    pub(super) fn lines(&mut self, words: &[&str]) -> Vec<String> {
         let mut lines = Vec::new();
         let mut record = [0; 8192];
         while let Ok(n) = self.0.read(&mut record) {
