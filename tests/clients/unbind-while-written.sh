@@ -1,7 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: MIT OR Apache-2.0
 # Runs a program whose buffer is in accel0, and unbinds accel0 once the NIC has written into it. Afterwards accel0 is a
-# provider again. Fails unless the unbinding takes less than a second.
+# provider again. Fails if the unbinding waits for the program, whose run lasts a minute: the bound leaves room for a host
+# with other work. How long it takes on a quiet one is the demo's to report.
 #
 #   unbind-while-written.sh PROGRAM ARGUMENT...
 set -euo pipefail
@@ -31,4 +32,4 @@ echo "unbound in $took ms"
 wait "$program" || echo "the program ended with $?"
 rmdir "/sys/kernel/config/p2pmem/providers/$device"
 "$P2PMEM_BIN/p2pmemctl" publish "$device" --kernel-reserve 64M
-((took < 1000))
+((took < 10000))
