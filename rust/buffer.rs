@@ -123,7 +123,7 @@ impl Buffer {
             }),
             GFP_KERNEL,
         );
-        let buffer = match buffer {
+        let buffer: Arc<Self> = match buffer {
             Ok(buffer) => buffer,
             Err(e) => {
                 provider.give_back(None, memory);
