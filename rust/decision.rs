@@ -3,7 +3,11 @@
 //! Decisions in words and numbers, for whoever asks why.
 
 use crate::{
-    ext::uapi::{self, consts},
+    ext::{
+        trace,
+        uapi::{self, consts},
+    },
+    orchestrator::Wish,
     placement::{Candidate, Outcome, Verdict, VerdictCode},
     policy::{Ref, Set},
     provider::Provider,
@@ -25,8 +29,7 @@ pub(crate) struct Account {
 pub(crate) struct Decided<'a> {
     /// Bytes that were wanted in one provider.
     pub(crate) size: u64,
-    /// How many clients there are.
-    pub(crate) clients: usize,
+    pub(crate) wish: &'a Wish,
     pub(crate) judge: &'a Judge<'a>,
     pub(crate) providers: &'a [Arc<Provider>],
     pub(crate) candidates: &'a [Candidate<'a>],
@@ -59,6 +62,21 @@ impl Decided<'_> {
             error,
             text,
         })
+    }
+
+    /// Tells who traces decisions of this one; `dry` where nothing was to be allocated.
+    pub(crate) fn traced(&self, account: &Account, dry: bool) {
+        trace::decision(|| trace::Decision {
+            size: self.wish.size,
+            align: self.wish.align,
+            file: self.judge.file(),
+            clients: self.wish.clients.len(),
+            providers: self.providers.len(),
+            strategy: self.wish.strategy,
+            chosen: account.chosen,
+            error: account.error as u32,
+            dry,
+        });
     }
 
     fn row(&self, verdict: &Verdict, provider: &Provider) -> uapi::Verdict {
@@ -143,7 +161,7 @@ impl Decided<'_> {
 
     /// Why there is none.
     fn refusal(&self) -> Text {
-        let (size, clients) = (self.size, self.clients);
+        let (size, clients) = (self.size, self.wish.clients.len());
         let whose = |rule: Ref| match rule.set {
             Set::Admin => "rule",
             Set::Own => "the file's own rule",

@@ -376,7 +376,7 @@ impl Orchestrator {
             }
             let decided = Decided {
                 size: wish.size,
-                clients: wish.clients.len(),
+                wish,
                 judge,
                 providers,
                 candidates: &candidates,
@@ -384,17 +384,7 @@ impl Orchestrator {
                 outcome: decision.outcome,
             };
             let account = decided.account(chosen.map(|(_, provider)| provider))?;
-            trace::decision(|| trace::Decision {
-                size: wish.size,
-                align: wish.align,
-                file: judge.file(),
-                clients: wish.clients.len(),
-                providers: providers.len(),
-                strategy: wish.strategy,
-                chosen: account.chosen,
-                error: account.error as u32,
-                dry: take.is_none(),
-            });
+            decided.traced(&account, take.is_none());
             return Ok(Some((held, account)));
         }
     }

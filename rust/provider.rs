@@ -2,8 +2,9 @@
 
 //! Providers: devices with published memory, and the memory of each.
 //!
-//! An own or registered provider has one large piece of its device's pool, or of the BAR itself where it does without struct pages,
-//! divided by a buddy allocator. An adopted provider belongs to another driver: from its pool a piece is taken for each buffer and given back with it.
+//! An own or registered provider has one large piece of its device's pool, or of the BAR itself where it does without
+//! struct pages, divided by a buddy allocator. An adopted provider belongs to another driver: from its pool a piece is
+//! taken for each buffer and given back with it.
 //!
 //! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
 //! (O_DIRECT that was under way when the mapping ended). The janitor, a work item of each provider, moves it on.

@@ -5,7 +5,7 @@
 use crate::{
     buffer::Holder,
     decision::{Account, Decided},
-    ext::{trace, uapi::consts},
+    ext::uapi::consts,
     orchestrator::{passed_over, Orchestrator, Survey, Wish},
     placement::{self, Strategy, Verdict},
     policy::Stance,
@@ -138,7 +138,7 @@ impl Orchestrator {
             }
             let decided = Decided {
                 size: split.share(),
-                clients: wish.clients.len(),
+                wish,
                 judge,
                 providers,
                 candidates: &candidates,
@@ -146,17 +146,7 @@ impl Orchestrator {
                 outcome,
             };
             let account = decided.stripe_account(if full { picks } else { &[] }, found, parts)?;
-            trace::decision(|| trace::Decision {
-                size: wish.size,
-                align: wish.align,
-                file: judge.file(),
-                clients: wish.clients.len(),
-                providers: providers.len(),
-                strategy: wish.strategy,
-                chosen: account.chosen,
-                error: account.error as u32,
-                dry: take.is_none(),
-            });
+            decided.traced(&account, take.is_none());
             // Nothing was allocated unless all was.
             return Ok(Some((made, account)));
         }
