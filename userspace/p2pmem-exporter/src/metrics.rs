@@ -23,19 +23,10 @@ struct Snapshot {
 
 impl Snapshot {
     fn take(device: &Device) -> p2pmem::Result<Self> {
-        let mut providers = Vec::new();
-        for provider in device.providers()? {
-            match device.stats(Some(provider.id)) {
-                Ok(stats) => providers.push((provider, stats)),
-                // It left since it was listed.
-                Err(error) if error.errno() == Some(2) => {}
-                Err(error) => return Err(error),
-            }
-        }
         Ok(Self {
             info: device.info()?,
             all: device.stats(None)?,
-            providers,
+            providers: device.provider_stats()?,
         })
     }
 }

@@ -368,6 +368,23 @@ impl Device {
             .map(Stats::from)
     }
 
+    /// The providers there are, and what was counted of each. One that leaves meanwhile is left out.
+    ///
+    /// # Errors
+    ///
+    /// As [`Device::providers`] has them, and [`Device::stats`] but for ENOENT.
+    pub fn provider_stats(&self) -> Result<Vec<(Provider, Stats)>> {
+        let mut all = Vec::new();
+        for provider in self.providers()? {
+            match self.stats(Some(provider.id)) {
+                Ok(stats) => all.push((provider, stats)),
+                Err(error) if error.errno() == Some(libc::ENOENT) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(all)
+    }
+
     /// Who holds buffers, by provider, those with the most bytes first; none where this program may not know, as only root
     /// is told.
     pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {

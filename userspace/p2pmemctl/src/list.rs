@@ -91,27 +91,23 @@ struct OneStats {
 
 pub(crate) fn stats(context: &mut Context<'_>, args: &StatsArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let mut all = Vec::new();
-    let mut names = Vec::new();
-    let providers = match &args.provider {
-        Some(name) => vec![context.provider(&device, name)?],
-        None => device.providers()?,
-    };
-    for provider in providers {
-        match device.stats(Some(provider.id)) {
-            Ok(stats) => {
-                all.push(OneStats {
-                    provider: Some(provider.id),
-                    addr: Some(provider.addr),
-                    stats,
-                });
-                names.push(format!("{} {}", provider.id, provider.addr));
-            }
-            // It left since it was listed.
-            Err(error) if args.provider.is_none() && error.errno() == Some(2) => {}
-            Err(error) => return Err(error.into()),
+    let each = match &args.provider {
+        Some(name) => {
+            let provider = context.provider(&device, name)?;
+            let stats = device.stats(Some(provider.id))?;
+            vec![(provider, stats)]
         }
-    }
+        None => device.provider_stats()?,
+    };
+    let mut names: Vec<_> = each.iter().map(|(p, _)| format!("{} {}", p.id, p.addr)).collect();
+    let mut all: Vec<_> = each
+        .into_iter()
+        .map(|(provider, stats)| OneStats {
+            provider: Some(provider.id),
+            addr: Some(provider.addr),
+            stats,
+        })
+        .collect();
     if args.provider.is_none() {
         all.push(OneStats {
             provider: None,

@@ -32,19 +32,10 @@ struct Sample {
 
 impl Sample {
     fn take(device: &Device, at: Duration) -> p2pmem::Result<Self> {
-        let mut providers = Vec::new();
-        for provider in device.providers()? {
-            match device.stats(Some(provider.id)) {
-                Ok(stats) => providers.push((provider, stats)),
-                // It left since it was listed.
-                Err(error) if error.errno() == Some(2) => {}
-                Err(error) => return Err(error),
-            }
-        }
         Ok(Self {
             at,
             info: device.info()?,
-            providers,
+            providers: device.provider_stats()?,
             holders: device.holders(),
         })
     }
