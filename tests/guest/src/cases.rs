@@ -21,6 +21,7 @@ use crate::sys::{self, Memory};
 
 mod bad;
 mod broadcast;
+mod busy;
 mod dmabuf;
 mod dmabuf_end;
 mod faults;

@@ -6,13 +6,14 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 
+use super::busy::Busy;
 use super::dmabuf::{GOOD, Importer, export, exported_buffer, listing};
 use super::life::{Part, ready, timed_unbind};
 use super::{Bed, Case, alloc, buffer, command, errno, expect, free, open, write};
@@ -470,27 +471,25 @@ pub(super) fn two_ends(bed: &mut Bed) -> Result<()> {
 
 pub(super) fn race(bed: &mut Bed) -> Result<()> {
     const ROUNDS: u32 = 15;
-    let stop = AtomicBool::new(false);
-    let (mapped, gone) = (AtomicU64::new(0), AtomicU64::new(0));
     let bed = &*bed;
     // What may be said of it at any time.
-    let fine = |what: &str, code: i32| -> Result<()> {
-        gone.fetch_add(1, Ordering::Relaxed);
+    let fine = |busy: &Busy, what: &str, code: i32| -> Result<()> {
+        busy.refuse();
         match code {
             libc::ENODEV => Ok(()),
             code => bail!("{what}: {}", errno(code)),
         }
     };
-    let worker = |seed: u64| -> Result<()> {
+    let worker = |busy: &Busy, seed: u64| -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
         let mut n = seed;
-        while !stop.load(Ordering::Relaxed) {
+        while busy.goes_on() {
             n = n.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let a = match alloc(fd, 256 << 10) {
                 Ok(a) => a,
                 Err(code) => {
-                    fine("ALLOC", code)?;
+                    fine(busy, "ALLOC", code)?;
                     continue;
                 }
             };
@@ -501,23 +500,23 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
             let dma_buf = match made {
                 Ok(dma_buf) => dma_buf,
                 Err(code) => {
-                    fine("EXPORT_DMABUF", code)?;
+                    fine(busy, "EXPORT_DMABUF", code)?;
                     continue;
                 }
             };
             let importer = Importer::new()?;
             if let Err(code) = importer.attach(bed, &dma_buf, "nvme0", GOOD) {
-                fine("attach", code)?;
+                fine(busy, "attach", code)?;
                 continue;
             }
             for _ in 0..(n >> 41) & 3 {
                 match importer.say("map") {
                     Ok(()) => {
-                        mapped.fetch_add(1, Ordering::Relaxed);
+                        busy.serve();
                         // It may be gone by itself.
                         let _ = importer.say("unmap");
                     }
-                    Err(code) => fine("map", code)?,
+                    Err(code) => fine(busy, "map", code)?,
                 }
             }
             let _ = importer.say("map");
@@ -529,29 +528,15 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
         }
         Ok(())
     };
-    thread::scope(|scope| -> Result<()> {
-        let workers = [1, 2, 3].map(|seed| scope.spawn(move || worker(seed)));
-        let mut answer = Ok(());
+    let workers = [1, 2, 3].map(|seed| move |busy: &Busy| worker(busy, seed));
+    let busy = Busy::during(&[&workers[0], &workers[1], &workers[2]], |busy| {
         for _ in 0..ROUNDS {
-            let before = mapped.load(Ordering::Relaxed);
-            answer = super::inflight::until("something is mapped", || {
-                Ok(mapped.load(Ordering::Relaxed) > before + 3 || workers.iter().any(|w| w.is_finished()))
-            })
-            .and_then(|()| timed_unbind(bed))
-            .and_then(|()| bed.publish("accel0"));
-            if answer.is_err() {
-                break;
-            }
+            busy.await_served(3)?;
+            timed_unbind(bed)?;
+            bed.publish("accel0")?;
         }
-        stop.store(true, Ordering::Relaxed);
-        for worker in workers {
-            worker.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
-        }
-        answer
+        Ok(())
     })?;
-    ensure!(
-        mapped.load(Ordering::Relaxed) > 0 && gone.load(Ordering::Relaxed) > 0,
-        "{mapped:?} {gone:?}: there was no race"
-    );
+    ensure!(busy.served() > 0 && busy.refused() > 0, "{busy:?}: there was no race");
     Ok(())
 }

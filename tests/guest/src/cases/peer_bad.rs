@@ -5,11 +5,10 @@
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use super::busy::Busy;
 use super::peer::{Held, MIB, Row, await_rows, counted, nic, rows};
 use super::{Bed, Case, NODE, alloc, errno, expect};
 use crate::sys::Mapping;
@@ -214,37 +213,28 @@ fn unmap(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(fd, offset, MIB).map_err(errno)?;
     let zero = OpenOptions::new().read(true).write(true).open("/dev/zero")?;
     let (mut made, mut refused) = (0, 0);
-    let stop = AtomicBool::new(false);
-    thread::scope(|scope| -> Result<()> {
-        let other = scope.spawn(|| -> Result<u64> {
-            let mut turns = 0;
-            while !stop.load(Ordering::Relaxed) {
-                map.replace_part(MIB / 2, MIB / 2, zero.as_fd(), 0).map_err(errno)?;
-                map.replace_part(MIB / 2, MIB / 2, fd, offset + MIB as u64 / 2)
-                    .map_err(errno)?;
-                turns += 1;
+    let turn = |busy: &Busy| -> Result<()> {
+        while busy.goes_on() {
+            map.replace_part(MIB / 2, MIB / 2, zero.as_fd(), 0).map_err(errno)?;
+            map.replace_part(MIB / 2, MIB / 2, fd, offset + MIB as u64 / 2)
+                .map_err(errno)?;
+            busy.serve();
+        }
+        Ok(())
+    };
+    let busy = Busy::during(&[&turn], |_| {
+        for _ in 0..200 {
+            match nic.register(map.address(), MIB) {
+                Ok(_) => made += 1,
+                Err(libc::EFAULT) => refused += 1,
+                Err(other) => bail!("{}", errno(other)),
             }
-            Ok(turns)
-        });
-        let mut each = || -> Result<()> {
-            for _ in 0..200 {
-                match nic.register(map.address(), MIB) {
-                    Ok(_) => made += 1,
-                    Err(libc::EFAULT) => refused += 1,
-                    Err(other) => bail!("{}", errno(other)),
-                }
-            }
-            Ok(())
-        };
-        let result = each();
-        stop.store(true, Ordering::Relaxed);
-        let turns = other
-            .join()
-            .map_err(|_| anyhow::anyhow!("the other thread panicked"))??;
-        println!("{made} registrations, {refused} refusals, {turns} turns of the other thread");
-        ensure!(turns > 0, "the other thread did nothing");
-        result
+        }
+        Ok(())
     })?;
+    let turns = busy.served();
+    println!("{made} registrations, {refused} refusals, {turns} turns of the other thread");
+    ensure!(turns > 0, "the other thread did nothing");
     ensure!(rows()?.is_empty(), "{:#?}", rows()?);
     // Unmapping what is registered does not end it.
     let (source, region) = (Held::new(bed, "accel0", 4096)?, held.register(&nic)?);

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
+use super::busy::Busy;
 use super::dmabuf::{GOOD, Importer, exported_buffer};
 use super::dmabuf_end::Log;
 use super::inflight::until;
@@ -372,58 +373,46 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
 }
 
 fn race(bed: &mut Bed) -> Result<()> {
-    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
     let publisher = Publisher::new(bed)?;
-    let (stop, served) = (AtomicBool::new(false), AtomicU64::new(0));
     sys::survive_bus_errors()?;
-    let user = || -> Result<()> {
+    let user = |busy: &Busy| -> Result<()> {
         let file = open()?;
-        while !stop.load(Ordering::Relaxed) {
+        while busy.goes_on() {
             match alloc(file.as_fd(), MIB) {
                 Ok(a) => {
                     if let Ok(map) = Mapping::shared(file.as_fd(), a.mmap_offset, MIB as usize) {
                         map.set(0, 1);
                     }
                     super::free(file.as_fd(), a.handle).map_err(errno)?;
-                    served.fetch_add(1, Ordering::Relaxed);
+                    busy.serve();
                 }
                 Err(code) => ensure!(code == libc::ENODEV, "ALLOC: {}", errno(code)),
             }
         }
         Ok(())
     };
-    thread::scope(|scope| {
-        let users = [scope.spawn(user), scope.spawn(user)];
-        let rounds = || -> Result<()> {
-            for round in 0..20 {
-                // Two rounds a binding: what has struct pages cannot do without them.
-                let how = ["paged", "pageless"][round / 2 % 2];
-                publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
-                let seen = served.load(Ordering::Relaxed);
-                until("requests are served", || Ok(served.load(Ordering::Relaxed) > seen + 10))?;
-                if round % 2 == 0 {
-                    publisher.withdraw()?;
-                    ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
-                    continue;
-                }
-                // Unregistered and unbound at once: it ends once.
-                thread::scope(|scope| {
-                    let off = scope.spawn(|| publisher.publish("off"));
-                    let unbound = bed.unbind("accel0");
-                    // The attribute may have gone before.
-                    let _ = off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
-                    unbound
-                })?;
-                publisher.bind()?;
+    Busy::during(&[&user, &user], |busy| {
+        for round in 0..20 {
+            // Two rounds a binding: what has struct pages cannot do without them.
+            let how = ["paged", "pageless"][round / 2 % 2];
+            publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
+            busy.await_served(10)?;
+            if round % 2 == 0 {
+                publisher.withdraw()?;
+                ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
+                continue;
             }
-            Ok(())
-        };
-        let answer = rounds();
-        stop.store(true, Ordering::Relaxed);
-        for user in users {
-            user.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+            // Unregistered and unbound at once: it ends once.
+            thread::scope(|scope| {
+                let off = scope.spawn(|| publisher.publish("off"));
+                let unbound = bed.unbind("accel0");
+                // The attribute may have gone before.
+                let _ = off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+                unbound
+            })?;
+            publisher.bind()?;
         }
-        answer
+        Ok(())
     })?;
     publisher.end()
 }

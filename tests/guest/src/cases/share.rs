@@ -16,6 +16,7 @@ use rustix::net::{
     recvmsg, sendmsg,
 };
 
+use super::busy::Busy;
 use super::dmabuf::{GOOD, Importer, export, exported_buffer, stats};
 use super::life::{Part, ready, timed_unbind};
 use super::rules::{AdminRule, counted};
@@ -69,6 +70,16 @@ pub(super) const PART: &str = "share";
 /// The word at an offset that the process that allocated wrote.
 fn word(at: usize) -> u64 {
     (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5a
+}
+
+/// A buffer with a word at each of its offsets, its dma-buf, and a mapping of it.
+fn filled(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_alloc, OwnedFd, Mapping)> {
+    let (a, dma_buf) = exported_buffer(fd, 4 * MIB, 0)?;
+    let map = Mapping::shared(fd, a.mmap_offset, a.size as usize).map_err(errno)?;
+    for at in (0..map.len()).step_by(8) {
+        map.set(at, word(at));
+    }
+    Ok((a, dma_buf, map))
 }
 
 /// Sends a descriptor.
@@ -167,11 +178,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let stream = UnixStream::connect(path).with_context(|| path.clone())?;
     if what == "allocate" {
         let file = open()?;
-        let (a, dma_buf) = exported_buffer(file.as_fd(), 4 * MIB, 0)?;
-        let map = Mapping::shared(file.as_fd(), a.mmap_offset, a.size as usize).map_err(errno)?;
-        for at in (0..map.len()).step_by(8) {
-            map.set(at, word(at));
-        }
+        let (_, dma_buf, _map) = filled(file.as_fd())?;
         send(&stream, dma_buf.as_fd())?;
         return ready();
     }
@@ -234,11 +241,7 @@ fn shared(bed: &mut Bed) -> Result<()> {
     let quota = AdminRule::new("50-once", &[("quota", &(4 * MIB).to_string())])?;
     let file = open()?;
     let fd = file.as_fd();
-    let (a, dma_buf) = exported_buffer(fd, 4 * MIB, 0)?;
-    let map = Mapping::shared(fd, a.mmap_offset, a.size as usize).map_err(errno)?;
-    for at in (0..map.len()).step_by(8) {
-        map.set(at, word(at));
-    }
+    let (a, dma_buf, map) = filled(fd)?;
     let taken = bed.provider("accel0")?;
     let door = Door::new("users")?;
     let mut users = Vec::new();
@@ -352,11 +355,7 @@ fn ends(bed: &mut Bed) -> Result<()> {
 fn revoke(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
-    let (a, dma_buf) = exported_buffer(fd, 4 * MIB, 0)?;
-    let map = Mapping::shared(fd, a.mmap_offset, a.size as usize).map_err(errno)?;
-    for at in (0..map.len()).step_by(8) {
-        map.set(at, word(at));
-    }
+    let (a, dma_buf, map) = filled(fd)?;
     let twice = import(fd, dma_buf.as_raw_fd()).map_err(errno)?;
     let other = open()?;
     let theirs = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(errno)?;
@@ -480,12 +479,10 @@ fn bad(bed: &mut Bed) -> Result<()> {
 }
 
 fn race(bed: &mut Bed) -> Result<()> {
-    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-    let (stop, imports, refused) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     sys::survive_bus_errors()?;
-    let user = || -> Result<()> {
+    let user = |busy: &Busy| -> Result<()> {
         let (mine, other) = (open()?, open()?);
-        while !stop.load(Ordering::Relaxed) {
+        while busy.goes_on() {
             let Ok(a) = alloc(mine.as_fd(), 64 << 10) else { continue };
             let Ok(dma_buf) = export(mine.as_fd(), a.handle, 0, &[(0, a.size)]) else {
                 free(mine.as_fd(), a.handle).map_err(errno)?;
@@ -493,7 +490,7 @@ fn race(bed: &mut Bed) -> Result<()> {
             };
             match import(other.as_fd(), dma_buf.as_raw_fd()) {
                 Ok(got) => {
-                    imports.fetch_add(1, Ordering::Relaxed);
+                    busy.serve();
                     free(mine.as_fd(), a.handle).map_err(errno)?;
                     if let Ok(map) = Mapping::shared(other.as_fd(), got.mmap_offset, 4096) {
                         map.set(0, 1);
@@ -506,35 +503,25 @@ fn race(bed: &mut Bed) -> Result<()> {
                 }
                 Err(code) => {
                     ensure!(code == libc::ENODEV, "IMPORT: {}", errno(code));
-                    refused.fetch_add(1, Ordering::Relaxed);
+                    busy.refuse();
                     free(mine.as_fd(), a.handle).map_err(errno)?;
                 }
             }
         }
         Ok(())
     };
-    std::thread::scope(|scope| {
-        let users: Vec<_> = (0..3).map(|_| scope.spawn(user)).collect();
-        let rounds = || -> Result<()> {
-            for _ in 0..20 {
-                let seen = imports.load(Ordering::Relaxed);
-                super::inflight::until("imports go on", || Ok(imports.load(Ordering::Relaxed) > seen + 20))?;
-                bed.unbind("accel0")?;
-                bed.publish("accel0")?;
-            }
-            Ok(())
-        };
-        let answer = rounds();
-        stop.store(true, Ordering::Relaxed);
-        for user in users {
-            user.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+    let busy = Busy::during(&[&user, &user, &user], |busy| {
+        for _ in 0..20 {
+            busy.await_served(20)?;
+            bed.unbind("accel0")?;
+            bed.publish("accel0")?;
         }
-        answer
+        Ok(())
     })?;
     println!(
         "{NODE}: {} imports, {} refused because the provider left",
-        imports.load(Ordering::Relaxed),
-        refused.load(Ordering::Relaxed)
+        busy.served(),
+        busy.refused()
     );
     Ok(())
 }

@@ -3,12 +3,11 @@
 //! Stripes: where they are divided, who gets a part, all or nothing; and decisions while providers come and go.
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread;
 
 use anyhow::{Result, ensure};
 use p2pmem_sys as abi;
 
+use super::busy::Busy;
 use super::dmabuf::export;
 use super::rules::AdminRule;
 use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, open, request};
@@ -398,22 +397,20 @@ fn leaving(bed: &mut Bed) -> Result<()> {
     let stays = bed.provider("accel0")?;
     // With rules, so that a decision has more to look at.
     let _rule = AdminRule::new("50-count", &[("quota", "1G")])?;
-    let (stop, served, refused) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let bed = &*bed;
-    let count = |ok: bool| if ok { &served } else { &refused }.fetch_add(1, Ordering::Relaxed);
-    let stripes = || -> Result<()> {
+    let stripes = |busy: &Busy| -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
-        while !stop.load(Ordering::Relaxed) {
+        while busy.goes_on() {
             match near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))? {
                 Ok(parts) => {
                     check(&parts, 48 * MIB)?;
                     free_all(fd, &parts)?;
-                    count(true);
+                    busy.serve();
                 }
                 Err(code) => {
                     ensure!([libc::ENODEV, libc::ENOSPC].contains(&code), "STRIPE: {}", errno(code));
-                    count(false);
+                    busy.refuse();
                 }
             }
             // There is always one that can: as many parts as there are, at least one.
@@ -423,45 +420,30 @@ fn leaving(bed: &mut Bed) -> Result<()> {
         }
         Ok(())
     };
-    let buffers = || -> Result<()> {
+    let buffers = |busy: &Busy| -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
-        while !stop.load(Ordering::Relaxed) {
+        while busy.goes_on() {
             // Spread looks at who is emptiest, which is one of those that come and go.
             let mut a = request(MIB);
             a.req.strategy = abi::P2PMEM_STRATEGY_SPREAD;
             sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
             free(fd, a.handle).map_err(errno)?;
-            count(true);
+            busy.serve();
         }
         Ok(())
     };
-    thread::scope(|scope| {
-        let threads = [scope.spawn(stripes), scope.spawn(buffers), scope.spawn(buffers)];
-        let rounds = || -> Result<()> {
-            for _ in 0..15 {
-                let seen = served.load(Ordering::Relaxed);
-                super::inflight::until("requests are served", || Ok(served.load(Ordering::Relaxed) > seen + 20))?;
-                bed.unpublish("accel1")?;
-                bed.unbind("shm0")?;
-                let seen = refused.load(Ordering::Relaxed);
-                super::inflight::until("stripes are refused", || Ok(refused.load(Ordering::Relaxed) > seen))?;
-                publish(bed)?;
-            }
-            Ok(())
-        };
-        let answer = rounds();
-        stop.store(true, Ordering::Relaxed);
-        for thread in threads {
-            thread.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+    let busy = Busy::during(&[&stripes, &buffers, &buffers], |busy| {
+        for _ in 0..15 {
+            busy.await_served(20)?;
+            bed.unpublish("accel1")?;
+            bed.unbind("shm0")?;
+            busy.await_refused(0)?;
+            publish(bed)?;
         }
-        answer
+        Ok(())
     })?;
-    println!(
-        "{} requests served, {} refused",
-        served.load(Ordering::Relaxed),
-        refused.load(Ordering::Relaxed)
-    );
+    println!("{} requests served, {} refused", busy.served(), busy.refused());
     ensure!(bed.settled()? == (stays.free, stays.buffers));
     let file = open()?;
     alloc(file.as_fd(), 64 * MIB).map_err(errno)?;
