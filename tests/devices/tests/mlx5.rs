@@ -598,7 +598,8 @@ fn datagrams() {
     wire::av::KEY_QKEY_QKEY.set(&mut vector, 0x1234_u32);
     wire::av::DQP_DCT.set(&mut vector, constants::MLX5_EXTENDED_UD_AV | qp.number);
     wire::av::RLID.set(&mut vector, lid);
-    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &[vector, data((key, at, 8))]);
+    let segments = [vector.clone(), data((key, at, 8))];
+    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &segments);
     let mut entries = [driver.wait(&mut cq), driver.wait(&mut cq)];
     entries.sort_by_key(|entry| ended(entry).0);
     assert_eq!(ended(&entries[0]).0, constants::MLX5_CQE_REQ);
@@ -615,6 +616,18 @@ fn datagrams() {
     let report = driver.handle.report().unwrap();
     assert_eq!((report.payload.host_read, report.payload.host_written), (0, 0));
     assert_eq!(report.datagrams.host_read, 8);
+    // A header in the entry and the rest in memory, as UCX sends what was lost again.
+    let mut header = vec![0; 16];
+    wire::wqe_inline_seg::BYTE_COUNT.set(&mut header, constants::MLX5_INLINE_SEG | 6);
+    header[wire::wqe_inline_seg::BYTES..][..6].copy_from_slice(b"again ");
+    driver.receive(&mut qp, &[(key, at + 4096, 100)]);
+    let segments = [vector, header, data((key, at, 8))];
+    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &segments);
+    let mut entries = [driver.wait(&mut cq), driver.wait(&mut cq)];
+    entries.sort_by_key(|entry| ended(entry).0);
+    assert_eq!(ended(&entries[0]).0, constants::MLX5_CQE_REQ);
+    assert_eq!(wire::cqe64::BYTE_CNT.get(&entries[1]), 54);
+    assert_eq!(driver.read(at + 4096 + 40, 14), b"again datagram");
 }
 
 #[test]

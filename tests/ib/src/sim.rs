@@ -25,7 +25,7 @@ use crate::fabric::{Delivery, PortConfig, Topology};
 use crate::host::{Access, Atomic, Event, Fault, Fetched, Host, Rights};
 use crate::packet::Packet;
 use crate::work::{
-    AddressVector, Completion, Path, Payload, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork, Sge,
+    AddressVector, Completion, Path, Payload, Piece, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork, Sge,
     Status,
 };
 

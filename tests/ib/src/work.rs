@@ -24,6 +24,51 @@ pub enum Payload {
     Memory(SmallVec<[Sge; 4]>),
     /// In the work request itself.
     Inline(Vec<u8>),
+    /// Some of it here and some there, put together in order. For sends and writes.
+    Mixed(Vec<Piece>),
+}
+
+impl Payload {
+    /// This, and a piece more behind it.
+    #[must_use]
+    pub fn with(self, piece: Piece) -> Self {
+        match (self, piece) {
+            (Self::Memory(mut pieces), Piece::Memory(piece)) => {
+                pieces.push(piece);
+                Self::Memory(pieces)
+            }
+            (Self::Memory(pieces), Piece::Inline(bytes)) if pieces.is_empty() => Self::Inline(bytes),
+            (Self::Inline(mut bytes), Piece::Inline(more)) => {
+                bytes.extend(more);
+                Self::Inline(bytes)
+            }
+            (Self::Memory(pieces), piece) => Self::Mixed(pieces.into_iter().map(Piece::Memory).chain([piece]).collect()),
+            (Self::Inline(bytes), piece) => Self::Mixed(vec![Piece::Inline(bytes), piece]),
+            (Self::Mixed(mut pieces), piece) => {
+                pieces.push(piece);
+                Self::Mixed(pieces)
+            }
+        }
+    }
+}
+
+/// A part of [`Payload::Mixed`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// In memory.
+    Memory(Sge),
+    /// In the work request itself.
+    Inline(Vec<u8>),
+}
+
+impl Piece {
+    /// Its length in bytes.
+    pub(crate) fn len(&self) -> u64 {
+        match self {
+            Self::Memory(piece) => piece.length.into(),
+            Self::Inline(bytes) => bytes.len() as u64,
+        }
+    }
 }
 
 /// Memory of the other side.

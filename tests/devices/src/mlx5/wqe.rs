@@ -2,7 +2,7 @@
 
 //! Work queue entries: segments of 16 bytes and more, one after another, that begin with a control segment.
 
-use p2pmem_ib::{AddressVector, Fence, Gid, Grh, Path, Payload, Remote, SendFlags, SendOp, SendWork, Service, Sge};
+use p2pmem_ib::{AddressVector, Fence, Gid, Grh, Path, Payload, Piece, Remote, SendFlags, SendOp, SendWork, Service, Sge};
 use smallvec::SmallVec;
 
 use super::layout::{constants, wire};
@@ -148,28 +148,21 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// What is left: data in place, or pieces of memory.
+    /// What is left: data in place, pieces of memory, or both in any order.
     fn payload(&mut self) -> Result<Payload, Malformed> {
-        let mut pieces = SmallVec::new();
-        let mut data: Option<Vec<u8>> = None;
+        let mut payload = Payload::Memory(SmallVec::new());
         while !self.0.is_empty() {
             let count = wire::wqe_data_seg::BYTE_COUNT.get32(self.0);
-            if count & INLINE != 0 {
+            payload = payload.with(if count & INLINE != 0 {
                 let head = wire::wqe_inline_seg::BYTES;
                 let len = (count & INLINE_LENGTH) as usize;
                 let segment = self.take((head + len).next_multiple_of(UNIT))?;
-                data.get_or_insert_default()
-                    .extend_from_slice(&segment[head..head + len]);
+                Piece::Inline(segment[head..head + len].to_vec())
             } else {
-                pieces.push(piece(self.take(wire::wqe_data_seg::BYTES)?));
-            }
+                Piece::Memory(piece(self.take(wire::wqe_data_seg::BYTES)?))
+            });
         }
-        match data {
-            // Both would have to be put together; no driver does that.
-            Some(_) if !pieces.is_empty() => Err(Malformed),
-            Some(data) => Ok(Payload::Inline(data)),
-            None => Ok(Payload::Memory(pieces)),
-        }
+        Ok(payload)
     }
 }
 
@@ -274,7 +267,7 @@ pub(super) fn decode(control: &Control, entry: &[u8], service: Service) -> Resul
         work.op,
         SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }
     );
-    if takes_data && matches!(work.payload, Payload::Inline(_)) {
+    if takes_data && !matches!(work.payload, Payload::Memory(_)) {
         return Err(Malformed);
     }
     Ok(Decoded { work, local: None })

@@ -8,6 +8,7 @@
 //! second look at the memory, which may have changed.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ use crate::attributes::State;
 use crate::host::{Access, Fault, Fetched, Rights};
 use crate::packet::{AtomicEth, Chunk, Extended, MULTICAST_LID, Packet, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{AddressVector, Completion, Fence, Payload, SendOp, SendWork, Sge, Status};
+use crate::work::{AddressVector, Completion, Fence, Payload, Piece, SendOp, SendWork, Sge, Status};
 
 /// Most packets made and not acknowledged.
 const WINDOW_PACKETS: usize = 1024;
@@ -64,6 +65,8 @@ pub(super) struct Work {
     solicited: bool,
     pub(super) pieces: SmallVec<[Sge; 4]>,
     inline: Option<Chunk>,
+    /// Instead of both.
+    mixed: Vec<Piece>,
     to: Option<AddressVector>,
     srqn: u32,
     pub(super) length: u32,
@@ -109,6 +112,7 @@ impl Work {
             solicited: false,
             pieces: SmallVec::new(),
             inline: None,
+            mixed: Vec::new(),
             to: None,
             srqn: 0,
             length: 0,
@@ -284,27 +288,41 @@ fn total(payload: &Payload) -> u64 {
     match payload {
         Payload::Memory(pieces) => pieces.iter().map(|piece| u64::from(piece.length)).sum(),
         Payload::Inline(bytes) => bytes.len() as u64,
+        Payload::Mixed(pieces) => pieces.iter().map(Piece::len).sum(),
+    }
+}
+
+/// The pieces of a list that have something of `len` bytes from `offset` on: each with what of it that is, and with its
+/// place in them.
+fn overlap<'a, T>(
+    pieces: &'a [T],
+    length: impl Fn(&T) -> u64 + 'a,
+    offset: u64,
+    len: usize,
+) -> impl Iterator<Item = (&'a T, Range<u64>, usize)> + 'a {
+    let end = offset + len as u64;
+    let mut at = 0_u64;
+    pieces.iter().filter_map(move |piece| {
+        let (start, stop) = (at, at + length(piece));
+        at = stop;
+        let (from, to) = (start.max(offset), stop.min(end));
+        (from < to).then(|| (piece, from - start..to - start, (from - offset) as usize))
+    })
+}
+
+/// What of a piece `range` is.
+fn part(piece: &Sge, range: &Range<u64>) -> Sge {
+    Sge {
+        key: piece.key,
+        address: piece.address.wrapping_add(range.start),
+        // Not more than the piece's length.
+        length: (range.end - range.start) as u32,
     }
 }
 
 /// The parts of `pieces` that make `len` bytes from `offset` on, each with its place in them.
 pub(super) fn parts(pieces: &[Sge], offset: u64, len: usize) -> impl Iterator<Item = (Sge, usize)> + '_ {
-    let end = offset + len as u64;
-    let mut at = 0_u64;
-    pieces.iter().filter_map(move |piece| {
-        let (start, stop) = (at, at + u64::from(piece.length));
-        at = stop;
-        let (from, to) = (start.max(offset), stop.min(end));
-        (from < to).then(|| {
-            let part = Sge {
-                key: piece.key,
-                address: piece.address.wrapping_add(from - start),
-                // Not more than the piece's length.
-                length: (to - from) as u32,
-            };
-            (part, (from - offset) as usize)
-        })
-    })
+    overlap(pieces, |piece| piece.length.into(), offset, len).map(|(piece, range, at)| (part(piece, &range), at))
 }
 
 impl Qp {
@@ -464,7 +482,7 @@ impl Qp {
         if length > MAX_MESSAGE || self.is_datagram() && length > datagram::MAX_PAYLOAD {
             return Err(Status::LocalLength);
         }
-        let inline = matches!(work.payload, Payload::Inline(_));
+        let inline = !matches!(work.payload, Payload::Memory(_));
         match work.op {
             SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if length != 8 => Err(Status::LocalLength),
             SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } if inline => {
@@ -494,10 +512,12 @@ impl Qp {
         let first = self.requester.next;
         // Not truncated: `validate` bounds it.
         let length = length as u32;
-        let (pieces, inline) = match work.payload {
-            Payload::Memory(pieces) => (pieces, None),
-            Payload::Inline(bytes) => (SmallVec::new(), Some(Arc::new(bytes))),
-        };
+        let (mut pieces, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
+        match work.payload {
+            Payload::Memory(all) => pieces = all,
+            Payload::Inline(bytes) => inline = Some(Arc::new(bytes)),
+            Payload::Mixed(all) => mixed = all,
+        }
         let count = match op {
             SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
             _ if self.is_datagram() => 1,
@@ -512,6 +532,7 @@ impl Qp {
             solicited: work.flags.solicited,
             pieces,
             inline,
+            mixed,
             to: work.to,
             srqn: work.remote_srqn,
             length,
@@ -570,11 +591,10 @@ impl Qp {
                 let len = left.min(CHUNK);
                 let (pd, qpn) = (self.config.pd, self.number);
                 let mut gate = self.requester.read_gate;
-                let pieces = &work.pieces;
                 let read = gate.access(cx, qpn, |cx| {
                     let host = &mut *cx.host;
                     cx.shared.pool.fill(len, |bytes| {
-                        parts(pieces, offset.into(), len).try_for_each(|(piece, at)| {
+                        let mut gather = |piece: Sge, to: &mut [u8]| {
                             let access = Access {
                                 key: piece.key,
                                 address: piece.address,
@@ -583,8 +603,21 @@ impl Qp {
                                 pd,
                                 qpn,
                             };
-                            host.read(&access, &mut bytes[at..at + piece.length as usize])
-                        })
+                            host.read(&access, to)
+                        };
+                        for (piece, at) in parts(&work.pieces, offset.into(), len) {
+                            gather(piece, &mut bytes[at..at + piece.length as usize])?;
+                        }
+                        for (piece, range, at) in overlap(&work.mixed, Piece::len, offset.into(), len) {
+                            // Messages are no longer than 2 GiB.
+                            let (start, end) = (range.start as usize, range.end as usize);
+                            let to = &mut bytes[at..at + (end - start)];
+                            match piece {
+                                Piece::Memory(piece) => gather(part(piece, &range), to)?,
+                                Piece::Inline(data) => to.copy_from_slice(&data[start..end]),
+                            }
+                        }
+                        Ok(())
                     })
                 });
                 self.requester.read_gate = gate;

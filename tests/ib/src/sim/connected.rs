@@ -82,6 +82,41 @@ fn messages_are_scattered_and_gathered() {
 }
 
 #[test]
+fn data_in_the_request_and_data_in_memory_are_put_together() {
+    for service in [Service::Rc, Service::Uc] {
+        let mut world = World::new(2, 1 << 20);
+        world.pair(service, Connection::default());
+        let data = world.fill(0, 0, 400_000, 1);
+        let memory = |address, length| {
+            Piece::Memory(Sge {
+                key: ALL,
+                address,
+                length,
+            })
+        };
+        let inline = |bytes: &[u8]| Piece::Inline(bytes.to_vec());
+        let all = [
+            inline(b"head"),
+            inline(b"er"),
+            memory(0, 300_000),
+            inline(b"between"),
+            memory(300_000, 0),
+            memory(300_000, 100_000),
+            inline(b"end"),
+        ];
+        let empty = Payload::Memory(smallvec![]);
+        let mut work = write(1, 0, 0, 500_000);
+        work.payload = all.into_iter().fold(empty, Payload::with);
+        world.post(0, 2, work);
+        world.run();
+        assert_eq!(world.sends(0), ok([1]), "{service:?}");
+        let expected = [b"header", &data[..300_000], b"between", &data[300_000..], b"end"].concat();
+        assert!(world.bytes(1, 500_000, expected.len()) == expected, "{service:?}");
+        assert_eq!(world.bytes(1, 500_000 + expected.len(), 8), [0; 8]);
+    }
+}
+
+#[test]
 fn immediate_data_inline_data_and_solicited_events_arrive() {
     for service in [Service::Rc, Service::Uc] {
         let mut world = World::new(2, 1 << 16);

@@ -198,6 +198,17 @@ fn local_mistakes_end_in_local_errors() {
     let mut inline = read(5, 0, 0, 0);
     inline.payload = Payload::Inline(vec![0; 4]);
     refused(pair(), inline, Status::LocalQpOperation);
+    let mut mixed = read(5, 0, 4, 0);
+    mixed.payload = mixed.payload.with(Piece::Inline(vec![0; 4]));
+    refused(pair(), mixed, Status::LocalQpOperation);
+    let mut mixed = write(5, 0, 10, 0);
+    let piece = Sge {
+        key: 0x77,
+        address: 0,
+        length: 10,
+    };
+    mixed.payload = Payload::Inline(vec![0; 4]).with(Piece::Memory(piece));
+    refused(pair(), mixed, Status::LocalProtection);
     let remote = Remote { address: 0, key: ALL };
     refused(
         pair(),
