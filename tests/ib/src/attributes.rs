@@ -89,6 +89,8 @@ pub struct QpConfig {
     pub xrcd: u32,
     /// Datagrams name this queue pair as their source (queue pair 1's helpers), in place of the real one.
     pub source_qpn: Option<u32>,
+    /// What it sends to a multicast group it does not receive itself; others on its port do.
+    pub deaf_to_itself: bool,
 }
 
 /// What a shared receive queue is created with.

@@ -21,7 +21,7 @@ use tracing::debug;
 use crate::attributes::{Modify, ModifyError, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig};
 use crate::fabric::{Burst, Flight, Hold};
 use crate::host::{Event, Host};
-use crate::packet::{Gid, MULTICAST_QPN, Packet, operation, service};
+use crate::packet::{Extended, Gid, MULTICAST_QPN, Packet, operation, service};
 use crate::work::Status;
 use datagram::pkeys_match;
 use pool::Pool;
@@ -404,6 +404,16 @@ impl Engine {
         }
     }
 
+    /// Whether a queue pair sent the packet to a group itself, and does not want to hear it.
+    fn is_deaf_to(&self, qpn: u32, packet: &Packet) -> bool {
+        let port = &self.shared.port;
+        self.qps.get(&qpn).is_some_and(|qp| {
+            qp.config.deaf_to_itself
+                && matches!(packet.extended, Extended::Deth(deth) if deth.source_qpn == qpn)
+                && packet.slid >> port.lmc == port.lid >> port.lmc
+        })
+    }
+
     /// Packets arrived.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
         let Burst { packets, flight } = burst;
@@ -413,6 +423,9 @@ impl Engine {
             if packet.dest_qpn == MULTICAST_QPN {
                 let group = packet.grh.as_ref().map(|grh| grh.dgid).unwrap_or_default();
                 for qpn in self.groups.get(&group).cloned().unwrap_or_default() {
+                    if self.is_deaf_to(qpn, &packet) {
+                        continue;
+                    }
                     self.arrive(host, flight.as_ref(), qpn, packet.clone(), &mut touched);
                 }
             } else {

@@ -25,8 +25,8 @@ use crate::fabric::{Delivery, PortConfig, Topology};
 use crate::host::{Access, Atomic, Event, Fault, Fetched, Host, Rights};
 use crate::packet::Packet;
 use crate::work::{
-    AddressVector, Completion, Path, Payload, Piece, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork, Sge,
-    Status,
+    AddressVector, Completion, Path, Payload, Piece, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork,
+    Sge, Status,
 };
 
 /// Protection domain of everything, unless a test says otherwise.
@@ -390,6 +390,7 @@ impl World {
             receive,
             xrcd: 3,
             source_qpn: None,
+            deaf_to_itself: false,
         };
         self.nodes[node].engine.create_qp(qpn, config).unwrap();
     }

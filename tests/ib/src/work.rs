@@ -42,7 +42,9 @@ impl Payload {
                 bytes.extend(more);
                 Self::Inline(bytes)
             }
-            (Self::Memory(pieces), piece) => Self::Mixed(pieces.into_iter().map(Piece::Memory).chain([piece]).collect()),
+            (Self::Memory(pieces), piece) => {
+                Self::Mixed(pieces.into_iter().map(Piece::Memory).chain([piece]).collect())
+            }
             (Self::Inline(bytes), piece) => Self::Mixed(vec![Piece::Inline(bytes), piece]),
             (Self::Mixed(mut pieces), piece) => {
                 pieces.push(piece);

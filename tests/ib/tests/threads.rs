@@ -205,6 +205,7 @@ fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Adapter; 2] {
             receive: ReceiveFrom::None,
             xrcd: 0,
             source_qpn: None,
+            deaf_to_itself: false,
         };
         engine.create_qp(QPN, config).unwrap();
         let change = Modify {

@@ -120,6 +120,7 @@ fn general() -> Vec<u8> {
         (cap::RC, 1),
         (cap::UC, 1),
         (cap::UD, 1),
+        (cap::BLOCK_LB_MC, 1),
         (cap::XRC, 1),
         (cap::ATOMIC, 1),
         (cap::PKV, 1),

@@ -2,7 +2,9 @@
 
 //! Work queue entries: segments of 16 bytes and more, one after another, that begin with a control segment.
 
-use p2pmem_ib::{AddressVector, Fence, Gid, Grh, Path, Payload, Piece, Remote, SendFlags, SendOp, SendWork, Service, Sge};
+use p2pmem_ib::{
+    AddressVector, Fence, Gid, Grh, Path, Payload, Piece, Remote, SendFlags, SendOp, SendWork, Service, Sge,
+};
 use smallvec::SmallVec;
 
 use super::layout::{constants, wire};

@@ -191,6 +191,7 @@ fn with_gsi(n: usize) -> World {
             receive: ReceiveFrom::None,
             xrcd: 0,
             source_qpn: Some(1),
+            deaf_to_itself: false,
         };
         world.nodes[node].engine.create_qp(21, config).unwrap();
         world.datagrams_up(node, 21, GSI_QKEY);
@@ -229,6 +230,7 @@ fn management_datagrams_go_to_queue_pair_one() {
             receive: ReceiveFrom::Own,
             xrcd: 0,
             source_qpn: None,
+            deaf_to_itself: false,
         },
     );
     assert_eq!(second, Err(ModifyError::InUse));
@@ -538,6 +540,33 @@ fn multicast_reaches_the_members_that_attached() {
     world.post(0, 2, SendWork { to, ..send(2, 0, 100) });
     world.run();
     assert_eq!(counts(&world), [2, 4, 0, 0]);
+    // Unless it does not want to; its neighbour does, and so does it what others send.
+    let config = QpConfig {
+        service: Service::Ud,
+        pd: PD,
+        send_cqn: 150,
+        receive_cqn: 250,
+        receive: ReceiveFrom::Own,
+        xrcd: 0,
+        source_qpn: None,
+        deaf_to_itself: true,
+    };
+    world.nodes[1].engine.create_qp(50, config).unwrap();
+    world.datagrams_up(1, 50, QKEY);
+    world.nodes[1].engine.attach(50, mgid).unwrap();
+    for qpn in [3, 40, 50] {
+        world.receive(1, Queue::Own(qpn), 73, 0x4000, 200);
+        world.receive(1, Queue::Own(qpn), 74, 0x4000, 200);
+    }
+    world.receive(0, Queue::Own(2), 73, 0x4000, 200);
+    world.receive(0, Queue::Own(2), 74, 0x4000, 200);
+    world.post(1, 50, SendWork { to, ..send(4, 0, 100) });
+    world.run();
+    assert_eq!(counts(&world), [3, 6, 0, 0]);
+    world.post(3, 5, SendWork { to, ..send(4, 0, 100) });
+    world.run();
+    assert_eq!(counts(&world), [4, 9, 0, 0]);
+    world.nodes[1].engine.detach(50, mgid).unwrap();
     world.nodes[1].engine.detach(40, mgid).unwrap();
     assert!(world.nodes[1].engine.detach(40, mgid).is_err());
     assert!(world.nodes[1].engine.attach(3, mgid).is_err(), "twice");

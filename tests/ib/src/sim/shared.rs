@@ -156,6 +156,7 @@ fn xrc(domain: u32) -> World {
         receive: ReceiveFrom::None,
         xrcd: 3,
         source_qpn: None,
+        deaf_to_itself: false,
     };
     world.nodes[1].engine.create_qp(3, target).unwrap();
     world.bring_up(0, 2, 1, 3, Connection::default());

@@ -36,7 +36,6 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
         || create_qp_in::INPUT_QPN.is_set(input)
         || qpc::WQ_SIGNATURE.is_set(context)
         || qpc::OFFLOAD_TYPE.is_set(context)
-        || qpc::BLOCK_LB_MC.is_set(context)
         || qpc::ULP_STATELESS_OFFLOAD_MODE.is_set(context)
         || qpc::CD_MASTER.is_set(context)
         || qpc::CD_SLAVE_SEND.is_set(context)
@@ -112,6 +111,7 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
         receive,
         xrcd: xrcd.unwrap_or(0),
         source_qpn: (deth != 0).then_some(deth),
+        deaf_to_itself: qpc::BLOCK_LB_MC.is_set(context),
     };
     qp.service = service;
     qp.driver = driver;
