@@ -9,7 +9,7 @@
 
 use crate::{
     buffer::{Buffer, Holder},
-    decision::Account,
+    decision::{Account, Brief, Told},
     dmabuf::{self, Export},
     ext::{
         chrdev::{self, READABLE},
@@ -83,12 +83,12 @@ impl Events {
     }
 }
 
-/// What `EXPLAIN_LAST` tells.
+/// What is kept of decisions.
 struct Last {
-    verdicts: KVec<uapi::Verdict>,
-    text: Text,
-    error: i32,
-    chosen: u32,
+    /// The last decision or refusal.
+    told: Option<Told>,
+    /// One that nobody needs any more.
+    spare: Option<KBox<Brief>>,
 }
 
 /// An open file.
@@ -102,7 +102,7 @@ pub(crate) struct File {
     #[pin]
     rules: Mutex<Option<Arc<Book>>>,
     #[pin]
-    last: Mutex<Option<Last>>,
+    last: Mutex<Last>,
     #[pin]
     events: Mutex<Events>,
     #[pin]
@@ -164,27 +164,33 @@ impl File {
     }
 
     /// Remembers what was decided; without a buffer the decision is a refusal.
-    fn settle(&self, holder: Option<Holder>, account: Account) -> Answer<Holder> {
-        let (error, text) = (account.error, account.text);
-        self.remember(account);
-        holder.ok_or_else(|| Refusal::new(Error::from_errno(-error), text))
+    fn settle(&self, holder: Option<Holder>, told: Told) -> Answer<Holder> {
+        let why = match (&told, &holder) {
+            (Told::Account(account), None) => Some((account.error, account.text)),
+            _ => None,
+        };
+        self.remember(told);
+        holder.ok_or_else(|| match why {
+            Some((error, text)) => Refusal::new(Error::from_errno(-error), text),
+            None => Refusal::from(EINVAL),
+        })
+    }
+
+    /// What a decision can be made in without allocating memory.
+    fn spare(&self) -> Option<KBox<Brief>> {
+        self.last.lock().spare.take()
     }
 
     /// Remembers what was decided.
-    fn remember(&self, account: Account) {
-        let Account {
-            verdicts,
-            chosen,
-            error,
-            text,
-            ..
-        } = account;
-        let old = self.last.lock().replace(Last {
-            verdicts,
-            text,
-            error,
-            chosen,
-        });
+    fn remember(&self, told: Told) {
+        let mut last = self.last.lock();
+        let mut old = last.told.replace(told);
+        if let Some(Told::Brief(_)) = &old {
+            if let Some(Told::Brief(brief)) = old.take() {
+                old = last.spare.replace(brief).map(Told::Brief);
+            }
+        }
+        drop(last);
         drop(old);
     }
 
@@ -194,19 +200,16 @@ impl File {
         if refusal.text().as_str().is_empty() {
             return;
         }
-        let mut last = self.last.lock();
         let error = -refusal.error.to_errno();
-        match &mut *last {
+        let known = match &self.last.lock().told {
             // A decision that found no provider was remembered with its verdicts just before.
-            Some(last) if last.error == error && last.text.as_str() == refusal.text().as_str() => {}
-            last => {
-                let old = last.replace(Last {
-                    verdicts: KVec::new(),
-                    text: *refusal.text(),
-                    error,
-                    chosen: 0,
-                });
-                drop(old);
+            Some(Told::Account(last)) => last.error == error && last.text.as_str() == refusal.text().as_str(),
+            _ => false,
+        };
+        if !known {
+            // Without memory the one before stays the last.
+            if let Ok(account) = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL) {
+                self.remember(Told::Account(account));
             }
         }
     }
@@ -252,16 +255,18 @@ impl File {
         if paths.nr_clients == 0 {
             return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
         }
-        let clients = request::clients(paths.clients, paths.nr_clients)?;
+        let mut names = request::Names::new();
+        request::clients(paths.clients, paths.nr_clients, &mut names)?;
         if paths.flags & consts::PATHS_RESCAN != 0 {
             self.orchestrator.forget_paths();
         }
-        let providers = self.orchestrator.providers()?;
-        let all = self.orchestrator.paths(&providers, &clients)?;
+        let clients = names.as_slice();
+        let view = self.orchestrator.view(clients)?;
+        let (known, all) = (&view.facts.known, &view.facts.paths);
         let mut out = array_writer::<uapi::Path>(paths.paths, paths.nr_paths)?;
         for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
             out.write(&uapi::Path {
-                provider: providers[i / clients.len()].id,
+                provider: known[i / clients.len()].id,
                 client: (i % clients.len()) as u32,
                 class: path.class.as_raw(),
                 flags: if path.acs_redirect {
@@ -289,9 +294,9 @@ impl File {
                 "a stripe is a buffer in each of several providers: allocate it by P2PMEM_IOC_STRIPE"
             ));
         }
-        let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
-        let (provider, class) = (account.chosen, account.class);
-        let holder = self.settle(holder, account)?;
+        let (holder, told) = self.orchestrator.alloc(&wish, self.id, self.spare())?;
+        let (provider, class) = (told.chosen(), told.class());
+        let holder = self.settle(holder, told)?;
         alloc.provider = provider;
         alloc.size = holder.size;
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
@@ -323,7 +328,7 @@ impl File {
         }
         let (made, account) = self.orchestrator.stripe(&wish, room, self.id)?;
         let (error, text) = (account.error, account.text);
-        self.remember(account);
+        self.remember(Told::Account(KBox::new(account, GFP_KERNEL)?));
         if made.is_empty() {
             return Err(Refusal::new(Error::from_errno(-error), text));
         }
@@ -475,38 +480,63 @@ impl File {
     fn explain(&self, explain: &mut uapi::Explain) -> Answer {
         no_flags(explain.flags, consts::EXPLAIN_LAST)?;
         no_reserved(explain.reserved)?;
-        let (verdicts, text, error, chosen) = if explain.flags & consts::EXPLAIN_LAST != 0 {
-            let last = self.last.lock();
-            // Nothing to explain is itself nothing to remember.
-            let last = last.as_ref().ok_or(Refusal::from(uapi::errno(uapi::ENODATA)))?;
-            let mut verdicts = KVec::with_capacity(last.verdicts.len(), GFP_KERNEL)?;
-            verdicts.extend_from_slice(&last.verdicts, GFP_KERNEL)?;
-            (verdicts, last.text, last.error, last.chosen)
+        let said = if explain.flags & consts::EXPLAIN_LAST != 0 {
+            self.last_said()?
         } else {
             let wish = self.wish(&explain.req)?;
-            let account = if wish.strategy == consts::STRATEGY_STRIPE {
-                self.orchestrator.explain_stripe(&wish, self.id)?
+            let told = if wish.strategy == consts::STRATEGY_STRIPE {
+                Told::Account(KBox::new(
+                    self.orchestrator.explain_stripe(&wish, self.id)?,
+                    GFP_KERNEL,
+                )?)
             } else {
-                self.orchestrator.explain(&wish, self.id)?
+                self.orchestrator.explain(&wish, self.id, self.spare())?
             };
-            (account.verdicts, account.text, account.error, account.chosen)
+            let silent = explain.nr_verdicts == 0 && explain.text_len == 0;
+            match told {
+                Told::Brief(brief) if silent => {
+                    explain.nr_verdicts = wish.view.providers.len() as u32;
+                    explain.text_len = Text::LONGEST;
+                    explain.error = 0;
+                    explain.chosen = brief.provider();
+                    let old = self.last.lock().spare.replace(brief);
+                    drop(old);
+                    return Ok(());
+                }
+                Told::Brief(brief) => KBox::new(brief.account()?, GFP_KERNEL)?,
+                Told::Account(account) => account,
+            }
         };
         let mut out = array_writer::<uapi::Verdict>(explain.verdicts, explain.nr_verdicts)?;
-        for verdict in verdicts.iter().take(explain.nr_verdicts as usize) {
+        for verdict in said.verdicts.iter().take(explain.nr_verdicts as usize) {
             out.write(verdict)?;
         }
-        explain.nr_verdicts = verdicts.len() as u32;
-        let text = text.as_str().as_bytes();
-        if let Some(room) = (explain.text_len as usize).checked_sub(1) {
-            let cut = text.get(..room).unwrap_or(text);
-            let mut out = array_writer::<u8>(explain.text, explain.text_len)?;
-            out.write_slice(cut)?;
-            out.write(&0u8)?;
-        }
-        explain.text_len = text.len() as u32 + 1;
-        explain.error = error as u32;
-        explain.chosen = chosen;
+        explain.nr_verdicts = said.verdicts.len() as u32;
+        let text = said.text.as_str().as_bytes();
+        explain.text_len = match (explain.text_len as usize).checked_sub(1) {
+            Some(room) => {
+                let cut = text.get(..room).unwrap_or(text);
+                let mut out = array_writer::<u8>(explain.text, explain.text_len)?;
+                out.write_slice(cut)?;
+                out.write(&0u8)?;
+                text.len() as u32 + 1
+            }
+            None => Text::LONGEST,
+        };
+        explain.error = said.error as u32;
+        explain.chosen = said.chosen;
         Ok(())
+    }
+
+    /// What there is to say of this file's last decision or refusal.
+    fn last_said(&self) -> Answer<KBox<Account>> {
+        let last = self.last.lock();
+        // Nothing to explain is itself nothing to remember.
+        let account = match last.told.as_ref().ok_or(Refusal::from(uapi::errno(uapi::ENODATA)))? {
+            Told::Brief(brief) => brief.account()?,
+            Told::Account(account) => account.again()?,
+        };
+        Ok(KBox::new(account, GFP_KERNEL)?)
     }
 
     fn own_rules(&self) -> Option<Arc<Book>> {
@@ -515,10 +545,7 @@ impl File {
 
     /// Checks a request.
     fn wish(&self, req: &uapi::Request) -> Answer<Wish> {
-        Ok(Wish {
-            own: self.own_rules(),
-            ..request::wish(req)?
-        })
+        request::wish(req, self.own_rules(), &self.orchestrator)
     }
 
     /// Replaces the file's own rules.
@@ -553,15 +580,15 @@ impl File {
             let wish = Wish {
                 size: len,
                 align: PAGE_SIZE as u64,
-                clients: KVec::new(),
+                view: self.orchestrator.view(&[])?,
                 named: Named::Any,
                 strategy: consts::STRATEGY_NEAREST,
                 max_class: None,
                 parts: 0,
                 own: self.own_rules(),
             };
-            let (holder, account) = self.orchestrator.alloc(&wish, self.id)?;
-            let holder = self.settle(holder, account)?;
+            let (holder, told) = self.orchestrator.alloc(&wish, self.id, self.spare())?;
+            let holder = self.settle(holder, told)?;
             // The handle ends here, the mapping keeps the buffer.
             return attach(area, holder.buffer(), holder.page_offset);
         }
@@ -638,7 +665,10 @@ impl chrdev::Operations for File {
                 orchestrator: for_file,
                 handles <- new_mutex!(Handles::new()),
                 rules <- new_mutex!(None),
-                last <- new_mutex!(None),
+                last <- new_mutex!(Last {
+                    told: None,
+                    spare: None,
+                }),
                 events <- new_mutex!(Events {
                     ring: [uapi::Event::default(); EVENTS],
                     first: 0,

@@ -4,15 +4,17 @@
 
 use crate::{
     ext::{
+        gauge::Need,
         trace,
         uapi::{self, consts},
     },
     orchestrator::Wish,
-    placement::{Candidate, Outcome, Verdict, VerdictCode},
-    policy::{Ref, Set},
-    provider::Provider,
+    path::PathClass,
+    placement::{self, Candidate, Named, Outcome, Stock, Strategy, Verdict, VerdictCode},
+    policy::{Name, Ref, Ruling, Set},
     refusal::Text,
     rules::Judge,
+    views::{Facts, Known},
 };
 use kernel::{ffi, prelude::*, sync::Arc};
 
@@ -21,24 +23,197 @@ pub(crate) struct Account {
     pub(crate) verdicts: KVec<uapi::Verdict>,
     pub(crate) chosen: u32,
     pub(crate) class: u32,
+    /// The errno, 0 where one was chosen.
     pub(crate) error: i32,
     pub(crate) text: Text,
+}
+
+impl Account {
+    /// Of what was refused before there was anything to decide.
+    pub(crate) fn of_refusal(error: i32, text: Text) -> Self {
+        Self {
+            verdicts: KVec::new(),
+            chosen: 0,
+            class: 0,
+            error,
+            text,
+        }
+    }
+
+    /// The same once more.
+    pub(crate) fn again(&self) -> Result<Self> {
+        let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL)?;
+        verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL)?;
+        Ok(Self { verdicts, ..*self })
+    }
+}
+
+/// A decision that was made from little, and what it takes to say all of it to who asks.
+pub(crate) struct Brief {
+    size: u64,
+    align: u64,
+    max_class: Option<PathClass>,
+    facts: Arc<Facts>,
+    /// What the providers had, in the order of their numbers.
+    stock: KVec<Stock>,
+    /// The provider that was chosen, by its place in that order.
+    chosen: usize,
+    class: u32,
+}
+
+impl Brief {
+    /// Decides a request for the nearest, of which no rule has a word, without looking at any path. None where that cannot
+    /// tell: nobody may be able to serve it, or only asking the allocator says whether one can.
+    /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
+    pub(crate) fn decide(wish: &Wish, spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
+        let (view, size) = (&*wish.view, wish.size);
+        let Some(need) = Need::of(size, wish.align) else {
+            return Ok(None);
+        };
+        let mut spare = spare;
+        let mut stock = spare
+            .as_mut()
+            .map_or_else(KVec::new, |spare| core::mem::take(&mut spare.stock));
+        stock.clear();
+        stock.reserve(view.providers.len(), GFP_KERNEL)?;
+        for provider in &view.providers {
+            let Some((free, largest)) = provider.glance(&need) else {
+                return Ok(None);
+            };
+            // There is room for all of them.
+            let _ = stock.push_within_capacity(Stock { free, largest });
+        }
+        let facts = &view.facts;
+        let Some(turn) = placement::nearest(size, wish.max_class, &facts.turns, &stock) else {
+            return Ok(None);
+        };
+        let brief = Self {
+            size,
+            align: wish.align,
+            max_class: wish.max_class,
+            facts: facts.clone(),
+            stock,
+            chosen: turn.index,
+            class: turn.class_raw(),
+        };
+        Ok(Some(match spare {
+            Some(mut spare) => {
+                *spare = brief;
+                spare
+            }
+            None => KBox::new(brief, GFP_KERNEL)?,
+        }))
+    }
+
+    /// Place of the chosen provider among those of the view.
+    pub(crate) fn index(&self) -> usize {
+        self.chosen
+    }
+
+    /// Its number.
+    pub(crate) fn provider(&self) -> u32 {
+        self.facts.known.get(self.chosen).map_or(0, |known| known.id)
+    }
+
+    /// All there is to say, from the same numbers.
+    pub(crate) fn account(&self) -> Result<Account> {
+        let facts = &*self.facts;
+        let mut candidates = KVec::with_capacity(facts.known.len(), GFP_KERNEL)?;
+        for (i, (known, has)) in facts.known.iter().zip(&self.stock).enumerate() {
+            candidates.push(
+                Candidate {
+                    id: known.id,
+                    live: true,
+                    start: known.start,
+                    size: known.size,
+                    free: has.free,
+                    largest: has.largest,
+                    paths: facts.paths_of(i),
+                    ruling: Ruling::NONE,
+                },
+                GFP_KERNEL,
+            )?;
+        }
+        let request = placement::Request {
+            size: self.size,
+            align: self.align,
+            clients: facts.clients,
+            named: Named::Any,
+            strategy: Strategy::Nearest,
+            max_class: self.max_class,
+        };
+        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL)?;
+        let decision = placement::decide(&request, &candidates, &mut verdicts);
+        Decided {
+            size: self.size,
+            clients: facts.clients,
+            judge: None,
+            providers: &facts.known,
+            candidates: &candidates,
+            verdicts: &verdicts,
+            outcome: decision.outcome,
+        }
+        .account(facts.known.get(self.chosen))
+    }
+}
+
+/// Tells who traces decisions of one: the provider that was chosen and the errno, each 0 for none; `dry` where nothing
+/// was to be allocated.
+pub(crate) fn traced(wish: &Wish, file: u64, (chosen, error): (u32, i32), dry: bool) {
+    trace::decision(|| trace::Decision {
+        size: wish.size,
+        align: wish.align,
+        file,
+        clients: wish.view.clients.len(),
+        providers: wish.view.providers.len(),
+        strategy: wish.strategy,
+        chosen,
+        error: error as u32,
+        dry,
+    });
+}
+
+/// What was decided, said or to be said.
+pub(crate) enum Told {
+    Account(KBox<Account>),
+    /// Said when someone asks.
+    Brief(KBox<Brief>),
+}
+
+impl Told {
+    /// The number of the chosen provider, 0 for none.
+    pub(crate) fn chosen(&self) -> u32 {
+        match self {
+            Self::Account(account) => account.chosen,
+            Self::Brief(brief) => brief.provider(),
+        }
+    }
+
+    /// The class of its path, 0 without clients.
+    pub(crate) fn class(&self) -> u32 {
+        match self {
+            Self::Account(account) => account.class,
+            Self::Brief(brief) => brief.class,
+        }
+    }
 }
 
 /// A decision, and all that it was made from.
 pub(crate) struct Decided<'a> {
     /// Bytes that were wanted in one provider.
     pub(crate) size: u64,
-    pub(crate) wish: &'a Wish,
-    pub(crate) judge: &'a Judge<'a>,
-    pub(crate) providers: &'a [Arc<Provider>],
+    /// How many clients there are.
+    pub(crate) clients: usize,
+    /// None where rules had no word.
+    pub(crate) judge: Option<&'a Judge<'a>>,
+    pub(crate) providers: &'a [Known],
     pub(crate) candidates: &'a [Candidate<'a>],
     pub(crate) verdicts: &'a [Verdict],
     pub(crate) outcome: Outcome,
 }
 
 impl Decided<'_> {
-    pub(crate) fn account(&self, chosen: Option<&Arc<Provider>>) -> Result<Account> {
+    pub(crate) fn account(&self, chosen: Option<&Known>) -> Result<Account> {
         let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL)?;
         let mut class = 0;
         for (verdict, provider) in self.verdicts.iter().zip(self.providers) {
@@ -64,22 +239,7 @@ impl Decided<'_> {
         })
     }
 
-    /// Tells who traces decisions of this one; `dry` where nothing was to be allocated.
-    pub(crate) fn traced(&self, account: &Account, dry: bool) {
-        trace::decision(|| trace::Decision {
-            size: self.wish.size,
-            align: self.wish.align,
-            file: self.judge.file(),
-            clients: self.wish.clients.len(),
-            providers: self.providers.len(),
-            strategy: self.wish.strategy,
-            chosen: account.chosen,
-            error: account.error as u32,
-            dry,
-        });
-    }
-
-    fn row(&self, verdict: &Verdict, provider: &Provider) -> uapi::Verdict {
+    fn row(&self, verdict: &Verdict, provider: &Known) -> uapi::Verdict {
         let mut row = uapi::Verdict {
             provider: verdict.provider,
             code: verdict.code.as_raw(),
@@ -100,12 +260,21 @@ impl Decided<'_> {
                 Set::Admin => consts::RULES_ADMIN,
                 Set::Own => consts::RULES_OWN,
             };
-            let name = self.judge.name(rule);
+            let name = self.name(rule);
             for (to, from) in row.rule.iter_mut().zip(name.as_str().bytes()) {
                 *to = from as ffi::c_char;
             }
         }
         row
+    }
+
+    fn name(&self, rule: Ref) -> Name {
+        self.judge.map_or(Name::EMPTY, |judge| judge.name(rule))
+    }
+
+    /// Who is asking.
+    fn uid(&self) -> u32 {
+        self.judge.map_or(0, Judge::uid)
     }
 
     fn error(&self) -> Error {
@@ -118,13 +287,13 @@ impl Decided<'_> {
     }
 
     /// The first provider with a verdict that a rule decided, and how many more there are.
-    fn first(&self, code: VerdictCode) -> Option<(Ref, &Provider, &Candidate<'_>)> {
+    fn first(&self, code: VerdictCode) -> Option<(Ref, &Known, &Candidate<'_>)> {
         self.verdicts
             .iter()
             .zip(self.providers)
             .zip(self.candidates)
             .filter(|((verdict, _), _)| verdict.code == code)
-            .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, &**provider, candidate)))
+            .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, provider, candidate)))
     }
 
     /// What was decided of a stripe: a part in each of the providers at `picks`, the first one first. With none, why:
@@ -161,7 +330,7 @@ impl Decided<'_> {
 
     /// Why there is none.
     fn refusal(&self) -> Text {
-        let (size, clients) = (self.size, self.wish.clients.len());
+        let (size, clients) = (self.size, self.clients);
         let whose = |rule: Ref| match rule.set {
             Set::Admin => "rule",
             Set::Own => "the file's own rule",
@@ -179,9 +348,9 @@ impl Decided<'_> {
                 Some((rule, provider, _)) => Text::new(fmt!(
                     "{} {} denies {} to uid {}, and no other provider is left",
                     whose(rule),
-                    self.judge.name(rule).as_str(),
+                    self.name(rule).as_str(),
                     provider.addr,
-                    self.judge.uid()
+                    self.uid()
                 )),
                 None => Text::EMPTY,
             },
@@ -189,7 +358,7 @@ impl Decided<'_> {
                 Some((rule, provider, _)) => Text::new(fmt!(
                     "{} {} does not allow a path as far as that to {}, and no nearer provider is left",
                     whose(rule),
-                    self.judge.name(rule).as_str(),
+                    self.name(rule).as_str(),
                     provider.addr
                 )),
                 None => Text::new(fmt!("all providers are farther than max_class allows")),
@@ -204,7 +373,7 @@ impl Decided<'_> {
                         .ruling
                         .over
                         .map_or((0, 0, false), |over| (over.used, over.limit, over.group));
-                    let name = self.judge.name(rule);
+                    let name = self.name(rule);
                     match (rule.set, group) {
                         (Set::Own, _) => Text::new(fmt!(
                             "the file's own rule {}: it holds {} bytes of {}, {} more were wanted",
@@ -223,7 +392,7 @@ impl Decided<'_> {
                         (Set::Admin, false) => Text::new(fmt!(
                             "rule {}: uid {} holds {} bytes of {}, {} more were wanted",
                             name.as_str(),
-                            self.judge.uid(),
+                            self.uid(),
                             used,
                             limit,
                             size
@@ -240,7 +409,7 @@ impl Decided<'_> {
             Outcome::Reserved => match self.first(VerdictCode::Reserved) {
                 Some((rule, provider, candidate)) => Text::new(fmt!(
                     "rule {} sets aside for others what is free in {}: {} bytes, {} were wanted",
-                    self.judge.name(rule).as_str(),
+                    self.name(rule).as_str(),
                     provider.addr,
                     candidate.free,
                     size

@@ -13,6 +13,7 @@ pub(crate) mod cred;
 pub(crate) mod dma_buf;
 pub(crate) mod dmem;
 pub(crate) mod driver;
+pub(crate) mod gauge;
 pub(crate) mod global;
 pub(crate) mod log;
 pub(crate) mod p2pdma;

@@ -5,7 +5,7 @@
 use crate::{
     buffer::{Buffer, Holder, State},
     chardev::File,
-    decision::{Account, Decided},
+    decision::{traced, Brief, Decided, Told},
     dmabuf::Patience,
     ext::{
         bus,
@@ -20,11 +20,11 @@ use crate::{
     path::{Path, PathClass, PciAddr},
     peer_client::Peers,
     placement::{self, Candidate, Named, Strategy, Verdict},
-    policy::Party,
     provider::{Counters, Kind, Leave, Parts, Provider},
     refusal::{refuse, Answer},
     rules::{breaks, Book, Judge, Rules, Uncharged},
     topology::{Cache, Walk},
+    views::{self, View, Views},
 };
 use kernel::{
     new_mutex,
@@ -43,7 +43,8 @@ pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 pub(crate) struct Wish {
     pub(crate) size: u64,
     pub(crate) align: u64,
-    pub(crate) clients: KVec<Function>,
+    /// The clients, and what there is to choose from.
+    pub(crate) view: Arc<View>,
     pub(crate) named: Named,
     pub(crate) strategy: u32,
     pub(crate) max_class: Option<PathClass>,
@@ -53,39 +54,16 @@ pub(crate) struct Wish {
     pub(crate) own: Option<Arc<Book>>,
 }
 
-/// The providers there are, and what is known of them for a wish whatever size it has.
-pub(crate) struct Survey {
-    pub(crate) providers: KVec<Arc<Provider>>,
-    /// From each provider to each client, all clients of the first provider first.
-    paths: KVec<Path>,
-    /// The clients as rules see them; none where there are no rules.
-    parties: KVec<Party>,
-    clients: usize,
-}
-
-impl Survey {
-    /// The providers as candidates for a buffer of that size and alignment.
-    pub(crate) fn candidates(&self, judge: &Judge<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
-        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL)?;
-        for (i, provider) in self.providers.iter().enumerate() {
-            let room = provider.room(size, align);
-            let paths = self.paths.get(i * self.clients..(i + 1) * self.clients);
-            let paths = paths.unwrap_or_default();
-            candidates.push(
-                Candidate {
-                    id: provider.id,
-                    live: room.live,
-                    start: provider.start,
-                    size: provider.size,
-                    free: room.free,
-                    largest: room.largest,
-                    paths,
-                    ruling: judge.ruling(provider, &self.parties, paths, size),
-                },
-                GFP_KERNEL,
-            )?;
+impl Wish {
+    fn request(&self, strategy: Strategy) -> placement::Request {
+        placement::Request {
+            size: self.size,
+            align: self.align,
+            clients: self.view.clients.len(),
+            named: self.named,
+            strategy,
+            max_class: self.max_class,
         }
-        Ok(candidates)
     }
 }
 
@@ -122,6 +100,8 @@ pub(crate) struct Orchestrator {
     #[pin]
     registry: Mutex<Registry>,
     #[pin]
+    views: Mutex<Views>,
+    #[pin]
     files: Mutex<KVec<Arc<File>>>,
     #[pin]
     peers: Peers,
@@ -143,6 +123,7 @@ impl Orchestrator {
                     next_id: 1,
                     cache: Cache::new(),
                 }),
+                views <- new_mutex!(Views::new()),
                 files <- new_mutex!(KVec::new()),
                 peers <- Peers::new(),
             }),
@@ -240,6 +221,25 @@ impl Orchestrator {
     /// Forgets all paths: a function came or went, or the administrator changed ACS.
     pub(crate) fn forget_paths(&self) {
         self.generation.fetch_add(1, Relaxed);
+        // They keep clients and providers, which may be gone.
+        views::forget(&self.views);
+    }
+
+    /// The machine as these clients see it. Errors: `ENODEV` (no such function).
+    pub(crate) fn view(&self, names: &[PciAddr]) -> Answer<Arc<View>> {
+        let make = |generation| {
+            let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL)?;
+            for &name in names {
+                let function = Function::find(name);
+                let function =
+                    function.ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", name))?;
+                clients.push(function, GFP_KERNEL)?;
+            }
+            let providers = self.providers()?;
+            let paths = self.paths(&providers, &clients)?;
+            Ok(View::new(generation, clients, providers, paths)?)
+        };
+        views::view(&self.views, names, || self.generation(), make)
     }
 
     /// The paths from each provider to each client, all clients of the first provider first.
@@ -312,9 +312,13 @@ impl Orchestrator {
     pub(crate) const RULE_CHANGES: u32 = 16;
 
     /// Decides, and with `take` allocates as well.
-    fn choose(&self, wish: &Wish, file: u64, take: bool) -> Answer<(Option<Holder>, Account)> {
+    fn choose(&self, wish: &Wish, file: u64, take: bool, spare: Option<KBox<Brief>>) -> Answer<(Option<Holder>, Told)> {
+        let mut spare = spare;
         for _ in 0..Self::RULE_CHANGES {
             let judge = Judge::new(&self.rules, wish.own.clone(), file);
+            if let Some((held, brief)) = self.choose_fast(&judge, wish, take.then_some(file), spare.take())? {
+                return Ok((held, Told::Brief(brief)));
+            }
             if let Some(chosen) = self.choose_by(&judge, wish, take.then_some(file))? {
                 return Ok(chosen);
             }
@@ -322,30 +326,49 @@ impl Orchestrator {
         Err(refuse!(EAGAIN, "the rules changed again and again"))
     }
 
-    /// As [`Self::choose`]; none where the rules have become others.
-    fn choose_by(
+    /// As [`Self::choose`], where rules have no word, the nearest is wanted, and one can serve; else none. What goes wrong
+    /// is left to [`Self::choose_by`], which can say of what.
+    fn choose_fast(
         &self,
         judge: &Judge<'_>,
         wish: &Wish,
         take: Option<u64>,
-    ) -> Answer<Option<(Option<Holder>, Account)>> {
-        let survey = self.survey(judge, wish)?;
-        let providers = &survey.providers;
-        let mut candidates = survey.candidates(judge, wish.size, wish.align)?;
+        spare: Option<KBox<Brief>>,
+    ) -> Result<Option<(Option<Holder>, KBox<Brief>)>> {
+        if !judge.is_silent() || wish.named != Named::Any || wish.strategy != consts::STRATEGY_NEAREST {
+            return Ok(None);
+        }
+        let Some(brief) = Brief::decide(wish, spare)? else {
+            return Ok(None);
+        };
+        let Some(provider) = wish.view.providers.get(brief.index()) else {
+            return Ok(None);
+        };
+        let held = match take {
+            Some(file) => match self.take(judge, wish.size, wish.align, provider, file) {
+                Ok(holder) => Some(holder),
+                Err(_) => return Ok(None),
+            },
+            // Whether the cgroup may is known when it is charged.
+            None if provider.charge_cgroup(wish.size).is_err() => return Ok(None),
+            None => None,
+        };
+        traced(wish, judge.file(), (provider.id, 0), take.is_none());
+        Ok(Some((held, brief)))
+    }
+
+    /// As [`Self::choose`]; none where the rules have become others.
+    fn choose_by(&self, judge: &Judge<'_>, wish: &Wish, take: Option<u64>) -> Answer<Option<(Option<Holder>, Told)>> {
+        let view = &*wish.view;
+        let providers = &view.providers;
+        let mut candidates = view.candidates(judge, wish.size, wish.align)?;
         let strategy = match wish.strategy {
-            consts::STRATEGY_UPSTREAM => Strategy::Upstream(self.upstream_choice(providers, wish)?),
+            consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(view)?),
             consts::STRATEGY_SPREAD => Strategy::Spread,
             consts::STRATEGY_PACK => Strategy::Pack,
             _ => Strategy::Nearest,
         };
-        let request = placement::Request {
-            size: wish.size,
-            align: wish.align,
-            clients: wish.clients.len(),
-            named: wish.named,
-            strategy,
-            max_class: wish.max_class,
-        };
+        let request = wish.request(strategy);
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
         // Each round that ends without memory takes one candidate out of the race.
         loop {
@@ -376,33 +399,17 @@ impl Orchestrator {
             }
             let decided = Decided {
                 size: wish.size,
-                wish,
-                judge,
-                providers,
+                clients: view.clients.len(),
+                judge: Some(judge),
+                providers: &view.facts.known,
                 candidates: &candidates,
                 verdicts: &verdicts,
                 outcome: decision.outcome,
             };
-            let account = decided.account(chosen.map(|(_, provider)| provider))?;
-            decided.traced(&account, take.is_none());
-            return Ok(Some((held, account)));
+            let account = decided.account(chosen.and_then(|(at, _)| view.facts.known.get(at)))?;
+            traced(wish, judge.file(), (account.chosen, account.error), take.is_none());
+            return Ok(Some((held, Told::Account(KBox::new(account, GFP_KERNEL)?))));
         }
-    }
-
-    /// What a decision for a wish is made from.
-    pub(crate) fn survey(&self, judge: &Judge<'_>, wish: &Wish) -> Result<Survey> {
-        let providers = self.providers()?;
-        let paths = self.paths(&providers, &wish.clients)?;
-        let mut parties = KVec::new();
-        for client in wish.clients.iter().filter(|_| !judge.is_silent()) {
-            parties.push(client.party(), GFP_KERNEL)?;
-        }
-        Ok(Survey {
-            providers,
-            paths,
-            parties,
-            clients: wish.clients.len(),
-        })
     }
 
     /// Allocates a buffer in a provider, and charges it.
@@ -425,19 +432,19 @@ impl Orchestrator {
     }
 
     /// What the kernel itself would choose, if that is a provider of ours.
-    fn upstream_choice(&self, providers: &[Arc<Provider>], wish: &Wish) -> Result<Option<u32>> {
-        let found = p2pdma::find_many(&wish.clients)?;
-        Ok(found.and_then(|f| providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
+    fn upstream_choice(view: &View) -> Result<Option<u32>> {
+        let found = p2pdma::find_many(&view.clients)?;
+        Ok(found.and_then(|f| view.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
     }
 
-    /// Allocates a buffer for a file.
-    pub(crate) fn alloc(&self, wish: &Wish, file: u64) -> Answer<(Option<Holder>, Account)> {
-        self.choose(wish, file, true)
+    /// Allocates a buffer for a file. With a `spare` that nobody needs any more the decision takes no memory of its own.
+    pub(crate) fn alloc(&self, wish: &Wish, file: u64, spare: Option<KBox<Brief>>) -> Answer<(Option<Holder>, Told)> {
+        self.choose(wish, file, true, spare)
     }
 
-    /// Says what an allocation would do.
-    pub(crate) fn explain(&self, wish: &Wish, file: u64) -> Answer<Account> {
-        Ok(self.choose(wish, file, false)?.1)
+    /// Says what [`Self::alloc`] would do.
+    pub(crate) fn explain(&self, wish: &Wish, file: u64, spare: Option<KBox<Brief>>) -> Answer<Told> {
+        Ok(self.choose(wish, file, false, spare)?.1)
     }
 
     // Providers that come.

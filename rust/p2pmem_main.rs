@@ -43,6 +43,7 @@ mod stats;
 mod stripe;
 mod sys;
 mod topology;
+mod views;
 mod walk;
 
 /// What `INFO` says of the module.

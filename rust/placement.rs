@@ -107,17 +107,21 @@ impl Candidate<'_> {
         self.size.checked_sub(skipped).is_some_and(|room| room >= request.size)
     }
 
-    /// Share of its bytes that is in use, in permille, rounded down; 1000 for a provider without
-    /// memory.
+    /// Share of its bytes that is in use, in permille.
     fn load(&self) -> u64 {
-        let used = self.size.saturating_sub(self.free);
-        // A thousandfold has to fit; KiB do for providers of petabytes.
-        let unit = if self.size > u64::MAX / 1000 { 10 } else { 0 };
-        (used >> unit)
-            .saturating_mul(1000)
-            .checked_div(self.size >> unit)
-            .unwrap_or(1000)
+        load(self.size, self.free)
     }
+}
+
+/// Share of `size` bytes that is not among the `free` ones, in permille, rounded down; 1000 of nothing.
+fn load(size: u64, free: u64) -> u64 {
+    let used = size.saturating_sub(free);
+    // A thousandfold has to fit; KiB do for providers of petabytes.
+    let unit = if size > u64::MAX / 1000 { 10 } else { 0 };
+    (used >> unit)
+        .saturating_mul(1000)
+        .checked_div(size >> unit)
+        .unwrap_or(1000)
 }
 
 /// What became of a candidate. The values are those of `enum p2pmem_verdict_code`.
@@ -289,7 +293,7 @@ struct Reach {
 }
 
 impl Reach {
-    fn of(request: &Request, candidate: &Candidate<'_>) -> Self {
+    fn of(clients: usize, paths: &[Path]) -> Self {
         let mut reach = Self {
             worst_client: 0,
             worst: None,
@@ -297,7 +301,7 @@ impl Reach {
             bandwidth: 0,
             numa_distance: 0,
         };
-        for (client, path) in indexed(candidate.paths).take(request.clients) {
+        for (client, path) in indexed(paths).take(clients) {
             reach.note(client, (path.class, path.hops));
             reach.hops = reach.hops.saturating_add(path.hops);
             reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
@@ -306,8 +310,8 @@ impl Reach {
             };
             reach.numa_distance = reach.numa_distance.max(path.numa_distance);
         }
-        if candidate.paths.len() < request.clients {
-            reach.note(candidate.paths.len(), (PathClass::Unreachable, u32::MAX));
+        if paths.len() < clients {
+            reach.note(paths.len(), (PathClass::Unreachable, u32::MAX));
         }
         reach
     }
@@ -325,11 +329,10 @@ impl Reach {
     }
 }
 
-/// The criteria that decide among eligible candidates, in the order in which they are looked at;
-/// the smaller rank wins.
-struct Rank {
-    /// What the administrator's rules want, then what the application's own want.
-    stance: (Stance, Stance),
+/// How far a provider is from all clients together: the criteria of [`Rank`] that paths alone
+/// decide, in their order; the smaller distance wins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Distance {
     /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
     class: Option<PathClass>,
     /// Sum of hops.
@@ -338,6 +341,36 @@ struct Rank {
     bandwidth: Reverse<u32>,
     /// Largest NUMA distance: unknown (0) is worst.
     numa: u32,
+}
+
+impl Distance {
+    /// From a provider with these paths to each of so many clients.
+    pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
+        Self::from(&Reach::of(clients, paths))
+    }
+}
+
+impl From<&Reach> for Distance {
+    fn from(reach: &Reach) -> Self {
+        Self {
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: Reverse(reach.bandwidth),
+            numa: match reach.numa_distance {
+                0 => u32::MAX,
+                known => known,
+            },
+        }
+    }
+}
+
+/// The criteria that decide among eligible candidates, in the order in which they are looked at;
+/// the smaller rank wins.
+struct Rank {
+    /// What the administrator's rules want, then what the application's own want.
+    stance: (Stance, Stance),
+    /// What paths decide.
+    distance: Distance,
     /// Load in permille.
     load: u64,
     /// Largest contiguous piece: larger is better, as it leaves more for the next one.
@@ -350,13 +383,7 @@ impl Rank {
     fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
         Self {
             stance: (candidate.ruling.stance, candidate.ruling.own_stance),
-            class: reach.class(),
-            hops: reach.hops,
-            bandwidth: Reverse(reach.bandwidth),
-            numa: match reach.numa_distance {
-                0 => u32::MAX,
-                known => known,
-            },
+            distance: Distance::from(reach),
             load: candidate.load(),
             largest: Reverse(candidate.largest),
             id: candidate.id,
@@ -366,6 +393,7 @@ impl Rank {
     /// Compares, and names the criterion that decides.
     fn compare(&self, other: &Self, strategy: Strategy) -> (Ordering, VerdictCode) {
         let same = (Ordering::Equal, VerdictCode::Order);
+        let (here, there) = (&self.distance, &other.distance);
         let criteria = [
             (self.stance.cmp(&other.stance), VerdictCode::Preference),
             match strategy {
@@ -373,10 +401,10 @@ impl Rank {
                 Strategy::Pack => (other.load.cmp(&self.load), VerdictCode::Packed),
                 Strategy::Nearest | Strategy::Upstream(_) => same,
             },
-            (self.class.cmp(&other.class), VerdictCode::Class),
-            (self.hops.cmp(&other.hops), VerdictCode::Hops),
-            (self.bandwidth.cmp(&other.bandwidth), VerdictCode::Bandwidth),
-            (self.numa.cmp(&other.numa), VerdictCode::Numa),
+            (here.class.cmp(&there.class), VerdictCode::Class),
+            (here.hops.cmp(&there.hops), VerdictCode::Hops),
+            (here.bandwidth.cmp(&there.bandwidth), VerdictCode::Bandwidth),
+            (here.numa.cmp(&there.numa), VerdictCode::Numa),
             (self.load.cmp(&other.load), VerdictCode::Load),
             (self.largest.cmp(&other.largest), VerdictCode::Space),
         ];
@@ -511,7 +539,7 @@ fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: 
             outcome = outcome.max(Outcome::NotUpstream);
             continue;
         };
-        let reach = Reach::of(request, candidate);
+        let reach = Reach::of(request.clients, candidate.paths);
         if let Err(objection) = eligible(request, candidate, &reach) {
             outcome = outcome.max(objection.reason);
             continue;
@@ -548,7 +576,7 @@ fn say(
     verdicts: &mut [Verdict],
 ) {
     for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
-        let reach = Reach::of(request, candidate);
+        let reach = Reach::of(request.clients, candidate.paths);
         let (code, rule) = match (eligible(request, candidate, &reach), last) {
             (Err(objection), _) => (objection.code, objection.rule),
             (Ok(()), Some(_)) if chosen.contains(&index) => {
@@ -589,6 +617,84 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
     let chosen = winner.as_ref().map(|winner| winner.index);
     say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
     Decision { chosen, outcome }
+}
+
+/// What a provider has that is not being revoked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stock {
+    /// [`Candidate::free`].
+    pub(crate) free: u64,
+    /// [`Candidate::largest`].
+    pub(crate) largest: u64,
+}
+
+/// A provider's turn to be looked at by [`nearest`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Turn {
+    /// Its index in the order of numbers.
+    pub(crate) index: usize,
+    /// [`Candidate::size`].
+    pub(crate) size: u64,
+    /// How far it is.
+    pub(crate) distance: Distance,
+    /// How many are nearer; the same for all that are as far.
+    pub(crate) nearer: usize,
+}
+
+impl Turn {
+    /// The number the ABI has for the class: 0 without clients.
+    pub(crate) fn class_raw(&self) -> u32 {
+        self.distance.class.map_or(0, PathClass::as_raw)
+    }
+}
+
+/// The provider that [`decide`] would choose for `size` bytes where no rule has a word, none is
+/// named and [`Strategy::Nearest`] chooses; `None` where none can serve. `turns` are in the order
+/// of distances, those that are as far in the order of numbers, as `stock` is; an alignment was
+/// thought of in [`Stock::largest`].
+///
+/// Looks at the nearest that can serve and at those that are as far, and at no path. So this is for
+/// the many decisions nobody will ask about; who asks is told by [`decide`].
+pub(crate) fn nearest<'a>(
+    size: u64,
+    max_class: Option<PathClass>,
+    turns: &'a [Turn],
+    stock: &[Stock],
+) -> Option<&'a Turn> {
+    let mut best: Option<(&Turn, &Stock, u64)> = None;
+    let mut nearer = None;
+    for turn in turns {
+        if nearer != Some(turn.nearer) {
+            let class = turn.distance.class;
+            let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
+            if best.is_some() || too_far {
+                break;
+            }
+            nearer = Some(turn.nearer);
+        }
+        let Some(has) = stock
+            .get(turn.index)
+            .filter(|has| has.free >= size && has.largest >= size)
+        else {
+            continue;
+        };
+        best = match best {
+            // The same load, without a division: idle providers of one kind.
+            Some((other, its, _)) if turn.size == other.size && has.free == its.free && has.largest <= its.largest => {
+                best
+            }
+            Some((_, its, least)) => {
+                let load = load(turn.size, has.free);
+                if load < least || load == least && has.largest > its.largest {
+                    Some((turn, has, load))
+                } else {
+                    best
+                }
+            }
+            None => Some((turn, has, load(turn.size, has.free))),
+        };
+    }
+    best.map(|(turn, ..)| turn)
 }
 
 /// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either

@@ -15,6 +15,7 @@ use crate::{
         buddy::Buddy,
         completion::Completion,
         dmem::{Held, Region},
+        gauge::{padded, Gauge, Need},
         global,
         p2pdma::{Backing, Pool},
         pci::Function,
@@ -126,6 +127,15 @@ pub(crate) struct Room {
     pub(crate) largest: u64,
 }
 
+impl Room {
+    /// Of one that is leaving.
+    const NONE: Self = Self {
+        live: false,
+        free: 0,
+        largest: 0,
+    };
+}
+
 /// How a provider ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Leave {
@@ -166,6 +176,8 @@ pub(crate) struct Provider {
     /// Something came back or was put in order.
     #[pin]
     settled: CondVar,
+    /// What [`Self::glance`] goes by.
+    gauge: Arc<Gauge>,
     /// Whoever ended the provider is done.
     #[pin]
     gone: Completion,
@@ -223,6 +235,14 @@ impl Provider {
 
     fn new(parts: Parts, kind: Kind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
         let region = Arc::new(Region::new(size, parts.function.address())?, GFP_KERNEL)?;
+        let gauge = match &source {
+            Source::Own { buddy, .. } => buddy.gauge(),
+            Source::Adopted { ceiling, .. } => {
+                let gauge = Gauge::new(false)?;
+                gauge.set(size, size.min(*ceiling));
+                gauge
+            }
+        };
         Arc::pin_init(
             pin_init!(Self {
                 id: parts.id,
@@ -250,6 +270,7 @@ impl Provider {
                     clearing: 0,
                 }),
                 settled <- new_condvar!(),
+                gauge,
                 gone <- Completion::new(),
                 janitor <- new_work!("p2pmem_janitor"),
             }),
@@ -271,6 +292,9 @@ impl Provider {
 
     /// Charges the caller's cgroup for memory of this provider. Errors: `EAGAIN` (a limit), `ENODEV` (leaving).
     pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<Held> {
+        if !Region::COUNTS {
+            return Ok(Held::NOTHING);
+        }
         let region = self.inner.lock().region.clone().ok_or(ENODEV)?;
         region.charge(bytes)
     }
@@ -298,17 +322,29 @@ impl Provider {
         self.pinned_exports.store(allow, Relaxed);
     }
 
+    /// Tells those who glance how things are.
+    fn note(&self, inner: &Inner) {
+        match &inner.source {
+            None => self.gauge.close(),
+            Some(Source::Own { .. }) => self.gauge.set_returning(inner.returning()),
+            Some(Source::Adopted { held, ceiling, .. }) => {
+                let free = self.size - held;
+                self.gauge.set(free, free.min(*ceiling));
+            }
+        }
+    }
+
+    /// As [`Self::room`], without a lock: free bytes, and the largest piece, as they were a moment ago. None where it
+    /// cannot be told that way whether the request fits, or the provider is leaving.
+    pub(crate) fn glance(&self, need: &Need) -> Option<(u64, u64)> {
+        self.gauge.glance(need)
+    }
+
     /// What there is for a request, without taking it.
     pub(crate) fn room(&self, size: u64, align: u64) -> Room {
         let inner = self.inner.lock();
         let (free, largest) = match &inner.source {
-            None => {
-                return Room {
-                    live: false,
-                    free: 0,
-                    largest: 0,
-                }
-            }
+            None => return Room::NONE,
             Some(Source::Own { buddy, .. }) => {
                 let buddy = buddy.clone();
                 // What is being cleared is as good as free: an allocation waits for it.
@@ -372,6 +408,7 @@ impl Provider {
             }
         };
         inner.outstanding += 1;
+        self.note(&inner);
         drop(inner);
         let memory = match own {
             Ok((backing, buddy)) => self.alloc_own(backing, &buddy, size, align),
@@ -408,13 +445,15 @@ impl Provider {
         });
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;
-            if let Some(Source::Adopted { held, ceiling, .. }) = &mut self.inner.lock().source {
+            let mut inner = self.inner.lock();
+            if let Some(Source::Adopted { held, ceiling, .. }) = &mut inner.source {
                 *held -= taken;
                 if full {
                     // Its driver uses more than was known.
                     *ceiling = (*ceiling).min(taken - PAGE_SIZE as u64);
                 }
             }
+            self.note(&inner);
         }
         memory
     }
@@ -462,6 +501,7 @@ impl Provider {
         inner.count -= u32::from(ended.is_some());
         inner.dirty.push(memory);
         inner.outstanding -= 1;
+        self.note(&inner);
         let live = inner.source.is_some();
         drop(inner);
         drop(ended);
@@ -489,6 +529,7 @@ impl Provider {
             inner.parked.push(memory);
             inner.outstanding -= 1;
             inner.clearing -= taken;
+            self.note(&inner);
             drop(inner);
             self.counters.parked.fetch_add(1, Relaxed);
         } else {
@@ -502,6 +543,7 @@ impl Provider {
             }
             inner.outstanding -= 1;
             inner.clearing -= taken;
+            self.note(&inner);
         }
         self.settled.notify_all();
         true
@@ -519,6 +561,7 @@ impl Provider {
             }
         }
         core::mem::swap(&mut inner.parked, &mut still);
+        self.note(&inner);
         drop(inner);
         let mut done = false;
         while self.clean_one() {
@@ -649,6 +692,7 @@ impl Provider {
         let mut inner = self.inner.lock();
         let source = inner.source.take()?;
         let region = inner.region.take();
+        self.note(&inner);
         drop(inner);
         drop(region);
         // The janitor sleeps while memory is parked.
@@ -750,11 +794,6 @@ impl WorkItem for Provider {
             }
         }
     }
-}
-
-/// What has to be taken from a pool that knows no alignment, so that an aligned piece is in it.
-fn padded(size: u64, align: u64) -> u64 {
-    size.saturating_add(align.saturating_sub(PAGE_SIZE as u64))
 }
 
 impl From<PciAddr> for uapi::PciAddress {

@@ -20,6 +20,8 @@ pub(crate) struct Text {
 
 impl Text {
     const MOST: usize = 232;
+    /// Bytes that any text needs at most, with a NUL.
+    pub(crate) const LONGEST: u32 = Self::MOST as u32 + 1;
 
     pub(crate) const EMPTY: Self = Self {
         bytes: [0; Self::MOST],

@@ -4,20 +4,20 @@
 
 use crate::{
     dmabuf,
-    ext::{
-        pci::Function,
-        uapi::{self, consts},
-    },
-    orchestrator::Wish,
+    ext::uapi::{self, consts},
+    orchestrator::{Orchestrator, Wish},
     path::{PathClass, PciAddr},
     placement::Named,
     ranges::Range,
     refusal::{refuse, Answer},
+    rules::Book,
 };
 use core::mem::size_of;
 use kernel::{
     page::PAGE_SIZE,
     prelude::*,
+    sync::Arc,
+    transmute::AsBytes,
     uaccess::{UserPtr, UserSlice, UserSliceWriter},
 };
 
@@ -44,8 +44,53 @@ pub(crate) fn array_writer<T>(at: u64, count: u32) -> Answer<UserSliceWriter> {
     Ok(UserSlice::new(UserPtr::from_addr(at), len).writer())
 }
 
-/// The functions that an array of addresses names.
-pub(crate) fn clients(at: u64, count: u32) -> Answer<KVec<Function>> {
+/// Addresses of functions; a few take no memory of their own.
+pub(crate) struct Names {
+    few: [PciAddr; Self::FEW],
+    len: usize,
+    /// All of them, where they are more than a few.
+    many: KVec<PciAddr>,
+}
+
+impl Names {
+    const FEW: usize = 8;
+    const NONE: PciAddr = PciAddr {
+        domain: 0,
+        bus: 0,
+        devfn: 0,
+    };
+
+    pub(crate) fn new() -> Self {
+        Self {
+            few: [Self::NONE; Self::FEW],
+            len: 0,
+            many: KVec::new(),
+        }
+    }
+
+    fn push(&mut self, name: PciAddr) -> Result {
+        if let Some(slot) = self.few.get_mut(self.len) {
+            *slot = name;
+            self.len += 1;
+            return Ok(());
+        }
+        if self.many.is_empty() {
+            self.many.extend_from_slice(&self.few, GFP_KERNEL)?;
+        }
+        Ok(self.many.push(name, GFP_KERNEL)?)
+    }
+
+    pub(crate) fn as_slice(&self) -> &[PciAddr] {
+        if self.many.is_empty() {
+            &self.few[..self.len]
+        } else {
+            &self.many
+        }
+    }
+}
+
+/// Adds the addresses of functions that an array has.
+pub(crate) fn clients(at: u64, count: u32, names: &mut Names) -> Answer {
     if count > consts::MAX_CLIENTS {
         return Err(refuse!(
             E2BIG,
@@ -55,22 +100,28 @@ pub(crate) fn clients(at: u64, count: u32) -> Answer<KVec<Function>> {
         ));
     }
     let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<uapi::PciAddress>() * count as usize;
-    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-    let mut clients = KVec::with_capacity(count as usize, GFP_KERNEL)?;
-    for _ in 0..count {
-        let raw: uapi::PciAddress = reader.read()?;
-        no_reserved(raw.reserved.into())?;
-        let addr = PciAddr {
-            domain: raw.domain,
-            bus: raw.bus,
-            devfn: raw.devfn,
-        };
-        let function =
-            Function::find(addr).ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", addr))?;
-        clients.push(function, GFP_KERNEL)?;
+    let mut from = UserPtr::from_addr(at);
+    let mut left = count as usize;
+    while left > 0 {
+        // A few at once: each look into user space takes its time.
+        let mut raw = [uapi::PciAddress::default(); Names::FEW];
+        let some = left.min(Names::FEW);
+        let len = some * size_of::<uapi::PciAddress>();
+        UserSlice::new(from, len)
+            .reader()
+            .read_slice(&mut raw.as_bytes_mut()[..len])?;
+        from = from.wrapping_byte_add(len);
+        left -= some;
+        for raw in &raw[..some] {
+            no_reserved(raw.reserved.into())?;
+            names.push(PciAddr {
+                domain: raw.domain,
+                bus: raw.bus,
+                devfn: raw.devfn,
+            })?;
+        }
     }
-    Ok(clients)
+    Ok(())
 }
 
 /// The ranges that an array names.
@@ -90,7 +141,7 @@ pub(crate) fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
 }
 
 /// Checks a request.
-pub(crate) fn wish(req: &uapi::Request) -> Answer<Wish> {
+pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &Orchestrator) -> Answer<Wish> {
     const PAGE: u64 = PAGE_SIZE as u64;
     no_flags(req.flags, consts::ALLOC_PREFER)?;
     if req.size == 0 {
@@ -134,15 +185,17 @@ pub(crate) fn wish(req: &uapi::Request) -> Answer<Wish> {
             class => class,
         },
     };
+    let mut names = Names::new();
+    clients(req.clients, req.nr_clients, &mut names)?;
     Ok(Wish {
         size,
         align,
-        clients: clients(req.clients, req.nr_clients)?,
+        view: orchestrator.view(names.as_slice())?,
         named,
         strategy,
         max_class,
         parts,
-        own: None,
+        own,
     })
 }
 

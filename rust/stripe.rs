@@ -4,9 +4,9 @@
 
 use crate::{
     buffer::Holder,
-    decision::{Account, Decided},
+    decision::{traced, Account, Decided},
     ext::uapi::consts,
-    orchestrator::{passed_over, Orchestrator, Survey, Wish},
+    orchestrator::{passed_over, Orchestrator, Wish},
     placement::{self, Strategy, Verdict},
     policy::Stance,
     refusal::{refuse, Answer},
@@ -41,13 +41,13 @@ impl Orchestrator {
 
     /// As [`Self::choose_stripe`]; none where the rules have become others.
     fn stripe_by(&self, judge: &Judge<'_>, wish: &Wish, room: usize, take: Option<u64>) -> Answer<Option<Made>> {
-        let survey = self.survey(judge, wish)?;
+        let view = &*wish.view;
         let (least, most) = match wish.parts {
-            0 => (1, survey.providers.len().min(room).clamp(1, consts::MAX_PARTS)),
+            0 => (1, view.providers.len().min(room).clamp(1, consts::MAX_PARTS)),
             parts => (parts, parts),
         };
         let mut last = None;
-        let whole = survey.candidates(judge, wish.size, wish.align)?;
+        let whole = view.candidates(judge, wish.size, wish.align)?;
         let avoided = whole.iter().any(|candidate| candidate.ruling.stance == Stance::Avoid);
         // What rules avoid is taken where there is no stripe without it.
         for shun in [true, false].into_iter().filter(|shun| avoided || !shun) {
@@ -55,7 +55,7 @@ impl Orchestrator {
                 let Some(split) = Split::new(wish.size, parts as u64, PAGE_SIZE as u64, wish.align) else {
                     continue;
                 };
-                match self.attempt(judge, &survey, wish, (parts, &split), shun, take)? {
+                match self.attempt(judge, wish, (parts, &split), shun, take)? {
                     Some((made, account)) if account.error == 0 => return Ok(Some((made, account))),
                     // Too few providers can hold a part.
                     Some((_, account)) => last = Some(account),
@@ -64,7 +64,7 @@ impl Orchestrator {
             }
         }
         if take.is_some() {
-            for provider in &survey.providers {
+            for provider in &view.providers {
                 provider.counters.failed.fetch_add(1, Relaxed);
             }
         }
@@ -84,18 +84,18 @@ impl Orchestrator {
     fn attempt(
         &self,
         judge: &Judge<'_>,
-        survey: &Survey,
         wish: &Wish,
         (parts, split): (usize, &Split),
         shun: bool,
         take: Option<u64>,
     ) -> Answer<Option<Made>> {
-        let providers = &survey.providers;
-        let mut candidates = survey.candidates(judge, split.share(), wish.align)?;
+        let view = &*wish.view;
+        let providers = &view.providers;
+        let mut candidates = view.candidates(judge, split.share(), wish.align)?;
         let request = placement::Request {
             size: split.share(),
             align: wish.align,
-            clients: wish.clients.len(),
+            clients: view.clients.len(),
             named: wish.named,
             strategy: Strategy::Nearest,
             max_class: wish.max_class,
@@ -138,15 +138,15 @@ impl Orchestrator {
             }
             let decided = Decided {
                 size: split.share(),
-                wish,
-                judge,
-                providers,
+                clients: view.clients.len(),
+                judge: Some(judge),
+                providers: &view.facts.known,
                 candidates: &candidates,
                 verdicts: &verdicts,
                 outcome,
             };
             let account = decided.stripe_account(if full { picks } else { &[] }, found, parts)?;
-            decided.traced(&account, take.is_none());
+            traced(wish, judge.file(), (account.chosen, account.error), take.is_none());
             // Nothing was allocated unless all was.
             return Ok(Some((made, account)));
         }

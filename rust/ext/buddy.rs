@@ -7,7 +7,7 @@
 //! [`kernel::gpu::buddy`] wraps the same allocator, but it can neither tell the largest free piece, which placement
 //! asks for in every decision, nor say which memory was cleared, which scrubbing between owners is built on.
 
-use crate::sys;
+use crate::{ext::gauge::Gauge, sys};
 use kernel::{
     bindings,
     error::to_result,
@@ -34,6 +34,7 @@ pub(crate) struct Buddy {
     inner: Opaque<bindings::gpu_buddy>,
     #[pin]
     lock: Mutex<Blocks>,
+    gauge: Arc<Gauge>,
 }
 
 // SAFETY: The C structure is not bound to a thread.
@@ -75,6 +76,7 @@ impl Buddy {
             return Err(EINVAL);
         }
         let lock = Blocks::new()?;
+        let gauge = Gauge::new(true)?;
         let buddy = Arc::pin_init(
             // INVARIANT: `gpu_buddy_init()` initialised the structure.
             try_pin_init!(Self {
@@ -83,11 +85,12 @@ impl Buddy {
                     to_result(unsafe { bindings::gpu_buddy_init(slot, end, PAGE_SIZE as u64) })
                 }),
                 lock <- new_mutex!(lock),
+                gauge,
             }? Error),
             GFP_KERNEL,
         )?;
+        let guard = buddy.lock.lock();
         if start > 0 {
-            let guard = buddy.lock.lock();
             // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
             to_result(unsafe {
                 bindings::gpu_buddy_alloc_blocks(
@@ -101,13 +104,18 @@ impl Buddy {
                 )
             })?;
         }
+        buddy.note(&guard);
+        drop(guard);
         Ok(buddy)
     }
 
     /// Allocates one contiguous piece; `size` a multiple of the page size, `align` a power of two of at least a page.
     pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<Extent> {
         let blocks = Blocks::new()?;
-        let (offset, size, clear) = self.take(&self.lock.lock(), &blocks, size, align)?;
+        let guard = self.lock.lock();
+        let (offset, size, clear) = self.take(&guard, &blocks, size, align)?;
+        self.note(&guard);
+        drop(guard);
         // From here on the piece goes back when it is dropped.
         Ok(Extent {
             buddy: self.clone(),
@@ -167,6 +175,16 @@ impl Buddy {
             self.give(guard, blocks, clear);
         }
         taken.is_ok()
+    }
+
+    /// What it has, without its lock.
+    pub(crate) fn gauge(&self) -> Arc<Gauge> {
+        self.gauge.clone()
+    }
+
+    /// Tells the gauge how things are.
+    fn note(&self, guard: &MutexGuard<'_, Blocks>) {
+        self.gauge.set(self.free_bytes(guard), self.largest_block(guard));
     }
 
     /// Free bytes.
@@ -266,13 +284,16 @@ impl Extent {
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        self.buddy.give(&self.buddy.lock.lock(), &self.blocks, self.clear);
+        let guard = self.buddy.lock.lock();
+        self.buddy.give(&guard, &self.blocks, self.clear);
+        self.buddy.note(&guard);
     }
 }
 
 #[kunit_tests(p2pmem_buddy)]
 mod tests {
     use super::*;
+    use crate::ext::gauge::Need;
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -357,6 +378,26 @@ mod tests {
         assert!(largest >= 8 * PAGE && buddy.alloc(largest, PAGE).is_ok());
         drop(pages);
         assert_eq!(buddy.largest(), 64 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn the_gauge_says_what_the_allocator_has() -> Result {
+        let buddy = Buddy::new(PAGE, 64 * PAGE)?;
+        let gauge = buddy.gauge();
+        let one = Need::of(PAGE, PAGE).ok_or(EINVAL)?;
+        let is = |free, block| gauge.glance(&one) == Some((free * PAGE, block * PAGE));
+        assert!(is(63, 32));
+        let half = buddy.alloc(32 * PAGE, PAGE)?;
+        assert!(is(31, 16));
+        let page = buddy.alloc(PAGE, PAGE)?;
+        // Who asks what would fit changes nothing.
+        assert!(buddy.largest() >= 16 * PAGE && is(30, 16));
+        assert!(buddy.alloc(40 * PAGE, PAGE).is_err() && is(30, 16));
+        drop(half);
+        assert!(is(62, 32));
+        drop(page);
+        assert!(is(63, 32));
         Ok(())
     }
 

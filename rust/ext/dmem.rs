@@ -29,6 +29,9 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
+    /// Whether the kernel has the controller.
+    pub(crate) const COUNTS: bool = cfg!(CONFIG_CGROUP_DMEM);
+
     /// Registers `size` bytes of a function's memory.
     pub(crate) fn new(size: u64, addr: PciAddr) -> Result<Self> {
         let PciAddr { domain, bus, devfn } = addr;
@@ -63,6 +66,15 @@ impl Drop for Region {
 pub(crate) struct Held {
     pool: *mut ffi::c_void,
     bytes: u64,
+}
+
+impl Held {
+    /// What is charged where there is no controller.
+    // INVARIANT: Null.
+    pub(crate) const NOTHING: Self = Self {
+        pool: ptr::null_mut(),
+        bytes: 0,
+    };
 }
 
 // SAFETY: A charge is not bound to a thread.

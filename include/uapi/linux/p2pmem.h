@@ -609,7 +609,8 @@ struct p2pmem_verdict {
  * @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids
  * @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0
  * @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)
- * @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off)
+ * @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off), where there was
+ *	no room for any what it needs at most
  * @flags: %P2PMEM_EXPLAIN_LAST or zero
  * @error: out: the errno (positive) the decision ended or would end with, 0 for success
  * @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none

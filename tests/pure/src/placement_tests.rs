@@ -5,7 +5,8 @@
 use crate::oracle::{Provider, choose};
 use crate::path::{Path, PathClass, classify};
 use crate::placement::{
-    Candidate, Decision, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide,
+    Candidate, Decision, Distance, Named, Outcome, Request, Stock, Strategy as Chooser, Turn, Verdict, VerdictCode,
+    decide, nearest,
 };
 use crate::policy::{Over, Ref, Ruling, Set, Stance};
 use crate::tree::tree;
@@ -895,6 +896,41 @@ proptest! {
         verdicts.sort_by_key(|verdict| verdict.provider);
         others.sort_by_key(|verdict| verdict.provider);
         prop_assert_eq!(verdicts, others);
+    }
+
+    /// Where nothing but distance and space counts, the one that needs no look at paths chooses the same.
+    #[test]
+    fn the_short_way_leads_to_the_same((request, providers) in cases()) {
+        let size = request.size.max(1);
+        let request = Request { size, named: Named::Any, strategy: Chooser::Nearest, ..request };
+        let mut providers = providers;
+        providers.sort_by_key(|provider| provider.id);
+        for provider in &mut providers {
+            provider.ruling = Ruling::NONE;
+            // No allocator has a piece that would not fit were all of it free.
+            if !provider.could_hold(&request) {
+                provider.largest = provider.largest.min(size - 1);
+            }
+        }
+        // One that is leaving is none that anyone glances at.
+        providers.retain(|provider| provider.live);
+        let stock: Vec<Stock> = providers.iter().map(|p| Stock { free: p.free, largest: p.largest }).collect();
+        let mut turns: Vec<Turn> = providers
+            .iter()
+            .enumerate()
+            .map(|(index, p)| Turn { index, size: p.size, distance: Distance::of(request.clients, &p.paths), nearer: 0 })
+            .collect();
+        turns.sort_by_key(|turn| (turn.distance, turn.index));
+        for at in 1..turns.len() {
+            let before = turns[at - 1];
+            turns[at].nearer = if turns[at].distance == before.distance { before.nearer } else { at };
+        }
+        let (decision, verdicts) = run(&request, &providers);
+        let turn = nearest(size, request.max_class, &turns, &stock);
+        prop_assert_eq!(turn.map(|turn| turn.index), decision.chosen);
+        if let Some(turn) = turn {
+            prop_assert_eq!(turn.class_raw(), verdicts[turn.index].class_raw());
+        }
     }
 
     /// Taking away one that was not chosen, or adding one that cannot serve, changes no choice.

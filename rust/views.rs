@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! What a decision starts from: the machine as a list of clients sees it.
+//!
+//! A program asks for the same clients again and again. Finding their functions, the providers, and the path from each
+//! provider to each client takes far longer than choosing, and nothing of it changes until something on the bus does.
+
+use crate::{
+    ext::pci::Function,
+    path::{Path, PciAddr},
+    placement::{Candidate, Distance, Turn},
+    policy::Party,
+    provider::Provider,
+    refusal::Answer,
+    rules::Judge,
+};
+use kernel::{
+    prelude::*,
+    sync::{Arc, Mutex},
+};
+
+/// What does not change of a provider.
+#[derive(Clone, Copy)]
+pub(crate) struct Known {
+    pub(crate) id: u32,
+    pub(crate) addr: PciAddr,
+    /// First published byte in the BAR.
+    pub(crate) start: u64,
+    /// Bytes that can be handed out in all.
+    pub(crate) size: u64,
+}
+
+/// What is known of a view for as long as anyone asks, when its providers and clients may be gone.
+pub(crate) struct Facts {
+    /// The providers, in the order of their numbers.
+    pub(crate) known: KVec<Known>,
+    /// From each provider to each client, all clients of the first provider first.
+    pub(crate) paths: KVec<Path>,
+    /// The providers, the nearest first.
+    pub(crate) turns: KVec<Turn>,
+    /// How many clients there are.
+    pub(crate) clients: usize,
+}
+
+impl Facts {
+    fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
+        let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
+        for provider in providers {
+            known.push(
+                Known {
+                    id: provider.id,
+                    addr: provider.addr,
+                    start: provider.start,
+                    size: provider.size,
+                },
+                GFP_KERNEL,
+            )?;
+        }
+        let turns = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
+        let mut facts = Self {
+            known,
+            paths,
+            turns,
+            clients,
+        };
+        for (index, provider) in providers.iter().enumerate() {
+            let distance = Distance::of(clients, facts.paths_of(index));
+            let turn = Turn {
+                index,
+                size: provider.size,
+                distance,
+                nearer: 0,
+            };
+            facts.turns.push(turn, GFP_KERNEL)?;
+            // To its place among those before; core's own sort has a way out that objtool takes for a flaw.
+            for at in (1..=index).rev() {
+                if facts.turns[at - 1].distance <= distance {
+                    break;
+                }
+                facts.turns.swap(at - 1, at);
+            }
+        }
+        for at in 1..facts.turns.len() {
+            let before = facts.turns[at - 1];
+            let turn = &mut facts.turns[at];
+            turn.nearer = if turn.distance == before.distance {
+                before.nearer
+            } else {
+                at
+            };
+        }
+        Ok(Arc::new(facts, GFP_KERNEL)?)
+    }
+
+    /// The paths from one provider, by its place in the list.
+    pub(crate) fn paths_of(&self, provider: usize) -> &[Path] {
+        let from = provider * self.clients;
+        self.paths.get(from..from + self.clients).unwrap_or_default()
+    }
+}
+
+/// The providers there are, and how far each is from each of the clients.
+pub(crate) struct View {
+    generation: u64,
+    /// The clients as they were named.
+    names: KVec<PciAddr>,
+    pub(crate) clients: KVec<Function>,
+    /// What rules can tell the clients by.
+    parties: KVec<Party>,
+    /// In the order of their numbers. One that has begun to leave since is among them.
+    pub(crate) providers: KVec<Arc<Provider>>,
+    pub(crate) facts: Arc<Facts>,
+}
+
+impl View {
+    /// As things are at `generation`.
+    pub(crate) fn new(
+        generation: u64,
+        clients: KVec<Function>,
+        providers: KVec<Arc<Provider>>,
+        paths: KVec<Path>,
+    ) -> Result<Arc<Self>> {
+        let mut names = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
+        let mut parties = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
+        for client in &clients {
+            names.push(client.address(), GFP_KERNEL)?;
+            parties.push(client.party(), GFP_KERNEL)?;
+        }
+        let facts = Facts::new(&providers, paths, clients.len())?;
+        let view = Self {
+            generation,
+            names,
+            clients,
+            parties,
+            providers,
+            facts,
+        };
+        Ok(Arc::new(view, GFP_KERNEL)?)
+    }
+
+    /// The providers as candidates for a buffer of that size and alignment.
+    pub(crate) fn candidates(&self, judge: &Judge<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
+        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL)?;
+        for (i, provider) in self.providers.iter().enumerate() {
+            let room = provider.room(size, align);
+            let paths = self.facts.paths_of(i);
+            candidates.push(
+                Candidate {
+                    id: provider.id,
+                    live: room.live,
+                    start: provider.start,
+                    size: provider.size,
+                    free: room.free,
+                    largest: room.largest,
+                    paths,
+                    ruling: judge.ruling(provider, &self.parties, paths, size),
+                },
+                GFP_KERNEL,
+            )?;
+        }
+        Ok(candidates)
+    }
+}
+
+/// The views that were asked for last.
+pub(crate) struct Views {
+    views: KVec<Arc<View>>,
+    /// The one that goes next.
+    oldest: usize,
+}
+
+impl Views {
+    /// Lists of clients that are remembered.
+    const MOST: usize = 32;
+
+    pub(crate) const fn new() -> Self {
+        Self {
+            views: KVec::new(),
+            oldest: 0,
+        }
+    }
+
+    /// The view of these clients, if it was made at `generation`.
+    fn get(&self, generation: u64, names: &[PciAddr]) -> Option<Arc<View>> {
+        let fits = |view: &&Arc<View>| view.generation == generation && *view.names == *names;
+        self.views.iter().find(fits).cloned()
+    }
+
+    /// Remembers a view in the place of the oldest, or of one of the same clients, which is returned.
+    fn put(&mut self, view: Arc<View>) -> Result<Option<Arc<View>>> {
+        let same = self.views.iter().position(|old| *old.names == *view.names);
+        if same.is_none() && self.views.len() < Self::MOST {
+            self.views.push(view, GFP_KERNEL)?;
+            return Ok(None);
+        }
+        let at = same.unwrap_or(self.oldest);
+        if same.is_none() {
+            self.oldest = (self.oldest + 1) % Self::MOST;
+        }
+        Ok(self.views.get_mut(at).map(|old| core::mem::replace(old, view)))
+    }
+}
+
+/// The view of these clients, from memory or else made by `make`. `generation` says what it is now.
+pub(crate) fn view(
+    views: &Mutex<Views>,
+    names: &[PciAddr],
+    generation: impl Fn() -> u64,
+    make: impl FnOnce(u64) -> Answer<Arc<View>>,
+) -> Answer<Arc<View>> {
+    let now = generation();
+    let known = views.lock().get(now, names);
+    if let Some(view) = known {
+        return Ok(view);
+    }
+    let made = make(now)?;
+    let mut locked = views.lock();
+    // Views are forgotten after the generation changed: one from before must not come after that.
+    let old = if generation() == now {
+        locked.put(made.clone())?
+    } else {
+        None
+    };
+    drop(locked);
+    drop(old);
+    Ok(made)
+}
+
+/// Forgets all views.
+pub(crate) fn forget(views: &Mutex<Views>) {
+    let old = core::mem::replace(&mut *views.lock(), Views::new());
+    drop(old);
+}
+
+#[kunit_tests(p2pmem_views)]
+mod tests {
+    use super::*;
+
+    fn names(bus: u8) -> [PciAddr; 1] {
+        [PciAddr {
+            domain: 0,
+            bus,
+            devfn: 0,
+        }]
+    }
+
+    fn empty(generation: u64, bus: u8) -> Result<Arc<View>> {
+        let mut named = KVec::new();
+        named.extend_from_slice(&names(bus), GFP_KERNEL)?;
+        let view = View {
+            generation,
+            names: named,
+            clients: KVec::new(),
+            parties: KVec::new(),
+            providers: KVec::new(),
+            facts: Facts::new(&[], KVec::new(), 0)?,
+        };
+        Ok(Arc::new(view, GFP_KERNEL)?)
+    }
+
+    #[test]
+    fn views_are_those_of_their_clients_and_their_time() -> Result {
+        let mut views = Views::new();
+        assert!(views.put(empty(1, 5)?)?.is_none());
+        assert!(views.put(empty(1, 6)?)?.is_none());
+        assert!(views.get(1, &names(5)).is_some_and(|view| *view.names == names(5)));
+        assert!(views.get(2, &names(5)).is_none());
+        assert!(views.get(1, &names(7)).is_none() && views.get(1, &[]).is_none());
+        // A newer one of the same clients takes the place of the older.
+        assert!(views.put(empty(2, 5)?)?.is_some_and(|old| old.generation == 1));
+        assert!(views.get(1, &names(5)).is_none() && views.get(2, &names(5)).is_some());
+        assert_eq!(views.views.len(), 2);
+        Ok(())
+    }
+
+    #[test]
+    fn the_oldest_goes_first() -> Result {
+        let mut views = Views::new();
+        for bus in 0..Views::MOST as u8 {
+            assert!(views.put(empty(1, bus)?)?.is_none());
+        }
+        for bus in 0..4 {
+            let gone = views.put(empty(1, 100 + bus)?)?;
+            assert!(gone.is_some_and(|old| *old.names == names(bus)));
+        }
+        assert_eq!(views.views.len(), Views::MOST);
+        assert!(views.get(1, &names(3)).is_none() && views.get(1, &names(4)).is_some());
+        Ok(())
+    }
+}
