@@ -77,7 +77,7 @@ impl Buddy {
         }
         let lock = Blocks::new()?;
         let gauge = Gauge::new(true)?;
-        let buddy = Arc::pin_init(
+        let buddy: Arc<Self> = Arc::pin_init(
             // INVARIANT: `gpu_buddy_init()` initialised the structure.
             try_pin_init!(Self {
                 inner <- Opaque::try_ffi_init(|slot| {
