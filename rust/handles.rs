@@ -16,10 +16,17 @@ use kernel::{
 
 /// The handles of a file.
 pub(crate) struct Handles {
+    /// By [`spread`] handles.
     by_handle: RBTree<u32, Holder>,
     /// A buffer's place in the address space of mappings, in pages, and a handle of it.
     by_page: RBTree<(u64, u32), ()>,
     next: u32,
+}
+
+/// A handle as its tree has it: with its bits reversed, as a tree in which each new number is the largest is twice as deep
+/// as it has to be.
+fn spread(handle: u32) -> u32 {
+    handle.reverse_bits()
 }
 
 /// What one more handle takes of the kernel's memory.
@@ -60,19 +67,21 @@ impl Handles {
     pub(crate) fn insert(&mut self, handle: u32, holder: Holder, slot: Slot) {
         let page = holder.page_offset;
         self.by_page.insert(slot.by_page.into_node((page, handle), ()));
-        self.by_handle.insert(slot.by_handle.into_node(handle, holder));
+        self.by_handle.insert(slot.by_handle.into_node(spread(handle), holder));
     }
 
     /// Ends a handle. What comes back may be the buffer's last holder: it is dropped without a lock.
     pub(crate) fn remove(&mut self, handle: u32) -> Option<Holder> {
-        let holder = self.by_handle.remove(&handle)?;
+        let holder = self.by_handle.remove(&spread(handle))?;
         self.by_page.remove(&(holder.page_offset, handle));
         Some(holder)
     }
 
     /// The buffer of a handle.
     pub(crate) fn buffer(&self, handle: u32) -> Option<Arc<Buffer>> {
-        self.by_handle.get(&handle).map(|holder| holder.buffer().clone())
+        self.by_handle
+            .get(&spread(handle))
+            .map(|holder| holder.buffer().clone())
     }
 
     /// The last buffer that does not begin behind a page.

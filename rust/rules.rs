@@ -100,6 +100,7 @@ struct Record {
 struct State {
     book: Arc<Book>,
     numbers: Numbers,
+    /// By numbers with their bits reversed: a tree in which each new number is the largest is twice as deep as it has to be.
     charges: RBTree<u64, Record>,
     next_charge: u64,
     next_rule: u64,
@@ -429,7 +430,7 @@ impl<'a> Judge<'a> {
             quota::Uncharged::Broken(broken) => Uncharged::Broken(broken),
             quota::Uncharged::Store(e) => Uncharged::Error(e),
         })?;
-        let id = state.next_charge;
+        let id = state.next_charge.reverse_bits();
         state.next_charge += 1;
         let node: RBTreeNode<u64, Record> = reservation.into_node(
             id,

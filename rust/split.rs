@@ -63,7 +63,7 @@ mod tests {
         assert_eq!(share(100, 2, 512), Some(50));
         // Aligned the last part would be empty, in whole pages it is not.
         assert_eq!(share(1030, 3, 256), Some(512));
-        assert_eq!(share(1024, 3, 341), Some(682 / 2 + 1));
+        assert_eq!(share(1024, 3, 341), Some(342));
     }
 
     #[test]
