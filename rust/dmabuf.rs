@@ -289,31 +289,9 @@ impl Export {
             ));
         }
         if importer.reaches(provider.function()) {
-            return self.allowed(importer, name);
+            return allowed(&self.buffer, importer.function(), name);
         }
         Err(unreachable(provider, name, importer.function()))
-    }
-
-    /// Whether rules let the importer reach the buffer, which was not necessarily allocated for it.
-    fn allowed(&self, importer: &Importer<'_>, name: &DeviceName) -> Answer {
-        let Some(function) = importer.function() else {
-            return Ok(());
-        };
-        let (buffer, orchestrator) = (&self.buffer, global::orchestrator()?);
-        let path = orchestrator.path(&buffer.provider, &function)?;
-        let rules = orchestrator.rules();
-        match rules.objection(&buffer.who, &buffer.provider, &function.party(), &path) {
-            None => Ok(()),
-            Some((rule, far)) => Err(refuse!(
-                EACCES,
-                "{} may not reach the memory of {} that uid {} has: rule {}{}",
-                name,
-                buffer.provider.addr,
-                buffer.who.uid(),
-                rule.as_str(),
-                if far { ", for the path is too far" } else { "" }
-            )),
-        }
     }
 
     /// Takes an importer into the books.
@@ -487,6 +465,29 @@ impl Exporter for Export {
 pub(crate) fn worth_saying(waited: u64) -> bool {
     const SAY: [u64; 3] = [1, 10, 60];
     SAY.contains(&waited) || waited > 0 && waited % 300 == 0
+}
+
+/// Whether rules let a device reach a buffer, which was not necessarily allocated for it. What is no PCI function is no client
+/// of any rule.
+pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
+    let Some(function) = function else {
+        return Ok(());
+    };
+    let orchestrator = global::orchestrator()?;
+    let path = orchestrator.path(&buffer.provider, &function)?;
+    let rules = orchestrator.rules();
+    match rules.objection(&buffer.who, &buffer.provider, &function.party(), &path) {
+        None => Ok(()),
+        Some((rule, far)) => Err(refuse!(
+            EACCES,
+            "{} may not reach the memory of {} that uid {} has: rule {}{}",
+            name,
+            buffer.provider.addr,
+            buffer.who.uid(),
+            rule.as_str(),
+            if far { ", for the path is too far" } else { "" }
+        )),
+    }
 }
 
 /// Why the kernel says that a device, which is a PCI function or not, does not reach a provider.

@@ -225,6 +225,7 @@ impl Registration {
             if !adapter.reaches(provider.function()) {
                 return Err(dmabuf::unreachable(provider, name, adapter.function()));
             }
+            dmabuf::allowed(buffer, adapter.function(), name)?;
             if target.is_none() {
                 return Err(refuse!(
                     unsupported,

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::busy::Busy;
 use super::peer::{Held, MIB, Row, await_rows, counted, nic, rows};
+use super::rules::AdminRule;
 use super::{Bed, Case, NODE, alloc, errno, expect};
 use crate::sys::Mapping;
 use crate::verbs::Adapter;
@@ -35,6 +36,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "nic",
         ruins: false,
         run: unmap,
+    },
+    Case {
+        name: "peer-rules",
+        about: "an adapter that a rule denies, or whose path is too far, is refused, and told which rule",
+        topology: "nic",
+        ruins: false,
+        run: denied,
     },
     Case {
         name: "peer-unreachable",
@@ -243,6 +251,34 @@ fn unmap(bed: &mut Bed) -> Result<()> {
     held.map.vacate().map_err(errno)?;
     super::peer::arrives(&nic, &sent, 4096, &region, 65536)?;
     super::peer::check(&map, 65536, 4096, 9, 0)
+}
+
+fn denied(bed: &mut Bed) -> Result<()> {
+    let nic = nic(bed)?;
+    let held = Held::new(bed, "accel0", MIB)?;
+    let try_it = || nic.register(held.map.address(), MIB).map(drop);
+    // Before the rule, and in spite of it: rules are for what comes after them.
+    let before = held.register(&nic)?;
+    let rule = AdminRule::new(
+        "10-not-this",
+        &[("client", &bed.device("nic0")?.bdf), ("action", "deny")],
+    )?;
+    expect("a denied adapter", try_it(), libc::EACCES)?;
+    let reason = held.reason()?;
+    ensure!(reason.contains("rule 10-not-this"), "{reason:?}");
+    ensure!(rows()?.len() == 1, "{:#?}", rows()?);
+    rule.set("enable", "0")?;
+    rule.set("action", "none")?;
+    rule.set("max_class", "DEV")?;
+    rule.set("enable", "1")?;
+    expect("too far", try_it(), libc::EACCES)?;
+    let reason = held.reason()?;
+    ensure!(reason.contains("too far"), "{reason:?}");
+    drop(before);
+    drop(rule);
+    drop(held.register(&nic)?);
+    ensure!(rows()?.is_empty(), "{:#?}", rows()?);
+    Ok(())
 }
 
 fn unreachable(bed: &mut Bed) -> Result<()> {
