@@ -135,13 +135,12 @@ fn what_is_installed_compiles_links_and_runs() {
             format!("{}\n", env!("CARGO_PKG_VERSION"))
         );
     }
-    // The example needs a module to run: a guest's test does that. That it compiles is for here.
-    let example = here().join("examples/alloc.c");
+    // The examples need a module to run: a guest's tests do that. That they compile is for here.
     let mut compile = Command::new("cc");
     compile
         .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"])
         .args(&cflags)
-        .arg(&example);
+        .args(["alloc.c", "share.c"].map(|name| here().join("examples").join(name)));
     if in_sandbox() {
         let out = compile.output().unwrap();
         assert!(out.status.success(), "{}", text(&out));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Registration by programs: perftest with the preload shim, the C library's example, p2pmemctl; and with a NIC that
+//! What programs do: perftest with the preload shim, the C library's examples, p2pmemctl; and registering with a NIC that
 //! cannot do it.
 
 use std::fs;
@@ -31,6 +31,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "nic",
         ruins: false,
         run: c_library,
+    },
+    Case {
+        name: "share-c",
+        about: "the C example that allocates a stripe and has another process answer in its parts",
+        topology: "demo",
+        ruins: false,
+        run: c_sharing,
     },
     Case {
         name: "rdma-tool",
@@ -228,27 +235,83 @@ fn by_addresses(memory: &Mapping, pd: &Pd) -> Result<()> {
     Ok(())
 }
 
+/// One of the C library's examples, built against an installed library with pkg-config.
+struct CExample {
+    name: &'static str,
+    place: PathBuf,
+}
+
+impl CExample {
+    fn build(name: &'static str, libraries: &str) -> Result<CExample> {
+        let built = sibling("libp2pmem_capi.so")?;
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../userspace/p2pmem-capi");
+        let place = Path::new("/tmp/p2pmem-c").join(name);
+        let script = format!(
+            "set -e; {source}/install {build} {place}/usr\n\
+             export PKG_CONFIG_PATH={place}/usr/lib/pkgconfig\n\
+             cc -std=gnu11 -o {place}/{name} {source}/examples/{name}.c $(pkg-config --cflags --libs p2pmem) {libraries}\n",
+            source = source.display(),
+            build = built.parent().context("no folder")?.display(),
+            place = place.display(),
+        );
+        let output = finish(spawn(Command::new("sh").args(["-c", &script]))?)?;
+        ensure!(output.status.success(), "building {name}.c: {}", text(&output));
+        Ok(CExample { name, place })
+    }
+
+    fn run(&self, arguments: &[&str]) -> Result<Output> {
+        let mut command = Command::new(self.place.join(self.name));
+        command
+            .args(arguments)
+            .env("LD_LIBRARY_PATH", self.place.join("usr/lib"));
+        finish(spawn(&mut command)?)
+    }
+}
+
+impl Drop for CExample {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.place);
+    }
+}
+
+fn c_sharing(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    bed.publish("shm0")?;
+    let before = bed.settled()?;
+    let example = CExample::build("share", "")?;
+    let drive = bed.device("nvme0")?.bdf.clone();
+    let output = example.run(&["12582912", "3", &drive])?;
+    ensure!(output.status.success(), "the C example: {}", text(&output));
+    let said = String::from_utf8_lossy(&output.stdout);
+    let mut wanted = Vec::new();
+    // What nvme1's own driver published is as near.
+    for (part, name) in ["accel0", "nvme1", "shm0"].iter().enumerate() {
+        wanted.push(format!(
+            "part {part}: 4194304 bytes in provider {}\n",
+            bed.provider(name)?.id
+        ));
+    }
+    wanted.push("3 parts were read and answered by another process\n".into());
+    wanted.push("and its answers are in 3 parts\n".into());
+    for wanted in wanted {
+        ensure!(said.contains(&wanted), "{wanted:?} is not in {said:?}");
+    }
+    ensure!(bed.settled()? == before);
+    let output = example.run(&["12582912", "5", &drive])?;
+    let said = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.code() == Some(1) && said.contains("stripe: ") && said.contains("of 5 parts"),
+        "five parts in four providers: {}",
+        text(&output)
+    );
+    bed.unpublish("accel1")?;
+    bed.unpublish("shm0")
+}
+
 fn c_library(bed: &mut Bed) -> Result<()> {
     let nic = bed.device("nic0")?.rdma.clone().context("nic0 has no RDMA device")?;
-    let built = sibling("libp2pmem_capi.so")?;
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../userspace/p2pmem-capi");
-    let place = Path::new("/tmp/p2pmem-c");
-    let script = format!(
-        "set -e; {source}/install {build} {place}/usr\n\
-         export PKG_CONFIG_PATH={place}/usr/lib/pkgconfig\n\
-         cc -std=gnu11 -o {place}/alloc {source}/examples/alloc.c $(pkg-config --cflags --libs p2pmem) -libverbs\n",
-        source = source.display(),
-        build = built.parent().context("no folder")?.display(),
-        place = place.display(),
-    );
-    let output = finish(spawn(Command::new("sh").args(["-c", &script]))?)?;
-    ensure!(output.status.success(), "building the C example: {}", text(&output));
-    let run = |arguments: &[&str]| {
-        let mut command = Command::new(place.join("alloc"));
-        finish(spawn(
-            command.args(arguments).env("LD_LIBRARY_PATH", place.join("usr/lib")),
-        )?)
-    };
+    let example = CExample::build("alloc", "-libverbs")?;
+    let run = |arguments: &[&str]| example.run(arguments);
     let output = run(&["1048576", &nic])?;
     ensure!(output.status.success(), "the C example: {}", text(&output));
     let said = String::from_utf8_lossy(&output.stdout);
@@ -276,8 +339,7 @@ fn c_library(bed: &mut Bed) -> Result<()> {
         "a TiB: {}",
         text(&output)
     );
-    std::io::stdout().write_all(&output.stderr)?;
-    Ok(fs::remove_dir_all(place)?)
+    Ok(std::io::stdout().write_all(&output.stderr)?)
 }
 
 fn tool(bed: &mut Bed) -> Result<()> {
