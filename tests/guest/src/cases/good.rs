@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
-use super::{Bed, Case, alloc, buffer, command, errno, explain_last, free, open, providers, request};
+use super::{Bed, Case, alloc, buffer, command, errno, expect, explain_last, free, open, providers, request};
 use crate::host;
 use crate::sys::{self, Mapping, Memory};
 use crate::wire::Request;
@@ -243,6 +243,56 @@ fn near(bed: &mut Bed) -> Result<()> {
         verdict.code == abi::P2PMEM_VERDICT_CHOSEN && verdict.class == abi::P2PMEM_PATH_SAME_SWITCH,
         "{verdict:?}"
     );
+    // Who wants to know no more than which one is told no more, and as much room as any sentence needs.
+    let mut which = abi::p2pmem_explain {
+        req: a.req,
+        ..Default::default()
+    };
+    sys::explain(
+        fd,
+        &mut which,
+        Memory::Slice(&mut clients),
+        Memory::Slice(&mut []),
+        Memory::Slice(&mut []),
+    )
+    .map_err(errno)?;
+    ensure!(which.error == 0 && which.chosen == accel.id, "{which:?}");
+    ensure!(
+        which.nr_verdicts as usize == verdicts.len() && which.text_len >= explain.text_len,
+        "{which:?} after {explain:?}"
+    );
+    // As many clients as there may be, and one more than are read at once.
+    for count in [8, 9, 64] {
+        let mut many = vec![clients[0]; count];
+        let mut rows = vec![abi::p2pmem_path::default(); 4 * count];
+        paths = abi::p2pmem_paths {
+            nr_clients: count as u32,
+            nr_paths: rows.len() as u32,
+            ..Default::default()
+        };
+        sys::paths(fd, &mut paths, Memory::Slice(&mut many), Memory::Slice(&mut rows)).map_err(errno)?;
+        rows.truncate(paths.nr_paths as usize);
+        rows.retain(|row| row.provider == accel.id);
+        let numbers: Vec<u32> = rows.iter().map(|row| row.client).collect();
+        ensure!(numbers == (0..count as u32).collect::<Vec<_>>(), "{numbers:?}");
+        ensure!(
+            rows.iter()
+                .all(|row| (row.class, row.distance) == (path.class, path.distance)),
+            "{rows:?}"
+        );
+        let mut b = request(4096);
+        b.req.nr_clients = count as u32;
+        sys::alloc(fd, &mut b, Memory::Slice(&mut many)).map_err(errno)?;
+        ensure!(b.provider == accel.id, "{b:?}");
+        free(fd, b.handle).map_err(errno)?;
+        // The last one of them is looked at too.
+        many[count - 1].bus = 0xfe;
+        expect(
+            "a client that is not there",
+            sys::alloc(fd, &mut b, Memory::Slice(&mut many)),
+            libc::ENODEV,
+        )?;
+    }
     // A request of upstream's strategy ends at the only provider there is too.
     a.req.strategy = abi::P2PMEM_STRATEGY_UPSTREAM;
     let first = a.handle;
