@@ -20,7 +20,7 @@ pub(super) struct Busy {
     refused: AtomicU64,
 }
 
-/// One of the users; says whether he ended, however he did.
+/// What a user does until he is told to end.
 type User<'a> = &'a (dyn Fn(&Busy) -> Result<()> + Sync);
 
 impl Busy {
