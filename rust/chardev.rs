@@ -165,15 +165,12 @@ impl File {
 
     /// Remembers what was decided; without a buffer the decision is a refusal.
     fn settle(&self, holder: Option<Holder>, told: Told) -> Answer<Holder> {
-        let why = match (&told, &holder) {
-            (Told::Account(account), None) => Some((account.error, account.text)),
-            _ => None,
+        let refusal = match &told {
+            Told::Account(account) if holder.is_none() => account.refusal(),
+            _ => Refusal::from(EINVAL),
         };
-        self.remember(told);
-        holder.ok_or_else(|| match why {
-            Some((error, text)) => Refusal::new(Error::from_errno(-error), text),
-            None => Refusal::from(EINVAL),
-        })
+        self.remember(Some(told));
+        holder.ok_or(refusal)
     }
 
     /// What a decision can be made in without allocating memory.
@@ -181,15 +178,13 @@ impl File {
         self.last.lock().spare.take()
     }
 
-    /// Remembers what was decided.
-    fn remember(&self, told: Told) {
+    /// Remembers what was decided, or that there was no memory to remember it in.
+    fn remember(&self, told: Option<Told>) {
         let mut last = self.last.lock();
-        let mut old = last.told.replace(told);
-        if let Some(Told::Brief(_)) = &old {
-            if let Some(Told::Brief(brief)) = old.take() {
-                old = last.spare.replace(brief).map(Told::Brief);
-            }
-        }
+        let old = match core::mem::replace(&mut last.told, told) {
+            Some(Told::Brief(brief)) => last.spare.replace(brief).map(Told::Brief),
+            other => other,
+        };
         drop(last);
         drop(old);
     }
@@ -207,10 +202,8 @@ impl File {
             _ => false,
         };
         if !known {
-            // Without memory the one before stays the last.
-            if let Ok(account) = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL) {
-                self.remember(Told::Account(account));
-            }
+            let account = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL);
+            self.remember(account.ok().map(Told::Account));
         }
     }
 
@@ -327,10 +320,10 @@ impl File {
             ));
         }
         let (made, account) = self.orchestrator.stripe(&wish, room, self.id)?;
-        let (error, text) = (account.error, account.text);
-        self.remember(Told::Account(KBox::new(account, GFP_KERNEL)?));
-        if made.is_empty() {
-            return Err(Refusal::new(Error::from_errno(-error), text));
+        let refusal = made.is_empty().then(|| account.refusal());
+        self.remember(Some(Told::Account(KBox::new(account, GFP_KERNEL)?)));
+        if let Some(refusal) = refusal {
+            return Err(refusal);
         }
         let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL)?;
         let mut offset = 0;

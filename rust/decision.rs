@@ -12,7 +12,8 @@ use crate::{
     path::PathClass,
     placement::{self, Candidate, Named, Outcome, Stock, Strategy, Verdict, VerdictCode},
     policy::{Name, Ref, Ruling, Set},
-    refusal::Text,
+    provider::Room,
+    refusal::{Refusal, Text},
     rules::Judge,
     views::{Facts, Known},
 };
@@ -40,6 +41,11 @@ impl Account {
         }
     }
 
+    /// What who asked is told, where none was chosen.
+    pub(crate) fn refusal(&self) -> Refusal {
+        Refusal::new(Error::from_errno(-self.error), self.text)
+    }
+
     /// The same once more.
     pub(crate) fn again(&self) -> Result<Self> {
         let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL)?;
@@ -65,12 +71,11 @@ impl Brief {
     /// Decides a request for the nearest, of which no rule has a word, without looking at any path. None where that cannot
     /// tell: nobody may be able to serve it, or only asking the allocator says whether one can.
     /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
-    pub(crate) fn decide(wish: &Wish, spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
+    pub(crate) fn decide(wish: &Wish, mut spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
         let (view, size) = (&*wish.view, wish.size);
         let Some(need) = Need::of(size, wish.align) else {
             return Ok(None);
         };
-        let mut spare = spare;
         let mut stock = spare
             .as_mut()
             .map_or_else(KVec::new, |spare| core::mem::take(&mut spare.stock));
@@ -119,20 +124,13 @@ impl Brief {
     pub(crate) fn account(&self) -> Result<Account> {
         let facts = &*self.facts;
         let mut candidates = KVec::with_capacity(facts.known.len(), GFP_KERNEL)?;
-        for (i, (known, has)) in facts.known.iter().zip(&self.stock).enumerate() {
-            candidates.push(
-                Candidate {
-                    id: known.id,
-                    live: true,
-                    start: known.start,
-                    size: known.size,
-                    free: has.free,
-                    largest: has.largest,
-                    paths: facts.paths_of(i),
-                    ruling: Ruling::NONE,
-                },
-                GFP_KERNEL,
-            )?;
+        for (i, has) in self.stock.iter().enumerate() {
+            let room = Room {
+                live: true,
+                free: has.free,
+                largest: has.largest,
+            };
+            candidates.push(facts.candidate(i, room, Ruling::NONE), GFP_KERNEL)?;
         }
         let request = placement::Request {
             size: self.size,

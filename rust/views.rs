@@ -9,8 +9,8 @@ use crate::{
     ext::pci::Function,
     path::{Path, PciAddr},
     placement::{Candidate, Distance, Turn},
-    policy::Party,
-    provider::Provider,
+    policy::{Party, Ruling},
+    provider::{Provider, Room},
     refusal::Answer,
     rules::Judge,
 };
@@ -97,6 +97,21 @@ impl Facts {
         let from = provider * self.clients;
         self.paths.get(from..from + self.clients).unwrap_or_default()
     }
+
+    /// A provider, by its place in the list, as a candidate that has this room and of which rules say that.
+    pub(crate) fn candidate(&self, provider: usize, room: Room, ruling: Ruling) -> Candidate<'_> {
+        let known = &self.known[provider];
+        Candidate {
+            id: known.id,
+            live: room.live,
+            start: known.start,
+            size: known.size,
+            free: room.free,
+            largest: room.largest,
+            paths: self.paths_of(provider),
+            ruling,
+        }
+    }
 }
 
 /// The providers there are, and how far each is from each of the clients.
@@ -143,20 +158,8 @@ impl View {
         let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL)?;
         for (i, provider) in self.providers.iter().enumerate() {
             let room = provider.room(size, align);
-            let paths = self.facts.paths_of(i);
-            candidates.push(
-                Candidate {
-                    id: provider.id,
-                    live: room.live,
-                    start: provider.start,
-                    size: provider.size,
-                    free: room.free,
-                    largest: room.largest,
-                    paths,
-                    ruling: judge.ruling(provider, &self.parties, paths, size),
-                },
-                GFP_KERNEL,
-            )?;
+            let ruling = judge.ruling(provider, &self.parties, self.facts.paths_of(i), size);
+            candidates.push(self.facts.candidate(i, room, ruling), GFP_KERNEL)?;
         }
         Ok(candidates)
     }
