@@ -248,8 +248,7 @@ impl File {
         if paths.nr_clients == 0 {
             return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
         }
-        let mut names = request::Names::new();
-        request::clients(paths.clients, paths.nr_clients, &mut names)?;
+        let names = request::Names::read(paths.clients, paths.nr_clients)?;
         if paths.flags & consts::PATHS_RESCAN != 0 {
             self.orchestrator.forget_paths();
         }

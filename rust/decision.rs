@@ -71,43 +71,43 @@ impl Brief {
     /// Decides a request for the nearest, of which no rule has a word, without looking at any path. None where that cannot
     /// tell: nobody may be able to serve it, or only asking the allocator says whether one can.
     /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
-    pub(crate) fn decide(wish: &Wish, mut spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
+    pub(crate) fn decide(wish: &Wish, spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
         let (view, size) = (&*wish.view, wish.size);
         let Some(need) = Need::of(size, wish.align) else {
             return Ok(None);
         };
-        let mut stock = spare
-            .as_mut()
-            .map_or_else(KVec::new, |spare| core::mem::take(&mut spare.stock));
-        stock.clear();
-        stock.reserve(view.providers.len(), GFP_KERNEL)?;
-        for provider in &view.providers {
-            let Some((free, largest)) = provider.glance(&need) else {
-                return Ok(None);
-            };
-            // There is room for all of them.
-            let _ = stock.push_within_capacity(Stock { free, largest });
-        }
         let facts = &view.facts;
-        let Some(turn) = placement::nearest(size, wish.max_class, &facts.turns, &stock) else {
+        let mut brief = match spare {
+            Some(brief) => brief,
+            None => KBox::new(
+                Self {
+                    size,
+                    align: wish.align,
+                    max_class: wish.max_class,
+                    facts: facts.clone(),
+                    stock: KVec::new(),
+                    chosen: 0,
+                    class: 0,
+                },
+                GFP_KERNEL,
+            )?,
+        };
+        brief.stock.resize(view.gauges.len(), Stock::EMPTY, GFP_KERNEL)?;
+        for (stock, gauge) in brief.stock.iter_mut().zip(&view.gauges) {
+            match gauge.glance(&need) {
+                Some(has) => *stock = has,
+                None => return Ok(None),
+            }
+        }
+        let Some(turn) = placement::nearest(size, wish.max_class, &facts.turns, &brief.stock) else {
             return Ok(None);
         };
-        let brief = Self {
-            size,
-            align: wish.align,
-            max_class: wish.max_class,
-            facts: facts.clone(),
-            stock,
-            chosen: turn.index,
-            class: turn.class_raw(),
-        };
-        Ok(Some(match spare {
-            Some(mut spare) => {
-                *spare = brief;
-                spare
-            }
-            None => KBox::new(brief, GFP_KERNEL)?,
-        }))
+        (brief.size, brief.align, brief.max_class) = (size, wish.align, wish.max_class);
+        (brief.chosen, brief.class) = (turn.index, turn.class_raw());
+        if !Arc::ptr_eq(&brief.facts, facts) {
+            brief.facts = facts.clone();
+        }
+        Ok(Some(brief))
     }
 
     /// Place of the chosen provider among those of the view.

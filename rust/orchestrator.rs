@@ -22,6 +22,7 @@ use crate::{
     placement::{self, Candidate, Named, Strategy, Verdict},
     provider::{Counters, Kind, Leave, Parts, Provider},
     refusal::{refuse, Answer},
+    request::address,
     rules::{breaks, Book, Judge, Rules, Uncharged},
     topology::{Cache, Walk},
     views::{self, View, Views},
@@ -225,11 +226,13 @@ impl Orchestrator {
         views::forget(&self.views);
     }
 
-    /// The machine as these clients see it. Errors: `ENODEV` (no such function).
-    pub(crate) fn view(&self, names: &[PciAddr]) -> Answer<Arc<View>> {
+    /// The machine as these clients see it, which are a slice of [`Names`](crate::request::Names). Errors: `ENODEV` (no
+    /// such function), `EINVAL` (what is no address).
+    pub(crate) fn view(&self, names: &[u64]) -> Answer<Arc<View>> {
         let make = |generation| {
             let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL)?;
             for &name in names {
+                let name = address(name)?;
                 let function = Function::find(name);
                 let function =
                     function.ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", name))?;
@@ -237,7 +240,7 @@ impl Orchestrator {
             }
             let providers = self.providers()?;
             let paths = self.paths(&providers, &clients)?;
-            Ok(View::new(generation, clients, providers, paths)?)
+            Ok(View::new(generation, names, clients, providers, paths)?)
         };
         views::view(&self.views, names, || self.generation(), make)
     }

@@ -620,12 +620,17 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
 }
 
 /// What a provider has that is not being revoked.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stock {
     /// [`Candidate::free`].
     pub(crate) free: u64,
     /// [`Candidate::largest`].
     pub(crate) largest: u64,
+}
+
+impl Stock {
+    /// Nothing.
+    pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
 }
 
 /// A provider's turn to be looked at by [`nearest`].
@@ -661,7 +666,9 @@ pub(crate) fn nearest<'a>(
     turns: &'a [Turn],
     stock: &[Stock],
 ) -> Option<&'a Turn> {
-    let mut best: Option<(&Turn, &Stock, u64)> = None;
+    let mut best: Option<(&Turn, u64)> = None;
+    // The best one's size and what it has; none has nothing, as `size` is not 0.
+    let (mut whole, mut its) = (0, Stock::EMPTY);
     let mut nearer = None;
     for turn in turns {
         if nearer != Some(turn.nearer) {
@@ -672,29 +679,21 @@ pub(crate) fn nearest<'a>(
             }
             nearer = Some(turn.nearer);
         }
-        let Some(has) = stock
-            .get(turn.index)
-            .filter(|has| has.free >= size && has.largest >= size)
-        else {
+        let Some(has) = stock.get(turn.index) else { continue };
+        if has.free < size || has.largest < size {
             continue;
-        };
-        best = match best {
-            // The same load, without a division: idle providers of one kind.
-            Some((other, its, _)) if turn.size == other.size && has.free == its.free && has.largest <= its.largest => {
-                best
-            }
-            Some((_, its, least)) => {
-                let load = load(turn.size, has.free);
-                if load < least || load == least && has.largest > its.largest {
-                    Some((turn, has, load))
-                } else {
-                    best
-                }
-            }
-            None => Some((turn, has, load(turn.size, has.free))),
-        };
+        }
+        // The same load, without a division: idle providers of one kind.
+        if has.free == its.free && turn.size == whole && has.largest <= its.largest {
+            continue;
+        }
+        let load = load(turn.size, has.free);
+        if best.is_none_or(|(_, least)| load < least || load == least && has.largest > its.largest) {
+            best = Some((turn, load));
+            (whole, its) = (turn.size, *has);
+        }
     }
-    best.map(|(turn, ..)| turn)
+    best.map(|(turn, _)| turn)
 }
 
 /// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either

@@ -15,7 +15,7 @@ use crate::{
         buddy::Buddy,
         completion::Completion,
         dmem::{Held, Region},
-        gauge::{padded, Gauge, Need},
+        gauge::{padded, Gauge},
         global,
         p2pdma::{Backing, Pool},
         pci::Function,
@@ -334,10 +334,9 @@ impl Provider {
         }
     }
 
-    /// As [`Self::room`], without a lock: free bytes, and the largest piece, as they were a moment ago. None where it
-    /// cannot be told that way whether the request fits, or the provider is leaving.
-    pub(crate) fn glance(&self, need: &Need) -> Option<(u64, u64)> {
-        self.gauge.glance(need)
+    /// What tells as [`Self::room`] does, without a lock.
+    pub(crate) fn gauge(&self) -> Arc<Gauge> {
+        self.gauge.clone()
     }
 
     /// What there is for a request, without taking it.

@@ -44,84 +44,68 @@ pub(crate) fn array_writer<T>(at: u64, count: u32) -> Answer<UserSliceWriter> {
     Ok(UserSlice::new(UserPtr::from_addr(at), len).writer())
 }
 
-/// Addresses of functions; a few take no memory of their own.
+/// Addresses of functions as user space has them, each a [`uapi::PciAddress`] of which nothing is checked. That one list is
+/// the same as another is known from that. A few take no memory of their own.
 pub(crate) struct Names {
-    few: [PciAddr; Self::FEW],
+    few: [u64; Self::FEW],
     len: usize,
-    /// All of them, where they are more than a few.
-    many: KVec<PciAddr>,
+    /// All of them, where they are more than a few. Dropping an empty list would take longer than reading a few.
+    many: Option<KVec<u64>>,
 }
 
 impl Names {
     const FEW: usize = 8;
-    const NONE: PciAddr = PciAddr {
-        domain: 0,
-        bus: 0,
-        devfn: 0,
-    };
+    const EACH: usize = size_of::<uapi::PciAddress>();
 
-    pub(crate) fn new() -> Self {
-        Self {
-            few: [Self::NONE; Self::FEW],
-            len: 0,
-            many: KVec::new(),
+    /// Those that an array has.
+    pub(crate) fn read(at: u64, count: u32) -> Answer<Self> {
+        const _: () = assert!(Names::EACH == size_of::<u64>());
+        let mut names = Self {
+            few: [0; Self::FEW],
+            len: count as usize,
+            many: None,
+        };
+        if names.len == 0 {
+            return Ok(names);
         }
+        if count > consts::MAX_CLIENTS {
+            return Err(refuse!(
+                E2BIG,
+                "{} clients, at most {} are possible",
+                count,
+                consts::MAX_CLIENTS
+            ));
+        }
+        let at = usize::try_from(at).map_err(|_| EFAULT)?;
+        let len = names.len * Self::EACH;
+        let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
+        if names.len <= Self::FEW {
+            reader.read_slice(&mut AsBytes::as_bytes_mut(&mut names.few)[..len])?;
+            return Ok(names);
+        }
+        let mut many = KVec::from_elem(0u64, names.len, GFP_KERNEL)?;
+        reader.read_slice(AsBytes::as_bytes_mut(&mut many[..]))?;
+        names.many = Some(many);
+        Ok(names)
     }
 
-    fn push(&mut self, name: PciAddr) -> Result {
-        if let Some(slot) = self.few.get_mut(self.len) {
-            *slot = name;
-            self.len += 1;
-            return Ok(());
-        }
-        if self.many.is_empty() {
-            self.many.extend_from_slice(&self.few, GFP_KERNEL)?;
-        }
-        Ok(self.many.push(name, GFP_KERNEL)?)
-    }
-
-    pub(crate) fn as_slice(&self) -> &[PciAddr] {
-        if self.many.is_empty() {
-            &self.few[..self.len]
-        } else {
-            &self.many
+    pub(crate) fn as_slice(&self) -> &[u64] {
+        match &self.many {
+            Some(many) => many,
+            None => self.few.get(..self.len).unwrap_or_default(),
         }
     }
 }
 
-/// Adds the addresses of functions that an array has.
-pub(crate) fn clients(at: u64, count: u32, names: &mut Names) -> Answer {
-    if count > consts::MAX_CLIENTS {
-        return Err(refuse!(
-            E2BIG,
-            "{} clients, at most {} are possible",
-            count,
-            consts::MAX_CLIENTS
-        ));
-    }
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let mut from = UserPtr::from_addr(at);
-    let mut left = count as usize;
-    while left > 0 {
-        // A few at once: each look into user space takes its time.
-        let mut raw = [uapi::PciAddress::default(); Names::FEW];
-        let some = left.min(Names::FEW);
-        let len = some * size_of::<uapi::PciAddress>();
-        UserSlice::new(from, len)
-            .reader()
-            .read_slice(&mut raw.as_bytes_mut()[..len])?;
-        from = from.wrapping_byte_add(len);
-        left -= some;
-        for raw in &raw[..some] {
-            no_reserved(raw.reserved.into())?;
-            names.push(PciAddr {
-                domain: raw.domain,
-                bus: raw.bus,
-                devfn: raw.devfn,
-            })?;
-        }
-    }
-    Ok(())
+/// Checks one of [`Names`].
+pub(crate) fn address(raw: u64) -> Answer<PciAddr> {
+    let [d0, d1, d2, d3, bus, devfn, r0, r1] = raw.to_ne_bytes();
+    no_reserved(u16::from_ne_bytes([r0, r1]).into())?;
+    Ok(PciAddr {
+        domain: u32::from_ne_bytes([d0, d1, d2, d3]),
+        bus,
+        devfn,
+    })
 }
 
 /// The ranges that an array names.
@@ -185,8 +169,7 @@ pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &O
             class => class,
         },
     };
-    let mut names = Names::new();
-    clients(req.clients, req.nr_clients, &mut names)?;
+    let names = Names::read(req.clients, req.nr_clients)?;
     Ok(Wish {
         size,
         align,

@@ -6,7 +6,7 @@
 //! provider to each client takes far longer than choosing, and nothing of it changes until something on the bus does.
 
 use crate::{
-    ext::pci::Function,
+    ext::{gauge::Gauge, pci::Function},
     path::{Path, PciAddr},
     placement::{Candidate, Distance, Turn},
     policy::{Party, Ruling},
@@ -117,13 +117,15 @@ impl Facts {
 /// The providers there are, and how far each is from each of the clients.
 pub(crate) struct View {
     generation: u64,
-    /// The clients as they were named.
-    names: KVec<PciAddr>,
+    /// The clients as they were named, see [`Names`](crate::request::Names).
+    names: KVec<u64>,
     pub(crate) clients: KVec<Function>,
     /// What rules can tell the clients by.
     parties: KVec<Party>,
     /// In the order of their numbers. One that has begun to leave since is among them.
     pub(crate) providers: KVec<Arc<Provider>>,
+    /// What each of them has.
+    pub(crate) gauges: KVec<Arc<Gauge>>,
     pub(crate) facts: Arc<Facts>,
 }
 
@@ -131,15 +133,20 @@ impl View {
     /// As things are at `generation`.
     pub(crate) fn new(
         generation: u64,
+        named: &[u64],
         clients: KVec<Function>,
         providers: KVec<Arc<Provider>>,
         paths: KVec<Path>,
     ) -> Result<Arc<Self>> {
-        let mut names = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
+        let mut names = KVec::with_capacity(named.len(), GFP_KERNEL)?;
+        names.extend_from_slice(named, GFP_KERNEL)?;
         let mut parties = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
         for client in &clients {
-            names.push(client.address(), GFP_KERNEL)?;
             parties.push(client.party(), GFP_KERNEL)?;
+        }
+        let mut gauges = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
+        for provider in &providers {
+            gauges.push(provider.gauge(), GFP_KERNEL)?;
         }
         let facts = Facts::new(&providers, paths, clients.len())?;
         let view = Self {
@@ -148,6 +155,7 @@ impl View {
             clients,
             parties,
             providers,
+            gauges,
             facts,
         };
         Ok(Arc::new(view, GFP_KERNEL)?)
@@ -184,8 +192,10 @@ impl Views {
     }
 
     /// The view of these clients, if it was made at `generation`.
-    fn get(&self, generation: u64, names: &[PciAddr]) -> Option<Arc<View>> {
-        let fits = |view: &&Arc<View>| view.generation == generation && *view.names == *names;
+    fn get(&self, generation: u64, names: &[u64]) -> Option<Arc<View>> {
+        // Word by word: a call of memcmp() would compare bytes.
+        let same = |view: &View| view.names.len() == names.len() && view.names.iter().eq(names);
+        let fits = |view: &&Arc<View>| view.generation == generation && same(view);
         self.views.iter().find(fits).cloned()
     }
 
@@ -207,7 +217,7 @@ impl Views {
 /// The view of these clients, from memory or else made by `make`. `generation` says what it is now.
 pub(crate) fn view(
     views: &Mutex<Views>,
-    names: &[PciAddr],
+    names: &[u64],
     generation: impl Fn() -> u64,
     make: impl FnOnce(u64) -> Answer<Arc<View>>,
 ) -> Answer<Arc<View>> {
@@ -239,12 +249,8 @@ pub(crate) fn forget(views: &Mutex<Views>) {
 mod tests {
     use super::*;
 
-    fn names(bus: u8) -> [PciAddr; 1] {
-        [PciAddr {
-            domain: 0,
-            bus,
-            devfn: 0,
-        }]
+    fn names(bus: u8) -> [u64; 1] {
+        [bus.into()]
     }
 
     fn empty(generation: u64, bus: u8) -> Result<Arc<View>> {
@@ -256,6 +262,7 @@ mod tests {
             clients: KVec::new(),
             parties: KVec::new(),
             providers: KVec::new(),
+            gauges: KVec::new(),
             facts: Facts::new(&[], KVec::new(), 0)?,
         };
         Ok(Arc::new(view, GFP_KERNEL)?)

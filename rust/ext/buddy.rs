@@ -293,7 +293,7 @@ impl Drop for Extent {
 #[kunit_tests(p2pmem_buddy)]
 mod tests {
     use super::*;
-    use crate::ext::gauge::Need;
+    use crate::{ext::gauge::Need, placement::Stock};
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -386,7 +386,11 @@ mod tests {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
         let gauge = buddy.gauge();
         let one = Need::of(PAGE, PAGE).ok_or(EINVAL)?;
-        let is = |free, block| gauge.glance(&one) == Some((free * PAGE, block * PAGE));
+        let has = |free: u64, largest: u64| Stock {
+            free: free * PAGE,
+            largest: largest * PAGE,
+        };
+        let is = |free, largest| gauge.glance(&one) == Some(has(free, largest));
         assert!(is(63, 32));
         let half = buddy.alloc(32 * PAGE, PAGE)?;
         assert!(is(31, 16));

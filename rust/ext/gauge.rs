@@ -2,6 +2,7 @@
 
 //! What a provider has, for those who do not want to wait for its locks.
 
+use crate::placement::Stock;
 use kernel::{
     page::PAGE_SIZE,
     prelude::*,
@@ -42,9 +43,12 @@ pub(crate) struct Gauge {
     blocks: bool,
     free: Atomic<u64>,
     piece: Atomic<u64>,
+    /// Or [`CLOSED`].
     returning: Atomic<u64>,
-    closed: Atomic<u64>,
 }
+
+/// Returning bytes of what has nothing any more.
+const CLOSED: u64 = u64::MAX;
 
 /// A relaxed load that takes no call: in most kernels the crate's own is one, to a function in C.
 fn peek(word: &Atomic<u64>) -> u64 {
@@ -61,7 +65,6 @@ impl Gauge {
             free: Atomic::new(0),
             piece: Atomic::new(0),
             returning: Atomic::new(0),
-            closed: Atomic::new(0),
         };
         Ok(Arc::new(gauge, GFP_KERNEL)?)
     }
@@ -72,31 +75,35 @@ impl Gauge {
         self.piece.store(piece, Relaxed);
     }
 
-    /// Bytes that are as good as free, as they will be in a moment. Only one at a time may say.
+    /// Bytes that are as good as free, as they will be in a moment. Only one at a time may say, and not after [`Self::close`].
     pub(crate) fn set_returning(&self, bytes: u64) {
         self.returning.store(bytes, Relaxed);
     }
 
     /// From here on there is nothing to be had.
     pub(crate) fn close(&self) {
-        self.closed.store(1, Relaxed);
+        self.returning.store(CLOSED, Relaxed);
     }
 
     /// Free bytes, and the largest piece that is known, which tells whether the request fits. None where that cannot be
     /// told, or nothing is to be had any more.
-    pub(crate) fn glance(&self, need: &Need) -> Option<(u64, u64)> {
-        let (free, piece) = (
-            peek(&self.free).saturating_add(peek(&self.returning)),
-            peek(&self.piece),
-        );
+    #[inline(always)]
+    pub(crate) fn glance(&self, need: &Need) -> Option<Stock> {
+        let (free, largest) = (peek(&self.free), peek(&self.piece));
+        let returning = peek(&self.returning);
         let enough = if self.blocks { need.block } else { need.padded };
-        if peek(&self.closed) != 0 {
-            None
-        } else if free < need.size {
-            Some((free, piece.min(need.size - PAGE_SIZE as u64)))
-        } else {
-            (enough <= piece).then_some((free, piece))
+        if returning == CLOSED {
+            return None;
         }
+        let free = free.saturating_add(returning);
+        if enough <= largest {
+            return Some(Stock { free, largest });
+        }
+        let most = need.size - PAGE_SIZE as u64;
+        (free <= most).then_some(Stock {
+            free,
+            largest: largest.min(most),
+        })
     }
 }
 
@@ -110,21 +117,25 @@ mod tests {
         Need::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
     }
 
+    fn has(free: u64, largest: u64) -> Option<Stock> {
+        Some(Stock { free, largest })
+    }
+
     #[test]
     fn what_fits_for_sure_is_said() -> Result {
         let blocks = Gauge::new(true)?;
         blocks.set(12 * PAGE, 8 * PAGE);
-        assert_eq!(blocks.glance(&need(8, 1)?), Some((12 * PAGE, 8 * PAGE)));
-        assert_eq!(blocks.glance(&need(5, 8)?), Some((12 * PAGE, 8 * PAGE)));
+        assert_eq!(blocks.glance(&need(8, 1)?), has(12 * PAGE, 8 * PAGE));
+        assert_eq!(blocks.glance(&need(5, 8)?), has(12 * PAGE, 8 * PAGE));
         // It may fit into blocks side by side, or not.
         assert_eq!(blocks.glance(&need(9, 1)?), None);
         assert_eq!(blocks.glance(&need(1, 16)?), None);
         // For sure it does not.
-        assert_eq!(blocks.glance(&need(13, 1)?), Some((12 * PAGE, 8 * PAGE)));
+        assert_eq!(blocks.glance(&need(13, 1)?), has(12 * PAGE, 8 * PAGE));
         let pieces = Gauge::new(false)?;
         pieces.set(12 * PAGE, 9 * PAGE);
-        assert_eq!(pieces.glance(&need(9, 1)?), Some((12 * PAGE, 9 * PAGE)));
-        assert_eq!(pieces.glance(&need(2, 8)?), Some((12 * PAGE, 9 * PAGE)));
+        assert_eq!(pieces.glance(&need(9, 1)?), has(12 * PAGE, 9 * PAGE));
+        assert_eq!(pieces.glance(&need(2, 8)?), has(12 * PAGE, 9 * PAGE));
         assert_eq!(pieces.glance(&need(3, 8)?), None);
         Ok(())
     }
@@ -134,9 +145,9 @@ mod tests {
         let gauge = Gauge::new(true)?;
         gauge.set(PAGE, PAGE);
         gauge.set_returning(3 * PAGE);
-        assert_eq!(gauge.glance(&need(1, 1)?), Some((4 * PAGE, PAGE)));
+        assert_eq!(gauge.glance(&need(1, 1)?), has(4 * PAGE, PAGE));
         assert_eq!(gauge.glance(&need(2, 1)?), None);
-        assert_eq!(gauge.glance(&need(5, 1)?), Some((4 * PAGE, PAGE)));
+        assert_eq!(gauge.glance(&need(5, 1)?), has(4 * PAGE, PAGE));
         gauge.close();
         assert_eq!(gauge.glance(&need(1, 1)?), None);
         // Numbers that come late open nothing.

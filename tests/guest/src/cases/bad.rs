@@ -153,6 +153,10 @@ fn requests(bed: &mut Bed) -> Result<()> {
     };
     expect("65 clients", clients(65, &mut many), libc::E2BIG)?;
     free(fd, clients(64, &mut many).map_err(errno).context("64 clients")?).map_err(errno)?;
+    many[63].reserved = 1;
+    expect("reserved in the last of 64", clients(64, &mut many), libc::EINVAL)?;
+    many[63] = abi::p2pmem_pci_addr { bus: 0xee, ..good };
+    expect("the last of 64 is not there", clients(64, &mut many), libc::ENODEV)?;
     let mut huge = request(4096);
     huge.req.nr_clients = u32::MAX;
     // The count is refused before the address is looked at.
