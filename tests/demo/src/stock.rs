@@ -4,7 +4,8 @@
 //!
 //! The chain has no link that is taken on trust: dpkg finds the installed packages' files as they were packed; the image
 //! in /boot is the packed one; what it holds, decompressed, is byte for byte the image that is booted; and the running
-//! kernel's own build id and version are those in that image. Then nothing but our module may have tainted it.
+//! kernel's own build id and version are those in that image. Then nothing but our module may have tainted it, which a
+//! module without the signature of the key in the image does.
 
 use std::fs;
 use std::path::{Path, PathBuf};
