@@ -33,6 +33,8 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, setrlimit};
 
 /// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
 const DRAIN: Duration = Duration::from_secs(5);
+/// How often somebody who was killed is looked after: a process dies in less.
+const DYING: Duration = Duration::from_millis(1);
 /// How long drives may take to show their block devices.
 const BLOCK_DEVICES: Duration = Duration::from_secs(20);
 
@@ -532,9 +534,25 @@ fn run_command(
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }
-    // Orphans become children of process 1; no other command runs now, so any zombie is theirs.
-    while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
+    reap(pid, deadline);
     Ok(status)
+}
+
+/// Waits for a killed process group to be gone, until the deadline, and buries whoever else died meanwhile.
+///
+/// Closed pipes are not the end: a process closes its files before it can be waited for, and until then it is seen.
+/// The group's orphans are children of process 1 by now, so a group without a child of ours is empty.
+fn reap(group: Pid, deadline: Instant) {
+    loop {
+        match rustix::process::waitpgid(group, WaitOptions::NOHANG) {
+            Ok(Some(_)) | Err(Errno::INTR) => {}
+            Ok(None) if Instant::now() < deadline => thread::sleep(DYING),
+            Ok(None) => break kernel_log(&format!("p2pmem-guest-init: processes of group {group} do not die")),
+            Err(_) => break,
+        }
+    }
+    // Children that left the group are process 1's too; no other command runs now, so any zombie is theirs.
+    while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
 }
 
 /// Tells the runner once somebody listens on a command's port, unless the command ends before.
