@@ -36,6 +36,8 @@ use crate::sizes::{check_message, Sizes};
 pub const VERSION: u32 = 1;
 /// Longest line.
 const LONGEST: usize = 1 << 20;
+/// What who is left alone is told.
+const ENDED: &str = "the other side ended the connection: look at what it printed";
 /// Most NICs of one side.
 pub const MOST_NICS: usize = 64;
 /// Most messages under way.
@@ -417,7 +419,7 @@ impl Line {
             self.stream.set_read_timeout(Some(left))?;
             let mut piece = [0; 4096];
             match self.stream.read(&mut piece) {
-                Ok(0) => bail!("the other side ended the connection: look at what it printed"),
+                Ok(0) => bail!(ENDED),
                 Ok(count) => self.received.extend_from_slice(&piece[..count]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline {
@@ -425,6 +427,8 @@ impl Line {
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // It ended before it had read all it was sent.
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => bail!(ENDED),
                 Err(error) => return Err(error).context("the connection to the other side broke"),
             }
         }

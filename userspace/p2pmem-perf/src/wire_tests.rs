@@ -98,6 +98,15 @@ fn messages_arrive_whole_however_they_are_cut() {
 }
 
 #[test]
+fn whoever_ends_with_something_unread_has_ended_too() {
+    let (mut line, other) = pair(LIMIT);
+    line.say(&FromClient::Connect(vec![endpoint()])).unwrap();
+    drop(other);
+    let error = line.hear::<FromServer>().unwrap_err().to_string();
+    assert!(error.contains("ended the connection"), "{error}");
+}
+
+#[test]
 fn nonsense_is_refused() {
     for nonsense in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
