@@ -23,3 +23,4 @@ pub mod qmp;
 pub mod topology;
 pub mod trace;
 pub mod vm;
+pub mod withheld;

@@ -159,8 +159,8 @@ fn check(files: &[PathBuf]) -> Result<ExitCode> {
             if several {
                 println!("# node {}", node.name);
             }
-            let kernel = Path::new("/run/vmlinux");
-            let plan = qemu::plan(&node.topology, &paths, kernel, several.then_some(ends))?;
+            let kernel = Kernel::image("/run/vmlinux".into());
+            let plan = qemu::plan(&node.topology, &paths, &kernel, several.then_some(ends))?;
             println!("{}", plan.argv.join(" \\\n    ").replace(" \\\n    {", " '{"));
         }
     }

@@ -49,14 +49,16 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 clients::Kernels::Debug(why) => Kernels::Debug(why),
             };
             let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
-            trials.push(bed.trial(&name, kernels, move || {
+            trials.push(bed.trial(&name, &table.topology, kernels, move || {
                 run(&own, &reports, &shared, &shared.clients[index])
             }));
         }
     }
     let (own, reports) = (bed.clone(), reports.clone());
     let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
-    trials.push(bed.trial("clients::pyverbs", kernels, move || pyverbs(&own, &reports)));
+    trials.push(bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move || {
+        pyverbs(&own, &reports)
+    }));
     Ok(trials)
 }
 
@@ -73,13 +75,21 @@ fn table_files() -> Result<Vec<PathBuf>> {
     Ok(tables)
 }
 
+/// What tells a client that ran from all others.
+fn identity(report: &Report) -> [&str; 4] {
+    [&report.kernel, &report.table, &report.client, &report.command]
+}
+
 fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
     let report = Report {
         kernel: bed.name.to_owned(),
         table: table.to_owned(),
         ..report
     };
-    reports.lock().map_err(|_| anyhow!("poisoned"))?.push(report);
+    let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
+    // Of one that is run once more, the last counts.
+    reports.retain(|earlier| identity(earlier) != identity(&report));
+    reports.push(report);
     Ok(())
 }
 
@@ -129,7 +139,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<(
             .clone()
             .all(|ran| ran.findings.is_empty() && ran.status != Status::TimedOut);
     if sound && !client.ruins {
-        bed.keep(guests, &client.name)?;
+        bed.keep(guests, &client.name);
     }
     if !report.ok {
         let mut text = format!(
@@ -186,7 +196,7 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
     let unclean = outcomes.iter().filter(|(_, outcome)| !outcome.is_clean());
     wrong.extend(unclean.map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome))));
     if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
-        bed.keep(guests, "clients::pyverbs")?;
+        bed.keep(guests, "clients::pyverbs");
     }
     ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
     Ok(())

@@ -2,8 +2,10 @@
 
 //! Tests that boot guests: of the runner itself, those of the module (`p2pmem_guest::cases`), and clients that others wrote.
 //!
-//! The guests of one topology run at a time. Its tests share them as long as they are sound: after a test that fails,
-//! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones.
+//! The tests of a topology run one after the other and share its guests as long as they are sound: after a test that fails,
+//! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones. As many topologies are tested at a
+//! time as there are processors; `--test-threads` says how many. A test that is too slow while the machine's own host withholds
+//! much of its processors is run once more.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,14 +18,17 @@ use p2pmem_guest::cases::{self, Kernels};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::DEBUG_KERNEL;
 use p2pmem_vm::vm::{Command, Outcome, Vm, sibling};
+use p2pmem_vm::withheld::{BAD_LINES, KERNEL_LOG};
 use serde::Serialize;
 
-use bed::{Bed, Log, Shelf};
+use bed::{Bed, Log};
+use lanes::Lanes;
 
 mod admin;
 mod bed;
 mod clients;
 mod debug;
+mod lanes;
 mod observe;
 mod pairs;
 mod peer;
@@ -71,23 +76,14 @@ pub struct Test {
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // A guest has as many processors as the machines this runs on; two at once would only slow each other down.
-    arguments.test_threads = Some(1);
-    let (shelf, log) = (Shelf::default(), Log::default());
+    let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
     let reports = clients::Reports::default();
     let said = peer::Said::default();
-    let mut trials = vec![
-        Trial::test("runner::leaves-no-process", || {
-            runner::leaves_no_process("small", 3).map_err(failed)
-        }),
-        Trial::test("runner::pair-leaves-no-process", || {
-            runner::leaves_no_process("pair", 4).map_err(failed)
-        }),
-        Trial::test("runner::exit-codes-of-the-program", || {
-            runner::program().map_err(failed)
-        }),
-    ];
-    match Bed::all(&shelf, &log) {
+    let mut trials: Vec<Trial> = runner::ALONE
+        .iter()
+        .map(|(name, test)| lanes.alone(name, *test))
+        .collect();
+    match Bed::all(&lanes, &log) {
         Ok(beds) => {
             for bed in &beds {
                 trials.extend(trials_on(bed, &reports, &said));
@@ -101,10 +97,9 @@ fn main() -> ExitCode {
     if std::env::var_os("P2PMEM_MODULE").is_none() {
         eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
     }
+    // Each waits for its turn in a thread of its own.
+    arguments.test_threads = Some(trials.len().max(2));
     let conclusion = libtest_mimic::run(&arguments, trials);
-    if let Some(guests) = shelf.lock().ok().and_then(|mut shelf| shelf.take()) {
-        log.end_of_guests(guests);
-    }
     match clients::write(&reports, &said).and_then(|()| log.end()) {
         Ok(false) => conclusion.exit_code(),
         Ok(true) => ExitCode::FAILURE,
@@ -121,14 +116,16 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     for (tests, kernels) in TESTS {
         for test in *tests {
             let own = bed.clone();
-            trials.push(bed.trial(test.name, *kernels, move || with_guests(&own, test)));
+            trials.push(bed.trial(test.name, test.topology, *kernels, move || with_guests(&own, test)));
         }
     }
     let mut of_module: Vec<_> = cases::all().collect();
     of_module.sort_by_key(|case| (case.topology, case.ruins));
     for case in of_module {
         let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
-        trials.push(bed.trial(&name, cases::kernels(case), move || run_case(&own, &said, case)));
+        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move || {
+            run_case(&own, &said, case)
+        }));
     }
     match clients::trials(bed, reports) {
         Ok(clients) => trials.extend(clients),
@@ -163,7 +160,8 @@ fn with_guests(bed: &Bed, test: &Test) -> Result<()> {
     if test.alone {
         return Ok(());
     }
-    bed.keep(guests, test.name)
+    bed.keep(guests, test.name);
+    Ok(())
 }
 
 fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
@@ -173,14 +171,15 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
     let program = sibling("p2pmem-guest-tests")?;
     let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
     let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
-    peer::collect(said, &outcome.stdout)?;
     if !outcome.is_clean() {
         bail!("{}\n{}", case.about, describe(&outcome, vm));
     }
+    peer::collect(said, &outcome.stdout)?;
     if case.ruins {
         bed.drop_guests(guests)
     } else {
-        bed.keep(guests, case.name)
+        bed.keep(guests, case.name);
+        Ok(())
     }
 }
 
@@ -208,11 +207,11 @@ fn describe_outcome(outcome: &Outcome) -> String {
         String::from_utf8_lossy(&outcome.stderr)
     );
     if !outcome.findings.is_empty() {
-        text.push_str("bad lines in the kernel log:\n");
+        text.push_str(BAD_LINES);
         text.push_str(&outcome.findings.join("\n"));
         text.push('\n');
     }
-    text.push_str("kernel log:\n");
+    text.push_str(KERNEL_LOG);
     let skip = outcome.dmesg.len().saturating_sub(60);
     for record in &outcome.dmesg[skip..] {
         text.push_str(&format!("  {}\n", record.text));

@@ -12,6 +12,7 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Status, Vm, sibling, topologies};
 
+use crate::lanes::Alone;
 use crate::{Test, clean, describe, run, sh};
 
 /// The tests.
@@ -94,6 +95,13 @@ pub const TESTS: &[Test] = &[
         alone: true,
         run: |cluster| panic(cluster.only()?),
     },
+];
+
+/// Tests that boot their guests themselves.
+pub const ALONE: &[(&str, Alone)] = &[
+    ("runner::leaves-no-process", || leaves_no_process("small", 3)),
+    ("runner::pair-leaves-no-process", || leaves_no_process("pair", 4)),
+    ("runner::exit-codes-of-the-program", program),
 ];
 
 fn exit_code(vm: &mut Vm) -> Result<()> {
@@ -332,7 +340,7 @@ fn panic(vm: &mut Vm) -> Result<()> {
 }
 
 /// All processes of a topology's guests are gone with them.
-pub fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
+fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
     let layout = Layout::load(&topologies().join(format!("{topology}.toml")))?;
     let cluster = Cluster::boot(&layout, &Options::default())?;
     let ids = cluster.process_ids();
@@ -345,7 +353,7 @@ pub fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
 }
 
 /// The runner's command line: exit codes and the report.
-pub fn program() -> Result<()> {
+fn program() -> Result<()> {
     let program = sibling("p2pmem-vm")?;
     let topology = topologies().join("small.toml");
     let run = |words: &[&str]| -> Result<std::process::Output> {

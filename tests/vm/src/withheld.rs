@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! How much of this machine's processors its own host kept for others: what a test does in a time that it is given says
+//! nothing then.
+
+use std::fs;
+
+use anyhow::{Context, Result};
+
+/// What stands before the bad lines of a kernel's log, where a failure is told.
+pub const BAD_LINES: &str = "bad lines in the kernel log:\n";
+/// And before the end of that log.
+pub const KERNEL_LOG: &str = "kernel log:\n";
+
+/// From here on a test that was too slow is run once more.
+const MUCH: f64 = 0.1;
+
+/// The time of all processors, in ticks, since the machine was started.
+#[derive(Clone, Copy)]
+pub struct Ticks {
+    all: u64,
+    stolen: u64,
+}
+
+impl Ticks {
+    /// As it is now.
+    ///
+    /// # Errors
+    ///
+    /// There is no such account, or it is another one.
+    pub fn now() -> Result<Self> {
+        Self::parse(&fs::read_to_string("/proc/stat").context("/proc/stat")?)
+    }
+
+    fn parse(stat: &str) -> Result<Self> {
+        let line = stat.lines().next().and_then(|line| line.strip_prefix("cpu "));
+        let numbers = line.context("/proc/stat does not begin with all processors")?;
+        let numbers = numbers.split_whitespace().map(str::parse);
+        let numbers: Vec<u64> = numbers.collect::<Result<_, _>>().context("/proc/stat")?;
+        // user nice system idle iowait irq softirq steal; what follows is in the first two.
+        let numbers = numbers.get(..8).context("/proc/stat is older than steal")?;
+        Ok(Self {
+            all: numbers.iter().sum(),
+            stolen: numbers[7],
+        })
+    }
+
+    /// The part of all processors' time that was withheld since then.
+    pub fn withheld(&self, until: &Ticks) -> f64 {
+        let (all, stolen) = (
+            until.all.saturating_sub(self.all),
+            until.stolen.saturating_sub(self.stolen),
+        );
+        stolen as f64 / all.max(1) as f64
+    }
+}
+
+/// Whether a failure proves nothing, as that part was withheld: if it is one of a limit of time, and of nothing else. Who
+/// holds something to a limit says what it "took"; a kernel that complained, panicked or died, and what is wrong in any
+/// other way, is no less wrong on a slow machine.
+pub fn proves_nothing(part: f64, reason: &str) -> bool {
+    let bad = reason.contains(BAD_LINES) || reason.contains("Panicked {") || reason.contains("Died {");
+    let said = reason.split(KERNEL_LOG).next().unwrap_or_default();
+    let late = |line: &str| line.contains(" took ") || line.starts_with("TimedOut");
+    part >= MUCH && said.lines().any(late) && !bad
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_part_of_the_time_between_that_was_withheld() -> Result<()> {
+        let before = Ticks::parse("cpu  100 0 50 800 0 1 2 47 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")?;
+        let after = Ticks::parse("cpu  150 0 50 800 0 1 2 97 0 0\n")?;
+        assert_eq!(before.withheld(&after), 0.5);
+        assert_eq!((after.withheld(&after), after.withheld(&before)), (0.0, 0.0));
+        Ok(())
+    }
+
+    #[test]
+    fn only_a_limit_of_time_can_be_missed_for_that() {
+        let slow = "about\nExited { code: 1 }\nremove took 1.7s\nkernel log:\n  x\n";
+        assert!(proves_nothing(0.1, slow) && !proves_nothing(0.09, slow));
+        assert!(proves_nothing(0.5, "TimedOut\nhalf of it\n"));
+        for real in [
+            "Exited { code: 1 }\nnot every byte is right\n",
+            "Exited { code: 1 }\nbad bytes\nkernel log:\n  initcall took 3 s\n",
+            "Exited { code: 1 }\nremove took 2s\nbad lines in the kernel log:\nBUG: x\nkernel log:\n  x\n",
+            "Panicked { line: \"x\" }\nremove took 2s\n",
+            "Died { why: \"x\" }\nremove took 2s\n",
+        ] {
+            assert!(!proves_nothing(0.9, real), "{real}");
+        }
+    }
+
+    #[test]
+    fn another_account_is_an_error() {
+        for bad in ["", "cpu0 1 2 3 4 5 6 7 8", "cpu  1 2 3", "cpu  1 2 3 4 5 6 7 x"] {
+            assert!(Ticks::parse(bad).is_err(), "{bad:?}");
+        }
+    }
+}
