@@ -21,8 +21,9 @@ TOP = pathlib.Path(__file__).resolve().parent.parent
 WORKSPACES = ["userspace/Cargo.toml", "tests/Cargo.toml"]
 # The kernel's crates that a module is built with, as the kernel gives them to its own drivers.
 DIRECT = ["core", "kernel", "pin_init", "zerocopy", "zerocopy_derive"]
-# Seconds for rust-analyzer to read everything, and for each answer.
-TO_READ, TO_ANSWER = 300, 300
+# Seconds for rust-analyzer to read everything, and for each answer: ten times what idle processors need, as a machine that is
+# a guest may get few of them.
+TO_READ, TO_ANSWER = 900, 300
 # Files, names in them, and where their definitions are: in other crates of each of the projects.
 LEADS = [
     ("rust/buffer.rs", "RBTree", "kernel/rbtree.rs"),
