@@ -4,7 +4,7 @@
 
 use crate::{
     ext::{
-        gauge::Need,
+        gauge::{Gauge, Need},
         trace,
         uapi::{self, consts},
     },
@@ -60,7 +60,7 @@ pub(crate) struct Brief {
     align: u64,
     max_class: Option<PathClass>,
     facts: Arc<Facts>,
-    /// What the providers had, in the order of their numbers.
+    /// What the providers had, in the order of [`Facts::turns`].
     stock: KVec<Stock>,
     /// The provider that was chosen, by its place in that order.
     chosen: usize,
@@ -92,14 +92,10 @@ impl Brief {
                 GFP_KERNEL,
             )?,
         };
-        brief.stock.resize(view.gauges.len(), Stock::EMPTY, GFP_KERNEL)?;
-        for (stock, gauge) in brief.stock.iter_mut().zip(&view.gauges) {
-            match gauge.glance(&need) {
-                Some(has) => *stock = has,
-                None => return Ok(None),
-            }
-        }
-        let Some(turn) = placement::nearest(size, wish.max_class, &facts.turns, &brief.stock) else {
+        brief.stock.resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL)?;
+        let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
+        let chosen = placement::nearest(size, wish.max_class, &facts.turns, &mut brief.stock, glance);
+        let Some(turn) = chosen else {
             return Ok(None);
         };
         (brief.size, brief.align, brief.max_class) = (size, wish.align, wish.max_class);
@@ -123,14 +119,19 @@ impl Brief {
     /// All there is to say, from the same numbers.
     pub(crate) fn account(&self) -> Result<Account> {
         let facts = &*self.facts;
-        let mut candidates = KVec::with_capacity(facts.known.len(), GFP_KERNEL)?;
-        for (i, has) in self.stock.iter().enumerate() {
-            let room = Room {
-                live: true,
-                free: has.free,
-                largest: has.largest,
-            };
-            candidates.push(facts.candidate(i, room, Ruling::NONE), GFP_KERNEL)?;
+        let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL)?;
+        for (turn, has) in facts.turns.iter().zip(&self.stock) {
+            if let Some(room) = rooms.get_mut(turn.index) {
+                *room = Room {
+                    live: true,
+                    free: has.free(),
+                    largest: has.largest,
+                };
+            }
+        }
+        let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL)?;
+        for (i, room) in rooms.iter().enumerate() {
+            candidates.push(facts.candidate(i, *room, Ruling::NONE), GFP_KERNEL)?;
         }
         let request = placement::Request {
             size: self.size,

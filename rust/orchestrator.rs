@@ -66,6 +66,18 @@ impl Wish {
             max_class: self.max_class,
         }
     }
+
+    /// Decides, if the nearest is wanted and one can serve, as if there were no rules.
+    fn brief(&self, spare: Option<KBox<Brief>>) -> Result<Option<(KBox<Brief>, &Arc<Provider>)>> {
+        if self.named != Named::Any || self.strategy != consts::STRATEGY_NEAREST {
+            return Ok(None);
+        }
+        let Some(brief) = Brief::decide(self, spare)? else {
+            return Ok(None);
+        };
+        let provider = self.view.providers.get(brief.index());
+        Ok(provider.map(|provider| (brief, provider)))
+    }
 }
 
 /// Notes why a candidate that was chosen gave no memory, so that the next decision looks elsewhere. Errors: where that
@@ -317,6 +329,15 @@ impl Orchestrator {
     /// Decides, and with `take` allocates as well.
     fn choose(&self, wish: &Wish, file: u64, take: bool, spare: Option<KBox<Brief>>) -> Answer<(Option<Holder>, Told)> {
         let mut spare = spare;
+        // Where there is no rule, and nothing to charge, nobody has to know who asks.
+        if !take && self.rules.are_none() && wish.own.as_ref().is_none_or(|own| own.is_empty()) {
+            if let Some((brief, provider)) = wish.brief(spare.take())? {
+                if provider.charge_cgroup(wish.size).is_ok() {
+                    traced(wish, file, (provider.id, 0), true);
+                    return Ok((None, Told::Brief(brief)));
+                }
+            }
+        }
         for _ in 0..Self::RULE_CHANGES {
             let judge = Judge::new(&self.rules, wish.own.clone(), file);
             if let Some((held, brief)) = self.choose_fast(&judge, wish, take.then_some(file), spare.take())? {
@@ -338,13 +359,10 @@ impl Orchestrator {
         take: Option<u64>,
         spare: Option<KBox<Brief>>,
     ) -> Result<Option<(Option<Holder>, KBox<Brief>)>> {
-        if !judge.is_silent() || wish.named != Named::Any || wish.strategy != consts::STRATEGY_NEAREST {
+        if !judge.is_silent() {
             return Ok(None);
         }
-        let Some(brief) = Brief::decide(wish, spare)? else {
-            return Ok(None);
-        };
-        let Some(provider) = wish.view.providers.get(brief.index()) else {
+        let Some((brief, provider)) = wish.brief(spare)? else {
             return Ok(None);
         };
         let held = match take {

@@ -619,10 +619,10 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
     Decision { chosen, outcome }
 }
 
-/// What a provider has that is not being revoked.
+/// What a provider has that is not being revoked, as two numbers that may be of different moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stock {
-    /// [`Candidate::free`].
+    /// Free bytes, unless [`Self::largest`] is more.
     pub(crate) free: u64,
     /// [`Candidate::largest`].
     pub(crate) largest: u64,
@@ -631,22 +631,38 @@ pub(crate) struct Stock {
 impl Stock {
     /// Nothing.
     pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
+
+    /// [`Candidate::free`]: a piece may have grown since the free bytes were counted.
+    pub(crate) fn free(&self) -> u64 {
+        self.free.max(self.largest)
+    }
 }
 
-/// A provider's turn to be looked at by [`nearest`].
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Turn {
+/// A provider's turn to be looked at by [`nearest`]. `G` tells what it has.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn<G> {
     /// Its index in the order of numbers.
     pub(crate) index: usize,
     /// [`Candidate::size`].
     pub(crate) size: u64,
     /// How far it is.
     pub(crate) distance: Distance,
-    /// How many are nearer; the same for all that are as far.
-    pub(crate) nearer: usize,
+    /// How many are as far, this one and those after it; see [`group`].
+    pub(crate) as_far: usize,
+    pub(crate) gauge: G,
 }
 
-impl Turn {
+/// Notes in turns that are in the order of distances how many are as far.
+pub(crate) fn group<G>(turns: &mut [Turn<G>]) {
+    let mut after: Option<(Distance, usize)> = None;
+    for turn in turns.iter_mut().rev() {
+        let others = after.filter(|(distance, _)| *distance == turn.distance);
+        turn.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
+        after = Some((turn.distance, turn.as_far));
+    }
+}
+
+impl<G> Turn<G> {
     /// The number the ABI has for the class: 0 without clients.
     pub(crate) fn class_raw(&self) -> u32 {
         self.distance.class.map_or(0, PathClass::as_raw)
@@ -654,44 +670,60 @@ impl Turn {
 }
 
 /// The provider that [`decide`] would choose for `size` bytes where no rule has a word, none is
-/// named and [`Strategy::Nearest`] chooses; `None` where none can serve. `turns` are in the order
-/// of distances, those that are as far in the order of numbers, as `stock` is; an alignment was
-/// thought of in [`Stock::largest`].
+/// named and [`Strategy::Nearest`] chooses; `None` where none can serve, or where `glance` cannot
+/// tell what one has. `turns` are in the order of distances, those that are as far in the order of
+/// numbers, and [grouped](group).
 ///
-/// Looks at the nearest that can serve and at those that are as far, and at no path. So this is for
-/// the many decisions nobody will ask about; who asks is told by [`decide`].
-pub(crate) fn nearest<'a>(
+/// Each gauge is asked once, and what it says is kept in `stock`, which is as long as `turns` and
+/// in their order: [`Stock::largest`] is `size` or more only where the request fits, its alignment
+/// thought of.
+///
+/// Compares the nearest that can serve and those that are as far, and looks at no path. So this is
+/// for the many decisions nobody will ask about; who asks is told by [`decide`].
+pub(crate) fn nearest<'a, G>(
     size: u64,
     max_class: Option<PathClass>,
-    turns: &'a [Turn],
-    stock: &[Stock],
-) -> Option<&'a Turn> {
-    let mut best: Option<(&Turn, u64)> = None;
+    turns: &'a [Turn<G>],
+    stock: &mut [Stock],
+    mut glance: impl FnMut(&G) -> Option<Stock>,
+) -> Option<&'a Turn<G>> {
+    let mut best: Option<(&Turn<G>, u64)> = None;
     // The best one's size and what it has; none has nothing, as `size` is not 0.
-    let (mut whole, mut its) = (0, Stock::EMPTY);
-    let mut nearer = None;
-    for turn in turns {
-        if nearer != Some(turn.nearer) {
-            let class = turn.distance.class;
-            let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
-            if best.is_some() || too_far {
-                break;
+    let mut whole = 0;
+    let mut its = Stock::EMPTY;
+    let mut left = turns;
+    let mut slots = stock;
+    while let Some(first) = left.first() {
+        let class = first.distance.class;
+        let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
+        if best.is_some() || too_far {
+            break;
+        }
+        let (tier, farther) = left.split_at_checked(first.as_far.max(1)).unwrap_or((left, &[]));
+        let (own, others) = slots.split_at_mut_checked(tier.len())?;
+        left = farther;
+        slots = others;
+        for (turn, slot) in tier.iter().zip(own) {
+            let has = glance(&turn.gauge)?;
+            *slot = has;
+            if has.largest < size {
+                continue;
             }
-            nearer = Some(turn.nearer);
+            // No less a load, without a division: idle providers of one kind.
+            if has.free == its.free && turn.size == whole && has.largest <= its.largest {
+                continue;
+            }
+            let load = load(turn.size, has.free());
+            if best.is_none_or(|(_, least)| load < least || load == least && has.largest > its.largest) {
+                best = Some((turn, load));
+                whole = turn.size;
+                its = has;
+            }
         }
-        let Some(has) = stock.get(turn.index) else { continue };
-        if has.free < size || has.largest < size {
-            continue;
-        }
-        // The same load, without a division: idle providers of one kind.
-        if has.free == its.free && turn.size == whole && has.largest <= its.largest {
-            continue;
-        }
-        let load = load(turn.size, has.free);
-        if best.is_none_or(|(_, least)| load < least || load == least && has.largest > its.largest) {
-            best = Some((turn, load));
-            (whole, its) = (turn.size, *has);
-        }
+    }
+    // The others are too far. What they have is kept for who asks.
+    for (turn, slot) in left.iter().zip(slots) {
+        *slot = glance(&turn.gauge)?;
     }
     best.map(|(turn, _)| turn)
 }

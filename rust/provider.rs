@@ -129,7 +129,7 @@ pub(crate) struct Room {
 
 impl Room {
     /// Of one that is leaving.
-    const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         live: false,
         free: 0,
         largest: 0,
@@ -238,7 +238,7 @@ impl Provider {
         let gauge = match &source {
             Source::Own { buddy, .. } => buddy.gauge(),
             Source::Adopted { ceiling, .. } => {
-                let gauge = Gauge::new(false)?;
+                let gauge = Gauge::new()?;
                 gauge.set(size, size.min(*ceiling));
                 gauge
             }

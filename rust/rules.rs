@@ -22,7 +22,10 @@ use kernel::{
     new_mutex,
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
-    sync::{Arc, Mutex},
+    sync::{
+        atomic::{AtomicFlag, Relaxed},
+        Arc, Mutex,
+    },
 };
 
 /// A list of rules, in the order in which they are looked at. It does not change.
@@ -33,6 +36,10 @@ pub(crate) struct Book {
 impl Book {
     pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { rules }, GFP_KERNEL)?)
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.rules.is_empty()
     }
 }
 
@@ -111,6 +118,8 @@ struct State {
 pub(crate) struct Rules {
     #[pin]
     state: Mutex<State>,
+    /// Whether any is in force. Written under the lock.
+    some: AtomicFlag,
 }
 
 /// What a buffer was charged; dropping it gives that back.
@@ -156,6 +165,7 @@ impl Rules {
                     next_charge: 1,
                     next_rule: 1,
                 }),
+                some: AtomicFlag::new(false),
             }),
             GFP_KERNEL,
         )
@@ -164,6 +174,19 @@ impl Rules {
     /// The administrator's rules as they are now.
     pub(crate) fn book(&self) -> Arc<Book> {
         self.state.lock().book.clone()
+    }
+
+    /// Whether none is in force at this moment.
+    pub(crate) fn are_none(&self) -> bool {
+        !self.some.load(Relaxed)
+    }
+
+    /// Makes other rules those in force. With an error all is as it was.
+    fn enforce(&self, state: &mut State, book: Arc<Book>) -> Result {
+        let some = !book.is_empty();
+        state.enforce(book)?;
+        self.some.store(some, Relaxed);
+        Ok(())
     }
 
     /// Puts a rule into force, in the place of the one with number `old` if that is in force. Returns its number.
@@ -189,7 +212,7 @@ impl Rules {
                 policy::MOST
             ));
         }
-        state.enforce(Book::new(rules)?)?;
+        self.enforce(&mut state, Book::new(rules)?)?;
         state.next_rule += 1;
         Ok(id)
     }
@@ -207,7 +230,7 @@ impl Rules {
         let ended = copied
             .map_err(Error::from)
             .and_then(|()| Book::new(rules))
-            .and_then(|book| state.enforce(book));
+            .and_then(|book| self.enforce(&mut state, book));
         if let Err(e) = ended {
             drop(state);
             // It is asked for again when the next rule changes.
@@ -233,7 +256,7 @@ impl Rules {
         path: &Path,
     ) -> Option<(Name, bool)> {
         let book = self.book();
-        if book.rules.is_empty() {
+        if book.is_empty() {
             return None;
         }
         let mut ruling = Ruling::NONE;
@@ -355,7 +378,7 @@ impl<'a> Judge<'a> {
 
     /// Whether no rule can have a word.
     pub(crate) fn is_silent(&self) -> bool {
-        self.book.rules.is_empty() && self.own().is_empty()
+        self.book.is_empty() && self.own().is_empty()
     }
 
     pub(crate) fn uid(&self) -> u32 {

@@ -8,7 +8,7 @@
 use crate::{
     ext::{gauge::Gauge, pci::Function},
     path::{Path, PciAddr},
-    placement::{Candidate, Distance, Turn},
+    placement::{self, Candidate, Distance, Turn},
     policy::{Party, Ruling},
     provider::{Provider, Room},
     refusal::Answer,
@@ -36,8 +36,8 @@ pub(crate) struct Facts {
     pub(crate) known: KVec<Known>,
     /// From each provider to each client, all clients of the first provider first.
     pub(crate) paths: KVec<Path>,
-    /// The providers, the nearest first.
-    pub(crate) turns: KVec<Turn>,
+    /// The providers, the nearest first, and what each of them has.
+    pub(crate) turns: KVec<Turn<Arc<Gauge>>>,
     /// How many clients there are.
     pub(crate) clients: usize,
 }
@@ -69,7 +69,8 @@ impl Facts {
                 index,
                 size: provider.size,
                 distance,
-                nearer: 0,
+                as_far: 0,
+                gauge: provider.gauge(),
             };
             facts.turns.push(turn, GFP_KERNEL)?;
             // To its place among those before; core's own sort has a way out that objtool takes for a flaw.
@@ -80,15 +81,7 @@ impl Facts {
                 facts.turns.swap(at - 1, at);
             }
         }
-        for at in 1..facts.turns.len() {
-            let before = facts.turns[at - 1];
-            let turn = &mut facts.turns[at];
-            turn.nearer = if turn.distance == before.distance {
-                before.nearer
-            } else {
-                at
-            };
-        }
+        placement::group(&mut facts.turns);
         Ok(Arc::new(facts, GFP_KERNEL)?)
     }
 
@@ -124,8 +117,6 @@ pub(crate) struct View {
     parties: KVec<Party>,
     /// In the order of their numbers. One that has begun to leave since is among them.
     pub(crate) providers: KVec<Arc<Provider>>,
-    /// What each of them has.
-    pub(crate) gauges: KVec<Arc<Gauge>>,
     pub(crate) facts: Arc<Facts>,
 }
 
@@ -144,10 +135,6 @@ impl View {
         for client in &clients {
             parties.push(client.party(), GFP_KERNEL)?;
         }
-        let mut gauges = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
-        for provider in &providers {
-            gauges.push(provider.gauge(), GFP_KERNEL)?;
-        }
         let facts = Facts::new(&providers, paths, clients.len())?;
         let view = Self {
             generation,
@@ -155,7 +142,6 @@ impl View {
             clients,
             parties,
             providers,
-            gauges,
             facts,
         };
         Ok(Arc::new(view, GFP_KERNEL)?)
@@ -262,7 +248,6 @@ mod tests {
             clients: KVec::new(),
             parties: KVec::new(),
             providers: KVec::new(),
-            gauges: KVec::new(),
             facts: Facts::new(&[], KVec::new(), 0)?,
         };
         Ok(Arc::new(view, GFP_KERNEL)?)

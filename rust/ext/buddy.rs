@@ -76,7 +76,7 @@ impl Buddy {
             return Err(EINVAL);
         }
         let lock = Blocks::new()?;
-        let gauge = Gauge::new(true)?;
+        let gauge = Gauge::new()?;
         let buddy: Arc<Self> = Arc::pin_init(
             // INVARIANT: `gpu_buddy_init()` initialised the structure.
             try_pin_init!(Self {

@@ -17,38 +17,36 @@ pub(crate) fn padded(size: u64, align: u64) -> u64 {
     size.saturating_add(align.saturating_sub(PAGE_SIZE as u64))
 }
 
-/// What it takes for a request to fit for sure.
+/// What it takes for a request to fit for sure, and for sure not to.
 pub(crate) struct Need {
-    size: u64,
-    /// A free block that begins at a multiple of its size.
-    block: u64,
-    /// A free piece that begins anywhere.
-    padded: u64,
+    /// A free piece of that many bytes has room for it, whether it begins anywhere or is a block that begins at a multiple
+    /// of its size.
+    enough: u64,
+    /// If no more bytes are free than this many, it does not fit.
+    short: u64,
 }
 
 impl Need {
     /// `size` bytes, a multiple of the page size, at `align`. None where nothing has room for that.
     pub(crate) fn of(size: u64, align: u64) -> Option<Self> {
+        let block = size.max(align).checked_next_power_of_two()?;
         Some(Self {
-            size,
-            block: size.max(align).checked_next_power_of_two()?,
-            padded: padded(size, align),
+            enough: block.max(padded(size, align)),
+            short: size.checked_sub(PAGE_SIZE as u64)?,
         })
     }
 }
 
 /// What a provider has: true unless something changes at this moment.
 pub(crate) struct Gauge {
-    /// Whether `piece` is a block that begins at a multiple of its size.
-    blocks: bool,
     free: Atomic<u64>,
     piece: Atomic<u64>,
     /// Or [`CLOSED`].
     returning: Atomic<u64>,
 }
 
-/// Returning bytes of what has nothing any more.
-const CLOSED: u64 = u64::MAX;
+/// Returning bytes of what has nothing any more: no BAR has as many.
+const CLOSED: u64 = 1 << 63;
 
 /// A relaxed load that takes no call: in most kernels the crate's own is one, to a function in C.
 fn peek(word: &Atomic<u64>) -> u64 {
@@ -58,10 +56,8 @@ fn peek(word: &Atomic<u64>) -> u64 {
 }
 
 impl Gauge {
-    /// Of blocks that begin at multiples of their sizes, or of pieces that begin anywhere.
-    pub(crate) fn new(blocks: bool) -> Result<Arc<Self>> {
+    pub(crate) fn new() -> Result<Arc<Self>> {
         let gauge = Self {
-            blocks,
             free: Atomic::new(0),
             piece: Atomic::new(0),
             returning: Atomic::new(0),
@@ -69,7 +65,8 @@ impl Gauge {
         Ok(Arc::new(gauge, GFP_KERNEL)?)
     }
 
-    /// Free bytes, and the largest piece that is known. Only one at a time may say.
+    /// Free bytes, and the largest piece that is known: it begins anywhere, or is a block that begins at a multiple of its
+    /// size. Only one at a time may say.
     pub(crate) fn set(&self, free: u64, piece: u64) {
         self.free.store(free, Relaxed);
         self.piece.store(piece, Relaxed);
@@ -85,24 +82,22 @@ impl Gauge {
         self.returning.store(CLOSED, Relaxed);
     }
 
-    /// Free bytes, and the largest piece that is known, which tells whether the request fits. None where that cannot be
-    /// told, or nothing is to be had any more.
+    /// Free bytes, and the largest piece that is known: it is as large as the request only if that fits. None where that
+    /// cannot be told, or nothing is to be had any more.
     #[inline(always)]
     pub(crate) fn glance(&self, need: &Need) -> Option<Stock> {
-        let (free, largest) = (peek(&self.free), peek(&self.piece));
-        let returning = peek(&self.returning);
-        let enough = if self.blocks { need.block } else { need.padded };
-        if returning == CLOSED {
+        // Both are bytes of one BAR.
+        let free = peek(&self.free).wrapping_add(peek(&self.returning));
+        let largest = peek(&self.piece);
+        if free >= CLOSED {
             return None;
         }
-        let free = free.saturating_add(returning);
-        if enough <= largest {
+        if need.enough <= largest {
             return Some(Stock { free, largest });
         }
-        let most = need.size - PAGE_SIZE as u64;
-        (free <= most).then_some(Stock {
+        (free <= need.short).then_some(Stock {
             free,
-            largest: largest.min(most),
+            largest: largest.min(need.short),
         })
     }
 }
@@ -123,26 +118,25 @@ mod tests {
 
     #[test]
     fn what_fits_for_sure_is_said() -> Result {
-        let blocks = Gauge::new(true)?;
-        blocks.set(12 * PAGE, 8 * PAGE);
-        assert_eq!(blocks.glance(&need(8, 1)?), has(12 * PAGE, 8 * PAGE));
-        assert_eq!(blocks.glance(&need(5, 8)?), has(12 * PAGE, 8 * PAGE));
-        // It may fit into blocks side by side, or not.
-        assert_eq!(blocks.glance(&need(9, 1)?), None);
-        assert_eq!(blocks.glance(&need(1, 16)?), None);
+        let gauge = Gauge::new()?;
+        gauge.set(12 * PAGE, 8 * PAGE);
+        for fits in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
+            assert_eq!(gauge.glance(&fits), has(12 * PAGE, 8 * PAGE));
+        }
+        // It may fit into blocks side by side, or into the piece as it lies, or not.
+        for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
+            assert_eq!(gauge.glance(&unknown), None);
+        }
         // For sure it does not.
-        assert_eq!(blocks.glance(&need(13, 1)?), has(12 * PAGE, 8 * PAGE));
-        let pieces = Gauge::new(false)?;
-        pieces.set(12 * PAGE, 9 * PAGE);
-        assert_eq!(pieces.glance(&need(9, 1)?), has(12 * PAGE, 9 * PAGE));
-        assert_eq!(pieces.glance(&need(2, 8)?), has(12 * PAGE, 9 * PAGE));
-        assert_eq!(pieces.glance(&need(3, 8)?), None);
+        assert_eq!(gauge.glance(&need(13, 1)?), has(12 * PAGE, 8 * PAGE));
+        gauge.set(3 * PAGE, 8 * PAGE);
+        assert_eq!(gauge.glance(&need(9, 1)?), has(3 * PAGE, 8 * PAGE));
         Ok(())
     }
 
     #[test]
     fn what_comes_back_counts_and_what_is_closed_has_nothing() -> Result {
-        let gauge = Gauge::new(true)?;
+        let gauge = Gauge::new()?;
         gauge.set(PAGE, PAGE);
         gauge.set_returning(3 * PAGE);
         assert_eq!(gauge.glance(&need(1, 1)?), has(4 * PAGE, PAGE));
@@ -153,7 +147,7 @@ mod tests {
         // Numbers that come late open nothing.
         gauge.set(9 * PAGE, 8 * PAGE);
         assert_eq!(gauge.glance(&need(1, 1)?), None);
-        assert!(Need::of(u64::MAX, PAGE).is_none());
+        assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use crate::oracle::{Provider, choose};
 use crate::path::{Path, PathClass, classify};
 use crate::placement::{
     Candidate, Decision, Distance, Named, Outcome, Request, Stock, Strategy as Chooser, Turn, Verdict, VerdictCode,
-    decide, nearest,
+    decide, group, nearest,
 };
 use crate::policy::{Over, Ref, Ruling, Set, Stance};
 use crate::tree::tree;
@@ -872,6 +872,33 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
     Ok(())
 }
 
+/// What a provider has.
+fn has(provider: &Provider) -> Stock {
+    Stock {
+        free: provider.free,
+        largest: provider.largest,
+    }
+}
+
+/// The turns of providers that are in the order of their numbers; a gauge is a place in that order.
+fn turns(request: &Request, providers: &[Provider]) -> Vec<Turn<usize>> {
+    let turn = |(index, provider): (usize, &Provider)| Turn {
+        index,
+        size: provider.size,
+        distance: Distance::of(request.clients, &provider.paths),
+        as_far: 0,
+        gauge: index,
+    };
+    let mut turns: Vec<_> = providers.iter().enumerate().map(turn).collect();
+    turns.sort_by_key(|turn| (turn.distance, turn.index));
+    group(&mut turns);
+    for (at, turn) in turns.iter().enumerate() {
+        let others = turns[at..].iter().take_while(|other| other.distance == turn.distance);
+        assert_eq!(turn.as_far, others.count());
+    }
+    turns
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 6000, failure_persistence: None, ..ProptestConfig::default() })]
 
@@ -914,22 +941,38 @@ proptest! {
         }
         // One that is leaving is none that anyone glances at.
         providers.retain(|provider| provider.live);
-        let stock: Vec<Stock> = providers.iter().map(|p| Stock { free: p.free, largest: p.largest }).collect();
-        let mut turns: Vec<Turn> = providers
-            .iter()
-            .enumerate()
-            .map(|(index, p)| Turn { index, size: p.size, distance: Distance::of(request.clients, &p.paths), nearer: 0 })
-            .collect();
-        turns.sort_by_key(|turn| (turn.distance, turn.index));
-        for at in 1..turns.len() {
-            let before = turns[at - 1];
-            turns[at].nearer = if turns[at].distance == before.distance { before.nearer } else { at };
+        let mut kept = vec![Stock::EMPTY; providers.len()];
+        let stocks: Vec<Stock> = providers.iter().map(has).collect();
+        // Whoever is asked counts them so.
+        for (provider, has) in providers.iter_mut().zip(&stocks) {
+            provider.free = has.free();
         }
+        let turns = turns(&request, &providers);
         let (decision, verdicts) = run(&request, &providers);
-        let turn = nearest(size, request.max_class, &turns, &stock);
+        let mut asked = vec![0; providers.len()];
+        let turn = nearest(size, request.max_class, &turns, &mut kept, |&index| {
+            asked[index] += 1;
+            Some(stocks[index])
+        });
         prop_assert_eq!(turn.map(|turn| turn.index), decision.chosen);
         if let Some(turn) = turn {
             prop_assert_eq!(turn.class_raw(), verdicts[turn.index].class_raw());
+        }
+        // Each was asked once, and what it had is kept, in the order of turns.
+        prop_assert!(asked.iter().all(|&times| times == 1));
+        let had: Vec<Stock> = turns.iter().map(|turn| stocks[turn.index]).collect();
+        prop_assert_eq!(kept, had);
+    }
+
+    /// One that cannot tell what it has, wherever it is, leaves the decision to those who can ask it.
+    #[test]
+    fn the_short_way_ends_at_one_that_cannot_tell((request, providers) in cases(), silent: prop::sample::Index) {
+        if !providers.is_empty() {
+            let silent = silent.index(providers.len());
+            let turns = turns(&request, &providers);
+            let mut kept = vec![Stock::EMPTY; providers.len()];
+            let tell = |&index: &usize| (index != silent).then(|| has(&providers[index]));
+            prop_assert!(nearest(request.size.max(1), request.max_class, &turns, &mut kept, tell).is_none());
         }
     }
 
