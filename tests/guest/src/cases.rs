@@ -104,10 +104,16 @@ pub enum Kernels<'a> {
 }
 
 /// Those that do not run on both.
-const NOT_BOTH: &[(&str, Kernels<'static>)] = &[(
-    "rdma-software",
-    Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
-)];
+const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
+    (
+        "rdma-software",
+        Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
+    ),
+    (
+        "trace-off",
+        Kernels::Stock("the debug kernel is built without jump labels, which are what is looked for"),
+    ),
+];
 
 /// On which kernels a test runs.
 pub fn kernels(case: &Case) -> Kernels<'static> {

@@ -23,7 +23,7 @@ use crate::qemu::Paths;
 use crate::topology::{Device, Layout, Topology};
 
 /// How long a device process may take to listen.
-const START: Duration = Duration::from_secs(10);
+const START: Duration = Duration::from_secs(60);
 /// How long it may take to answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
@@ -159,7 +159,7 @@ fn start(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result
         }
         if Instant::now() > deadline {
             bail!(
-                "the device process does not listen within {START:?}: {}",
+                "starting the device process took more than {START:?}: {}",
                 process.describe()
             );
         }

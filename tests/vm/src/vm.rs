@@ -33,13 +33,14 @@ use crate::qemu::{self, Ends, Paths, Plan};
 use crate::qmp::Qmp;
 use crate::topology::{Device, Layout, Topology};
 use crate::trace;
+use crate::withheld::TAIL;
 
 /// How long a boot may take, generous for a machine that is busy with other things.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// How much longer a guest may take whose clocks count instructions.
 const COUNTING: u32 = 4;
 /// How long a guest may take to power off.
-const POWER_OFF_LIMIT: Duration = Duration::from_secs(20);
+const POWER_OFF_LIMIT: Duration = Duration::from_secs(60);
 /// How long the rest of the console may take to come after a panic.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// How long a command that ran out of time may take to end when killed.
@@ -269,7 +270,7 @@ impl Vm {
                 Ok(_) => continue,
                 Err(end) => {
                     let why = match end {
-                        End::TimedOut => format!("not ready within {boot_limit:?}"),
+                        End::TimedOut => format!("booting took more than {boot_limit:?}"),
                         End::Panicked(line) => line,
                         End::Died(why) => why,
                         End::Stopped => "it was stopped".into(),
@@ -326,7 +327,7 @@ impl Vm {
 
     /// The last lines of the kernel log that have come.
     fn log_tail(&self) -> String {
-        let mut tail = String::from("--- end of the kernel log ---\n");
+        let mut tail = format!("{TAIL}kernel log ---\n");
         let skip = self.kernel_log.len().saturating_sub(CONSOLE_TAIL);
         for record in &self.kernel_log[skip..] {
             tail.push_str(&record.text);
@@ -337,7 +338,7 @@ impl Vm {
 
     /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
     pub fn console_tail(&self) -> String {
-        let mut tail = String::from("--- end of the console ---\n");
+        let mut tail = format!("{TAIL}console ---\n");
         if let Ok(console) = self.console.lock() {
             let last = console.lines.len().saturating_sub(CONSOLE_TAIL);
             // A panic's trace may be longer than that, and its first line says what it was.
@@ -746,7 +747,7 @@ impl Vm {
                 Ok(_) => {}
                 Err(End::Stopped) => {}
                 Err(End::TimedOut) => {
-                    bail!("the guest did not power off within {limit:?}\n{}", self.console_tail())
+                    bail!("powering off took more than {limit:?}\n{}", self.console_tail())
                 }
                 Err(End::Panicked(line)) => bail!("{line}\n{}", self.console_tail()),
                 Err(End::Died(_)) => break,

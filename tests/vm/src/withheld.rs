@@ -11,6 +11,8 @@ use anyhow::{Context, Result};
 pub const BAD_LINES: &str = "bad lines in the kernel log:\n";
 /// And before the end of that log.
 pub const KERNEL_LOG: &str = "kernel log:\n";
+/// And before the last lines of a log or of the console.
+pub const TAIL: &str = "--- end of the ";
 
 /// From here on a test that was too slow is run once more.
 const MUCH: f64 = 0.1;
@@ -60,7 +62,8 @@ impl Ticks {
 /// other way, is no less wrong on a slow machine.
 pub fn proves_nothing(part: f64, reason: &str) -> bool {
     let bad = reason.contains(BAD_LINES) || reason.contains("Panicked {") || reason.contains("Died {");
-    let said = reason.split(KERNEL_LOG).next().unwrap_or_default();
+    let before = |mark, text: &str| text.split(mark).next().unwrap_or_default().to_owned();
+    let said = before(TAIL, &before(KERNEL_LOG, reason));
     let late = |line: &str| line.contains(" took ") || line.starts_with("TimedOut");
     part >= MUCH && said.lines().any(late) && !bad
 }
@@ -83,12 +86,17 @@ mod tests {
         let slow = "about\nExited { code: 1 }\nremove took 1.7s\nkernel log:\n  x\n";
         assert!(proves_nothing(0.1, slow) && !proves_nothing(0.09, slow));
         assert!(proves_nothing(0.5, "TimedOut\nhalf of it\n"));
+        assert!(proves_nothing(
+            0.5,
+            "topology small: booting took more than 300s\n--- end of the console ---\n"
+        ));
         for real in [
             "Exited { code: 1 }\nnot every byte is right\n",
             "Exited { code: 1 }\nbad bytes\nkernel log:\n  initcall took 3 s\n",
             "Exited { code: 1 }\nremove took 2s\nbad lines in the kernel log:\nBUG: x\nkernel log:\n  x\n",
             "Panicked { line: \"x\" }\nremove took 2s\n",
             "Died { why: \"x\" }\nremove took 2s\n",
+            "Kernel panic - not syncing\n--- end of the kernel log ---\ninitcall took 3 s\n",
         ] {
             assert!(!proves_nothing(0.9, real), "{real}");
         }

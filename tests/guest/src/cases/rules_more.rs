@@ -113,7 +113,10 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     {
         // Debian's kernel: there is nobody to charge, and nothing but the rules limits.
         let release = read(Path::new("/proc/sys/kernel/osrelease"))?;
-        ensure!(!release.trim_end().ends_with("-p2pmem-debug"), "{release} has no dmem controller");
+        ensure!(
+            !release.trim_end().ends_with("-p2pmem-debug"),
+            "{release} has no dmem controller"
+        );
         let a = alloc(fd, 64 * MIB).map_err(errno)?;
         println!("no dmem controller in this kernel");
         return free(fd, a.handle).map_err(errno);
