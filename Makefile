@@ -119,7 +119,7 @@ test-dmem: modules debug-modules user testbed ## that a cgroup's limit holds, in
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
 
-bench: modules user testbed ## what registering memory with a NIC costs, in instructions
+bench: modules user testbed ## what buffers, decisions and registering memory with a NIC cost, in instructions
 	@$(in) tools/make-modules peer
 	@$(in) tools/bench
 
