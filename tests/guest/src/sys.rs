@@ -132,34 +132,40 @@ pub fn stripe(
     raw(fd, abi::P2PMEM_IOC_STRIPE, ask)
 }
 
-/// A dma-buf of host memory, which the kernel's own heap makes.
+/// A dma-buf of host memory, which udmabuf makes of a file in memory.
 ///
 /// # Errors
 ///
-/// There is no such heap.
+/// The kernel has no udmabuf, or there is no memory.
 pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
-    /// `struct dma_heap_allocation_data` of `linux/dma-heap.h`.
+    /// `struct udmabuf_create` of `linux/udmabuf.h`.
     #[repr(C)]
-    struct Allocation {
-        len: u64,
-        fd: u32,
-        fd_flags: u32,
-        heap_flags: u64,
+    struct Create {
+        memfd: u32,
+        flags: u32,
+        offset: u64,
+        size: u64,
     }
-    /// `DMA_HEAP_IOCTL_ALLOC`.
-    const ALLOC: u64 = 0xc018_4800;
-    let heap = File::open("/dev/dma_heap/system")?;
-    let mut ask = Allocation {
-        len,
-        fd: 0,
-        fd_flags: (libc::O_RDWR | libc::O_CLOEXEC) as u32,
-        heap_flags: 0,
+    /// `UDMABUF_CREATE`.
+    const CREATE: u64 = 0x4018_7542;
+    /// `UDMABUF_FLAGS_CLOEXEC`.
+    const CLOEXEC: u32 = 1;
+    let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
+    let memory = rustix::fs::memfd_create("host-dma-buf", flags)?;
+    rustix::fs::ftruncate(&memory, len)?;
+    rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK)?;
+    let node = File::options().read(true).write(true).open("/dev/udmabuf")?;
+    let mut ask = Create {
+        memfd: memory.as_raw_fd() as u32,
+        flags: CLOEXEC,
+        offset: 0,
+        size: len,
     };
     // SAFETY: the structure is the one the call's number speaks of, and holds no pointers.
-    let answer = unsafe { libc::ioctl(heap.as_raw_fd(), ALLOC, ptr::from_mut(&mut ask)) };
+    let answer = unsafe { libc::ioctl(node.as_raw_fd(), CREATE, ptr::from_mut(&mut ask)) };
     result(answer.into()).map_err(io::Error::from_raw_os_error)?;
     // SAFETY: the kernel made this descriptor for this call alone.
-    Ok(unsafe { OwnedFd::from_raw_fd(ask.fd as i32) })
+    Ok(unsafe { OwnedFd::from_raw_fd(answer) })
 }
 
 /// Runs `work` in a thread with another user's ids. The raw calls change those of the calling thread alone.

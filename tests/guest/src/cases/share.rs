@@ -432,12 +432,12 @@ fn bad(bed: &mut Bed) -> Result<()> {
     for other in [near.as_raw_fd(), null.as_raw_fd(), fd.as_raw_fd()] {
         says("another kind of file", import(fd, other), libc::EINVAL, "is no dma-buf")?;
     }
-    let foreign = sys::host_dma_buf(MIB).context("/dev/dma_heap/system")?;
+    let foreign = sys::host_dma_buf(MIB).context("/dev/udmabuf")?;
     says(
         "another exporter's dma-buf",
         import(fd, foreign.as_raw_fd()),
         libc::EXDEV,
-        "is a dma-buf of system, not of p2pmem",
+        "is a dma-buf of udmabuf, not of p2pmem",
     )?;
     for part in [&[(0, MIB / 2)][..], &[(MIB / 2, MIB / 2), (0, MIB / 2)]] {
         let part = export(fd, a.handle, 0, part).map_err(errno)?;
