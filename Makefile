@@ -79,7 +79,7 @@ debug-modules: debug-kernel ## build p2pmem.ko and the tests' modules for the de
 
 # What the demo runs, and no more of user space: its first build is the first thing that anybody sees of p2pmem.
 demo-programs: testbed
-	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf
+	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf -p p2pmem-preload
 
 user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl, exporter, examples
 	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features --lib --bins --examples
