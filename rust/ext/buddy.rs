@@ -91,18 +91,7 @@ impl Buddy {
         )?;
         let guard = buddy.lock.lock();
         if start > 0 {
-            // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
-            to_result(unsafe {
-                bindings::gpu_buddy_alloc_blocks(
-                    buddy.inner.get(),
-                    0,
-                    start,
-                    start,
-                    PAGE_SIZE as u64,
-                    guard.0.get(),
-                    RANGE,
-                )
-            })?;
+            buddy.ask(&guard, &guard, start, start, PAGE_SIZE as u64, RANGE)?;
         }
         buddy.note(&guard);
         drop(guard);
@@ -143,10 +132,7 @@ impl Buddy {
             (size, CLEAR | CONTIGUOUS)
         };
         // The range is named although it is all there is: cleared and other memory is only joined within the range.
-        // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
-        let ret = to_result(unsafe {
-            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, self.end(), ask, align, blocks.0.get(), flags)
-        });
+        let ret = self.ask(guard, blocks, self.end(), ask, align, flags);
         // It says EINVAL of a size beyond its own.
         ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })?;
         let (mut offset, mut len, mut clear) = (0, 0, false);
@@ -158,6 +144,31 @@ impl Buddy {
             return Err(ENOSPC);
         }
         Ok((offset, len, clear))
+    }
+
+    /// Asks the allocator for blocks of `0..end`, into an empty list.
+    ///
+    /// Not for a task that is about to die. Where the kernel has no memory to split a block with, the allocator takes its
+    /// steps back by freeing a block that is free already, and its trees are lost with that. Such small allocations wait for
+    /// memory as long as it takes; only those of a task that was killed for want of memory fail, once the reserves are used
+    /// up as well.
+    fn ask(
+        &self,
+        _: &MutexGuard<'_, Blocks>,
+        blocks: &Blocks,
+        end: u64,
+        size: u64,
+        align: u64,
+        flags: usize,
+    ) -> Result {
+        // SAFETY: The function takes no arguments and can be called from any context.
+        if unsafe { sys::p2pmem_is_killed() } {
+            return Err(EINTR);
+        }
+        // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
+        to_result(unsafe {
+            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags)
+        })
     }
 
     /// Gives back what is in a list that came from this allocator.

@@ -17,6 +17,7 @@
 #include <linux/pseudo_fs.h>
 #include <linux/ratelimit.h>
 #include <linux/sched.h>
+#include <linux/sched/signal.h>
 #include <linux/slab.h>
 #include <linux/timekeeping.h>
 #include <linux/topology.h>
@@ -395,6 +396,12 @@ u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 			if (!RB_EMPTY_ROOT(&mm->free_trees[tree][order]))
 				return mm->chunk_size << order;
 	return 0;
+}
+
+/* Whether the task is to end, as one does that the kernel killed for want of memory. */
+bool p2pmem_is_killed(void)
+{
+	return fatal_signal_pending(current);
 }
 
 /* At most ten lines in five seconds about refused requests: a program in a loop must not flood the log. */

@@ -69,9 +69,45 @@ fn each<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>
     bail!("{what}: more than {MANY} allocations")
 }
 
+/// The kernel's function whose allocations are spared. Where it cannot split a block for want of memory, it frees one that is
+/// free already and so corrupts its trees; the module does not call it where such small allocations can fail.
+const SPARED: &str = "gpu_buddy_alloc_blocks";
+
+/// Where a function of the kernel begins, and where the next one does.
+fn text_of(function: &str) -> Result<(u64, u64)> {
+    let path = "/proc/kallsyms";
+    let symbols = std::fs::read_to_string(path).context(path)?;
+    let (mut start, mut all) = (None, Vec::new());
+    for line in symbols.lines() {
+        let mut words = line.split_whitespace();
+        if let (Some(address), Some("t" | "T"), Some(name)) = (words.next(), words.next(), words.next()) {
+            let address = u64::from_str_radix(address, 16).context(path)?;
+            start = start.or((name == function).then_some(address));
+            all.push(address);
+        }
+    }
+    let start = start
+        .filter(|&start| start != 0)
+        .with_context(|| format!("{path} has no {function}"))?;
+    let end = all.into_iter().filter(|&address| address > start).min();
+    Ok((
+        start,
+        end.with_context(|| format!("nothing is behind {function} in {path}"))?,
+    ))
+}
+
 /// Lets allocations of all kinds fail where `fail-nth` says so, without a trace of it in the log.
 fn arm() -> Result<()> {
-    for (name, value) in [("ignore-gfp-wait", "N"), ("verbose", "0")] {
+    let (start, end) = text_of(SPARED)?;
+    let (start, end) = (format!("{start:#x}"), format!("{end:#x}"));
+    let settings = [
+        ("ignore-gfp-wait", "N"),
+        ("verbose", "0"),
+        ("stacktrace-depth", "32"),
+        ("reject-start", &start),
+        ("reject-end", &end),
+    ];
+    for (name, value) in settings {
         for kind in ["failslab", "fail_page_alloc"] {
             write(&Path::new("/sys/kernel/debug").join(kind).join(name), value)?;
         }
