@@ -16,9 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use p2pmem::Mapping;
-
-/// Bytes of a word, the widest single access.
-const WORD: usize = 8;
+use p2pmem_access_sys as access;
 
 /// Whose memory a span is.
 #[derive(Debug)]
@@ -151,8 +149,8 @@ impl Span {
     /// They are not inside.
     pub fn read(&self, at: usize, to: &mut [u8]) {
         let from = self.at(at, to.len());
-        // SAFETY: `at` checked that the source is inside the mapping; the target is a slice of that length.
-        unsafe { copy(from, to.as_mut_ptr(), to.len()) }
+        // SAFETY: `at` checked that the source is inside the mapping.
+        unsafe { access::read(from, to) }
     }
 
     /// Writes bytes from byte `at` on.
@@ -162,8 +160,8 @@ impl Span {
     /// They are not inside.
     pub fn write(&self, at: usize, from: &[u8]) {
         let to = self.at(at, from.len());
-        // SAFETY: `at` checked that the target is inside the mapping; the source is a slice of that length.
-        unsafe { copy(from.as_ptr(), to, from.len()) }
+        // SAFETY: `at` checked that the target is inside the mapping.
+        unsafe { access::write(to, from) }
     }
 
     /// Copies `len` bytes to another span.
@@ -174,17 +172,12 @@ impl Span {
     pub fn copy_to(&self, at: usize, other: &Self, other_at: usize, len: usize) {
         let (from, to) = (self.at(at, len), other.at(other_at, len));
         // SAFETY: `at` checked both ranges.
-        unsafe { copy(from, to, len) }
+        unsafe { access::copy(from, to, len) }
     }
 
     /// Makes what was written visible to devices before what follows.
     pub fn flush(&self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: the instruction orders stores and has no other effect; every x86-64 has it.
-        unsafe {
-            std::arch::x86_64::_mm_sfence();
-        }
-        std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
+        access::store_fence();
     }
 }
 
@@ -195,30 +188,6 @@ pub fn cpu_time() -> Duration {
     unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     Duration::from_secs(seconds) + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or(0))
-}
-
-/// Copies bytes by volatile accesses: words where both sides are aligned alike, else bytes.
-///
-/// # Safety
-///
-/// `from` must be readable and `to` writable for `len` bytes.
-unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
-    let mut at = 0;
-    if from as usize % WORD == 0 && to as usize % WORD == 0 {
-        while at + WORD <= len {
-            // SAFETY: both are aligned and inside, as the caller promises.
-            unsafe {
-                let word = ptr::read_volatile(from.add(at).cast::<u64>());
-                ptr::write_volatile(to.add(at).cast::<u64>(), word);
-            }
-            at += WORD;
-        }
-    }
-    while at < len {
-        // SAFETY: inside, as the caller promises.
-        unsafe { ptr::write_volatile(to.add(at), ptr::read_volatile(from.add(at))) };
-        at += 1;
-    }
 }
 
 #[cfg(test)]

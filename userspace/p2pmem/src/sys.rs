@@ -20,6 +20,9 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
+pub(crate) use p2pmem_access_sys::store_fence;
+
+use p2pmem_access_sys as access;
 use p2pmem_sys as abi;
 
 /// What is asked of the module: one method for each ioctl, with slices where the ABI has pointers.
@@ -359,11 +362,6 @@ unsafe impl Send for Region {}
 // the documentation of `Mapping` says so.
 unsafe impl Sync for Region {}
 
-/// The widest access, up to 8 bytes, that is aligned at `at` and does not pass `left` bytes.
-fn width(at: usize, left: usize) -> usize {
-    [8, 4, 2].into_iter().find(|w| at % w == 0 && left >= *w).unwrap_or(1)
-}
-
 impl Region {
     /// Maps `len` bytes of `file` from `offset` on, shared, to read and write.
     pub(crate) fn map(file: &File, offset: u64, len: usize) -> io::Result<Self> {
@@ -408,50 +406,22 @@ impl Region {
     /// Copies from the memory. Every aligned group of 8, 4 or 2 bytes is one access of that width.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.at(offset, out.len());
-        let mut done = 0;
-        while done < out.len() {
-            let rest = &mut out[done..];
-            let width = width(from as usize + done, rest.len());
-            // SAFETY: `done + width` does not pass the bytes that at() has checked, and `width` divides the address.
-            // The memory is mapped (type invariant) and any bytes are valid integers.
-            unsafe {
-                let from = from.add(done);
-                match width {
-                    8 => rest[..8].copy_from_slice(&from.cast::<u64>().read_volatile().to_ne_bytes()),
-                    4 => rest[..4].copy_from_slice(&from.cast::<u32>().read_volatile().to_ne_bytes()),
-                    2 => rest[..2].copy_from_slice(&from.cast::<u16>().read_volatile().to_ne_bytes()),
-                    _ => rest[0] = from.read_volatile(),
-                }
-            }
-            done += width;
-        }
+        // SAFETY: at() has checked that the bytes are in the mapping (type invariant).
+        unsafe { access::read(from, out) }
     }
 
     /// Copies into the memory, with accesses as in [`Region::read`].
     pub(crate) fn write(&self, offset: usize, data: &[u8]) {
         let to = self.at(offset, data.len());
-        let mut done = 0;
-        while done < data.len() {
-            let rest = &data[done..];
-            let width = width(to as usize + done, rest.len());
-            let mut bytes = [0; 8];
-            bytes[..width].copy_from_slice(&rest[..width]);
-            // SAFETY: as in read().
-            unsafe { store(to.add(done), width, bytes) };
-            done += width;
-        }
+        // SAFETY: as in read().
+        unsafe { access::write(to, data) }
     }
 
     /// Sets `len` bytes to `byte`, with accesses as in [`Region::read`].
     pub(crate) fn fill(&self, offset: usize, len: usize, byte: u8) {
         let to = self.at(offset, len);
-        let mut done = 0;
-        while done < len {
-            let width = width(to as usize + done, len - done);
-            // SAFETY: as in read().
-            unsafe { store(to.add(done), width, [byte; 8]) };
-            done += width;
-        }
+        // SAFETY: as in read().
+        unsafe { access::fill(to, len, byte) }
     }
 
     /// One `pread()` of at most `len` bytes of `file` into the memory at `offset`.
@@ -473,41 +443,12 @@ impl Region {
     }
 }
 
-/// One volatile store of the first `width` of `bytes`.
-///
-/// # Safety
-///
-/// `to` must be mapped for `width` bytes and aligned to `width`, which is 8, 4, 2 or 1.
-unsafe fn store(to: *mut u8, width: usize, bytes: [u8; 8]) {
-    let [a, b, c, d, ..] = bytes;
-    // SAFETY: the caller's promise.
-    unsafe {
-        match width {
-            8 => to.cast::<u64>().write_volatile(u64::from_ne_bytes(bytes)),
-            4 => to.cast::<u32>().write_volatile(u32::from_ne_bytes([a, b, c, d])),
-            2 => to.cast::<u16>().write_volatile(u16::from_ne_bytes([a, b])),
-            _ => to.write_volatile(a),
-        }
-    }
-}
-
 impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours (type invariant) and nobody uses it after this.
         let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
         debug_assert_eq!(result, 0, "munmap: {}", io::Error::last_os_error());
     }
-}
-
-/// Waits until stores that this thread made before are visible to devices: also those that sit in write-combining
-/// buffers, which ordinary fences leave there.
-pub(crate) fn store_fence() {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: sfence is part of SSE, which every x86-64 processor has.
-    unsafe {
-        core::arch::x86_64::_mm_sfence();
-    }
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 
 /// Flags of an open file, as `open()` took them.
@@ -541,16 +482,6 @@ mod tests {
 
     fn region(len: usize) -> Region {
         Region::map(&memory_file(c"test", len as u64).unwrap(), 0, len).unwrap()
-    }
-
-    #[test]
-    fn widths_are_aligned_and_as_wide_as_they_can_be() {
-        assert_eq!(width(0, 100), 8);
-        assert_eq!(width(8, 7), 4);
-        assert_eq!(width(4, 100), 4);
-        assert_eq!(width(2, 100), 2);
-        assert_eq!(width(6, 1), 1);
-        assert_eq!(width(1, 100), 1);
     }
 
     #[test]
