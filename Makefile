@@ -107,14 +107,14 @@ test-user: sandbox ## tests that need no guest: of user space and of the test be
 	@$(cargo) test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
 	@$(cargo) test --manifest-path tests/Cargo.toml --no-fail-fast
 
-test-vm: modules user testbed ## tests in guests with the stock kernel
+test-vm: modules debug-modules user testbed ## tests in guests, with the stock kernel and with the debug kernel
+	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
+
+test-vm-stock: modules user testbed ## those with the stock kernel alone
 	@$(in) tools/vm-tests
 
-test-vm-debug: modules debug-modules user testbed ## tests in guests with the debug kernel
+test-vm-debug: modules debug-modules user testbed ## those with the debug kernel alone
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::
-
-test-dmem: modules debug-modules user testbed ## that a cgroup's limit holds, in a guest with the debug kernel, which has the dmem controller
-	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::module::dmem
 
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
@@ -162,4 +162,4 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 PREFIX ?= /usr/local
 
 .PHONY: help demo demo-programs test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
-	test-vm test-vm-debug test-dmem rust-metadata modules_install install dkms clean distclean
+	test-vm test-vm-stock test-vm-debug rust-metadata modules_install install dkms clean distclean

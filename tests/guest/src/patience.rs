@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How long is too long: limits of time are for the stock kernel, and longer on one that checks itself all the time.
+//! How long is too long, and how often is often enough: limits of time and numbers of rounds are for the stock kernel. On one
+//! that checks itself all the time the limits are longer, and the rounds fewer where each takes that much longer.
 
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -18,4 +19,9 @@ static FACTOR: LazyLock<u32> = LazyLock::new(|| {
 /// A limit of time as it is on this kernel.
 pub fn patiently(limit: Duration) -> Duration {
     limit * *FACTOR
+}
+
+/// How many rounds a race goes through on this kernel: about as many as it takes the same time for, and at least one.
+pub fn rounds(count: u32) -> u32 {
+    count.div_ceil(*FACTOR)
 }

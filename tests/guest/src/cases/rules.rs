@@ -13,6 +13,7 @@ use p2pmem_sys as abi;
 
 use super::life::{Part, ready};
 use super::{Bed, Case, alloc, errno, expect, explain_last, free, open, read, request, write};
+use crate::patience::rounds;
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -626,7 +627,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
 fn kills(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
     let rule = AdminRule::new("50-churn", &[("quota", "24M")])?;
-    for round in 0..12 {
+    for round in 0..rounds(12) {
         let parts = (0..3)
             .map(|n| Part::start(PART, &[&format!("{}", round * 10 + n + 1)]))
             .collect::<Result<Vec<_>>>()?;

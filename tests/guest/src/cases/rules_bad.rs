@@ -12,6 +12,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::rules::{AdminRule, MIB};
 use super::{Bed, Case, alloc, errno, expect, free, open};
+use crate::patience::rounds;
 
 pub(super) const CASES: &[Case] = &[
     Case {
@@ -198,7 +199,7 @@ fn race(bed: &mut Bed) -> Result<()> {
                     let file = open()?;
                     let (mut got, mut refused) = (0, 0);
                     let mut held = Vec::new();
-                    for _ in 0..3000 {
+                    for _ in 0..rounds(3000) {
                         match alloc(file.as_fd(), 65536) {
                             Ok(a) => {
                                 got += 1;

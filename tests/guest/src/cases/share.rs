@@ -21,7 +21,7 @@ use super::dmabuf::{GOOD, Importer, export, exported_buffer, stats};
 use super::life::{Part, ready, timed_unbind};
 use super::rules::{AdminRule, counted};
 use super::{Bed, Case, NODE, alloc, buffer, errno, expect, explain_last, free, open};
-use crate::patience::patiently;
+use crate::patience::{patiently, rounds};
 use crate::sys::{self, BAD_POINTERS, Mapping};
 
 pub(super) const CASES: &[Case] = &[
@@ -511,7 +511,7 @@ fn race(bed: &mut Bed) -> Result<()> {
         Ok(())
     };
     let busy = Busy::during(&[&user, &user, &user], |busy| {
-        for _ in 0..20 {
+        for _ in 0..rounds(20) {
             busy.await_served(20)?;
             bed.unbind("accel0")?;
             bed.publish("accel0")?;

@@ -11,6 +11,7 @@ use super::busy::Busy;
 use super::dmabuf::export;
 use super::rules::AdminRule;
 use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, open, request};
+use crate::patience::rounds;
 use crate::sys::{self, BAD_POINTERS, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -434,7 +435,7 @@ fn leaving(bed: &mut Bed) -> Result<()> {
         Ok(())
     };
     let busy = Busy::during(&[&stripes, &buffers, &buffers], |busy| {
-        for _ in 0..15 {
+        for _ in 0..rounds(15) {
             busy.await_served(20)?;
             bed.unpublish("accel1")?;
             bed.unbind("shm0")?;
