@@ -151,7 +151,7 @@ impl Buddy {
     /// Not for a task that is about to die. Where the kernel has no memory to split a block with, the allocator takes its
     /// steps back by freeing a block that is free already, and its trees are lost with that. Such small allocations wait for
     /// memory as long as it takes; only those of a task that was killed for want of memory fail, once the reserves are used
-    /// up as well.
+    /// up as well. What is left is a task that gets killed between here and there, with no reserves.
     fn ask(
         &self,
         _: &MutexGuard<'_, Blocks>,
