@@ -21,7 +21,8 @@ pub fn patiently(limit: Duration) -> Duration {
     limit * *FACTOR
 }
 
-/// How many rounds a race goes through on this kernel: about as many as it takes the same time for, and at least one.
+/// How many rounds a race goes through on this kernel, or how much of a kind a test has: about as many as take the same time,
+/// and at least one.
 pub fn rounds(count: u32) -> u32 {
     count.div_ceil(*FACTOR)
 }
