@@ -214,6 +214,11 @@ mod tests {
             (8, 3, 2),
             (8, 1, 1),
             (6, 5, 2),
+            (0, 100, 8),
+            (4, 100, 4),
+            (2, 100, 2),
+            (6, 1, 1),
+            (1, 100, 1),
         ];
         for (at, left, expected) in widths {
             assert_eq!(width(at, left), expected, "{left} bytes at {at}");

@@ -11,12 +11,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
+use p2pmem_access_sys::store_fence;
 
 use crate::buffer::Origin;
 use crate::error::{Error, Result};
 use crate::export::{DmaBuf, Export};
 use crate::register::{Access, Handle, ProtectionDomain, Register, Registration};
-use crate::sys::{open_flags, store_fence, Region};
+use crate::sys::{open_flags, Region};
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
 const MOST_AT_ONCE: usize = 1 << 30;

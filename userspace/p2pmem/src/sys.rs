@@ -20,8 +20,6 @@ use std::path::Path;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
-pub(crate) use p2pmem_access_sys::store_fence;
-
 use p2pmem_access_sys as access;
 use p2pmem_sys as abi;
 
