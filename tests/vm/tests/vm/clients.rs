@@ -202,11 +202,13 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
     Ok(())
 }
 
-/// The tests of Debian's package, some of which it has compressed, where guests can read them.
+/// The tests of Debian's package, some of which it has compressed, where guests can read them; compiled, which takes an
+/// emulated processor long.
 fn unpack_pyverbs() -> Result<PathBuf> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pyverbs");
     let script = format!(
-        "rm -rf {0} && mkdir -p {0} && cp -r /usr/share/doc/rdma-core/tests {0}/ && gunzip {0}/tests/*.gz",
+        "rm -rf {0} && mkdir -p {0} && cp -r /usr/share/doc/rdma-core/tests {0}/ && gunzip {0}/tests/*.gz && \
+         python3 -m compileall -q {0}/tests",
         folder.display()
     );
     let output = std::process::Command::new("sh").args(["-c", &script]).output()?;

@@ -85,7 +85,8 @@ fn main() -> ExitCode {
         .collect();
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
-            for bed in &beds {
+            // What takes longest first: as the last it would leave a processor without anything to do.
+            for bed in beds.iter().rev() {
                 trials.extend(trials_on(bed, &reports, &said));
             }
             if beds.len() < 2 {
@@ -110,9 +111,15 @@ fn main() -> ExitCode {
     }
 }
 
-/// All tests on a kernel, in the order of topologies, so that guests are shared.
+/// All tests on a kernel, in the order of topologies, so that guests are shared: those of two guests first.
 fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
     let mut trials = Vec::new();
+    match clients::trials(bed, reports) {
+        Ok(clients) => trials.extend(clients),
+        Err(e) => trials.push(Trial::test(format!("{}::clients::tables", bed.name), move || {
+            Err(failed(e))
+        })),
+    }
     for (tests, kernels) in TESTS {
         for test in *tests {
             let own = bed.clone();
@@ -126,12 +133,6 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
         trials.push(bed.trial(&name, case.topology, cases::kernels(case), move || {
             run_case(&own, &said, case)
         }));
-    }
-    match clients::trials(bed, reports) {
-        Ok(clients) => trials.extend(clients),
-        Err(e) => trials.push(Trial::test(format!("{}::clients::tables", bed.name), move || {
-            Err(failed(e))
-        })),
     }
     trials
 }
