@@ -258,7 +258,11 @@ class Server:
     def end(self):
         self.ask("shutdown", None)
         self.send({"method": "exit"})
-        self.process.wait(30)
+        try:
+            self.process.wait(TO_ANSWER)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            die(f"no end within {TO_ANSWER} s of being asked for it")
 
 
 def diagnose(command, project):
