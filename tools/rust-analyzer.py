@@ -258,11 +258,8 @@ class Server:
     def end(self):
         self.ask("shutdown", None)
         self.send({"method": "exit"})
-        try:
-            self.process.wait(TO_ANSWER)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            die(f"no end within {TO_ANSWER} s of being asked for it")
+        self.wait(lambda: self.ended, TO_ANSWER, "end of it")
+        self.process.wait(TO_ANSWER)
 
 
 def diagnose(command, project):

@@ -111,7 +111,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// All tests on a kernel, in the order of topologies, so that guests are shared: those of two guests first.
+/// All tests on a kernel, in the order of topologies, so that guests are shared: first the clients, which need two.
 fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
     let mut trials = Vec::new();
     match clients::trials(bed, reports) {
