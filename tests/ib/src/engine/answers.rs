@@ -45,6 +45,9 @@ pub(super) fn rnr_time(code: u8) -> Duration {
 impl Qp {
     /// An answer arrived.
     pub(super) fn take_answer(&mut self, cx: &mut Context<'_>, packet: Packet) {
+        if self.requester.is_unsettled() {
+            self.settle_answers(cx);
+        }
         if !self.sends() || !self.is_reliable() {
             cx.shared.counters.packets_dropped += 1;
             return;

@@ -99,6 +99,51 @@ fn reads_and_atomics_wait_for_pages() {
 }
 
 #[test]
+fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
+    let counter = |address| Remote { address, key: ALL };
+    let add = |id, remote, to| {
+        let remote = counter(remote);
+        work(id, SendOp::FetchAdd { remote, add: 5 }, to, 8)
+    };
+    // The page at 0 is not there.
+    let firsts = [read(1, 0, 8, 0x8000), add(1, 0x8000, 0)];
+    let seconds = [
+        read(2, 0x4000, 8, 0x9000),
+        add(2, 0x9000, 0x4000),
+        write(2, 0x5000, 8, 0x9000),
+    ];
+    for first in &firsts {
+        for second in &seconds {
+            let mut world = World::new(2, 1 << 16);
+            world.pair(Service::Rc, Connection::default());
+            let data = [(0x8000, 1), (0x9000, 2)].map(|(at, seed)| world.fill(1, at, 8, seed));
+            world.nodes[0].toy.absent.insert(0);
+            world.post(0, 2, first.clone());
+            world.run_for(Duration::from_millis(1));
+            world.post(0, 2, second.clone());
+            world.work(0);
+            // The answer to the second is there, and the page of the first comes before anybody looks.
+            world.nodes[0].asleep = true;
+            world.run_for(Duration::from_millis(1));
+            assert_eq!(serve_pages(&mut world.nodes[0], true), 1);
+            world.nodes[0].asleep = false;
+            world.run();
+            assert_eq!(world.sends(0), ok([1, 2]), "{first:?}, {second:?}");
+            assert_eq!(world.bytes(0, 0, 8), data[0], "{first:?}, {second:?}");
+            if !matches!(second.op, SendOp::Write { .. }) {
+                assert_eq!(world.bytes(0, 0x4000, 8), data[1], "{first:?}, {second:?}");
+            }
+            let counters = world.nodes[0].engine.counters();
+            assert_eq!(
+                (counters.retransmissions, counters.timeouts),
+                (0, 0),
+                "nothing was lost"
+            );
+        }
+    }
+}
+
+#[test]
 fn datagrams_wait_for_pages() {
     let mut world = World::new(2, 1 << 16);
     for (node, qpn) in [(0, 2), (1, 3)] {
