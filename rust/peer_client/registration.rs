@@ -31,6 +31,8 @@ use kernel::{
 };
 
 /// What the core calls, and what it is called for (invalidate), in the order in which it comes.
+///
+/// An invalidation is ours: it may cross the end of the registration by its program, and be noted at any place of it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd)]
 #[repr(u8)]
 pub(super) enum Call {
@@ -167,7 +169,7 @@ impl Registration {
         let repeated = before.clone().any(|&c| c == call);
         let note = Note {
             repeated,
-            out_of_order: !repeated && before.clone().any(|&c| c > call),
+            out_of_order: !repeated && call != Call::Invalidate && before.clone().any(|&c| c > call),
         };
         if let Some(free) = state.calls.iter_mut().find(|c| c.is_none()) {
             *free = Some(call);
