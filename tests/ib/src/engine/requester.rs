@@ -248,8 +248,8 @@ impl Requester {
             .find(|work| work.wants_answer() && work.progress == Progress::Going)
     }
 
-    /// The page that a read or an atomic with all its answers waited for has come, and its queue pair had no turn since:
-    /// what arrives now is no answer to it.
+    /// The oldest read or atomic has all its answers, and is not ended: it waits for a page, or that has come and the
+    /// queue pair had no turn since. What arrives now is no answer to it.
     pub(super) fn is_unsettled(&mut self) -> bool {
         self.arriving.is_some() && self.oldest_unanswered().is_some_and(|work| work.has_all_answers())
     }
