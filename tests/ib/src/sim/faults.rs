@@ -100,9 +100,8 @@ fn reads_and_atomics_wait_for_pages() {
 
 #[test]
 fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
-    let counter = |address| Remote { address, key: ALL };
-    let add = |id, remote, to| {
-        let remote = counter(remote);
+    let add = |id, address, to| {
+        let remote = Remote { address, key: ALL };
         work(id, SendOp::FetchAdd { remote, add: 5 }, to, 8)
     };
     // The page at 0 is not there.
