@@ -6,15 +6,14 @@
 //! it. `status` holds the outcome as a sentence. Removing the directory takes the provider back.
 
 use crate::{
-    ext::{configfs::DefaultGroup, global, pci::Function},
+    ext::{compat::configfs_attrs, configfs::DefaultGroup, global, pci::Function},
     path::PciAddr,
     publish::Publication,
     refusal::{refuse, Answer, Text},
-    THIS_MODULE,
 };
 use core::fmt::Write as _;
 use kernel::{
-    configfs::{configfs_attrs, AttributeOperations, Group, GroupOperations, Subsystem},
+    configfs::{AttributeOperations, Group, GroupOperations, Subsystem},
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,

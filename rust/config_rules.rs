@@ -9,14 +9,14 @@
 use crate::{
     config::Root,
     config::{attributes, show, word},
-    ext::{configfs::DefaultGroup, global},
+    ext::{compat::configfs_attrs, configfs::DefaultGroup, global},
     path::PathClass,
     policy::{Action, Beneficiary, Device, Name, Rule},
     refusal::{refuse, Answer, Text},
-    rule_text, THIS_MODULE,
+    rule_text,
 };
 use kernel::{
-    configfs::{configfs_attrs, AttributeOperations, Group, GroupOperations, Subsystem},
+    configfs::{AttributeOperations, Group, GroupOperations, Subsystem},
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,

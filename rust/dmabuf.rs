@@ -9,6 +9,7 @@
 use crate::{
     buffer::{Buffer, Holder},
     ext::{
+        compat,
         completion::Completion,
         dma_buf::{DeviceName, DmaBuf, Exporter, Got, Importer, Lease, Link, Piece},
         global,
@@ -23,7 +24,6 @@ use crate::{
     provider::Provider,
     ranges::{self, Fault, Range},
     refusal::{refuse, Answer, Refusal},
-    THIS_MODULE,
 };
 use kernel::{
     fmt, new_mutex,
@@ -155,7 +155,7 @@ impl Export {
             GFP_KERNEL,
         )?;
         let node = RBTreeNode::new(export.id, export.clone(), GFP_KERNEL)?;
-        let made = DmaBuf::new(export.clone(), size, &THIS_MODULE)?;
+        let made = DmaBuf::new(export.clone(), size, compat::this_module())?;
         buffer.add_export(node).map_err(|_| export.revoked())?;
         // It cannot be released before this: the reference to it is ours.
         export.state.lock().registered = true;

@@ -7,6 +7,7 @@
 pub(crate) mod buddy;
 pub(crate) mod bus;
 pub(crate) mod chrdev;
+pub(crate) mod compat;
 pub(crate) mod completion;
 pub(crate) mod configfs;
 pub(crate) mod cred;

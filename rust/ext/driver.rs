@@ -3,6 +3,7 @@
 //! The PCI driver that providers of ours are bound to, by `driver_override` and by nothing else.
 
 use super::{
+    compat::{pci_device_table, IdInfo},
     global::{forget_bound, BoundDevice, BOUND},
     p2pdma,
     pci::Function,
@@ -35,12 +36,11 @@ impl Drop for Data {
     }
 }
 
-kernel::pci_device_table!(
+pci_device_table!(
     TABLE,
-    MODULE_TABLE,
     (),
     // No device has a device id of more than 16 bits. The entry is there because the kernel crate looks up the id
-    // that a device was matched by, and finds the first one for those matched by `driver_override`.
+    // that a device was matched by, and before 7.3 finds the first one for those matched by `driver_override`.
     [(pci::DeviceId::from_id(pci::Vendor::REDHAT, 0xffff_fffe), ())]
 );
 
@@ -51,7 +51,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 
     fn probe<'bound>(
         dev: &'bound pci::Device<Core<'_>>,
-        _info: &'bound Self::IdInfo,
+        _info: IdInfo<'bound, Self::IdInfo>,
     ) -> impl PinInit<Data, Error> + 'bound {
         let add = || -> Result<Data> {
             dev.enable_device_mem()?;

@@ -110,8 +110,8 @@ impl Fault<'_> {
         self.0.__bindgen_anon_1.pgoff as u64
     }
 
-    /// What one page table maps, bytes.
-    pub(crate) const TABLE: usize = 512 * PAGE_SIZE;
+    /// What one page table maps, bytes: `PMD_SIZE`, of which `rust/sys/helpers.c` asserts that it is this.
+    pub(crate) const TABLE: usize = PAGE_SIZE << (PAGE_SHIFT - 3);
 
     /// Where the page table of the address begins, as a page of the common address space. None where the area does not
     /// have all of it.
@@ -133,7 +133,15 @@ impl Fault<'_> {
     pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
         let vmf = core::ptr::from_ref(self.0).cast_mut();
         // SAFETY: The fault is valid, the area has room for the entry, and the caller promises the rest.
-        match unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, false) } {
+        #[cfg(CONFIG_TRANSPARENT_HUGEPAGE)]
+        let answer = unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, false) };
+        // Never asked for: such a kernel has no large entries.
+        #[cfg(not(CONFIG_TRANSPARENT_HUGEPAGE))]
+        let answer = {
+            let _ = (vmf, pfn);
+            bindings::vm_fault_reason_VM_FAULT_FALLBACK
+        };
+        match answer {
             bindings::vm_fault_reason_VM_FAULT_NOPAGE => Ok(()),
             bindings::vm_fault_reason_VM_FAULT_OOM => Err(ENOMEM),
             _ => Err(EAGAIN),

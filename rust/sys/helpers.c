@@ -14,10 +14,12 @@
 #include <linux/pci.h>
 #include <linux/pci-p2pdma.h>
 #include <linux/percpu-refcount.h>
+#include <linux/pgtable.h>
 #include <linux/pseudo_fs.h>
 #include <linux/ratelimit.h>
 #include <linux/sched.h>
 #include <linux/sched/signal.h>
+#include <linux/sizes.h>
 #include <linux/slab.h>
 #include <linux/timekeeping.h>
 #include <linux/topology.h>
@@ -25,8 +27,11 @@
 
 #include "helpers.h"
 
-/* Pages a batch handles at once: 2 MiB, one page table. */
-#define BATCH 512UL
+/* Fault::TABLE of rust/ext/vma.rs takes a page table to be one page of entries of eight bytes. */
+static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
+
+/* Pages a batch handles at once: 2 MiB, whatever the size of a page. */
+#define BATCH ((unsigned long)SZ_2M >> PAGE_SHIFT)
 
 /*
  * The reference p2pmem keeps on each page that was ever mapped: while it is held, the count cannot reach zero, so the

@@ -7,6 +7,7 @@
 #include <linux/uidgid.h>
 #include <linux/user_namespace.h>
 
+#include "compat.h"
 #include "helpers.h"
 
 /* The caller's credentials, with a reference. */
@@ -51,8 +52,7 @@ bool p2pmem_cred_member(const struct cred *cred, u32 gid)
  */
 void *p2pmem_dmem_region(u64 size, u32 domain, u8 bus, u8 devfn)
 {
-	return dmem_cgroup_register_region(size, "p2pmem/%04x:%02x:%02x.%d", domain, bus, PCI_SLOT(devfn),
-					   PCI_FUNC(devfn));
+	return p2pmem_dmem_register(size, "p2pmem/%04x:%02x:%02x.%d", domain, bus, PCI_SLOT(devfn), PCI_FUNC(devfn));
 }
 
 void p2pmem_dmem_region_end(void *region)
