@@ -9,6 +9,7 @@
 use crate::{
     dmabuf::Export,
     ext::{
+        completion::Completion,
         cred::Who,
         log::Owner,
         p2pdma::Target,
@@ -31,7 +32,7 @@ use kernel::{
     rbtree::{RBTree, RBTreeNode},
     sync::{
         atomic::{Atomic, Relaxed},
-        Arc, ArcBorrow, Mutex,
+        Arc, ArcBorrow, Mutex, MutexGuard,
     },
 };
 
@@ -52,8 +53,10 @@ struct Inner {
     exports: RBTree<u64, Arc<Export>>,
     /// What RDMA adapters have registered of it by way of its mappings.
     registrations: RBTree<u64, Arc<Registration>>,
-    /// There while the buffer is Live or Revoking.
+    /// There while the buffer is Live or Revoking, except while it is being cleared ([`Buffer::usable`]).
     memory: Option<KBox<Memory>>,
+    /// Files that have handles of it, other than the one it was allocated through: their numbers and how many.
+    others: RBTree<u64, u32>,
 }
 
 /// An allocation.
@@ -77,9 +80,19 @@ pub(crate) struct Buffer {
     pub(crate) who: Who,
     #[pin]
     inner: Mutex<Inner>,
+    /// Its memory was cleared, where that was left for later.
+    #[pin]
+    cleared: Completion,
 }
 
 pub(crate) use crate::life::State;
+
+/// Who holds a buffer that is being revoked: nobody joins them any more.
+pub(crate) struct Held {
+    pub(crate) mappings: u32,
+    /// Whether it was exported, or registered with an RDMA adapter.
+    pub(crate) by_devices: bool,
+}
 
 /// A count as the ABI has it.
 fn narrow(count: u64) -> u32 {
@@ -119,7 +132,9 @@ impl Buffer {
                     exports: RBTree::new(),
                     registrations: RBTree::new(),
                     memory: None,
+                    others: RBTree::new(),
                 }),
+                cleared <- Completion::new(),
             }),
             GFP_KERNEL,
         );
@@ -130,13 +145,16 @@ impl Buffer {
                 return Err(e);
             }
         };
+        if memory.is_clear() {
+            buffer.cleared.complete();
+        }
         buffer.inner.lock().memory = Some(memory);
         trace::alloc(|| {
             let offset = buffer.bar_offset.unwrap_or(u64::MAX);
             (buffer.about(), offset, file, buffer.who.uid())
         });
-        let holder = Holder(buffer);
-        holder.provider.register(&holder.0)?;
+        let holder = Holder { buffer, file };
+        holder.provider.register(&holder.buffer)?;
         Ok(holder)
     }
 
@@ -150,13 +168,65 @@ impl Buffer {
         }
     }
 
-    /// One more handle of a Live buffer. Errors: `ENODEV` when it was revoked or has ended.
-    pub(crate) fn hold(self: &Arc<Self>) -> Result<Holder> {
-        if self.inner.lock().life.join(Hold::Handle) {
-            Ok(Holder(self.clone()))
+    /// One more handle of a Live buffer, of a file. Errors: `ENODEV` when it was revoked or has ended, `ENOMEM`.
+    pub(crate) fn hold(self: &Arc<Self>, file: u64) -> Result<Holder> {
+        let node = if file == self.file {
+            None
         } else {
-            Err(ENODEV)
+            Some(RBTreeNode::new(file, 0, GFP_KERNEL)?)
+        };
+        let mut inner = self.inner.lock();
+        if !inner.life.join(Hold::Handle) {
+            drop(inner);
+            drop(node);
+            return Err(ENODEV);
         }
+        // One that the file has already is not needed.
+        let mut spare = None;
+        if let Some(node) = node {
+            if inner.others.get(&file).is_some() {
+                spare = Some(node);
+            } else {
+                inner.others.insert(node);
+            }
+            if let Some(count) = inner.others.get_mut(&file) {
+                *count = count.saturating_add(1);
+            }
+        }
+        drop(inner);
+        drop(spare);
+        Ok(Holder {
+            buffer: self.clone(),
+            file,
+        })
+    }
+
+    /// A file has one handle less.
+    fn unhold(&self, file: u64) {
+        let mut ended = None;
+        if file != self.file {
+            let mut inner = self.inner.lock();
+            if let Some(count) = inner.others.get_mut(&file) {
+                *count -= 1;
+                if *count == 0 {
+                    ended = inner.others.remove_node(&file);
+                }
+            }
+        }
+        drop(ended);
+        self.release(Hold::Handle);
+    }
+
+    /// Calls `f` with the number of each file that has handles of it, or had: the one that it was allocated through.
+    pub(crate) fn for_each_file(&self, mut f: impl FnMut(u64)) {
+        f(self.file);
+        let next = |from| {
+            let inner = self.inner.lock();
+            let cursor = inner.others.cursor_lower_bound(&from)?;
+            let (&file, _) = cursor.current();
+            Some((file, file))
+        };
+        walk::one_by_one(next, |&file| f(file));
     }
 
     /// Handles of it, of all files.
@@ -189,18 +259,60 @@ impl Buffer {
 
     /// What DMA mappings of a Live buffer are made with (none where that cannot be), and its physical address.
     pub(crate) fn target(&self) -> Answer<(Option<Target>, u64)> {
-        let inner = self.inner.lock();
-        match &inner.memory {
-            Some(memory) if inner.life.is_live() => Ok((memory.target(), memory.phys())),
-            _ => {
-                drop(inner);
-                Err(refuse!(
-                    ENODEV,
-                    "the buffer was revoked: its provider {} left",
-                    self.provider.addr
-                ))
+        let inner = self.usable().map_err(|e| match e {
+            e if e == ENODEV => refuse!(e, "the buffer was revoked: its provider {} left", self.provider.addr),
+            e => e.into(),
+        })?;
+        let memory = inner.memory.as_ref().ok_or(ENODEV)?;
+        Ok((memory.target(), memory.phys()))
+    }
+
+    /// What a Live buffer has, all zeroes but for what its holders wrote: memory that is still to be cleared is cleared first,
+    /// by the one who comes first.
+    ///
+    /// Errors: `ENODEV` (revoked), `EINTR` (the task was killed).
+    fn usable(&self) -> Result<MutexGuard<'_, Inner>> {
+        loop {
+            let mut inner = self.inner.lock();
+            if !inner.life.is_live() {
+                return Err(ENODEV);
+            }
+            match inner.memory.take_if(|memory| !memory.is_clear()) {
+                Some(memory) => {
+                    // Without the lock: it may take long.
+                    drop(inner);
+                    self.clear(memory)?;
+                }
+                None if inner.memory.is_some() => return Ok(inner),
+                None => {
+                    // Another one clears it. One that is killed meanwhile leaves that to the next.
+                    drop(inner);
+                    self.cleared.wait_killable(20)?;
+                }
             }
         }
+    }
+
+    /// Clears the memory, which the caller has taken out, and puts it back.
+    fn clear(&self, mut memory: KBox<Memory>) -> Result {
+        let done = self.provider.clear_for_use(&mut memory);
+        let mut inner = self.inner.lock();
+        if inner.life.state() == State::Gone {
+            drop(inner);
+            self.give_back(memory);
+            return Err(ENODEV);
+        }
+        inner.memory = Some(memory);
+        drop(inner);
+        if done.is_ok() {
+            self.cleared.complete();
+        }
+        done
+    }
+
+    fn give_back(&self, memory: KBox<Memory>) {
+        trace::free(|| self.about());
+        self.provider.give_back(Some(self.id), memory);
     }
 
     /// One more dma-buf of a Live buffer, by its number. Errors: `ENODEV` when it was revoked.
@@ -260,11 +372,7 @@ impl Buffer {
     /// Prepares the pages of a Live buffer for others' references. Errors: `ENODEV` when it was revoked.
     #[cfg(p2pmem_peer)]
     pub(crate) fn hold_pages(&self) -> Result {
-        let mut inner = self.inner.lock();
-        if !inner.life.is_live() {
-            return Err(ENODEV);
-        }
-        inner.memory.as_mut().ok_or(ENODEV)?.hold();
+        self.usable()?.memory.as_mut().ok_or(ENODEV)?.hold();
         Ok(())
     }
 
@@ -281,16 +389,20 @@ impl Buffer {
         }
         let memory = inner.memory.take();
         drop(inner);
+        // Whoever clears it at this moment gives it back.
         if let Some(memory) = memory {
-            trace::free(|| self.about());
-            self.provider.give_back(Some(self.id), memory);
+            self.give_back(memory);
         }
     }
 
-    /// First part of a revocation: from here on nothing new can be mapped or exported. False when the buffer had ended
-    /// already.
-    pub(crate) fn revoke(&self) -> bool {
-        self.inner.lock().life.revoke()
+    /// First part of a revocation: from here on nothing new can be mapped or exported. Returns who holds it, none when the
+    /// buffer had ended already.
+    pub(crate) fn revoke(&self) -> Option<Held> {
+        let mut inner = self.inner.lock();
+        inner.life.revoke().then(|| Held {
+            mappings: narrow(inner.life.count(Hold::Mapping)),
+            by_devices: inner.life.count(Hold::Export) > 0 || inner.life.count(Hold::Registration) > 0,
+        })
     }
 
     /// Last part, when no mapping of any kind is left: gives the memory back.
@@ -300,11 +412,15 @@ impl Buffer {
 }
 
 /// A handle: keeps the buffer until it is dropped.
-pub(crate) struct Holder(Arc<Buffer>);
+pub(crate) struct Holder {
+    buffer: Arc<Buffer>,
+    /// The file whose handle it is.
+    file: u64,
+}
 
 impl Holder {
     pub(crate) fn buffer(&self) -> &Arc<Buffer> {
-        &self.0
+        &self.buffer
     }
 }
 
@@ -312,13 +428,13 @@ impl core::ops::Deref for Holder {
     type Target = Buffer;
 
     fn deref(&self) -> &Buffer {
-        &self.0
+        &self.buffer
     }
 }
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        self.0.release(Hold::Handle);
+        self.buffer.unhold(self.file);
     }
 }
 
@@ -337,20 +453,14 @@ impl Mappable for Buffer {
         let left = this.size.checked_sub(offset).ok_or(EFAULT)?;
         // The lock is held until the pages are mapped: a revocation that comes now takes them down again, as it takes
         // this lock first and unmaps afterwards.
-        let mut inner = this.inner.lock();
-        if !inner.life.is_live() {
-            return Err(ENODEV);
-        }
-        inner.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
+        this.usable()?.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
     }
+
     fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
         let first = fault.table_offset().and_then(|page| page.checked_sub(this.page_offset));
         let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
         // As above.
-        let inner = this.inner.lock();
-        if !inner.life.is_live() {
-            return Err(ENODEV);
-        }
+        let inner = this.usable()?;
         inner.memory.as_ref().ok_or(ENODEV)?.map_table(fault, offset)
     }
 }

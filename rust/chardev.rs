@@ -18,6 +18,7 @@ use crate::{
         vma::{AddressSpace, NewArea},
     },
     handles::{Handles, Slot},
+    memory::Clearing,
     orchestrator::{visible_bus_addr, Orchestrator, Wish},
     own_rules, peer_client,
     placement::Named,
@@ -53,13 +54,15 @@ struct Events {
 }
 
 impl Events {
-    fn push(&mut self, event: uapi::Event) {
+    /// Returns whether whoever waits for events is to be woken.
+    fn push(&mut self, event: impl FnOnce() -> uapi::Event) -> bool {
         if self.len == EVENTS {
             self.lost = self.lost.saturating_add(1);
-            return;
+            return false;
         }
-        self.ring[(self.first + self.len) % EVENTS] = event;
+        self.ring[(self.first + self.len) % EVENTS] = event();
         self.len += 1;
+        true
     }
 
     fn pop(&mut self) -> Option<uapi::Event> {
@@ -112,14 +115,16 @@ pub(crate) struct File {
 impl File {
     /// Puts an event into the file's queue.
     pub(crate) fn tell(&self, kind: u32, provider: u32, handle: u32) {
-        self.events.lock().push(uapi::Event {
+        let wake = self.events.lock().push(|| uapi::Event {
             type_: kind,
             provider,
             handle,
             count: 0,
             time_ns: log::now_ns(),
         });
-        self.readable.notify_all();
+        if wake {
+            self.readable.notify_all();
+        }
     }
 
     /// Tells of a buffer that was revoked, once for each of its handles.
@@ -361,7 +366,7 @@ impl File {
     /// Makes a dma-buf of a whole buffer a handle of this file.
     fn import(&self, ask: &mut uapi::Import) -> Answer {
         no_flags(ask.flags, 0)?;
-        let holder = Export::import(ask.fd)?;
+        let holder = Export::import(ask.fd, self.id)?;
         ask.provider = holder.provider.id;
         ask.size = holder.size;
         ask.mmap_offset = holder.page_offset << PAGE_SHIFT;
@@ -578,6 +583,8 @@ impl File {
                 max_class: None,
                 parts: 0,
                 own: self.own_rules(),
+                // The kernel holds the mmap lock, which whoever looks at the process waits for.
+                clearing: Clearing::AtFirstUse,
             };
             let (holder, told) = self.orchestrator.alloc(&wish, self.id, self.spare())?;
             let holder = self.settle(holder, told)?;
@@ -649,6 +656,7 @@ impl chrdev::Operations for File {
     type Mapped = Buffer;
 
     fn open() -> Result<Arc<Self>> {
+        global::ready()?;
         let orchestrator = global::orchestrator()?;
         let for_file = orchestrator.clone();
         let file = Arc::pin_init(

@@ -8,6 +8,7 @@
 use crate::{
     ext::{compat::configfs_attrs, configfs::DefaultGroup, global, pci::Function},
     path::PciAddr,
+    provider::Provider,
     publish::Publication,
     refusal::{refuse, Answer, Text},
 };
@@ -18,7 +19,7 @@ use kernel::{
     page::PAGE_SIZE,
     prelude::*,
     str::Formatter,
-    sync::Mutex,
+    sync::{Arc, Mutex},
 };
 
 /// The subsystem's own directory. It has no attributes and no `mkdir`.
@@ -39,6 +40,8 @@ struct Settings {
     wanted: Publication,
     /// Number of the provider that was made of it.
     enabled: Option<u32>,
+    /// The provider, while it is being taken back.
+    leaving: Option<Arc<Provider>>,
     status: Text,
 }
 
@@ -85,6 +88,7 @@ impl GroupOperations for Providers {
                 pinned_exports: 7,
             ],
         };
+        global::ready()?;
         let dir = PciAddr::parse(name.to_bytes())
             .ok_or_else(|| {
                 refuse!(
@@ -119,6 +123,7 @@ impl ProviderDir {
                     pinned_exports: false,
                 },
                 enabled: None,
+                leaving: None,
                 status: Text::new(fmt!("not published: write 1 to enable")),
             }),
         }? Error)
@@ -134,9 +139,23 @@ impl ProviderDir {
         })
     }
 
+    /// Takes the provider back, and waits for the end of that without a lock, unless the task is killed.
+    fn disable(&self) -> Result {
+        let mut waits_for = None;
+        self.change(|settings| {
+            waits_for = settings.disable()?;
+            Ok(())
+        })?;
+        match waits_for {
+            Some(provider) => provider.await_end_killable(),
+            None => Ok(()),
+        }
+    }
+
     /// Changes what is only looked at when the provider is made.
     fn set(&self, set: impl FnOnce(&mut Publication) -> Answer) -> Result {
         self.change(|settings| {
+            settings.await_nothing()?;
             if settings.enabled() {
                 return Err(refuse!(
                     EBUSY,
@@ -150,8 +169,11 @@ impl ProviderDir {
 }
 
 impl Settings {
-    /// Whether what was published is still there: the device may have been unbound since.
+    /// Whether what was published is still there, and is not being taken back: the device may have been unbound since.
     fn enabled(&mut self) -> bool {
+        if self.leaving.take_if(|provider| provider.await_end_for(0)).is_some() {
+            self.status = Text::new(fmt!("not published: write 1 to enable"));
+        }
         let Some(id) = self.enabled else {
             return false;
         };
@@ -163,31 +185,66 @@ impl Settings {
         there
     }
 
+    /// Refuses what has to wait until the provider was taken back.
+    fn await_nothing(&mut self) -> Answer {
+        self.enabled();
+        match &self.leaving {
+            None => Ok(()),
+            Some(provider) => Err(refuse!(
+                EBUSY,
+                "{} is still being taken back: {}",
+                self.wanted.addr,
+                provider.progress().as_str()
+            )),
+        }
+    }
+
     fn enable(&mut self) -> Answer {
         if self.enabled() {
             return Ok(());
         }
+        self.await_nothing()?;
         let id = global::orchestrator()?.publish(&self.wanted)?;
         self.enabled = Some(id);
         self.status = Text::new(fmt!("published as provider {}", id));
         Ok(())
     }
 
-    fn disable(&mut self) -> Answer {
+    /// Begins to take the provider back, where there is one, and returns what to wait for.
+    fn disable(&mut self) -> Answer<Option<Arc<Provider>>> {
         if self.enabled() {
-            global::orchestrator()?.unpublish(self.wanted.addr)?;
+            self.leaving = global::orchestrator()?.unpublish(self.wanted.addr)?;
             self.enabled = None;
             self.status = Text::new(fmt!("not published: write 1 to enable"));
         }
-        Ok(())
+        Ok(self.leaving.clone())
+    }
+
+    /// What there is to say of the provider.
+    fn describe(&mut self) -> Text {
+        self.enabled();
+        let by_others = self.enabled.and_then(|id| global::orchestrator().ok()?.provider(id));
+        match self.leaving.as_ref().or(by_others.as_ref().filter(|p| p.is_leaving())) {
+            Some(provider) => Text::new(fmt!("being taken back: {}", provider.progress().as_str())),
+            None => self.status,
+        }
     }
 }
 
 #[pinned_drop]
 impl PinnedDrop for ProviderDir {
     fn drop(self: Pin<&mut Self>) {
-        if let Err(refusal) = self.settings.lock().disable() {
-            refusal.log("rmdir");
+        // `rmdir` holds the lock of the parent directory: what takes longer goes on without it.
+        const BOUND: u32 = 5_000;
+        let begun = self.settings.lock().disable();
+        match begun {
+            Ok(Some(provider)) if !provider.await_end_for(BOUND) => pr_notice!(
+                "{}: its directory is gone, and it is still being taken back: {}\n",
+                provider.addr,
+                provider.progress().as_str()
+            ),
+            Ok(_) => {}
+            Err(refusal) => refusal.log("rmdir"),
         }
     }
 }
@@ -303,17 +360,18 @@ attributes! {
     5 (dir, page): {
         show(page, fmt!("{}", u32::from(dir.settings.lock().enabled())))
     }, text: {
-        dir.change(|settings| match word(text)? {
-            "1" => settings.enable(),
-            "0" => settings.disable(),
-            _ => Err(refuse!(EINVAL, "enable is 0 or 1")),
-        })
+        match word(text) {
+            Ok("0") => dir.disable(),
+            text => dir.change(|settings| match text? {
+                "1" => settings.enable(),
+                _ => Err(refuse!(EINVAL, "enable is 0 or 1")),
+            }),
+        }
     };
     // status
     6 (dir, page): {
-        let mut settings = dir.settings.lock();
-        settings.enabled();
-        show(page, fmt!("{}", settings.status.as_str()))
+        let status = dir.settings.lock().describe();
+        show(page, fmt!("{}", status.as_str()))
     };
     // pinned_exports
     7 (dir, page): {

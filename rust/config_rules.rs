@@ -62,6 +62,7 @@ impl GroupOperations for RuleSet {
     type Child = RuleDir;
 
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<RuleDir>, Error>> {
+        global::ready()?;
         let item = configfs_attrs! {
             container: Group<RuleDir>,
             data: RuleDir,

@@ -162,10 +162,10 @@ impl Export {
         Ok(made)
     }
 
-    /// Makes one of these dma-bufs of a whole buffer a handle again.
+    /// Makes one of these dma-bufs of a whole buffer a handle again, of a file.
     ///
     /// Errors: those of `P2PMEM_IOC_IMPORT` that concern the descriptor and the buffer.
-    pub(crate) fn import(fd: i32) -> Answer<Holder> {
+    pub(crate) fn import(fd: i32, file: u64) -> Answer<Holder> {
         let dma_buf = match DmaBuf::<Self>::get(fd) {
             Ok(Got::Ours(dma_buf)) => dma_buf,
             Ok(Got::Foreign(name)) => {
@@ -191,7 +191,10 @@ impl Export {
                 "the dma-buf is of parts of a buffer: one of the whole buffer has to be exported for an import"
             ));
         }
-        buffer.hold().map_err(|_| export.revoked())
+        buffer.hold(file).map_err(|e| match e {
+            e if e == ENODEV => export.revoked(),
+            e => e.into(),
+        })
     }
 
     /// First part of a revocation: nothing is mapped any more from here on, and importers are told to let go. Most

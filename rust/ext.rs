@@ -22,6 +22,7 @@ pub(crate) mod pci;
 #[cfg(p2pmem_peer)]
 pub(crate) mod peer_mem;
 pub(crate) mod publisher;
+pub(crate) mod task;
 pub(crate) mod trace;
 pub(crate) mod uapi;
 pub(crate) mod vma;

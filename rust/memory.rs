@@ -16,6 +16,8 @@ pub(crate) struct Memory {
     piece: Piece,
     /// Bytes that were asked for.
     pub(crate) size: u64,
+    /// Whether it is all zeroes for its present owner, but for what that one wrote.
+    clear: bool,
     /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
     touched: bool,
     /// Whose it is, or was last.
@@ -24,6 +26,15 @@ pub(crate) struct Memory {
     pub(crate) charge: Option<Charge>,
     /// The next one of a [`Stack`].
     next: Option<KBox<Memory>>,
+}
+
+/// When memory is cleared for its owner.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Clearing {
+    /// Before the allocation returns.
+    Now,
+    /// Before it is mapped or exported for the first time: for an allocation with the mmap lock held, which others want.
+    AtFirstUse,
 }
 
 pub(crate) enum Piece {
@@ -38,11 +49,12 @@ pub(crate) enum Piece {
 }
 
 impl Memory {
-    /// A piece for the calling process, which nobody has touched since it was cleared.
-    pub(crate) fn new(piece: Piece, size: u64) -> Result<KBox<Self>> {
+    /// A piece for the calling process; `clear` says whether nobody has touched it since it was cleared.
+    pub(crate) fn new(piece: Piece, size: u64, clear: bool) -> Result<KBox<Self>> {
         let memory = Self {
             piece,
             size,
+            clear,
             touched: false,
             owner: Owner::current(),
             charge: None,
@@ -53,6 +65,11 @@ impl Memory {
 
     pub(crate) fn piece(&self) -> &Piece {
         &self.piece
+    }
+
+    /// Whether its owner may have it: it was cleared since its last one had it.
+    pub(crate) fn is_clear(&self) -> bool {
+        self.clear
     }
 
     /// The backing, and where in it the piece begins.
@@ -128,14 +145,29 @@ impl Memory {
         }
     }
 
-    /// Clears the whole piece, of which nothing is in use.
-    pub(crate) fn clear(&mut self, combine: bool) {
-        match &mut self.piece {
-            Piece::Own { extent, backing, start } => {
-                backing.clear(extent.offset() - *start, extent.size(), combine);
-                extent.set_clear(true);
-            }
-            Piece::Adopted { backing, .. } => backing.clear(0, backing.size(), combine),
+    /// Clears the whole piece, of which nothing is in use, `step` bytes at a time. `go_on` is asked before each step; with
+    /// its error the piece is to be cleared still.
+    pub(crate) fn clear(&mut self, combine: bool, step: u64, go_on: impl Fn() -> Result) -> Result {
+        let size = self.footprint();
+        let (backing, start) = match &self.piece {
+            Piece::Own { extent, backing, start } => (backing, extent.offset() - *start),
+            Piece::Adopted { backing, .. } => (backing, 0),
+        };
+        let mut done = 0;
+        while done < size {
+            go_on()?;
+            let now = step.min(size - done);
+            backing.clear(start + done, now, combine);
+            done += now;
+        }
+        self.clear = true;
+        Ok(())
+    }
+
+    /// It goes back, all zeroes: nobody has it, and nothing is charged for it.
+    pub(crate) fn returned_clear(&mut self) {
+        if let Piece::Own { extent, .. } = &mut self.piece {
+            extent.set_clear(true);
         }
         self.touched = false;
         self.charge = None;
@@ -145,16 +177,32 @@ impl Memory {
 /// A list of memory that takes no memory.
 pub(crate) struct Stack {
     head: Option<KBox<Memory>>,
+    count: u32,
     pub(crate) bytes: u64,
 }
 
 impl Stack {
-    pub(crate) const EMPTY: Self = Self { head: None, bytes: 0 };
+    pub(crate) const EMPTY: Self = Self {
+        head: None,
+        count: 0,
+        bytes: 0,
+    };
+
+    /// How many pieces it has.
+    pub(crate) fn len(&self) -> u32 {
+        self.count
+    }
 
     pub(crate) fn push(&mut self, mut memory: KBox<Memory>) {
         self.bytes += memory.footprint();
+        self.count += 1;
         memory.next = self.head.take();
         self.head = Some(memory);
+    }
+
+    /// The piece that comes next.
+    pub(crate) fn first(&self) -> Option<&Memory> {
+        self.head.as_deref()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -165,7 +213,15 @@ impl Stack {
         let mut memory = self.head.take()?;
         self.head = memory.next.take();
         self.bytes -= memory.footprint();
+        self.count -= 1;
         Some(memory)
+    }
+
+    /// Takes over all of another list.
+    pub(crate) fn append(&mut self, mut other: Self) {
+        while let Some(memory) = other.pop() {
+            self.push(memory);
+        }
     }
 }
 

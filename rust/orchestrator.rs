@@ -3,20 +3,19 @@
 //! The orchestrator: knows all providers, chooses among them, and ends what has to end.
 
 use crate::{
-    buffer::{Buffer, Holder, State},
+    buffer::{Buffer, Holder},
     chardev::File,
     decision::{traced, Brief, Decided, Told},
-    dmabuf::Patience,
     ext::{
         bus,
         driver,
-        log::{self, capable_admin},
+        log::capable_admin,
         p2pdma,
         pci::Function,
-        trace,
         uapi::{self, consts},
         vma::AddressSpace, //
     },
+    memory::Clearing,
     path::{Path, PathClass, PciAddr},
     peer_client::Peers,
     placement::{self, Candidate, Named, Strategy, Verdict},
@@ -26,12 +25,13 @@ use crate::{
     rules::{breaks, Book, Judge, Rules, Uncharged},
     topology::{Cache, Walk},
     views::{self, View, Views},
+    walk,
 };
 use kernel::{
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,
-    rbtree::RBTreeNode,
+    rbtree::{RBTree, RBTreeNode},
     sync::{
         atomic::{Atomic, Relaxed},
         Arc, Mutex,
@@ -53,6 +53,7 @@ pub(crate) struct Wish {
     pub(crate) parts: usize,
     /// The rules of the file itself.
     pub(crate) own: Option<Arc<Book>>,
+    pub(crate) clearing: Clearing,
 }
 
 impl Wish {
@@ -115,7 +116,7 @@ pub(crate) struct Orchestrator {
     #[pin]
     views: Mutex<Views>,
     #[pin]
-    files: Mutex<KVec<Arc<File>>>,
+    files: Mutex<RBTree<u64, Arc<File>>>,
     #[pin]
     peers: Peers,
 }
@@ -137,7 +138,7 @@ impl Orchestrator {
                     cache: Cache::new(),
                 }),
                 views <- new_mutex!(Views::new()),
-                files <- new_mutex!(KVec::new()),
+                files <- new_mutex!(RBTree::new()),
                 peers <- Peers::new(),
             }),
             GFP_KERNEL,
@@ -167,37 +168,35 @@ impl Orchestrator {
     }
 
     pub(crate) fn add_file(&self, file: &Arc<File>) -> Result {
-        Ok(self.files.lock().push(file.clone(), GFP_KERNEL)?)
+        let node = RBTreeNode::new(file.id, file.clone(), GFP_KERNEL)?;
+        self.files.lock().insert(node);
+        Ok(())
     }
 
     /// An open file.
     pub(crate) fn file(&self, id: u64) -> Option<Arc<File>> {
-        self.files.lock().iter().find(|f| f.id == id).cloned()
+        self.files.lock().get(&id).cloned()
     }
 
     pub(crate) fn remove_file(&self, id: u64) {
-        let mut removed = None;
-        let mut files = self.files.lock();
-        if let Some(at) = files.iter().position(|f| f.id == id) {
-            removed = files.remove(at).ok();
-        }
-        drop(files);
+        let removed = self.files.lock().remove_node(&id);
         // Outside the lock: the last reference of a file ends its buffers.
         drop(removed);
     }
 
     /// Tells all files that a provider came or left.
-    fn tell(&self, kind: u32, provider: u32) {
-        for file in self.files.lock().iter() {
-            file.tell(kind, provider, 0);
-        }
+    pub(crate) fn tell(&self, kind: u32, provider: u32) {
+        let next = |from| walk::at_or_after(&self.files.lock(), from);
+        walk::one_by_one(next, |file| file.tell(kind, provider, 0));
     }
 
     /// Tells all files that hold a buffer that it was revoked.
-    fn tell_revoked(&self, buffer: &Buffer) {
-        for file in self.files.lock().iter() {
-            file.tell_revoked(buffer);
-        }
+    pub(crate) fn tell_revoked(&self, buffer: &Buffer) {
+        buffer.for_each_file(|id| {
+            if let Some(file) = self.file(id) {
+                file.tell_revoked(buffer);
+            }
+        });
     }
 
     /// All providers there are now, in the order of their numbers.
@@ -366,7 +365,7 @@ impl Orchestrator {
             return Ok(None);
         };
         let held = match take {
-            Some(file) => match self.take(judge, wish.size, wish.align, provider, file) {
+            Some(file) => match self.take(judge, (wish.size, wish.align, wish.clearing), provider, file) {
                 Ok(holder) => Some(holder),
                 Err(_) => return Ok(None),
             },
@@ -409,7 +408,7 @@ impl Orchestrator {
             }
             let mut held = None;
             if let (Some(file), Some((at, provider))) = (take, chosen) {
-                match self.take(judge, wish.size, wish.align, provider, file) {
+                match self.take(judge, (wish.size, wish.align, wish.clearing), provider, file) {
                     Ok(holder) => held = Some(holder),
                     Err(Uncharged::Stale) => return Ok(None),
                     Err(why) => {
@@ -437,14 +436,13 @@ impl Orchestrator {
     pub(crate) fn take(
         &self,
         judge: &Judge<'_>,
-        size: u64,
-        align: u64,
+        (size, align, clearing): (u64, u64, Clearing),
         provider: &Arc<Provider>,
         file: u64,
     ) -> core::result::Result<Holder, Uncharged> {
         let charge = judge.charge(provider, size)?;
         provider
-            .alloc(size, align)
+            .alloc(size, align, clearing)
             .and_then(|mut memory| {
                 memory.charge = Some(charge);
                 Buffer::create(provider.clone(), memory, size, file)
@@ -486,7 +484,8 @@ impl Orchestrator {
         let Some(pool) = bus::pool(function)? else {
             return Ok(());
         };
-        // One page tells what was published.
+        // One page tells what was published. How much of that its driver uses itself shows when an allocation fails: to try it
+        // out would take from the driver, for a moment, what it may want just then.
         let Some(probe) = pool.take(PAGE) else {
             pr_notice!("{}: its driver uses all memory that it published\n", function.address());
             return Ok(());
@@ -501,11 +500,7 @@ impl Orchestrator {
         // An eighth stays for the driver, whose memory it is.
         let reserve = (len / 8).next_multiple_of(PAGE);
         let size = len.saturating_sub(reserve);
-        let mut ceiling = size;
-        while ceiling >= PAGE && pool.take(ceiling).is_none() {
-            ceiling = ceiling / 2 / PAGE * PAGE;
-        }
-        if size == 0 || ceiling == 0 {
+        if size == 0 {
             return Ok(());
         }
         let parts = Parts {
@@ -518,7 +513,7 @@ impl Orchestrator {
             pinned_exports: false,
             publisher: None,
         };
-        let provider = Provider::adopted(parts, pool, size, ceiling)?;
+        let provider = Provider::adopted(parts, pool, size)?;
         self.add(&provider).map_err(|refusal| refusal.error)?;
         pr_info!(
             "{}: adopted {} of the {} bytes that its driver published\n",
@@ -529,16 +524,22 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// Looks for devices whose drivers have published memory.
-    pub(crate) fn scan(&self) -> Result {
+    /// Looks for devices whose drivers have published memory. One that cannot be adopted is named in the log.
+    pub(crate) fn scan(&self) {
         let mut at = Function::next(None);
         while let Some(function) = at {
             if !function.is_bridge() {
-                self.adopt(&function)?;
+                self.try_adopt(&function);
             }
             at = Function::next(Some(function));
         }
-        Ok(())
+    }
+
+    /// As [`Self::adopt`]; what goes wrong is said in the log.
+    fn try_adopt(&self, function: &Function) {
+        if let Err(e) = self.adopt(function) {
+            pr_warn!("{}: cannot be adopted (errno {})\n", function.address(), -e.to_errno());
+        }
     }
 
     /// A number for a provider that is being made.
@@ -579,6 +580,11 @@ impl Orchestrator {
         self.registry.lock().providers.iter().any(|p| p.id == id)
     }
 
+    /// The provider of a number.
+    pub(crate) fn provider(&self, id: u32) -> Option<Arc<Provider>> {
+        self.registry.lock().providers.iter().find(|p| p.id == id).cloned()
+    }
+
     /// The provider that a function is.
     pub(crate) fn find(&self, function: &Function) -> Option<Arc<Provider>> {
         self.registry
@@ -589,43 +595,13 @@ impl Orchestrator {
             .cloned()
     }
 
-    // Providers that leave.
-
-    /// Takes back what [`Self::publish`] made of a device.
-    pub(crate) fn unpublish(&self, addr: PciAddr) -> Answer {
-        driver::with_bound(addr, |device| {
-            let function = Function::of(device.device());
-            p2pdma::publish(device.device(), false);
-            function
-        })
-        .map(|function| self.leave(&function, Leave::Retire))
-        .ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))
+    /// The first of the list.
+    pub(crate) fn first(&self) -> Option<Arc<Provider>> {
+        self.registry.lock().providers.first().cloned()
     }
 
-    /// Takes back what a driver registered, if that is a provider still. The device is bound to that driver.
-    pub(crate) fn unregister(&self, function: &Function, id: u32) {
-        let provider = self.find(function).filter(|provider| provider.id == id);
-        if provider.is_some() {
-            self.leave(function, Leave::Retire);
-        }
-    }
-
-    /// Ends the provider that a function is, if it is one. When this returns nobody can reach its memory through
-    /// p2pmem any more.
-    pub(crate) fn leave(&self, function: &Function, leave: Leave) {
-        let Some(provider) = self.find(function) else {
-            return;
-        };
-        let Some(stopped) = provider.stop() else {
-            // Another one is at it.
-            return provider.await_end();
-        };
-        let mut revoked = 0u32;
-        provider.for_each_buffer(|buffer| revoked += u32::from(self.revoke(buffer)));
-        // All were told to let go before anyone is waited for.
-        let mut patience = Patience::new();
-        provider.for_each_buffer(|buffer| self.finish_revoke(buffer, &mut patience));
-        provider.drain(stopped, leave);
+    /// Takes a provider out of the list.
+    pub(crate) fn forget(&self, provider: &Provider) {
         let mut registry = self.registry.lock();
         let at = registry.providers.iter().position(|p| p.id == provider.id);
         let removed = at.and_then(|at| registry.providers.remove(at).ok());
@@ -634,76 +610,26 @@ impl Orchestrator {
         self.past.add(&sum);
         drop(registry);
         drop(removed);
-        provider.ended();
-        self.forget_paths();
-        self.tell(consts::EVENT_PROVIDER_REMOVED, provider.id);
-        pr_info!(
-            "{}: no provider any more, {} buffers were revoked\n",
-            provider.addr,
-            revoked
-        );
-    }
-
-    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers and
-    /// adapters are told to let go. False when it had ended already.
-    fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
-        if !buffer.revoke() {
-            return false;
-        }
-        let (_, mappings) = buffer.status();
-        trace::revoke(|| (buffer.about(), mappings, buffer.exports().0));
-        self.space.unmap(buffer.page_offset, buffer.size / PAGE);
-        buffer.for_each_export(|export| export.revoke());
-        buffer.for_each_registration(|registration| registration.revoke());
-        buffer.provider.counters.revoked.fetch_add(1, Relaxed);
-        self.tell_revoked(buffer);
-        if log::allowed() {
-            pr_info!(
-                "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
-                buffer.provider.addr,
-                buffer.size,
-                mappings,
-                buffer.owner
-            );
-        }
-        true
-    }
-
-    /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
-    fn finish_revoke(&self, buffer: &Arc<Buffer>, patience: &mut Patience) {
-        if buffer.status().0 == State::Revoking {
-            buffer.for_each_export(|export| export.await_idle(patience));
-            buffer.for_each_registration(|registration| registration.await_idle());
-            buffer.finish_revoke();
-        }
-    }
-
-    /// Ends all providers, as the module is going away.
-    pub(crate) fn shutdown(&self) {
-        loop {
-            let first = self.registry.lock().providers.first().cloned();
-            let Some(provider) = first else { return };
-            self.leave(provider.function(), Leave::Retire);
-        }
     }
 }
 
-impl bus::Listener for Orchestrator {
+/// What is told of the bus.
+pub(crate) struct BusEvents(pub(crate) Arc<Orchestrator>);
+
+impl bus::Listener for BusEvents {
     fn bound(&self, function: &Function) {
-        if let Err(e) = self.adopt(function) {
-            pr_warn!("{}: cannot be adopted (errno {})\n", function.address(), -e.to_errno());
-        }
+        self.0.try_adopt(function);
     }
 
     fn unbinding(&self, function: &Function) {
         // An own provider leaves in the driver's own call, which comes next.
-        if self.find(function).is_some_and(|p| p.kind != Kind::Own) {
-            self.leave(function, Leave::Unbind);
+        if self.0.find(function).is_some_and(|p| p.kind != Kind::Own) {
+            self.0.remove(function, Leave::Unbind);
         }
     }
 
     fn changed(&self) {
-        self.forget_paths();
+        self.0.forget_paths();
     }
 }
 

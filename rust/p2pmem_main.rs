@@ -8,7 +8,7 @@
 use crate::{
     chardev::File,
     ext::{bus::Notifier, chrdev, configfs::DefaultGroup, driver, global, pci::Function, workqueue::OwnQueue},
-    orchestrator::Orchestrator,
+    orchestrator::{BusEvents, Orchestrator},
     provider::Leave,
 };
 use kernel::{configfs::Subsystem, pci, prelude::*, sync::Arc};
@@ -42,6 +42,7 @@ mod split;
 mod stats;
 mod stripe;
 mod sys;
+mod teardown;
 mod topology;
 mod views;
 mod walk;
@@ -75,7 +76,7 @@ struct P2pmem {
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
     retire: Retire,
     #[pin]
-    notifier: Notifier<Orchestrator>,
+    notifier: Notifier<BusEvents>,
     /// Last: waits for the janitors of all providers.
     janitors: Janitors,
 }
@@ -86,7 +87,7 @@ struct Unbinding;
 impl driver::Hooks for Unbinding {
     fn unbinding(function: &Function) {
         if let Ok(orchestrator) = global::orchestrator() {
-            orchestrator.leave(function, Leave::Unbind);
+            orchestrator.remove(function, Leave::Unbind);
         }
     }
 }
@@ -113,7 +114,8 @@ impl kernel::InPlaceModule for P2pmem {
         pin_init::pin_init_scope(move || {
             global::init();
             let orchestrator = Orchestrator::new()?;
-            let (for_stats, for_bus, last) = (orchestrator.clone(), orchestrator.clone(), orchestrator.clone());
+            let (for_stats, last) = (orchestrator.clone(), orchestrator.clone());
+            let for_bus = Arc::new(BusEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
                 janitors: {
                     global::set_queue(Some(OwnQueue::new(c"p2pmem")?));
@@ -128,10 +130,12 @@ impl kernel::InPlaceModule for P2pmem {
                 rules: config_rules::rules(&configfs)?,
                 chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
                 stats <- stats::files(for_stats),
-                _: {
-                    orchestrator.scan()?;
-                },
                 peer_client: peer_client::open()?,
+                // Nothing fails from here on.
+                _: {
+                    orchestrator.scan();
+                    global::set_ready(true);
+                },
             }? Error))
         })
     }

@@ -8,6 +8,10 @@
 //!
 //! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
 //! (O_DIRECT that was under way when the mapping ended). The janitor, a work item of each provider, moves it on.
+//!
+//! Clearing goes in steps of [`STEP`] bytes. Between two steps it looks whether the provider is being removed; an allocation
+//! also whether its task was killed, and the janitor whether an allocation needs the memory as it is: so none of them waits
+//! for more than one step.
 
 use crate::{
     buffer::Buffer,
@@ -20,11 +24,13 @@ use crate::{
         p2pdma::{Backing, Pool},
         pci::Function,
         publisher::Publisher,
+        task::is_killed,
         uapi::{self, consts}, //
     },
-    memory::{Memory, Piece, Stack},
+    memory::{Clearing, Memory, Piece, Stack},
     path::PciAddr,
     policy::Party,
+    refusal::Text,
     walk,
 };
 use kernel::{
@@ -34,11 +40,14 @@ use kernel::{
     rbtree::{RBTree, RBTreeNode},
     sync::{
         atomic::{Atomic, AtomicFlag, Relaxed},
-        Arc, CondVar, Mutex,
+        Arc, CondVar, CondVarTimeoutResult, Mutex,
     },
-    time::{delay::fsleep, msecs_to_jiffies, Delta},
+    time::msecs_to_jiffies,
     workqueue::{impl_has_work, Work, WorkItem},
 };
+
+/// Bytes that are cleared at a time.
+const STEP: u64 = 2 << 20;
 
 /// How a provider came to be one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -68,6 +77,8 @@ struct Inner {
     parked: Stack,
     /// Bytes that were dirty and are being cleared now.
     clearing: u64,
+    /// Whether the allocator has memory that was in use and was not cleared since: an allocation needed it at once.
+    unscrubbed: bool,
 }
 
 impl Inner {
@@ -171,6 +182,13 @@ pub(crate) struct Provider {
     /// Who wants to know of its end.
     publisher: Option<Arc<Publisher>>,
     function: Function,
+    /// Whether it is being removed. Set before `source` is taken, for those who clear without the lock.
+    leaving: AtomicFlag,
+    /// Allocations that found too little, and look for it in what waits to be cleared.
+    wanting: Atomic<u32>,
+    /// What its removal waits for.
+    #[pin]
+    progress: Mutex<Text>,
     #[pin]
     inner: Mutex<Inner>,
     /// Something came back or was put in order.
@@ -219,11 +237,11 @@ impl Provider {
         Self::new(parts, kind, size, flags, Source::Own { backing, buddy })
     }
 
-    /// A provider that takes what it needs, `size` bytes at most, from its device's pool. The pool has `ceiling` now.
-    pub(crate) fn adopted(parts: Parts, pool: Arc<Pool>, size: u64, ceiling: u64) -> Result<Arc<Self>> {
+    /// A provider that takes what it needs, `size` bytes at most, from its device's pool.
+    pub(crate) fn adopted(parts: Parts, pool: Arc<Pool>, size: u64) -> Result<Arc<Self>> {
         // Mapping for DMA needs to know the BAR.
         let flags = parts.bar.map_or(0, |_| consts::PROVIDER_EXPORTABLE);
-        let held = 0;
+        let (held, ceiling) = (0, size);
         Self::new(
             parts,
             Kind::Adopted,
@@ -259,6 +277,9 @@ impl Provider {
                 counters: Counters::new(),
                 publisher: parts.publisher,
                 function: parts.function,
+                leaving: AtomicFlag::new(false),
+                wanting: Atomic::new(0),
+                progress <- new_mutex!(Text::EMPTY),
                 inner <- new_mutex!(Inner {
                     source: Some(source),
                     region: Some(region),
@@ -268,6 +289,7 @@ impl Provider {
                     dirty: Stack::EMPTY,
                     parked: Stack::EMPTY,
                     clearing: 0,
+                    unscrubbed: false,
                 }),
                 settled <- new_condvar!(),
                 gauge,
@@ -278,8 +300,9 @@ impl Provider {
         )
     }
 
-    /// How often an allocation tries again after memory was put in order: a bound, should others be faster each time.
-    const RECLAIMS: u32 = 16;
+    /// How often an allocation waits for memory that others are putting in order: a bound, should others be faster each
+    /// time.
+    const WAITS: u32 = 16;
 
     pub(crate) fn function(&self) -> &Function {
         &self.function
@@ -377,23 +400,49 @@ impl Provider {
         }
     }
 
-    /// Allocates memory that is all zeroes. Errors: `ENOSPC`, `ENODEV` (leaving), `ENOMEM`.
-    pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<KBox<Memory>> {
-        let mut memory = self.alloc_once(size, align);
-        // Memory that waits to be cleared counts as free, so it has to be had.
-        for _ in 0..Self::RECLAIMS {
-            if !matches!(&memory, Err(e) if *e == ENOSPC) || !self.reclaim() {
-                break;
+    /// Allocates memory that is all zeroes, or is so after [`Self::clear_for_use`] where `clearing` says so.
+    ///
+    /// Errors: `ENOSPC`, `ENODEV` (being removed), `ENOMEM`, `EINTR` (the task was killed), `ERESTARTSYS` (a signal came
+    /// while it waited for others).
+    pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
+        let memory = match self.alloc_once(size, align, clearing) {
+            Err(e) if e == ENOSPC => {
+                self.wanting.fetch_add(1, Relaxed);
+                let memory = self.alloc_dirty(size, align, clearing);
+                self.wanting.fetch_sub(1, Relaxed);
+                // The janitor goes on.
+                self.settled.notify_all();
+                memory?
             }
-            memory = self.alloc_once(size, align);
-        }
-        let memory = memory?;
+            done => done?,
+        };
         self.counters.allocs.fetch_add(1, Relaxed);
         self.counters.alloc_bytes.fetch_add(memory.size, Relaxed);
         Ok(memory)
     }
 
-    fn alloc_once(&self, size: u64, align: u64) -> Result<KBox<Memory>> {
+    /// As [`Self::alloc`], where there was too little: memory that waits to be cleared counts as free, so it has to be had.
+    fn alloc_dirty(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
+        let mut waits = 0;
+        // Others may take what this request released. Then it ends when it has released as much as there is, twice.
+        let mut released = 0;
+        loop {
+            let more = self.release_dirty(size)?;
+            released += more;
+            if more == 0 || released > 2 * self.size {
+                if waits == Self::WAITS || !self.await_others()? {
+                    return Err(ENOSPC);
+                }
+                waits += 1;
+            }
+            match self.alloc_once(size, align, clearing) {
+                Err(e) if e == ENOSPC => {}
+                done => return done,
+            }
+        }
+    }
+
+    fn alloc_once(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
         let mut inner = self.inner.lock();
         let own = match inner.source.as_mut().ok_or(ENODEV)? {
             Source::Own { backing, buddy } => Ok((backing.clone(), buddy.clone())),
@@ -413,23 +462,64 @@ impl Provider {
             Ok((backing, buddy)) => self.alloc_own(backing, &buddy, size, align),
             Err(pool) => self.alloc_adopted(&pool, size, align),
         };
-        if memory.is_err() {
-            self.inner.lock().outstanding -= 1;
+        let memory = memory.and_then(|mut memory| match clearing {
+            Clearing::Now => {
+                let taken = memory.footprint();
+                self.clear_for_use(&mut memory)
+                    .map(|()| memory)
+                    .inspect_err(|_| self.untake(taken))
+            }
+            Clearing::AtFirstUse => Ok(memory),
+        });
+        if let Err(e) = &memory {
+            let mut inner = self.inner.lock();
+            inner.outstanding -= 1;
+            // What was taken went back as it was.
+            inner.unscrubbed |= *e != ENOSPC;
+            drop(inner);
             self.settled.notify_all();
         }
         memory
     }
 
+    /// A piece of another driver's pool was given back.
+    fn untake(&self, taken: u64) {
+        let mut inner = self.inner.lock();
+        if let Some(Source::Adopted { held, .. }) = &mut inner.source {
+            *held -= taken;
+        }
+        self.note(&inner);
+    }
+
     fn alloc_own(&self, backing: Arc<Backing>, buddy: &Arc<Buddy>, size: u64, align: u64) -> Result<KBox<Memory>> {
         let mut extent = buddy.alloc(size, align)?;
-        if !extent.is_clear() {
-            backing.clear(extent.offset() - self.start, extent.size(), self.combine);
-            self.counters.scrubbed_bytes.fetch_add(extent.size(), Relaxed);
-        }
+        let clear = extent.is_clear();
         // From here on it has an owner, who may write to it.
         extent.set_clear(false);
         let start = self.start;
-        Memory::new(Piece::Own { extent, backing, start }, size)
+        Memory::new(Piece::Own { extent, backing, start }, size, clear)
+    }
+
+    /// Clears memory that was just allocated, where that is still to do.
+    ///
+    /// Errors: `ENODEV` (being removed), `EINTR` (the task was killed). The memory is to be cleared still.
+    pub(crate) fn clear_for_use(&self, memory: &mut Memory) -> Result {
+        if memory.is_clear() {
+            return Ok(());
+        }
+        self.clear_by_steps(memory, || if is_killed() { Err(EINTR) } else { Ok(()) })
+    }
+
+    /// Clears memory, as long as the provider is not being removed (`ENODEV`) and `go_on` has no objection.
+    fn clear_by_steps(&self, memory: &mut Memory, go_on: impl Fn() -> Result) -> Result {
+        memory.clear(self.combine, STEP, || {
+            if self.leaving.load(Relaxed) {
+                return Err(ENODEV);
+            }
+            go_on()
+        })?;
+        self.counters.scrubbed_bytes.fetch_add(memory.footprint(), Relaxed);
+        Ok(())
     }
 
     fn alloc_adopted(&self, pool: &Pool, size: u64, align: u64) -> Result<KBox<Memory>> {
@@ -437,10 +527,8 @@ impl Provider {
         let memory = pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
             let at = slab.phys() - self.bar_start();
             let skip = at.next_multiple_of(align) - at;
-            slab.clear(0, slab.size(), self.combine);
-            self.counters.scrubbed_bytes.fetch_add(slab.size(), Relaxed);
             let backing = Arc::new(Backing::Pages(slab), GFP_KERNEL)?;
-            Memory::new(Piece::Adopted { backing, skip }, size)
+            Memory::new(Piece::Adopted { backing, skip }, size, false)
         });
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;
@@ -510,80 +598,199 @@ impl Provider {
         }
     }
 
-    /// Puts one piece of memory that came back in order. False when there was none that could be.
-    fn clean_one(&self) -> bool {
-        let mut inner = self.inner.lock();
-        if inner.source.is_none() {
-            return false;
-        }
-        let Some(mut memory) = inner.dirty.pop() else {
-            return false;
-        };
-        let taken = memory.footprint();
-        inner.outstanding += 1;
-        inner.clearing += taken;
-        drop(inner);
-        if memory.busy() > 0 {
+    /// Takes a piece that came back and that nobody refers to any more: it is in the caller's hands until
+    /// [`Self::put_down`]. Pieces that somebody refers to are parked on the way.
+    fn pick_up(&self) -> Option<KBox<Memory>> {
+        loop {
             let mut inner = self.inner.lock();
-            inner.parked.push(memory);
+            inner.source.as_ref()?;
+            let memory = inner.dirty.pop()?;
+            inner.outstanding += 1;
+            inner.clearing += memory.footprint();
+            drop(inner);
+            if memory.busy() == 0 {
+                return Some(memory);
+            }
+            let mut inner = self.inner.lock();
             inner.outstanding -= 1;
-            inner.clearing -= taken;
+            inner.clearing -= memory.footprint();
+            inner.parked.push(memory);
             self.note(&inner);
             drop(inner);
+            self.settled.notify_all();
             self.counters.parked.fetch_add(1, Relaxed);
-        } else {
-            memory.clear(self.combine);
-            drop(memory);
-            self.counters.scrubbed_bytes.fetch_add(taken, Relaxed);
-            let mut inner = self.inner.lock();
+        }
+    }
+
+    /// A piece of `taken` bytes is in nobody's hands any more.
+    fn put_down(&self, taken: u64, then: impl FnOnce(&mut Inner)) {
+        let mut inner = self.inner.lock();
+        inner.outstanding -= 1;
+        inner.clearing -= taken;
+        then(&mut inner);
+        self.note(&inner);
+        drop(inner);
+        self.settled.notify_all();
+    }
+
+    /// Clears one piece of memory that came back, and gives it back to where it was allocated from. Returns its bytes,
+    /// 0 when there was none that could be.
+    ///
+    /// Errors: those of `go_on`, and `ENODEV` when the provider is being removed. The piece is to be cleared still.
+    fn clean_one(&self, go_on: impl Fn() -> Result) -> Result<u64> {
+        let Some(mut memory) = self.pick_up() else {
+            return Ok(0);
+        };
+        let taken = memory.footprint();
+        if let Err(e) = self.clear_by_steps(&mut memory, go_on) {
+            self.put_down(taken, |inner| inner.dirty.push(memory));
+            return Err(e);
+        }
+        memory.returned_clear();
+        drop(memory);
+        self.put_down(taken, |inner| {
             if let Some(Source::Adopted { held, ceiling, .. }) = &mut inner.source {
                 *held -= taken;
                 *ceiling = self.size;
             }
-            inner.outstanding -= 1;
-            inner.clearing -= taken;
-            self.note(&inner);
-        }
-        self.settled.notify_all();
-        true
+        });
+        Ok(taken)
     }
 
-    /// Puts in order what can be. True when anything was done.
-    fn clean(&self) -> bool {
+    /// Takes pieces that nobody refers to any more out of those that are parked. Returns whether there were any.
+    fn unpark(&self) -> bool {
         let mut inner = self.inner.lock();
-        let mut still = Stack::EMPTY;
-        while let Some(memory) = inner.parked.pop() {
+        // Others may park more meanwhile: that is for the next time.
+        let mut looked_at = Stack::EMPTY;
+        core::mem::swap(&mut looked_at, &mut inner.parked);
+        let count = looked_at.len();
+        inner.outstanding += count;
+        drop(inner);
+        let (mut still, mut idle) = (Stack::EMPTY, Stack::EMPTY);
+        while let Some(memory) = looked_at.pop() {
             if memory.busy() > 0 {
                 still.push(memory);
             } else {
-                inner.dirty.push(memory);
+                idle.push(memory);
             }
         }
-        core::mem::swap(&mut inner.parked, &mut still);
+        let any = !idle.is_empty();
+        let mut inner = self.inner.lock();
+        inner.parked.append(still);
+        inner.dirty.append(idle);
+        inner.outstanding -= count;
         self.note(&inner);
         drop(inner);
+        self.settled.notify_all();
+        any
+    }
+
+    /// Clears memory of the allocator that an allocation needed before it was cleared, a step at most. Whether there may
+    /// be more.
+    fn scrub_free(&self) -> bool {
+        let mut inner = self.inner.lock();
+        let (backing, buddy) = match &inner.source {
+            Some(Source::Own { backing, buddy }) if inner.unscrubbed => (backing.clone(), buddy.clone()),
+            _ => return false,
+        };
+        // Whoever releases more from here on says so again.
+        inner.unscrubbed = false;
+        inner.outstanding += 1;
+        drop(inner);
+        let taken = match buddy.take_unclear(STEP) {
+            Ok(Some(mut extent)) => {
+                let size = extent.size();
+                let mut inner = self.inner.lock();
+                inner.clearing += size;
+                self.note(&inner);
+                drop(inner);
+                backing.clear(extent.offset() - self.start, size, self.combine);
+                extent.set_clear(true);
+                self.counters.scrubbed_bytes.fetch_add(size, Relaxed);
+                Ok(size)
+            }
+            other => other.map(|_| 0),
+        };
+        drop(backing);
+        self.put_down(taken.unwrap_or(0), |inner| inner.unscrubbed |= taken != Ok(0));
+        matches!(taken, Ok(1..))
+    }
+
+    /// Puts in order what can be, as long as the provider is not being removed and no allocation looks for memory as it is.
+    /// True when anything was done.
+    fn clean(&self) -> bool {
+        let go_on = || {
+            if self.wanting.load(Relaxed) > 0 {
+                Err(EAGAIN)
+            } else {
+                Ok(())
+            }
+        };
+        self.unpark();
         let mut done = false;
-        while self.clean_one() {
+        while go_on().is_ok() && matches!(self.clean_one(go_on), Ok(1..)) {
+            done = true;
+        }
+        while go_on().is_ok() && self.scrub_free() {
             done = true;
         }
         done
     }
 
-    /// Puts in order what can be, and waits a moment for what others are putting in order. True when an allocation
-    /// that failed may succeed now.
-    fn reclaim(&self) -> bool {
-        if self.clean() {
-            return true;
+    /// Makes room for a request of `size` bytes that found none: memory that waits for the janitor goes to the allocator
+    /// as it is, until it has as many bytes; the allocation clears what it gets of them, and the janitor the rest. What
+    /// goes back to another driver's pool is cleared before. Returns how many bytes were released.
+    ///
+    /// Errors: `EINTR` (the task was killed), `ENODEV` (being removed).
+    fn release_dirty(self: &Arc<Self>, size: u64) -> Result<u64> {
+        self.unpark();
+        let buddy = match &self.inner.lock().source {
+            None => return Err(ENODEV),
+            Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
+            Some(Source::Adopted { .. }) => None,
+        };
+        let Some(buddy) = buddy else {
+            return self.clean_one(|| if is_killed() { Err(EINTR) } else { Ok(()) });
+        };
+        let mut released = 0;
+        while let Some(memory) = self.pick_up() {
+            let taken = memory.footprint();
+            drop(memory);
+            self.put_down(taken, |inner| inner.unscrubbed = true);
+            released += taken;
+            if is_killed() || buddy.free() >= size {
+                break;
+            }
         }
+        if released > 0 {
+            global::enqueue(self.clone());
+        }
+        if is_killed() {
+            return Err(EINTR);
+        }
+        Ok(released)
+    }
+
+    /// Waits a moment for what others are putting in order. False when nobody is. Errors: `ERESTARTSYS`.
+    fn await_others(&self) -> Result<bool> {
         let mut inner = self.inner.lock();
-        let others = inner.source.is_some() && inner.outstanding > inner.count;
-        if others {
-            // Whichever way it ends, the caller tries again.
-            let _ = self
-                .settled
-                .wait_interruptible_timeout(&mut inner, msecs_to_jiffies(100));
+        if inner.source.is_none() {
+            return Err(ENODEV);
         }
-        others
+        if !inner.dirty.is_empty() {
+            // The janitor let go of it just now.
+            return Ok(true);
+        }
+        if inner.outstanding <= inner.count {
+            return Ok(false);
+        }
+        match self
+            .settled
+            .wait_interruptible_timeout(&mut inner, msecs_to_jiffies(100))
+        {
+            CondVarTimeoutResult::Signal { .. } => Err(ERESTARTSYS),
+            _ => Ok(true),
+        }
     }
 
     /// A row of the list of providers.
@@ -686,10 +893,11 @@ impl Provider {
         self.inner.lock().source.is_some()
     }
 
-    /// First part of leaving: from here on nothing is allocated. Returns false when it was leaving already.
+    /// First part of a removal: from here on nothing is allocated. None when it is being removed already.
     pub(crate) fn stop(&self) -> Option<Stopped> {
         let mut inner = self.inner.lock();
         let source = inner.source.take()?;
+        self.leaving.store(true, Relaxed);
         let region = inner.region.take();
         self.note(&inner);
         drop(inner);
@@ -699,76 +907,95 @@ impl Provider {
         Some(Stopped(source))
     }
 
-    /// Last part of leaving, when all buffers were revoked: waits for those who still refer to pages, then gives all
-    /// memory back to the device's pool.
-    pub(crate) fn drain(&self, stopped: Stopped, leave: Leave) {
+    /// Waits until no memory is in anybody's hands: that of an allocation or of the janitor, which end at their next step.
+    pub(crate) fn await_hands(&self) {
         let mut inner = self.inner.lock();
-        // Allocations and the janitor are done in a moment; they wait for nobody.
         while inner.outstanding > 0 {
             self.settled.wait(&mut inner);
         }
-        let mut left = Stack::EMPTY;
-        core::mem::swap(&mut left, &mut inner.dirty);
-        while let Some(memory) = inner.parked.pop() {
-            left.push(memory);
-        }
-        drop(inner);
-        let mut waited = 0;
-        while let Some(mut memory) = left.pop() {
-            waited = self.await_pins(&memory, waited);
-            if leave == Leave::Retire {
-                memory.clear(self.combine);
-            }
-        }
-        // The backing goes with this: a slab goes back to the pool.
-        drop(stopped);
     }
 
-    /// The end of leaving, after which nothing of it is left.
-    pub(crate) fn ended(&self) {
+    /// Takes all memory that came back, when all buffers were revoked.
+    pub(crate) fn take_returned(&self) -> Stack {
+        let mut inner = self.inner.lock();
+        let mut all = core::mem::replace(&mut inner.dirty, Stack::EMPTY);
+        all.append(core::mem::replace(&mut inner.parked, Stack::EMPTY));
+        all
+    }
+
+    /// Clears memory of a provider that was stopped. Nobody may be using it.
+    pub(crate) fn clear_stopped(&self, memory: &mut Memory) {
+        // Nothing objects.
+        let _ = memory.clear(self.combine, STEP, || Ok(()));
+    }
+
+    /// Clears what the allocator of a provider that was stopped has of memory that was in use.
+    pub(crate) fn scrub_stopped(&self, stopped: &Stopped) {
+        let Source::Own { backing, buddy } = &stopped.0 else {
+            return;
+        };
+        while self.inner.lock().unscrubbed {
+            match buddy.take_unclear(STEP) {
+                Ok(Some(mut extent)) => {
+                    backing.clear(extent.offset() - self.start, extent.size(), self.combine);
+                    extent.set_clear(true);
+                }
+                Ok(None) => self.inner.lock().unscrubbed = false,
+                Err(_) => {
+                    // Without memory to take it in pieces, all of it is cleared: nothing is in use any more.
+                    backing.clear(0, backing.size(), self.combine);
+                    self.inner.lock().unscrubbed = false;
+                }
+            }
+        }
+    }
+
+    /// Says what its removal waits for, for those who ask ([`Self::progress`]).
+    pub(crate) fn set_progress(&self, text: Text) {
+        *self.progress.lock() = text;
+    }
+
+    /// What its removal waits for; empty where it is not being removed.
+    pub(crate) fn progress(&self) -> Text {
+        *self.progress.lock()
+    }
+
+    /// Whether it is being removed, or was.
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.leaving.load(Relaxed)
+    }
+
+    /// Tells the driver that published it, if one did, that nobody can reach the memory any more.
+    pub(crate) fn tell_publisher(&self) {
         if let Some(publisher) = &self.publisher {
             publisher.revoked();
         }
+    }
+
+    /// The end of a removal, after which nothing of it is left.
+    pub(crate) fn ended(&self) {
         self.gone.complete();
     }
 
-    /// Waits for another one who ends the provider; what takes him long he says himself.
+    /// Waits for another one who removes the provider; what takes that one long it says itself.
     pub(crate) fn await_end(&self) {
         while !self.gone.wait(1_000) {}
     }
 
-    /// Waits until nobody refers to a piece's pages, or ten seconds in all: then the kernel's own wait for them, which
-    /// has no limit, takes over. Returns how long was waited so far, in ms.
-    fn await_pins(&self, memory: &Memory, mut waited: u64) -> u64 {
-        const SAY: u64 = 1_000;
-        const MOST: u64 = 10_000;
-        let mut step = 1;
-        loop {
-            let busy = memory.busy();
-            if busy == 0 {
-                return waited;
-            }
-            if waited >= MOST {
-                pr_warn!(
-                    "{}: leaving with {} pages of {} still referred to: the kernel waits for the I/O\n",
-                    self.addr,
-                    busy,
-                    memory.owner
-                );
-                return waited;
-            }
-            fsleep(Delta::from_millis(step as i64));
-            if waited < SAY && waited + step >= SAY {
-                pr_warn!("{}: waiting for I/O on {} pages of {}\n", self.addr, busy, memory.owner);
-            }
-            waited += step;
-            step = (step * 2).min(50);
-        }
+    /// As [`Self::await_end`], unless the task is killed meanwhile (`EINTR`).
+    pub(crate) fn await_end_killable(&self) -> Result {
+        while !self.gone.wait_killable(1_000)? {}
+        Ok(())
+    }
+
+    /// As [`Self::await_end`], `ms` milliseconds at most. Whether it ended.
+    pub(crate) fn await_end_for(&self, ms: u32) -> bool {
+        self.gone.wait(ms)
     }
 }
 
-/// What a provider had when it stopped.
-pub(crate) struct Stopped(#[allow(dead_code, reason = "held to be dropped")] Source);
+/// What a provider had when it stopped. Dropping it gives the memory back: a slab goes to the device's pool.
+pub(crate) struct Stopped(Source);
 
 impl WorkItem for Provider {
     type Pointer = Arc<Self>;
@@ -781,10 +1008,10 @@ impl WorkItem for Provider {
                 pause = 10;
             }
             let mut inner = this.inner.lock();
-            if inner.source.is_none() || (inner.parked.is_empty() && inner.dirty.is_empty()) {
+            if inner.source.is_none() || (inner.parked.is_empty() && inner.dirty.is_empty() && !inner.unscrubbed) {
                 return;
             }
-            if inner.dirty.is_empty() {
+            if inner.dirty.is_empty() || this.wanting.load(Relaxed) > 0 {
                 // Nobody tells when a page's last other reference is dropped, so it is looked at now and then.
                 let _ = this
                     .settled

@@ -70,8 +70,17 @@ impl Orchestrator {
     ) -> Answer<u32> {
         let function = Function::of(device.device());
         let addr = wanted.addr;
-        if self.find(&function).is_some() {
-            return Err(refuse!(EEXIST, "{} is a provider already", addr));
+        if let Some(provider) = self.find(&function) {
+            return Err(if provider.is_leaving() {
+                refuse!(
+                    EBUSY,
+                    "{} is still being taken back: {}",
+                    addr,
+                    provider.progress().as_str()
+                )
+            } else {
+                refuse!(EEXIST, "{} is a provider already", addr)
+            });
         }
         let (bar, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {

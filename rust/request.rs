@@ -5,6 +5,7 @@
 use crate::{
     dmabuf,
     ext::uapi::{self, consts},
+    memory::Clearing,
     orchestrator::{Orchestrator, Wish},
     path::{PathClass, PciAddr},
     placement::Named,
@@ -179,6 +180,7 @@ pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &O
         max_class,
         parts,
         own,
+        clearing: Clearing::Now,
     })
 }
 

@@ -114,7 +114,9 @@ impl Orchestrator {
                 let (_, size) = split.part(n);
                 let provider = &providers[at];
                 let answer = match take {
-                    Some(file) => self.take(judge, size, wish.align, provider, file).map(Some),
+                    Some(file) => self
+                        .take(judge, (size, wish.align, wish.clearing), provider, file)
+                        .map(Some),
                     // Whether the cgroup may is known when it is charged.
                     None => match provider.charge_cgroup(size) {
                         Err(e) if e == EAGAIN => Err(Uncharged::Cgroup),

@@ -64,8 +64,8 @@ struct p2pmem_registration *p2pmem_register_provider(struct pci_dev *pdev, const
  * To be called before the driver is unbound, in remove() at the latest. All buffers in the range are revoked: no program
  * and no device can reach the memory when this returns. It waits for DMA that is under way and for importers that do
  * not let go at once, and names those in the log who take longer than a second (Documentation/design/lifecycle.md).
- * For references to its pages it waits ten seconds at most; after that the kernel waits for them when the driver is
- * unbound.
+ * The callback was called, and has returned, when this returns, whoever began to take the memory back. So it must not be
+ * called from the callback.
  */
 void p2pmem_unregister_provider(struct p2pmem_registration *registration);
 

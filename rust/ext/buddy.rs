@@ -7,14 +7,20 @@
 //! [`kernel::gpu::buddy`] wraps the same allocator, but it can neither tell the largest free piece, which placement
 //! asks for in every decision, nor say which memory was cleared, which scrubbing between owners is built on.
 
-use crate::{ext::gauge::Gauge, sys};
+use crate::{
+    ext::{gauge::Gauge, task::is_killed},
+    sys,
+};
 use kernel::{
     bindings,
     error::to_result,
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,
-    sync::{Arc, Mutex, MutexGuard},
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, Mutex, MutexGuard,
+    },
     types::Opaque,
 };
 
@@ -22,6 +28,9 @@ const CONTIGUOUS: usize = bindings::GPU_BUDDY_CONTIGUOUS_ALLOCATION;
 const CLEAR: usize = bindings::GPU_BUDDY_CLEAR_ALLOCATION;
 const RANGE: usize = bindings::GPU_BUDDY_RANGE_ALLOCATION;
 const CLEARED: u32 = bindings::GPU_BUDDY_CLEARED as u32;
+
+/// No size of a piece: it has to be worked out.
+const UNKNOWN: u64 = u64::MAX;
 
 /// An allocator of page-granular pieces of `0..size`, where what lies before `start` is never handed out.
 ///
@@ -34,6 +43,8 @@ pub(crate) struct Buddy {
     inner: Opaque<bindings::gpu_buddy>,
     #[pin]
     lock: Mutex<Blocks>,
+    /// The largest piece, or [`UNKNOWN`] since the last change. Touched only with `lock` held.
+    longest: Atomic<u64>,
     gauge: Arc<Gauge>,
 }
 
@@ -85,6 +96,7 @@ impl Buddy {
                     to_result(unsafe { bindings::gpu_buddy_init(slot, end, PAGE_SIZE as u64) })
                 }),
                 lock <- new_mutex!(lock),
+                longest: Atomic::new(UNKNOWN),
                 gauge,
             }? Error),
             GFP_KERNEL,
@@ -113,6 +125,33 @@ impl Buddy {
             size,
             clear,
         })
+    }
+
+    /// Allocates one block that was not cleared, of `most` bytes at most, a power of two. None where all that is free is
+    /// clear.
+    pub(crate) fn take_unclear(self: &Arc<Self>, most: u64) -> Result<Option<Extent>> {
+        let blocks = Blocks::new()?;
+        let guard = self.lock.lock();
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        let largest = unsafe { sys::p2pmem_buddy_largest_dirty(self.inner.get()) };
+        let size = largest.min(most);
+        if size == 0 {
+            return Ok(None);
+        }
+        // Without the wish for clear memory it looks among the other first.
+        self.ask(&guard, &blocks, self.end(), size, PAGE_SIZE as u64, 0)?;
+        let (mut offset, mut len, mut clear) = (0, 0, false);
+        // SAFETY: As above; the list holds the blocks of one allocation.
+        unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
+        self.note(&guard);
+        drop(guard);
+        Ok(Some(Extent {
+            buddy: self.clone(),
+            blocks,
+            offset,
+            size: len,
+            clear,
+        }))
     }
 
     /// Takes one contiguous piece into an empty list: its offset, its bytes, and whether it is all zeroes. Nothing is in
@@ -161,8 +200,7 @@ impl Buddy {
         align: u64,
         flags: usize,
     ) -> Result {
-        // SAFETY: The function takes no arguments and can be called from any context.
-        if unsafe { sys::p2pmem_is_killed() } {
+        if is_killed() {
             return Err(EINTR);
         }
         // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
@@ -195,6 +233,7 @@ impl Buddy {
 
     /// Tells the gauge how things are.
     fn note(&self, guard: &MutexGuard<'_, Blocks>) {
+        self.longest.store(UNKNOWN, Relaxed);
         self.gauge.set(self.free_bytes(guard), self.largest_block(guard));
     }
 
@@ -236,25 +275,19 @@ impl Buddy {
         block.min(size - PAGE_SIZE as u64)
     }
 
-    /// The largest piece that can be had at page alignment. This takes a dozen trials: for people to see, not to decide by.
+    /// The largest piece that can be had at page alignment. It looks at every block, once for each change: for people to see, not
+    /// to decide by. It changes nothing.
     pub(crate) fn largest(&self) -> u64 {
-        let page = PAGE_SIZE as u64;
-        let trial = Blocks::new();
         let guard = self.lock.lock();
-        let (mut low, mut high) = (self.largest_block(&guard), self.free_bytes(&guard));
-        let Ok(blocks) = trial else {
-            return low;
-        };
-        // Pieces of several blocks: found by trying, as the allocator cannot be asked.
-        while low < high {
-            let mid = low + (high - low).div_ceil(2 * page) * page;
-            if self.fits(&guard, &blocks, mid, page) {
-                low = mid;
-            } else {
-                high = mid - page;
-            }
+        let known = self.longest.load(Relaxed);
+        if known != UNKNOWN {
+            return known;
         }
-        low
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        let longest = unsafe { sys::p2pmem_buddy_longest(self.inner.get()) };
+        self.longest.store(longest, Relaxed);
+        drop(guard);
+        longest
     }
 }
 
@@ -430,6 +463,59 @@ mod tests {
         extent.set_clear(false);
         drop(extent);
         assert!(!buddy.alloc(16 * PAGE, PAGE)?.is_clear());
+        Ok(())
+    }
+
+    #[test]
+    fn who_asks_for_the_largest_piece_changes_nothing() -> Result {
+        let buddy = Buddy::new(0, 60 * PAGE)?;
+        // Clear memory and other by turns, in pieces of two pages, one of which is in use.
+        let mut pieces = KVec::new();
+        while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
+            piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
+            pieces.push(piece, GFP_KERNEL)?;
+        }
+        assert_eq!(buddy.largest(), 0);
+        pieces.retain(|piece| piece.offset() == 20 * PAGE);
+        assert_eq!(buddy.free(), 58 * PAGE);
+        // Pages 22 to 59, of which 32 to 47 are the largest block.
+        assert_eq!(buddy.largest(), 31 * PAGE);
+        assert_eq!(buddy.largest(), 31 * PAGE);
+        // What is clear is known as before.
+        let mut unclear = 0;
+        while let Some(mut extent) = buddy.take_unclear(64 * PAGE)? {
+            unclear += extent.size();
+            extent.set_clear(true);
+        }
+        assert_eq!(unclear, 30 * PAGE);
+        drop(pieces);
+        assert_eq!(buddy.largest(), 60 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn what_was_not_cleared_is_found() -> Result {
+        let buddy = Buddy::new(0, 64 * PAGE)?;
+        // Nobody cleared what is new.
+        let first = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
+        assert!(first.size() == 16 * PAGE && !first.is_clear());
+        drop(first);
+        let mut steps = 0;
+        while let Some(mut extent) = buddy.take_unclear(16 * PAGE)? {
+            assert!(extent.size() <= 16 * PAGE && !extent.is_clear());
+            extent.set_clear(true);
+            steps += 1;
+        }
+        assert_eq!(steps, 4);
+        // One page among clear ones.
+        let mut all = all_pages(&buddy)?;
+        for (at, page) in all.iter_mut().enumerate() {
+            page.set_clear(at != 20);
+        }
+        drop(all);
+        let page = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
+        assert!(page.size() == PAGE && !page.is_clear());
+        assert!(buddy.take_unclear(16 * PAGE)?.is_none());
         Ok(())
     }
 

@@ -43,6 +43,16 @@ impl Completion {
         unsafe { bindings::complete_all(self.inner.get()) };
     }
 
+    /// As [`Self::wait`], unless the task is killed meanwhile (`EINTR`).
+    pub(crate) fn wait_killable(&self, ms: u32) -> Result<bool> {
+        // SAFETY: By the type invariant the completion is initialised. The caller can sleep.
+        let left = unsafe { bindings::wait_for_completion_killable_timeout(self.inner.get(), msecs_to_jiffies(ms)) };
+        if left < 0 {
+            return Err(EINTR);
+        }
+        Ok(left > 0)
+    }
+
     /// Waits for it, `ms` milliseconds at most. Whether it happened.
     pub(crate) fn wait(&self, ms: u32) -> bool {
         // SAFETY: By the type invariant the completion is initialised. The caller can sleep.
@@ -61,10 +71,12 @@ mod tests {
         let done = KBox::pin_init(Completion::new(), GFP_KERNEL)?;
         assert!(!done.wait(0));
         assert!(!done.wait(5));
+        assert!(!done.wait_killable(5)?);
         done.complete();
         // However often and by whom.
         for _ in 0..3 {
             assert!(done.wait(0) && done.wait(1_000));
+            assert!(done.wait_killable(0)? && done.wait_killable(1_000)?);
         }
         done.complete();
         assert!(done.wait(0));

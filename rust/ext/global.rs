@@ -9,7 +9,7 @@ use kernel::{
     bindings,
     prelude::*,
     sync::{
-        atomic::{AtomicFlag, Relaxed},
+        atomic::{Acquire, AtomicFlag, Relaxed, Release},
         Arc,
     },
     workqueue::RawWorkItem,
@@ -103,13 +103,34 @@ pub(crate) fn set_queue(queue: Option<OwnQueue>) {
     drop(old);
 }
 
-/// Queues work. It is dropped when there is no queue any more.
-pub(crate) fn enqueue<W, const ID: u64>(work: W)
+/// Queues work. False, and it is dropped, when there is no queue any more.
+pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
 where
     W: RawWorkItem<ID> + Send + 'static,
 {
-    if let Some(queue) = &*QUEUE.lock() {
-        let _ = queue.enqueue(work);
+    let queue = QUEUE.lock();
+    let Some(queue) = &*queue else {
+        return false;
+    };
+    let _ = queue.enqueue(work);
+    true
+}
+
+/// Whether the module is loaded and stays so, as long as somebody uses it.
+static READY: AtomicFlag = AtomicFlag::new(false);
+
+/// States that the module is loaded: nothing can fail any more. Or, with false, that it is going.
+pub(crate) fn set_ready(ready: bool) {
+    READY.store(ready, Release);
+}
+
+/// What everybody asks first who would keep the module in use: the kernel lets files be opened and directories be made while a
+/// module is being loaded, and frees it all the same when loading fails. Errors: `ENODEV` while the module is being loaded.
+pub(crate) fn ready() -> Result {
+    if READY.load(Acquire) {
+        Ok(())
+    } else {
+        Err(ENODEV)
     }
 }
 

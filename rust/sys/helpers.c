@@ -403,6 +403,79 @@ u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 	return 0;
 }
 
+static bool is_split(const struct gpu_buddy_block *block)
+{
+	return (block->header & GPU_BUDDY_HEADER_STATE) == GPU_BUDDY_SPLIT;
+}
+
+/* The leftmost block below @block that is not split. */
+static struct gpu_buddy_block *first_leaf(struct gpu_buddy_block *block)
+{
+	while (is_split(block))
+		block = block->left;
+	return block;
+}
+
+/* The next block to the right that is not split, below the same root; NULL where there is none. */
+static struct gpu_buddy_block *next_leaf(struct gpu_buddy_block *block)
+{
+	while (block->parent && block == block->parent->right)
+		block = block->parent;
+	return block->parent ? first_leaf(block->parent->right) : NULL;
+}
+
+/* How much of the free bytes from @start to @end one allocation can have. */
+static u64 run_fits(struct gpu_buddy *mm, u64 start, u64 end)
+{
+	u64 block;
+
+	/*
+	 * The allocator begins with an aligned block whose size is the request's, rounded down to a power of two, and takes
+	 * what is missing from the neighbours.
+	 */
+	for (block = roundup_pow_of_two(mm->size); block > mm->chunk_size; block >>= 1)
+		if (round_up(start, block) + block <= end)
+			break;
+	return min(end - start, 2 * block - mm->chunk_size);
+}
+
+/*
+ * The largest piece that one allocation can have, once neighbours were joined that differ in whether they were cleared. It looks at
+ * every block, and changes nothing.
+ */
+u64 p2pmem_buddy_longest(struct gpu_buddy *mm)
+{
+	u64 start = 0, end = 0, longest = 0;
+	struct gpu_buddy_block *block;
+	unsigned int i;
+
+	for (i = 0; i < mm->n_roots; i++) {
+		for (block = first_leaf(mm->roots[i]); block; block = next_leaf(block)) {
+			u64 at = gpu_buddy_block_offset(block);
+
+			if (gpu_buddy_block_is_free(block)) {
+				end = at + gpu_buddy_block_size(mm, block);
+				continue;
+			}
+			if (end > start)
+				longest = max(longest, run_fits(mm, start, end));
+			start = end = at + gpu_buddy_block_size(mm, block);
+		}
+	}
+	return end > start ? max(longest, run_fits(mm, start, end)) : longest;
+}
+
+/* The largest free block that was not cleared. */
+u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm)
+{
+	int order;
+
+	for (order = mm->max_order; order >= 0; order--)
+		if (!RB_EMPTY_ROOT(&mm->free_trees[GPU_BUDDY_DIRTY_TREE][order]))
+			return mm->chunk_size << order;
+	return 0;
+}
+
 /* Whether the task is to end, as one does that the kernel killed for want of memory. */
 bool p2pmem_is_killed(void)
 {

@@ -63,6 +63,8 @@ const struct bus_type *p2pmem_pci_bus_type(void);
 
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
+u64 p2pmem_buddy_longest(struct gpu_buddy *mm);
+u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm);
 bool p2pmem_is_killed(void);
 
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Removing a provider, step by step: Documentation/design/lifecycle.md, "How a provider leaves".
+//!
+//! Context: a task that can sleep; none of the module's locks is held. A removal that a driver's unbinding, a driver's call or
+//! unloading the module asks for runs in the caller. One that the administrator asks for runs on the module's workqueue
+//! ([`Orchestrator::begin_retire`]): whoever waits for it can be killed, and configfs holds no lock meanwhile.
+
+use crate::{
+    buffer::{Buffer, State},
+    dmabuf::{worth_saying, Patience},
+    ext::{
+        driver,
+        global,
+        log,
+        p2pdma,
+        pci::Function,
+        trace,
+        uapi::consts, //
+    },
+    memory::Stack,
+    orchestrator::{Orchestrator, PAGE},
+    path::PciAddr,
+    provider::{Leave, Provider, Stopped},
+    refusal::{refuse, Answer, Text},
+};
+use kernel::{
+    new_mutex, new_work,
+    prelude::*,
+    sync::{
+        atomic::Relaxed,
+        Arc,
+        Mutex, //
+    },
+    time::{delay::fsleep, Delta},
+    workqueue::{impl_has_work, Work, WorkItem},
+};
+
+/// A removal that has begun.
+struct Removal {
+    orchestrator: Arc<Orchestrator>,
+    provider: Arc<Provider>,
+    stopped: Stopped,
+    leave: Leave,
+}
+
+/// A removal on the module's workqueue.
+#[pin_data]
+struct RemovalWork {
+    #[pin]
+    removal: Mutex<Option<Removal>>,
+    #[pin]
+    work: Work<RemovalWork>,
+}
+
+impl_has_work! {
+    impl HasWork<RemovalWork> for RemovalWork { self.work }
+}
+
+impl WorkItem for RemovalWork {
+    type Pointer = Arc<Self>;
+
+    fn run(this: Arc<Self>) {
+        this.finish();
+    }
+}
+
+impl RemovalWork {
+    /// Finishes the removal.
+    fn finish(&self) {
+        let removal = self.removal.lock().take();
+        if let Some(removal) = removal {
+            removal.run();
+        }
+    }
+}
+
+impl Orchestrator {
+    /// Begins to take back what [`Self::publish`] made of a device. The result ends when that is done.
+    ///
+    /// Errors: `ENODEV` (the device is not bound to the module's driver any more), `ENOMEM` (nothing has changed).
+    pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
+        let function = driver::with_bound(addr, |device| {
+            let function = Function::of(device.device());
+            p2pdma::publish(device.device(), false);
+            function
+        });
+        let function =
+            function.ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))?;
+        Ok(self.begin_retire(&function)?)
+    }
+
+    /// Begins to remove the provider that a function is, if it is one, without waiting for anybody. Returns the provider, to
+    /// wait for the end. When this returns it allocates nothing any more.
+    ///
+    /// Errors: `ENOMEM`: nothing has changed.
+    fn begin_retire(self: &Arc<Self>, function: &Function) -> Result<Option<Arc<Provider>>> {
+        let Some(provider) = self.find(function) else {
+            return Ok(None);
+        };
+        // What may fail is done first.
+        let work = Arc::pin_init(
+            pin_init!(RemovalWork {
+                removal <- new_mutex!(None),
+                work <- new_work!("p2pmem_removal"),
+            }),
+            GFP_KERNEL,
+        )?;
+        if let Some(stopped) = provider.stop() {
+            *work.removal.lock() = Some(Removal {
+                orchestrator: self.clone(),
+                provider: provider.clone(),
+                stopped,
+                leave: Leave::Retire,
+            });
+            if !global::enqueue(work.clone()) {
+                work.finish();
+            }
+        }
+        Ok(Some(provider))
+    }
+
+    /// Takes back what a driver registered, if that is a provider still. The device is bound to that driver. When this returns
+    /// the driver was told that it was revoked.
+    pub(crate) fn unregister(self: &Arc<Self>, function: &Function, id: u32) {
+        let provider = self.find(function).filter(|provider| provider.id == id);
+        if provider.is_some() {
+            self.remove(function, Leave::Retire);
+        }
+    }
+
+    /// Removes the provider that a function is, if it is one. When this returns nobody can reach its memory through
+    /// p2pmem any more, and the driver that published it was told.
+    pub(crate) fn remove(self: &Arc<Self>, function: &Function, leave: Leave) {
+        let Some(provider) = self.find(function) else {
+            return;
+        };
+        match provider.stop() {
+            Some(stopped) => Removal {
+                orchestrator: self.clone(),
+                provider,
+                stopped,
+                leave,
+            }
+            .run(),
+            // Another one is at it.
+            None => provider.await_end(),
+        }
+    }
+
+    /// Removes all providers, as the module is going away.
+    pub(crate) fn shutdown(self: &Arc<Self>) {
+        while let Some(provider) = self.first() {
+            self.remove(provider.function(), Leave::Retire);
+        }
+    }
+
+    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers and
+    /// adapters are told to let go. Its memory goes back where no device can reach it. False when it had ended already.
+    fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
+        let Some(held) = buffer.revoke() else {
+            return false;
+        };
+        trace::revoke(|| (buffer.about(), held.mappings, buffer.exports().0));
+        // Most buffers of a provider are not mapped, and none of them is from here on.
+        if held.mappings > 0 {
+            self.space().unmap(buffer.page_offset, buffer.size / PAGE);
+        }
+        if held.by_devices {
+            buffer.for_each_export(|export| export.revoke());
+            buffer.for_each_registration(|registration| registration.revoke());
+        }
+        buffer.provider.counters.revoked.fetch_add(1, Relaxed);
+        self.tell_revoked(buffer);
+        if log::allowed() {
+            pr_info!(
+                "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
+                buffer.provider.addr,
+                buffer.size,
+                held.mappings,
+                buffer.owner
+            );
+        }
+        if !held.by_devices {
+            // There is nobody to wait for.
+            buffer.finish_revoke();
+        }
+        true
+    }
+
+    /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
+    fn finish_revoke(&self, buffer: &Arc<Buffer>, patience: &mut Patience) {
+        if buffer.status().0 == State::Revoking {
+            buffer.for_each_export(|export| export.await_idle(patience));
+            buffer.for_each_registration(|registration| registration.await_idle());
+            buffer.finish_revoke();
+        }
+    }
+}
+
+impl Removal {
+    /// All steps after [`Provider::stop`], in their order.
+    fn run(self) {
+        let Self {
+            orchestrator,
+            provider,
+            stopped,
+            leave,
+        } = self;
+        provider.set_progress(Text::new(fmt!("its buffers are being revoked")));
+        let mut revoked = 0u32;
+        provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));
+        // All were told to let go before anyone is waited for.
+        let mut patience = Patience::new();
+        provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut patience));
+        provider.await_hands();
+        let mut returned = await_pins(&provider);
+        if leave == Leave::Retire {
+            provider.set_progress(Text::new(fmt!("its memory is being cleared")));
+            while let Some(mut memory) = returned.pop() {
+                provider.clear_stopped(&mut memory);
+                memory.returned_clear();
+            }
+            provider.scrub_stopped(&stopped);
+        }
+        drop(returned);
+        // The backing goes with this: a slab goes back to the pool.
+        drop(stopped);
+        // The driver is told while the provider is in the list: one that unregisters now waits for this.
+        provider.tell_publisher();
+        orchestrator.forget(&provider);
+        provider.ended();
+        orchestrator.forget_paths();
+        orchestrator.tell(consts::EVENT_PROVIDER_REMOVED, provider.id);
+        pr_info!(
+            "{}: no provider any more, {} buffers were revoked\n",
+            provider.addr,
+            revoked
+        );
+    }
+}
+
+/// Takes what came back to a provider that was stopped, and waits until nobody refers to its pages any more: without a limit,
+/// as the memory cannot be anybody else's before, but with a line in the log that names whose it was.
+fn await_pins(provider: &Provider) -> Stack {
+    const LONGEST: u64 = 50;
+    let mut busy = provider.take_returned();
+    let mut idle = Stack::EMPTY;
+    let (mut waited, mut step, mut said) = (0, 1, None);
+    loop {
+        let mut still = Stack::EMPTY;
+        let mut pages = 0;
+        while let Some(memory) = busy.pop() {
+            match memory.busy() {
+                0 => idle.push(memory),
+                n => {
+                    pages += n;
+                    still.push(memory);
+                }
+            }
+        }
+        let Some(first) = still.first() else {
+            return idle;
+        };
+        let seconds = waited / 1_000;
+        if said != Some(seconds) {
+            said = Some(seconds);
+            provider.set_progress(Text::new(fmt!(
+                "waiting for I/O on {} pages of {} since {} s",
+                pages,
+                first.owner,
+                seconds
+            )));
+            if worth_saying(seconds) {
+                pr_warn!(
+                    "{}: waiting for I/O on {} pages of {} since {} s\n",
+                    provider.addr,
+                    pages,
+                    first.owner,
+                    seconds
+                );
+            }
+        }
+        fsleep(Delta::from_millis(step as i64));
+        waited += step;
+        step = (step * 2).min(LONGEST);
+        busy = still;
+    }
+}
