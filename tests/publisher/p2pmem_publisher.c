@@ -7,8 +7,12 @@
  *   publish   write "BAR OFFSET SIZE RESERVE HOW", with HOW one of paged, pageless and pinned: registers that range;
  *             write "off": unregisters it. Reads the provider's id, 0 where nothing is registered.
  *   revoked   how often the callback was called (read only)
+ *   hold      write 1: the callback waits, until 0 is written (30 s at most). Reads how many callbacks are under way, and
+ *             how often unregistering returned before the callback had.
  */
 
+#include <linux/completion.h>
+#include <linux/kstrtox.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/p2pmem.h>
@@ -18,13 +22,21 @@ struct publisher {
 	struct mutex lock;	/* of registration */
 	struct p2pmem_registration *registration;
 	atomic_t revoked;
+	bool hold;
+	struct completion released;
+	atomic_t inside;
+	atomic_t early;
 };
 
 static void publisher_revoked(void *context)
 {
 	struct publisher *p = context;
 
+	atomic_inc(&p->inside);
+	if (READ_ONCE(p->hold))
+		wait_for_completion_timeout(&p->released, 30 * HZ);
 	atomic_inc(&p->revoked);
+	atomic_dec(&p->inside);
 }
 
 static ssize_t publish_show(struct device *dev, struct device_attribute *attr, char *buf)
@@ -51,6 +63,8 @@ static ssize_t publish_store(struct device *dev, struct device_attribute *attr, 
 	if (sysfs_streq(buf, "off")) {
 		p2pmem_unregister_provider(p->registration);
 		p->registration = NULL;
+		if (atomic_read(&p->inside))
+			atomic_inc(&p->early);
 	} else if (sscanf(buf, "%d %llu %llu %llu %15s", &what.bar, &what.offset, &what.size, &what.kernel_reserve,
 			  how) != 5) {
 		ret = -EINVAL;
@@ -80,9 +94,35 @@ static ssize_t revoked_show(struct device *dev, struct device_attribute *attr, c
 }
 static DEVICE_ATTR_RO(revoked);
 
+static ssize_t hold_show(struct device *dev, struct device_attribute *attr, char *buf)
+{
+	struct publisher *p = dev_get_drvdata(dev);
+
+	return sysfs_emit(buf, "%d %d\n", atomic_read(&p->inside), atomic_read(&p->early));
+}
+
+static ssize_t hold_store(struct device *dev, struct device_attribute *attr, const char *buf, size_t count)
+{
+	struct publisher *p = dev_get_drvdata(dev);
+	bool hold;
+	int ret;
+
+	ret = kstrtobool(buf, &hold);
+	if (ret)
+		return ret;
+	if (hold)
+		reinit_completion(&p->released);
+	WRITE_ONCE(p->hold, hold);
+	if (!hold)
+		complete_all(&p->released);
+	return count;
+}
+static DEVICE_ATTR_RW(hold);
+
 static struct attribute *publisher_attrs[] = {
 	&dev_attr_publish.attr,
 	&dev_attr_revoked.attr,
+	&dev_attr_hold.attr,
 	NULL
 };
 ATTRIBUTE_GROUPS(publisher);
@@ -99,6 +139,7 @@ static int publisher_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	if (!p)
 		return -ENOMEM;
 	mutex_init(&p->lock);
+	init_completion(&p->released);
 	pci_set_drvdata(pdev, p);
 	return 0;
 }

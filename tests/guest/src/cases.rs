@@ -42,6 +42,7 @@ mod rules_bad;
 mod rules_more;
 mod share;
 mod stripe;
+mod teardown;
 mod trace;
 
 /// The device node.
@@ -71,6 +72,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(bad::CASES)
         .chain(life::CASES)
         .chain(inflight::CASES)
+        .chain(teardown::CASES)
         .chain(place::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
@@ -173,6 +175,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == peer_bad::PART {
         return peer_bad::part();
+    }
+    if name == teardown::PART {
+        return teardown::part(arguments);
     }
     if name == peer_end::PART {
         return peer_end::part(arguments);

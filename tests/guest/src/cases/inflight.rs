@@ -49,14 +49,14 @@ pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Resu
 }
 
 /// Whether the drive has I/O under way.
-fn busy(block: &Path) -> Result<bool> {
+pub(super) fn busy(block: &Path) -> Result<bool> {
     let name = block.file_name().context("a block device has a name")?;
     let inflight = read(&Path::new("/sys/block").join(name).join("inflight"))?;
     Ok(inflight.split_whitespace().any(|count| count != "0"))
 }
 
 /// The drive, with its budget used up, so that the next read has to wait.
-fn slow_drive(bed: &Bed) -> Result<File> {
+pub(super) fn slow_drive(bed: &Bed) -> Result<File> {
     let drive = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_DIRECT)
@@ -147,7 +147,7 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
 }
 
 /// The kernel's log.
-fn dmesg() -> Result<String> {
+pub(super) fn dmesg() -> Result<String> {
     let output = std::process::Command::new("dmesg").output()?;
     ensure!(output.status.success(), "dmesg: {}", output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())

@@ -52,6 +52,13 @@ pub(super) const CASES: &[Case] = &[
         run: rmmod,
     },
     Case {
+        name: "publisher-told-late",
+        about: "unregistering while the device is unbound does not return before the driver was told",
+        topology: "small",
+        ruins: false,
+        run: told_late,
+    },
+    Case {
         name: "publisher-race",
         about: "a driver takes its memory back while programs allocate from it and its device is unbound",
         topology: "small",
@@ -369,6 +376,37 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
         "rmmod succeeded with a driver that uses it"
     );
     Used::new(bed)?.works()?;
+    publisher.end()
+}
+
+/// The driver's callback takes its time, in an unbinding; who unregisters meanwhile has to wait for it, as the driver frees what
+/// the callback uses.
+fn told_late(bed: &mut Bed) -> Result<()> {
+    let publisher = Publisher::new(bed)?;
+    publisher.publish("-1 0 0 0 paged").map_err(errno)?;
+    let hold = publisher.sysfs.join("hold");
+    write(&hold, "1")?;
+    thread::scope(|scope| -> Result<()> {
+        let unbound = scope.spawn(|| bed.unbind("accel0"));
+        until("the driver is being told", || Ok(read(&hold)? == "1 0"))?;
+        let off = scope.spawn(|| publisher.publish("off"));
+        // Time for a wrong answer; a right one comes after the callback alone.
+        let deadline = Instant::now() + Duration::from_millis(300);
+        while !off.is_finished() && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let seen = read(&hold)?;
+        let early = off.is_finished();
+        write(&hold, "0")?;
+        let off = off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+        unbound.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+        ensure!(
+            seen == "1 0" && !early,
+            "unregistering returned while the driver was being told: {seen}"
+        );
+        off.map_err(errno)
+    })?;
+    publisher.bind()?;
     publisher.end()
 }
 

@@ -112,7 +112,7 @@ fn receive(stream: &UnixStream) -> Result<OwnedFd> {
 }
 
 /// Makes a dma-buf a handle.
-fn import(file: BorrowedFd<'_>, fd: i32) -> Result<abi::p2pmem_import, i32> {
+pub(super) fn import(file: BorrowedFd<'_>, fd: i32) -> Result<abi::p2pmem_import, i32> {
     let mut ask = abi::p2pmem_import {
         fd,
         ..Default::default()

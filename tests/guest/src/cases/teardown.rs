@@ -1,0 +1,531 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The end of a provider while others use its memory, and what clearing memory may take.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use p2pmem::Access;
+use p2pmem_sys as abi;
+use rustix::process::{Resource, Rlimit, setrlimit};
+
+use super::dmabuf::export;
+use super::inflight::{busy, dmesg, slow_drive, until};
+use super::life::{Part, ready};
+use super::rdma_user::Wire;
+use super::share::import;
+use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
+use crate::patience::{patiently, rounds};
+use crate::sys::{self, Mapping, Memory};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "retire-pinned",
+        about: "a provider is taken back while a drive writes from it: nothing is cleared before the drive is done, and nobody hangs",
+        topology: "removal",
+        ruins: false,
+        run: retire_pinned,
+    },
+    Case {
+        name: "clear-killed",
+        about: "a task that is killed while memory is cleared for it ends at once, and the provider can be removed meanwhile",
+        topology: "removal",
+        ruins: false,
+        run: clear_killed,
+    },
+    Case {
+        name: "clear-in-mmap",
+        about: "mmap() does not clear memory with the mmap lock held, and nobody sees what was in it",
+        topology: "removal",
+        ruins: false,
+        run: clear_in_mmap,
+    },
+    Case {
+        name: "clear-what-is-needed",
+        about: "a small allocation on a provider whose memory waits to be cleared does not wait for all of it",
+        topology: "removal",
+        ruins: false,
+        run: clear_what_is_needed,
+    },
+    Case {
+        name: "adopt-takes-a-page",
+        about: "adopting a provider takes one page of its driver's pool for a moment, and no more",
+        topology: "removal",
+        ruins: false,
+        run: adopt_takes_a_page,
+    },
+    Case {
+        name: "unbind-scale",
+        about: "unbinding a provider with 1,000 registrations, 50,000 buffers and 1,000 open files takes time by their sum, not their product",
+        topology: "nic",
+        ruins: false,
+        run: unbind_scale,
+    },
+];
+
+/// The part of these tests that is a process of its own.
+pub(super) const PART: &str = "alloc-at";
+
+const MIB: u64 = 1 << 20;
+/// What a task that was killed may take to end.
+const KILLED: Duration = Duration::from_secs(1);
+
+/// Allocates in one provider.
+fn alloc_at(fd: BorrowedFd<'_>, provider: u32, size: u64) -> Result<abi::p2pmem_alloc, i32> {
+    let mut ask = request(size);
+    ask.req.provider = provider;
+    sys::alloc(fd, &mut ask, Memory::Slice(&mut []))?;
+    Ok(ask)
+}
+
+/// Allocates in a provider when it is told to, and keeps the buffer until it is told to end.
+pub(super) fn part(arguments: &[String]) -> Result<()> {
+    let number = |at: usize| -> Result<u64> { Ok(arguments.get(at).context("an argument is missing")?.parse()?) };
+    let (provider, size) = (number(0)?, number(1)?);
+    let file = open()?;
+    ready()?;
+    let got = alloc_at(file.as_fd(), provider as u32, size).map_err(errno)?;
+    println!("allocated {}", got.handle);
+    ready()
+}
+
+/// The attributes of a provider's directory in configfs.
+fn status(dir: &Path) -> Result<String> {
+    read(&dir.join("status"))
+}
+
+/// What the drive has at a place, eight bytes at a time.
+fn words_of(drive: &File, offset: u64, len: usize) -> Result<Vec<u64>> {
+    let file = open()?;
+    let got = alloc(file.as_fd(), len as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), got.mmap_offset, len).map_err(errno)?;
+    let n = map.fill_from(drive, offset, 0, len)?;
+    ensure!(n == len, "{n} of {len} bytes were read");
+    Ok((0..len).step_by(8).map(|at| map.get(at)).collect())
+}
+
+fn pattern(at: usize) -> u64 {
+    0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(at as u64 + 1) | 1
+}
+
+fn retire_pinned(bed: &mut Bed) -> Result<()> {
+    /// So much that the drive is at it for longer than a removal ever waited.
+    const IO: usize = 8 << 20;
+    let block = bed.block("nvme0")?;
+    drop(slow_drive(bed)?);
+    let drive = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&block)?;
+    bed.settled()?;
+    let accel = bed.provider("accel0")?.id;
+    let dir = bed.provider_dir("accel0")?;
+    let file = open()?;
+    let got = alloc_at(file.as_fd(), accel, IO as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), got.mmap_offset, IO).map_err(errno)?;
+    for at in (0..IO).step_by(8) {
+        map.set(at, pattern(at));
+    }
+    thread::scope(|scope| -> Result<()> {
+        let written = scope.spawn(|| map.drain_to(&drive, 0, 0, IO));
+        until("the drive has begun", || busy(&block))?;
+        // All of it is handed to the drive when the caller waits.
+        let began = Instant::now();
+        let mut off = Command::new("sh")
+            .args(["-c", "echo 0 > \"$0\"/enable"])
+            .arg(&dir)
+            .spawn()?;
+        until("the removal waits for the drive", || {
+            Ok(status(&dir)?.starts_with("being taken back: waiting for I/O"))
+        })?;
+        let said = status(&dir)?;
+        ensure!(
+            said.contains(&format!("pid {}", std::process::id())),
+            "the status does not say whose I/O it is: {said:?}"
+        );
+        // Everything else answers meanwhile.
+        ensure!(
+            read(&dir.join("enable"))? == "0",
+            "it is enabled while it is taken back"
+        );
+        let refused = fs::write(dir.join("enable"), "1").err().and_then(|e| e.raw_os_error());
+        ensure!(refused == Some(libc::EBUSY), "enabling it meanwhile: {refused:?}");
+        let code = alloc_at(file.as_fd(), accel, 4096).err();
+        ensure!(code == Some(libc::ENODEV), "an allocation meanwhile: {code:?}");
+        // Whoever waits for it can be killed.
+        ensure!(off.try_wait()?.is_none(), "the removal ended while the drive was at it");
+        let killed = Instant::now();
+        off.kill()?;
+        off.wait()?;
+        ensure!(
+            killed.elapsed() < patiently(KILLED),
+            "a killed task took {:?} to end",
+            killed.elapsed()
+        );
+        // The directory can be removed too, and made anew; the provider comes back when the drive is done.
+        fs::remove_dir(&dir)?;
+        ensure!(busy(&block)?, "the drive was faster than the test: nothing was shown");
+        fs::create_dir(&dir)?;
+        let mut refused = 0;
+        until("the provider is published again", || {
+            match fs::write(dir.join("enable"), "1") {
+                Ok(()) => Ok(true),
+                Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
+                    refused += 1;
+                    Ok(false)
+                }
+                Err(e) => Err(e.into()),
+            }
+        })?;
+        ensure!(
+            refused > 0 && !busy(&block)?,
+            "it was published while the drive was at it"
+        );
+        println!("the removal waited for {:?}", began.elapsed());
+        ensure!(
+            began.elapsed() > Duration::from_secs(11),
+            "the drive was faster than the test: nothing was shown"
+        );
+        let n = written.join().map_err(|_| anyhow::anyhow!("the writer panicked"))??;
+        ensure!(n == IO, "the drive wrote {n} of {IO} bytes");
+        Ok(())
+    })?;
+    let pid = format!("of pid {}", std::process::id());
+    let said = dmesg()?;
+    ensure!(
+        said.lines()
+            .any(|line| line.contains("waiting for I/O on") && line.contains(&pid) && line.contains("since 10 s")),
+        "the log does not say who was waited for"
+    );
+    // What was cleared too early would be on the disk, where the drive came last.
+    for part in [0, IO - (64 << 10)] {
+        let words = words_of(&drive, part as u64, 64 << 10)?;
+        let wrong = words
+            .iter()
+            .enumerate()
+            .find(|&(n, &word)| word != pattern(part + 8 * n));
+        ensure!(wrong.is_none(), "the drive got {wrong:?} at {part:#x}");
+    }
+    // And nobody finds it in the memory.
+    let again = bed.provider("accel0")?;
+    let got = alloc_at(file.as_fd(), again.id, again.largest).map_err(errno)?;
+    let all = Mapping::shared(file.as_fd(), got.mmap_offset, again.largest as usize).map_err(errno)?;
+    let left = (0..all.len()).step_by(8).find(|&at| all.get(at) != 0);
+    ensure!(left.is_none(), "memory of the provider before is at {left:?}");
+    free(file.as_fd(), got.handle).map_err(errno)
+}
+
+/// The provider that is slow to clear, and as much of it as can be had at once.
+fn slow_memory(bed: &Bed) -> Result<(u32, u64)> {
+    let provider = bed.provider("nvme1")?;
+    let file = open()?;
+    let mut size = provider.free;
+    loop {
+        match alloc_at(file.as_fd(), provider.id, size) {
+            Ok(_) => break,
+            Err(libc::ENOSPC) => size -= MIB,
+            Err(code) => return Err(errno(code)),
+        }
+    }
+    drop(file);
+    until("its memory is free again", || {
+        Ok(bed.provider("nvme1")?.free == provider.free)
+    })?;
+    Ok((provider.id, size))
+}
+
+/// Waits until an allocation in the slow provider is under way: it has taken its memory.
+fn await_taken(bed: &Bed, size: u64) -> Result<()> {
+    until("the allocation has its memory", || {
+        let provider = bed.provider("nvme1")?;
+        Ok(provider.free + size <= provider.size && provider.buffers == 0)
+    })
+}
+
+fn clear_killed(bed: &mut Bed) -> Result<()> {
+    let (provider, size) = slow_memory(bed)?;
+    let arguments = [provider.to_string(), size.to_string()];
+    let arguments = [arguments[0].as_str(), arguments[1].as_str()];
+    let file = open()?;
+    let began = Instant::now();
+    let got = alloc_at(file.as_fd(), provider, size).map_err(errno)?;
+    let whole = began.elapsed();
+    free(file.as_fd(), got.handle).map_err(errno)?;
+    drop(file);
+    until("its memory is free again", || {
+        let provider = bed.provider("nvme1")?;
+        Ok(provider.scrubbing == 0 && provider.free >= size)
+    })?;
+    let part = Part::start(PART, &arguments)?.go_on()?;
+    await_taken(bed, size)?;
+    let began = Instant::now();
+    part.kill()?;
+    let killed = began.elapsed();
+    println!("clearing takes {whole:?}, a killed task {killed:?}");
+    ensure!(
+        killed < whole / 4 && killed < patiently(KILLED),
+        "a task that was killed while its memory was cleared took {killed:?} to end; clearing takes {whole:?}"
+    );
+    until("its memory is free again", || Ok(bed.provider("nvme1")?.free >= size))?;
+    // And the provider can go while memory of it is cleared.
+    let part = Part::start(PART, &arguments)?.go_on()?;
+    await_taken(bed, size)?;
+    let began = Instant::now();
+    bed.unbind("nvme1")?;
+    let unbound = began.elapsed();
+    drop(part);
+    println!("unbinding took {unbound:?}");
+    write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
+    ensure!(
+        unbound < whole / 2,
+        "unbinding waited {unbound:?} for memory to be cleared, which takes {whole:?}"
+    );
+    until("it is adopted again", || Ok(bed.provider("nvme1").is_ok()))
+}
+
+fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
+    let (provider, size) = slow_memory(bed)?;
+    // The only provider with room is the slow one.
+    let accel = bed.provider("accel0")?;
+    let file = open()?;
+    let full = alloc_at(file.as_fd(), accel.id, accel.largest).map_err(errno)?;
+    let began = Instant::now();
+    let got = alloc_at(file.as_fd(), provider, size).map_err(errno)?;
+    let whole = began.elapsed();
+    let dirty = Mapping::shared(file.as_fd(), got.mmap_offset, size as usize).map_err(errno)?;
+    dirty.set(0, 1);
+    dirty.set(size as usize - 8, 1);
+    drop(dirty);
+    free(file.as_fd(), got.handle).map_err(errno)?;
+    until("its memory is free again", || {
+        let provider = bed.provider("nvme1")?;
+        Ok(provider.scrubbing == 0 && provider.free >= size)
+    })?;
+    let began = Instant::now();
+    let map = Mapping::shared(file.as_fd(), 0, size as usize).map_err(errno)?;
+    let mapped = began.elapsed();
+    println!("clearing takes {whole:?}, mmap() took {mapped:?}");
+    ensure!(
+        mapped < whole / 4,
+        "mmap() took {mapped:?} with the mmap lock held; clearing takes {whole:?}"
+    );
+    for at in [0, size as usize / 2, size as usize - 8] {
+        ensure!(map.get(at) == 0, "what was in the memory before is at {at:#x}");
+    }
+    drop(map);
+    free(file.as_fd(), full.handle).map_err(errno)?;
+    drop(file);
+    until("its memory is free again", || {
+        let provider = bed.provider("nvme1")?;
+        Ok(provider.scrubbing == 0 && provider.free >= size)
+    })
+}
+
+fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
+    let accel = bed.provider("accel0")?;
+    let file = open()?;
+    let fd = file.as_fd();
+    // Memory that was in use, all of it.
+    let whole = |bed: &Bed| -> Result<u64> {
+        let mut size = bed.provider("accel0")?.largest;
+        size -= size % MIB;
+        let got = alloc_at(fd, accel.id, size).map_err(errno)?;
+        let map = Mapping::shared(fd, got.mmap_offset, size as usize).map_err(errno)?;
+        map.set(size as usize - 8, 1);
+        drop(map);
+        free(fd, got.handle).map_err(errno)?;
+        Ok(size)
+    };
+    let size = whole(bed)?;
+    let began = Instant::now();
+    bed.settled()?;
+    let all = began.elapsed();
+    // What is left of the provider is not enough for a mebibyte.
+    let rest = alloc_at(fd, accel.id, accel.free - size);
+    whole(bed)?;
+    let began = Instant::now();
+    let got = alloc_at(fd, accel.id, MIB).map_err(errno)?;
+    let took = began.elapsed();
+    println!("clearing all takes {all:?}, the small allocation took {took:?}");
+    let map = Mapping::shared(fd, got.mmap_offset, MIB as usize).map_err(errno)?;
+    let left = (0..MIB as usize).step_by(8).find(|&at| map.get(at) != 0);
+    ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+    drop(map);
+    ensure!(
+        took < all / 2,
+        "an allocation of 1 MiB took {took:?}, while clearing all {size} bytes takes {all:?}"
+    );
+    free(fd, got.handle).map_err(errno)?;
+    if let Ok(rest) = rest {
+        free(fd, rest.handle).map_err(errno)?;
+    }
+    // The janitor clears what the allocation took back from it.
+    bed.settled()?;
+    let stats = |id: u32| -> Result<u64> {
+        let mut stats = abi::p2pmem_stats {
+            provider: id,
+            ..Default::default()
+        };
+        sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut stats).map_err(errno)?;
+        Ok(stats.scrubbed_bytes)
+    };
+    let before = stats(accel.id)?;
+    let got = alloc_at(fd, accel.id, size).map_err(errno)?;
+    ensure!(
+        stats(accel.id)? == before,
+        "{} bytes were left to clear for the next owner",
+        stats(accel.id)? - before
+    );
+    let map = Mapping::shared(fd, got.mmap_offset, size as usize).map_err(errno)?;
+    ensure!(
+        map.get(size as usize - 8) == 0,
+        "what was in the memory before is there"
+    );
+    drop(map);
+    free(fd, got.handle).map_err(errno)?;
+    expect("a handle that was freed", free(fd, got.handle), libc::ENOENT)
+}
+
+fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
+    let tracing = Path::new("/sys/kernel/tracing");
+    write(
+        &tracing.join("kprobe_events"),
+        "p:p2pmem_test/taken pci_alloc_p2pmem size=%si:u64",
+    )?;
+    let event = tracing.join("events/p2pmem_test/taken/enable");
+    let answer = (|| -> Result<Vec<u64>> {
+        bed.unbind("nvme1")?;
+        write(&tracing.join("trace"), "")?;
+        write(&event, "1")?;
+        write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
+        until("it is adopted again", || Ok(bed.provider("nvme1").is_ok()))?;
+        // The drive's own queues are there as well: those of its driver, in the threads that probe it.
+        let trace = read(&tracing.join("trace"))?;
+        let taken = trace.lines().filter_map(|line| line.split("size=").nth(1));
+        taken.map(|size| Ok(size.trim().parse()?)).collect()
+    })();
+    write(&event, "0")?;
+    // Opening it for writing alone removes all probes.
+    write(&tracing.join("kprobe_events"), "")?;
+    let taken = answer?;
+    ensure!(!taken.is_empty(), "nothing was seen of the adoption");
+    let most = taken.iter().max().copied().unwrap_or(0);
+    println!("{} requests, the largest of {most} bytes", taken.len());
+    // A submission queue of 1024 entries of 64 bytes is the most that the drive's own driver takes.
+    ensure!(
+        most <= 64 << 10,
+        "{most} bytes of the drive's memory were taken at once"
+    );
+    Ok(())
+}
+
+/// How much of everything a provider has when it is unbound.
+const REGISTRATIONS: u32 = 1_000;
+const BUFFERS: u32 = 50_000;
+const FILES: u32 = 1_000;
+/// What unbinding takes less than on a machine of its own, with nothing pinned; what the report says of it.
+const AIM: Duration = Duration::from_secs(1);
+/// What it takes less than however busy the machine is. When each buffer was looked for in each file, it took minutes.
+const BOUND: Duration = Duration::from_secs(10);
+/// The environment variable that has the number of rounds.
+const ROUNDS: &str = "P2PMEM_UNBIND_ROUNDS";
+
+/// What unbinding took, for the report.
+#[derive(Debug, serde::Serialize)]
+struct RevokeMs {
+    p50: f64,
+    p99: f64,
+    max: f64,
+    rounds: usize,
+    registrations: u32,
+    buffers: u32,
+    files: u32,
+    aim: f64,
+}
+
+fn unbind_scale(bed: &mut Bed) -> Result<()> {
+    let wanted = std::env::var(ROUNDS).ok().and_then(|text| text.parse().ok());
+    let (registrations, buffers, files) = (rounds(REGISTRATIONS), rounds(BUFFERS), rounds(FILES));
+    let limit = Some(8 * u64::from(FILES));
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit,
+            maximum: limit,
+        },
+    )?;
+    let mut took = Vec::new();
+    for _ in 0..wanted.unwrap_or(2) {
+        bed.publish("accel0")?;
+        let accel = bed.provider("accel0")?.id;
+        // Registered with the NIC, each by itself.
+        let wire = Wire::new(bed)?;
+        let registered = (0..registrations)
+            .map(|_| {
+                let buffer = wire.alloc(bed, "accel0", 4096)?;
+                let registration = buffer.register(&wire.pd, Access::LOCAL_WRITE)?;
+                Ok((buffer, registration))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        // One file has all the others; every file has a handle of the first of them.
+        let owner = open()?;
+        let first = alloc_at(owner.as_fd(), accel, 4096).map_err(errno)?;
+        for _ in 1..buffers {
+            alloc_at(owner.as_fd(), accel, 4096).map_err(errno)?;
+        }
+        let shared = export(owner.as_fd(), first.handle, 0, &[(0, 4096)]).map_err(errno)?;
+        let open_files = (0..files)
+            .map(|_| {
+                let file = open()?;
+                import(file.as_fd(), shared.as_raw_fd()).map_err(errno)?;
+                Ok(file)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let provider = bed.provider("accel0")?;
+        ensure!(
+            provider.buffers == registrations + buffers && provider.exports >= registrations,
+            "{} buffers and {} dma-bufs",
+            provider.buffers,
+            provider.exports
+        );
+        let began = Instant::now();
+        bed.unbind("accel0")?;
+        took.push(began.elapsed());
+        // Each file was told of its handle, and that the provider is gone.
+        for file in &open_files {
+            let events = sys::read_events(file.as_fd(), 8 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
+            let kinds = events.iter().map(|event| event.type_).collect::<Vec<_>>();
+            ensure!(
+                kinds == [abi::P2PMEM_EVENT_BUFFER_REVOKED, abi::P2PMEM_EVENT_PROVIDER_REMOVED],
+                "a file was told of {kinds:?}"
+            );
+        }
+        drop(registered);
+    }
+    took.sort();
+    let at = |part: usize| took[(took.len() * part).div_ceil(100).clamp(1, took.len()) - 1].as_secs_f64() * 1e3;
+    let report = RevokeMs {
+        p50: at(50),
+        p99: at(99),
+        max: at(100),
+        rounds: took.len(),
+        registrations,
+        buffers,
+        files,
+        aim: AIM.as_secs_f64() * 1e3,
+    };
+    println!("{}", serde_json::to_string(&report)?);
+    ensure!(
+        took.iter().all(|&one| one < patiently(BOUND)),
+        "unbinding took more than {:?}: {report:?}",
+        patiently(BOUND)
+    );
+    bed.publish("accel0")
+}
