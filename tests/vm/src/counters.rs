@@ -8,11 +8,12 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::qmp::Function;
-use crate::trace::{Direction, Event};
+use crate::trace::{self, Direction, Event};
 
 /// Name of host memory among the targets.
 pub const HOST: &str = "host";
-/// Name of addresses that are neither host memory nor a BAR of the topology's devices; nothing should ever be there.
+/// Name of addresses that are neither host memory nor a BAR of the topology's devices, and of IOVAs whose translation is
+/// not known. Nothing should ever be there: while it is not 0, nothing can be said of the other targets.
 pub const UNKNOWN: &str = "unknown";
 
 /// Bytes by target.
@@ -77,6 +78,32 @@ pub struct Classifier {
     drives: BTreeMap<u32, String>,
     counters: BTreeMap<String, Nvme>,
     other: u64,
+    /// Whether payload is at IOVAs.
+    translated: bool,
+    /// Namespace numbers by the requester ID of their drive.
+    functions: BTreeMap<u16, u32>,
+    /// Payload that was announced and not translated yet.
+    pending: Vec<Piece>,
+}
+
+/// A piece of payload at an IOVA.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    nsid: u32,
+    direction: Direction,
+    address: u64,
+    end: u64,
+}
+
+impl Nvme {
+    fn add(&mut self, direction: Direction, target: &str, length: u64) {
+        let by_direction = match direction {
+            Direction::Read => &mut self.read,
+            Direction::Write => &mut self.write,
+        };
+        *by_direction.entry(target.to_owned()).or_default() += length;
+        *self.payload.entry(target.to_owned()).or_default() += length;
+    }
 }
 
 impl Classifier {
@@ -90,12 +117,31 @@ impl Classifier {
             drives,
             counters,
             other: 0,
+            translated: false,
+            functions: BTreeMap::new(),
+            pending: Vec::new(),
+        }
+    }
+
+    /// The same, of a machine with a translating IOMMU: payload is at IOVAs, and is `unknown` until the IOMMU has
+    /// translated them.
+    pub fn translated(self) -> Classifier {
+        Classifier {
+            translated: true,
+            ..self
         }
     }
 
     /// Learns where the devices' BARs are now. Former places stay known, behind the new ones.
     pub fn learn(&mut self, functions: &[Function], is_ours: impl Fn(&str) -> bool) {
         for function in functions.iter().filter(|f| is_ours(&f.id)) {
+            let drive = self.drives.iter().find(|(_, name)| **name == function.id);
+            // The domain in front is 0 in each machine that the runner starts.
+            let requester = function.bdf.strip_prefix("0000:").and_then(trace::requester);
+            if let (Some((nsid, _)), Some(requester)) = (drive, requester) {
+                self.functions.retain(|_, known| *known != *nsid);
+                self.functions.insert(requester, *nsid);
+            }
             for region in &function.regions {
                 let bar = (
                     region.address,
@@ -130,38 +176,101 @@ impl Classifier {
 
     /// Counts one event.
     pub fn count(&mut self, event: Event) {
-        let nsid = match event {
-            Event::Command { nsid, .. } | Event::Payload { nsid, .. } | Event::Failed { nsid } => nsid,
-            Event::Other { length } => {
-                self.other += length;
-                return;
+        match event {
+            Event::Other { length } => self.other += length,
+            Event::Command { nsid, .. } => {
+                if let Some(drive) = self.drive(nsid) {
+                    drive.commands += 1;
+                }
             }
-        };
-        let target = match event {
-            Event::Payload { address, length, .. } => Some(self.target(address, length).to_owned()),
-            _ => None,
-        };
-        let Some(drive) = self.drives.get(&nsid).and_then(|name| self.counters.get_mut(name)) else {
-            return;
-        };
-        match (event, target) {
-            (Event::Command { .. }, _) => drive.commands += 1,
-            (Event::Failed { .. }, _) => drive.failed += 1,
-            (Event::Payload { direction, length, .. }, Some(target)) => {
-                let by_direction = match direction {
-                    Direction::Read => &mut drive.read,
-                    Direction::Write => &mut drive.write,
-                };
-                *by_direction.entry(target.clone()).or_default() += length;
-                *drive.payload.entry(target).or_default() += length;
+            Event::Failed { nsid } => {
+                if let Some(drive) = self.drive(nsid) {
+                    drive.failed += 1;
+                }
             }
-            _ => {}
+            Event::Payload {
+                nsid,
+                direction,
+                address,
+                length,
+            } if self.translated => {
+                let end = address.saturating_add(length);
+                self.give_up(|piece| piece.nsid == nsid && piece.address < end && address < piece.end);
+                self.pending.push(Piece {
+                    nsid,
+                    direction,
+                    address,
+                    end,
+                });
+            }
+            Event::Payload {
+                nsid,
+                direction,
+                address,
+                length,
+            } => self.add(nsid, direction, address, length),
+            Event::Translation {
+                function,
+                iova,
+                address,
+                length,
+            } => self.resolve(function, iova, address, length),
         }
     }
 
-    /// Counters of all drives by name.
-    pub fn counters(&self) -> &BTreeMap<String, Nvme> {
-        &self.counters
+    fn drive(&mut self, nsid: u32) -> Option<&mut Nvme> {
+        self.counters.get_mut(self.drives.get(&nsid)?)
+    }
+
+    fn add(&mut self, nsid: u32, direction: Direction, address: u64, length: u64) {
+        let target = self.target(address, length).to_owned();
+        if let Some(drive) = self.drive(nsid) {
+            drive.add(direction, &target, length);
+        }
+    }
+
+    /// Counts as `unknown` the pieces that were never translated: an IOVA that is used again has a new translation.
+    fn give_up(&mut self, which: impl Fn(&Piece) -> bool) {
+        let (gone, pending): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending).into_iter().partition(which);
+        self.pending = pending;
+        for piece in gone {
+            if let Some(drive) = self.drive(piece.nsid) {
+                drive.add(piece.direction, UNKNOWN, piece.end - piece.address);
+            }
+        }
+    }
+
+    /// Counts the pieces of a function that are in a page, by where the page is. The first translation after a piece was
+    /// announced is that of its transfer.
+    fn resolve(&mut self, function: u16, iova: u64, address: u64, length: u64) {
+        let Some(nsid) = self.functions.get(&function).copied() else {
+            return;
+        };
+        let end = iova.saturating_add(length);
+        for piece in std::mem::take(&mut self.pending) {
+            let (from, to) = (piece.address.max(iova), piece.end.min(end));
+            if piece.nsid != nsid || from >= to {
+                self.pending.push(piece);
+                continue;
+            }
+            self.add(nsid, piece.direction, address + (from - iova), to - from);
+            let rest = [(piece.address, from), (to, piece.end)];
+            let rest = rest.into_iter().filter(|(from, to)| from < to);
+            self.pending
+                .extend(rest.map(|(address, end)| Piece { address, end, ..piece }));
+        }
+    }
+
+    /// Counters of all drives by name. What is not translated yet is `unknown`.
+    pub fn counters(&self) -> BTreeMap<String, Nvme> {
+        let mut counters = self.counters.clone();
+        for piece in &self.pending {
+            let drive = self.drives.get(&piece.nsid).and_then(|name| counters.get_mut(name));
+            if let Some(drive) = drive {
+                drive.add(piece.direction, UNKNOWN, piece.end - piece.address);
+            }
+        }
+        counters
     }
 
     /// Bytes of identify data, log pages and the like, of all drives.
@@ -213,7 +322,8 @@ mod tests {
         classifier.count(Event::Failed { nsid: 2 });
         classifier.count(Event::Other { length: 5 });
         classifier.count(payload(3, Direction::Read, 0x3000));
-        let nvme0 = &classifier.counters()["nvme0"];
+        let counters = classifier.counters();
+        let nvme0 = &counters["nvme0"];
         assert_eq!(
             nvme0.payload,
             Bytes::from([("accel0".into(), 8192), ("host".into(), 4096)])
@@ -224,10 +334,53 @@ mod tests {
             Bytes::from([("accel0".into(), 4096), ("host".into(), 4096)])
         );
         assert_eq!((nvme0.commands, nvme0.failed), (1, 0));
-        let nvme1 = &classifier.counters()["nvme1"];
+        let nvme1 = &counters["nvme1"];
         assert_eq!(nvme1.payload, Bytes::from([("unknown".into(), 12288)]));
         assert_eq!((nvme1.commands, nvme1.failed), (0, 1));
         assert_eq!(classifier.other(), 5);
+    }
+
+    #[test]
+    fn translated_payload_is_unknown_until_its_page_is() {
+        let drives = BTreeMap::from([(1, "nvme0".into())]);
+        let mut classifier = Classifier::new(1 << 30, drives).translated();
+        let mut nvme = function("nvme0", 0xf000_0000, 4096);
+        nvme.bdf = "0000:02:00.0".into();
+        classifier.learn(&[function("accel0", 0x3_8000_0000, 1 << 20), nvme], |_| true);
+        let payload = |address, length| Event::Payload {
+            nsid: 1,
+            direction: Direction::Read,
+            address,
+            length,
+        };
+        let page = |function, iova, address| Event::Translation {
+            function,
+            iova,
+            address,
+            length: 4096,
+        };
+        let read = |classifier: &Classifier| classifier.counters()["nvme0"].read.clone();
+        // An IOVA that looks like host memory is none of it.
+        classifier.count(payload(0x1800, 0x1000));
+        assert_eq!(read(&classifier), Bytes::from([("unknown".into(), 0x1000)]));
+        // Another function's translation says nothing.
+        classifier.count(page(0x0300, 0x1000, 0x5000));
+        assert_eq!(read(&classifier), Bytes::from([("unknown".into(), 0x1000)]));
+        classifier.count(page(0x0200, 0x2000, 0x3_8000_0000));
+        classifier.count(page(0x0200, 0x1000, 0x5000));
+        let moved = Bytes::from([("accel0".into(), 0x800), ("host".into(), 0x800)]);
+        assert_eq!(read(&classifier), moved);
+        // Each transfer is counted by its own translation, and once.
+        classifier.count(page(0x0200, 0x1000, 0x3_8000_0000));
+        assert_eq!(read(&classifier), moved);
+        // A piece that was never translated stays unknown when its IOVA is used again.
+        classifier.count(payload(0x9000, 0x1000));
+        classifier.count(payload(0x9000, 0x1000));
+        classifier.count(page(0x0200, 0x9000, 0x6000));
+        let mut moved = moved;
+        moved.insert("unknown".into(), 0x1000);
+        moved.insert("host".into(), 0x1800);
+        assert_eq!(read(&classifier), moved);
     }
 
     #[test]

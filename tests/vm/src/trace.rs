@@ -26,6 +26,10 @@ pub const EVENTS: &[&str] = &[
     "pci_nvme_err_req_status",
 ];
 
+/// The event of the Intel IOMMU model to switch on in a machine that has one. The model translates a page at a time, when
+/// a device starts a transfer, and each time anew.
+pub const TRANSLATE: &str = "vtd_dmar_translate";
+
 /// Direction of a transfer, as seen by the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
@@ -61,6 +65,17 @@ pub enum Event {
         /// Bytes.
         length: u64,
     },
+    /// The IOMMU translated a page for a function.
+    Translation {
+        /// The function: bus, device and function number as in a requester ID.
+        function: u16,
+        /// First IOVA of the page.
+        iova: u64,
+        /// Guest-physical address of the page.
+        address: u64,
+        /// Bytes.
+        length: u64,
+    },
     /// A command that failed.
     Failed {
         /// Namespace number.
@@ -77,6 +92,9 @@ pub struct Parser {
 impl Parser {
     /// Takes one line; `None` for lines that say nothing about transfers.
     pub fn line(&mut self, line: &str) -> Option<Event> {
+        if let Some(at) = line.find(TRANSLATE) {
+            return translation(&line[at..]);
+        }
         // With timestamps on, the name comes after a prefix that ends with a colon or a space.
         let at = line.find("pci_nvme_")?;
         let mut words = line[at..].split_ascii_whitespace();
@@ -119,6 +137,28 @@ impl Parser {
             _ => None,
         }
     }
+}
+
+/// `vtd_dmar_translate dev BB:DD.FF iova 0xI -> gpa 0xG mask 0xM`
+fn translation(line: &str) -> Option<Event> {
+    let words: Vec<&str> = line.split_ascii_whitespace().collect();
+    let [_, "dev", function, "iova", iova, "->", "gpa", address, "mask", mask] = words[..] else {
+        return None;
+    };
+    Some(Event::Translation {
+        function: requester(function)?,
+        iova: number(iova)?,
+        address: number(address)?,
+        length: number(mask)?.checked_add(1)?,
+    })
+}
+
+/// The requester ID of a function written as `BB:DD.F`, with any number of hexadecimal digits.
+pub fn requester(function: &str) -> Option<u16> {
+    let (bus, rest) = function.split_once(':')?;
+    let (device, function) = rest.split_once('.')?;
+    let part = |text, most| u16::from_str_radix(text, 16).ok().filter(|n| *n <= most);
+    Some((part(bus, 0xff)? << 8) | (part(device, 31)? << 3) | part(function, 7)?)
 }
 
 fn number(word: &str) -> Option<u64> {
@@ -238,6 +278,24 @@ some other line
         let mut parser = Parser::default();
         let events: Vec<Event> = TRACE.lines().filter_map(|line| parser.line(line)).collect();
         assert_eq!(events, expected());
+    }
+
+    #[test]
+    fn translations() {
+        let line = "vtd_dmar_translate dev 02:01.03 iova 0xfffc0000 -> gpa 0x380000000 mask 0xfff";
+        assert_eq!(
+            Parser::default().line(line),
+            Some(Event::Translation {
+                function: 0x020b,
+                iova: 0xfffc_0000,
+                address: 0x3_8000_0000,
+                length: 4096,
+            })
+        );
+        let whole = "vtd_dmar_translate dev 02:00.00 iova 0x0 -> gpa 0x0 mask 0xffffffffffffffff";
+        assert_eq!(Parser::default().line(whole), None);
+        assert_eq!(requester("02:00.8"), None);
+        assert_eq!(requester("0:02:00.0"), None);
     }
 
     #[test]

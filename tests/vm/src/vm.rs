@@ -24,7 +24,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 
 pub use crate::command::{Command, Outcome, Status, Stream};
-use crate::counters::{Classifier, HOST};
+use crate::counters::{Classifier, HOST, UNKNOWN};
 use crate::dmesg::{self, Record};
 use crate::kernel::Kernel;
 use crate::models::{self, Model, Models};
@@ -230,7 +230,10 @@ impl Vm {
         let port = accept(&agent, &mut qemu, deadline).context("the guest's port")?;
         read_port(port.try_clone()?, send.clone());
         let trace = trace::Reader::open(&paths.trace())?;
-        let classifier = Classifier::new(topology.machine.memory.0, plan.drives.clone());
+        let mut classifier = Classifier::new(topology.machine.memory.0, plan.drives.clone());
+        if topology.machine.iommu.is_some() {
+            classifier = classifier.translated();
+        }
         let mut vm = Vm {
             qemu,
             models,
@@ -706,7 +709,7 @@ impl Vm {
             // Where nothing was moved from or to stands 0, so that a condition on it can be told from a wrong name.
             for by_target in ["payload", "read", "write"] {
                 let lenders = self.topology.device.iter().filter(|device| device.memory() > 0);
-                for target in lenders.map(Device::name).chain([HOST]) {
+                for target in lenders.map(Device::name).chain([HOST, UNKNOWN]) {
                     if value[by_target].get(target).is_none() {
                         value[by_target][target] = json!(0);
                     }
