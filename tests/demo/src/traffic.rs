@@ -11,6 +11,9 @@ use serde_json::Value;
 /// Name the VM runner gives to host memory.
 pub const HOST: &str = "host";
 
+/// Name the VM runner gives to payload whose address it cannot resolve.
+pub const UNKNOWN: &str = "unknown";
+
 /// Bytes by the name of the memory they went to or came from: a device of the topology, or [`HOST`].
 pub type Bytes = BTreeMap<String, u64>;
 
@@ -56,7 +59,8 @@ impl Traffic {
     ///
     /// # Errors
     ///
-    /// A snapshot is not of the form known, a device is missing in one, or a counter went backwards.
+    /// A snapshot is not of the form known, a device is missing in one, a counter went backwards, or payload moved from or
+    /// to addresses that the runner cannot resolve: with those, nothing can be said of host memory.
     pub fn between(before: &Value, after: &Value) -> Result<Traffic> {
         let (before, after) = (devices(before)?, devices(after)?);
         if !before.keys().eq(after.keys()) {
@@ -78,7 +82,12 @@ impl Traffic {
                 kind => bail!("device {name} is of unknown kind {kind:?}"),
             }
         }
-        Ok(traffic)
+        match traffic.by_memory().get(UNKNOWN) {
+            None | Some(0) => Ok(traffic),
+            Some(bytes) => {
+                bail!("{bytes} bytes moved from or to unknown addresses: nothing can be said of host memory")
+            }
+        }
     }
 
     /// Bytes of host memory that devices touched, each as often as it was.
@@ -201,6 +210,22 @@ mod tests {
             traffic.by_memory(),
             Bytes::from([("host".into(), 512), ("accel0".into(), 8193)])
         );
+    }
+
+    #[test]
+    fn unknown_bytes_allow_no_claim() {
+        let before = json!({ "nvme0": drive(json!({ "unknown": 7 }), json!({ "unknown": 0 }), 0, 0) });
+        assert!(Traffic::between(&before, &before).is_ok());
+        for (read, write) in [(8, 0), (7, 1)] {
+            let after = json!({ "nvme0": drive(json!({ "unknown": read }), json!({ "unknown": write }), 1, 0) });
+            let error = Traffic::between(&before, &after).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .starts_with("1 bytes moved from or to unknown addresses"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

@@ -17,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::command::{Command, Outcome, Status};
+use crate::counters::UNKNOWN;
 
 /// Node of the client, or of a command that is alone.
 pub const CLIENT: &str = "a";
@@ -452,6 +453,12 @@ impl Condition {
                 bail!("no device")
             };
             let device = &counted[node][device];
+            let unknown = device["payload"][UNKNOWN].as_u64().unwrap_or(0);
+            ensure!(
+                unknown == 0,
+                "{}: {unknown} bytes moved from or to unknown addresses: nothing can be said of the others",
+                path.join(".")
+            );
             // What a device process says is below `counters`, what the runner says of a drive is not.
             let mut value = device.get("counters").unwrap_or(device);
             for word in rest {

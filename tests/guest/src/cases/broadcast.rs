@@ -76,6 +76,11 @@ fn broadcast(bed: &mut Bed) -> Result<()> {
     let from = |target: &str| moved(&["nvme0", "write", target]);
     let (peer, ram) = (from("accel0")? + from("accel1")?, from("host")?);
     println!("nvme0: {peer} bytes from accelerators, {ram} from host memory");
+    ensure!(
+        from("unknown")? == 0,
+        "payload at unknown addresses: {}",
+        after["nvme0"]
+    );
     ensure!(peer == SIZE && ram == 0, "nvme0: {peer} {ram}: {}", after["nvme0"]);
     for accel in ["accel0", "accel1"] {
         let host = moved(&[accel, "counters", "host_read"])? + moved(&[accel, "counters", "host_written"])?;

@@ -463,6 +463,7 @@ fn o_direct(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, LEN).map_err(errno)?;
     let drive = direct(&block, true)?;
     let (host_read, host_write) = (payload("host", "read")?, payload("host", "write")?);
+    let unknown = payload("unknown", "payload")?;
     let (bar_read, bar_write) = (payload("accel0", "read")?, payload("accel0", "write")?);
     ensure!(map.fill_from(&drive, 0, 0, LEN)? == LEN, "short read");
     for (i, word) in data.chunks_exact(8).enumerate() {
@@ -479,6 +480,10 @@ fn o_direct(bed: &mut Bed) -> Result<()> {
     ensure!(map.get(4096) == u64::from_le_bytes(data[8192..8200].try_into()?));
     ensure!(map.drain_to(&drive, LEN as u64, 0, LEN)? == LEN, "short write");
     let (read, written) = ((LEN + (12 << 10)) as u64, LEN as u64);
+    ensure!(
+        payload("unknown", "payload")? == unknown,
+        "payload at unknown addresses: nothing can be said of host memory"
+    );
     ensure!(
         payload("accel0", "read")? - bar_read == read,
         "bytes read into the BAR, by the drive's own count"
