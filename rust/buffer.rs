@@ -136,7 +136,7 @@ impl Buffer {
                 }),
                 cleared <- Completion::new(),
             }),
-            GFP_KERNEL,
+            GFP_KERNEL_ACCOUNT,
         );
         let buffer: Arc<Self> = match buffer {
             Ok(buffer) => buffer,
@@ -173,7 +173,7 @@ impl Buffer {
         let node = if file == self.file {
             None
         } else {
-            Some(RBTreeNode::new(file, 0, GFP_KERNEL)?)
+            Some(RBTreeNode::new(file, 0, GFP_KERNEL_ACCOUNT)?)
         };
         let mut inner = self.inner.lock();
         if !inner.life.join(Hold::Handle) {

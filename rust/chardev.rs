@@ -31,13 +31,13 @@ use core::mem::size_of;
 use kernel::{
     ffi,
     fs::{file::FileDescriptorReservation, File as KernelFile},
-    new_mutex,
+    new_condvar, new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{
         aref::ARef,
         poll::{PollCondVar, PollTable},
-        Arc, ArcBorrow, Mutex,
+        Arc, ArcBorrow, CondVar, Mutex,
     },
     transmute::{AsBytes, FromBytes},
     uaccess::{UserPtr, UserSlice, UserSliceWriter},
@@ -109,7 +109,11 @@ pub(crate) struct File {
     #[pin]
     events: Mutex<Events>,
     #[pin]
-    readable: PollCondVar,
+    readable: CondVar,
+    /// For those who poll, from the first time on: ending it takes a grace period of RCU, which files that nobody polls are
+    /// spared.
+    #[pin]
+    polled: Mutex<Option<Pin<KBox<PollCondVar>>>>,
 }
 
 impl File {
@@ -123,7 +127,15 @@ impl File {
             time_ns: log::now_ns(),
         });
         if wake {
-            self.readable.notify_all();
+            self.wake();
+        }
+    }
+
+    /// Wakes those who wait for events.
+    fn wake(&self) {
+        self.readable.notify_all();
+        if let Some(polled) = &*self.polled.lock() {
+            polled.notify_all();
         }
     }
 
@@ -207,7 +219,7 @@ impl File {
             _ => false,
         };
         if !known {
-            let account = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL);
+            let account = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL_ACCOUNT);
             self.remember(account.ok().map(Told::Account));
         }
     }
@@ -325,11 +337,11 @@ impl File {
         }
         let (made, account) = self.orchestrator.stripe(&wish, room, self.id)?;
         let refusal = made.is_empty().then(|| account.refusal());
-        self.remember(Some(Told::Account(KBox::new(account, GFP_KERNEL)?)));
+        self.remember(Some(Told::Account(KBox::new(account, GFP_KERNEL_ACCOUNT)?)));
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
-        let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL)?;
+        let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL_ACCOUNT)?;
         let mut offset = 0;
         for (holder, class) in made {
             let part = uapi::Part {
@@ -343,7 +355,7 @@ impl File {
             };
             offset += holder.size;
             let kept = self.keep(holder).and_then(|handle| {
-                parts.push(uapi::Part { handle, ..part }, GFP_KERNEL)?;
+                parts.push(uapi::Part { handle, ..part }, GFP_KERNEL_ACCOUNT)?;
                 Ok(())
             });
             if let Err(refusal) = kept {
@@ -484,7 +496,7 @@ impl File {
             let told = if wish.strategy == consts::STRATEGY_STRIPE {
                 Told::Account(KBox::new(
                     self.orchestrator.explain_stripe(&wish, self.id)?,
-                    GFP_KERNEL,
+                    GFP_KERNEL_ACCOUNT,
                 )?)
             } else {
                 self.orchestrator.explain(&wish, self.id, self.spare())?
@@ -500,7 +512,7 @@ impl File {
                     drop(old);
                     return Ok(());
                 }
-                Told::Brief(brief) => KBox::new(brief.account()?, GFP_KERNEL)?,
+                Told::Brief(brief) => KBox::new(brief.account()?, GFP_KERNEL_ACCOUNT)?,
                 Told::Account(account) => account,
             }
         };
@@ -533,7 +545,7 @@ impl File {
             Told::Brief(brief) => brief.account()?,
             Told::Account(account) => account.again()?,
         };
-        Ok(KBox::new(account, GFP_KERNEL)?)
+        Ok(KBox::new(account, GFP_KERNEL_ACCOUNT)?)
     }
 
     fn own_rules(&self) -> Option<Arc<Book>> {
@@ -675,9 +687,10 @@ impl chrdev::Operations for File {
                     len: 0,
                     lost: 0,
                 }),
-                readable <- kernel::new_poll_condvar!("p2pmem_events"),
+                readable <- new_condvar!("p2pmem_events"),
+                polled <- new_mutex!(None),
             }),
-            GFP_KERNEL,
+            GFP_KERNEL_ACCOUNT,
         )?;
         orchestrator.add_file(&file)?;
         Ok(file)
@@ -815,7 +828,16 @@ impl chrdev::Operations for File {
     }
 
     fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
-        table.register_wait(file, &this.readable);
+        let mut polled = this.polled.lock();
+        if polled.is_none() {
+            *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
+        }
+        let Some(waiting) = &*polled else {
+            // Without memory to wait in, whoever polls has to look.
+            return READABLE;
+        };
+        table.register_wait(file, waiting);
+        drop(polled);
         if this.events.lock().is_empty() {
             0
         } else {

@@ -140,10 +140,15 @@ impl Settings {
         Ok(())
     }
 
-    fn disable(&mut self) {
-        if let (Some(id), Ok(orchestrator)) = (self.enabled.take(), global::orchestrator()) {
-            orchestrator.rules().remove(id);
+    fn disable(&mut self) -> Answer {
+        if let (Some(id), Ok(orchestrator)) = (self.enabled, global::orchestrator()) {
+            orchestrator
+                .rules()
+                .remove(id)
+                .map_err(|refusal| refuse!(refusal.error, "there is no memory to end the rule with: it stays in force"))?;
         }
+        self.enabled = None;
+        Ok(())
     }
 
     fn status(&self) -> Text {
@@ -163,7 +168,19 @@ impl Settings {
 #[pinned_drop]
 impl PinnedDrop for RuleDir {
     fn drop(self: Pin<&mut Self>) {
-        self.settings.lock().disable();
+        /// Memory that is short for longer than this is not had by trying again.
+        const TRIES: u32 = 16;
+        let mut settings = self.settings.lock();
+        for _ in 0..TRIES {
+            if settings.disable().is_ok() {
+                return;
+            }
+        }
+        // `rmdir` cannot fail any more.
+        pr_warn!(
+            "{}: there is no memory to end the rule with: it stays in force until rules change again\n",
+            settings.rule.name.as_str()
+        );
     }
 }
 
@@ -301,10 +318,7 @@ attributes! {
     }, text: {
         dir.change(|settings| match word(text)? {
             "1" => settings.enable(),
-            "0" => {
-                settings.disable();
-                Ok(())
-            }
+            "0" => settings.disable(),
             _ => Err(refuse!(EINVAL, "enable is 0 or 1")),
         })
     };

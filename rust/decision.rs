@@ -48,8 +48,8 @@ impl Account {
 
     /// The same once more.
     pub(crate) fn again(&self) -> Result<Self> {
-        let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL)?;
-        verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL)?;
+        let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
+        verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL_ACCOUNT)?;
         Ok(Self { verdicts, ..*self })
     }
 }
@@ -89,10 +89,10 @@ impl Brief {
                     chosen: 0,
                     class: 0,
                 },
-                GFP_KERNEL,
+                GFP_KERNEL_ACCOUNT,
             )?,
         };
-        brief.stock.resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL)?;
+        brief.stock.resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
         let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
         let chosen = placement::nearest(size, wish.max_class, &facts.turns, &mut brief.stock, glance);
         let Some(turn) = chosen else {
@@ -119,7 +119,7 @@ impl Brief {
     /// All there is to say, from the same numbers.
     pub(crate) fn account(&self) -> Result<Account> {
         let facts = &*self.facts;
-        let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL)?;
+        let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL_ACCOUNT)?;
         for (turn, has) in facts.turns.iter().zip(&self.stock) {
             if let Some(room) = rooms.get_mut(turn.index) {
                 *room = Room {
@@ -129,9 +129,9 @@ impl Brief {
                 };
             }
         }
-        let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL)?;
+        let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, room) in rooms.iter().enumerate() {
-            candidates.push(facts.candidate(i, *room, Ruling::NONE), GFP_KERNEL)?;
+            candidates.push(facts.candidate(i, *room, Ruling::NONE), GFP_KERNEL_ACCOUNT)?;
         }
         let request = placement::Request {
             size: self.size,
@@ -141,7 +141,7 @@ impl Brief {
             strategy: Strategy::Nearest,
             max_class: self.max_class,
         };
-        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL)?;
+        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
         let decision = placement::decide(&request, &candidates, &mut verdicts);
         Decided {
             size: self.size,
@@ -213,13 +213,13 @@ pub(crate) struct Decided<'a> {
 
 impl Decided<'_> {
     pub(crate) fn account(&self, chosen: Option<&Known>) -> Result<Account> {
-        let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL)?;
+        let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
         let mut class = 0;
         for (verdict, provider) in self.verdicts.iter().zip(self.providers) {
             if chosen.is_some_and(|p| p.id == verdict.provider) {
                 class = verdict.class_raw();
             }
-            rows.push(self.row(verdict, provider), GFP_KERNEL)?;
+            rows.push(self.row(verdict, provider), GFP_KERNEL_ACCOUNT)?;
         }
         let text = match chosen {
             Some(p) => Text::new(fmt!("{} was chosen of {} providers", p.addr, self.providers.len())),

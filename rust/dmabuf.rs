@@ -128,9 +128,9 @@ impl Export {
                 provider.addr
             ));
         };
-        let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL)?;
+        let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &ranges {
-            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL)?;
+            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
         }
         let for_export = buffer.clone();
         let export = Arc::pin_init(
@@ -152,9 +152,9 @@ impl Export {
                 }),
                 idle <- Completion::new(),
             }),
-            GFP_KERNEL,
+            GFP_KERNEL_ACCOUNT,
         )?;
-        let node = RBTreeNode::new(export.id, export.clone(), GFP_KERNEL)?;
+        let node = RBTreeNode::new(export.id, export.clone(), GFP_KERNEL_ACCOUNT)?;
         let made = DmaBuf::new(export.clone(), size, compat::this_module())?;
         buffer.add_export(node).map_err(|_| export.revoked())?;
         // It cannot be released before this: the reference to it is ours.
@@ -310,7 +310,7 @@ impl Export {
             mappings: 0,
             pins: 0,
         };
-        let node = RBTreeNode::new(number, attached, GFP_KERNEL)?;
+        let node = RBTreeNode::new(number, attached, GFP_KERNEL_ACCOUNT)?;
         let mut state = self.state.lock();
         if state.revoked {
             drop(state);
@@ -551,7 +551,7 @@ pub(crate) fn append(list: &mut KVec<Range>, range: Range) -> Answer {
     if list.len() >= consts::MAX_RANGES as usize {
         return Err(too_many(list.len() as u64 + 1));
     }
-    Ok(list.push(range, GFP_KERNEL)?)
+    Ok(list.push(range, GFP_KERNEL_ACCOUNT)?)
 }
 
 pub(crate) fn too_many(count: u64) -> Refusal {

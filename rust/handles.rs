@@ -14,6 +14,9 @@ use kernel::{
     sync::Arc,
 };
 
+/// Most handles that a file has at a time: some 12 MiB of the kernel's memory, charged to the cgroup of who made them.
+const MOST: u32 = 1 << 16;
+
 /// The handles of a file.
 pub(crate) struct Handles {
     /// By [`spread`] handles.
@@ -21,6 +24,7 @@ pub(crate) struct Handles {
     /// A buffer's place in the address space of mappings, in pages, and a handle of it.
     by_page: RBTree<(u64, u32), ()>,
     next: u32,
+    count: u32,
 }
 
 /// A handle as its tree has it: with its bits reversed, as a tree in which each new number is the largest is twice as deep
@@ -38,8 +42,8 @@ pub(crate) struct Slot {
 impl Slot {
     pub(crate) fn new() -> Result<Self> {
         Ok(Self {
-            by_handle: RBTreeNodeReservation::new(GFP_KERNEL)?,
-            by_page: RBTreeNodeReservation::new(GFP_KERNEL)?,
+            by_handle: RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?,
+            by_page: RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?,
         })
     }
 }
@@ -50,11 +54,19 @@ impl Handles {
             by_handle: RBTree::new(),
             by_page: RBTree::new(),
             next: 1,
+            count: 0,
         }
     }
 
-    /// The number that the next handle gets. Errors: `EMFILE` when all were used.
+    /// The number that the next handle gets. Errors: `EMFILE` when the file has as many as it can have, or all numbers were used.
     pub(crate) fn number(&mut self) -> Answer<u32> {
+        if self.count >= MOST {
+            return Err(refuse!(
+                EMFILE,
+                "this file has {} handles: no more are possible on one file",
+                self.count
+            ));
+        }
         let handle = self.next;
         // The largest number is no handle's.
         self.next = handle
@@ -66,6 +78,7 @@ impl Handles {
     /// Keeps a buffer under a number of [`Self::number`]'s.
     pub(crate) fn insert(&mut self, handle: u32, holder: Holder, slot: Slot) {
         let page = holder.page_offset;
+        self.count += 1;
         self.by_page.insert(slot.by_page.into_node((page, handle), ()));
         self.by_handle.insert(slot.by_handle.into_node(spread(handle), holder));
     }
@@ -74,6 +87,7 @@ impl Handles {
     pub(crate) fn remove(&mut self, handle: u32) -> Option<Holder> {
         let holder = self.by_handle.remove(&spread(handle))?;
         self.by_page.remove(&(holder.page_offset, handle));
+        self.count -= 1;
         Some(holder)
     }
 

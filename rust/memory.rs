@@ -60,7 +60,7 @@ impl Memory {
             charge: None,
             next: None,
         };
-        Ok(KBox::new(memory, GFP_KERNEL)?)
+        Ok(KBox::new(memory, GFP_KERNEL_ACCOUNT)?)
     }
 
     pub(crate) fn piece(&self) -> &Piece {

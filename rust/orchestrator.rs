@@ -168,7 +168,7 @@ impl Orchestrator {
     }
 
     pub(crate) fn add_file(&self, file: &Arc<File>) -> Result {
-        let node = RBTreeNode::new(file.id, file.clone(), GFP_KERNEL)?;
+        let node = RBTreeNode::new(file.id, file.clone(), GFP_KERNEL_ACCOUNT)?;
         self.files.lock().insert(node);
         Ok(())
     }

@@ -33,7 +33,7 @@ pub(crate) fn read(ask: &uapi::Rules) -> Answer<Option<Arc<Book>>> {
     let at = usize::try_from(ask.rules).map_err(|_| EFAULT)?;
     let len = size_of::<uapi::Rule>() * ask.count as usize;
     let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-    let mut rules: KVec<Rule> = KVec::with_capacity(ask.count as usize, GFP_KERNEL)?;
+    let mut rules: KVec<Rule> = KVec::with_capacity(ask.count as usize, GFP_KERNEL_ACCOUNT)?;
     for index in 0..ask.count {
         let rule = one(&reader.read()?, index)?;
         if rules.iter().any(|other| other.name == rule.name) {
@@ -44,7 +44,7 @@ pub(crate) fn read(ask: &uapi::Rules) -> Answer<Option<Arc<Book>>> {
                 rule.name.as_str()
             ));
         }
-        rules.push(rule, GFP_KERNEL)?;
+        rules.push(rule, GFP_KERNEL_ACCOUNT)?;
     }
     if rules.is_empty() {
         return Ok(None);

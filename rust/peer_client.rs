@@ -195,7 +195,7 @@ fn collect(space: &AddressSpace<Buffer>, asked: Asked, at: &mut u64, found: &mut
                 consts::MAX_RANGES
             ));
         }
-        found.ranges.push(next, GFP_KERNEL)?;
+        found.ranges.push(next, GFP_KERNEL_ACCOUNT)?;
     }
     Ok(())
 }
@@ -236,7 +236,7 @@ impl Client {
         let module = ModuleRef::get()?;
         let registration = Registration::new(asked, found, module).ok()?;
         let id = registration.id();
-        let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL).ok()?;
+        let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT).ok()?;
         let number = usize::try_from(id).ok()?;
         orchestrator.peers().all.lock().insert(node);
         Self::count(&registration, Call::Acquire);

@@ -563,7 +563,7 @@ impl Provider {
 
     /// Takes a buffer into the provider's books. Errors: `ENODEV` when the provider is leaving.
     pub(crate) fn register(&self, buffer: &Arc<Buffer>) -> Result {
-        let node = RBTreeNode::new(buffer.id, buffer.clone(), GFP_KERNEL)?;
+        let node = RBTreeNode::new(buffer.id, buffer.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut inner = self.inner.lock();
         if inner.source.is_none() {
             drop(inner);

@@ -73,7 +73,7 @@ impl Refusal {
     pub(crate) fn new(error: Error, text: Text) -> Self {
         Self {
             error,
-            text: KBox::new(text, GFP_KERNEL).ok(),
+            text: KBox::new(text, GFP_KERNEL_ACCOUNT).ok(),
             logged: true,
         }
     }
@@ -83,7 +83,7 @@ impl Refusal {
     pub(crate) fn again(&self) -> Self {
         Self {
             error: self.error,
-            text: self.text.as_ref().and_then(|text| KBox::new(**text, GFP_KERNEL).ok()),
+            text: self.text.as_ref().and_then(|text| KBox::new(**text, GFP_KERNEL_ACCOUNT).ok()),
             logged: self.logged,
         }
     }

@@ -84,7 +84,7 @@ impl Names {
             reader.read_slice(&mut AsBytes::as_bytes_mut(&mut names.few)[..len])?;
             return Ok(names);
         }
-        let mut many = KVec::from_elem(0u64, names.len, GFP_KERNEL)?;
+        let mut many = KVec::from_elem(0u64, names.len, GFP_KERNEL_ACCOUNT)?;
         reader.read_slice(AsBytes::as_bytes_mut(&mut many[..]))?;
         names.many = Some(many);
         Ok(names)
@@ -117,10 +117,10 @@ pub(crate) fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
     let at = usize::try_from(at).map_err(|_| EFAULT)?;
     let len = size_of::<uapi::Range>() * count as usize;
     let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-    let mut list = KVec::with_capacity(count as usize, GFP_KERNEL)?;
+    let mut list = KVec::with_capacity(count as usize, GFP_KERNEL_ACCOUNT)?;
     for _ in 0..count {
         let uapi::Range { offset, size } = reader.read()?;
-        list.push(Range { offset, size }, GFP_KERNEL)?;
+        list.push(Range { offset, size }, GFP_KERNEL_ACCOUNT)?;
     }
     Ok(list)
 }

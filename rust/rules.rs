@@ -59,7 +59,7 @@ impl quota::Store for Numbers {
         } else if let Some(used) = self.0.get_mut(&account) {
             *used = bytes;
         } else {
-            self.0.try_create_and_insert(account, bytes, GFP_KERNEL)?;
+            self.0.try_create_and_insert(account, bytes, GFP_KERNEL_ACCOUNT)?;
         }
         Ok(())
     }
@@ -102,6 +102,8 @@ struct Record {
     bytes: u64,
     /// There until it is given back.
     charged: Option<Charged>,
+    /// What it is charged under the rules that come next, while all are being charged anew.
+    anew: Option<Charged>,
 }
 
 struct State {
@@ -217,28 +219,14 @@ impl Rules {
         Ok(id)
     }
 
-    /// Ends a rule. What was charged under it counts under those that come next.
-    pub(crate) fn remove(&self, id: u64) {
+    /// Ends a rule. What was charged under it counts under those that come next. Errors: `ENOMEM`: it stays in force.
+    pub(crate) fn remove(&self, id: u64) -> Answer {
         let mut state = self.state.lock();
-        let mut rules = KVec::new();
-        let copied = state
-            .book
-            .rules
-            .iter()
-            .filter(|rule| rule.id != id)
-            .try_for_each(|rule| rules.push(*rule, GFP_KERNEL));
-        let ended = copied
-            .map_err(Error::from)
-            .and_then(|()| Book::new(rules))
-            .and_then(|book| self.enforce(&mut state, book));
-        if let Err(e) = ended {
-            drop(state);
-            // It is asked for again when the next rule changes.
-            pr_warn!(
-                "a rule that was removed stays in force until rules change again (errno {})\n",
-                -e.to_errno()
-            );
+        let mut rules = KVec::with_capacity(state.book.rules.len(), GFP_KERNEL)?;
+        for rule in state.book.rules.iter().filter(|rule| rule.id != id) {
+            rules.push(*rule, GFP_KERNEL)?;
         }
+        Ok(self.enforce(&mut state, Book::new(rules)?)?)
     }
 
     /// Bytes that a rule sets aside for the kernel in a function's memory.
@@ -323,11 +311,11 @@ impl Rules {
 }
 
 impl State {
-    /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was.
+    /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was. It takes memory for each
+    /// account, and none for each buffer.
     fn enforce(&mut self, book: Arc<Book>) -> Result {
         let mut numbers = Numbers(RBTree::new());
-        let mut anew = KVec::new();
-        for record in self.charges.values() {
+        let charged = self.charges.values_mut().try_for_each(|record| {
             let payer = Payer {
                 rules: &book.rules,
                 who: Applicable::to(&book.rules, &record.who),
@@ -336,10 +324,17 @@ impl State {
                 own: &[],
             };
             let levy = Levy::of(&numbers, &payer, &record.place.fund());
-            anew.push(charge_unlimited(&mut numbers, &levy, record.bytes)?, GFP_KERNEL)?;
+            record.anew = Some(charge_unlimited(&mut numbers, &levy, record.bytes)?);
+            Ok::<(), Error>(())
+        });
+        if let Err(e) = charged {
+            for record in self.charges.values_mut() {
+                record.anew = None;
+            }
+            return Err(e);
         }
-        for (record, charged) in self.charges.values_mut().zip(anew) {
-            record.charged = Some(charged);
+        for record in self.charges.values_mut() {
+            record.charged = record.anew.take();
         }
         self.numbers = numbers;
         self.book = book;
@@ -441,9 +436,10 @@ impl<'a> Judge<'a> {
             file: self.file,
             bytes: size,
             charged: None,
+            anew: None,
         };
         // What may fail is done first, and outside the lock.
-        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL).map_err(Uncharged::Error)?;
+        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(Uncharged::Error)?;
         let mut state = self.rules.state.lock();
         if !Arc::ptr_eq(&state.book, &self.book) {
             return Err(Uncharged::Stale);

@@ -100,7 +100,7 @@ impl Orchestrator {
             strategy: Strategy::Nearest,
             max_class: wish.max_class,
         };
-        let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
+        let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL_ACCOUNT)?;
         let mut room = [0; consts::MAX_PARTS];
         // Each round that ends without memory takes one candidate out of the race.
         loop {
@@ -108,7 +108,7 @@ impl Orchestrator {
             let (found, outcome) = placement::decide_several(&request, &candidates, shun, picks, &mut verdicts);
             let picks = &*picks;
             let full = found == parts;
-            let mut made = KVec::with_capacity(parts, GFP_KERNEL)?;
+            let mut made = KVec::with_capacity(parts, GFP_KERNEL_ACCOUNT)?;
             let mut stopped = None;
             for (n, &at) in picks.iter().enumerate().filter(|_| full) {
                 let (_, size) = split.part(n);
@@ -124,7 +124,7 @@ impl Orchestrator {
                     },
                 };
                 match answer {
-                    Ok(Some(holder)) => made.push((holder, verdicts[at].class_raw()), GFP_KERNEL)?,
+                    Ok(Some(holder)) => made.push((holder, verdicts[at].class_raw()), GFP_KERNEL_ACCOUNT)?,
                     Ok(None) => {}
                     Err(Uncharged::Stale) => return Ok(None),
                     Err(why) => {

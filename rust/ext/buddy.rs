@@ -61,7 +61,7 @@ unsafe impl Send for Blocks {}
 
 impl Blocks {
     fn new() -> Result<Self> {
-        let head = KBox::new(Opaque::new(bindings::list_head::default()), GFP_KERNEL)?;
+        let head = KBox::new(Opaque::new(bindings::list_head::default()), GFP_KERNEL_ACCOUNT)?;
         // SAFETY: The head is ours, and boxed, so that it does not move while it points to itself.
         unsafe {
             (*head.get()).next = head.get();

@@ -146,7 +146,7 @@ impl Registration {
                 idle <- Completion::new(),
                 _module: module,
             }),
-            GFP_KERNEL,
+            GFP_KERNEL_ACCOUNT,
         )
     }
 
@@ -189,7 +189,7 @@ impl Registration {
                 self.asked.address
             ));
         }
-        let node = RBTreeNode::new(self.id, self.clone(), GFP_KERNEL)?;
+        let node = RBTreeNode::new(self.id, self.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut state = self.state.lock();
         if state.held {
             return Err(EBUSY.into());
@@ -245,9 +245,9 @@ impl Registration {
             }
             buffer.hold_pages().map_err(|_| self.gone())?;
         }
-        let mut pieces = KVec::with_capacity(self.found.ranges.len(), GFP_KERNEL)?;
+        let mut pieces = KVec::with_capacity(self.found.ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &self.found.ranges {
-            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL)?;
+            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
         }
         let entries = self.place.map(adapter, target, &pieces).map_err(|e| match e {
             e if e == ENODEV => self.gone(),

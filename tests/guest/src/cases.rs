@@ -26,6 +26,7 @@ mod dmabuf;
 mod dmabuf_end;
 mod faults;
 mod good;
+mod hostile;
 mod inflight;
 mod life;
 mod pageless;
@@ -73,6 +74,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(life::CASES)
         .chain(inflight::CASES)
         .chain(teardown::CASES)
+        .chain(hostile::CASES)
         .chain(place::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
@@ -175,6 +177,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == peer_bad::PART {
         return peer_bad::part();
+    }
+    if name == hostile::PART {
+        return hostile::part();
     }
     if name == teardown::PART {
         return teardown::part(arguments);
