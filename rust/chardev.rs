@@ -14,7 +14,7 @@ use crate::{
     ext::{
         chrdev::{self, READABLE},
         global, log, trace,
-        uapi::{self, consts, ioc},
+        uapi::{self, calls, consts},
         vma::{AddressSpace, NewArea},
     },
     handles::{Handles, Slot},
@@ -24,13 +24,14 @@ use crate::{
     placement::Named,
     ranges::Range,
     refusal::{refuse, Answer, Refusal, Text},
-    request::{self, array_writer, no_flags, no_reserved},
+    request::{self, no_flags, no_reserved, ArrayWriter},
     rules::Book,
 };
-use core::mem::size_of;
+use core::mem::{offset_of, size_of};
 use kernel::{
     ffi,
     fs::{file::FileDescriptorReservation, File as KernelFile},
+    ioctl::_IOC_SIZE,
     new_condvar, new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
@@ -65,6 +66,21 @@ impl Events {
         true
     }
 
+    /// Takes back an event that could not be delivered. Where there is no room any more, the newest is lost instead.
+    fn push_front(&mut self, event: uapi::Event) {
+        if event.type_ == consts::EVENT_LOST {
+            self.lost = self.lost.saturating_add(event.count);
+            return;
+        }
+        if self.len == EVENTS {
+            self.len -= 1;
+            self.lost = self.lost.saturating_add(1);
+        }
+        self.first = (self.first + EVENTS - 1) % EVENTS;
+        self.ring[self.first] = event;
+        self.len += 1;
+    }
+
     fn pop(&mut self) -> Option<uapi::Event> {
         if self.len > 0 {
             let event = self.ring[self.first];
@@ -74,6 +90,7 @@ impl Events {
         }
         let count = core::mem::take(&mut self.lost);
         (count > 0).then(|| uapi::Event {
+            size: size_of::<uapi::Event>() as u32,
             type_: consts::EVENT_LOST,
             count,
             time_ns: log::now_ns(),
@@ -120,11 +137,12 @@ impl File {
     /// Puts an event into the file's queue.
     pub(crate) fn tell(&self, kind: u32, provider: u32, handle: u32) {
         let wake = self.events.lock().push(|| uapi::Event {
+            size: size_of::<uapi::Event>() as u32,
             type_: kind,
             provider,
             handle,
-            count: 0,
             time_ns: log::now_ns(),
+            ..Default::default()
         });
         if wake {
             self.wake();
@@ -230,6 +248,7 @@ impl File {
         let providers = self.orchestrator.providers()?;
         *info = uapi::Info {
             abi_version: consts::ABI_VERSION,
+            abi_compatible: consts::ABI_COMPATIBLE,
             page_size: PAGE_SIZE as u32,
             features: consts::FEATURES | consts::feature_peer_memory(peer_client::is_open()),
             providers: providers.len() as u32,
@@ -250,8 +269,9 @@ impl File {
 
     fn list(&self, list: &mut uapi::List) -> Answer {
         no_flags(list.flags, 0)?;
+        no_reserved(list.reserved)?;
         let providers = self.orchestrator.providers()?;
-        let mut out = array_writer::<uapi::Provider>(list.providers, list.count)?;
+        let mut out = ArrayWriter::new(list.providers, list.count, list.provider_size)?;
         for provider in providers.iter().take(list.count as usize) {
             out.write(&provider.describe())?;
         }
@@ -265,14 +285,18 @@ impl File {
         if paths.nr_clients == 0 {
             return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
         }
-        let names = request::Names::read(paths.clients, paths.nr_clients)?;
+        let names = request::Names::read(paths.clients, paths.nr_clients, paths.client_size)?;
         if paths.flags & consts::PATHS_RESCAN != 0 {
+            // The cache is everyone's.
+            if !log::capable_admin() {
+                return Err(refuse!(EPERM, "P2PMEM_PATHS_RESCAN takes CAP_SYS_ADMIN"));
+            }
             self.orchestrator.forget_paths();
         }
         let clients = names.as_slice();
         let view = self.orchestrator.view(clients)?;
         let (known, all) = (&view.facts.known, &view.facts.paths);
-        let mut out = array_writer::<uapi::Path>(paths.paths, paths.nr_paths)?;
+        let mut out = ArrayWriter::new(paths.paths, paths.nr_paths, paths.path_size)?;
         for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
             out.write(&uapi::Path {
                 provider: known[i / clients.len()].id,
@@ -318,6 +342,7 @@ impl File {
     /// Allocates a stripe, and returns its parts.
     fn stripe(&self, ask: &mut uapi::Stripe) -> Answer<KVec<uapi::Part>> {
         no_flags(ask.flags, 0)?;
+        no_reserved(ask.reserved)?;
         let wish = self.wish(&ask.req)?;
         if wish.strategy != consts::STRATEGY_STRIPE {
             return Err(refuse!(
@@ -420,7 +445,8 @@ impl File {
     /// Makes a dma-buf. Its descriptor is only there for the caller when it is installed.
     fn export(&self, ask: &mut uapi::Export) -> Answer<Descriptor> {
         no_flags(ask.flags, consts::EXPORT_PINNED | consts::EXPORT_MAPPED)?;
-        let wanted = request::ranges(ask.ranges, ask.nr_ranges)?;
+        no_reserved(ask.reserved)?;
+        let wanted = request::ranges(ask.ranges, ask.nr_ranges, ask.range_size)?;
         let pinned = ask.flags & consts::EXPORT_PINNED != 0;
         let (buffer, list) = if ask.flags & consts::EXPORT_MAPPED != 0 {
             if ask.handle != 0 {
@@ -488,7 +514,6 @@ impl File {
 
     fn explain(&self, explain: &mut uapi::Explain) -> Answer {
         no_flags(explain.flags, consts::EXPLAIN_LAST)?;
-        no_reserved(explain.reserved)?;
         let said = if explain.flags & consts::EXPLAIN_LAST != 0 {
             self.last_said()?
         } else {
@@ -516,7 +541,7 @@ impl File {
                 Told::Account(account) => account,
             }
         };
-        let mut out = array_writer::<uapi::Verdict>(explain.verdicts, explain.nr_verdicts)?;
+        let mut out = ArrayWriter::new(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
         for verdict in said.verdicts.iter().take(explain.nr_verdicts as usize) {
             out.write(verdict)?;
         }
@@ -525,7 +550,7 @@ impl File {
         explain.text_len = match (explain.text_len as usize).checked_sub(1) {
             Some(room) => {
                 let cut = text.get(..room).unwrap_or(text);
-                let mut out = array_writer::<u8>(explain.text, explain.text_len)?;
+                let mut out = request::text_writer(explain.text, explain.text_len)?;
                 out.write_slice(cut)?;
                 out.write(&0u8)?;
                 text.len() as u32 + 1
@@ -560,6 +585,7 @@ impl File {
     /// Replaces the file's own rules.
     fn set_rules(&self, ask: &mut uapi::Rules) -> Answer {
         no_flags(ask.flags, 0)?;
+        no_reserved(ask.reserved)?;
         let new = own_rules::read(ask)?;
         let old = core::mem::replace(&mut *self.rules.lock(), new);
         drop(old);
@@ -653,15 +679,52 @@ fn attach(area: NewArea<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer 
     Ok(())
 }
 
-/// Copies an ioctl's structure in, calls its method, and copies the structure out where the method succeeded.
-fn exchange<T: FromBytes + AsBytes>(arg: UserPtr, method: impl FnOnce(&mut T) -> Answer, out: bool) -> Answer {
-    let (mut reader, mut writer) = UserSlice::new(arg, size_of::<T>()).reader_writer();
-    let mut value = reader.read::<T>()?;
-    method(&mut value)?;
-    if out {
-        writer.write(&value)?;
+/// An ioctl's argument: the caller's structure, which may be shorter or longer than the module's.
+#[derive(Clone, Copy)]
+struct Argument {
+    at: UserPtr,
+    size: usize,
+}
+
+impl Argument {
+    /// Copies the structure in, calls its method, and copies the structure out where the method succeeded and `out` says
+    /// so. The caller's structure has to have the first `least` bytes.
+    fn exchange<T: FromBytes + AsBytes + Default>(
+        self,
+        least: usize,
+        method: impl FnOnce(&mut T) -> Answer,
+        out: bool,
+    ) -> Answer {
+        self.at_least(least)?;
+        let (mut reader, mut writer) = UserSlice::new(self.at, self.size).reader_writer();
+        let mut value = request::read_sized::<T>(&mut reader, self.size)?;
+        method(&mut value)?;
+        if out {
+            let bytes = value.as_bytes();
+            writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
+        }
+        Ok(())
     }
-    Ok(())
+
+    /// Copies an answer out. What the caller has room for beyond it becomes zero.
+    fn answer<T: AsBytes>(self, value: &T) -> Answer {
+        let mut writer = UserSlice::new(self.at, self.size).writer();
+        let bytes = value.as_bytes();
+        writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
+        request::write_zeros(&mut writer, self.size.saturating_sub(bytes.len()))
+    }
+
+    fn at_least(self, least: usize) -> Answer {
+        if self.size >= least {
+            return Ok(());
+        }
+        Err(refuse!(
+            EINVAL,
+            "an argument of {} bytes, at least {} are needed",
+            self.size,
+            least
+        ))
+    }
 }
 
 impl chrdev::Operations for File {
@@ -706,21 +769,30 @@ impl chrdev::Operations for File {
 
     fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result {
         let file = &*this;
-        let (what, answer) = match cmd {
-            ioc::INFO => {
+        // The size is the caller's own, and no part of what the call is.
+        let arg = Argument {
+            at: arg,
+            size: _IOC_SIZE(cmd),
+        };
+        let (what, answer) = match uapi::sizeless(cmd) {
+            calls::INFO => {
                 let mut info = uapi::Info::default();
-                let answer = file.info(&mut info).and_then(|()| {
-                    UserSlice::new(arg, size_of::<uapi::Info>()).writer().write(&info)?;
-                    Ok(())
-                });
+                let least = offset_of!(uapi::Info, features);
+                let answer = arg
+                    .at_least(least)
+                    .and_then(|()| file.info(&mut info))
+                    .and_then(|()| arg.answer(&info));
                 ("INFO", answer)
             }
-            ioc::LIST => ("LIST", exchange(arg, |a| file.list(a), true)),
-            ioc::PATHS => ("PATHS", exchange(arg, |a| file.paths(a), true)),
-            ioc::ALLOC => {
+            calls::LIST => (
+                "LIST",
+                arg.exchange(offset_of!(uapi::List, reserved), |a| file.list(a), true),
+            ),
+            calls::PATHS => ("PATHS", arg.exchange(size_of::<uapi::Paths>(), |a| file.paths(a), true)),
+            calls::ALLOC => {
                 let mut handle = 0;
-                let answer = exchange(
-                    arg,
+                let answer = arg.exchange(
+                    offset_of!(uapi::Alloc, provider),
                     |a: &mut uapi::Alloc| {
                         file.alloc(a)?;
                         handle = a.handle;
@@ -734,13 +806,13 @@ impl chrdev::Operations for File {
                 }
                 ("ALLOC", answer)
             }
-            ioc::STRIPE => {
+            calls::STRIPE => {
                 let mut parts = KVec::new();
-                let answer = exchange(
-                    arg,
+                let answer = arg.exchange(
+                    offset_of!(uapi::Stripe, reserved),
                     |ask: &mut uapi::Stripe| {
                         parts = file.stripe(ask)?;
-                        let mut out = array_writer::<uapi::Part>(ask.parts, ask.nr_parts)?;
+                        let mut out = ArrayWriter::new(ask.parts, ask.nr_parts, ask.part_size)?;
                         for part in &parts {
                             out.write(part)?;
                         }
@@ -753,10 +825,10 @@ impl chrdev::Operations for File {
                 }
                 ("STRIPE", answer)
             }
-            ioc::IMPORT => {
+            calls::IMPORT => {
                 let mut handle = 0;
-                let answer = exchange(
-                    arg,
+                let answer = arg.exchange(
+                    offset_of!(uapi::Import, provider),
                     |ask: &mut uapi::Import| {
                         file.import(ask)?;
                         handle = ask.handle;
@@ -770,15 +842,30 @@ impl chrdev::Operations for File {
                 }
                 ("IMPORT", answer)
             }
-            ioc::FREE => ("FREE", exchange(arg, |a| file.free_ioctl(a), false)),
-            ioc::BUFFER => ("BUFFER", exchange(arg, |a| file.buffer_ioctl(a), true)),
-            ioc::EXPLAIN => ("EXPLAIN", exchange(arg, |a| file.explain(a), true)),
-            ioc::RULES => ("RULES", exchange(arg, |a| file.set_rules(a), false)),
-            ioc::STATS => ("STATS", exchange(arg, |a| file.stats(a), true)),
-            ioc::EXPORT_DMABUF => {
+            calls::FREE => (
+                "FREE",
+                arg.exchange(offset_of!(uapi::Free, flags), |a| file.free_ioctl(a), false),
+            ),
+            calls::BUFFER => (
+                "BUFFER",
+                arg.exchange(offset_of!(uapi::Buffer, size), |a| file.buffer_ioctl(a), true),
+            ),
+            calls::EXPLAIN => (
+                "EXPLAIN",
+                arg.exchange(offset_of!(uapi::Explain, error), |a| file.explain(a), true),
+            ),
+            calls::RULES => (
+                "RULES",
+                arg.exchange(offset_of!(uapi::Rules, reserved), |a| file.set_rules(a), false),
+            ),
+            calls::STATS => (
+                "STATS",
+                arg.exchange(offset_of!(uapi::Stats, flags), |a| file.stats(a), true),
+            ),
+            calls::EXPORT_DMABUF => {
                 let mut made = None;
-                let answer = exchange(
-                    arg,
+                let answer = arg.exchange(
+                    offset_of!(uapi::Export, reserved),
                     |a| {
                         made = Some(file.export(a)?);
                         Ok(())
@@ -820,7 +907,12 @@ impl chrdev::Operations for File {
             let event = events.pop();
             drop(events);
             if let Some(event) = event {
-                out.write(&event)?;
+                if let Err(error) = out.write(&event) {
+                    // Not lost: the next read has it, and those that wait for one are told.
+                    this.events.lock().push_front(event);
+                    this.wake();
+                    return if done > 0 { Ok(done) } else { Err(error) };
+                }
                 done += size;
             }
         }

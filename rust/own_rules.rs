@@ -10,14 +10,12 @@ use crate::{
     path::{PathClass, PciAddr},
     policy::{Action, Device, Name, Rule},
     refusal::{refuse, Answer},
-    request::{no_flags, no_reserved},
+    request::{no_flags, no_reserved, ArrayReader},
     rules::Book,
 };
-use core::mem::size_of;
 use kernel::{
     prelude::*,
-    sync::Arc,
-    uaccess::{UserPtr, UserSlice},
+    sync::Arc, //
 };
 
 /// Reads and checks a file's own rules; none where there are to be none.
@@ -30,9 +28,7 @@ pub(crate) fn read(ask: &uapi::Rules) -> Answer<Option<Arc<Book>>> {
             consts::MAX_RULES
         ));
     }
-    let at = usize::try_from(ask.rules).map_err(|_| EFAULT)?;
-    let len = size_of::<uapi::Rule>() * ask.count as usize;
-    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
+    let mut reader = ArrayReader::new(ask.rules, ask.count, ask.rule_size)?;
     let mut rules: KVec<Rule> = KVec::with_capacity(ask.count as usize, GFP_KERNEL_ACCOUNT)?;
     for index in 0..ask.count {
         let rule = one(&reader.read()?, index)?;

@@ -18,8 +18,8 @@ use kernel::{
     page::PAGE_SIZE,
     prelude::*,
     sync::Arc,
-    transmute::AsBytes,
-    uaccess::{UserPtr, UserSlice, UserSliceWriter},
+    transmute::{AsBytes, FromBytes},
+    uaccess::{UserPtr, UserSlice, UserSliceReader, UserSliceWriter},
 };
 
 pub(crate) fn no_flags(flags: u32, known: u32) -> Answer {
@@ -38,11 +38,109 @@ pub(crate) fn no_reserved(reserved: u32) -> Answer {
     }
 }
 
-/// A writer for an array of user space.
-pub(crate) fn array_writer<T>(at: u64, count: u32) -> Answer<UserSliceWriter> {
+/// A writer for a text of user space.
+pub(crate) fn text_writer(at: u64, len: u32) -> Answer<UserSliceWriter> {
     let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<T>().checked_mul(count as usize).ok_or(EFAULT)?;
-    Ok(UserSlice::new(UserPtr::from_addr(at), len).writer())
+    Ok(UserSlice::new(UserPtr::from_addr(at), len as usize).writer())
+}
+
+/// The memory of an array whose elements have the size that the caller stated.
+fn array(at: u64, count: u32, size: u32) -> Answer<UserSlice> {
+    let at = usize::try_from(at).map_err(|_| EFAULT)?;
+    if count == 0 {
+        return Ok(UserSlice::new(UserPtr::from_addr(at), 0));
+    }
+    if size > consts::MAX_ELEMENT {
+        return Err(refuse!(
+            E2BIG,
+            "elements of {} bytes, at most {} are possible",
+            size,
+            consts::MAX_ELEMENT
+        ));
+    }
+    if size < 4 {
+        return Err(refuse!(EINVAL, "elements of {} bytes, at least 4 are needed", size));
+    }
+    let len = (size as usize).checked_mul(count as usize).ok_or(EFAULT)?;
+    Ok(UserSlice::new(UserPtr::from_addr(at), len))
+}
+
+/// Writes an array of user space.
+pub(crate) struct ArrayWriter {
+    writer: UserSliceWriter,
+    size: usize,
+}
+
+impl ArrayWriter {
+    /// For `count` elements of `size` bytes each.
+    pub(crate) fn new(at: u64, count: u32, size: u32) -> Answer<Self> {
+        Ok(Self {
+            writer: array(at, count, size)?.writer(),
+            size: size as usize,
+        })
+    }
+
+    /// Writes one element: cut to the caller's size, or filled up with zeros.
+    pub(crate) fn write<T: AsBytes>(&mut self, value: &T) -> Answer {
+        let bytes = value.as_bytes();
+        self.writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
+        write_zeros(&mut self.writer, self.size.saturating_sub(bytes.len()))
+    }
+}
+
+/// Reads an array of user space.
+pub(crate) struct ArrayReader {
+    reader: UserSliceReader,
+    size: usize,
+}
+
+impl ArrayReader {
+    /// For `count` elements of `size` bytes each.
+    pub(crate) fn new(at: u64, count: u32, size: u32) -> Answer<Self> {
+        Ok(Self {
+            reader: array(at, count, size)?.reader(),
+            size: size as usize,
+        })
+    }
+
+    /// Reads one element: what is missing is zero, what is unknown has to be.
+    pub(crate) fn read<T: AsBytes + FromBytes + Default>(&mut self) -> Answer<T> {
+        read_sized(&mut self.reader, self.size)
+    }
+}
+
+/// Writes that many zeros.
+pub(crate) fn write_zeros(writer: &mut UserSliceWriter, mut len: usize) -> Answer {
+    const ZEROS: [u8; 64] = [0; 64];
+    while len > 0 {
+        let some = ZEROS.get(..len).unwrap_or(&ZEROS);
+        writer.write_slice(some)?;
+        len -= some.len();
+    }
+    Ok(())
+}
+
+/// Reads a structure of which the caller has `size` bytes: what is missing is zero, what is unknown has to be.
+pub(crate) fn read_sized<T: AsBytes + FromBytes + Default>(reader: &mut UserSliceReader, size: usize) -> Answer<T> {
+    let mut value = T::default();
+    let known = size.min(size_of::<T>());
+    reader.read_slice(&mut AsBytes::as_bytes_mut(&mut value)[..known])?;
+    let mut left = size - known;
+    let mut tail = [0u8; 64];
+    while left > 0 {
+        let some = left.min(tail.len());
+        reader.read_slice(&mut tail[..some])?;
+        if tail[..some].iter().any(|byte| *byte != 0) {
+            return Err(refuse!(
+                E2BIG,
+                "a structure of {} bytes is not zero beyond the {} that this module knows",
+                size,
+                size_of::<T>()
+            ));
+        }
+        left -= some;
+    }
+    Ok(value)
 }
 
 /// Addresses of functions as user space has them, each a [`uapi::PciAddress`] of which nothing is checked. That one list is
@@ -58,8 +156,8 @@ impl Names {
     const FEW: usize = 8;
     const EACH: usize = size_of::<uapi::PciAddress>();
 
-    /// Those that an array has.
-    pub(crate) fn read(at: u64, count: u32) -> Answer<Self> {
+    /// Those that an array has, whose elements are of `size` bytes.
+    pub(crate) fn read(at: u64, count: u32, size: u32) -> Answer<Self> {
         const _: () = assert!(Names::EACH == size_of::<u64>());
         let mut names = Self {
             few: [0; Self::FEW],
@@ -77,16 +175,22 @@ impl Names {
                 consts::MAX_CLIENTS
             ));
         }
-        let at = usize::try_from(at).map_err(|_| EFAULT)?;
-        let len = names.len * Self::EACH;
-        let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
-        if names.len <= Self::FEW {
-            reader.read_slice(&mut AsBytes::as_bytes_mut(&mut names.few)[..len])?;
-            return Ok(names);
+        let mut reader = array(at, count, size)?.reader();
+        if names.len > Self::FEW {
+            names.many = Some(KVec::from_elem(0u64, names.len, GFP_KERNEL_ACCOUNT)?);
         }
-        let mut many = KVec::from_elem(0u64, names.len, GFP_KERNEL_ACCOUNT)?;
-        reader.read_slice(AsBytes::as_bytes_mut(&mut many[..]))?;
-        names.many = Some(many);
+        let all = match &mut names.many {
+            Some(many) => &mut many[..],
+            None => &mut names.few[..names.len],
+        };
+        if size as usize == Self::EACH {
+            // At once: this is on the way of every decision.
+            reader.read_slice(AsBytes::as_bytes_mut(all))?;
+        } else {
+            for name in all {
+                *name = read_sized(&mut reader, size as usize)?;
+            }
+        }
         Ok(names)
     }
 
@@ -110,13 +214,11 @@ pub(crate) fn address(raw: u64) -> Answer<PciAddr> {
 }
 
 /// The ranges that an array names.
-pub(crate) fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
+pub(crate) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
     if count > consts::MAX_RANGES {
         return Err(dmabuf::too_many(count.into()));
     }
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    let len = size_of::<uapi::Range>() * count as usize;
-    let mut reader = UserSlice::new(UserPtr::from_addr(at), len).reader();
+    let mut reader = ArrayReader::new(at, count, size)?;
     let mut list = KVec::with_capacity(count as usize, GFP_KERNEL_ACCOUNT)?;
     for _ in 0..count {
         let uapi::Range { offset, size } = reader.read()?;
@@ -129,6 +231,8 @@ pub(crate) fn ranges(at: u64, count: u32) -> Answer<KVec<Range>> {
 pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &Orchestrator) -> Answer<Wish> {
     const PAGE: u64 = PAGE_SIZE as u64;
     no_flags(req.flags, consts::ALLOC_PREFER)?;
+    no_reserved(req.reserved)?;
+    no_reserved(u32::from(req.spare != [0; 4]))?;
     if req.size == 0 {
         return Err(refuse!(EINVAL, "a buffer of 0 bytes"));
     }
@@ -170,7 +274,7 @@ pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &O
             class => class,
         },
     };
-    let names = Names::read(req.clients, req.nr_clients)?;
+    let names = Names::read(req.clients, req.nr_clients, req.client_size)?;
     Ok(Wish {
         size,
         align,

@@ -4,6 +4,7 @@
 
 use core::mem::size_of;
 use kernel::{
+    bindings,
     error::Error,
     ioctl::{_IOR, _IOW, _IOWR},
     transmute::{AsBytes, FromBytes},
@@ -29,6 +30,8 @@ pub(crate) mod consts {
     use crate::sys;
 
     pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
+    pub(crate) const ABI_COMPATIBLE: u32 = sys::P2PMEM_ABI_COMPATIBLE;
+    pub(crate) const MAX_ELEMENT: u32 = sys::P2PMEM_MAX_ELEMENT;
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
     pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
     pub(crate) const MAX_PARTS: usize = sys::P2PMEM_MAX_PARTS as usize;
@@ -110,10 +113,33 @@ pub(crate) mod ioc {
     pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
 }
 
+/// An ioctl's number without the size in it, which is that of the caller's structure.
+pub(crate) const fn sizeless(cmd: u32) -> u32 {
+    cmd & !(bindings::_IOC_SIZEMASK << bindings::_IOC_SIZESHIFT)
+}
+
+/// The ioctls, as [`sizeless`] has them: direction, type and number.
+pub(crate) mod calls {
+    use super::{ioc, sizeless};
+
+    pub(crate) const INFO: u32 = sizeless(ioc::INFO);
+    pub(crate) const LIST: u32 = sizeless(ioc::LIST);
+    pub(crate) const PATHS: u32 = sizeless(ioc::PATHS);
+    pub(crate) const ALLOC: u32 = sizeless(ioc::ALLOC);
+    pub(crate) const FREE: u32 = sizeless(ioc::FREE);
+    pub(crate) const BUFFER: u32 = sizeless(ioc::BUFFER);
+    pub(crate) const EXPLAIN: u32 = sizeless(ioc::EXPLAIN);
+    pub(crate) const STATS: u32 = sizeless(ioc::STATS);
+    pub(crate) const EXPORT_DMABUF: u32 = sizeless(ioc::EXPORT_DMABUF);
+    pub(crate) const RULES: u32 = sizeless(ioc::RULES);
+    pub(crate) const IMPORT: u32 = sizeless(ioc::IMPORT);
+    pub(crate) const STRIPE: u32 = sizeless(ioc::STRIPE);
+}
+
 /// Declares structures of the header: their sizes, and that they travel as bytes.
 macro_rules! travel {
     ($($name:ident: $size:literal),* $(,)?) => {$(
-        // The size is part of the ioctl's number: changing it makes a new ABI.
+        // What the header has today. A structure may grow at its end, one inside of another by its spare fields.
         const _: () = assert!(size_of::<$name>() == $size);
         // SAFETY: The structure consists of integers, arrays of them and such structures, so every pattern of bits
         // is a valid value.
@@ -125,9 +151,9 @@ macro_rules! travel {
 }
 
 travel! {
-    PciAddress: 8, Info: 80, Provider: 136, List: 16, Path: 40, Paths: 32, Request: 48, Alloc: 88, Free: 8,
-    Buffer: 64, Verdict: 96, Explain: 88, Stats: 104, Event: 24,
-    Range: 16, Export: 24, Rule: 72, Rules: 16, Import: 40, Part: 48, Stripe: 72,
+    PciAddress: 8, Info: 88, Provider: 136, List: 24, Path: 40, Paths: 40, Request: 88, Alloc: 128, Free: 8,
+    Buffer: 64, Verdict: 96, Explain: 128, Stats: 104, Event: 32,
+    Range: 16, Export: 32, Rule: 72, Rules: 24, Import: 40, Part: 48, Stripe: 120,
 }
 
 #[kernel::prelude::kunit_tests(p2pmem_uapi)]

@@ -30,27 +30,27 @@ PAGE = 4096
 
 
 def iowr(number, size):
-    return 3 << 30 | size << 16 | 0xB2 << 8 | number
+    return 3 << 30 | size << 16 | 0xBC << 8 | number
 
 
 class Buffer:
     """A buffer of p2pmem, mapped."""
 
-    ALLOC = struct.Struct("=QQQIIIIII IIQQQII")
-    EXPORT = struct.Struct("=QIIIi")
+    ALLOC = struct.Struct("=QQQIIIIIIII4Q IIQQQII")
+    EXPORT = struct.Struct("=QIIIiII")
 
     def __init__(self, size):
         self.file = os.open("/dev/p2pmem", os.O_RDWR | os.O_CLOEXEC)
-        fields = bytearray(self.ALLOC.pack(size, *[0] * 15))
+        fields = bytearray(self.ALLOC.pack(size, *[0] * 21))
         fcntl.ioctl(self.file, iowr(3, self.ALLOC.size), fields)
         answer = self.ALLOC.unpack(fields)
-        self.handle, self.size = answer[9], answer[11]
-        self.memory = mmap.mmap(self.file, self.size, offset=answer[12])
+        self.handle, self.size = answer[15], answer[17]
+        self.memory = mmap.mmap(self.file, self.size, offset=answer[18])
 
     def export(self, *ranges):
         """A dma-buf of the concatenation of ranges (offset, size)."""
         array = ctypes.create_string_buffer(b"".join(struct.pack("=QQ", *part) for part in ranges))
-        fields = bytearray(self.EXPORT.pack(ctypes.addressof(array), len(ranges), self.handle, 0, -1))
+        fields = bytearray(self.EXPORT.pack(ctypes.addressof(array), len(ranges), self.handle, 0, -1, 16, 0))
         fcntl.ioctl(self.file, iowr(8, self.EXPORT.size), fields)
         return self.EXPORT.unpack(fields)[4]
 

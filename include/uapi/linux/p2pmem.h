@@ -9,7 +9,17 @@
 /**
  * DOC: Rules that hold for every structure here
  *
- * The ABI is unstable until 1.0: a program compares &struct p2pmem_info.abi_version with %P2PMEM_ABI_VERSION.
+ * The ABI can grow in both directions. An ioctl is known by its type, direction and number; the size in its command is
+ * the size of the caller's structure. Bytes that a shorter structure lacks count as zero, and the answer is copied back
+ * to the caller's size only. A longer structure must be zero where the module's ends, else -E2BIG; in an answer without
+ * input (&P2PMEM_IOC_INFO) these bytes are set to zero. A structure that ends before its essential fields is -EINVAL.
+ *
+ * For each array the caller states the size of one element in the field *_size, from 4 to %P2PMEM_MAX_ELEMENT bytes
+ * (less is -EINVAL, more is -E2BIG). The field is ignored where the array is empty. Elements that the module writes are
+ * cut to that size, or filled up with zeros. Elements that it reads follow the rule for structures.
+ *
+ * A program works with a module if its %P2PMEM_ABI_VERSION is at least &struct p2pmem_info.abi_compatible. What an older
+ * module lacks is told by &struct p2pmem_info.features.
  *
  * Fields named flags take only the bits defined for them and fields named reserved must be zero, else -EINVAL.
  * User pointers travel as __u64. All sizes and offsets are bytes. No structure has implicit padding, and none
@@ -18,12 +28,17 @@
  * Every ioctl that is refused leaves a sentence that says why: &P2PMEM_IOC_EXPLAIN with %P2PMEM_EXPLAIN_LAST.
  * -EFAULT (a bad pointer) and -ENOTTY (an unknown ioctl) leave none.
  *
- * Version 4 added P2PMEM_IOC_IMPORT and P2PMEM_IOC_STRIPE, &struct p2pmem_buffer.handles and &struct
- * p2pmem_request.parts, the last two where version 3 had fields that were zero. Structures, numbers and meanings of
- * version 3 are as they were.
+ * Version 5 is the first that can grow, and is not compatible with earlier versions: the type of its ioctls
+ * (%P2PMEM_IOC_MAGIC) differs, so calls of earlier programs are -ENOTTY.
  */
 
-#define P2PMEM_ABI_VERSION	4
+#define P2PMEM_ABI_VERSION	5
+/* The oldest version whose programs work with a module of this version. */
+#define P2PMEM_ABI_COMPATIBLE	5
+/* Largest element of an array, in bytes. */
+#define P2PMEM_MAX_ELEMENT	4096
+/* No event is larger than this many bytes, in any version. */
+#define P2PMEM_MAX_EVENT	256
 
 /* Most clients one request may name. */
 #define P2PMEM_MAX_CLIENTS	64
@@ -74,6 +89,8 @@ struct p2pmem_pci_addr {
  * @free: bytes free in all providers
  * @generation: changes whenever a provider comes or goes, or paths were recomputed
  * @version: the module's version, NUL-terminated
+ * @abi_compatible: %P2PMEM_ABI_COMPATIBLE of the module
+ * @reserved: zero
  */
 struct p2pmem_info {
 	__u32 abi_version;
@@ -85,6 +102,8 @@ struct p2pmem_info {
 	__u64 free;
 	__u64 generation;
 	char version[32];
+	__u32 abi_compatible;
+	__u32 reserved;
 };
 
 /**
@@ -165,11 +184,15 @@ struct p2pmem_provider {
  * @providers: array of &struct p2pmem_provider to fill
  * @count: in: elements in @providers; out: providers there are (more than fit are counted, not written)
  * @flags: must be zero
+ * @provider_size: bytes of one element of @providers
+ * @reserved: must be zero
  */
 struct p2pmem_list {
 	__u64 providers;
 	__u32 count;
 	__u32 flags;
+	__u32 provider_size;
+	__u32 reserved;
 };
 
 /**
@@ -230,8 +253,11 @@ struct p2pmem_path {
  * @nr_paths: in: elements in @paths; out: paths there are (more than fit are counted, not written)
  * @flags: %P2PMEM_PATHS_RESCAN or zero
  * @reserved: must be zero
+ * @client_size: bytes of one element of @clients
+ * @path_size: bytes of one element of @paths
  *
- * Errors: -ENODEV when a client is no PCI function of this machine.
+ * Errors: -ENODEV when a client is no PCI function of this machine, -EPERM (%P2PMEM_PATHS_RESCAN without CAP_SYS_ADMIN).
+
  */
 struct p2pmem_paths {
 	__u64 clients;
@@ -240,9 +266,11 @@ struct p2pmem_paths {
 	__u32 nr_paths;
 	__u32 flags;
 	__u32 reserved;
+	__u32 client_size;
+	__u32 path_size;
 };
 
-/* &struct p2pmem_paths.flags: forget cached paths first (after a change of ACS by setpci, say) */
+/* &struct p2pmem_paths.flags: forget cached paths first (after a change of ACS by setpci, say); takes CAP_SYS_ADMIN */
 #define P2PMEM_PATHS_RESCAN		(1U << 0)
 
 /**
@@ -278,6 +306,9 @@ enum p2pmem_strategy {
  * @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable
  * @parts: with %P2PMEM_STRATEGY_STRIPE, providers to divide it among, up to %P2PMEM_MAX_PARTS; 0 means as many as can
  *	serve. Must be zero with any other strategy
+ * @client_size: bytes of one element of @clients
+ * @reserved: must be zero
+ * @spare: must be zero
  */
 struct p2pmem_request {
 	__u64 size;
@@ -289,6 +320,9 @@ struct p2pmem_request {
 	__u32 provider;
 	__u32 max_class;
 	__u32 parts;
+	__u32 client_size;
+	__u32 reserved;
+	__u64 spare[4];
 };
 
 /**
@@ -396,6 +430,8 @@ struct p2pmem_range {
  * @handle: the buffer's handle on this file; 0 with %P2PMEM_EXPORT_MAPPED
  * @flags: P2PMEM_EXPORT_* bits
  * @fd: out: descriptor of the dma-buf, close-on-exec, open for reading and writing
+ * @range_size: bytes of one element of @ranges
+ * @reserved: must be zero
  *
  * The dma-buf is the concatenation of the ranges, in their order; they must not overlap. With %P2PMEM_EXPORT_MAPPED
  * each range has to lie in mappings, which may be several, of one and the same buffer, allocated through whichever
@@ -421,6 +457,8 @@ struct p2pmem_export {
 	__u32 handle;
 	__u32 flags;
 	__s32 fd;
+	__u32 range_size;
+	__u32 reserved;
 };
 
 /**
@@ -482,6 +520,8 @@ struct p2pmem_part {
  * @nr_parts: in: elements in @parts, at least @req.parts and 1; out: parts there are
  * @flags: must be zero
  * @size: out: size of the stripe, @req.size rounded up to pages
+ * @part_size: bytes of one element of @parts
+ * @reserved: must be zero
  *
  * A stripe is as many buffers as it has parts, each in another provider. They are equal in size, but for the last one,
  * which may be smaller, and together the stripe: part n begins where part n - 1 ends. Where @req.size allows, all
@@ -502,6 +542,8 @@ struct p2pmem_stripe {
 	__u32 nr_parts;
 	__u32 flags;
 	__u64 size;
+	__u32 part_size;
+	__u32 reserved;
 };
 
 /**
@@ -614,7 +656,7 @@ struct p2pmem_verdict {
  * @flags: %P2PMEM_EXPLAIN_LAST or zero
  * @error: out: the errno (positive) the decision ended or would end with, 0 for success
  * @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none
- * @reserved: must be zero
+ * @verdict_size: bytes of one element of @verdicts
  *
  * Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad
  * request. A request that no provider can serve is no error here: @error says what it would be.
@@ -628,7 +670,7 @@ struct p2pmem_explain {
 	__u32 flags;
 	__u32 error;
 	__u32 chosen;
-	__u32 reserved;
+	__u32 verdict_size;
 };
 
 /**
@@ -713,6 +755,8 @@ struct p2pmem_rule {
  * @rules: array of &struct p2pmem_rule, in the order in which they are looked at
  * @count: elements in @rules, up to %P2PMEM_MAX_RULES; 0 ends them all
  * @flags: must be zero
+ * @rule_size: bytes of one element of @rules
+ * @reserved: must be zero
  *
  * For each pair of a provider and a client, and for each attribute (action, max_class, quota), the first rule that
  * matches and sets it decides. The file's rules narrow what the administrator's leave: they cannot allow what those
@@ -726,6 +770,8 @@ struct p2pmem_rules {
 	__u64 rules;
 	__u32 count;
 	__u32 flags;
+	__u32 rule_size;
+	__u32 reserved;
 };
 
 /**
@@ -744,25 +790,33 @@ enum p2pmem_event_type {
 
 /**
  * struct p2pmem_event - one event; read() returns as many whole ones as fit
+ * @size: bytes of this event: the next one begins behind them
  * @type: &enum p2pmem_event_type
  * @provider: id of the provider, 0 for P2PMEM_EVENT_LOST
  * @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has an event of its own; 0 also
  *	where the buffer was allocated through the file, and its handle ended before
  * @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0
+ * @reserved: zero
  * @time_ns: CLOCK_MONOTONIC
+ *
+ * Events may be larger with a newer module: a program takes the fields it knows, and steps by @size. Room for
+ * %P2PMEM_MAX_EVENT bytes is enough for one event of any version. An event that cannot be copied stays in the queue, and
+ * read() returns those before it.
  *
  * A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),
  * -EAGAIN (O_NONBLOCK and none there).
  */
 struct p2pmem_event {
+	__u32 size;
 	__u32 type;
 	__u32 provider;
 	__u32 handle;
 	__u32 count;
+	__u32 reserved;
 	__u64 time_ns;
 };
 
-#define P2PMEM_IOC_MAGIC	0xb2
+#define P2PMEM_IOC_MAGIC	0xbc
 #define P2PMEM_IOC_INFO		_IOR(P2PMEM_IOC_MAGIC, 0x00, struct p2pmem_info)
 #define P2PMEM_IOC_LIST		_IOWR(P2PMEM_IOC_MAGIC, 0x01, struct p2pmem_list)
 #define P2PMEM_IOC_PATHS	_IOWR(P2PMEM_IOC_MAGIC, 0x02, struct p2pmem_paths)

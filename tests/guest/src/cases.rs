@@ -26,6 +26,7 @@ mod dmabuf;
 mod dmabuf_end;
 mod faults;
 mod good;
+mod growth;
 mod hostile;
 mod inflight;
 mod life;
@@ -71,6 +72,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
     good::CASES
         .iter()
         .chain(bad::CASES)
+        .chain(growth::CASES)
         .chain(life::CASES)
         .chain(inflight::CASES)
         .chain(teardown::CASES)
@@ -109,6 +111,10 @@ pub enum Kernels<'a> {
 
 /// Those that do not run on both.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
+    (
+        "abi-compat",
+        Kernels::Stock("the debug kernel has no entry for 32-bit programs"),
+    ),
     (
         "rdma-software",
         Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),

@@ -86,8 +86,137 @@ pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> Answer {
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), BAD_POINTERS[bad]) }.into())
 }
 
+/// Makes a call of a structure of `size` bytes, of whatever size the header has it: for calls whose argument holds no
+/// pointers, or none that are not zero.
+pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 32]) -> Answer {
+    assert!(size as usize <= size_of_val(argument), "more than there is");
+    let request = request & !(0x3fff << 16) | size << 16;
+    // SAFETY: the kernel touches as many bytes as the number says, which are there.
+    result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), argument.as_mut_ptr()) }.into())
+}
+
+/// `LIST` of elements of a stated size; returns how many there are.
+///
+/// # Errors
+///
+/// The errno.
+pub fn list_sized(fd: BorrowedFd<'_>, size: u32, count: u32, out: &mut [u8]) -> Result<u32, i32> {
+    assert!(
+        u64::from(size) * u64::from(count) <= out.len() as u64,
+        "more than there is"
+    );
+    let mut list = abi::p2pmem_list {
+        providers: out.as_mut_ptr() as u64,
+        count,
+        provider_size: size,
+        ..Default::default()
+    };
+    raw(fd, abi::P2PMEM_IOC_LIST, &mut list)?;
+    Ok(list.count)
+}
+
+/// `ALLOC` near one client, which is an element of `size` bytes.
+///
+/// # Errors
+///
+/// The errno.
+pub fn alloc_clients(fd: BorrowedFd<'_>, alloc: &mut abi::p2pmem_alloc, client: &[u64], size: u32) -> Answer {
+    assert!(size as usize <= size_of_val(client), "more than there is");
+    alloc.req.clients = client.as_ptr() as u64;
+    (alloc.req.nr_clients, alloc.req.client_size) = (1, size);
+    raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
+}
+
+/// Makes a call as a 32-bit program does, through `int 0x80`, which is the kernel's entry for such programs also where a
+/// 64-bit program uses it. The argument travels through memory below 4 GiB, and holds no pointers.
+pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> Answer {
+    /// `ioctl` in the 32-bit table.
+    const IOCTL: u64 = 54;
+    assert!(
+        abi::ioc_size(request) as usize <= size_of_val(argument),
+        "more than there is"
+    );
+    // SAFETY: a new mapping, at an address of the kernel's choice.
+    let page = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            4096,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT,
+            -1,
+            0,
+        )
+    };
+    if page == libc::MAP_FAILED {
+        return result(-1);
+    }
+    let mut answer = IOCTL;
+    // SAFETY: the argument fits into the page, which is ours alone. The kernel touches as many bytes of it as the number
+    // says. It keeps all registers but rax, and on some kernels r8 to r11; rbx, which inline assembly may not name, is
+    // exchanged before and after.
+    unsafe {
+        ptr::copy_nonoverlapping(argument.as_ptr(), page.cast(), argument.len());
+        std::arch::asm!(
+            "xchg {fd}, rbx",
+            "int 0x80",
+            "xchg {fd}, rbx",
+            fd = inout(reg) fd.as_raw_fd() as u64 => _,
+            inout("rax") answer,
+            in("rcx") u64::from(request),
+            in("rdx") page as u64,
+            out("r8") _,
+            out("r9") _,
+            out("r10") _,
+            out("r11") _,
+        );
+        ptr::copy_nonoverlapping(page.cast(), argument.as_mut_ptr(), argument.len());
+        libc::munmap(page, 4096);
+    }
+    match answer as i32 {
+        0.. => Ok(()),
+        error => Err(-error),
+    }
+}
+
+/// `read()` of events into memory that ends, for the kernel, after `writable` of the `room` bytes.
+///
+/// # Errors
+///
+/// The errno.
+pub fn read_guarded(fd: BorrowedFd<'_>, writable: usize, room: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
+    const PAGE: usize = 4096;
+    assert!(writable <= room && room <= PAGE, "more than there is");
+    // SAFETY: a new mapping, of which the second half is taken from everyone; `room` bytes from `at` lie in it. What the
+    // kernel wrote into the first half is read as events, of which any bytes are valid ones.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let base = libc::mmap(
+            ptr::null_mut(),
+            2 * PAGE,
+            libc::PROT_READ | libc::PROT_WRITE,
+            flags,
+            -1,
+            0,
+        );
+        if base == libc::MAP_FAILED {
+            return Err(libc::ENOMEM);
+        }
+        result(libc::mprotect(base.byte_add(PAGE), PAGE, libc::PROT_NONE).into())?;
+        let at = base.byte_add(PAGE - writable);
+        let n = libc::read(fd.as_raw_fd(), at, room);
+        let answer = result(n as i64).map(|()| {
+            let events = at.cast::<abi::p2pmem_event>();
+            let count = n as usize / size_of::<abi::p2pmem_event>();
+            (0..count).map(|i| events.add(i).read_unaligned()).collect()
+        });
+        libc::munmap(base, 2 * PAGE);
+        answer
+    }
+}
+
 /// `LIST`.
 pub fn list(fd: BorrowedFd<'_>, list: &mut abi::p2pmem_list, mut out: Memory<'_, abi::p2pmem_provider>) -> Answer {
+    list.provider_size = size_of::<abi::p2pmem_provider>() as u32;
     list.providers = out.address(list.count.into());
     raw(fd, abi::P2PMEM_IOC_LIST, list)
 }
@@ -99,6 +228,8 @@ pub fn paths(
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
     mut out: Memory<'_, abi::p2pmem_path>,
 ) -> Answer {
+    paths.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
+    paths.path_size = size_of::<abi::p2pmem_path>() as u32;
     paths.clients = clients.address(paths.nr_clients.into());
     paths.paths = out.address(paths.nr_paths.into());
     raw(fd, abi::P2PMEM_IOC_PATHS, paths)
@@ -110,12 +241,14 @@ pub fn alloc(
     alloc: &mut abi::p2pmem_alloc,
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
 ) -> Answer {
+    alloc.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
     alloc.req.clients = clients.address(alloc.req.nr_clients.into());
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
 /// `RULES`.
 pub fn rules(fd: BorrowedFd<'_>, ask: &mut abi::p2pmem_rules, mut rules: Memory<'_, abi::p2pmem_rule>) -> Answer {
+    ask.rule_size = size_of::<abi::p2pmem_rule>() as u32;
     ask.rules = rules.address(ask.count.into());
     raw(fd, abi::P2PMEM_IOC_RULES, ask)
 }
@@ -127,6 +260,8 @@ pub fn stripe(
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
     mut parts: Memory<'_, abi::p2pmem_part>,
 ) -> Answer {
+    ask.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
+    ask.part_size = size_of::<abi::p2pmem_part>() as u32;
     ask.req.clients = clients.address(ask.req.nr_clients.into());
     ask.parts = parts.address(ask.nr_parts.into());
     raw(fd, abi::P2PMEM_IOC_STRIPE, ask)
@@ -198,6 +333,7 @@ pub fn export(
     export: &mut abi::p2pmem_export,
     mut ranges: Memory<'_, abi::p2pmem_range>,
 ) -> Result<OwnedFd, i32> {
+    export.range_size = size_of::<abi::p2pmem_range>() as u32;
     export.ranges = ranges.address(export.nr_ranges.into());
     raw(fd, abi::P2PMEM_IOC_EXPORT_DMABUF, export)?;
     // SAFETY: the kernel made this descriptor for this call alone.
@@ -212,6 +348,8 @@ pub fn explain(
     mut verdicts: Memory<'_, abi::p2pmem_verdict>,
     mut text: Memory<'_, u8>,
 ) -> Answer {
+    explain.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
+    explain.verdict_size = size_of::<abi::p2pmem_verdict>() as u32;
     explain.req.clients = clients.address(explain.req.nr_clients.into());
     explain.verdicts = verdicts.address(explain.nr_verdicts.into());
     explain.text = text.address(explain.text_len.into());

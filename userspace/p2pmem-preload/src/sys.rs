@@ -98,6 +98,7 @@ impl Device {
             nr_ranges: 1,
             flags: abi::P2PMEM_EXPORT_MAPPED,
             fd: -1,
+            range_size: size_of::<abi::p2pmem_range>() as u32,
             ..Default::default()
         };
         // SAFETY: the one address is that of the one range, which is read.

@@ -35,7 +35,7 @@ pub struct p2pmem_pci_addr {
     pub devfn: __u8,
     pub reserved: __u16,
 }
-#[doc = " struct p2pmem_info - what this module is, and what it holds in all\n @abi_version: %P2PMEM_ABI_VERSION of the module\n @page_size: granularity of buffers and mappings\n @features: P2PMEM_FEATURE_* bits\n @providers: providers there are now\n @buffers: live buffers of all files\n @size: bytes managed in all providers\n @free: bytes free in all providers\n @generation: changes whenever a provider comes or goes, or paths were recomputed\n @version: the module's version, NUL-terminated"]
+#[doc = " struct p2pmem_info - what this module is, and what it holds in all\n @abi_version: %P2PMEM_ABI_VERSION of the module\n @page_size: granularity of buffers and mappings\n @features: P2PMEM_FEATURE_* bits\n @providers: providers there are now\n @buffers: live buffers of all files\n @size: bytes managed in all providers\n @free: bytes free in all providers\n @generation: changes whenever a provider comes or goes, or paths were recomputed\n @version: the module's version, NUL-terminated\n @abi_compatible: %P2PMEM_ABI_COMPATIBLE of the module\n @reserved: zero"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_info {
@@ -48,6 +48,8 @@ pub struct p2pmem_info {
     pub free: __u64,
     pub generation: __u64,
     pub version: [core::ffi::c_char; 32usize],
+    pub abi_compatible: __u32,
+    pub reserved: __u32,
 }
 #[doc = " struct p2pmem_provider - one provider\n @id: its number, never 0, never used twice while the module is loaded\n @kind: &enum p2pmem_kind\n @addr: the PCI function whose memory it is\n @state: &enum p2pmem_provider_state\n @bar: the BAR, or -1 where the device's own driver published and did not say\n @numa_node: the function's NUMA node, or -1\n @buffers: live buffers in it\n @bar_offset: first published byte in the BAR\n @size: bytes that p2pmem manages; for an adopted provider the pool of the device's driver\n @free: bytes that are free, of @size\n @largest: largest contiguous piece that an allocation could get now\n @kernel_reserve: bytes left in the kernel's own pool for in-kernel users\n @parked: bytes of freed buffers that wait for DMA or page references of others to end\n @scrubbing: bytes of freed buffers that wait to be cleared\n @vendor: PCI vendor id\n @device: PCI device id\n @class: PCI class code (24 bits)\n @flags: P2PMEM_PROVIDER_PAGELESS and the other bits of that row\n @exports: dma-bufs of buffers in it that are not closed yet\n @driver: name of the driver bound to the function, NUL-terminated, empty where there is none"]
 #[repr(C)]
@@ -74,13 +76,15 @@ pub struct p2pmem_provider {
     pub exports: __u32,
     pub driver: [core::ffi::c_char; 32usize],
 }
-#[doc = " struct p2pmem_list - list the providers, in the order of their ids\n @providers: array of &struct p2pmem_provider to fill\n @count: in: elements in @providers; out: providers there are (more than fit are counted, not written)\n @flags: must be zero"]
+#[doc = " struct p2pmem_list - list the providers, in the order of their ids\n @providers: array of &struct p2pmem_provider to fill\n @count: in: elements in @providers; out: providers there are (more than fit are counted, not written)\n @flags: must be zero\n @provider_size: bytes of one element of @providers\n @reserved: must be zero"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_list {
     pub providers: __u64,
     pub count: __u32,
     pub flags: __u32,
+    pub provider_size: __u32,
+    pub reserved: __u32,
 }
 #[doc = " struct p2pmem_path - the way between one provider and one client\n @provider: &struct p2pmem_provider.id\n @client: index into the request's clients\n @class: &enum p2pmem_path_class\n @flags: P2PMEM_PATH_ACS_REDIRECT, P2PMEM_PATH_BUS_ADDR\n @hops: links crossed\n @distance: what the kernel's pci_p2pdma_distance_many() says, -1 for unreachable\n @bandwidth: of the narrowest link on the way, MB/s in one direction, 0 where no link tells\n @numa_distance: kernel's NUMA distance between the two (10 = local), 0 where one has no node\n @bridge: the lowest bridge both are below; all zero where that is the root complex"]
 #[repr(C)]
@@ -96,7 +100,7 @@ pub struct p2pmem_path {
     pub numa_distance: __u32,
     pub bridge: p2pmem_pci_addr,
 }
-#[doc = " struct p2pmem_paths - the matrix of paths between all providers and the given clients\n @clients: array of &struct p2pmem_pci_addr\n @paths: array of &struct p2pmem_path to fill, all clients of the first provider first\n @nr_clients: elements in @clients, 1 to %P2PMEM_MAX_CLIENTS\n @nr_paths: in: elements in @paths; out: paths there are (more than fit are counted, not written)\n @flags: %P2PMEM_PATHS_RESCAN or zero\n @reserved: must be zero\n\n Errors: -ENODEV when a client is no PCI function of this machine."]
+#[doc = " struct p2pmem_paths - the matrix of paths between all providers and the given clients\n @clients: array of &struct p2pmem_pci_addr\n @paths: array of &struct p2pmem_path to fill, all clients of the first provider first\n @nr_clients: elements in @clients, 1 to %P2PMEM_MAX_CLIENTS\n @nr_paths: in: elements in @paths; out: paths there are (more than fit are counted, not written)\n @flags: %P2PMEM_PATHS_RESCAN or zero\n @reserved: must be zero\n @client_size: bytes of one element of @clients\n @path_size: bytes of one element of @paths\n\n Errors: -ENODEV when a client is no PCI function of this machine, -EPERM (%P2PMEM_PATHS_RESCAN without CAP_SYS_ADMIN).\n"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_paths {
@@ -106,8 +110,10 @@ pub struct p2pmem_paths {
     pub nr_paths: __u32,
     pub flags: __u32,
     pub reserved: __u32,
+    pub client_size: __u32,
+    pub path_size: __u32,
 }
-#[doc = " struct p2pmem_request - what a buffer has to be\n @size: bytes, rounded up to pages; not 0\n @align: alignment in the BAR, a power of two up to %P2PMEM_MAX_ALIGN; 0 means a page\n @clients: array of &struct p2pmem_pci_addr: the devices that will DMA\n @nr_clients: elements in @clients; 0 means near nothing in particular\n @flags: %P2PMEM_ALLOC_PREFER or zero\n @strategy: &enum p2pmem_strategy\n @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any\n @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable\n @parts: with %P2PMEM_STRATEGY_STRIPE, providers to divide it among, up to %P2PMEM_MAX_PARTS; 0 means as many as can\n\tserve. Must be zero with any other strategy"]
+#[doc = " struct p2pmem_request - what a buffer has to be\n @size: bytes, rounded up to pages; not 0\n @align: alignment in the BAR, a power of two up to %P2PMEM_MAX_ALIGN; 0 means a page\n @clients: array of &struct p2pmem_pci_addr: the devices that will DMA\n @nr_clients: elements in @clients; 0 means near nothing in particular\n @flags: %P2PMEM_ALLOC_PREFER or zero\n @strategy: &enum p2pmem_strategy\n @provider: id of the one provider to take (with %P2PMEM_ALLOC_PREFER: to try first); 0 means any\n @max_class: farthest &enum p2pmem_path_class allowed; 0 means any that is reachable\n @parts: with %P2PMEM_STRATEGY_STRIPE, providers to divide it among, up to %P2PMEM_MAX_PARTS; 0 means as many as can\n\tserve. Must be zero with any other strategy\n @client_size: bytes of one element of @clients\n @reserved: must be zero\n @spare: must be zero"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_request {
@@ -120,6 +126,9 @@ pub struct p2pmem_request {
     pub provider: __u32,
     pub max_class: __u32,
     pub parts: __u32,
+    pub client_size: __u32,
+    pub reserved: __u32,
+    pub spare: [__u64; 4usize],
 }
 #[doc = " struct p2pmem_alloc - allocate a buffer\n @req: the request\n @handle: out: the buffer's handle on this file, never 0, never used twice in the file's life\n @provider: out: id of the provider it lies in\n @size: out: its size, @req.size rounded up to pages\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n @class: out: class of its path to the farthest client; 0 without clients\n @reserved: must be zero\n\n Errors: -EINVAL (bad field), -ENODEV (a client is no PCI function here, or no provider is left that could ever\n serve the request: none published, none reachable, none near enough), -EACCES (rules deny all that could),\n -EDQUOT (a quota of the user, the group or the file, or a limit of the cgroup, would be broken), -ENOSPC (those that could are full, or what is\n free is set aside for others), -E2BIG (more clients than %P2PMEM_MAX_CLIENTS), -ENOMEM."]
 #[repr(C)]
@@ -165,7 +174,7 @@ pub struct p2pmem_range {
     pub offset: __u64,
     pub size: __u64,
 }
-#[doc = " struct p2pmem_export - export parts of one buffer as a dma-buf\n @ranges: array of &struct p2pmem_range\n @nr_ranges: elements in @ranges, 1 to %P2PMEM_MAX_RANGES\n @handle: the buffer's handle on this file; 0 with %P2PMEM_EXPORT_MAPPED\n @flags: P2PMEM_EXPORT_* bits\n @fd: out: descriptor of the dma-buf, close-on-exec, open for reading and writing\n\n The dma-buf is the concatenation of the ranges, in their order; they must not overlap. With %P2PMEM_EXPORT_MAPPED\n each range has to lie in mappings, which may be several, of one and the same buffer, allocated through whichever\n file, that could be made writable.\n\n The dma-buf keeps the buffer's memory until it is closed and its last importer is detached, longer than the handle,\n the mappings and the file may live. When the provider leaves the dma-buf is revoked: importers are told and have to\n unmap, and from then on mapping it ends in -ENODEV.\n\n Importers attach later, through their own driver's call (ibv_reg_dmabuf_mr(), say). One that cannot do peer-to-peer\n DMA or cannot be revoked is refused with -EOPNOTSUPP, one that cannot reach the provider with -EHOSTUNREACH. The\n reason is in the kernel's log, and %P2PMEM_EXPLAIN_LAST gives it on the file that exported.\n\n Errors: -EINVAL (a bad field, a range that is empty, not whole pages, past the buffer's end, or overlaps another),\n -E2BIG (more ranges than %P2PMEM_MAX_RANGES), -ENOENT (no such handle on this file, or no mapping of a buffer at an\n address), -EXDEV (mappings of two buffers), -EACCES (a mapping that is read-only for good), -ENODEV (the buffer was\n revoked), -EPERM (%P2PMEM_EXPORT_PINNED where the administrator does not allow it: configfs attribute\n pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE, -ENOMEM."]
+#[doc = " struct p2pmem_export - export parts of one buffer as a dma-buf\n @ranges: array of &struct p2pmem_range\n @nr_ranges: elements in @ranges, 1 to %P2PMEM_MAX_RANGES\n @handle: the buffer's handle on this file; 0 with %P2PMEM_EXPORT_MAPPED\n @flags: P2PMEM_EXPORT_* bits\n @fd: out: descriptor of the dma-buf, close-on-exec, open for reading and writing\n @range_size: bytes of one element of @ranges\n @reserved: must be zero\n\n The dma-buf is the concatenation of the ranges, in their order; they must not overlap. With %P2PMEM_EXPORT_MAPPED\n each range has to lie in mappings, which may be several, of one and the same buffer, allocated through whichever\n file, that could be made writable.\n\n The dma-buf keeps the buffer's memory until it is closed and its last importer is detached, longer than the handle,\n the mappings and the file may live. When the provider leaves the dma-buf is revoked: importers are told and have to\n unmap, and from then on mapping it ends in -ENODEV.\n\n Importers attach later, through their own driver's call (ibv_reg_dmabuf_mr(), say). One that cannot do peer-to-peer\n DMA or cannot be revoked is refused with -EOPNOTSUPP, one that cannot reach the provider with -EHOSTUNREACH. The\n reason is in the kernel's log, and %P2PMEM_EXPLAIN_LAST gives it on the file that exported.\n\n Errors: -EINVAL (a bad field, a range that is empty, not whole pages, past the buffer's end, or overlaps another),\n -E2BIG (more ranges than %P2PMEM_MAX_RANGES), -ENOENT (no such handle on this file, or no mapping of a buffer at an\n address), -EXDEV (mappings of two buffers), -EACCES (a mapping that is read-only for good), -ENODEV (the buffer was\n revoked), -EPERM (%P2PMEM_EXPORT_PINNED where the administrator does not allow it: configfs attribute\n pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE, -ENOMEM."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_export {
@@ -174,6 +183,8 @@ pub struct p2pmem_export {
     pub handle: __u32,
     pub flags: __u32,
     pub fd: __s32,
+    pub range_size: __u32,
+    pub reserved: __u32,
 }
 #[doc = " struct p2pmem_import - make a dma-buf of a whole buffer a handle of this file\n @fd: descriptor of the dma-buf, which stays the caller's to close\n @flags: must be zero\n @handle: out: the handle, as that of an allocation; each call makes another one, of the same buffer\n @provider: out: id of the provider the buffer lies in\n @size: out: its size\n @mmap_offset: out: the offset at which mmap() on this file maps it\n @bar_offset: out: its first byte in the provider's BAR; all ones where the BAR is not known\n\n This is how a buffer gets to other processes: whoever has it exports the whole of it and passes the descriptor on\n (SCM_RIGHTS), and who gets it imports it. The handle holds the buffer as all others do: its memory is free when the\n last handle, mapping, dma-buf and registration is gone, whoever has that. It is charged to the user, the groups, the\n file and the cgroup that allocated it, until it is free, and rules look at importers of dma-bufs as the allocator's.\n Who has a handle can do all with the buffer that the allocator can.\n\n Errors: -EINVAL (a bad field, or the descriptor is no dma-buf), -EBADF (no such descriptor), -EXDEV (a dma-buf of\n another driver's), -EACCES (a dma-buf of parts of a buffer: its receiver was not given the rest), -ENODEV (the buffer\n was revoked), -EMFILE (this file has used up its handles), -ENOMEM."]
 #[repr(C)]
@@ -200,7 +211,7 @@ pub struct p2pmem_part {
     pub class: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_stripe - allocate over several providers\n @req: the request, with %P2PMEM_STRATEGY_STRIPE. A @provider can be preferred, but not required\n @parts: array of &struct p2pmem_part to fill, in the order of their offsets\n @nr_parts: in: elements in @parts, at least @req.parts and 1; out: parts there are\n @flags: must be zero\n @size: out: size of the stripe, @req.size rounded up to pages\n\n A stripe is as many buffers as it has parts, each in another provider. They are equal in size, but for the last one,\n which may be smaller, and together the stripe: part n begins where part n - 1 ends. Where @req.size allows, all\n boundaries are multiples of @req.align. Either all parts are allocated or none. From then on each is a buffer like any\n other, and freed, mapped, exported and revoked by itself: no dma-buf and no I/O request reaches across a boundary, and\n a provider that leaves takes its part with it.\n\n With @req.parts 0 there are as many parts as providers can serve one, up to @nr_parts; providers that rules avoid only\n where there would be none without them.\n\n Errors: those of &struct p2pmem_alloc; -EINVAL also for too little room in @parts, for more parts than pages, and for\n another strategy, -E2BIG also for more parts than %P2PMEM_MAX_PARTS. Where fewer providers than @req.parts can serve it\n is the error of the one that came next."]
+#[doc = " struct p2pmem_stripe - allocate over several providers\n @req: the request, with %P2PMEM_STRATEGY_STRIPE. A @provider can be preferred, but not required\n @parts: array of &struct p2pmem_part to fill, in the order of their offsets\n @nr_parts: in: elements in @parts, at least @req.parts and 1; out: parts there are\n @flags: must be zero\n @size: out: size of the stripe, @req.size rounded up to pages\n @part_size: bytes of one element of @parts\n @reserved: must be zero\n\n A stripe is as many buffers as it has parts, each in another provider. They are equal in size, but for the last one,\n which may be smaller, and together the stripe: part n begins where part n - 1 ends. Where @req.size allows, all\n boundaries are multiples of @req.align. Either all parts are allocated or none. From then on each is a buffer like any\n other, and freed, mapped, exported and revoked by itself: no dma-buf and no I/O request reaches across a boundary, and\n a provider that leaves takes its part with it.\n\n With @req.parts 0 there are as many parts as providers can serve one, up to @nr_parts; providers that rules avoid only\n where there would be none without them.\n\n Errors: those of &struct p2pmem_alloc; -EINVAL also for too little room in @parts, for more parts than pages, and for\n another strategy, -E2BIG also for more parts than %P2PMEM_MAX_PARTS. Where fewer providers than @req.parts can serve it\n is the error of the one that came next."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_stripe {
@@ -209,6 +220,8 @@ pub struct p2pmem_stripe {
     pub nr_parts: __u32,
     pub flags: __u32,
     pub size: __u64,
+    pub part_size: __u32,
+    pub reserved: __u32,
 }
 #[doc = " struct p2pmem_verdict - what a decision said of one provider, and the numbers it said it from\n @provider: &struct p2pmem_provider.id\n @addr: the provider's PCI function\n @code: &enum p2pmem_verdict_code\n @worst_client: index of the client with the farthest path (or the one that cannot reach it), 0 without clients\n @class: &enum p2pmem_path_class of that path, 0 without clients\n @hops: sum of hops to all clients\n @bandwidth: narrowest link on any of the paths, MB/s, 0 where no link tells\n @numa_distance: largest NUMA distance to a client, 0 where none is known\n @size: bytes the provider manages\n @rule_set: &enum p2pmem_rule_set of the rule that decided, %P2PMEM_RULES_NONE where none did\n @free: bytes that were free\n @largest: largest contiguous piece\n @rule: name of that rule, NUL-terminated"]
 #[repr(C)]
@@ -228,7 +241,7 @@ pub struct p2pmem_verdict {
     pub largest: __u64,
     pub rule: [core::ffi::c_char; 32usize],
 }
-#[doc = " struct p2pmem_explain - explain a decision\n @req: what to decide, as a dry run: nothing is allocated\n @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids\n @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0\n @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)\n @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off), where there was\n\tno room for any what it needs at most\n @flags: %P2PMEM_EXPLAIN_LAST or zero\n @error: out: the errno (positive) the decision ended or would end with, 0 for success\n @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none\n @reserved: must be zero\n\n Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad\n request. A request that no provider can serve is no error here: @error says what it would be."]
+#[doc = " struct p2pmem_explain - explain a decision\n @req: what to decide, as a dry run: nothing is allocated\n @verdicts: array of &struct p2pmem_verdict to fill, one per provider, in the order of their ids\n @text: buffer for a sentence (UTF-8, NUL-terminated), may be 0 where @text_len is 0\n @nr_verdicts: in: elements in @verdicts; out: verdicts there are (more than fit are counted, not written)\n @text_len: in: bytes in @text; out: bytes the sentence needs with its NUL (more than fit are cut off), where there was\n\tno room for any what it needs at most\n @flags: %P2PMEM_EXPLAIN_LAST or zero\n @error: out: the errno (positive) the decision ended or would end with, 0 for success\n @chosen: out: id of the provider chosen, of a stripe that of its first part, 0 for none\n @verdict_size: bytes of one element of @verdicts\n\n Errors: -ENODATA (with %P2PMEM_EXPLAIN_LAST: nothing was decided or refused on this file yet), and those of a bad\n request. A request that no provider can serve is no error here: @error says what it would be."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_explain {
@@ -240,7 +253,7 @@ pub struct p2pmem_explain {
     pub flags: __u32,
     pub error: __u32,
     pub chosen: __u32,
-    pub reserved: __u32,
+    pub verdict_size: __u32,
 }
 #[doc = " struct p2pmem_stats - counters of one provider since it came, or of the whole module\n @provider: in: its id, 0 for the sum over all there ever were\n @flags: must be zero\n @allocs: buffers allocated\n @frees: buffers whose memory came back\n @failed: requests that named or considered it and got no memory from anyone\n @alloc_bytes: bytes of @allocs\n @free_bytes: bytes of @frees\n @maps: user mappings made\n @scrubbed_bytes: bytes cleared between owners\n @parked: times a freed buffer had to wait for others' page references\n @revoked: buffers ended by a revocation\n @exports: dma-bufs made\n @attaches: importers attached to them\n @attach_failed: importers that were refused\n\n Errors: -ENOENT (no such provider)."]
 #[repr(C)]
@@ -274,25 +287,32 @@ pub struct p2pmem_rule {
     pub reserved: __u32,
     pub quota: __u64,
 }
-#[doc = " struct p2pmem_rules - replace the file's own rules\n @rules: array of &struct p2pmem_rule, in the order in which they are looked at\n @count: elements in @rules, up to %P2PMEM_MAX_RULES; 0 ends them all\n @flags: must be zero\n\n For each pair of a provider and a client, and for each attribute (action, max_class, quota), the first rule that\n matches and sets it decides. The file's rules narrow what the administrator's leave: they cannot allow what those\n deny, and of what those avoid or prefer they order only what is equal. Buffers that are there stay, whatever the new\n rules say.\n\n Errors: -EINVAL (a bad field, a name of other characters or one that is there twice, a rule that says nothing or\n contradicts itself), -ENODEV (a function that is not there), -E2BIG (more rules than %P2PMEM_MAX_RULES), -ENOMEM. With an error the rules stay as they were."]
+#[doc = " struct p2pmem_rules - replace the file's own rules\n @rules: array of &struct p2pmem_rule, in the order in which they are looked at\n @count: elements in @rules, up to %P2PMEM_MAX_RULES; 0 ends them all\n @flags: must be zero\n @rule_size: bytes of one element of @rules\n @reserved: must be zero\n\n For each pair of a provider and a client, and for each attribute (action, max_class, quota), the first rule that\n matches and sets it decides. The file's rules narrow what the administrator's leave: they cannot allow what those\n deny, and of what those avoid or prefer they order only what is equal. Buffers that are there stay, whatever the new\n rules say.\n\n Errors: -EINVAL (a bad field, a name of other characters or one that is there twice, a rule that says nothing or\n contradicts itself), -ENODEV (a function that is not there), -E2BIG (more rules than %P2PMEM_MAX_RULES), -ENOMEM. With an error the rules stay as they were."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_rules {
     pub rules: __u64,
     pub count: __u32,
     pub flags: __u32,
+    pub rule_size: __u32,
+    pub reserved: __u32,
 }
-#[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has an event of its own; 0 also\n\twhere the buffer was allocated through the file, and its handle ended before\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @time_ns: CLOCK_MONOTONIC\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
+#[doc = " struct p2pmem_event - one event; read() returns as many whole ones as fit\n @size: bytes of this event: the next one begins behind them\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for P2PMEM_EVENT_LOST\n @handle: the buffer, for P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has an event of its own; 0 also\n\twhere the buffer was allocated through the file, and its handle ended before\n @count: how many were dropped, for P2PMEM_EVENT_LOST, else 0\n @reserved: zero\n @time_ns: CLOCK_MONOTONIC\n\n Events may be larger with a newer module: a program takes the fields it knows, and steps by @size. Room for\n %P2PMEM_MAX_EVENT bytes is enough for one event of any version. An event that cannot be copied stays in the queue, and\n read() returns those before it.\n\n A file gets the events that come after it was opened. read() errors: -EINVAL (room for less than one event),\n -EAGAIN (O_NONBLOCK and none there)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_event {
+    pub size: __u32,
     pub type_: __u32,
     pub provider: __u32,
     pub handle: __u32,
     pub count: __u32,
+    pub reserved: __u32,
     pub time_ns: __u64,
 }
-pub const P2PMEM_ABI_VERSION: u32 = 4;
+pub const P2PMEM_ABI_VERSION: u32 = 5;
+pub const P2PMEM_ABI_COMPATIBLE: u32 = 5;
+pub const P2PMEM_MAX_ELEMENT: u32 = 4096;
+pub const P2PMEM_MAX_EVENT: u32 = 256;
 pub const P2PMEM_MAX_CLIENTS: u32 = 64;
 pub const P2PMEM_MAX_RANGES: u32 = 64;
 pub const P2PMEM_MAX_PARTS: u32 = 16;
@@ -321,7 +341,7 @@ pub const P2PMEM_EXPLAIN_LAST: u32 = 1;
 pub const P2PMEM_RULE_PROVIDER: u32 = 1;
 pub const P2PMEM_RULE_CLIENT: u32 = 2;
 pub const P2PMEM_RULE_QUOTA: u32 = 4;
-pub const P2PMEM_IOC_MAGIC: u32 = 178;
+pub const P2PMEM_IOC_MAGIC: u32 = 188;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of p2pmem_pci_addr"][::core::mem::size_of::<p2pmem_pci_addr>() - 8usize];
@@ -333,7 +353,7 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_info"][::core::mem::size_of::<p2pmem_info>() - 80usize];
+    ["Size of p2pmem_info"][::core::mem::size_of::<p2pmem_info>() - 88usize];
     ["Alignment of p2pmem_info"][::core::mem::align_of::<p2pmem_info>() - 8usize];
     ["Offset of field: p2pmem_info::abi_version"][::core::mem::offset_of!(p2pmem_info, abi_version) - 0usize];
     ["Offset of field: p2pmem_info::page_size"][::core::mem::offset_of!(p2pmem_info, page_size) - 4usize];
@@ -344,6 +364,8 @@ const _: () = {
     ["Offset of field: p2pmem_info::free"][::core::mem::offset_of!(p2pmem_info, free) - 32usize];
     ["Offset of field: p2pmem_info::generation"][::core::mem::offset_of!(p2pmem_info, generation) - 40usize];
     ["Offset of field: p2pmem_info::version"][::core::mem::offset_of!(p2pmem_info, version) - 48usize];
+    ["Offset of field: p2pmem_info::abi_compatible"][::core::mem::offset_of!(p2pmem_info, abi_compatible) - 80usize];
+    ["Offset of field: p2pmem_info::reserved"][::core::mem::offset_of!(p2pmem_info, reserved) - 84usize];
 };
 pub const P2PMEM_KIND_OWN: p2pmem_kind = 1;
 pub const P2PMEM_KIND_ADOPTED: p2pmem_kind = 2;
@@ -378,11 +400,13 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_list"][::core::mem::size_of::<p2pmem_list>() - 16usize];
+    ["Size of p2pmem_list"][::core::mem::size_of::<p2pmem_list>() - 24usize];
     ["Alignment of p2pmem_list"][::core::mem::align_of::<p2pmem_list>() - 8usize];
     ["Offset of field: p2pmem_list::providers"][::core::mem::offset_of!(p2pmem_list, providers) - 0usize];
     ["Offset of field: p2pmem_list::count"][::core::mem::offset_of!(p2pmem_list, count) - 8usize];
     ["Offset of field: p2pmem_list::flags"][::core::mem::offset_of!(p2pmem_list, flags) - 12usize];
+    ["Offset of field: p2pmem_list::provider_size"][::core::mem::offset_of!(p2pmem_list, provider_size) - 16usize];
+    ["Offset of field: p2pmem_list::reserved"][::core::mem::offset_of!(p2pmem_list, reserved) - 20usize];
 };
 pub const P2PMEM_PATH_SAME_DEVICE: p2pmem_path_class = 1;
 pub const P2PMEM_PATH_SAME_SWITCH: p2pmem_path_class = 2;
@@ -407,7 +431,7 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_paths"][::core::mem::size_of::<p2pmem_paths>() - 32usize];
+    ["Size of p2pmem_paths"][::core::mem::size_of::<p2pmem_paths>() - 40usize];
     ["Alignment of p2pmem_paths"][::core::mem::align_of::<p2pmem_paths>() - 8usize];
     ["Offset of field: p2pmem_paths::clients"][::core::mem::offset_of!(p2pmem_paths, clients) - 0usize];
     ["Offset of field: p2pmem_paths::paths"][::core::mem::offset_of!(p2pmem_paths, paths) - 8usize];
@@ -415,6 +439,8 @@ const _: () = {
     ["Offset of field: p2pmem_paths::nr_paths"][::core::mem::offset_of!(p2pmem_paths, nr_paths) - 20usize];
     ["Offset of field: p2pmem_paths::flags"][::core::mem::offset_of!(p2pmem_paths, flags) - 24usize];
     ["Offset of field: p2pmem_paths::reserved"][::core::mem::offset_of!(p2pmem_paths, reserved) - 28usize];
+    ["Offset of field: p2pmem_paths::client_size"][::core::mem::offset_of!(p2pmem_paths, client_size) - 32usize];
+    ["Offset of field: p2pmem_paths::path_size"][::core::mem::offset_of!(p2pmem_paths, path_size) - 36usize];
 };
 pub const P2PMEM_STRATEGY_NEAREST: p2pmem_strategy = 0;
 pub const P2PMEM_STRATEGY_UPSTREAM: p2pmem_strategy = 1;
@@ -423,7 +449,7 @@ pub const P2PMEM_STRATEGY_PACK: p2pmem_strategy = 3;
 pub const P2PMEM_STRATEGY_STRIPE: p2pmem_strategy = 4;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_request"][::core::mem::size_of::<p2pmem_request>() - 48usize];
+    ["Size of p2pmem_request"][::core::mem::size_of::<p2pmem_request>() - 88usize];
     ["Alignment of p2pmem_request"][::core::mem::align_of::<p2pmem_request>() - 8usize];
     ["Offset of field: p2pmem_request::size"][::core::mem::offset_of!(p2pmem_request, size) - 0usize];
     ["Offset of field: p2pmem_request::align"][::core::mem::offset_of!(p2pmem_request, align) - 8usize];
@@ -434,19 +460,22 @@ const _: () = {
     ["Offset of field: p2pmem_request::provider"][::core::mem::offset_of!(p2pmem_request, provider) - 36usize];
     ["Offset of field: p2pmem_request::max_class"][::core::mem::offset_of!(p2pmem_request, max_class) - 40usize];
     ["Offset of field: p2pmem_request::parts"][::core::mem::offset_of!(p2pmem_request, parts) - 44usize];
+    ["Offset of field: p2pmem_request::client_size"][::core::mem::offset_of!(p2pmem_request, client_size) - 48usize];
+    ["Offset of field: p2pmem_request::reserved"][::core::mem::offset_of!(p2pmem_request, reserved) - 52usize];
+    ["Offset of field: p2pmem_request::spare"][::core::mem::offset_of!(p2pmem_request, spare) - 56usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_alloc"][::core::mem::size_of::<p2pmem_alloc>() - 88usize];
+    ["Size of p2pmem_alloc"][::core::mem::size_of::<p2pmem_alloc>() - 128usize];
     ["Alignment of p2pmem_alloc"][::core::mem::align_of::<p2pmem_alloc>() - 8usize];
     ["Offset of field: p2pmem_alloc::req"][::core::mem::offset_of!(p2pmem_alloc, req) - 0usize];
-    ["Offset of field: p2pmem_alloc::handle"][::core::mem::offset_of!(p2pmem_alloc, handle) - 48usize];
-    ["Offset of field: p2pmem_alloc::provider"][::core::mem::offset_of!(p2pmem_alloc, provider) - 52usize];
-    ["Offset of field: p2pmem_alloc::size"][::core::mem::offset_of!(p2pmem_alloc, size) - 56usize];
-    ["Offset of field: p2pmem_alloc::mmap_offset"][::core::mem::offset_of!(p2pmem_alloc, mmap_offset) - 64usize];
-    ["Offset of field: p2pmem_alloc::bar_offset"][::core::mem::offset_of!(p2pmem_alloc, bar_offset) - 72usize];
-    ["Offset of field: p2pmem_alloc::class"][::core::mem::offset_of!(p2pmem_alloc, class) - 80usize];
-    ["Offset of field: p2pmem_alloc::reserved"][::core::mem::offset_of!(p2pmem_alloc, reserved) - 84usize];
+    ["Offset of field: p2pmem_alloc::handle"][::core::mem::offset_of!(p2pmem_alloc, handle) - 88usize];
+    ["Offset of field: p2pmem_alloc::provider"][::core::mem::offset_of!(p2pmem_alloc, provider) - 92usize];
+    ["Offset of field: p2pmem_alloc::size"][::core::mem::offset_of!(p2pmem_alloc, size) - 96usize];
+    ["Offset of field: p2pmem_alloc::mmap_offset"][::core::mem::offset_of!(p2pmem_alloc, mmap_offset) - 104usize];
+    ["Offset of field: p2pmem_alloc::bar_offset"][::core::mem::offset_of!(p2pmem_alloc, bar_offset) - 112usize];
+    ["Offset of field: p2pmem_alloc::class"][::core::mem::offset_of!(p2pmem_alloc, class) - 120usize];
+    ["Offset of field: p2pmem_alloc::reserved"][::core::mem::offset_of!(p2pmem_alloc, reserved) - 124usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -484,13 +513,15 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_export"][::core::mem::size_of::<p2pmem_export>() - 24usize];
+    ["Size of p2pmem_export"][::core::mem::size_of::<p2pmem_export>() - 32usize];
     ["Alignment of p2pmem_export"][::core::mem::align_of::<p2pmem_export>() - 8usize];
     ["Offset of field: p2pmem_export::ranges"][::core::mem::offset_of!(p2pmem_export, ranges) - 0usize];
     ["Offset of field: p2pmem_export::nr_ranges"][::core::mem::offset_of!(p2pmem_export, nr_ranges) - 8usize];
     ["Offset of field: p2pmem_export::handle"][::core::mem::offset_of!(p2pmem_export, handle) - 12usize];
     ["Offset of field: p2pmem_export::flags"][::core::mem::offset_of!(p2pmem_export, flags) - 16usize];
     ["Offset of field: p2pmem_export::fd"][::core::mem::offset_of!(p2pmem_export, fd) - 20usize];
+    ["Offset of field: p2pmem_export::range_size"][::core::mem::offset_of!(p2pmem_export, range_size) - 24usize];
+    ["Offset of field: p2pmem_export::reserved"][::core::mem::offset_of!(p2pmem_export, reserved) - 28usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -519,13 +550,15 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_stripe"][::core::mem::size_of::<p2pmem_stripe>() - 72usize];
+    ["Size of p2pmem_stripe"][::core::mem::size_of::<p2pmem_stripe>() - 120usize];
     ["Alignment of p2pmem_stripe"][::core::mem::align_of::<p2pmem_stripe>() - 8usize];
     ["Offset of field: p2pmem_stripe::req"][::core::mem::offset_of!(p2pmem_stripe, req) - 0usize];
-    ["Offset of field: p2pmem_stripe::parts"][::core::mem::offset_of!(p2pmem_stripe, parts) - 48usize];
-    ["Offset of field: p2pmem_stripe::nr_parts"][::core::mem::offset_of!(p2pmem_stripe, nr_parts) - 56usize];
-    ["Offset of field: p2pmem_stripe::flags"][::core::mem::offset_of!(p2pmem_stripe, flags) - 60usize];
-    ["Offset of field: p2pmem_stripe::size"][::core::mem::offset_of!(p2pmem_stripe, size) - 64usize];
+    ["Offset of field: p2pmem_stripe::parts"][::core::mem::offset_of!(p2pmem_stripe, parts) - 88usize];
+    ["Offset of field: p2pmem_stripe::nr_parts"][::core::mem::offset_of!(p2pmem_stripe, nr_parts) - 96usize];
+    ["Offset of field: p2pmem_stripe::flags"][::core::mem::offset_of!(p2pmem_stripe, flags) - 100usize];
+    ["Offset of field: p2pmem_stripe::size"][::core::mem::offset_of!(p2pmem_stripe, size) - 104usize];
+    ["Offset of field: p2pmem_stripe::part_size"][::core::mem::offset_of!(p2pmem_stripe, part_size) - 112usize];
+    ["Offset of field: p2pmem_stripe::reserved"][::core::mem::offset_of!(p2pmem_stripe, reserved) - 116usize];
 };
 pub const P2PMEM_VERDICT_CHOSEN: p2pmem_verdict_code = 1;
 pub const P2PMEM_VERDICT_UNREACHABLE: p2pmem_verdict_code = 2;
@@ -574,17 +607,17 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_explain"][::core::mem::size_of::<p2pmem_explain>() - 88usize];
+    ["Size of p2pmem_explain"][::core::mem::size_of::<p2pmem_explain>() - 128usize];
     ["Alignment of p2pmem_explain"][::core::mem::align_of::<p2pmem_explain>() - 8usize];
     ["Offset of field: p2pmem_explain::req"][::core::mem::offset_of!(p2pmem_explain, req) - 0usize];
-    ["Offset of field: p2pmem_explain::verdicts"][::core::mem::offset_of!(p2pmem_explain, verdicts) - 48usize];
-    ["Offset of field: p2pmem_explain::text"][::core::mem::offset_of!(p2pmem_explain, text) - 56usize];
-    ["Offset of field: p2pmem_explain::nr_verdicts"][::core::mem::offset_of!(p2pmem_explain, nr_verdicts) - 64usize];
-    ["Offset of field: p2pmem_explain::text_len"][::core::mem::offset_of!(p2pmem_explain, text_len) - 68usize];
-    ["Offset of field: p2pmem_explain::flags"][::core::mem::offset_of!(p2pmem_explain, flags) - 72usize];
-    ["Offset of field: p2pmem_explain::error"][::core::mem::offset_of!(p2pmem_explain, error) - 76usize];
-    ["Offset of field: p2pmem_explain::chosen"][::core::mem::offset_of!(p2pmem_explain, chosen) - 80usize];
-    ["Offset of field: p2pmem_explain::reserved"][::core::mem::offset_of!(p2pmem_explain, reserved) - 84usize];
+    ["Offset of field: p2pmem_explain::verdicts"][::core::mem::offset_of!(p2pmem_explain, verdicts) - 88usize];
+    ["Offset of field: p2pmem_explain::text"][::core::mem::offset_of!(p2pmem_explain, text) - 96usize];
+    ["Offset of field: p2pmem_explain::nr_verdicts"][::core::mem::offset_of!(p2pmem_explain, nr_verdicts) - 104usize];
+    ["Offset of field: p2pmem_explain::text_len"][::core::mem::offset_of!(p2pmem_explain, text_len) - 108usize];
+    ["Offset of field: p2pmem_explain::flags"][::core::mem::offset_of!(p2pmem_explain, flags) - 112usize];
+    ["Offset of field: p2pmem_explain::error"][::core::mem::offset_of!(p2pmem_explain, error) - 116usize];
+    ["Offset of field: p2pmem_explain::chosen"][::core::mem::offset_of!(p2pmem_explain, chosen) - 120usize];
+    ["Offset of field: p2pmem_explain::verdict_size"][::core::mem::offset_of!(p2pmem_explain, verdict_size) - 124usize];
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -624,11 +657,13 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_rules"][::core::mem::size_of::<p2pmem_rules>() - 16usize];
+    ["Size of p2pmem_rules"][::core::mem::size_of::<p2pmem_rules>() - 24usize];
     ["Alignment of p2pmem_rules"][::core::mem::align_of::<p2pmem_rules>() - 8usize];
     ["Offset of field: p2pmem_rules::rules"][::core::mem::offset_of!(p2pmem_rules, rules) - 0usize];
     ["Offset of field: p2pmem_rules::count"][::core::mem::offset_of!(p2pmem_rules, count) - 8usize];
     ["Offset of field: p2pmem_rules::flags"][::core::mem::offset_of!(p2pmem_rules, flags) - 12usize];
+    ["Offset of field: p2pmem_rules::rule_size"][::core::mem::offset_of!(p2pmem_rules, rule_size) - 16usize];
+    ["Offset of field: p2pmem_rules::reserved"][::core::mem::offset_of!(p2pmem_rules, reserved) - 20usize];
 };
 pub const P2PMEM_EVENT_PROVIDER_ADDED: p2pmem_event_type = 1;
 pub const P2PMEM_EVENT_PROVIDER_REMOVED: p2pmem_event_type = 2;
@@ -636,11 +671,13 @@ pub const P2PMEM_EVENT_BUFFER_REVOKED: p2pmem_event_type = 3;
 pub const P2PMEM_EVENT_LOST: p2pmem_event_type = 4;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of p2pmem_event"][::core::mem::size_of::<p2pmem_event>() - 24usize];
+    ["Size of p2pmem_event"][::core::mem::size_of::<p2pmem_event>() - 32usize];
     ["Alignment of p2pmem_event"][::core::mem::align_of::<p2pmem_event>() - 8usize];
-    ["Offset of field: p2pmem_event::type_"][::core::mem::offset_of!(p2pmem_event, type_) - 0usize];
-    ["Offset of field: p2pmem_event::provider"][::core::mem::offset_of!(p2pmem_event, provider) - 4usize];
-    ["Offset of field: p2pmem_event::handle"][::core::mem::offset_of!(p2pmem_event, handle) - 8usize];
-    ["Offset of field: p2pmem_event::count"][::core::mem::offset_of!(p2pmem_event, count) - 12usize];
-    ["Offset of field: p2pmem_event::time_ns"][::core::mem::offset_of!(p2pmem_event, time_ns) - 16usize];
+    ["Offset of field: p2pmem_event::size"][::core::mem::offset_of!(p2pmem_event, size) - 0usize];
+    ["Offset of field: p2pmem_event::type_"][::core::mem::offset_of!(p2pmem_event, type_) - 4usize];
+    ["Offset of field: p2pmem_event::provider"][::core::mem::offset_of!(p2pmem_event, provider) - 8usize];
+    ["Offset of field: p2pmem_event::handle"][::core::mem::offset_of!(p2pmem_event, handle) - 12usize];
+    ["Offset of field: p2pmem_event::count"][::core::mem::offset_of!(p2pmem_event, count) - 16usize];
+    ["Offset of field: p2pmem_event::reserved"][::core::mem::offset_of!(p2pmem_event, reserved) - 20usize];
+    ["Offset of field: p2pmem_event::time_ns"][::core::mem::offset_of!(p2pmem_event, time_ns) - 24usize];
 };

@@ -39,15 +39,15 @@ fn of_rust() -> Numbers {
     let mut n = Numbers::new();
     layout! { n,
         p2pmem_pci_addr { domain, bus, devfn, reserved }
-        p2pmem_info { abi_version, page_size, features, providers, buffers, size, free, generation, version }
+        p2pmem_info { abi_version, page_size, features, providers, buffers, size, free, generation, version, abi_compatible, reserved }
         p2pmem_provider {
             id, kind, addr, state, bar, numa_node, buffers, bar_offset, size, free, largest, kernel_reserve, parked,
             scrubbing, vendor, device, class, flags, exports, driver,
         }
-        p2pmem_list { providers, count, flags }
+        p2pmem_list { providers, count, flags, provider_size, reserved }
         p2pmem_path { provider, client, class, flags, hops, distance, bandwidth, numa_distance, bridge }
-        p2pmem_paths { clients, paths, nr_clients, nr_paths, flags, reserved }
-        p2pmem_request { size, align, clients, nr_clients, flags, strategy, provider, max_class, parts }
+        p2pmem_paths { clients, paths, nr_clients, nr_paths, flags, reserved, client_size, path_size }
+        p2pmem_request { size, align, clients, nr_clients, flags, strategy, provider, max_class, parts, client_size, reserved, spare }
         p2pmem_alloc { req, handle, provider, size, mmap_offset, bar_offset, class, reserved }
         p2pmem_free { handle, flags }
         p2pmem_buffer {
@@ -55,25 +55,25 @@ fn of_rust() -> Numbers {
             handles,
         }
         p2pmem_range { offset, size }
-        p2pmem_export { ranges, nr_ranges, handle, flags, fd }
+        p2pmem_export { ranges, nr_ranges, handle, flags, fd, range_size, reserved }
         p2pmem_verdict {
             provider, code, addr, worst_client, class, hops, bandwidth, numa_distance, rule_set, size, free, largest,
             rule,
         }
-        p2pmem_explain { req, verdicts, text, nr_verdicts, text_len, flags, error, chosen, reserved }
+        p2pmem_explain { req, verdicts, text, nr_verdicts, text_len, flags, error, chosen, verdict_size }
         p2pmem_stats {
             provider, flags, allocs, frees, failed, alloc_bytes, free_bytes, maps, scrubbed_bytes, parked, revoked,
             exports, attaches, attach_failed,
         }
         p2pmem_rule { name, provider, client, flags, action, max_class, reserved, quota }
-        p2pmem_rules { rules, count, flags }
+        p2pmem_rules { rules, count, flags, rule_size, reserved }
         p2pmem_import { fd, flags, handle, provider, size, mmap_offset, bar_offset }
         p2pmem_part { handle, provider, offset, size, mmap_offset, bar_offset, class, reserved }
-        p2pmem_stripe { req, parts, nr_parts, flags, size }
-        p2pmem_event { type_ as "type", provider, handle, count, time_ns }
+        p2pmem_stripe { req, parts, nr_parts, flags, size, part_size, reserved }
+        p2pmem_event { size, type_ as "type", provider, handle, count, reserved, time_ns }
     }
     constants! { n,
-        P2PMEM_ABI_VERSION, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_RULES, P2PMEM_RULE_NAME,
+        P2PMEM_ABI_VERSION, P2PMEM_ABI_COMPATIBLE, P2PMEM_MAX_ELEMENT, P2PMEM_MAX_EVENT, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_RULES, P2PMEM_RULE_NAME,
         P2PMEM_MAX_ALIGN, P2PMEM_MAX_PARTS,
         P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT, P2PMEM_FEATURE_DMABUF,
         P2PMEM_FEATURE_PAGELESS, P2PMEM_FEATURE_PEER_MEMORY, P2PMEM_FEATURE_RULES, P2PMEM_FEATURE_IMPORT,
@@ -266,4 +266,33 @@ fn no_structure_has_padding() {
             "{name} has padding"
         );
     }
+}
+
+/// The compiler lays the structures out for 32-bit programs as this crate has them.
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn layout_is_that_of_32_bit_programs_too() {
+    let mut source = format!("#include <stddef.h>\n#include \"{}\"\n", header().display());
+    for (name, number) in of_rust() {
+        let expression = match name.split_once(' ') {
+            Some(("offsetof", member)) => member
+                .split_once('.')
+                .map(|(structure, field)| format!("offsetof(struct {structure}, {field})")),
+            Some(("sizeof", what)) if !what.contains('.') => Some(format!("sizeof(struct {what})")),
+            _ => None,
+        };
+        if let Some(expression) = expression {
+            source.push_str(&format!("_Static_assert({expression} == {number}, \"{name}\");\n"));
+        }
+    }
+    assert!(source.contains("sizeof(struct p2pmem_event)"), "{source}");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("layout.c");
+    std::fs::write(&file, source).unwrap();
+    let cc = std::env::var("CC").unwrap_or_else(|_| "gcc".into());
+    let Ok(done) = Command::new(cc).args(["-m32", "-fsyntax-only"]).arg(&file).output() else {
+        eprintln!("no C compiler: not tested");
+        return;
+    };
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }

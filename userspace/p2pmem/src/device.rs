@@ -61,7 +61,7 @@ impl Device {
     /// # Errors
     ///
     /// [`Error::Open`] where the module is not loaded or the device not accessible, [`Error::Abi`] where the module
-    /// speaks another version of the ABI.
+    /// and this library have no version of the ABI in common.
     pub fn open() -> Result<Self> {
         Self::open_path(DEFAULT_PATH)
     }
@@ -79,7 +79,7 @@ impl Device {
         })?;
         let device = Self::with(Box::new(device));
         let info = device.constant()?;
-        if info.abi_version != abi::P2PMEM_ABI_VERSION {
+        if !info.compatible() {
             return Err(Error::Abi {
                 module: info.abi_version,
                 program: abi::P2PMEM_ABI_VERSION,

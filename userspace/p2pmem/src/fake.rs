@@ -320,8 +320,7 @@ fn event(type_: u32, provider: u32, handle: u32) -> abi::p2pmem_event {
         type_,
         provider,
         handle,
-        count: 0,
-        time_ns: 0,
+        ..Default::default()
     }
 }
 
@@ -414,6 +413,7 @@ impl Kernel for FakeDevice {
         let all: Vec<_> = state.providers.values().map(Provider::snapshot).collect();
         Ok(abi::p2pmem_info {
             abi_version: abi::P2PMEM_ABI_VERSION,
+            abi_compatible: abi::P2PMEM_ABI_COMPATIBLE,
             page_size: PAGE as u32,
             features: u64::from(
                 abi::P2PMEM_FEATURE_MMAP_PAGED
@@ -429,6 +429,7 @@ impl Kernel for FakeDevice {
             free: all.iter().map(|p| p.free).sum(),
             generation: state.generation,
             version: name("fake"),
+            ..Default::default()
         })
     }
 

@@ -75,6 +75,11 @@ fn count(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
+/// Bytes of one element, as the module is told them.
+fn element<T>(_: &[T]) -> u32 {
+    count(size_of::<T>())
+}
+
 fn address<T>(slice: &[T]) -> u64 {
     if slice.is_empty() {
         0
@@ -129,10 +134,39 @@ impl CharDevice {
     }
 }
 
+/// Divides what `read()` returned into events, each as long as it says: of a longer one the known fields are taken, what a
+/// shorter one lacks is zero.
+fn split_events(mut bytes: &[u8], out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
+    const KNOWN: usize = size_of::<abi::p2pmem_event>();
+    let mut filled = 0;
+    for event in out {
+        let Some(head) = bytes.first_chunk() else { break };
+        let size = u32::from_ne_bytes(*head) as usize;
+        let whole = bytes.get(..size).filter(|whole| whole.len() >= head.len());
+        let Some(whole) = whole else { break };
+        let mut raw = [0u8; KNOWN];
+        let len = size.min(KNOWN);
+        raw[..len].copy_from_slice(&whole[..len]);
+        // SAFETY: the structure consists of plain integers without padding, of which any bytes are valid values.
+        *event = unsafe { std::mem::transmute::<[u8; KNOWN], abi::p2pmem_event>(raw) };
+        bytes = &bytes[size..];
+        filled += 1;
+    }
+    if bytes.is_empty() {
+        Ok(filled)
+    } else {
+        Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            "the module returned part of an event",
+        ))
+    }
+}
+
 fn with_clients(request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> abi::p2pmem_request {
     abi::p2pmem_request {
         clients: address(clients),
         nr_clients: count(clients.len()),
+        client_size: element(clients),
         ..*request
     }
 }
@@ -149,7 +183,8 @@ impl Kernel for CharDevice {
         let mut list = abi::p2pmem_list {
             providers: address_mut(out),
             count: count(out.len()),
-            flags: 0,
+            provider_size: element(out),
+            ..Default::default()
         };
         // SAFETY: the kernel writes at most `count` elements at `providers`, which is a slice that long.
         unsafe { self.ioctl(abi::P2PMEM_IOC_LIST, &mut list) }?;
@@ -163,7 +198,9 @@ impl Kernel for CharDevice {
             nr_clients: count(clients.len()),
             nr_paths: count(out.len()),
             flags: if rescan { abi::P2PMEM_PATHS_RESCAN } else { 0 },
-            reserved: 0,
+            client_size: element(clients),
+            path_size: element(out),
+            ..Default::default()
         };
         // SAFETY: the kernel reads `nr_clients` elements at `clients` and writes at most `nr_paths` at `paths`; both
         // are slices that long.
@@ -212,6 +249,7 @@ impl Kernel for CharDevice {
             text: address_mut(text),
             nr_verdicts: count(verdicts.len()),
             text_len: count(text.len()),
+            verdict_size: element(verdicts),
             flags: if request.is_none() { abi::P2PMEM_EXPLAIN_LAST } else { 0 },
             ..Default::default()
         };
@@ -235,7 +273,8 @@ impl Kernel for CharDevice {
         let mut ask = abi::p2pmem_rules {
             rules: address(rules),
             count: count(rules.len()),
-            flags: 0,
+            rule_size: element(rules),
+            ..Default::default()
         };
         // SAFETY: the kernel reads the rules, a slice as long as `count` says.
         unsafe { self.ioctl(abi::P2PMEM_IOC_RULES, &mut ask) }
@@ -252,6 +291,8 @@ impl Kernel for CharDevice {
             handle,
             flags,
             fd: -1,
+            range_size: element(ranges),
+            ..Default::default()
         };
         // SAFETY: the kernel reads the ranges, a slice as long as `nr_ranges` says. What they name is the kernel's to
         // check: it touches no memory of the program.
@@ -280,6 +321,7 @@ impl Kernel for CharDevice {
             req: with_clients(request, clients),
             parts: address_mut(parts),
             nr_parts: count(parts.len()),
+            part_size: element(parts),
             ..Default::default()
         };
         // SAFETY: the kernel reads the clients and writes at most `nr_parts` elements at `parts`; both are slices that
@@ -293,18 +335,21 @@ impl Kernel for CharDevice {
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
-        const EVENT: usize = size_of::<abi::p2pmem_event>();
-        // SAFETY: the kernel writes at most the given number of bytes, which is the slice's size, and any bytes make
-        // valid events, as they are plain integers.
-        let n = unsafe { libc::read(self.0.as_raw_fd(), out.as_mut_ptr().cast(), out.len() * EVENT) };
-        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
-        if n % EVENT != 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "the module returned part of an event",
-            ));
+        // A newer module's events may be larger. There is room for one of any version, and for no more of the known
+        // size than the caller takes.
+        const ROOM: usize = 2048;
+        const _: () = assert!(ROOM >= abi::P2PMEM_MAX_EVENT as usize);
+        let mut bytes = [0u8; ROOM];
+        let known = size_of::<abi::p2pmem_event>();
+        let least = abi::P2PMEM_MAX_EVENT as usize / known;
+        if out.len() < least {
+            return Err(io::ErrorKind::InvalidInput.into());
         }
-        Ok(n / EVENT)
+        let room = ROOM.min(out.len() * known);
+        // SAFETY: the kernel writes at most `room` bytes, and the array has at least so many.
+        let n = unsafe { libc::read(self.0.as_raw_fd(), bytes.as_mut_ptr().cast(), room) };
+        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        split_events(&bytes[..n], out)
     }
 
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {

@@ -43,6 +43,8 @@ pub fn human_size(bytes: u64) -> String {
 pub struct Info {
     /// Version of the ABI that the module speaks.
     pub abi_version: u32,
+    /// Oldest version of the ABI whose programs work with the module.
+    pub abi_compatible: u32,
     /// The module's version.
     pub version: String,
     /// Granularity of buffers and mappings in bytes.
@@ -62,6 +64,25 @@ pub struct Info {
 }
 
 impl Info {
+    /// Whether a program of this version works with the module: newer modules say down to which version they are
+    /// compatible, older ones since version 5 lack features only.
+    pub(crate) fn compatible(&self) -> bool {
+        (self.abi_compatible..=u32::MAX).contains(&abi::P2PMEM_ABI_VERSION)
+            && self.abi_version >= abi::P2PMEM_ABI_COMPATIBLE
+    }
+
+    /// Features of this library that the module lacks, by name.
+    pub fn missing(&self) -> Vec<&'static str> {
+        const KNOWN: [(u32, &str); 4] = [
+            (abi::P2PMEM_FEATURE_DMABUF, "dma-buf export"),
+            (abi::P2PMEM_FEATURE_RULES, "rules"),
+            (abi::P2PMEM_FEATURE_IMPORT, "import"),
+            (abi::P2PMEM_FEATURE_STRIPE, "stripes"),
+        ];
+        let missing = KNOWN.iter().filter(|(bit, _)| self.features & u64::from(*bit) == 0);
+        missing.map(|(_, name)| *name).collect()
+    }
+
     /// Whether `ibv_reg_mr()` takes mappings of buffers: the RDMA core has the peer-memory interface, and the module is
     /// a client of it.
     pub fn peer_memory(&self) -> bool {
@@ -73,6 +94,7 @@ impl From<abi::p2pmem_info> for Info {
     fn from(raw: abi::p2pmem_info) -> Self {
         Self {
             abi_version: raw.abi_version,
+            abi_compatible: raw.abi_compatible,
             version: text(&raw.version),
             page_size: raw.page_size,
             features: raw.features,

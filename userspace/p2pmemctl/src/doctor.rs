@@ -152,11 +152,15 @@ fn device(machine: &Environment) -> Vec<Check> {
     };
     let mut checks = vec![Check::new("device", Level::Ok, "it can be opened")];
     match device.info() {
-        Ok(info) => checks.push(Check::new(
+        Ok(info) if info.missing().is_empty() => checks.push(Check::new(
             "ABI version",
             Level::Ok,
-            format!("{}, as this program's", info.abi_version),
+            format!("{}, which this program works with", info.abi_version),
         )),
+        Ok(info) => {
+            let text = format!("{}, without {}", info.abi_version, info.missing().join(", "));
+            checks.push(Check::new("ABI version", Level::Warning, text).remedy("install a newer module"));
+        }
         Err(error) => checks.push(Check::new("ABI version", Level::Failure, error.to_string())),
     }
     checks.push(match device.providers() {

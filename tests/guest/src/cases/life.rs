@@ -233,7 +233,7 @@ fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
         };
         let n = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&timeout))?;
         ensure!(n == 1, "no event of type {kind} came");
-        for event in sys::read_events(file.as_fd(), 24).map_err(errno)? {
+        for event in sys::read_events(file.as_fd(), 32).map_err(errno)? {
             if event.type_ == kind {
                 return Ok(event);
             }
@@ -247,7 +247,7 @@ fn events(bed: &mut Bed) -> Result<()> {
     rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
     expect(
         "read with nothing there",
-        sys::read_events(file.as_fd(), 240),
+        sys::read_events(file.as_fd(), 320),
         libc::EAGAIN,
     )?;
     let nothing = poll(

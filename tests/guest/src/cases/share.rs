@@ -374,7 +374,7 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     let revoked = |file: BorrowedFd<'_>| -> Result<Vec<u32>> {
         let mut handles = Vec::new();
         loop {
-            let event = sys::read_events(file, 24).map_err(errno)?.pop().context("an event")?;
+            let event = sys::read_events(file, 32).map_err(errno)?.pop().context("an event")?;
             ensure!(event.provider == a.provider, "{event:?}");
             match event.type_ {
                 abi::P2PMEM_EVENT_BUFFER_REVOKED => handles.push(event.handle),

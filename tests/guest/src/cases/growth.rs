@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The ABI grows: programs older and newer than the module, told apart by the sizes they state, and 32-bit programs.
+
+use std::os::fd::AsFd;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_sys as abi;
+
+use super::{Bed, Case, errno, expect, free, open, providers, request};
+use crate::sys::{self, Memory};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "abi-sizes",
+        about: "structures and elements may be shorter and longer than the module's, but not with unknown content",
+        topology: "small",
+        ruins: false,
+        run: sizes,
+    },
+    Case {
+        name: "abi-spare",
+        about: "spare fields are zero, else EINVAL",
+        topology: "small",
+        ruins: false,
+        run: spare,
+    },
+    Case {
+        name: "abi-compat",
+        about: "calls through the 32-bit entry of the kernel get the same answers",
+        topology: "small",
+        ruins: false,
+        run: compat,
+    },
+    Case {
+        name: "abi-rescan",
+        about: "only CAP_SYS_ADMIN drops the cache of paths that all programs share",
+        topology: "small",
+        ruins: false,
+        run: rescan,
+    },
+    Case {
+        name: "abi-events",
+        about: "an event that cannot be copied is read later, and those before it are returned",
+        topology: "small",
+        ruins: false,
+        run: events,
+    },
+];
+
+fn sizes(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    // A longer INFO: what the module does not know is zero.
+    let known = size_of::<abi::p2pmem_info>() / 8;
+    let mut long = [u64::MAX; 32];
+    sys::sized(fd, abi::P2PMEM_IOC_INFO, 256, &mut long).map_err(errno)?;
+    ensure!(long[known..] == [0; 32][known..], "beyond INFO: {long:?}");
+    ensure!(long[0] as u32 == abi::P2PMEM_ABI_VERSION, "{:#x}", long[0]);
+    // A shorter one: nothing is written beyond it.
+    let mut short = [u64::MAX; 32];
+    sys::sized(fd, abi::P2PMEM_IOC_INFO, 16, &mut short).map_err(errno)?;
+    ensure!(short[..2] == long[..2] && short[2..] == [u64::MAX; 30], "{short:?}");
+    expect(
+        "INFO without room",
+        sys::sized(fd, abi::P2PMEM_IOC_INFO, 0, &mut short),
+        libc::EINVAL,
+    )?;
+    // BUFFER of a handle: longer, with and without unknown content; shorter; too short.
+    let got = super::alloc(fd, 4096).map_err(errno)?;
+    let mut ask = [0u64; 32];
+    ask[0] = got.handle.into();
+    sys::sized(fd, abi::P2PMEM_IOC_BUFFER, 256, &mut ask).map_err(errno)?;
+    ensure!(ask[1] == 4096, "{ask:?}");
+    for at in [size_of::<abi::p2pmem_buffer>() / 8, 31] {
+        let mut ask = [0u64; 32];
+        (ask[0], ask[at]) = (got.handle.into(), 1 << 63);
+        let answer = sys::sized(fd, abi::P2PMEM_IOC_BUFFER, 256, &mut ask);
+        expect("BUFFER with unknown content", answer, libc::E2BIG)?;
+    }
+    let mut ask = [u64::MAX; 32];
+    ask[0] = got.handle.into();
+    sys::sized(fd, abi::P2PMEM_IOC_BUFFER, 16, &mut ask).map_err(errno)?;
+    ensure!(ask[1] == 4096 && ask[2..] == [u64::MAX; 30], "{ask:?}");
+    let answer = sys::sized(fd, abi::P2PMEM_IOC_BUFFER, 4, &mut ask);
+    expect("BUFFER without its essential fields", answer, libc::EINVAL)?;
+    free(fd, got.handle).map_err(errno)?;
+    // Elements that the module writes.
+    let there = providers(fd)?;
+    let first = there.first().context("a provider")?;
+    for size in [8, size_of::<abi::p2pmem_provider>() as u32, 256] {
+        let mut out = [0xffu8; 2048];
+        let count = (2048 / size).min(8);
+        let n = sys::list_sized(fd, size, count, &mut out).map_err(errno)?;
+        ensure!(n as usize == there.len(), "{n} providers");
+        for (index, provider) in there.iter().enumerate().take(count as usize) {
+            let element = &out[index * size as usize..][..size as usize];
+            ensure!(element[..4] == provider.id.to_ne_bytes(), "{element:?}");
+            let known = size_of::<abi::p2pmem_provider>().min(size as usize);
+            ensure!(element[known..].iter().all(|byte| *byte == 0), "{element:?}");
+        }
+        let end = there.len().min(count as usize) * size as usize;
+        ensure!(out[end..].iter().all(|byte| *byte == 0xff), "written beyond the last");
+    }
+    ensure!(first.id != 0);
+    let mut out = [0u8; 2048];
+    expect(
+        "elements of 0 bytes",
+        sys::list_sized(fd, 0, 1, &mut out).map(drop),
+        libc::EINVAL,
+    )?;
+    expect(
+        "elements of 3 bytes",
+        sys::list_sized(fd, 3, 1, &mut out).map(drop),
+        libc::EINVAL,
+    )?;
+    let large = abi::P2PMEM_MAX_ELEMENT + 1;
+    let mut page = [0u8; 8192];
+    let answer = sys::list_sized(fd, large, 1, &mut page).map(drop);
+    expect("elements that are too large", answer, libc::E2BIG)?;
+    // Elements that it reads: clients.
+    let client = bed.address("nvme0")?;
+    let function = u32::from(client.devfn) << 8 | u32::from(client.bus);
+    let longer = [u64::from(client.domain) | u64::from(function) << 32, 0];
+    let mut ask = request(4096);
+    sys::alloc_clients(fd, &mut ask, &longer, 16).map_err(errno)?;
+    free(fd, ask.handle).map_err(errno)?;
+    let answer = sys::alloc_clients(fd, &mut request(4096), &[longer[0], 1], 16);
+    expect("a client with unknown content", answer, libc::E2BIG)
+}
+
+fn spare(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    type Change = fn(&mut abi::p2pmem_request);
+    let changes: [Change; 3] = [|r| r.reserved = 1, |r| r.spare[0] = 1, |r| r.spare[3] = 1 << 63];
+    for change in changes {
+        let mut ask = request(4096);
+        change(&mut ask.req);
+        let answer = sys::alloc(fd, &mut ask, Memory::Slice(&mut []));
+        expect("a request with spare fields in use", answer, libc::EINVAL)?;
+    }
+    let mut list = abi::p2pmem_list {
+        reserved: 1,
+        ..Default::default()
+    };
+    let answer = sys::list(fd, &mut list, Memory::Slice(&mut []));
+    expect("LIST with a reserved field in use", answer, libc::EINVAL)?;
+    let mut rules = abi::p2pmem_rules {
+        reserved: 1,
+        ..Default::default()
+    };
+    let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut []));
+    expect("RULES with a reserved field in use", answer, libc::EINVAL)
+}
+
+fn compat(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut info = [0u64; 32];
+    sys::compat(fd, abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
+    ensure!(info[0] as u32 == abi::P2PMEM_ABI_VERSION, "{:#x}", info[0]);
+    // The request's first field is the size; the handle is behind it.
+    let mut ask = [0u64; 32];
+    ask[0] = 4096;
+    sys::compat(fd, abi::P2PMEM_IOC_ALLOC, &mut ask).map_err(errno)?;
+    let at = size_of::<abi::p2pmem_request>() / 8;
+    let (handle, size) = (ask[at] as u32, ask[at + 1]);
+    ensure!(handle != 0 && size == 4096, "{ask:?}");
+    ensure!(super::buffer(fd, handle).map_err(errno)?.size == 4096);
+    let mut end = [0u64; 32];
+    end[0] = handle.into();
+    sys::compat(fd, abi::P2PMEM_IOC_FREE, &mut end).map_err(errno)?;
+    expect(
+        "FREE again",
+        sys::compat(fd, abi::P2PMEM_IOC_FREE, &mut end),
+        libc::ENOENT,
+    )
+}
+
+fn rescan(bed: &mut Bed) -> Result<()> {
+    let mut clients = [bed.address("nvme0")?];
+    let file = open()?;
+    let mut ask = abi::p2pmem_paths {
+        nr_clients: 1,
+        flags: abi::P2PMEM_PATHS_RESCAN,
+        ..Default::default()
+    };
+    let mut as_user = ask;
+    let fd = file.as_fd();
+    sys::paths(fd, &mut ask, Memory::Slice(&mut clients), Memory::Slice(&mut [])).map_err(errno)?;
+    let answer = sys::as_user(1000, 1000, &[], || {
+        let mut clients = clients;
+        let none = Memory::Slice(&mut []);
+        let refused = sys::paths(fd, &mut as_user, Memory::Slice(&mut clients), none);
+        as_user.flags = 0;
+        let none = Memory::Slice(&mut []);
+        (refused, sys::paths(fd, &mut as_user, Memory::Slice(&mut clients), none))
+    })
+    .map_err(errno)?;
+    expect("PATHS_RESCAN of a user", answer.0, libc::EPERM)?;
+    answer.1.map_err(errno).context("PATHS of a user")
+}
+
+fn events(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
+    let fd = file.as_fd();
+    // Two events: the provider leaves and comes back.
+    bed.unbind("accel0")?;
+    bed.publish("accel0")?;
+    let size = size_of::<abi::p2pmem_event>();
+    // Nothing can be copied: both stay.
+    expect(
+        "read at a bad pointer",
+        sys::read_guarded(fd, 0, size).map(drop),
+        libc::EFAULT,
+    )?;
+    // One can: it is returned, the other one stays.
+    let first = sys::read_guarded(fd, size, 2 * size).map_err(errno)?;
+    ensure!(first.len() == 1, "{first:?}");
+    let rest = sys::read_events(fd, 8 * size).map_err(errno)?;
+    let kinds: Vec<_> = first.iter().chain(&rest).map(|event| event.type_).collect();
+    ensure!(
+        kinds == [abi::P2PMEM_EVENT_PROVIDER_REMOVED, abi::P2PMEM_EVENT_PROVIDER_ADDED],
+        "{kinds:?}"
+    );
+    ensure!(first.iter().chain(&rest).all(|event| event.size as usize == size));
+    Ok(())
+}
