@@ -125,20 +125,29 @@ impl Fault<'_> {
         Some(self.page_offset() - ((self.address() - first) >> PAGE_SHIFT) as u64)
     }
 
-    /// Maps a page table's worth of page frames, from an aligned one on, as one entry.
+    /// Maps a page table's worth of page frames, from an aligned one on, as one entry. Errors: `EAGAIN` where that cannot
+    /// be, as in an area that is not for page frames or does not have all of the page table.
     ///
     /// # Safety
     ///
-    /// [`Self::table_offset`] must have a value, the area must be one for page frames, and they must be the caller's.
+    /// The page frames must be the caller's.
     pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
+        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        if self.table_offset().is_none() || !unsafe { sys::p2pmem_vma_takes_pfns(self.vma_raw()) } {
+            return Err(EAGAIN);
+        }
         let vmf = core::ptr::from_ref(self.0).cast_mut();
-        // SAFETY: The fault is valid, the area has room for the entry, and the caller promises the rest.
+        // A write needs a writable entry, even where the area makes new entries read-only: once the soft-dirty bits of a
+        // process were cleared, its new entries are, and without the flag the write would fault again, forever.
+        let write = self.0.flags & bindings::fault_flag_FAULT_FLAG_WRITE != 0;
+        // SAFETY: The fault is valid, and as was just seen its area has room for the entry and takes page frames. The caller
+        // promises that they are its own.
         #[cfg(CONFIG_TRANSPARENT_HUGEPAGE)]
-        let answer = unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, false) };
+        let answer = unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, write) };
         // Never asked for: such a kernel has no large entries.
         #[cfg(not(CONFIG_TRANSPARENT_HUGEPAGE))]
         let answer = {
-            let _ = (vmf, pfn);
+            let _ = (vmf, pfn, write);
             bindings::vm_fault_reason_VM_FAULT_FALLBACK
         };
         match answer {

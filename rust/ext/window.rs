@@ -80,10 +80,14 @@ impl Window {
         windows: &Arc<Windows>,
     ) -> Result<Self> {
         let (start, len) = function.bar(bar).ok_or(EINVAL)?;
-        if offset.checked_add(size).is_none_or(|end| end > len) {
+        if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
             return Err(EINVAL);
         }
         let phys = start + offset;
+        // Page frames are mapped whole: one that is not all of the window's would show a neighbour's bytes.
+        if (phys | size) % PAGE_SIZE as u64 != 0 {
+            return Err(EINVAL);
+        }
         // SAFETY: The device is bound, and unbinding its driver releases what this call acquires.
         to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
         // SAFETY: It was initialised just now.
@@ -146,8 +150,8 @@ impl Window {
             return Err(EFAULT);
         }
         let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
-        // SAFETY: The area is locked by the fault, is one for page frames, and has room for that many; by the type
-        // invariant they belong to the window.
+        // SAFETY: The area is locked by the fault and has room for that many; the call refuses one that is not for page
+        // frames. By the type invariant they belong to the window.
         to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })
     }
 }
@@ -160,9 +164,7 @@ impl Window {
         if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
             return Err(EAGAIN);
         }
-        fault.table_offset().ok_or(EAGAIN)?;
-        // SAFETY: The area has all of the page table. It is one for page frames, as it maps a window, and by the type
-        // invariant the frames belong to the window.
+        // SAFETY: By the type invariant the frames belong to the window.
         unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
     }
 }

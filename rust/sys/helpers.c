@@ -41,8 +41,9 @@ static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
  */
 static void page_hold(struct page *page)
 {
-	set_page_count(page, 1);
-	atomic_inc(&page->_mapcount);
+	/* One of two callers at once takes it: a count that was raised meanwhile is never set back. */
+	if (!atomic_cmpxchg(&page->_refcount, 0, 1))
+		atomic_inc(&page->_mapcount);
 }
 
 static void page_unhold(struct page *page)
@@ -56,8 +57,7 @@ void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
 	unsigned long i;
 
 	for (i = 0; i < npages; i++)
-		if (!page_ref_count(page + i))
-			page_hold(page + i);
+		page_hold(page + i);
 }
 
 /* How many pages have a reference besides ours. */
@@ -129,6 +129,9 @@ static int insert_page(pte_t *pte, unsigned long addr, void *data)
 
 	if (!pte_none(ptep_get(pte)))
 		return -EBUSY;
+	/* Without our reference the end of this mapping would give the page to the core's pool. */
+	if (!page_ref_count(at->page))
+		return -EFAULT;
 	get_page(at->page);
 	atomic_inc(&at->page->_mapcount);
 	set_pte_at(at->vma->vm_mm, addr, pte, mk_pte(at->page, at->vma->vm_page_prot));
@@ -148,6 +151,8 @@ int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned
 	int member = mm_counter_file(page_folio(at.page));
 	int ret;
 
+	if (!(vma->vm_flags & VM_MIXEDMAP) || vma->vm_flags & VM_IO)
+		return -EFAULT;
 	ret = apply_to_page_range(vma->vm_mm, addr, min(npages, BATCH) << PAGE_SHIFT, insert_page, &at);
 	percpu_counter_add(&vma->vm_mm->rss_stat[member], at.done);
 	return at.done ? 0 : ret;
@@ -216,14 +221,22 @@ void p2pmem_window_clear(void *kaddr, size_t size)
 	}
 }
 
+/* Whether p2pmem_vma_prepare() made the area one for page frames. In others they are a BUG() or refer to pages. */
+bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma)
+{
+	return vma->vm_flags & VM_MIXEDMAP && vma->vm_flags & VM_IO && !is_cow_mapping(vma->vm_flags);
+}
+
 /* Maps page frames at @addr, up to the first that cannot be. 0 when the first one is mapped afterwards. */
 int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages)
 {
 	unsigned long n = min(npages, BATCH), i;
 	vm_fault_t ret;
 
+	if (!p2pmem_vma_takes_pfns(vma))
+		return -EFAULT;
 	for (i = 0; i < n; i++) {
-		ret = vmf_insert_pfn(vma, addr + (i << PAGE_SHIFT), pfn + i);
+		ret = vmf_insert_mixed(vma, addr + (i << PAGE_SHIFT), pfn + i);
 		if (ret & VM_FAULT_ERROR)
 			break;
 	}
@@ -253,7 +266,12 @@ void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 		 */
 		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP | VM_RAND_READ);
 	else
-		vm_flags_set(vma, VM_PFNMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
+		/*
+		 * No VM_PFNMAP: VFIO type1 maps the page frames of such areas for DMA without a reference and without a
+		 * notifier, and would go on after the memory became another user's. Without it, and with VM_IO, it has to pin
+		 * pages, which fails with EFAULT. The entries are special ones all the same.
+		 */
+		vm_flags_set(vma, VM_MIXEDMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
 	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
 }
 

@@ -39,6 +39,7 @@ void p2pmem_window_unmap(void *kaddr);
 void p2pmem_window_clear(void *kaddr, size_t size);
 int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages);
 
+bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma);
 bool p2pmem_vma_may_share(struct vm_area_struct *vma);
 bool p2pmem_vma_may_write(struct vm_area_struct *vma);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);

@@ -43,6 +43,7 @@ mod rules;
 mod rules_bad;
 mod rules_more;
 mod share;
+mod soft_dirty;
 mod stripe;
 mod teardown;
 mod trace;
@@ -81,6 +82,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
         .chain(pageless::CASES)
+        .chain(soft_dirty::CASES)
         .chain(rdma_user::CASES)
         .chain(rdma_stale::CASES)
         .chain(rdma_programs::CASES)

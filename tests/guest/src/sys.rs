@@ -642,6 +642,23 @@ pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
     spawn_child(child)?.wait()
 }
 
+/// Has the kernel kill the calling process once it has used so many seconds of processor time.
+///
+/// # Errors
+///
+/// Those of setrlimit.
+pub fn limit_processor_time(seconds: u64) -> io::Result<()> {
+    let limit = libc::rlimit {
+        rlim_cur: seconds,
+        rlim_max: seconds,
+    };
+    // SAFETY: the limit is a valid one.
+    match unsafe { libc::setrlimit(libc::RLIMIT_CPU, &limit) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// A child that was forked. It must be waited for.
 #[must_use]
 pub struct ForkedChild(libc::pid_t);

@@ -66,7 +66,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Runs tests with accel0 published without pages, and publishes it with pages again.
-fn without_pages(bed: &mut Bed, tests: &[fn(&mut Bed) -> Result<()>]) -> Result<()> {
+pub(super) fn without_pages(bed: &mut Bed, tests: &[fn(&mut Bed) -> Result<()>]) -> Result<()> {
     bed.unpublish("accel0")?;
     publish(bed)?;
     let answer = tests.iter().try_for_each(|test| test(bed));
