@@ -157,6 +157,10 @@ impl Buddy {
     /// Takes one contiguous piece into an empty list: its offset, its bytes, and whether it is all zeroes. Nothing is in
     /// the list after an error.
     fn take(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
+        let page = PAGE_SIZE as u64;
+        if size == 0 || size % page != 0 || align < page || !align.is_power_of_two() {
+            return Err(EINVAL);
+        }
         let Some(rounded) = size.checked_next_power_of_two() else {
             return Err(ENOSPC);
         };
@@ -272,7 +276,7 @@ impl Buddy {
             return size.max(block);
         }
         // The block is large enough in bytes, but not with that alignment.
-        block.min(size - PAGE_SIZE as u64)
+        block.min(size.saturating_sub(PAGE_SIZE as u64))
     }
 
     /// The largest piece that can be had at page alignment. It looks at every block, once for each change: for people to see, not
@@ -389,6 +393,16 @@ mod tests {
                 assert!(extent.offset() + extent.size() <= 64 * PAGE);
                 assert_eq!(buddy.free(), 64 * PAGE - extent.size());
             }
+        }
+        for (size, align) in [
+            (0, PAGE),
+            (1, PAGE),
+            (PAGE + 1, PAGE),
+            (PAGE, 0),
+            (PAGE, 1),
+            (PAGE, 3 * PAGE),
+        ] {
+            assert!(buddy.alloc(size, align).is_err_and(|e| e == EINVAL));
         }
         for (size, align) in [
             (65 * PAGE, PAGE),
