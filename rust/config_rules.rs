@@ -142,10 +142,12 @@ impl Settings {
 
     fn disable(&mut self) -> Answer {
         if let (Some(id), Ok(orchestrator)) = (self.enabled, global::orchestrator()) {
-            orchestrator
-                .rules()
-                .remove(id)
-                .map_err(|refusal| refuse!(refusal.error, "there is no memory to end the rule with: it stays in force"))?;
+            orchestrator.rules().remove(id).map_err(|refusal| {
+                refuse!(
+                    refusal.error,
+                    "there is no memory to end the rule with: it stays in force"
+                )
+            })?;
         }
         self.enabled = None;
         Ok(())

@@ -92,7 +92,9 @@ impl Brief {
                 GFP_KERNEL_ACCOUNT,
             )?,
         };
-        brief.stock.resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
+        brief
+            .stock
+            .resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
         let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
         let chosen = placement::nearest(size, wish.max_class, &facts.turns, &mut brief.stock, glance);
         let Some(turn) = chosen else {

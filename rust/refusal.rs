@@ -83,7 +83,10 @@ impl Refusal {
     pub(crate) fn again(&self) -> Self {
         Self {
             error: self.error,
-            text: self.text.as_ref().and_then(|text| KBox::new(**text, GFP_KERNEL_ACCOUNT).ok()),
+            text: self
+                .text
+                .as_ref()
+                .and_then(|text| KBox::new(**text, GFP_KERNEL_ACCOUNT).ok()),
             logged: self.logged,
         }
     }

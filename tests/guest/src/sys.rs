@@ -90,7 +90,7 @@ pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> Answer {
 /// pointers, or none that are not zero.
 pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 32]) -> Answer {
     assert!(size as usize <= size_of_val(argument), "more than there is");
-    let request = request & !(0x3fff << 16) | size << 16;
+    let request = (request & !(0x3fff << 16)) | (size << 16);
     // SAFETY: the kernel touches as many bytes as the number says, which are there.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), argument.as_mut_ptr()) }.into())
 }

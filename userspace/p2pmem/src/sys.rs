@@ -345,7 +345,7 @@ impl Kernel for CharDevice {
         if out.len() < least {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let room = ROOM.min(out.len() * known);
+        let room = ROOM.min(size_of_val(out));
         // SAFETY: the kernel writes at most `room` bytes, and the array has at least so many.
         let n = unsafe { libc::read(self.0.as_raw_fd(), bytes.as_mut_ptr().cast(), room) };
         let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;

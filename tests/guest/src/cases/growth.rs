@@ -120,8 +120,8 @@ fn sizes(bed: &mut Bed) -> Result<()> {
     expect("elements that are too large", answer, libc::E2BIG)?;
     // Elements that it reads: clients.
     let client = bed.address("nvme0")?;
-    let function = u32::from(client.devfn) << 8 | u32::from(client.bus);
-    let longer = [u64::from(client.domain) | u64::from(function) << 32, 0];
+    let function = (u32::from(client.devfn) << 8) | u32::from(client.bus);
+    let longer = [u64::from(client.domain) | (u64::from(function) << 32), 0];
     let mut ask = request(4096);
     sys::alloc_clients(fd, &mut ask, &longer, 16).map_err(errno)?;
     free(fd, ask.handle).map_err(errno)?;

@@ -114,7 +114,11 @@ pub(super) fn part() -> Result<()> {
         }
         ensure!(made <= MOST, "{made} handles on one file");
     };
-    ensure!(refused == libc::EMFILE && made == MOST, "{made} handles, then {}", errno(refused));
+    ensure!(
+        refused == libc::EMFILE && made == MOST,
+        "{made} handles, then {}",
+        errno(refused)
+    );
     let (explain, _, text) = super::explain_last(other.as_fd())?;
     ensure!(
         explain.error == libc::EMFILE as u32 && text.contains("handles"),
@@ -185,7 +189,12 @@ fn open_close(_: &mut Bed) -> Result<()> {
     // Once for what is loaded at the first time.
     time("/dev/null")?;
     let (null, ours) = (time("/dev/null")?, time(super::NODE)?);
-    println!("{TIMES} times: /dev/null {:.2} ms, {} {:.2} ms", null * 1e3, super::NODE, ours * 1e3);
+    println!(
+        "{TIMES} times: /dev/null {:.2} ms, {} {:.2} ms",
+        null * 1e3,
+        super::NODE,
+        ours * 1e3
+    );
     // A grace period takes some milliseconds, however fast the machine is.
     ensure!(
         ours < null * 50.0 || ours < f64::from(TIMES) * 1e-3,
