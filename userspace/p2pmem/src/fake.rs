@@ -420,6 +420,7 @@ impl Kernel for FakeDevice {
                     | abi::P2PMEM_FEATURE_EVENTS
                     | abi::P2PMEM_FEATURE_ADOPT
                     | abi::P2PMEM_FEATURE_DMABUF
+                    | abi::P2PMEM_FEATURE_RULES
                     | abi::P2PMEM_FEATURE_IMPORT
                     | abi::P2PMEM_FEATURE_STRIPE,
             ),
