@@ -118,6 +118,14 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
         Kernels::Stock("the debug kernel has no entry for 32-bit programs"),
     ),
     (
+        "hostile-handles",
+        Kernels::Stock("the debug kernel has no memory controller, which charges what is counted here"),
+    ),
+    (
+        "hostile-buffers",
+        Kernels::Stock("tens of thousands of buffers take a checking kernel minutes, and it is the number that counts"),
+    ),
+    (
         "rdma-software",
         Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
     ),
