@@ -59,7 +59,7 @@ impl quota::Store for Numbers {
         } else if let Some(used) = self.0.get_mut(&account) {
             *used = bytes;
         } else {
-            self.0.try_create_and_insert(account, bytes, GFP_KERNEL_ACCOUNT)?;
+            self.0.try_create_and_insert(account, bytes, GFP_KERNEL)?;
         }
         Ok(())
     }
