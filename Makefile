@@ -119,9 +119,12 @@ test-vm-debug: modules debug-modules user testbed ## those with the debug kernel
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
 
-bench: modules user testbed ## what buffers, decisions and registering memory with a NIC cost, in instructions
+bench: modules user testbed ## what buffers, decisions and registering memory with a NIC cost, in instructions; fails where an aim is missed
 	@$(in) tools/make-modules peer
 	@$(in) tools/bench
+
+bench-short: modules testbed ## the rows of bench without registrations and live buffers
+	@$(in) tools/bench --short
 
 # --- on a machine that is to use p2pmem -------------------------------------------------------------------------------
 
@@ -161,5 +164,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo demo-programs test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench test-user \
+.PHONY: help demo demo-programs test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug rust-metadata modules_install install dkms clean distclean

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Times pci_p2pmem_find_many(), which no program can call by itself: what the kernel's own choice of a provider costs.
+ * Times the kernel's own choice of a provider, which no program can make by itself.
  *
- * A write to /dev/p2pmem-find-many names the clients, domain:bus:device.function each, and a read then gives the
- * nanoseconds of the cheapest of TIMES calls and the provider that the last one chose, or "none".
+ * A write to /dev/p2pmem-find-many holds lists of clients, separated by semicolons; a client is domain:bus:device.function.
+ * A read then returns three words: the nanoseconds that pci_p2pmem_find_many() takes for a list, the nanoseconds that it
+ * takes together with pci_alloc_p2pmem() and pci_free_p2pmem() of one page, and the last provider found, or "none".
+ * With several lists each figure is the mean of one round over all lists. Both figures are the cheapest of TIMES rounds.
  */
 
 #include <linux/fs.h>
 #include <linux/ktime.h>
+#include <linux/math64.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -22,11 +25,18 @@ MODULE_LICENSE("GPL");
 
 #define TIMES		20
 #define MOST_CLIENTS	32
-#define LINE_LEN	1024
+#define MOST_LISTS	32
+#define LINE_LEN	8192
 
-/* Serialises writes, and reads of what they left. */
+struct clients {
+	struct device *devices[MOST_CLIENTS];
+	int count;
+};
+
+/* Serialises writes, and reads of their results; protects lists and answer. */
 static DEFINE_MUTEX(lock);
-static char answer[64];
+static struct clients lists[MOST_LISTS];
+static char answer[96];
 
 static struct pci_dev *function_of(const char *name)
 {
@@ -37,27 +47,79 @@ static struct pci_dev *function_of(const char *name)
 	return pci_get_domain_bus_and_slot(domain, bus, PCI_DEVFN(device, function));
 }
 
-static void measure(struct device **clients, int count)
+/* Finds a provider for one list, and with @take allocates a page of it and frees the page. */
+static int find(struct clients *list, bool take, u64 *took, struct pci_dev **found)
 {
-	u64 start, took, best = U64_MAX;
-	struct pci_dev *found = NULL;
-	int i;
+	u64 start = ktime_get_ns();
+	void *page = NULL;
 
-	for (i = 0; i < TIMES; i++) {
-		pci_dev_put(found);
-		start = ktime_get_ns();
-		found = pci_p2pmem_find_many(clients, count);
-		took = ktime_get_ns() - start;
-		best = min(best, took);
+	*found = pci_p2pmem_find_many(list->devices, list->count);
+	if (*found && take) {
+		page = pci_alloc_p2pmem(*found, PAGE_SIZE);
+		if (page)
+			pci_free_p2pmem(*found, page, PAGE_SIZE);
 	}
-	snprintf(answer, sizeof(answer), "%llu %s\n", best, found ? pci_name(found) : "none");
+	*took += ktime_get_ns() - start;
+	return *found && take && !page ? -ENOMEM : 0;
+}
+
+/* The mean nanoseconds for a list in the cheapest round, and the last provider found, with a reference. */
+static int measure(int count, bool take, u64 *best, struct pci_dev **found)
+{
+	int round, i, ret;
+
+	*best = U64_MAX;
+	*found = NULL;
+	for (round = 0; round < TIMES; round++) {
+		u64 took = 0;
+
+		for (i = 0; i < count; i++) {
+			pci_dev_put(*found);
+			ret = find(&lists[i], take, &took, found);
+			if (ret)
+				return ret;
+		}
+		*best = min(*best, div_u64(took, count));
+	}
+	return 0;
+}
+
+static int measure_both(int count)
+{
+	struct pci_dev *found;
+	u64 decide, whole;
+	int ret;
+
+	ret = measure(count, false, &decide, &found);
 	pci_dev_put(found);
+	if (ret)
+		return ret;
+	ret = measure(count, true, &whole, &found);
+	if (!ret)
+		snprintf(answer, sizeof(answer), "%llu %llu %s\n", decide, whole, found ? pci_name(found) : "none");
+	pci_dev_put(found);
+	return ret;
+}
+
+/* Fills a list from names that spaces separate. The list holds a reference to each of its devices, in a failure too. */
+static int parse(struct clients *list, char *text)
+{
+	char *name;
+
+	text = strim(text);
+	while ((name = strsep(&text, " "))) {
+		struct pci_dev *pdev = list->count < MOST_CLIENTS ? function_of(name) : NULL;
+
+		if (!pdev)
+			return -ENODEV;
+		list->devices[list->count++] = &pdev->dev;
+	}
+	return 0;
 }
 
 static ssize_t find_many_write(struct file *file, const char __user *from, size_t len, loff_t *at)
 {
-	struct device *clients[MOST_CLIENTS];
-	char *text, *rest, *name;
+	char *text, *rest, *one;
 	int count = 0, ret = 0;
 
 	if (!len || len > LINE_LEN)
@@ -65,22 +127,19 @@ static ssize_t find_many_write(struct file *file, const char __user *from, size_
 	text = memdup_user_nul(from, len);
 	if (IS_ERR(text))
 		return PTR_ERR(text);
-	rest = strim(text);
-	while (!ret && (name = strsep(&rest, " "))) {
-		struct pci_dev *pdev = count < MOST_CLIENTS ? function_of(name) : NULL;
+	rest = text;
+	mutex_lock(&lock);
+	while (!ret && (one = strsep(&rest, ";")))
+		ret = count < MOST_LISTS ? parse(&lists[count++], one) : -E2BIG;
+	if (!ret)
+		ret = measure_both(count);
+	while (count) {
+		struct clients *list = &lists[--count];
 
-		if (pdev)
-			clients[count++] = &pdev->dev;
-		else
-			ret = -ENODEV;
+		while (list->count)
+			put_device(list->devices[--list->count]);
 	}
-	if (!ret) {
-		mutex_lock(&lock);
-		measure(clients, count);
-		mutex_unlock(&lock);
-	}
-	while (count)
-		put_device(clients[--count]);
+	mutex_unlock(&lock);
 	kfree(text);
 	return ret ?: len;
 }

@@ -1,22 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | decisions`. Prints JSON.
+//! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions`. Prints JSON.
+//! `memory-short` measures buffers of 48 MiB alone.
 //!
 //! Every number is of instructions of this program, in user space and in the kernel, without those that reading the clock
 //! takes: the cheapest of several, except where it says otherwise.
 
+use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::cases::{Bed, alloc, command, errno, free, open, read, request, write};
 use p2pmem_guest::devices;
 use p2pmem_guest::sys::{self, Mapping, Memory};
 use p2pmem_sys as abi;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde_json::{Value, json};
 
@@ -26,10 +30,30 @@ const MIB: u64 = 1 << 20;
 const TABLE: u64 = 2 * MIB;
 /// Sizes of buffers.
 const SIZES: [u64; 7] = [PAGE, 64 << 10, MIB, 2 * MIB, 16 * MIB, 48 * MIB, 256 * MIB];
+/// The only size of the short form.
+const SIZES_SHORT: [u64; 1] = [END_TO_END];
+/// Size of the buffers that are followed from their allocation to their clearing.
+const END_TO_END: u64 = 48 * MIB;
 /// Live buffers while one more is allocated.
 const LIVE: [usize; 3] = [10, 1_000, 100_000];
 /// How many more are allocated then.
 const MORE: u64 = 64;
+/// Open files that share the buffers of random sizes.
+const FILES: usize = 1_000;
+/// Buffers of random sizes to begin with, beyond those that live in the end: freeing the surplus leaves the holes.
+const SURPLUS: usize = 20_000;
+/// Most pages of a buffer of random size.
+const MOST_PAGES: u64 = 3;
+/// Rules in force for the row with many rules.
+const RULES: usize = 30;
+/// Folder of the administrator's rules.
+const RULE_FOLDER: &str = "/sys/kernel/config/p2pmem/rules";
+/// Lists of clients that alternate: fewer than the module remembers, and more.
+const LISTS: [usize; 2] = [8, 40];
+/// Lists that the timer of the kernel's own choice takes at once.
+const MOST_LISTS: usize = 32;
+/// How many more are allocated among buffers of random sizes.
+const MORE_RANDOM: usize = 256;
 /// Numbers of providers and of clients.
 const PROVIDERS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const CLIENTS: [usize; 4] = [1, 2, 4, 8];
@@ -83,7 +107,7 @@ fn publish(bed: &Bed, name: &str, settings: &[(&str, &str)]) -> Result<()> {
     if driver.exists() {
         write(&driver.join("unbind"), &device.bdf)?;
     }
-    write(std::path::Path::new("/sys/bus/pci/drivers_probe"), &device.bdf)?;
+    write(Path::new("/sys/bus/pci/drivers_probe"), &device.bdf)?;
     let dir = bed.provider_dir(name)?;
     fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
     for (setting, value) in settings {
@@ -190,6 +214,91 @@ fn upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
     Ok(json!({ "map": least(&maps), "unmap": least(&unmaps) }))
 }
 
+/// Time that the kernel's worker threads have run so far, by process number.
+fn workers() -> Result<HashMap<u32, u64>> {
+    let mut times = HashMap::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            continue;
+        };
+        let comm = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if !comm.starts_with("kworker") {
+            continue;
+        }
+        // A worker may end between the two reads.
+        let Ok(text) = fs::read_to_string(entry.path().join("schedstat")) else {
+            continue;
+        };
+        let ran = text.split_whitespace().next().context("an empty schedstat")?;
+        times.insert(pid, ran.parse()?);
+    }
+    ensure!(!times.is_empty(), "no worker has a schedstat");
+    Ok(times)
+}
+
+/// Time that worker threads ran since `before`.
+fn worked(before: &HashMap<u32, u64>) -> Result<u64> {
+    let now = workers()?;
+    let ran = now
+        .iter()
+        .map(|(pid, time)| time - before.get(pid).copied().unwrap_or(0).min(*time));
+    Ok(ran.sum())
+}
+
+/// Reads one word of each page.
+fn touch_pages(mapping: &Mapping) {
+    for page in (0..mapping.len()).step_by(PAGE as usize) {
+        mapping.get(page);
+    }
+}
+
+/// The whole life of a buffer of a provider: allocate, map, touch each page, unmap, free, and the clearing that follows.
+fn end_to_end(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
+    let provider = bed.provider(name)?.id;
+    let mut best = (u64::MAX, 0, 0);
+    for _ in 0..times(size) {
+        let before = workers()?;
+        let mut asked = request(size);
+        asked.req.provider = provider;
+        let (done, took) = watch.time(|| {
+            sys::alloc(fd, &mut asked, Memory::Slice(&mut []))?;
+            let mapping = Mapping::shared(fd, asked.mmap_offset, size as usize)?;
+            touch_pages(&mapping);
+            drop(mapping);
+            free(fd, asked.handle)
+        });
+        done.map_err(errno)?;
+        settle(bed, name)?;
+        let clearing = worked(&before)?;
+        best = best.min((took + clearing, took, clearing));
+    }
+    // The module's memory is never handed on uncleared, so that a count of nothing means that nothing was counted.
+    ensure!(
+        best.2 > size / 4096,
+        "clearing {size} bytes took {} instructions",
+        best.2
+    );
+    Ok(json!({ "whole": best.0, "program": best.1, "clearing": best.2 }))
+}
+
+/// The same by the kernel's own file, which clears nothing.
+fn end_to_end_upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
+    let mut counts = Vec::new();
+    for _ in 0..times(size) {
+        let (done, took) = watch.time(|| {
+            let mapping = Mapping::shared(pool.as_fd(), 0, size as usize)?;
+            touch_pages(&mapping);
+            drop(mapping);
+            Ok::<_, i32>(())
+        });
+        done.map_err(errno).context("p2pmem/allocate")?;
+        counts.push(took);
+    }
+    let whole = least(&counts);
+    Ok(json!({ "whole": whole, "program": whole, "clearing": 0 }))
+}
+
 /// Has all memory of a provider cleared, as it is not when it is published.
 fn clear(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
     let provider = bed.provider(name)?;
@@ -231,7 +340,67 @@ fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
     Ok(rows.into())
 }
 
-fn memory(watch: &Watch, bed: &Bed) -> Result<Value> {
+/// Numbers that look random and are the same in each run.
+struct Random(u64);
+
+impl Random {
+    /// One below `bound`.
+    fn below(&mut self, bound: u64) -> u64 {
+        // Marsaglia's xorshift.
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % bound
+    }
+}
+
+/// Allocations of random sizes, in turn by each of [`FILES`] files: with `count` live buffers, and with the holes that
+/// `surplus` more have left behind.
+fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: usize) -> Result<Value> {
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let mut live = Vec::new();
+    for at in 0..count + surplus {
+        let file = &files[at % files.len()];
+        let size = (1 + random.below(MOST_PAGES)) * PAGE;
+        live.push((file, alloc(file.as_fd(), size).map_err(errno)?.handle));
+    }
+    for _ in 0..surplus {
+        let (file, handle) = live.swap_remove(random.below(live.len() as u64) as usize);
+        free(file.as_fd(), handle).map_err(errno)?;
+    }
+    settle(bed, "paged")?;
+    // The same sizes whatever lives.
+    let mut random = Random(0x2545_f491_4f6c_dd1d);
+    let mut sum = 0;
+    for at in 0..MORE_RANDOM {
+        let file = &files[(at * 37) % files.len()];
+        let size = (1 + random.below(MOST_PAGES)) * PAGE;
+        let (done, took) = watch.time(|| alloc(file.as_fd(), size));
+        live.push((file, done.map_err(errno)?.handle));
+        sum += took;
+    }
+    for (file, handle) in live {
+        free(file.as_fd(), handle).map_err(errno)?;
+    }
+    settle(bed, "paged")?;
+    Ok(json!({ "buffers": count, "holes": surplus, "files": files.len(), "alloc": sum / MORE_RANDOM as u64 }))
+}
+
+/// What one more allocation costs while few and while many buffers of random sizes live.
+fn crowd_with_holes(watch: &Watch, bed: &Bed) -> Result<Value> {
+    let hard = getrlimit(Resource::Nofile).maximum;
+    let wanted = Rlimit {
+        current: hard,
+        maximum: hard,
+    };
+    setrlimit(Resource::Nofile, wanted).context("the limit of open files")?;
+    let files = (0..FILES).map(|_| open()).collect::<Result<Vec<File>>>()?;
+    let few = crowd_row(watch, bed, &files, LIVE[0], 0)?;
+    let many = crowd_row(watch, bed, &files, LIVE[2], SURPLUS)?;
+    Ok(json!([few, many]))
+}
+
+fn memory(watch: &Watch, bed: &Bed, short: bool) -> Result<Value> {
     let reserve = (512 * MIB - PAGE).to_string();
     publish(bed, "paged", &[("kernel_reserve", "0")])?;
     publish(bed, "pageless", &[("kernel_reserve", "0"), ("mode", "pageless")])?;
@@ -248,7 +417,8 @@ fn memory(watch: &Watch, bed: &Bed) -> Result<Value> {
         .open(&path)
         .with_context(|| path.display().to_string())?;
     let mut rows = Vec::new();
-    for size in SIZES {
+    let sizes: &[u64] = if short { &SIZES_SHORT } else { &SIZES };
+    for &size in sizes {
         rows.push(json!({
             "bytes": size,
             "paged": buffer(watch, bed, fd, "paged", size)?,
@@ -257,35 +427,97 @@ fn memory(watch: &Watch, bed: &Bed) -> Result<Value> {
         }));
         eprintln!("{size} bytes: done");
     }
+    let whole = json!({
+        "bytes": END_TO_END,
+        "paged": end_to_end(watch, bed, fd, "paged", END_TO_END)?,
+        "pageless": end_to_end(watch, bed, fd, "pageless", END_TO_END)?,
+        "upstream": end_to_end_upstream(watch, &pool, END_TO_END)?,
+    });
+    eprintln!("end to end: done");
+    if short {
+        return Ok(json!({ "sizes": rows, "end_to_end": whole }));
+    }
     bed.unpublish("kernel")?;
     bed.unpublish("pageless")?;
     let crowd = crowd(watch, bed, fd)?;
-    Ok(json!({ "sizes": rows, "live": crowd }))
+    eprintln!("live buffers: done");
+    let holes = crowd_with_holes(watch, bed)?;
+    Ok(json!({ "sizes": rows, "end_to_end": whole, "live": crowd, "live_with_holes": holes }))
 }
 
-/// What the kernel's own choice costs, and whether it found one.
-fn find_many(door: &mut File, clients: &[String]) -> Result<u64> {
-    door.write_all(clients.join(" ").as_bytes())
+/// What the kernel's own choice costs for each of some lists of clients: alone, and with taking and freeing a page.
+fn find_many(door: &mut File, lists: &[Vec<Client>]) -> Result<(u64, u64)> {
+    let lines: Vec<String> = lists
+        .iter()
+        .take(MOST_LISTS)
+        .map(|list| list.iter().map(|c| c.function.as_str()).collect::<Vec<_>>().join(" "))
+        .collect();
+    door.write_all(lines.join(";").as_bytes())
         .context("pci_p2pmem_find_many")?;
     let mut node = OpenOptions::new().read(true).open("/dev/p2pmem-find-many")?;
     let mut text = String::new();
     node.read_to_string(&mut text)?;
-    let (took, found) = text.trim().split_once(' ').context("no answer of find_many")?;
-    ensure!(found != "none", "the kernel found no provider for {clients:?}");
-    Ok(took.parse()?)
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let [decide, whole, found] = words.as_slice() else {
+        bail!("no answer of find_many: {text:?}");
+    };
+    ensure!(*found != "none", "the kernel found no provider for {lines:?}");
+    Ok((decide.parse()?, whole.parse()?))
 }
 
-/// What a decision of ours costs, with all paths in the cache.
-fn decision(watch: &Watch, fd: BorrowedFd<'_>, clients: &[abi::p2pmem_pci_addr]) -> Result<u64> {
-    let mut counts = Vec::new();
-    for round in 0..=TIMES {
-        let mut addresses = clients.to_vec();
-        let mut explain = abi::p2pmem_explain {
-            req: abi::p2pmem_request {
-                size: PAGE,
-                nr_clients: clients.len() as u32,
+/// A client as p2pmem and as the kernel's tools name it.
+#[derive(Clone)]
+struct Client {
+    address: abi::p2pmem_pci_addr,
+    function: String,
+}
+
+/// The request that all decisions are of.
+fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
+    let asked = abi::p2pmem_request {
+        size: PAGE,
+        nr_clients: clients.len() as u32,
+        ..Default::default()
+    };
+    (asked, clients.iter().map(|c| c.address).collect())
+}
+
+/// What is measured of the module, for one list of clients. Each returns instructions.
+enum Ask {
+    /// `EXPLAIN` without verdicts: the decision and no more.
+    Decide,
+    /// `EXPLAIN` with all verdicts and the sentence.
+    Verdicts,
+    /// `ALLOC` and `FREE` of a page.
+    Take,
+}
+
+impl Ask {
+    fn once(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client]) -> Result<u64> {
+        let (req, mut addresses) = near(clients);
+        if let Ask::Take = self {
+            let mut asked = abi::p2pmem_alloc {
+                req,
                 ..Default::default()
-            },
+            };
+            let (done, took) = watch.time(|| {
+                sys::alloc(fd, &mut asked, Memory::Slice(&mut addresses))?;
+                free(fd, asked.handle)
+            });
+            done.map_err(errno)?;
+            return Ok(took);
+        }
+        let room = if let Ask::Verdicts = self {
+            PROVIDERS[PROVIDERS.len() - 1]
+        } else {
+            0
+        };
+        let mut verdicts = vec![abi::p2pmem_verdict::default(); room];
+        let mut text = vec![0u8; if room > 0 { 512 } else { 0 }];
+        let mut explain = abi::p2pmem_explain {
+            req,
+            nr_verdicts: verdicts.len() as u32,
+            text_len: text.len() as u32,
             ..Default::default()
         };
         let (done, took) = watch.time(|| {
@@ -293,55 +525,164 @@ fn decision(watch: &Watch, fd: BorrowedFd<'_>, clients: &[abi::p2pmem_pci_addr])
                 fd,
                 &mut explain,
                 Memory::Slice(&mut addresses),
-                Memory::Slice(&mut []),
-                Memory::Slice(&mut []),
+                Memory::Slice(&mut verdicts),
+                Memory::Slice(&mut text),
             )
         });
         done.map_err(errno)?;
         ensure!(explain.error == 0 && explain.chosen != 0, "no provider was chosen");
-        // The first one fills the cache.
-        if round > 0 {
-            counts.push(took);
+        ensure!(
+            verdicts.iter().all(|verdict| verdict.provider != 0),
+            "a provider has no verdict"
+        );
+        Ok(took)
+    }
+
+    /// The cheapest of several rounds over lists of clients, by list. The first round fills the module's caches.
+    fn rounds(&self, watch: &Watch, fd: BorrowedFd<'_>, lists: &[Vec<Client>]) -> Result<u64> {
+        let mut counts = Vec::new();
+        for _ in 0..=TIMES {
+            let mut sum = 0;
+            for list in lists {
+                sum += self.once(watch, fd, list)?;
+            }
+            counts.push(sum / lists.len() as u64);
+        }
+        Ok(least(&counts[1..]))
+    }
+
+    /// The cheapest of several, each after the paths were forgotten and those of other clients found anew.
+    fn cold(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client], other: &Client) -> Result<u64> {
+        let mut counts = Vec::new();
+        for _ in 0..TIMES {
+            let mut paths = abi::p2pmem_paths {
+                flags: abi::P2PMEM_PATHS_RESCAN,
+                nr_clients: 1,
+                ..Default::default()
+            };
+            sys::paths(
+                fd,
+                &mut paths,
+                Memory::Slice(&mut [other.address]),
+                Memory::Slice(&mut []),
+            )
+            .map_err(errno)
+            .context("PATHS")?;
+            counts.push(self.once(watch, fd, clients)?);
+        }
+        Ok(least(&counts))
+    }
+}
+
+/// Rules of the administrator that apply to this program and deny nothing, each of another provider.
+fn rules(functions: &[String], count: usize) -> Result<()> {
+    for (number, function) in functions.iter().enumerate().take(count) {
+        let folder = Path::new(RULE_FOLDER).join(format!("{number:02}-bench"));
+        if folder.exists() {
+            continue;
+        }
+        fs::create_dir(&folder).with_context(|| folder.display().to_string())?;
+        for (attribute, value) in [
+            ("uid", "0"),
+            ("provider", function),
+            ("action", "avoid"),
+            ("enable", "1"),
+        ] {
+            write(&folder.join(attribute), value)?;
         }
     }
-    Ok(least(&counts))
+    let made = fs::read_dir(RULE_FOLDER)?.count();
+    ensure!(made == count, "{made} rules instead of {count}");
+    Ok(())
+}
+
+/// `count` different lists of the same clients.
+fn rotations(clients: &[Client], count: usize) -> Vec<Vec<Client>> {
+    (0..count)
+        .map(|turn| {
+            let mut list = clients.to_vec();
+            list.rotate_left(turn % clients.len());
+            // Beyond as many lists as there are clients, by swapping two of them.
+            let (a, b) = (turn / clients.len(), clients.len() - 1);
+            list.swap(a.min(b), b);
+            list
+        })
+        .collect()
 }
 
 fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
-    let timer = std::path::Path::new(&module).with_file_name("p2pmem_find_many.ko");
+    let timer = Path::new(&module).with_file_name("p2pmem_find_many.ko");
     command("insmod", &[timer.to_str().context("path")?])?;
     let mut door = OpenOptions::new().write(true).open("/dev/p2pmem-find-many")?;
     let file = open()?;
+    let fd = file.as_fd();
+    let mut all = Vec::new();
+    for number in 0..CLIENTS[CLIENTS.len() - 1] {
+        let name = format!("client{number}");
+        all.push(Client {
+            address: bed.address(&name)?,
+            function: bed.device(&name)?.bdf.clone(),
+        });
+    }
     let mut rows = Vec::new();
-    let mut published = 0;
-    for providers in PROVIDERS {
-        while published < providers {
+    let mut providers = Vec::new();
+    for count in PROVIDERS {
+        while providers.len() < count {
             // Half of each for the kernel's own choice to find.
-            publish(
-                bed,
-                &format!("mem{published}"),
-                &[("kernel_reserve", &(2 * MIB).to_string())],
-            )?;
-            published += 1;
+            let name = format!("mem{}", providers.len());
+            publish(bed, &name, &[("kernel_reserve", &(2 * MIB).to_string())])?;
+            providers.push(bed.device(&name)?.bdf.clone());
         }
-        for count in CLIENTS {
-            let names: Vec<String> = (0..count).map(|n| format!("client{n}")).collect();
-            let mut addresses = Vec::new();
-            let mut functions = Vec::new();
-            for name in &names {
-                addresses.push(bed.address(name)?);
-                functions.push(bed.device(name)?.bdf.clone());
-            }
+        for clients in CLIENTS {
+            let lists = [all[..clients].to_vec()];
+            let (find_many, upstream) = find_many(&mut door, &lists)?;
             rows.push(json!({
-                "providers": providers,
-                "clients": count,
-                "ours": decision(watch, file.as_fd(), &addresses)?,
-                "find_many": find_many(&mut door, &functions)?,
+                "providers": count,
+                "clients": clients,
+                "ours": Ask::Decide.rounds(watch, fd, &lists)?,
+                "find_many": find_many,
+                "alloc_free": Ask::Take.rounds(watch, fd, &lists)?,
+                "alloc_free_upstream": upstream,
             }));
         }
     }
-    Ok(json!({ "decisions": rows }))
+    let one = [all.clone()];
+    let mut alternating = Vec::new();
+    for count in LISTS {
+        let lists = rotations(&all, count);
+        let (find_many, upstream) = find_many(&mut door, &lists)?;
+        alternating.push(json!({
+            "lists": count,
+            "ours": Ask::Decide.rounds(watch, fd, &lists)?,
+            "find_many": find_many,
+            "alloc_free": Ask::Take.rounds(watch, fd, &lists)?,
+            "alloc_free_upstream": upstream,
+        }));
+    }
+    let last = format!("mem{}", providers.len() - 1);
+    let other = Client {
+        address: bed.address(&last)?,
+        function: providers[providers.len() - 1].clone(),
+    };
+    let verdicts = Ask::Verdicts.rounds(watch, fd, &one)?;
+    let cold = Ask::Take.cold(watch, fd, &all, &other)?;
+    let mut ruled = Vec::new();
+    for count in [1, RULES] {
+        rules(&providers, count)?;
+        ruled.push(json!({
+            "rules": count,
+            "ours": Ask::Decide.rounds(watch, fd, &one)?,
+            "alloc_free": Ask::Take.rounds(watch, fd, &one)?,
+        }));
+    }
+    Ok(json!({
+        "decisions": rows,
+        "alternating": alternating,
+        "explain_verdicts": verdicts,
+        "alloc_free_cold": cold,
+        "rules": ruled,
+    }))
 }
 
 fn run(what: &str) -> Result<Value> {
@@ -351,7 +692,8 @@ fn run(what: &str) -> Result<Value> {
     bed.load_module()?;
     let watch = Watch { clock: clock() };
     match what {
-        "memory" => memory(&watch, &bed),
+        "memory" => memory(&watch, &bed, false),
+        "memory-short" => memory(&watch, &bed, true),
         _ => decisions(&watch, &bed),
     }
 }
@@ -359,9 +701,9 @@ fn run(what: &str) -> Result<Value> {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let what = match arguments.as_slice() {
-        [what] if what == "memory" || what == "decisions" => what,
+        [what] if ["memory", "memory-short", "decisions"].contains(&what.as_str()) => what,
         _ => {
-            eprintln!("usage: p2pmem-guest-bench memory | decisions");
+            eprintln!("usage: p2pmem-guest-bench memory | memory-short | decisions");
             return ExitCode::from(2);
         }
     };
