@@ -79,12 +79,27 @@ struct Inner {
     clearing: u64,
     /// Whether the allocator has memory that was in use and was not cleared since: an allocation needed it at once.
     unscrubbed: bool,
+    /// Whether the janitor is taking a step at that.
+    scrubbing: bool,
+    /// How often memory came back to where it is allocated from, or was let go on the way.
+    returns: u64,
 }
 
 impl Inner {
     /// Bytes that are free as soon as they have been cleared.
     fn returning(&self) -> u64 {
         self.dirty.bytes + self.clearing
+    }
+
+    /// Whether memory that was in use waits to be cleared, free or not.
+    fn is_clearing(&self) -> bool {
+        self.returning() > 0 || self.unscrubbed || self.scrubbing
+    }
+
+    /// A piece is in nobody's hands any more.
+    fn let_go(&mut self) {
+        self.outstanding -= 1;
+        self.returns += 1;
     }
 }
 
@@ -182,7 +197,7 @@ pub(crate) struct Provider {
     /// Who wants to know of its end.
     publisher: Option<Arc<Publisher>>,
     function: Function,
-    /// Whether it is being removed. Set before `source` is taken, for those who clear without the lock.
+    /// Whether it is being removed, for those who clear without the lock. Set where `source` is taken, with the same lock held.
     leaving: AtomicFlag,
     /// Allocations that found too little, and look for it in what waits to be cleared.
     wanting: Atomic<u32>,
@@ -290,6 +305,8 @@ impl Provider {
                     parked: Stack::EMPTY,
                     clearing: 0,
                     unscrubbed: false,
+                    scrubbing: false,
+                    returns: 0,
                 }),
                 settled <- new_condvar!(),
                 gauge,
@@ -349,9 +366,10 @@ impl Provider {
     fn note(&self, inner: &Inner) {
         match &inner.source {
             None => self.gauge.close(),
-            Some(Source::Own { .. }) => self.gauge.set_returning(inner.returning()),
+            Some(Source::Own { .. }) => self.gauge.set_returning(inner.returning(), inner.returns),
             Some(Source::Adopted { held, ceiling, .. }) => {
                 let free = self.size - held;
+                self.gauge.set_returning(inner.returning(), inner.returns);
                 self.gauge.set(free, free.min(*ceiling));
             }
         }
@@ -369,18 +387,20 @@ impl Provider {
             None => return Room::NONE,
             Some(Source::Own { buddy, .. }) => {
                 let buddy = buddy.clone();
-                // What is being cleared is as good as free: an allocation waits for it.
-                let returning = inner.returning();
+                // What is being cleared is as good as free: an allocation waits for it. The janitor says so of what it takes
+                // from the allocator before it does, so none of it is missed.
+                let free = buddy.free() + inner.returning();
+                let (clearing, returns) = (inner.is_clearing(), inner.returns);
                 drop(inner);
-                let free = buddy.free() + returning;
                 let largest = buddy.largest_for(size, align);
                 // Whether the pieces that are being cleared will join is known when they have.
-                let joined = returning > 0 && largest < size;
+                let joined = largest < size && (clearing || self.has_moved(returns));
                 (free, if joined { size.min(free) } else { largest })
             }
             Some(Source::Adopted { held, ceiling, .. }) => {
-                let free = self.size - held;
-                let largest = free.min(*ceiling);
+                let returning = inner.returning();
+                let free = self.size - held + returning;
+                let largest = free.min((*ceiling).max(returning));
                 // The alignment is made by taking more.
                 let fits = largest >= padded(size, align);
                 (
@@ -398,6 +418,12 @@ impl Provider {
             free,
             largest,
         }
+    }
+
+    /// Whether memory came back since it had done so `returns` times, or is about to.
+    fn has_moved(&self, returns: u64) -> bool {
+        let inner = self.inner.lock();
+        inner.returns != returns || inner.is_clearing()
     }
 
     /// Allocates memory that is all zeroes, or is so after [`Self::clear_for_use`] where `clearing` says so.
@@ -427,17 +453,18 @@ impl Provider {
         // Others may take what this request released. Then it ends when it has released as much as there is, twice.
         let mut released = 0;
         loop {
-            let more = self.release_dirty(size)?;
-            released += more;
-            if more == 0 || released > 2 * self.size {
-                if waits == Self::WAITS || !self.await_others()? {
-                    return Err(ENOSPC);
-                }
-                waits += 1;
-            }
+            let returns = self.inner.lock().returns;
             match self.alloc_once(size, align, clearing) {
                 Err(e) if e == ENOSPC => {}
                 done => return done,
+            }
+            let more = self.release_dirty(size)?;
+            released += more;
+            if more == 0 || released > 2 * self.size {
+                if waits == Self::WAITS || !self.await_others(returns)? {
+                    return Err(ENOSPC);
+                }
+                waits += 1;
             }
         }
     }
@@ -473,9 +500,14 @@ impl Provider {
         });
         if let Err(e) = &memory {
             let mut inner = self.inner.lock();
-            inner.outstanding -= 1;
-            // What was taken went back as it was.
-            inner.unscrubbed |= *e != ENOSPC;
+            if *e == ENOSPC {
+                // Nothing had been taken.
+                inner.outstanding -= 1;
+            } else {
+                // What was taken went back as it was.
+                inner.let_go();
+                inner.unscrubbed = true;
+            }
             drop(inner);
             self.settled.notify_all();
         }
@@ -587,7 +619,7 @@ impl Provider {
         let ended = buffer.and_then(|id| inner.buffers.remove(&id));
         inner.count -= u32::from(ended.is_some());
         inner.dirty.push(memory);
-        inner.outstanding -= 1;
+        inner.let_go();
         self.note(&inner);
         let live = inner.source.is_some();
         drop(inner);
@@ -625,7 +657,7 @@ impl Provider {
     /// A piece of `taken` bytes is in nobody's hands any more.
     fn put_down(&self, taken: u64, then: impl FnOnce(&mut Inner)) {
         let mut inner = self.inner.lock();
-        inner.outstanding -= 1;
+        inner.let_go();
         inner.clearing -= taken;
         then(&mut inner);
         self.note(&inner);
@@ -695,15 +727,17 @@ impl Provider {
         };
         // Whoever releases more from here on says so again.
         inner.unscrubbed = false;
+        inner.scrubbing = true;
         inner.outstanding += 1;
+        // Said before it is taken: nobody is to find it missing.
+        inner.clearing += STEP;
+        self.note(&inner);
         drop(inner);
         let taken = match buddy.take_unclear(STEP) {
             Ok(Some(mut extent)) => {
                 let size = extent.size();
-                let mut inner = self.inner.lock();
-                inner.clearing += size;
-                self.note(&inner);
-                drop(inner);
+                // No more than that is missing.
+                self.inner.lock().clearing -= STEP - size;
                 backing.clear(extent.offset() - self.start, size, self.combine);
                 extent.set_clear(true);
                 self.counters.scrubbed_bytes.fetch_add(size, Relaxed);
@@ -712,7 +746,14 @@ impl Provider {
             other => other.map(|_| 0),
         };
         drop(backing);
-        self.put_down(taken.unwrap_or(0), |inner| inner.unscrubbed |= taken != Ok(0));
+        let missing = match taken {
+            Ok(size @ 1..) => size,
+            _ => STEP,
+        };
+        self.put_down(missing, |inner| {
+            inner.scrubbing = false;
+            inner.unscrubbed |= taken != Ok(0);
+        });
         matches!(taken, Ok(1..))
     }
 
@@ -771,14 +812,15 @@ impl Provider {
         Ok(released)
     }
 
-    /// Waits a moment for what others are putting in order. False when nobody is. Errors: `ERESTARTSYS`.
-    fn await_others(&self) -> Result<bool> {
+    /// Waits a moment for what others have in hands. `returns` is what [`Inner::returns`] was before the caller looked for
+    /// memory: what came back since then it may not have seen. False when nothing came back and nobody has any. Errors:
+    /// `ERESTARTSYS`, `ENODEV` (being removed).
+    fn await_others(&self, returns: u64) -> Result<bool> {
         let mut inner = self.inner.lock();
         if inner.source.is_none() {
             return Err(ENODEV);
         }
-        if !inner.dirty.is_empty() {
-            // The janitor let go of it just now.
+        if !inner.dirty.is_empty() || inner.returns != returns {
             return Ok(true);
         }
         if inner.outstanding <= inner.count {
@@ -813,17 +855,18 @@ impl Provider {
             vendor,
             device,
             class,
-            flags: self.flags
-                | if self.pinned_exports() {
-                    consts::PROVIDER_PINNED_EXPORTS
-                } else {
-                    0
-                },
+            flags: self.flags,
             exports: self.exports.load(Relaxed),
             ..Default::default()
         };
         function.driver_name(&mut row.driver);
+        if self.pinned_exports() {
+            row.flags |= consts::PROVIDER_PINNED_EXPORTS;
+        }
         let inner = self.inner.lock();
+        if inner.is_clearing() {
+            row.flags |= consts::PROVIDER_CLEARING;
+        }
         row.buffers = inner.count;
         row.parked = inner.parked.bytes;
         row.scrubbing = inner.returning();

@@ -7,7 +7,7 @@ use kernel::{
     page::PAGE_SIZE,
     prelude::*,
     sync::{
-        atomic::{Atomic, Relaxed},
+        atomic::{Acquire, Atomic, Relaxed, Release},
         Arc,
     },
 };
@@ -43,6 +43,8 @@ pub(crate) struct Gauge {
     piece: Atomic<u64>,
     /// Or [`CLOSED`].
     returning: Atomic<u64>,
+    /// How often returning bytes have come to be free.
+    returns: Atomic<u64>,
 }
 
 /// Returning bytes of what has nothing any more: no BAR has as many.
@@ -61,6 +63,7 @@ impl Gauge {
             free: Atomic::new(0),
             piece: Atomic::new(0),
             returning: Atomic::new(0),
+            returns: Atomic::new(0),
         };
         Ok(Arc::new(gauge, GFP_KERNEL)?)
     }
@@ -68,13 +71,16 @@ impl Gauge {
     /// Free bytes, and the largest piece that is known: it begins anywhere, or is a block that begins at a multiple of its
     /// size. Only one at a time may say.
     pub(crate) fn set(&self, free: u64, piece: u64) {
-        self.free.store(free, Relaxed);
         self.piece.store(piece, Relaxed);
+        self.free.store(free, Release);
     }
 
-    /// Bytes that are as good as free, as they will be in a moment. Only one at a time may say, and not after [`Self::close`].
-    pub(crate) fn set_returning(&self, bytes: u64) {
-        self.returning.store(bytes, Relaxed);
+    /// Bytes that are as good as free, as they will be in a moment, and how often such have come to be free. Bytes are said
+    /// here before they are missing from the free ones, and until they are there again. Only one at a time may say, and not
+    /// after [`Self::close`].
+    pub(crate) fn set_returning(&self, bytes: u64, returns: u64) {
+        self.returns.store(returns, Release);
+        self.returning.store(bytes, Release);
     }
 
     /// From here on there is nothing to be had.
@@ -95,10 +101,21 @@ impl Gauge {
         if need.enough <= largest {
             return Some(Stock { free, largest });
         }
-        (free <= need.short).then_some(Stock {
+        (free <= need.short && self.is_short(need)).then_some(Stock {
             free,
             largest: largest.min(need.short),
         })
+    }
+
+    /// Whether too little is free for sure: bytes that move between free and returning count once at least.
+    #[cold]
+    fn is_short(&self, need: &Need) -> bool {
+        let returns = self.returns.load(Acquire);
+        let before = self.returning.load(Acquire);
+        let free = self.free.load(Acquire);
+        let after = self.returning.load(Acquire);
+        let most = free.wrapping_add(before.max(after));
+        most <= need.short && returns == self.returns.load(Acquire)
     }
 }
 
@@ -138,7 +155,7 @@ mod tests {
     fn what_comes_back_counts_and_what_is_closed_has_nothing() -> Result {
         let gauge = Gauge::new()?;
         gauge.set(PAGE, PAGE);
-        gauge.set_returning(3 * PAGE);
+        gauge.set_returning(3 * PAGE, 1);
         assert_eq!(gauge.glance(&need(1, 1)?), has(4 * PAGE, PAGE));
         assert_eq!(gauge.glance(&need(2, 1)?), None);
         assert_eq!(gauge.glance(&need(5, 1)?), has(4 * PAGE, PAGE));

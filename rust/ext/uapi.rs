@@ -70,6 +70,7 @@ pub(crate) mod consts {
     pub(crate) const PROVIDER_PAGELESS: u32 = sys::P2PMEM_PROVIDER_PAGELESS;
     pub(crate) const PROVIDER_EXPORTABLE: u32 = sys::P2PMEM_PROVIDER_EXPORTABLE;
     pub(crate) const PROVIDER_PINNED_EXPORTS: u32 = sys::P2PMEM_PROVIDER_PINNED_EXPORTS;
+    pub(crate) const PROVIDER_CLEARING: u32 = sys::P2PMEM_PROVIDER_CLEARING;
     pub(crate) const BUFFER_LIVE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_LIVE;
     pub(crate) const BUFFER_REVOKING: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_REVOKING;
     pub(crate) const BUFFER_GONE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_GONE;

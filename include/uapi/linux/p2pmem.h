@@ -132,6 +132,7 @@ enum p2pmem_provider_state {
 #define P2PMEM_PROVIDER_PAGELESS	(1U << 0)	/* no struct pages: mappings are for the CPU alone, O_DIRECT fails */
 #define P2PMEM_PROVIDER_EXPORTABLE	(1U << 1)	/* buffers in it can be exported as dma-bufs */
 #define P2PMEM_PROVIDER_PINNED_EXPORTS	(1U << 2)	/* the administrator allows %P2PMEM_EXPORT_PINNED */
+#define P2PMEM_PROVIDER_CLEARING	(1U << 3)	/* memory that was in use is being cleared: @free and @largest still change */
 
 /**
  * struct p2pmem_provider - one provider

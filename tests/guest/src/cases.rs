@@ -310,7 +310,7 @@ impl Bed {
         let deadline = Instant::now() + patiently(SETTLE);
         loop {
             let p = self.provider("accel0")?;
-            if p.scrubbing == 0 && p.parked == 0 {
+            if p.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && p.parked == 0 {
                 return Ok((p.free, p.buffers));
             }
             ensure!(

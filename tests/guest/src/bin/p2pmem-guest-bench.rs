@@ -121,7 +121,7 @@ fn settle(bed: &Bed, name: &str) -> Result<()> {
     let deadline = Instant::now() + SETTLE;
     loop {
         let provider = bed.provider(name)?;
-        if provider.scrubbing == 0 && provider.parked == 0 {
+        if provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.parked == 0 {
             return Ok(());
         }
         ensure!(

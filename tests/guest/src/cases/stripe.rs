@@ -9,6 +9,7 @@ use p2pmem_sys as abi;
 
 use super::busy::Busy;
 use super::dmabuf::export;
+use super::inflight::until;
 use super::rules::AdminRule;
 use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, open, request};
 use crate::patience::rounds;
@@ -234,7 +235,12 @@ fn refused(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let free_bytes = || -> Result<Vec<u64>> {
         bed.settled()?;
-        Ok(super::providers(fd)?.iter().map(|p| p.free + p.scrubbing).collect())
+        let mut rows = Vec::new();
+        until("nothing waits to be cleared", || {
+            rows = super::providers(fd)?;
+            Ok(rows.iter().all(|p| p.flags & abi::P2PMEM_PROVIDER_CLEARING == 0))
+        })?;
+        Ok(rows.iter().map(|p| p.free).collect())
     };
     let before = free_bytes()?;
     // More parts than providers that could hold one.

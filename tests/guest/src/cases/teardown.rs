@@ -54,6 +54,13 @@ pub(super) const CASES: &[Case] = &[
         run: clear_what_is_needed,
     },
     Case {
+        name: "clear-beside-alloc",
+        about: "a request for all there is succeeds whatever the janitor has in its hands at the moment",
+        topology: "small",
+        ruins: false,
+        run: clear_beside_alloc,
+    },
+    Case {
         name: "adopt-takes-a-page",
         about: "adopting a provider takes one page of its driver's pool for a moment, and no more",
         topology: "removal",
@@ -261,7 +268,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
     drop(file);
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.scrubbing == 0 && provider.free >= size)
+        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
     })?;
     let part = Part::start(PART, &arguments)?.go_on()?;
     await_taken(bed, size)?;
@@ -306,7 +313,7 @@ fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     free(file.as_fd(), got.handle).map_err(errno)?;
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.scrubbing == 0 && provider.free >= size)
+        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
     })?;
     let began = Instant::now();
     let map = Mapping::shared(file.as_fd(), 0, size as usize).map_err(errno)?;
@@ -324,8 +331,41 @@ fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     drop(file);
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.scrubbing == 0 && provider.free >= size)
+        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
     })
+}
+
+fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
+    bed.settled()?;
+    let accel = bed.provider("accel0")?;
+    let file = open()?;
+    let fd = file.as_fd();
+    let clearing = || -> Result<bool> { Ok(bed.provider("accel0")?.flags & abi::P2PMEM_PROVIDER_CLEARING != 0) };
+    let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
+    let (all, mut contended) = (rounds(100), 0);
+    for round in 0..all {
+        // A request that needs what waits for the janitor leaves the rest of it to be cleared as free memory.
+        let whole = small(accel.largest).with_context(|| format!("round {round}"))?;
+        let map = Mapping::shared(fd, whole.mmap_offset, accel.largest as usize).map_err(errno)?;
+        map.set(accel.largest as usize - 8, 1);
+        drop(map);
+        free(fd, whole.handle).map_err(errno)?;
+        let some = small(accel.largest / 4).with_context(|| format!("a part, round {round}"))?;
+        free(fd, some.handle).map_err(errno)?;
+        contended += u32::from(clearing()?);
+    }
+    println!("in {contended} of {all} rounds the janitor was at work");
+    ensure!(
+        2 * contended > all,
+        "the janitor was at work in {contended} of {all} rounds only"
+    );
+    bed.settled()?;
+    let after = bed.provider("accel0")?;
+    ensure!(
+        (after.free, after.largest) == (accel.free, accel.largest),
+        "{after:?} was {accel:?}"
+    );
+    Ok(())
 }
 
 fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
