@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use p2pmem_vm::stamp::stamp;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -198,7 +199,9 @@ impl Report {
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
             .tempfile_in(folder)
             .with_context(|| folder.display().to_string())?;
-        serde_json::to_writer_pretty(&mut file, self)?;
+        let mut report = serde_json::to_value(self)?;
+        report["stamp"] = stamp()?;
+        serde_json::to_writer_pretty(&mut file, &report)?;
         writeln!(file)?;
         file.persist(path).with_context(|| path.display().to_string())?;
         Ok(())

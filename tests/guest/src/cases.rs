@@ -16,6 +16,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 
 use crate::devices::{self, Device, Devices};
+use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::{self, Memory};
 
@@ -125,6 +126,7 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
         "hostile-buffers",
         Kernels::Stock("tens of thousands of buffers take a checking kernel minutes, and it is the number that counts"),
     ),
+    ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
     (
         "rdma-software",
         Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
@@ -313,7 +315,7 @@ impl Bed {
             if p.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && p.parked == 0 {
                 return Ok((p.free, p.buffers));
             }
-            ensure!(
+            in_time!(
                 Instant::now() < deadline,
                 "after {SETTLE:?} there are still {} bytes to clear and {} parked",
                 p.scrubbing,

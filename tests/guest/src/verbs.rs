@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use sideway::ibverbs::AccessFlags;
 use sideway::ibverbs::address::{AddressHandleAttribute, GidType};
 use sideway::ibverbs::completion::BasicCompletionQueue;
@@ -16,6 +16,7 @@ use sideway::ibverbs::memory_region::MemoryRegion;
 use sideway::ibverbs::protection_domain::ProtectionDomain;
 use sideway::ibverbs::queue_pair::{BasicQueuePair, QueuePair, QueuePairAttribute, QueuePairState};
 
+use crate::in_time;
 use crate::sys;
 
 /// `IBV_WC_SUCCESS`
@@ -159,7 +160,7 @@ impl Connection {
                     }
                 }
             }
-            ensure!(
+            in_time!(
                 Instant::now() < deadline,
                 "an RDMA WRITE did not end within {PATIENCE:?}"
             );

@@ -128,8 +128,8 @@ pub struct Report {
     pub expected: String,
     /// What came of it.
     pub got: String,
-    /// Whether that is what was expected.
-    pub ok: bool,
+    /// Whether that is what was expected; `None` where it was skipped.
+    pub ok: Option<bool>,
     /// How long it took.
     pub seconds: f64,
     /// The conditions on counters, each with what was counted.
@@ -314,6 +314,15 @@ impl Client {
         matches!(self.expected, Expected::End { server_ends: true, .. })
     }
 
+    /// The report where it could not be run, as the guests or the harness had an error.
+    pub fn not_run(&self, error: &str) -> Report {
+        Report {
+            got: format!("not run: {error}"),
+            ok: Some(false),
+            ..self.judge(None, None, &Value::Null)
+        }
+    }
+
     /// Compares what came of it with what was expected. `counted` is what all devices counted meanwhile, see
     /// [`crate::cluster::Cluster::snapshot`].
     pub fn judge(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
@@ -386,7 +395,10 @@ impl Client {
             command,
             expected,
             got,
-            ok: wrong.is_empty(),
+            ok: match self.expected {
+                Expected::Skip { .. } => None,
+                Expected::End { .. } => Some(wrong.is_empty()),
+            },
             seconds: client.map_or(0.0, |client| client.seconds),
             evidence,
         }
@@ -597,7 +609,10 @@ mod tests {
             |bytes: u64| json!({"b": {"nic0": {"counters": {"payload": {"host_written": bytes, "host_read": 1}}}}});
         let bw = &table.clients[0];
         let good = bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
-        assert!(good.ok && good.expected == "pass" && good.got == "pass", "{good:?}");
+        assert!(
+            good.ok == Some(true) && good.expected == "pass" && good.got == "pass",
+            "{good:?}"
+        );
         assert!(good.evidence[0].ends_with("64K: 101"), "{good:?}");
         for (server, client, bytes) in [
             (outcome(1, "server says"), outcome(0, "x"), 1),
@@ -606,24 +621,30 @@ mod tests {
             (outcome(0, ""), outcome(0, "x"), 1 << 16),
         ] {
             let bad = bw.judge(Some(&server), Some(&client), &counted(bytes));
-            assert!(!bad.ok && bad.got != "pass", "{bad:?}");
+            assert!(bad.ok == Some(false) && bad.got != "pass", "{bad:?}");
         }
-        assert!(!bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok);
-        assert!(!bw.judge(Some(&outcome(0, "")), None, &counted(1)).ok);
+        let failed = Some(false);
+        assert_eq!(
+            bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok,
+            failed
+        );
+        assert_eq!(bw.judge(Some(&outcome(0, "")), None, &counted(1)).ok, failed);
         let mut said = outcome(0, "x");
         said.findings.push("BUG".into());
-        assert!(!bw.judge(Some(&outcome(0, "")), Some(&said), &counted(1)).ok);
+        assert_eq!(bw.judge(Some(&outcome(0, "")), Some(&said), &counted(1)).ok, failed);
 
         let rping = &table.clients[4];
         let failed = rping.judge(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
         assert!(
-            failed.ok && failed.expected == "exit 3: it cannot" && failed.got == "exit 3",
+            failed.ok == Some(true) && failed.expected == "exit 3: it cannot" && failed.got == "exit 3",
             "{failed:?}"
         );
-        assert!(!rping.judge(None, Some(&outcome(0, "")), &json!({})).ok);
+        assert_eq!(rping.judge(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
+        let lost = rping.not_run("the guests did not boot");
+        assert!(lost.ok == Some(false) && lost.got == "not run: the guests did not boot");
 
         let other = table.clients[5].judge(None, None, &json!({}));
-        assert!(other.ok && other.got == "skipped" && other.expected == "skip: no such hardware");
+        assert!(other.ok.is_none() && other.got == "skipped" && other.expected == "skip: no such hardware");
     }
 
     #[test]

@@ -20,6 +20,7 @@ pub mod process;
 pub mod pyverbs;
 pub mod qemu;
 pub mod qmp;
+pub mod stamp;
 pub mod topology;
 pub mod trace;
 pub mod vm;

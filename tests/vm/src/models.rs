@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use p2pmem_guest::patience::Overrun;
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -158,10 +159,10 @@ fn start(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result
             bail!("the device process ended at once: {}", process.describe());
         }
         if Instant::now() > deadline {
-            bail!(
-                "starting the device process took more than {START:?}: {}",
-                process.describe()
-            );
+            let process = process.describe();
+            bail!(Overrun(format!(
+                "starting the device process took more than {START:?}: {process}"
+            )));
         }
         thread::sleep(Duration::from_millis(2));
     }

@@ -19,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use p2pmem_guest::patience::Overrun;
 use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Network, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
@@ -273,7 +274,10 @@ impl Vm {
                 Ok(_) => continue,
                 Err(end) => {
                     let why = match end {
-                        End::TimedOut => format!("booting took more than {boot_limit:?}"),
+                        End::TimedOut => {
+                            let tails = self.log_tail() + &self.console_tail();
+                            bail!(Overrun(format!("booting took more than {boot_limit:?}\n{tails}")));
+                        }
                         End::Panicked(line) => line,
                         End::Died(why) => why,
                         End::Stopped => "it was stopped".into(),
@@ -750,7 +754,8 @@ impl Vm {
                 Ok(_) => {}
                 Err(End::Stopped) => {}
                 Err(End::TimedOut) => {
-                    bail!("powering off took more than {limit:?}\n{}", self.console_tail())
+                    let tail = self.console_tail();
+                    bail!(Overrun(format!("powering off took more than {limit:?}\n{tail}")))
                 }
                 Err(End::Panicked(line)) => bail!("{line}\n{}", self.console_tail()),
                 Err(End::Died(_)) => break,

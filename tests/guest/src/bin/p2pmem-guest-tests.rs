@@ -5,6 +5,7 @@
 use std::process::ExitCode;
 
 use p2pmem_guest::cases;
+use p2pmem_guest::patience::Overrun;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -27,7 +28,11 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
             eprintln!("{e:#}");
-            ExitCode::FAILURE
+            if Overrun::is(&e) {
+                ExitCode::from(Overrun::CODE)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 
 use super::{Bed, Case, alloc, errno, free, open, read};
+use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::Mapping;
 
@@ -42,7 +43,7 @@ const LIMIT: Duration = Duration::from_secs(30);
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + patiently(LIMIT);
     while !holds()? {
-        ensure!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
+        in_time!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
         thread::sleep(Duration::from_millis(5));
     }
     Ok(())

@@ -14,7 +14,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open};
 use crate::host;
-use crate::patience::{patiently, rounds};
+use crate::in_time;
+use crate::patience::{amount, patiently};
 use crate::sys::{self, Mapping};
 use crate::wire::Request;
 
@@ -300,7 +301,7 @@ pub(super) fn timed_unbind(bed: &Bed) -> Result<()> {
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
-    ensure!(took < patiently(REMOVE), "remove took {took:?}");
+    in_time!(took < patiently(REMOVE), "remove took {took:?}");
     Ok(())
 }
 
@@ -332,7 +333,7 @@ pub(super) fn unbind(bed: &mut Bed) -> Result<()> {
 }
 
 pub(super) fn unbind_many(bed: &mut Bed) -> Result<()> {
-    let many = rounds(2000);
+    let many = amount(2000);
     let file = open()?;
     let fd = file.as_fd();
     let mut maps = Vec::new();
@@ -404,10 +405,8 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
         .unwrap_or(0)
         < started + (4 << 20)
     {
-        ensure!(
-            Instant::now() < deadline && fio.try_wait()?.is_none(),
-            "fio does not read"
-        );
+        ensure!(fio.try_wait()?.is_none(), "fio has ended");
+        in_time!(Instant::now() < deadline, "fio does not read");
         thread::sleep(Duration::from_millis(20));
     }
     // Transient pins of I/O in flight are waited for, so this may take as long as one I/O.
@@ -417,7 +416,7 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     // fio fails, by an I/O error or SIGBUS; it must not go on.
     let ended = fio.wait()?;
     answer?;
-    ensure!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
+    in_time!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
     ensure!(!ended.success(), "fio went on without the memory");
     bed.publish("accel0")
 }
@@ -456,7 +455,7 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     drop(file);
     let start = Instant::now();
     bed.unpublish("accel0")?;
-    ensure!(
+    in_time!(
         start.elapsed() < patiently(Duration::from_secs(5)),
         "unbinding a dead device took {:?}",
         start.elapsed()

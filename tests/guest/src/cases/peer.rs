@@ -17,6 +17,7 @@ use sideway::ibverbs::memory_region::MemoryRegion;
 use super::rdma_programs::with_rxe;
 use super::rdma_user::word;
 use super::{Bed, Case, errno, open, read, request};
+use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::{self, Mapping, Memory};
 use crate::verbs::{Adapter, SUCCESS};
@@ -95,7 +96,7 @@ pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<
         if wanted(&rows) {
             return Ok(rows);
         }
-        ensure!(Instant::now() < deadline, "{what}: {rows:#?}");
+        in_time!(Instant::now() < deadline, "{what}: {rows:#?}");
         thread::sleep(Duration::from_millis(10));
     }
 }

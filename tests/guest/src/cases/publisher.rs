@@ -19,6 +19,7 @@ use super::dmabuf_end::Log;
 use super::inflight::until;
 use super::life::Part;
 use super::{Bed, Case, alloc, buffer, command, errno, expect, open, read, write};
+use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::{self, Mapping};
 
@@ -219,7 +220,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         // Another process has some of it too.
         let other = Part::start("survive", &["1048576"])?;
         let took = publisher.withdraw()?;
-        ensure!(took < patiently(BOUND), "unregistering took {took:?}");
+        in_time!(took < patiently(BOUND), "unregistering took {took:?}");
         ensure!(publisher.told()? == round, "{} times", publisher.told()?);
         ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err());
         other.finish()?;
@@ -237,7 +238,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
     let mut log = Log::new()?;
     let start = Instant::now();
     bed.unbind("accel0")?;
-    ensure!(
+    in_time!(
         start.elapsed() < patiently(BOUND),
         "unbinding took {:?}",
         start.elapsed()
@@ -277,7 +278,7 @@ fn pageless(bed: &mut Bed) -> Result<()> {
             "off" => publisher.withdraw().map(drop)?,
             _ => bed.unbind("accel0")?,
         }
-        ensure!(start.elapsed() < patiently(BOUND), "{how} took {:?}", start.elapsed());
+        in_time!(start.elapsed() < patiently(BOUND), "{how} took {:?}", start.elapsed());
         used.is_gone()?;
     }
     // An importer that does not let go holds up the driver, and is named.
@@ -350,7 +351,7 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     // The driver first: its memory is taken from all who have it.
     let start = Instant::now();
     command("rmmod", &[MODULE])?;
-    ensure!(
+    in_time!(
         start.elapsed() < 10 * patiently(BOUND),
         "rmmod took {:?}",
         start.elapsed()

@@ -15,6 +15,7 @@ use p2pmem::rdma::Nic;
 use p2pmem::{Access, Device, Mapping, Pd, Register, Request, Road};
 
 use super::{Bed, Case};
+use crate::in_time;
 use crate::patience::patiently;
 
 pub(super) const CASES: &[Case] = &[
@@ -81,7 +82,7 @@ fn finish(child: Child) -> Result<Output> {
     let output = waiting
         .join()
         .map_err(|_| anyhow!("the thread that waits panicked"))??;
-    ensure!(!killed, "a program did not end within {LIMIT:?}: {}", text(&output));
+    in_time!(!killed, "a program did not end within {LIMIT:?}: {}", text(&output));
     Ok(output)
 }
 
@@ -411,7 +412,7 @@ fn port_up(nic: &str, address: &str) -> Result<()> {
         if state.contains("ACTIVE") && gids.into_iter().any(|gid| gid.trim_end().ends_with(address)) {
             return Ok(());
         }
-        ensure!(
+        in_time!(
             Instant::now() < deadline,
             "{nic} has not come up with {address}: {}",
             state.trim()

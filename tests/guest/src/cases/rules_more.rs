@@ -107,20 +107,6 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     let region = format!("p2pmem/{}", bed.device("accel0")?.bdf);
     let file = open()?;
     let fd = file.as_fd();
-    if !read(&Path::new(CGROUPS).join("cgroup.controllers"))?
-        .split(' ')
-        .any(|name| name == "dmem")
-    {
-        // Debian's kernel: there is nobody to charge, and nothing but the rules limits.
-        let release = read(Path::new("/proc/sys/kernel/osrelease"))?;
-        ensure!(
-            !release.trim_end().ends_with("-p2pmem-debug"),
-            "{release} has no dmem controller"
-        );
-        let a = alloc(fd, 64 * MIB).map_err(errno)?;
-        println!("no dmem controller in this kernel");
-        return free(fd, a.handle).map_err(errno);
-    }
     let cgroup = Cgroup::new("p2pmem-test")?;
     let regions = read(&cgroup.0.join("dmem.current"))?;
     ensure!(regions.lines().any(|line| line == format!("{region} 0")), "{regions:?}");

@@ -21,7 +21,8 @@ use super::life::{Part, ready};
 use super::rdma_user::Wire;
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
-use crate::patience::{patiently, rounds};
+use crate::in_time;
+use crate::patience::{amount, is_quick, patiently, rounds};
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -171,7 +172,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         let killed = Instant::now();
         off.kill()?;
         off.wait()?;
-        ensure!(
+        in_time!(
             killed.elapsed() < patiently(KILLED),
             "a killed task took {:?} to end",
             killed.elapsed()
@@ -276,7 +277,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
     part.kill()?;
     let killed = began.elapsed();
     println!("clearing takes {whole:?}, a killed task {killed:?}");
-    ensure!(
+    in_time!(
         killed < whole / 3,
         "a task that was killed while its memory was cleared took {killed:?} to end; clearing takes {whole:?}"
     );
@@ -290,7 +291,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
     drop(part);
     println!("unbinding took {unbound:?}");
     write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
-    ensure!(
+    in_time!(
         unbound < whole / 2,
         "unbinding waited {unbound:?} for memory to be cleared, which takes {whole:?}"
     );
@@ -319,7 +320,7 @@ fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(file.as_fd(), 0, size as usize).map_err(errno)?;
     let mapped = began.elapsed();
     println!("clearing takes {whole:?}, mmap() took {mapped:?}");
-    ensure!(
+    in_time!(
         mapped < whole / 4,
         "mmap() took {mapped:?} with the mmap lock held; clearing takes {whole:?}"
     );
@@ -408,7 +409,7 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         }
         bed.settled()?;
     }
-    ensure!(
+    in_time!(
         best < 0.4,
         "an allocation of 1 MiB takes {best:.2} of the time that clearing all {size} bytes takes"
     );
@@ -479,8 +480,6 @@ const FILES: u32 = 1_000;
 const AIM: Duration = Duration::from_secs(1);
 /// What it takes less than however busy the machine is. To look for each buffer in each file is fifty million look-ups.
 const BOUND: Duration = Duration::from_secs(20);
-/// The environment variable that has the number of rounds.
-const ROUNDS: &str = "P2PMEM_UNBIND_ROUNDS";
 
 /// What unbinding took, for the report.
 #[derive(Debug, serde::Serialize)]
@@ -496,8 +495,7 @@ struct RevokeMs {
 }
 
 fn unbind_scale(bed: &mut Bed) -> Result<()> {
-    let wanted = std::env::var(ROUNDS).ok().and_then(|text| text.parse().ok());
-    let (registrations, buffers, files) = (rounds(REGISTRATIONS), rounds(BUFFERS), rounds(FILES));
+    let (registrations, buffers, files) = (amount(REGISTRATIONS), amount(BUFFERS), amount(FILES));
     let limit = Some(8 * u64::from(FILES));
     setrlimit(
         Resource::Nofile,
@@ -507,7 +505,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
         },
     )?;
     let mut took = Vec::new();
-    for _ in 0..wanted.unwrap_or(2) {
+    for _ in 0..rounds(2) {
         bed.publish("accel0")?;
         let accel = bed.provider("accel0")?.id;
         // Registered with the NIC, each by itself.
@@ -566,10 +564,11 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
         files,
         aim: AIM.as_secs_f64() * 1e3,
     };
-    println!("{}", serde_json::to_string(&report)?);
-    ensure!(
+    let report = serde_json::json!({ "revoke_ms": report });
+    println!("{}{report}", if is_quick() { "hardening-report: " } else { "" });
+    in_time!(
         took.iter().all(|&one| one < patiently(BOUND)),
-        "unbinding took more than {:?}: {report:?}",
+        "unbinding took more than {:?}: {report}",
         patiently(BOUND)
     );
     bed.publish("accel0")

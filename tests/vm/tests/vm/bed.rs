@@ -11,15 +11,17 @@ use std::time::Instant;
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::{Failed, Trial};
 use p2pmem_guest::cases::Kernels;
+use p2pmem_guest::patience::Overrun;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, topologies};
-use p2pmem_vm::withheld::{self, Ticks};
+use p2pmem_vm::withheld::Ticks;
 use serde::Serialize;
+use serde_json::json;
 
 use crate::lanes::{Lane, Lanes};
-use crate::write_report;
+use crate::{hardening, write_report};
 
 /// Name of the kernel that the sandbox was made for.
 pub const STOCK: &str = "stock";
@@ -69,7 +71,9 @@ struct Ran {
     withheld: f64,
     /// Why it failed.
     failed: Option<String>,
-    /// Whether it was run once more after that, as too much was withheld.
+    /// Whether a limit of time was missed, and nothing else is known to be wrong.
+    overrun: bool,
+    /// Whether it was run once more after that.
     again: bool,
 }
 
@@ -77,14 +81,15 @@ impl Ran {
     /// Runs it, or something that is like one.
     fn new(test: &str, run: impl FnOnce() -> Result<()>) -> Self {
         let (start, before) = (Instant::now(), Ticks::now());
-        let failed = run().err().map(|e| format!("{e:#}"));
+        let error = run().err();
         let withheld = before.and_then(|before| Ok(before.withheld(&Ticks::now()?)));
         Self {
             test: test.to_owned(),
             seconds: start.elapsed().as_secs_f64(),
             withheld: withheld.unwrap_or(0.0),
+            overrun: error.as_ref().is_some_and(Overrun::is),
             again: false,
-            failed,
+            failed: error.map(|e| format!("{e:#}")),
         }
     }
 }
@@ -96,11 +101,10 @@ impl Log {
         }
     }
 
-    /// Runs a test, and once more if it only was too slow while much was withheld.
+    /// Runs a test, and once more, with fresh guests, if all that is wrong is that it took too long.
     fn test(&self, name: &str, run: impl Fn() -> Result<()>) -> Result<(), Failed> {
         let mut ran = Ran::new(name, &run);
-        let slow = |reason| withheld::proves_nothing(ran.withheld, reason);
-        if ran.failed.as_deref().is_some_and(slow) {
+        if ran.overrun {
             ran.again = true;
             self.add(ran);
             ran = Ran::new(name, &run);
@@ -133,7 +137,7 @@ impl Log {
         let (debug, stock): (Vec<&Ran>, Vec<&Ran>) = log.iter().partition(|ran| ran.test.starts_with(DEBUG));
         for (name, ran) in [("vm.json", stock), ("vm-debug.json", debug)] {
             if !ran.is_empty() {
-                write_report(name, &ran)?;
+                write_report(name, json!({ "tests": ran }))?;
             }
         }
         for ran in log.iter() {
@@ -148,6 +152,18 @@ impl Log {
                     println!("    {line:.*}", COLUMNS);
                 }
             }
+        }
+        let again: Vec<&str> = log
+            .iter()
+            .filter(|ran| ran.again)
+            .map(|ran| ran.test.as_str())
+            .collect();
+        if !again.is_empty() {
+            println!(
+                "AGAIN {} tests took too long and were run again: {}",
+                again.len(),
+                again.join(", ")
+            );
         }
         Ok(log.iter().any(|ran| ran.failed.is_some() && ran.test.ends_with(END)))
     }
@@ -328,6 +344,7 @@ fn end(guests: Guests) -> Result<()> {
     });
     let what = || format!("the {kernel} guests ({topology}) that have run {}", ran.join(", "));
     let findings = findings.with_context(what)?;
+    hardening::count(&findings)?;
     ensure!(findings.is_empty(), "{}: {}", what(), findings.join("\n"));
     Ok(())
 }

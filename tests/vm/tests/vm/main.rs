@@ -4,22 +4,26 @@
 //!
 //! The tests of a topology run one after the other and share its guests as long as they are sound: after a test that fails,
 //! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones. As many topologies are tested at a
-//! time as there are processors; `--test-threads` says how many. A test that is too slow while the machine's own host withholds
-//! much of its processors is run once more.
+//! time as there are processors; `--test-threads` says how many. A test that takes too long, and of which nothing else is known
+//! to be wrong, is run once more.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow};
 use libtest_mimic::{Arguments, Failed, Trial};
 use p2pmem_guest::cases::{self, Kernels};
+use p2pmem_guest::patience::{Overrun, TIMES};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::DEBUG_KERNEL;
-use p2pmem_vm::vm::{Command, Outcome, Vm, sibling};
+use p2pmem_vm::stamp::stamp;
+use p2pmem_vm::vm::{Command, Outcome, Status, Vm, sibling};
 use p2pmem_vm::withheld::{BAD_LINES, KERNEL_LOG};
-use serde::Serialize;
+use serde_json::{Value, json};
 
 use bed::{Bed, Log};
 use lanes::Lanes;
@@ -28,6 +32,7 @@ mod admin;
 mod bed;
 mod clients;
 mod debug;
+mod hardening;
 mod lanes;
 mod observe;
 mod pairs;
@@ -76,6 +81,12 @@ pub struct Test {
 
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
+    if !arguments.list {
+        if let Err(e) = begin_reports(&arguments) {
+            eprintln!("the reports: {e:#}");
+            return ExitCode::FAILURE;
+        }
+    }
     let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
     let reports = clients::Reports::default();
     let said = peer::Said::default();
@@ -101,7 +112,8 @@ fn main() -> ExitCode {
     // Each waits for its turn in a thread of its own.
     arguments.test_threads = Some(trials.len().max(2));
     let conclusion = libtest_mimic::run(&arguments, trials);
-    match clients::write(&reports, &said).and_then(|()| log.end()) {
+    let written = clients::write(&reports, &said).and_then(|()| hardening::write());
+    match written.and_then(|()| log.end()) {
         Ok(false) => conclusion.exit_code(),
         Ok(true) => ExitCode::FAILURE,
         Err(e) => {
@@ -137,17 +149,69 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     trials
 }
 
+/// What reports say of this run: where they come from, and of what tests they are.
+struct Origin {
+    stamp: Value,
+    /// The filter, where not all tests of a kernel were to run.
+    filter: Option<String>,
+}
+
+/// That of this run.
+static ORIGIN: OnceLock<Origin> = OnceLock::new();
+
+/// The reports, by the kernel whose tests make them.
+const REPORTS: &[(&str, &[&str])] = &[
+    (
+        bed::STOCK,
+        &[
+            "hardening.json",
+            "vm.json",
+            "clients.json",
+            "pyverbs.toml",
+            "registration.json",
+        ],
+    ),
+    (bed::DEBUG, &["vm-debug.json", "clients-debug.json", "peer.json"]),
+];
+
+/// Notes where reports come from. What an earlier run left of those that this one makes is removed; a run of some tests makes
+/// none of them, as its reports go to a folder of their own.
+fn begin_reports(arguments: &Arguments) -> Result<()> {
+    let named = |kernel: &str| arguments.filter.as_deref() == Some(&format!("{kernel}::")) && !arguments.exact;
+    let all = arguments.skip.is_empty() && !arguments.ignored;
+    let whole = |kernel: &str| all && (arguments.filter.is_none() || named(kernel));
+    let kernels: Vec<_> = REPORTS.iter().filter(|(kernel, _)| whole(kernel)).collect();
+    let filter = kernels
+        .is_empty()
+        .then(|| std::env::args().skip(1).collect::<Vec<_>>().join(" "));
+    let stamp = stamp()?;
+    // Nobody has set it before.
+    let _ = ORIGIN.set(Origin { stamp, filter });
+    for name in kernels.iter().flat_map(|(_, names)| *names) {
+        match fs::remove_file(report(name)?) {
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| (*name).to_owned()),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
 /// Where the report of a name goes.
 fn report(name: &str) -> Result<PathBuf> {
+    let filtered = ORIGIN.get().is_none_or(|origin| origin.filter.is_some());
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
+    let folder = folder.join(if filtered { "filtered" } else { "" });
     fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
     Ok(folder.join(name))
 }
 
-/// Writes a report so that nobody ever reads half of it.
-fn write_report(name: &str, value: &impl Serialize) -> Result<()> {
+/// Writes a report, an object, with its origin, so that nobody ever reads half of it.
+fn write_report(name: &str, mut value: Value) -> Result<()> {
+    let origin = ORIGIN.get().context("nobody began the reports")?;
+    value["stamp"] = origin.stamp.clone();
+    value["filter"] = json!(origin.filter);
     let (path, new) = (report(name)?, report(&format!(".{name}"))?);
-    fs::write(&new, serde_json::to_vec_pretty(value)?).with_context(|| new.display().to_string())?;
+    fs::write(&new, serde_json::to_vec_pretty(&value)?).with_context(|| new.display().to_string())?;
     fs::rename(&new, &path).with_context(|| path.display().to_string())
 }
 
@@ -170,17 +234,39 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
     let mut guests = bed.guests(case.topology, false)?;
     let vm = guests.cluster.only()?;
     let program = sibling("p2pmem-guest-tests")?;
-    let command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
-    let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
-    if !outcome.is_clean() {
-        bail!("{}\n{}", case.about, describe(&outcome, vm));
+    let mut command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
+    if let Ok(times) = std::env::var(TIMES) {
+        let limit = LIMIT * times.parse::<u32>().with_context(|| format!("{TIMES}={times}"))?.max(1);
+        command = command.limit(limit).env(TIMES, times);
     }
+    let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
+    // What a case says for a report stands there, whatever came of it.
     peer::collect(said, &outcome.stdout)?;
+    hardening::collect(&outcome.stdout)?;
+    hardening::count(&outcome.findings)?;
+    if !outcome.is_clean() {
+        let text = format!("{}\n{}", case.about, describe(&outcome, vm));
+        return Err(failure(&[&outcome], text));
+    }
     if case.ruins {
         bed.drop_guests(guests)
     } else {
         bed.keep(guests, case.name);
         Ok(())
+    }
+}
+
+/// The error for commands that did not end as they should: an [`Overrun`] if time is all that they lacked.
+fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
+    let late = |outcome: &&&Outcome| {
+        let code = i32::from(Overrun::CODE);
+        outcome.status == Status::TimedOut || outcome.status == Status::Exited { code }
+    };
+    let fine = |outcome: &&Outcome| outcome.findings.is_empty() && (outcome.is_clean() || late(&outcome));
+    if outcomes.iter().any(|outcome| late(&outcome)) && outcomes.iter().all(fine) {
+        Overrun(text).into()
+    } else {
+        anyhow!(text)
     }
 }
 
@@ -222,6 +308,8 @@ fn describe_outcome(outcome: &Outcome) -> String {
 
 fn clean(vm: &mut Vm, script: &str) -> Result<Outcome> {
     let outcome = sh(vm, script)?;
-    ensure!(outcome.is_clean(), "{script}: {}", describe(&outcome, vm));
+    if !outcome.is_clean() {
+        return Err(failure(&[&outcome], format!("{script}: {}", describe(&outcome, vm))));
+    }
     Ok(outcome)
 }

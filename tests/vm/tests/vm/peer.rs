@@ -56,5 +56,5 @@ pub fn write(said: &Said, clients: &[Report]) -> Result<()> {
         "ends": *said,
         "clients": clients,
     });
-    write_report("peer.json", &report)
+    write_report("peer.json", report)
 }

@@ -52,7 +52,7 @@ fn costs(cluster: &mut Cluster) -> Result<()> {
     let ratio = cost("cpu", large)? / cost("accelerator", large)?;
     write_report(
         "registration.json",
-        &json!({
+        json!({
             "unit": "instructions of the registering program, in user space and in the kernel",
             "smallest_bytes": small,
             "largest_bytes": large,
