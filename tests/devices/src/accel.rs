@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use p2pmem_accel_regs as regs;
 use p2pmem_accel_regs::{Counter, reg};
-use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Memory, Peers, Region};
+use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Memory, Moved, Peers, Region};
 use serde_json::{Value, json};
 use tracing::error;
 
@@ -86,7 +86,12 @@ impl Controlled for Shared {
     fn counters(&self) -> Result<Value, String> {
         let values = self.counters();
         let by_name = |(counter, name): &(Counter, &str)| ((*name).to_owned(), json!(values[*counter as usize]));
-        Ok(Counter::ALL.iter().map(by_name).collect())
+        let mut all: serde_json::Map<String, Value> = Counter::ALL.iter().map(by_name).collect();
+        // What its DMA engine moved, by the memory on the other side.
+        let by_target = self.bus.dma.by_target().into_iter();
+        let moved = by_target.map(|(name, Moved { read, written })| (name, json!({"read": read, "written": written})));
+        all.insert("by_target".to_owned(), Value::Object(moved.collect()));
+        Ok(Value::Object(all))
     }
 
     fn reset_counters(&self) -> Result<(), String> {

@@ -4,7 +4,9 @@
 //!
 //! One JSON object per line in, one out. Requests: `{"get":"counters"}`, `{"get":"state"}`, `{"reset":"counters"}`; of
 //! devices with a link also `{"link":"up"}`, `{"link":"down"}` and `{"link":{"delay_us":100,"loss":0.01}}` (see
-//! [`LinkFaults`]), and `{"fail":1}` where the device can look broken. Answers hold `"ok":true` and what was asked for
+//! [`LinkFaults`]), and `{"fail":1}` where the device can look broken; of devices whose transfers can be held in flight
+//! `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`, and
+//! `{"drain":false}`, after which changes of memory keys wait for no transfer. Answers hold `"ok":true` and what was asked for
 //! under its name, or `"ok":false` and `"error"`.
 
 use std::fmt;
@@ -68,6 +70,35 @@ pub trait Controlled: Send + Sync {
         Err("this device has no link".into())
     }
 
+    /// Holds the next transfer that is meant in flight, or lets one that is held go on.
+    ///
+    /// # Errors
+    ///
+    /// It has no way to.
+    fn hold(&self, transfer: Option<HeldTransfer>) -> Result<(), String> {
+        let _ = transfer;
+        Err("this device holds no transfer".into())
+    }
+
+    /// What is held, as a JSON object.
+    ///
+    /// # Errors
+    ///
+    /// It has no way to.
+    fn held(&self) -> Result<Value, String> {
+        Err("this device holds no transfer".into())
+    }
+
+    /// Says whether changes of memory keys wait for transfers by the key.
+    ///
+    /// # Errors
+    ///
+    /// There are no keys.
+    fn set_drain(&self, on: bool) -> Result<(), String> {
+        let _ = on;
+        Err("this device has no memory keys".into())
+    }
+
     /// Makes the device look broken to its driver.
     ///
     /// # Errors
@@ -77,6 +108,18 @@ pub trait Controlled: Send + Sync {
         let _ = syndrome;
         Err("this device cannot look broken".into())
     }
+}
+
+/// A transfer that is to be held; what is not named may be anything.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HeldTransfer {
+    /// Its queue pair.
+    pub qpn: Option<u32>,
+    /// Whether it writes to memory.
+    pub write: Option<bool>,
+    /// Its length in bytes, at least.
+    pub min_bytes: u64,
 }
 
 /// What goes wrong on a link; what is not named is nothing.
@@ -116,6 +159,8 @@ enum Request {
     Get(Subject),
     Reset(Resettable),
     Link(Value),
+    Hold(Value),
+    Drain(bool),
     Fail(u8),
 }
 
@@ -124,6 +169,7 @@ enum Request {
 enum Subject {
     Counters,
     State,
+    Hold,
 }
 
 #[derive(Deserialize)]
@@ -242,6 +288,16 @@ impl Control {
         match request {
             Request::Get(Subject::Counters) => Ok(Some(("counters", self.counters()?))),
             Request::Get(Subject::State) => Ok(Some(("state", self.state()?))),
+            Request::Get(Subject::Hold) => Ok(Some(("hold", self.device.held()?))),
+            Request::Hold(Value::String(word)) if word == "release" => self.device.hold(None).map(|()| None),
+            Request::Hold(transfer @ Value::Object(_)) => {
+                let transfer = serde_json::from_value(transfer).map_err(|error| format!("hold: {error}"))?;
+                self.device.hold(Some(transfer)).map(|()| None)
+            }
+            Request::Hold(other) => Err(format!(
+                "hold is {other}: it must be \"release\" or which transfer is to be held"
+            )),
+            Request::Drain(on) => self.device.set_drain(on).map(|()| None),
             Request::Reset(Resettable::Counters) => self.device.reset_counters().map(|()| None),
             Request::Link(Value::String(word)) if word == "up" => self.device.set_link(true).map(|()| None),
             Request::Link(Value::String(word)) if word == "down" => self.device.set_link(false).map(|()| None),
@@ -331,6 +387,12 @@ mod tests {
             ]
         );
         for (bad, error) in [
+            (r#"{"hold":{"qpn":64}}"#, "holds no transfer"),
+            (r#"{"hold":"release"}"#, "holds no transfer"),
+            (r#"{"hold":"it"}"#, "must be"),
+            (r#"{"hold":{"length":1}}"#, "hold: unknown field `length`"),
+            (r#"{"get":"hold"}"#, "holds no transfer"),
+            (r#"{"drain":false}"#, "no memory keys"),
             (r#"{"link":"sideways"}"#, "must be"),
             (r#"{"link":7}"#, "must be"),
             (r#"{"link":{"loss":1.5}}"#, "from 0 to 1"),

@@ -36,7 +36,15 @@ impl Worker {
     ///
     /// If there can be no thread.
     pub fn spawn(name: &str, bus: Bus, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
-        let health = Health::default();
+        Self::spawn_with(name, bus, Health::default(), body)
+    }
+
+    /// As [`Worker::spawn`], for one of several threads of a device, which have their health in common.
+    ///
+    /// # Errors
+    ///
+    /// If there can be no thread.
+    pub fn spawn_with(name: &str, bus: Bus, health: Health, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn({
             let (health, name) = (health.clone(), name.to_owned());
             move || {

@@ -4,6 +4,8 @@
 
 #[path = "mlx5/driver.rs"]
 mod driver;
+#[path = "mlx5/inflight.rs"]
+mod inflight;
 
 use std::os::fd::OwnedFd;
 

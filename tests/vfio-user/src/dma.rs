@@ -148,14 +148,9 @@ struct Named {
     written: AtomicU64,
 }
 
+/// What was moved, by target.
 #[derive(Debug, Default)]
-struct Shared {
-    table: RwLock<Table>,
-    peers: Option<Peers>,
-    link: Mutex<link::Link>,
-    changed: Condvar,
-    bus_master: AtomicBool,
-    epoch: AtomicU64,
+struct Tally {
     host_read: AtomicU64,
     host_written: AtomicU64,
     /// All peers together.
@@ -167,12 +162,26 @@ struct Shared {
     named: RwLock<Vec<Named>>,
 }
 
+#[derive(Debug, Default)]
+struct Shared {
+    table: RwLock<Table>,
+    peers: Option<Peers>,
+    link: Mutex<link::Link>,
+    changed: Condvar,
+    bus_master: AtomicBool,
+    epoch: AtomicU64,
+    /// Of all handles together.
+    total: Tally,
+}
+
 /// Access to bus addresses; clones stand for the same bus.
 #[derive(Clone, Debug)]
 pub struct Dma {
     shared: Arc<Shared>,
     /// Set where transfers must not outlive an abort.
     pinned: Option<u64>,
+    /// Set where transfers are counted on their own as well.
+    own: Option<Arc<Tally>>,
 }
 
 /// A part of a transfer: where the bytes are on the bus side.
@@ -240,34 +249,21 @@ impl Held<'_> {
     }
 }
 
-impl Dma {
-    pub(crate) fn new(peers: Option<Peers>) -> Self {
-        Self {
-            shared: Arc::new(Shared {
-                peers,
-                ..Shared::default()
-            }),
-            pinned: None,
-        }
-    }
-
-    /// Bytes moved so far.
-    pub fn counts(&self) -> DmaCounts {
+impl Tally {
+    fn counts(&self) -> DmaCounts {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         DmaCounts {
-            host_read: get(&self.shared.host_read),
-            host_written: get(&self.shared.host_written),
-            peer_read: get(&self.shared.peer_read),
-            peer_written: get(&self.shared.peer_written),
-            message_read: get(&self.shared.message_read),
-            message_written: get(&self.shared.message_written),
+            host_read: get(&self.host_read),
+            host_written: get(&self.host_written),
+            peer_read: get(&self.peer_read),
+            peer_written: get(&self.peer_written),
+            message_read: get(&self.message_read),
+            message_written: get(&self.message_written),
         }
     }
 
-    /// Bytes moved so far by what they were moved from and to: [`HOST`], each peer by its name, [`OTHER_MAPPED`] and
-    /// [`MESSAGE`]. Peers appear with the first byte, the others always.
-    pub fn by_target(&self) -> BTreeMap<String, Moved> {
-        let named = self.shared.named.read().unwrap_or_else(PoisonError::into_inner);
+    fn by_target(&self) -> BTreeMap<String, Moved> {
+        let named = self.named.read().unwrap_or_else(PoisonError::into_inner);
         let mut all = BTreeMap::new();
         let mut known = Moved::default();
         for peer in named.iter() {
@@ -293,20 +289,89 @@ impl Dma {
         all
     }
 
-    /// Sets the counts to 0.
-    pub fn reset_counts(&self) {
-        let shared = &self.shared;
-        shared.named.write().unwrap_or_else(PoisonError::into_inner).clear();
+    fn reset(&self) {
+        self.named.write().unwrap_or_else(PoisonError::into_inner).clear();
         for counter in [
-            &shared.host_read,
-            &shared.host_written,
-            &shared.peer_read,
-            &shared.peer_written,
-            &shared.message_read,
-            &shared.message_written,
+            &self.host_read,
+            &self.host_written,
+            &self.peer_read,
+            &self.peer_written,
+            &self.message_read,
+            &self.message_written,
         ] {
             counter.store(0, Ordering::Relaxed);
         }
+    }
+
+    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
+        let (read, written) = match target {
+            Target::Host => (&self.host_read, &self.host_written),
+            Target::Peer => (&self.peer_read, &self.peer_written),
+            Target::Message => (&self.message_read, &self.message_written),
+        };
+        let add = |read: &AtomicU64, written: &AtomicU64| {
+            if direction != Direction::Write {
+                read.fetch_add(bytes, Ordering::Relaxed);
+            }
+            if direction != Direction::Read {
+                written.fetch_add(bytes, Ordering::Relaxed);
+            }
+        };
+        add(read, written);
+        let Some(name) = name else { return };
+        let find = |peers: &[Named]| match peers.iter().find(|peer| peer.name == *name) {
+            Some(peer) => {
+                add(&peer.read, &peer.written);
+                true
+            }
+            None => false,
+        };
+        if find(&self.named.read().unwrap_or_else(PoisonError::into_inner)) {
+            return;
+        }
+        let mut named = self.named.write().unwrap_or_else(PoisonError::into_inner);
+        if !find(&named) {
+            named.push(Named {
+                name: Arc::clone(name),
+                read: AtomicU64::new(0),
+                written: AtomicU64::new(0),
+            });
+            find(&named);
+        }
+    }
+}
+
+impl Dma {
+    pub(crate) fn new(peers: Option<Peers>) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                peers,
+                ..Shared::default()
+            }),
+            pinned: None,
+            own: None,
+        }
+    }
+
+    /// The tally of this handle.
+    fn tally(&self) -> &Tally {
+        self.own.as_deref().unwrap_or(&self.shared.total)
+    }
+
+    /// Bytes moved so far: by all handles, or by this one and its clones if it was made by [`Dma::tallied`].
+    pub fn counts(&self) -> DmaCounts {
+        self.tally().counts()
+    }
+
+    /// As [`Dma::counts`], by what the bytes were moved from and to: [`HOST`], each peer by its name, [`OTHER_MAPPED`] and
+    /// [`MESSAGE`]. Peers appear with the first byte, the others always.
+    pub fn by_target(&self) -> BTreeMap<String, Moved> {
+        self.tally().by_target()
+    }
+
+    /// Sets the counts to 0 that [`Dma::counts`] returns.
+    pub fn reset_counts(&self) {
+        self.tally().reset();
     }
 
     /// Ends every transfer under way, and every later one of a handle made by [`Dma::pinned`] before.
@@ -320,8 +385,17 @@ impl Dma {
     /// A handle that stops working at the next [`Dma::abort`]: for a piece of work that a reset must end for good.
     pub fn pinned(&self) -> Self {
         Self {
-            shared: Arc::clone(&self.shared),
             pinned: Some(self.epoch()),
+            ..self.clone()
+        }
+    }
+
+    /// A handle whose transfers are also counted on their own, from 0 on: for one kind of transfers among several that
+    /// run at the same time.
+    pub fn tallied(&self) -> Self {
+        Self {
+            own: Some(Arc::default()),
+            ..self.clone()
         }
     }
 
@@ -587,40 +661,9 @@ impl Dma {
     }
 
     fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
-        let shared = &self.shared;
-        let (read, written) = match target {
-            Target::Host => (&shared.host_read, &shared.host_written),
-            Target::Peer => (&shared.peer_read, &shared.peer_written),
-            Target::Message => (&shared.message_read, &shared.message_written),
-        };
-        let add = |read: &AtomicU64, written: &AtomicU64| {
-            if direction != Direction::Write {
-                read.fetch_add(bytes, Ordering::Relaxed);
-            }
-            if direction != Direction::Read {
-                written.fetch_add(bytes, Ordering::Relaxed);
-            }
-        };
-        add(read, written);
-        let Some(name) = name else { return };
-        let find = |peers: &[Named]| match peers.iter().find(|peer| peer.name == *name) {
-            Some(peer) => {
-                add(&peer.read, &peer.written);
-                true
-            }
-            None => false,
-        };
-        if find(&shared.named.read().unwrap_or_else(PoisonError::into_inner)) {
-            return;
-        }
-        let mut named = shared.named.write().unwrap_or_else(PoisonError::into_inner);
-        if !find(&named) {
-            named.push(Named {
-                name: Arc::clone(name),
-                read: AtomicU64::new(0),
-                written: AtomicU64::new(0),
-            });
-            find(&named);
+        self.shared.total.count(target, name, direction, bytes);
+        if let Some(own) = &self.own {
+            own.count(target, name, direction, bytes);
         }
     }
 

@@ -9,8 +9,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::Config;
-use crate::control::{Controlled, LinkFaults};
-use crate::mlx5::Handle;
+use crate::control::{Controlled, HeldTransfer, LinkFaults};
+use crate::mlx5::{Handle, HoldRequest};
 
 impl Config {
     /// The subnet between the NICs.
@@ -59,6 +59,23 @@ impl Controlled for Handle {
             reorder: faults.reorder,
         };
         self.set_faults(faults).map_err(|error| error.to_string())
+    }
+
+    fn hold(&self, transfer: Option<HeldTransfer>) -> Result<(), String> {
+        match transfer {
+            None => self.release(),
+            Some(HeldTransfer { qpn, write, min_bytes }) => self.hold(HoldRequest { qpn, write, min_bytes }),
+        }
+        Ok(())
+    }
+
+    fn held(&self) -> Result<Value, String> {
+        serde_json::to_value(self.held()).map_err(|error| error.to_string())
+    }
+
+    fn set_drain(&self, on: bool) -> Result<(), String> {
+        self.set_drain(on);
+        Ok(())
     }
 
     fn fail(&self, syndrome: u8) -> Result<(), String> {

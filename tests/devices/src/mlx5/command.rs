@@ -20,13 +20,18 @@ mod statistics;
 mod tests;
 mod vport;
 
+use std::sync::Arc;
+
 use p2pmem_vfio_user::{Dma, DmaError};
 use tracing::{debug, info, warn};
 
+use super::adapter::Adapter;
+use super::counters::Counters;
 use super::eq::Entry;
+use super::inbox::Message;
 use super::layout::wire::{cmd_layout, cmd_prot_block};
 use super::layout::{constants, ifc, op};
-use super::model::Model;
+use super::model::{Hca, Model};
 use super::registers::{LOG_COMMAND_ENTRIES, LOG_COMMAND_STRIDE};
 
 /// The only kind of entry there is.
@@ -74,7 +79,13 @@ impl Refusal {
 pub(super) type Outcome = Result<(), Refusal>;
 
 /// Carries a command out: input as long as its structure at least, output as well.
-type Handler = fn(&mut Model, &[u8], &mut [u8]) -> Outcome;
+#[derive(Clone, Copy)]
+enum Handler {
+    /// With all of the adapter, on the transport's worker.
+    Model(fn(&mut Model<'_>, &[u8], &mut [u8]) -> Outcome),
+    /// A command about memory keys, while payload may be moved by them.
+    Keys(fn(&Adapter, &[u8], &mut [u8]) -> Outcome),
+}
 
 /// When a command may come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,11 +109,14 @@ struct Known {
 /// Names a command's handler and its structures.
 macro_rules! known {
     ($phase:ident, $input:ident, $output:ident, $handler:expr) => {
+        known!($phase, $input, $output, Model $handler)
+    };
+    ($phase:ident, $input:ident, $output:ident, $kind:ident $handler:expr) => {
         Known {
             phase: Phase::$phase,
             input: ifc::$input::BYTES,
             output: ifc::$output::BYTES,
-            handler: $handler,
+            handler: Handler::$kind($handler),
         }
     };
 }
@@ -141,9 +155,9 @@ fn find(opcode: u16) -> Option<Known> {
         op::DESTROY_CQ => known!(Initialised, destroy_cq_in, destroy_cq_out, cq::destroy),
         op::QUERY_CQ => known!(Initialised, query_cq_in, query_cq_out, cq::query),
         op::MODIFY_CQ => known!(Initialised, modify_cq_in, modify_cq_out, cq::modify),
-        op::CREATE_MKEY => known!(Initialised, create_mkey_in, create_mkey_out, mkey::create),
-        op::DESTROY_MKEY => known!(Initialised, destroy_mkey_in, destroy_mkey_out, mkey::destroy),
-        op::QUERY_MKEY => known!(Initialised, query_mkey_in, query_mkey_out, mkey::query),
+        op::CREATE_MKEY => known!(Initialised, create_mkey_in, create_mkey_out, Keys mkey::create),
+        op::DESTROY_MKEY => known!(Initialised, destroy_mkey_in, destroy_mkey_out, Keys mkey::destroy),
+        op::QUERY_MKEY => known!(Initialised, query_mkey_in, query_mkey_out, Keys mkey::query),
         op::PAGE_FAULT_RESUME => known!(Initialised, page_fault_resume_in, page_fault_resume_out, mkey::page_fault_resume),
         op::CREATE_QP => known!(Initialised, create_qp_in, create_qp_out, qp::create),
         op::DESTROY_QP => known!(Initialised, destroy_qp_in, destroy_qp_out, qp::destroy),
@@ -199,61 +213,121 @@ enum Delivery {
     Descriptor = 0x10,
 }
 
-/// What ended the carrying out of a command before its answer could be given.
-enum Lost {
-    /// The answer is this delivery status.
-    Undelivered(Delivery),
-    /// Not even that can be written.
-    Bus(DmaError),
-}
+/// What ended a command before it was carried out.
+struct Lost(Delivery);
 
 impl From<DmaError> for Lost {
     fn from(_: DmaError) -> Self {
         // Only the entry itself is needed to say that something else cannot be reached.
-        Self::Undelivered(Delivery::Firmware)
+        Self(Delivery::Firmware)
     }
 }
 
-/// Carries out the commands whose bits are set in `entries`.
-pub(super) fn execute(model: &mut Model, queue: u64, entries: u32) {
+/// A command that was read from the driver's memory.
+#[derive(Debug)]
+pub(super) struct Taken {
+    /// Its entry in the command queue.
+    slot: u32,
+    address: u64,
+    pub(super) input: Vec<u8>,
+    pub(super) output_len: usize,
+    /// Where the output goes beyond the entry.
+    mailboxes: Vec<u64>,
+    /// The event queue for commands when it was read.
+    told: Option<u32>,
+    /// Access to the bus that ends with the next reset, as the command does.
+    dma: Dma,
+}
+
+/// Reads the commands whose bits are set in `entries`. Those about memory keys are carried out here and now; the others
+/// are handed on to the transport's worker, in order.
+pub(super) fn execute(adapter: &Adapter, queue: u64, entries: u32) {
     for slot in 0..1_u32 << LOG_COMMAND_ENTRIES {
-        if (entries >> slot) & 1 != 0 {
-            // An event for a command that was begun while there was no queue for it would find nobody.
-            let told = model.hca.command_eq();
-            let address = queue.wrapping_add(u64::from(slot) << LOG_COMMAND_STRIDE);
-            match one(model, address) {
-                Ok(()) => {
-                    let now = model.hca.command_eq();
-                    if let Some(eqn) = told.filter(|_| told == now) {
-                        model.hca.post_event(eqn, Entry::commands(1 << slot));
-                    }
+        if (entries >> slot) & 1 == 0 {
+            continue;
+        }
+        // An event for a command that was begun while there was no queue for it would find nobody.
+        let (told, dma) = {
+            let hca = adapter.hca();
+            (hca.command_eq(), hca.dma.clone())
+        };
+        let address = queue.wrapping_add(u64::from(slot) << LOG_COMMAND_STRIDE);
+        let mut entry = [0; cmd_layout::BYTES];
+        if let Err(error) = dma.read(address, &mut entry) {
+            warn!(%error, slot, "a command cannot be read");
+            continue;
+        }
+        match take(&dma, &entry) {
+            Ok((input, output_len, mailboxes)) => {
+                let command = Taken {
+                    slot,
+                    address,
+                    input,
+                    output_len,
+                    mailboxes,
+                    told,
+                    dma,
+                };
+                if is_about_keys(&command.input) {
+                    let output = run_about_keys(adapter, &command.input, command.output_len);
+                    finish(&mut adapter.hca(), &command, &output);
+                } else {
+                    adapter.inboxes.put(Message::Execute(command));
                 }
-                Err(error) => warn!(%error, slot, "a command cannot be read or answered"),
+            }
+            Err(Lost(delivery)) => {
+                warn!(?delivery, "a command is not taken");
+                give_back(&mut adapter.hca(), (slot, address), &dma, told, delivery);
             }
         }
     }
 }
 
-/// Carries out one command.
-fn one(model: &mut Model, address: u64) -> Result<(), DmaError> {
-    let dma = model.hca.dma.clone();
-    let mut entry = [0; cmd_layout::BYTES];
-    dma.read(address, &mut entry)?;
-    let delivery = match deliver(model, &dma, address, &entry) {
+/// Writes a command's output, and ends the command.
+pub(super) fn finish(hca: &mut Hca, command: &Taken, output: &[u8]) {
+    let Taken {
+        slot,
+        address,
+        mailboxes,
+        told,
+        dma,
+        ..
+    } = command;
+    let (inline, rest) = output.split_at(output.len().min(INLINE));
+    let mut written = mailboxes.iter().zip(rest.chunks(BLOCK));
+    let delivery = match written.try_for_each(|(mailbox, chunk)| dma.write(*mailbox, chunk)) {
         Ok(()) => Delivery::Ok,
-        Err(Lost::Undelivered(delivery)) => {
-            warn!(?delivery, "a command is not taken");
-            delivery
-        }
-        Err(Lost::Bus(error)) => return Err(error),
+        // Only the entry itself is needed to say that something else cannot be reached.
+        Err(_) => Delivery::Firmware,
     };
-    // The last byte gives the entry back to the driver.
-    let status = [(delivery as u8) << 1];
-    dma.write(address + u64::from(cmd_layout::STATUS_OWN.offset() / 8), &status)
+    if delivery == Delivery::Ok {
+        if let Err(error) = dma.write(address + cmd_layout::OUT.offset() as u64, inline) {
+            warn!(%error, slot, "a command cannot be answered");
+            return;
+        }
+    } else {
+        warn!(?delivery, "a command's output cannot be written");
+    }
+    give_back(hca, (*slot, *address), dma, *told, delivery);
 }
 
-fn deliver(model: &mut Model, dma: &Dma, address: u64, entry: &[u8]) -> Result<(), Lost> {
-    let bad = |delivery| Err(Lost::Undelivered(delivery));
+/// Gives an entry back to the driver, and tells it so.
+fn give_back(hca: &mut Hca, (slot, address): (u32, u64), dma: &Dma, told: Option<u32>, delivery: Delivery) {
+    // The last byte of the entry says whose it is.
+    let status = [(delivery as u8) << 1];
+    if let Err(error) = dma.write(address + u64::from(cmd_layout::STATUS_OWN.offset() / 8), &status) {
+        warn!(%error, slot, "a command cannot be answered");
+        return;
+    }
+    let now = hca.command_eq();
+    if let Some(eqn) = told.filter(|_| told == now) {
+        hca.post_event(eqn, Entry::commands(1 << slot));
+    }
+}
+
+/// Reads what belongs to an entry: the command's input, the length of its output, and where that goes.
+fn take(dma: &Dma, entry: &[u8]) -> Result<(Vec<u8>, usize, Vec<u64>), Lost> {
+    let bad = |delivery| Err(Lost(delivery));
     if cmd_layout::TYPE.get32(entry) != TRANSPORT {
         return bad(Delivery::Descriptor);
     }
@@ -291,45 +365,87 @@ fn deliver(model: &mut Model, dma: &Dma, address: u64, entry: &[u8]) -> Result<(
         mailboxes.push(next & MAILBOX);
         next = cmd_prot_block::NEXT.get(&block);
     }
-    let output = run(model, &input, output_len);
-    let (inline, rest) = output.split_at(output.len().min(INLINE));
-    for (mailbox, chunk) in mailboxes.iter().zip(rest.chunks(BLOCK)) {
-        dma.write(*mailbox, chunk)?;
-    }
-    let at = address + cmd_layout::OUT.offset() as u64;
-    dma.write(at, inline).map_err(Lost::Bus)
+    Ok((input, output_len, mailboxes))
 }
 
 fn check_block(block: &[u8], number: usize, token: u32) -> Result<(), Lost> {
     if cmd_prot_block::TOKEN.get32(block) != token {
-        return Err(Lost::Undelivered(Delivery::Token));
+        return Err(Lost(Delivery::Token));
     }
     if cmd_prot_block::BLOCK_NUM.get(block) != number as u64 {
-        return Err(Lost::Undelivered(Delivery::BlockNumber));
+        return Err(Lost(Delivery::BlockNumber));
     }
     Ok(())
 }
 
-/// Carries out a command that has arrived, and returns its output of `output_len` bytes.
-pub(super) fn run(model: &mut Model, input: &[u8], output_len: usize) -> Vec<u8> {
-    let opcode = ifc::nop_in::OPCODE.get32(input) as u16;
+/// The command that an input is about.
+fn opcode(input: &[u8]) -> u16 {
+    ifc::nop_in::OPCODE.get32(input) as u16
+}
+
+/// Whether a command is carried out while payload may be moved.
+pub(super) fn is_about_keys(input: &[u8]) -> bool {
+    find(opcode(input)).is_some_and(|known| matches!(known.handler, Handler::Keys(_)))
+}
+
+/// Carries out a command about memory keys, and returns its output of `output_len` bytes.
+pub(super) fn run_about_keys(adapter: &Adapter, input: &[u8], output_len: usize) -> Vec<u8> {
+    let (counters, phase) = {
+        let hca = adapter.hca();
+        (Arc::clone(&hca.counters), hca.objects.phase)
+    };
+    respond(
+        &counters,
+        phase,
+        input,
+        output_len,
+        |handler, input, output| match handler {
+            Handler::Keys(handler) => handler(adapter, input, output),
+            Handler::Model(_) => Err(refuse!(MLX5_CMD_STAT_INT_ERR)),
+        },
+    )
+}
+
+/// Carries out any other command, and returns its output of `output_len` bytes.
+pub(super) fn run(model: &mut Model<'_>, input: &[u8], output_len: usize) -> Vec<u8> {
+    let (counters, phase) = (Arc::clone(&model.hca.counters), model.hca.objects.phase);
+    respond(
+        &counters,
+        phase,
+        input,
+        output_len,
+        |handler, input, output| match handler {
+            Handler::Model(handler) => handler(model, input, output),
+            Handler::Keys(_) => Err(refuse!(MLX5_CMD_STAT_INT_ERR)),
+        },
+    )
+}
+
+fn respond(
+    counters: &Counters,
+    phase: Phase,
+    input: &[u8],
+    output_len: usize,
+    carry_out: impl FnOnce(Handler, &[u8], &mut [u8]) -> Outcome,
+) -> Vec<u8> {
+    let opcode = opcode(input);
     let known = find(opcode);
     let mut output = vec![0; output_len.max(known.as_ref().map_or(INLINE, |known| known.output))];
-    model.hca.counters.command();
+    counters.command();
     let outcome = match known {
         None => {
-            model.hca.counters.unknown_command(opcode);
+            counters.unknown_command(opcode);
             let name = op::name(opcode).unwrap_or("nothing that the headers know");
             info!(opcode = format_args!("{opcode:#x}"), name, "unknown command");
             Err(refuse!(MLX5_CMD_STAT_BAD_OP_ERR))
         }
         Some(known) if input.len() < known.input => Err(refuse!(MLX5_CMD_STAT_BAD_INP_LEN_ERR)),
         Some(known) if output_len < known.output => Err(refuse!(MLX5_CMD_STAT_BAD_OUTP_LEN_ERR)),
-        Some(known) if model.hca.objects.phase < known.phase => Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR)),
-        Some(known) => (known.handler)(model, input, &mut output),
+        Some(known) if phase < known.phase => Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR)),
+        Some(known) => carry_out(known.handler, input, &mut output),
     };
     if let Err(Refusal { status, syndrome }) = outcome {
-        model.hca.counters.refused_command();
+        counters.refused_command();
         output.fill(0);
         ifc::nop_out::STATUS.set(&mut output, status);
         ifc::nop_out::SYNDROME.set(&mut output, syndrome);

@@ -28,8 +28,28 @@ pub(super) struct Counters {
     page_faults: AtomicU64,
     registrations: AtomicU64,
     failed_registrations: AtomicU64,
-    payload: [AtomicU64; 6],
-    datagrams: [AtomicU64; 6],
+    undrained: AtomicU64,
+}
+
+impl From<DmaCounts> for Payload {
+    fn from(counts: DmaCounts) -> Self {
+        let DmaCounts {
+            host_read,
+            host_written,
+            peer_read,
+            peer_written,
+            message_read,
+            message_written,
+        } = counts;
+        Self {
+            host_read,
+            host_written,
+            peer_read,
+            peer_written,
+            message_read,
+            message_written,
+        }
+    }
 }
 
 /// Bytes of payload, by what they were read from and written to.
@@ -72,6 +92,8 @@ pub struct Machinery {
     pub registrations: u64,
     /// Those that were refused.
     pub failed_registrations: u64,
+    /// Changes of memory keys that were given up because transfers by the key did not end.
+    pub undrained: u64,
 }
 
 /// Applies a function to all fields of two sets of the transport's counters.
@@ -155,36 +177,9 @@ impl Counters {
         }
     }
 
-    /// Counts what a transfer of payload moved, of a datagram or of anything else.
-    pub(super) fn payload(&self, datagram: bool, before: &DmaCounts, after: &DmaCounts) {
-        let moved = [
-            after.host_read.wrapping_sub(before.host_read),
-            after.host_written.wrapping_sub(before.host_written),
-            after.peer_read.wrapping_sub(before.peer_read),
-            after.peer_written.wrapping_sub(before.peer_written),
-            after.message_read.wrapping_sub(before.message_read),
-            after.message_written.wrapping_sub(before.message_written),
-        ];
-        let counters = if datagram { &self.datagrams } else { &self.payload };
-        for (counter, moved) in counters.iter().zip(moved).filter(|(_, moved)| *moved != 0) {
-            add(counter, moved);
-        }
-    }
-
-    /// Bytes of payload so far: without and of datagrams.
-    pub(super) fn payload_bytes(&self) -> (Payload, Payload) {
-        let read = |counters: &[AtomicU64; 6]| {
-            let [a, b, c, d, e, f] = counters.each_ref().map(|counter| counter.load(Ordering::Relaxed));
-            Payload {
-                host_read: a,
-                host_written: b,
-                peer_read: c,
-                peer_written: d,
-                message_read: e,
-                message_written: f,
-            }
-        };
-        (read(&self.payload), read(&self.datagrams))
+    /// A key was to be changed, and its transfers did not end in time.
+    pub(super) fn undrained(&self) {
+        add(&self.undrained, 1);
     }
 
     /// What else was counted.
@@ -201,6 +196,7 @@ impl Counters {
             page_faults: get(&self.page_faults),
             registrations: get(&self.registrations),
             failed_registrations: get(&self.failed_registrations),
+            undrained: get(&self.undrained),
         }
     }
 
@@ -216,10 +212,8 @@ impl Counters {
             &self.page_faults,
             &self.registrations,
             &self.failed_registrations,
-        ]
-        .into_iter()
-        .chain(self.payload.iter().chain(&self.datagrams))
-        {
+            &self.undrained,
+        ] {
             counter.store(0, Ordering::Relaxed);
         }
         self.unknown.lock().unwrap_or_else(PoisonError::into_inner).clear();

@@ -7,13 +7,16 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
-use p2pmem_ib::{Counters as Transport, Fabric, Faults, LinkCounters, PortConfig};
-use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, LinkSpeed, Moved, Region};
+use p2pmem_ib::{Counters as TransportCounters, Fabric, Faults, LinkCounters, PortConfig};
+use p2pmem_vfio_user::{BarKind, Bus, ConfigBuilder, ConfigSpace, Device, Dma, LinkSpeed, Moved, Region};
 use serde::Serialize;
 
+use super::adapter::Adapter;
+use super::command;
 use super::counters::{Counters, Machinery, Payload};
-use super::inbox::{Inbox, Message, Wait};
-use super::model::{Identity, Model};
+use super::hold::{Hold, HoldRequest, HoldStatus};
+use super::inbox::{Inboxes, Message, Wait};
+use super::model::{Hca, Identity, Model, Transport};
 use super::registers::{BAR0_SIZE, MSIX_PBA, MSIX_TABLE, Registers, VECTORS};
 use crate::worker::{Health, Worker};
 
@@ -46,6 +49,8 @@ pub struct Settings {
 pub struct Report {
     /// Bytes of payload of connections by what they were read from and written to.
     pub payload: Payload,
+    /// The same by target, as `bus`.
+    pub payload_by_target: std::collections::BTreeMap<String, Bytes>,
     /// The same of datagrams, which the kernel sends and receives by itself as well.
     pub datagrams: Payload,
     /// Bytes of any kind (payload, commands, queues) by target: "host", peers by their names, and others.
@@ -53,7 +58,7 @@ pub struct Report {
     /// What the link carried.
     pub wire: LinkCounters,
     /// What the transport did.
-    pub transport: Transport,
+    pub transport: TransportCounters,
     /// What the adapter's own machinery did.
     pub adapter: Machinery,
     /// Register accesses that were reads, writes, and of those the ones that mean nothing.
@@ -98,15 +103,19 @@ pub struct NoAnswer;
 /// A way to ask an adapter from outside of the guest; clones ask the same one.
 #[derive(Clone, Debug)]
 pub struct Handle {
-    inbox: Arc<Inbox>,
+    inboxes: Arc<Inboxes>,
     registers: Arc<Registers>,
+    hold: Arc<Hold>,
 }
 
 impl Handle {
     /// Lets the worker answer a question.
-    fn ask<T: Send + 'static>(&self, question: impl FnOnce(&mut Model) -> T + Send + 'static) -> Result<T, NoAnswer> {
+    fn ask<T: Send + 'static>(
+        &self,
+        question: impl FnOnce(&mut Model<'_>) -> T + Send + 'static,
+    ) -> Result<T, NoAnswer> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.inbox.put(Message::Ask(Box::new(move |model| {
+        self.inboxes.put(Message::Ask(Box::new(move |model| {
             // Whoever asked may have given up.
             let _ = sender.send(question(model));
         })));
@@ -121,13 +130,17 @@ impl Handle {
     pub fn report(&self) -> Result<Report, NoAnswer> {
         let registers = self.registers.counts();
         self.ask(move |model| {
-            let bus = model.hca.bus.dma.by_target();
-            let bytes = |Moved { read, written }| Bytes { read, written };
-            let (payload, datagrams) = model.hca.counters.payload_bytes();
+            let by_target = |dma: &Dma| {
+                let bytes = |Moved { read, written }| Bytes { read, written };
+                let moved = dma.by_target().into_iter();
+                moved.map(|(name, moved)| (name, bytes(moved))).collect()
+            };
+            let [payload, datagrams] = &model.hca.tallies;
             Report {
-                payload,
-                datagrams,
-                bus: bus.into_iter().map(|(name, moved)| (name, bytes(moved))).collect(),
+                payload: payload.counts().into(),
+                payload_by_target: by_target(payload),
+                datagrams: datagrams.counts().into(),
+                bus: by_target(&model.hca.bus.dma),
                 wire: model.hca.link_counters(),
                 transport: model.transport(),
                 adapter: model.hca.counters.machinery(),
@@ -143,7 +156,7 @@ impl Handle {
     /// [`NoAnswer`].
     pub fn reset_counters(&self) -> Result<(), NoAnswer> {
         self.registers.reset_counts();
-        self.ask(Model::reset_counters)
+        self.ask(|model| model.reset_counters())
     }
 
     /// The adapter's state.
@@ -180,19 +193,46 @@ impl Handle {
     }
 }
 
-/// The adapter as the emulator sees it. Its worker ends when it is dropped.
+impl Handle {
+    /// Holds the next transfer of payload that is meant, when its bus addresses are found and before its first byte is
+    /// moved. A transfer that is held goes on. While one is held, the adapter moves nothing else, and does not answer
+    /// [`Handle::report`] and the like.
+    pub fn hold(&self, request: HoldRequest) {
+        self.hold.arm(request);
+    }
+
+    /// Lets a held transfer go on, and holds no other.
+    pub fn release(&self) {
+        self.hold.release();
+    }
+
+    /// What is held, and what waits for it. Answers at any time.
+    pub fn held(&self) -> HoldStatus {
+        self.hold.status()
+    }
+
+    /// Whether a change of a memory key waits for transfers by the key that are in flight, as it does unless a test says
+    /// otherwise.
+    pub fn set_drain(&self, on: bool) {
+        self.hold.set_drain(on);
+    }
+}
+
+/// The adapter as the emulator sees it. Its workers end when it is dropped.
 #[derive(Debug)]
 pub struct Nic {
     bus: Bus,
     config: ConfigSpace,
     bar0: Region,
     registers: Arc<Registers>,
-    inbox: Arc<Inbox>,
-    worker: Worker,
+    inboxes: Arc<Inboxes>,
+    hold: Arc<Hold>,
+    /// For the transport, and for commands.
+    workers: [Worker; 2],
 }
 
 impl Nic {
-    /// Makes an adapter, joins the subnet and starts the worker.
+    /// Makes an adapter, joins the subnet and starts the workers.
     ///
     /// # Errors
     ///
@@ -209,15 +249,16 @@ impl Nic {
             .build()
             .map_err(|error| invalid(&error))?;
         let registers = Arc::new(Registers::new());
-        let inbox = Arc::new(Inbox::default());
+        let inboxes = Arc::new(Inboxes::default());
+        let hold = Arc::new(Hold::default());
         let port = PortConfig {
             name: settings.name.clone(),
             guid: settings.guid,
             switch: settings.switch,
         };
         let deliver = {
-            let inbox = Arc::clone(&inbox);
-            move |delivery| inbox.put(Message::Delivery(delivery))
+            let inboxes = Arc::clone(&inboxes);
+            move |delivery| inboxes.put(Message::Delivery(delivery))
         };
         let port = fabric.join(&port, deliver).map_err(|error| invalid(&error))?;
         let identity = Identity {
@@ -225,53 +266,93 @@ impl Nic {
             node_guid: settings.guid,
             port_guid: settings.guid,
         };
-        let mut model = Model::new(
+        let hca = Hca::new(
             identity,
             bus.clone(),
             Arc::clone(&registers),
             Arc::new(Counters::default()),
             port,
         );
-        let worker = Worker::spawn(&settings.name, bus.clone(), {
-            let inbox = Arc::clone(&inbox);
-            move || work(&inbox, &mut model)
-        })?;
+        let adapter = Arc::new(Adapter::new(hca, Arc::clone(&inboxes), Arc::clone(&hold)));
+        let health = Health::default();
+        let mut transport = Transport::new(Arc::clone(&adapter));
+        let workers = [
+            Worker::spawn_with(&settings.name, bus.clone(), health.clone(), move || {
+                work(&mut transport)
+            })?,
+            Worker::spawn_with(&format!("{} cmd", settings.name), bus.clone(), health, {
+                let inboxes = Arc::clone(&inboxes);
+                move || {
+                    work_commands(&adapter);
+                    // Last, so that nothing that was handed on comes after it.
+                    inboxes.transport.put(Message::Stop);
+                }
+            })?,
+        ];
         Ok(Self {
             bus,
             config,
             bar0: Region::registers(BAR0_SIZE),
             registers,
-            inbox,
-            worker,
+            inboxes,
+            hold,
+            workers,
         })
     }
 
-    /// A way to ask whether the worker lives.
+    /// A way to ask whether the workers live.
     pub fn health(&self) -> Health {
-        self.worker.health()
+        self.workers[0].health()
     }
 
     /// A way to ask the adapter while it is served.
     pub fn handle(&self) -> Handle {
         Handle {
-            inbox: Arc::clone(&self.inbox),
+            inboxes: Arc::clone(&self.inboxes),
             registers: Arc::clone(&self.registers),
+            hold: Arc::clone(&self.hold),
         }
     }
 }
 
-/// The worker: takes in what happens and goes on with what there is to do.
-fn work(inbox: &Inbox, model: &mut Model) {
+/// The worker for the transport: takes in what happens and goes on with what there is to do.
+fn work(transport: &mut Transport) {
+    let adapter = Arc::clone(&transport.adapter);
     let mut messages = Vec::new();
     let mut wait = Wait::No;
     loop {
-        inbox.take(&mut messages, wait);
+        adapter.inboxes.transport.take(&mut messages, wait);
         for message in messages.drain(..) {
-            if !model.handle(message) {
+            if !transport.handle(message) {
                 return;
             }
         }
-        wait = model.run();
+        wait = transport.run();
+    }
+}
+
+/// The worker for commands, doorbells of event and completion queues, and the driver's own queue pairs.
+fn work_commands(adapter: &Adapter) {
+    let mut messages = Vec::new();
+    let mut wait = Wait::No;
+    loop {
+        adapter.inboxes.commands.take(&mut messages, wait);
+        for message in messages.drain(..) {
+            match message {
+                Message::Command { queue, entries } => command::execute(adapter, queue, entries),
+                Message::EventQueue { .. } | Message::Arm { .. } => adapter.hca().doorbell(&message),
+                Message::Send { uar, qpn } => {
+                    if adapter.hca().may_send(uar, qpn) {
+                        adapter.driver().doorbell(qpn);
+                        adapter.run_driver();
+                    }
+                }
+                Message::Stop => return,
+                // Behind every command that was taken before it.
+                other => adapter.inboxes.transport.put(other),
+            }
+        }
+        wait = adapter.run_driver();
     }
 }
 
@@ -296,16 +377,17 @@ impl Device for Nic {
 
     fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
         if region == 0 {
-            self.registers.write(offset, data, &self.inbox);
+            self.registers.write(offset, data, &self.inboxes);
         }
     }
 
     fn reset(&mut self) {
-        // What the worker is doing fails, because DMA was ended; what it has not begun comes before this message, and
+        // What the workers are doing fails, because DMA was ended; what it has not begun comes before this message, and
         // fails as well. The driver waits until the registers say that it is over.
         self.bus.dma.abort();
+        self.hold.release();
         self.registers.reset();
-        self.inbox.put(Message::Reset);
+        self.inboxes.put(Message::Reset);
     }
 
     fn disconnected(&mut self) {
@@ -317,7 +399,10 @@ impl Device for Nic {
 impl Drop for Nic {
     fn drop(&mut self) {
         self.bus.dma.abort();
-        self.inbox.put(Message::Stop);
-        self.worker.join();
+        self.hold.release();
+        self.inboxes.put(Message::Stop);
+        for worker in self.workers.iter_mut().rev() {
+            worker.join();
+        }
     }
 }

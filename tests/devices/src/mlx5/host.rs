@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use p2pmem_ib::{
     Access, Atomic, Completion, Event, Fault, Fetched, Host, Packet, Queue, ReceiveWork, SendWork, Service, Status,
 };
-use p2pmem_vfio_user::{DmaCounts, DmaError, Extent};
+use p2pmem_vfio_user::{Dma, DmaError, Extent};
 use tracing::{debug, warn};
 
 use super::cqe;
@@ -24,7 +24,7 @@ const LAST: u8 = 0x80;
 const PAGES_SHIFT: u32 = 12;
 
 /// The end of a transfer, for those who asked for it.
-fn bus(error: &DmaError) -> Fault {
+pub(super) fn bus_fault(error: &DmaError) -> Fault {
     debug!(%error, "payload");
     Fault::Bus
 }
@@ -62,19 +62,54 @@ impl Hca {
         }
     }
 
-    /// Does a transfer of a queue pair's payload and counts it by what it reached.
-    fn payload<T>(&mut self, qpn: u32, transfer: impl FnOnce(&Self) -> Result<T, DmaError>) -> Result<T, Fault> {
+    /// The handle for a queue pair's payload, which counts it.
+    fn payload_dma(&self, qpn: u32) -> &Dma {
         let qp = self.objects.qps.get(qpn);
         let datagram = qp.is_some_and(|qp| matches!(qp.service, Service::Ud | Service::Gsi));
-        let before: DmaCounts = self.bus.dma.counts();
-        let result = transfer(self);
-        self.counters.payload(datagram, &before, &self.bus.dma.counts());
-        result.map_err(|error| bus(&error))
+        if datagram { &self.datagrams } else { &self.payload }
+    }
+
+    /// Finds an access's bus addresses, for a transfer that runs while the state changes.
+    pub(super) fn depart(&mut self, access: &Access) -> Result<(u64, Vec<Extent>, Dma), Fault> {
+        let mut extents = std::mem::take(&mut self.extents);
+        extents.clear();
+        match self.objects.mkeys.depart(access, &mut extents) {
+            Ok(flight) => Ok((flight, extents, self.payload_dma(access.qpn).clone())),
+            Err(fault) => {
+                self.extents = extents;
+                if matches!(fault, Fault::Page(_)) {
+                    self.tell_page_faults();
+                }
+                Err(fault)
+            }
+        }
+    }
+
+    /// A transfer has ended.
+    pub(super) fn land(&mut self, flight: u64, extents: Vec<Extent>) {
+        self.objects.mkeys.land(flight);
+        self.extents = extents;
     }
 
     fn event_of_queue(&mut self, event: EventType, number: u32) {
         let entry = Entry::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
         self.async_event(event, entry);
+    }
+
+    /// Takes the work that the adapter does itself and whose turn it is.
+    pub(super) fn take_local(&mut self, qpn: u32, id: u64) -> Result<Local, Status> {
+        let local = self.objects.qps.get_mut(qpn).and_then(|qp| qp.take_local(id));
+        local.ok_or(Status::LocalQpOperation)
+    }
+
+    /// Carries out a change of a memory key, and counts it.
+    pub(super) fn change_key(&mut self, qpn: u32, umr: &super::mkey::Umr) -> Result<(), Status> {
+        let result = self.umr(qpn, umr);
+        self.counters.registration(result.is_ok());
+        result.map_err(|error| {
+            warn!(name = self.identity.name, qpn, key = format_args!("{:#x}", umr.key), %error, "UMR");
+            Status::MwBind
+        })
     }
 
     /// Carries out a change of a memory key.
@@ -99,7 +134,7 @@ impl Hca {
             // Lists of translations are the driver's, not payload.
             let result = self.dma.read_extents(&extents, &mut list);
             self.extents = extents;
-            result.map_err(|error| Mkeys::list_fault(bus(&error)))?;
+            result.map_err(|error| Mkeys::list_fault(bus_fault(&error)))?;
         }
         self.objects.mkeys.apply(umr, &list, &issuer)
     }
@@ -132,16 +167,16 @@ impl Host for Hca {
 
     fn read(&mut self, access: &Access, data: &mut [u8]) -> Result<(), Fault> {
         let extents = self.resolve(access)?;
-        let result = self.payload(access.qpn, |hca| hca.dma.read_extents(&extents, data));
+        let result = self.payload_dma(access.qpn).read_extents(&extents, data);
         self.extents = extents;
-        result
+        result.map_err(|error| bus_fault(&error))
     }
 
     fn write(&mut self, access: &Access, data: &[u8]) -> Result<(), Fault> {
         let extents = self.resolve(access)?;
-        let result = self.payload(access.qpn, |hca| hca.dma.write_extents(&extents, data));
+        let result = self.payload_dma(access.qpn).write_extents(&extents, data);
         self.extents = extents;
-        result
+        result.map_err(|error| bus_fault(&error))
     }
 
     fn check(&mut self, access: &Access) -> Result<(), Fault> {
@@ -166,8 +201,8 @@ impl Host for Hca {
                 Atomic::FetchAdd { add } => old.wrapping_add(add),
             })
         };
-        let old = self.payload(access.qpn, |hca| hca.dma.update(extent.address, change))?;
-        Ok(order(old))
+        let old = self.payload_dma(access.qpn).update(extent.address, change);
+        old.map(order).map_err(|error| bus_fault(&error))
     }
 
     fn atomic_result(&mut self, _qpn: u32, original: u64) -> [u8; 8] {
@@ -179,18 +214,9 @@ impl Host for Hca {
     }
 
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
-        let local = self.objects.qps.get_mut(qpn).and_then(|qp| qp.take_local(id));
-        match local {
-            Some(Local::Nop) => Ok(()),
-            Some(Local::Umr(umr)) => {
-                let result = self.umr(qpn, &umr);
-                self.counters.registration(result.is_ok());
-                result.map_err(|error| {
-                    warn!(name = self.identity.name, qpn, key = format_args!("{:#x}", umr.key), %error, "UMR");
-                    Status::MwBind
-                })
-            }
-            None => Err(Status::LocalQpOperation),
+        match self.take_local(qpn, id)? {
+            Local::Nop => Ok(()),
+            Local::Umr(umr) => self.change_key(qpn, &umr),
         }
     }
 

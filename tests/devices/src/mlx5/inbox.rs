@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the worker is told: by register accesses, by the subnet, by the control socket.
+//! What the workers are told: by register accesses, by the subnet, by the control socket, by each other.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use p2pmem_ib::Delivery;
 
-/// A question to the worker, which answers through what the function has captured.
-pub(super) type Ask = Box<dyn FnOnce(&mut super::model::Model) + Send>;
+/// A question to the transport's worker, which answers through what the function has captured.
+pub(super) type Ask = Box<dyn FnOnce(&mut super::model::Model<'_>) + Send>;
 
 /// Something that happened, in the order in which it did.
 pub(super) enum Message {
@@ -26,6 +27,8 @@ pub(super) enum Message {
     Arm { uar: u32, words: [u32; 2] },
     /// Work was posted to a send queue.
     Send { uar: u32, qpn: u32 },
+    /// A command that was read, and is the transport's to carry out.
+    Execute(super::command::Taken),
     /// From the subnet.
     Delivery(Delivery),
     /// The driver asked for a reset of the adapter without one of the function.
@@ -34,6 +37,8 @@ pub(super) enum Message {
     Reset,
     /// Somebody outside of the guest wants to know or to change something.
     Ask(Ask),
+    /// Completion queues broke while another worker had them.
+    Look,
     /// The device is taken away.
     Stop,
 }
@@ -45,10 +50,12 @@ impl fmt::Debug for Message {
             Self::EventQueue { .. } => "EventQueue",
             Self::Arm { .. } => "Arm",
             Self::Send { .. } => "Send",
+            Self::Execute(_) => "Execute",
             Self::Delivery(_) => "Delivery",
             Self::SoftwareReset => "SoftwareReset",
             Self::Reset => "Reset",
             Self::Ask(_) => "Ask",
+            Self::Look => "Look",
             Self::Stop => "Stop",
         };
         f.write_str(name)
@@ -114,6 +121,49 @@ impl Inbox {
     }
 }
 
+/// The inboxes of an adapter's workers, and which message is whose.
+#[derive(Debug, Default)]
+pub(super) struct Inboxes {
+    /// Of the worker for queue pairs: what they send and receive, and with it all transfers of payload.
+    pub(super) transport: Inbox,
+    /// Of the worker for commands, event and completion queue doorbells, and the driver's own queue pairs.
+    pub(super) commands: Inbox,
+    /// Numbers of the driver's own queue pairs.
+    driver: Mutex<BTreeSet<u32>>,
+}
+
+impl Inboxes {
+    fn driver(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts what a register access asks for into the inbox it belongs to. Never waits.
+    pub(super) fn put(&self, message: Message) {
+        let transport = match &message {
+            Message::Send { qpn, .. } => !self.driver().contains(qpn),
+            Message::Delivery(_) | Message::Ask(_) | Message::Execute(_) | Message::Look => true,
+            // A reset goes to the worker for commands first, which hands it on: behind every command that it has taken.
+            _ => false,
+        };
+        let inbox = if transport { &self.transport } else { &self.commands };
+        inbox.put(message);
+    }
+
+    /// This queue pair is the driver's own from now on, or is not any more.
+    pub(super) fn set_driver(&self, qpn: u32, own: bool) {
+        if own {
+            self.driver().insert(qpn);
+        } else {
+            self.driver().remove(&qpn);
+        }
+    }
+
+    /// There are no queue pairs.
+    pub(super) fn clear(&self) {
+        self.driver().clear();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -159,5 +209,31 @@ mod tests {
         let before = Instant::now();
         inbox.take(&mut messages, Wait::Until(before + Duration::from_millis(5)));
         assert!(messages.is_empty() && before.elapsed() >= Duration::from_millis(5));
+    }
+
+    #[test]
+    fn messages_find_their_worker() {
+        let inboxes = Inboxes::default();
+        inboxes.set_driver(7, true);
+        for qpn in [6, 7] {
+            inboxes.put(Message::Send { uar: 0, qpn });
+        }
+        inboxes.put(Message::Command { queue: 0, entries: 1 });
+        inboxes.put(Message::Reset);
+        inboxes.set_driver(7, false);
+        inboxes.put(Message::Send { uar: 0, qpn: 7 });
+        let all = |inbox: &Inbox| {
+            let mut messages = Vec::new();
+            inbox.take(&mut messages, Wait::No);
+            messages
+        };
+        assert!(matches!(
+            all(&inboxes.transport)[..],
+            [Message::Send { qpn: 6, .. }, Message::Send { qpn: 7, .. }]
+        ));
+        assert!(matches!(
+            all(&inboxes.commands)[..],
+            [Message::Send { qpn: 7, .. }, Message::Command { .. }, Message::Reset]
+        ));
     }
 }

@@ -17,6 +17,8 @@ mod tests;
 mod translation;
 mod umr;
 
+use std::collections::BTreeMap;
+
 use p2pmem_ib::{Access, Fault, Rights};
 use p2pmem_vfio_user::Extent;
 
@@ -80,6 +82,8 @@ struct Key {
     image: [u8; mkc::BYTES],
     context: Context,
     translations: Translations,
+    /// It is about to be destroyed: no access begins any more.
+    retired: bool,
 }
 
 /// The memory keys of a device.
@@ -89,6 +93,10 @@ pub struct Mkeys {
     limits: Limits,
     words: u64,
     faults: fault::Faults,
+    /// Accesses that have their bus addresses and whose transfer has not ended, by number, with the indexes of the keys
+    /// that they were translated by. Numbers ascend.
+    flights: BTreeMap<u64, Vec<u32>>,
+    next_flight: u64,
 }
 
 /// In whose name an address is translated.
@@ -124,6 +132,8 @@ impl Mkeys {
             limits,
             words: 0,
             faults: fault::Faults::default(),
+            flights: BTreeMap::new(),
+            next_flight: 0,
         }
     }
 
@@ -165,10 +175,22 @@ impl Mkeys {
             image,
             context,
             translations,
+            retired: false,
         };
         let index = self.keys.add(key).ok_or(Refusal::Full)?;
         self.words += need;
         Ok(index)
+    }
+
+    /// Lets no access by the key with this index begin any more, nor any change. It still has to be destroyed, once
+    /// [`Mkeys::in_flight`] says that no access is under way.
+    ///
+    /// # Errors
+    ///
+    /// [`Refusal::NoKey`].
+    pub fn retire(&mut self, index: u32) -> Result<(), Refusal> {
+        self.keys.get_mut(index).ok_or(Refusal::NoKey)?.retired = true;
+        Ok(())
     }
 
     /// Destroys the key with this index.
@@ -225,7 +247,7 @@ impl Mkeys {
     /// The key itself, if it has this number and variant and is not free.
     fn live(&self, key: u32) -> Result<&Key, Fault> {
         let found = self.keys.get(key >> 8).ok_or(Fault::Key)?;
-        if found.context.free || found.context.variant != (key & 0xff) as u8 {
+        if found.retired || found.context.free || found.context.variant != (key & 0xff) as u8 {
             return Err(Fault::Key);
         }
         Ok(found)
@@ -274,6 +296,40 @@ impl Mkeys {
     /// See [`Fault`]. For a page that is not present, the fault is among [`Mkeys::take_faults`] unless the same one is
     /// pending already.
     pub fn resolve(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<(), Fault> {
+        self.translate(access, extents).map(drop)
+    }
+
+    /// As [`Mkeys::resolve`], of an access whose transfer runs while the keys may change: until [`Mkeys::land`] is called
+    /// with the number returned, it is in flight.
+    ///
+    /// # Errors
+    ///
+    /// As [`Mkeys::resolve`].
+    pub fn depart(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<u64, Fault> {
+        let keys = self.translate(access, extents)?;
+        let number = self.next_flight;
+        self.next_flight += 1;
+        self.flights.insert(number, keys);
+        Ok(number)
+    }
+
+    /// The transfer of an access has ended.
+    pub fn land(&mut self, number: u64) {
+        self.flights.remove(&number);
+    }
+
+    /// The number that the next access to depart gets.
+    pub fn next_flight(&self) -> u64 {
+        self.next_flight
+    }
+
+    /// Whether accesses by the key with this index are in flight that departed before number `before`.
+    pub fn in_flight(&self, index: u32, before: u64) -> bool {
+        self.flights.range(..before).any(|(_, keys)| keys.contains(&index))
+    }
+
+    /// Finds an access's bus addresses, and the indexes of the keys that lead to them.
+    fn translate(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<Vec<u32>, Fault> {
         let before = extents.len();
         let who = Who {
             rights: access.rights,
@@ -284,9 +340,11 @@ impl Mkeys {
             list: extents,
             limit: before + MAX_EXTENTS,
             steps: MAX_STEPS,
+            keys: Vec::new(),
         };
         let result = self.walk(access.key, who, access.address, access.length, 0, &mut out);
-        result.map_err(|stop| {
+        let keys = out.keys;
+        result.map(|()| keys).map_err(|stop| {
             extents.truncate(before);
             match stop {
                 Stop::Fault(fault) => fault,
@@ -300,6 +358,7 @@ impl Mkeys {
             return Err(Fault::Bounds.into());
         }
         let found = self.permitted(key, who, address, len)?;
+        out.through(key >> 8);
         let inner = Who {
             // A key made of others uses them as its owner would.
             rights: match who.rights {
@@ -371,9 +430,18 @@ struct Extents<'a> {
     limit: usize,
     /// Translations that may still be looked at.
     steps: u32,
+    /// Indexes of the keys on the way, each once.
+    keys: Vec<u32>,
 }
 
 impl Extents<'_> {
+    fn through(&mut self, index: u32) {
+        // Few: an access has one key, and a key made of others as a rule a handful.
+        if !self.keys.contains(&index) {
+            self.keys.push(index);
+        }
+    }
+
     /// Looks at another translation.
     fn step(&mut self) -> Result<(), Fault> {
         self.steps = self.steps.checked_sub(1).ok_or(Fault::Bounds)?;

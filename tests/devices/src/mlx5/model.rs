@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The state of an adapter. One thread owns it; nothing in it is locked.
+//! The state of an adapter, and what each message does to it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use p2pmem_ib::{Counters as Transport, Delivery, Engine, LinkCounters, Modify, Next, Port, PortAttributes, State};
+use p2pmem_ib::{Counters as TransportCounters, Delivery, Engine, LinkCounters, Modify, Port, PortAttributes, State};
 use p2pmem_vfio_user::{Bus, Dma};
 use tracing::{debug, warn};
 
+use super::adapter::{Adapter, Unlocked};
 use super::caps::{Caps, limit};
 use super::command::{self, CounterSet, Phase, link_since, port_capability};
 use super::counters::{Counters, difference, sum};
 use super::cq::{Cq, Posted};
 use super::eq::{Entry, Eq, EventType};
 use super::front::Status;
-use super::inbox::{Message, Wait};
+use super::inbox::{Inboxes, Message, Wait};
 use super::layout::constants;
 use super::layout::wire::{eqe_cq_err, eqe_port_state};
 use super::mkey::{Limits, Mkeys};
@@ -50,11 +51,21 @@ pub(super) struct Identity {
     pub(super) port_guid: u64,
 }
 
-/// An adapter: its transport, and all the rest.
+/// An adapter while all of it is looked at: its transports, and all the rest. Only the transport's worker makes one.
 #[derive(Debug)]
-pub(super) struct Model {
-    pub(super) engine: Engine,
-    pub(super) hca: Hca,
+pub(super) struct Model<'a> {
+    pub(super) engine: &'a mut Engine,
+    /// The transport of the driver's own queue pairs.
+    pub(super) driver: &'a mut Engine,
+    pub(super) hca: &'a mut Hca,
+    pub(super) inboxes: &'a Inboxes,
+}
+
+/// What the transport's worker has: the transport is its own, the rest is shared.
+#[derive(Debug)]
+pub(super) struct Transport {
+    engine: Engine,
+    pub(super) adapter: Arc<Adapter>,
 }
 
 /// What of an adapter is not its transport.
@@ -62,8 +73,12 @@ pub(super) struct Model {
 pub(super) struct Hca {
     pub(super) identity: Identity,
     pub(super) bus: Bus,
-    /// Access to the bus until the next reset.
+    /// Access to the bus until the next reset; the same for payload of connections and for payload of datagrams.
     pub(super) dma: Dma,
+    pub(super) payload: Dma,
+    pub(super) datagrams: Dma,
+    /// Where the latter two come from after a reset, and what counts their bytes.
+    pub(super) tallies: [Dma; 2],
     pub(super) registers: Arc<Registers>,
     pub(super) counters: Arc<Counters>,
     pub(super) port: Port,
@@ -71,8 +86,8 @@ pub(super) struct Hca {
     /// What the link had carried when its counters were last cleared.
     pub(super) port_base: LinkCounters,
     /// What transports that ended had counted, and what of it all was counted before the counters were last cleared.
-    transport_past: Transport,
-    transport_base: Transport,
+    transport_past: TransportCounters,
+    transport_base: TransportCounters,
     /// As `port_base`, for those outside of the guest.
     link_base: LinkCounters,
     pub(super) started: Instant,
@@ -203,7 +218,7 @@ impl Hca {
     }
 
     /// Sends events that were held back for long enough.
-    fn moderate(&mut self, now: Instant) {
+    pub(super) fn moderate(&mut self, now: Instant) {
         let mut i = 0;
         while let Some((time, cqn)) = self.objects.moderated.get(i).copied() {
             if time > now {
@@ -218,7 +233,7 @@ impl Hca {
     }
 }
 
-impl Model {
+impl Hca {
     pub(super) fn new(
         identity: Identity,
         bus: Bus,
@@ -233,55 +248,70 @@ impl Model {
             pkeys: vec![DEFAULT_PKEY],
         };
         let dma = bus.dma.pinned();
+        let tallies = [bus.dma.tallied(), bus.dma.tallied()];
+        let [payload, datagrams] = [tallies[0].pinned(), tallies[1].pinned()];
         let objects = Objects::new(&identity.name);
-        let hca = Hca {
+        Self {
             identity,
             bus,
             dma,
+            payload,
+            datagrams,
+            tallies,
             registers,
             counters,
             port,
-            attributes: attributes.clone(),
+            attributes,
             port_base: LinkCounters::default(),
-            transport_past: Transport::default(),
-            transport_base: Transport::default(),
+            transport_past: TransportCounters::default(),
+            transport_base: TransportCounters::default(),
             link_base: LinkCounters::default(),
             started: Instant::now(),
             objects,
             extents: Vec::new(),
-        };
-        Self {
-            engine: Engine::new(attributes),
-            hca,
         }
     }
 
-    /// Forgets everything that the driver made. What was counted stays.
-    pub(super) fn clear(&mut self) {
-        let hca = &mut self.hca;
-        hca.transport_past = sum(&hca.transport_past, &self.engine.counters());
-        self.engine = Engine::new(hca.attributes.clone());
-        hca.objects = Objects::new(&hca.identity.name);
+    /// Tells the driver that the port's state changed.
+    pub(super) fn link(&mut self, up: bool) {
+        let sub_type = if up {
+            constants::MLX5_PORT_CHANGE_SUBTYPE_ACTIVE
+        } else {
+            constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN
+        };
+        let entry = Entry::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
+        self.async_event(EventType::PORT, entry);
     }
 
-    /// Takes in what happened. False if the worker is to end.
-    pub(super) fn handle(&mut self, message: Message) -> bool {
-        match message {
-            Message::Command { queue, entries } => {
-                self.catch_up();
-                command::execute(self, queue, entries);
-            }
+    /// DMA was aborted: takes handles that work again.
+    fn renew_dma(&mut self) {
+        self.dma = self.bus.dma.pinned();
+        [self.payload, self.datagrams] = [self.tallies[0].pinned(), self.tallies[1].pinned()];
+    }
+
+    /// When an event is due that was held back.
+    pub(super) fn next_moderated(&self) -> Option<Instant> {
+        self.objects.moderated.iter().map(|(time, _)| *time).min()
+    }
+
+    /// Whether completion queues broke whose queue pairs have not been told.
+    pub(super) fn has_broken_queues(&self) -> bool {
+        !self.objects.broken.is_empty()
+    }
+
+    /// Takes in a doorbell of an event or completion queue.
+    pub(super) fn doorbell(&mut self, message: &Message) {
+        match *message {
             Message::EventQueue {
                 uar,
                 eqn,
                 consumer,
                 arm,
             } => {
-                let hca = &mut self.hca;
-                let eq = hca.objects.eqs.get_mut(u32::from(eqn)).filter(|eq| eq.uar == uar);
-                let known = eq.is_some_and(|eq| eq.doorbell(consumer, arm, &hca.bus, &hca.dma));
+                let eq = self.objects.eqs.get_mut(u32::from(eqn)).filter(|eq| eq.uar == uar);
+                let known = eq.is_some_and(|eq| eq.doorbell(consumer, arm, &self.bus, &self.dma));
                 if !known {
-                    hca.counters.bad_doorbell();
+                    self.counters.bad_doorbell();
                 }
             }
             Message::Arm {
@@ -290,50 +320,90 @@ impl Model {
             } => {
                 let cqn = cqn & 0x00ff_ffff;
                 let now = Instant::now();
-                let cq = self.hca.objects.cqs.get_mut(cqn);
+                let cq = self.objects.cqs.get_mut(cqn);
                 // A queue may be armed by any region of its process, which the model cannot tell from others.
-                match cq.filter(|_| self.hca.objects.uars.get(uar).is_some()) {
+                match cq.filter(|_| self.objects.uars.get(uar).is_some()) {
                     Some(cq) => {
                         let posted = cq.arm(word, now);
-                        self.hca.follow(cqn, posted);
+                        self.follow(cqn, posted);
                     }
-                    None => self.hca.counters.bad_doorbell(),
+                    None => self.counters.bad_doorbell(),
                 }
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether a doorbell of a send queue is one; else it is counted.
+    pub(super) fn may_send(&self, uar: u32, qpn: u32) -> bool {
+        let known = self.objects.uars.get(uar).is_some() && self.objects.qps.get(qpn).is_some();
+        if !known {
+            self.counters.bad_doorbell();
+        }
+        known
+    }
+}
+
+impl Transport {
+    pub(super) fn new(adapter: Arc<Adapter>) -> Self {
+        let engine = Engine::new(adapter.hca().attributes.clone());
+        Self { engine, adapter }
+    }
+
+    /// Looks at all of the adapter. No transfer of payload is in flight meanwhile: they are this thread's.
+    pub(super) fn with<T>(&mut self, look: impl FnOnce(&mut Model<'_>) -> T) -> T {
+        let mut driver = self.adapter.driver();
+        let mut hca = self.adapter.hca();
+        look(&mut Model {
+            engine: &mut self.engine,
+            driver: &mut driver,
+            hca: &mut hca,
+            inboxes: &self.adapter.inboxes,
+        })
+    }
+
+    /// Takes in what happened. False if the worker is to end.
+    pub(super) fn handle(&mut self, message: Message) -> bool {
+        match message {
+            Message::Execute(command) => {
+                self.catch_up();
+                let output = self.carry_out(&command.input, command.output_len);
+                command::finish(&mut self.adapter.hca(), &command, &output);
             }
             Message::Send { uar, qpn } => {
-                if self.hca.objects.uars.get(uar).is_some() && self.hca.objects.qps.get(qpn).is_some() {
+                if self.adapter.hca().may_send(uar, qpn) {
                     self.engine.doorbell(qpn);
-                } else {
-                    self.hca.counters.bad_doorbell();
                 }
             }
-            Message::Delivery(Delivery::Packets(burst)) => self.engine.packets(&mut self.hca, burst),
+            Message::Delivery(Delivery::Packets(burst)) => {
+                self.engine.packets(&mut Unlocked(&self.adapter), burst);
+            }
             Message::Delivery(Delivery::Room) => self.engine.room(),
-            Message::Delivery(Delivery::Link(up)) => self.link(up),
-            Message::SoftwareReset => {
-                self.clear();
-                self.hca.registers.set_interface(Interface::Disabled);
-            }
-            Message::Reset => {
-                self.hca.dma = self.hca.bus.dma.pinned();
-                self.clear();
-                self.hca.registers.ready();
-            }
-            Message::Ask(ask) => ask(self),
+            Message::Delivery(Delivery::Link(up)) => self.adapter.hca().link(up),
+            Message::SoftwareReset => self.with(|model| {
+                model.clear();
+                model.hca.registers.set_interface(Interface::Disabled);
+            }),
+            Message::Reset => self.with(|model| {
+                model.hca.renew_dma();
+                model.clear();
+                model.hca.registers.ready();
+            }),
+            Message::Ask(ask) => self.with(ask),
+            Message::Look => {}
             Message::Stop => return false,
+            // The commands' worker's.
+            Message::Command { .. } | Message::EventQueue { .. } | Message::Arm { .. } => {}
         }
         true
     }
 
-    /// Tells the driver that the port's state changed.
-    fn link(&mut self, up: bool) {
-        let sub_type = if up {
-            constants::MLX5_PORT_CHANGE_SUBTYPE_ACTIVE
-        } else {
-            constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN
-        };
-        let entry = Entry::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
-        self.hca.async_event(EventType::PORT, entry);
+    /// Carries out a command and returns its output.
+    pub(super) fn carry_out(&mut self, input: &[u8], output_len: usize) -> Vec<u8> {
+        if command::is_about_keys(input) {
+            return command::run_about_keys(&self.adapter, input, output_len);
+        }
+        self.with(|model| command::run(model, input, output_len))
     }
 
     /// Does what was asked for before a command is looked at, as far as that does not depend on others: a driver that has
@@ -348,21 +418,27 @@ impl Model {
 
     /// Goes on with what there is to do, and tells how long nothing else will be.
     pub(super) fn run(&mut self) -> Wait {
-        let next = self.engine.run(&mut self.hca);
-        let now = Instant::now();
-        self.hca.moderate(now);
-        self.fail_users_of_broken_queues();
-        let moderated = self.hca.objects.moderated.iter().map(|(time, _)| *time).min();
-        let engine = match next {
-            Next::More => return Wait::No,
-            Next::At(time) => self.hca.started.checked_add(time),
-            Next::Idle => None,
-        };
-        match (engine, moderated) {
-            (Some(a), Some(b)) => Wait::Until(a.min(b)),
-            (Some(time), None) | (None, Some(time)) => Wait::Until(time),
-            (None, None) => Wait::Forever,
+        let next = self.engine.run(&mut Unlocked(&self.adapter));
+        let mut hca = self.adapter.hca();
+        hca.moderate(Instant::now());
+        if hca.has_broken_queues() {
+            drop(hca);
+            self.with(|model| model.fail_users_of_broken_queues());
+            hca = self.adapter.hca();
         }
+        self.adapter.wait(next, &hca)
+    }
+}
+
+impl Model<'_> {
+    /// Forgets everything that the driver made. What was counted stays.
+    pub(super) fn clear(&mut self) {
+        let hca = &mut self.hca;
+        hca.transport_past = sum(&hca.transport_past, &self.engine.counters());
+        *self.engine = Engine::new(hca.attributes.clone());
+        *self.driver = Engine::new(hca.attributes.clone());
+        self.inboxes.clear();
+        hca.objects = Objects::new(&hca.identity.name);
     }
 
     /// Queue pairs whose completions have nowhere to go cannot go on.
@@ -377,7 +453,9 @@ impl Model {
                     ..Modify::default()
                 };
                 // One that is in its first state has nothing to lose and stays there.
-                if let Err(error) = self.engine.modify(&mut self.hca, qpn, &change) {
+                let own = self.hca.objects.qps.get(qpn).is_some_and(|qp| qp.driver);
+                let engine = if own { &mut *self.driver } else { &mut *self.engine };
+                if let Err(error) = engine.modify(self.hca, qpn, &change) {
                     debug!(%error, qpn, "a queue pair with a broken completion queue");
                 }
             }
@@ -385,7 +463,7 @@ impl Model {
     }
 
     /// What the transport has done since the counters were last cleared.
-    pub(super) fn transport(&self) -> Transport {
+    pub(super) fn transport(&self) -> TransportCounters {
         let all = sum(&self.hca.transport_past, &self.engine.counters());
         difference(&all, &self.hca.transport_base)
     }
@@ -394,6 +472,9 @@ impl Model {
     pub(super) fn reset_counters(&mut self) {
         self.hca.counters.reset();
         self.hca.bus.dma.reset_counts();
+        for tally in &self.hca.tallies {
+            tally.reset_counts();
+        }
         self.hca.transport_base = sum(&self.hca.transport_past, &self.engine.counters());
         self.hca.link_base = self.hca.port.counters();
     }

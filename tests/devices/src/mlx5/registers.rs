@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
-use super::inbox::{Inbox, Message};
+use super::inbox::{Inboxes, Message};
 use super::layout::{constants, wire};
 
 /// Size of BAR0 in bytes.
@@ -225,7 +225,7 @@ impl Registers {
     }
 
     /// Writes registers. Any length and alignment is possible; only those of a doorbell do something.
-    pub(super) fn write(&self, offset: u64, data: &[u8], inbox: &Inbox) {
+    pub(super) fn write(&self, offset: u64, data: &[u8], inbox: &Inboxes) {
         self.writes.fetch_add(1, Ordering::Relaxed);
         let done = if offset >= u64::from(FIRST_UAR) * UAR_SIZE {
             self.ring(offset, data, inbox)
@@ -245,7 +245,7 @@ impl Registers {
         }
     }
 
-    fn write_word(&self, offset: u64, value: u32, inbox: &Inbox) -> bool {
+    fn write_word(&self, offset: u64, value: u32, inbox: &Inboxes) -> bool {
         match offset {
             at::CMDQ_HIGH => self.queue_high.store(value, Ordering::Relaxed),
             at::CMDQ_LOW => {
@@ -271,7 +271,7 @@ impl Registers {
     }
 
     /// A write to a user access region.
-    fn ring(&self, offset: u64, data: &[u8], inbox: &Inbox) -> bool {
+    fn ring(&self, offset: u64, data: &[u8], inbox: &Inboxes) -> bool {
         if !self.enabled() {
             return false;
         }
@@ -309,9 +309,12 @@ mod tests {
     use crate::mlx5::inbox::Wait;
     use proptest::prelude::*;
 
-    fn messages(inbox: &Inbox) -> Vec<Message> {
+    fn messages(inbox: &Inboxes) -> Vec<Message> {
         let mut messages = Vec::new();
-        inbox.take(&mut messages, Wait::No);
+        inbox.commands.take(&mut messages, Wait::No);
+        let mut others = Vec::new();
+        inbox.transport.take(&mut others, Wait::No);
+        messages.extend(others);
         messages
     }
 
@@ -323,7 +326,7 @@ mod tests {
 
     #[test]
     fn command_queue_and_doorbell() {
-        let (registers, inbox) = (Registers::new(), Inbox::default());
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
         assert_eq!(read(&registers, 0x14) & 0xff, 0x56);
         registers.write(0x10, &[0, 0, 0, 1], &inbox);
         registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
@@ -341,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_driver_sees_that_the_function_was_reset_under_it() {
-        let (registers, inbox) = (Registers::new(), Inbox::default());
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
         let interface = |registers: &Registers| (read(registers, 0x14) >> 8) & 7;
         registers.reset();
         assert_eq!(interface(&registers), 0, "there was no driver");
@@ -356,7 +359,7 @@ mod tests {
 
     #[test]
     fn doorbells() {
-        let (registers, inbox) = (Registers::new(), Inbox::default());
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
         let uar = 17 * UAR_SIZE;
         registers.write(uar + 0x40, &[3, 0, 1, 2], &inbox);
         registers.write(uar + 0x48, &[3, 0, 1, 2], &inbox);
@@ -407,7 +410,7 @@ mod tests {
         /// Whatever is accessed however, nothing panics, and a read is the same byte by byte.
         #[test]
         fn any_access(offset in 0..BAR0_SIZE, len in 1_usize..80, data: [u8; 80]) {
-            let (registers, inbox) = (Registers::new(), Inbox::default());
+            let (registers, inbox) = (Registers::new(), Inboxes::default());
             registers.write(offset, &data[..len], &inbox);
             let mut whole = vec![0; len];
             registers.read(offset, &mut whole);

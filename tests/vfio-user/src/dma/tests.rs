@@ -153,6 +153,32 @@ fn among_peers(name: &str) -> (Dma, peers::Offer, Arc<Memory>) {
 }
 
 #[test]
+fn a_tallied_handle_counts_its_own_transfers_only() {
+    let (dma, offer, _memory) = among_peers("accel0");
+    dma.map(&request(0, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
+    dma.map(&request(0x10000, 0x10000, 0, RW), None).unwrap();
+    offer.place(Some(0x10000));
+    let payload = dma.tallied();
+    dma.write(0, &[1; 0x10]).unwrap();
+    payload.pinned().write(0x10000, &[1; 0x20]).unwrap();
+    payload.clone().read(0, &mut [0; 8]).unwrap();
+    let counts = |read, written, peer| DmaCounts {
+        host_read: read,
+        host_written: written,
+        peer_written: peer,
+        ..DmaCounts::default()
+    };
+    assert_eq!(payload.counts(), counts(8, 0, 0x20));
+    assert_eq!(payload.by_target()["accel0"].written, 0x20);
+    assert_eq!(dma.counts(), counts(8, 0x10, 0x20));
+    payload.reset_counts();
+    assert_eq!(
+        (payload.counts(), dma.counts()),
+        (counts(0, 0, 0), counts(8, 0x10, 0x20))
+    );
+}
+
+#[test]
 fn a_peer_is_reached_directly_and_counted_by_name() {
     let (dma, offer, memory) = among_peers("accel0");
     let ram = memfd(0x1000);

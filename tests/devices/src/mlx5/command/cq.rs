@@ -46,7 +46,7 @@ fn moderation(context: &[u8]) -> Moderation {
     }
 }
 
-pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_cq_in::CQ_CONTEXT.of(input);
     // What the capabilities do not offer.
     if cqc::CQE_COMP_EN.is_set(context) || cqc::APU_CQ.is_set(context) || create_cq_in::CQ_UMEM_VALID.is_set(input) {
@@ -67,7 +67,7 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
     Ok(())
 }
 
-pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let cqn = destroy_cq_in::CQN.get32(input);
     let used = model
         .hca
@@ -88,7 +88,7 @@ pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome 
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let cqn = query_cq_in::CQN.get32(input);
     let cq = model
         .hca
@@ -106,7 +106,7 @@ pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outco
     Ok(())
 }
 
-pub(super) fn modify(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn modify(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let cqn = modify_cq_in::CQN.get32(input);
     let context = modify_cq_in::CQ_CONTEXT.of(input);
     let select = modify_cq_in::MODIFY_FIELD_SELECT_RESIZE_FIELD_SELECT.of(input);

@@ -13,7 +13,7 @@ use crate::mlx5::ring::{Pages, Ring};
 /// Logarithm of an entry's size.
 const LOG_ENTRY: u32 = wire::eqe::BYTES.ilog2();
 
-pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_eq_in::EQ_CONTEXT_ENTRY.of(input);
     let log_size = eqc::LOG_EQ_SIZE.get32(context);
     let vector = eqc::INTR.get32(context);
@@ -52,7 +52,7 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
     Ok(())
 }
 
-pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let eqn = destroy_eq_in::EQ_NUMBER.get32(input);
     if model.hca.objects.cqs.iter().any(|(_, cq)| cq.eqn == eqn) {
         return Err(refuse!(MLX5_CMD_STAT_RES_BUSY));
@@ -70,7 +70,7 @@ pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome 
     Ok(())
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let eqn = query_eq_in::EQ_NUMBER.get32(input);
     let eq = model
         .hca

@@ -14,7 +14,7 @@ const BOARD: &[u8] = b"P2PMEM_MODEL";
 /// The key of physical addresses that the driver may use in its own requests; not one that is handed out.
 const RESERVED_LKEY: u32 = 0xff;
 
-pub(super) fn enable(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn enable(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     if enable_hca_in::FUNCTION_ID.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -25,7 +25,7 @@ pub(super) fn enable(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn disable(model: &mut Model, _: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn disable(model: &mut Model<'_>, _: &[u8], _: &mut [u8]) -> Outcome {
     if model.hca.objects.phase == Phase::Initialised {
         return Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR));
     }
@@ -34,12 +34,12 @@ pub(super) fn disable(model: &mut Model, _: &[u8], _: &mut [u8]) -> Outcome {
 }
 
 /// Interface revision 0 only: with revision 1, shared receive queues would be made of other objects.
-pub(super) fn query_issi(_: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_issi(_: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     query_issi_out::SUPPORTED_ISSI_DW0.set(output, 1_u32);
     Ok(())
 }
 
-pub(super) fn set_issi(_: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn set_issi(_: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     if set_issi_in::CURRENT_ISSI.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -47,14 +47,14 @@ pub(super) fn set_issi(_: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
 }
 
 /// The model needs none of the driver's memory.
-pub(super) fn query_pages(_: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     query_pages_out::FUNCTION_ID.set(output, query_pages_in::FUNCTION_ID.get(input));
     query_pages_out::NUM_PAGES.set(output, 0_u32);
     Ok(())
 }
 
 /// Pages were never asked for: what is offered is not taken, and there is nothing to give back.
-pub(super) fn manage_pages(_: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn manage_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     const CANNOT_GIVE: u64 = 0;
     const TAKE: u64 = 2;
     match manage_pages_in::OP_MOD.get(input) {
@@ -67,7 +67,7 @@ pub(super) fn manage_pages(_: &mut Model, input: &[u8], output: &mut [u8]) -> Ou
     }
 }
 
-pub(super) fn query_cap(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_cap(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     if query_hca_cap_in::OTHER_FUNCTION.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -85,7 +85,7 @@ pub(super) fn query_cap(model: &mut Model, input: &[u8], output: &mut [u8]) -> O
     Ok(())
 }
 
-pub(super) fn set_cap(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn set_cap(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     if model.hca.objects.phase != Phase::Enabled {
         return Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR));
     }
@@ -99,7 +99,7 @@ pub(super) fn set_cap(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome 
     Ok(())
 }
 
-pub(super) fn init(model: &mut Model, _: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn init(model: &mut Model<'_>, _: &[u8], _: &mut [u8]) -> Outcome {
     if model.hca.objects.phase != Phase::Enabled {
         return Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR));
     }
@@ -107,7 +107,7 @@ pub(super) fn init(model: &mut Model, _: &[u8], _: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn teardown(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn teardown(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     if model.hca.objects.phase != Phase::Initialised {
         return Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR));
     }
@@ -117,7 +117,7 @@ pub(super) fn teardown(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcom
     Ok(())
 }
 
-pub(super) fn query_adapter(_: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_adapter(_: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let block = query_adapter_out::QUERY_ADAPTER_STRUCT.of_mut(output);
     query_adapter_param_block::IEEE_VENDOR_ID.set(block, IEEE_VENDOR);
     let board = query_adapter_param_block::VSD_CONTD_PSID.of_mut(block);
@@ -125,18 +125,18 @@ pub(super) fn query_adapter(_: &mut Model, _: &[u8], output: &mut [u8]) -> Outco
     Ok(())
 }
 
-pub(super) fn set_driver_version(_: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn set_driver_version(_: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let version = set_driver_version_in::DRIVER_VERSION.of(input);
     let text = String::from_utf8_lossy(version);
     tracing::info!(version = text.trim_end_matches('\0'), "driver");
     Ok(())
 }
 
-pub(super) fn nop(_: &mut Model, _: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn nop(_: &mut Model<'_>, _: &[u8], _: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn special_contexts(_: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn special_contexts(_: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     query_special_contexts_out::RESD_LKEY.set(output, RESERVED_LKEY);
     Ok(())
 }

@@ -3,6 +3,7 @@
 //! Commands about memory keys, and the driver's answer to page faults.
 
 use super::{Outcome, Refusal, refuse};
+use crate::mlx5::adapter::{Adapter, Undrained};
 use crate::mlx5::layout::ifc::*;
 use crate::mlx5::mkey;
 use crate::mlx5::model::Model;
@@ -17,25 +18,32 @@ fn refusal(error: mkey::Refusal) -> Refusal {
     }
 }
 
-pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
-    let index = model.hca.objects.mkeys.create(input).map_err(refusal)?;
+pub(super) fn create(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
+    let index = adapter.hca().objects.mkeys.create(input).map_err(refusal)?;
     create_mkey_out::MKEY_INDEX.set(output, index);
     Ok(())
 }
 
-pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+/// No access begins any more, those that have begun end, and then the key is gone. Should they not end, the key stays, of
+/// no use to anybody, and may be destroyed again.
+pub(super) fn destroy(adapter: &Adapter, input: &[u8], _: &mut [u8]) -> Outcome {
     let index = destroy_mkey_in::MKEY_INDEX.get32(input);
-    model.hca.objects.mkeys.destroy(index).map_err(refusal)
+    let mut hca = adapter.hca();
+    hca.objects.mkeys.retire(index).map_err(refusal)?;
+    adapter
+        .drain(hca, index)
+        .map_err(|Undrained| refuse!(MLX5_CMD_STAT_INT_ERR))?;
+    adapter.hca().objects.mkeys.destroy(index).map_err(refusal)
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
     let index = query_mkey_in::MKEY_INDEX.get32(input);
-    model.hca.objects.mkeys.query(index, output).map_err(refusal)
+    adapter.hca().objects.mkeys.query(index, output).map_err(refusal)
 }
 
 /// The pages a fault was about are there, or will never be. An answer to nothing is no error: the fault may have been
 /// given up in between.
-pub(super) fn page_fault_resume(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn page_fault_resume(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let info = page_fault_resume_in::PAGE_FAULT_INFO.of(input);
     let high = mem_page_fault_info::FAULT_TOKEN_47_32.get(info);
     let token = (high << 32) | mem_page_fault_info::FAULT_TOKEN_31_0.get(info);

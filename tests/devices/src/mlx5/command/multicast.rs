@@ -16,7 +16,7 @@ fn group(bytes: &[u8]) -> Result<Gid, Refusal> {
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR))
 }
 
-pub(super) fn attach(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn attach(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = attach_to_mcg_in::QPN.get32(input);
     let group = group(attach_to_mcg_in::MULTICAST_GID.of(input))?;
     let all = model.hca.objects.qps.iter();
@@ -41,7 +41,7 @@ pub(super) fn attach(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn detach(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn detach(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = detach_from_mcg_in::QPN.get32(input);
     let group = group(detach_from_mcg_in::MULTICAST_GID.of(input))?;
     let qp = model

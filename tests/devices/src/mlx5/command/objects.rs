@@ -6,7 +6,7 @@ use super::{Outcome, refuse};
 use crate::mlx5::layout::ifc::*;
 use crate::mlx5::model::Model;
 
-pub(super) fn alloc_uar(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn alloc_uar(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let uar = model
         .hca
         .objects
@@ -17,7 +17,7 @@ pub(super) fn alloc_uar(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outco
     Ok(())
 }
 
-pub(super) fn dealloc_uar(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn dealloc_uar(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let uar = dealloc_uar_in::UAR.get32(input);
     let used = model.hca.objects.eqs.iter().any(|(_, eq)| eq.uar == uar)
         || model.hca.objects.cqs.iter().any(|(_, cq)| cq.uar == uar)
@@ -33,13 +33,13 @@ pub(super) fn dealloc_uar(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outc
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-pub(super) fn alloc_pd(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn alloc_pd(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let pd = model.hca.objects.pds.add(()).ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
     alloc_pd_out::PD.set(output, pd);
     Ok(())
 }
 
-pub(super) fn dealloc_pd(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn dealloc_pd(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let pd = dealloc_pd_in::PD.get32(input);
     let used = model.hca.objects.qps.iter().any(|(_, qp)| qp.pd == pd)
         || model.hca.objects.srqs.iter().any(|(_, srq)| srq.pd == pd);
@@ -54,7 +54,7 @@ pub(super) fn dealloc_pd(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outco
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-pub(super) fn alloc_xrcd(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn alloc_xrcd(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let xrcd = model
         .hca
         .objects
@@ -65,7 +65,7 @@ pub(super) fn alloc_xrcd(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outc
     Ok(())
 }
 
-pub(super) fn dealloc_xrcd(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn dealloc_xrcd(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let xrcd = dealloc_xrcd_in::XRCD.get32(input);
     let used = model.hca.objects.qps.iter().any(|(_, qp)| qp.xrcd == Some(xrcd))
         || model.hca.objects.srqs.iter().any(|(_, srq)| srq.xrcd == Some(xrcd));
@@ -81,7 +81,7 @@ pub(super) fn dealloc_xrcd(model: &mut Model, input: &[u8], _: &mut [u8]) -> Out
 }
 
 /// Transport domains separate the flow steering of processes. There is none here, but every process asks for a domain.
-pub(super) fn alloc_transport_domain(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn alloc_transport_domain(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let domain = model
         .hca
         .objects
@@ -92,7 +92,7 @@ pub(super) fn alloc_transport_domain(model: &mut Model, _: &[u8], output: &mut [
     Ok(())
 }
 
-pub(super) fn dealloc_transport_domain(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn dealloc_transport_domain(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let domain = dealloc_transport_domain_in::TRANSPORT_DOMAIN.get32(input);
     model
         .hca

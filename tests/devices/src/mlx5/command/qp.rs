@@ -2,13 +2,13 @@
 
 //! Commands about queue pairs.
 
-use p2pmem_ib::{AccessFlags, Gid, Grh, Modify, ModifyError, Mtu, Path, QpConfig, ReceiveFrom, Service, State};
+use p2pmem_ib::{AccessFlags, Engine, Gid, Grh, Modify, ModifyError, Mtu, Path, QpConfig, ReceiveFrom, Service, State};
 
 use super::srq::LOG_MIN_STRIDE;
 use super::{Outcome, Refusal, refuse};
 use crate::mlx5::caps::limit;
 use crate::mlx5::layout::{constants, ifc::*, op};
-use crate::mlx5::model::Model;
+use crate::mlx5::model::{Hca, Model};
 use crate::mlx5::qp::Qp;
 use crate::mlx5::ring::{Pages, Record, Ring};
 
@@ -30,7 +30,7 @@ fn service(context: &[u8]) -> Result<Service, Refusal> {
     })
 }
 
-pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_qp_in::QPC.of(input);
     let refused = create_qp_in::WQ_UMEM_VALID.is_set(input)
         || create_qp_in::INPUT_QPN.is_set(input)
@@ -57,7 +57,7 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
     let pd = qpc::PD.get32(context);
     let uar = qpc::UAR_PAGE.get32(context);
     let (send_cqn, receive_cqn) = (qpc::CQN_SND.get32(context), qpc::CQN_RCV.get32(context));
-    let hca = &model.hca;
+    let hca = &*model.hca;
     let exists = |cqn| hca.objects.cqs.get(cqn).is_some();
     // A target of XRC has neither queue, and no access region either.
     let complete = (exists(send_cqn) || !sends) && (exists(receive_cqn) || !own);
@@ -122,12 +122,27 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
     qp.receive_cqn = receive_cqn;
     qpc::STATE.set(&mut qp.context, constants::MLX5_QPC_STATE_RST);
     let qpn = model.hca.objects.qps.add(qp).ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
-    if let Err(error) = model.engine.create_qp(qpn, config) {
+    if let Err(error) = engine(model, driver).0.create_qp(qpn, config) {
         model.hca.objects.qps.remove(qpn);
         return Err(modify_error(&error));
     }
+    if driver {
+        model.inboxes.set_driver(qpn, true);
+    }
     create_qp_out::QPN.set(output, qpn);
     Ok(())
+}
+
+/// The transport of a queue pair, which may be the driver's own, and its host.
+fn engine<'m>(model: &'m mut Model<'_>, driver: bool) -> (&'m mut Engine, &'m mut Hca) {
+    let engine = if driver { &mut *model.driver } else { &mut *model.engine };
+    (engine, &mut *model.hca)
+}
+
+/// Whether a queue pair is the driver's own.
+fn is_driver(model: &Model<'_>, qpn: u32) -> Result<bool, Refusal> {
+    let qp = model.hca.objects.qps.get(qpn);
+    qp.map(|qp| qp.driver).ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
 fn modify_error(error: &ModifyError) -> Refusal {
@@ -140,37 +155,27 @@ fn modify_error(error: &ModifyError) -> Refusal {
     }
 }
 
-pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = destroy_qp_in::QPN.get32(input);
-    model
-        .hca
-        .objects
-        .qps
-        .get(qpn)
-        .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))?;
-    model.engine.destroy_qp(qpn).map_err(|error| modify_error(&error))?;
+    let driver = is_driver(model, qpn)?;
+    let (engine, _) = engine(model, driver);
+    engine.destroy_qp(qpn).map_err(|error| modify_error(&error))?;
     model.hca.objects.qps.remove(qpn);
+    model.inboxes.set_driver(qpn, false);
     Ok(())
 }
 
 /// To the error state, or back to the beginning.
-pub(super) fn end(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn end(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = qp_2err_in::QPN.get32(input);
     let reset = qp_2err_in::OPCODE.get32(input) == u32::from(op::_2RST_QP);
-    model
-        .hca
-        .objects
-        .qps
-        .get(qpn)
-        .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))?;
+    let driver = is_driver(model, qpn)?;
     let change = Modify {
         state: Some(if reset { State::Reset } else { State::Err }),
         ..Modify::default()
     };
-    model
-        .engine
-        .modify(&mut model.hca, qpn, &change)
-        .map_err(|error| modify_error(&error))?;
+    let (engine, hca) = engine(model, driver);
+    engine.modify(hca, qpn, &change).map_err(|error| modify_error(&error))?;
     if let Some(qp) = model.hca.objects.qps.get_mut(qpn).filter(|_| reset) {
         qp.rewind();
     }
@@ -274,13 +279,13 @@ fn reads(log: u32) -> Result<u8, Refusal> {
 }
 
 /// All transitions but those of [`end`]; they share the structure of their input.
-pub(super) fn modify(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn modify(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let opcode = rst2init_qp_in::OPCODE.get32(input) as u16;
     let qpn = rst2init_qp_in::QPN.get32(input);
     let options = rst2init_qp_in::OPT_PARAM_MASK.get32(input);
     let context = rst2init_qp_in::QPC.of(input);
-    let state = model.engine.query(qpn).map(|view| view.state);
-    let (Some(state), Some(_)) = (state, model.hca.objects.qps.get(qpn)) else {
+    let driver = is_driver(model, qpn)?;
+    let Some(state) = engine(model, driver).0.query(qpn).map(|view| view.state) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     };
     // Each opcode is for one state to begin with.
@@ -296,10 +301,8 @@ pub(super) fn modify(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
         return Err(refuse!(MLX5_CMD_STAT_BAD_QP_STATE_ERR));
     }
     let change = change(opcode, context, options)?;
-    model
-        .engine
-        .modify(&mut model.hca, qpn, &change)
-        .map_err(|error| modify_error(&error))?;
+    let (engine, hca) = engine(model, driver);
+    engine.modify(hca, qpn, &change).map_err(|error| modify_error(&error))?;
     if let Some(qp) = model.hca.objects.qps.get_mut(qpn) {
         keep(&mut qp.context, context, &change, options);
     }
@@ -334,9 +337,10 @@ fn keep(context: &mut [u8], new: &[u8], change: &Modify, options: u32) {
     copy(change.state.is_some(), &[qpc::PM_STATE]);
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let qpn = query_qp_in::QPN.get32(input);
-    let view = model.engine.query(qpn);
+    let driver = is_driver(model, qpn)?;
+    let view = engine(model, driver).0.query(qpn);
     let (Some(view), Some(qp)) = (view, model.hca.objects.qps.get(qpn)) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     };

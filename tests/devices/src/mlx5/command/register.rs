@@ -26,7 +26,7 @@ const LANES: u32 = 4;
 const UP: u32 = 1;
 const DOWN: u32 = 2;
 
-pub(super) fn access(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn access(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let register = access_register_in::REGISTER_ID.get32(input);
     let read = match access_register_in::OP_MOD.get32(input) {
         0 => false,

@@ -39,7 +39,7 @@ pub(in crate::mlx5) enum Kind {
     MemoryPool,
 }
 
-fn make(model: &mut Model, parts: &Parts<'_>) -> Result<u32, Refusal> {
+fn make(model: &mut Model<'_>, parts: &Parts<'_>) -> Result<u32, Refusal> {
     let entry = 1 << parts.log_stride.min(31);
     if parts.log_size > limit::LOG_SRQ_SIZE || entry > limit::RECEIVE_ENTRY {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -88,12 +88,12 @@ fn make(model: &mut Model, parts: &Parts<'_>) -> Result<u32, Refusal> {
 }
 
 /// The queue of this number, if it is of this kind.
-fn find(model: &mut Model, srqn: u32, kind: Kind) -> Result<&mut Srq, Refusal> {
+fn find<'m>(model: &'m mut Model<'_>, srqn: u32, kind: Kind) -> Result<&'m mut Srq, Refusal> {
     let srq = model.hca.objects.srqs.get_mut(srqn).filter(|srq| srq.kind == kind);
     srq.ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-fn end(model: &mut Model, srqn: u32, kind: Kind) -> Outcome {
+fn end(model: &mut Model<'_>, srqn: u32, kind: Kind) -> Outcome {
     find(model, srqn, kind)?;
     match model.engine.destroy_srq(srqn) {
         Ok(()) => {
@@ -105,7 +105,7 @@ fn end(model: &mut Model, srqn: u32, kind: Kind) -> Outcome {
     }
 }
 
-fn set_limit(model: &mut Model, srqn: u32, kind: Kind, limit: u32) -> Outcome {
+fn set_limit(model: &mut Model<'_>, srqn: u32, kind: Kind, limit: u32) -> Outcome {
     let srq = find(model, srqn, kind)?;
     if limit >= srq.ring.entries() {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -116,7 +116,7 @@ fn set_limit(model: &mut Model, srqn: u32, kind: Kind, limit: u32) -> Outcome {
         .map_err(|_| refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_srq_in::SRQ_CONTEXT_ENTRY.of(input);
     if srqc::WQ_SIGNATURE.is_set(context) || srqc::RLKY.is_set(context) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -144,11 +144,11 @@ pub(super) fn create(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outc
     Ok(())
 }
 
-pub(super) fn destroy(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     end(model, destroy_srq_in::SRQN.get32(input), Kind::Basic)
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let srqn = query_srq_in::SRQN.get32(input);
     let limit = model.engine.srq_limit(srqn).unwrap_or(0);
     let srq = find(model, srqn, Kind::Basic)?;
@@ -161,12 +161,12 @@ pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outco
     Ok(())
 }
 
-pub(super) fn arm(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn arm(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let (srqn, limit) = (arm_rq_in::SRQ_NUMBER.get32(input), arm_rq_in::LWM.get32(input));
     set_limit(model, srqn, Kind::Basic, limit)
 }
 
-pub(super) fn create_xrc(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_xrc_srq_in::XRC_SRQ_CONTEXT_ENTRY.of(input);
     let refused = xrc_srqc::WQ_SIGNATURE.is_set(context)
         || xrc_srqc::RLKY.is_set(context)
@@ -194,11 +194,11 @@ pub(super) fn create_xrc(model: &mut Model, input: &[u8], output: &mut [u8]) -> 
     Ok(())
 }
 
-pub(super) fn destroy_xrc(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy_xrc(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     end(model, destroy_xrc_srq_in::XRC_SRQN.get32(input), Kind::Xrc)
 }
 
-pub(super) fn query_xrc(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let srqn = query_xrc_srq_in::XRC_SRQN.get32(input);
     let limit = model.engine.srq_limit(srqn).unwrap_or(0);
     let srq = find(model, srqn, Kind::Xrc)?;
@@ -211,12 +211,12 @@ pub(super) fn query_xrc(model: &mut Model, input: &[u8], output: &mut [u8]) -> O
     Ok(())
 }
 
-pub(super) fn arm_xrc(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn arm_xrc(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let (srqn, limit) = (arm_xrc_srq_in::XRC_SRQN.get32(input), arm_xrc_srq_in::LWM.get32(input));
     set_limit(model, srqn, Kind::Xrc, limit)
 }
 
-pub(super) fn create_rmp(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn create_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     const LINKED: u32 = 0;
     let context = create_rmp_in::CTX.of(input);
     let queue = rmpc::WQ.of(context);
@@ -247,11 +247,11 @@ pub(super) fn create_rmp(model: &mut Model, input: &[u8], output: &mut [u8]) -> 
     Ok(())
 }
 
-pub(super) fn destroy_rmp(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn destroy_rmp(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     end(model, destroy_rmp_in::RMPN.get32(input), Kind::MemoryPool)
 }
 
-pub(super) fn query_rmp(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let rmpn = query_rmp_in::RMPN.get32(input);
     let limit = model.engine.srq_limit(rmpn).unwrap_or(0);
     let srq = find(model, rmpn, Kind::MemoryPool)?;
@@ -262,7 +262,7 @@ pub(super) fn query_rmp(model: &mut Model, input: &[u8], output: &mut [u8]) -> O
 }
 
 /// The only change is the limit.
-pub(super) fn modify_rmp(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn modify_rmp(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let rmpn = modify_rmp_in::RMPN.get32(input);
     let bitmask = modify_rmp_in::BITMASK.of(input);
     if !rmp_bitmask::LWM.is_set(bitmask) {

@@ -16,7 +16,7 @@ pub(in crate::mlx5) struct CounterSet {
     base: Counters,
 }
 
-pub(super) fn query_vport(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_vport(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     if query_vport_counter_in::OTHER_VPORT.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -58,7 +58,7 @@ pub(in crate::mlx5) fn since(now: &LinkCounters, base: &LinkCounters) -> LinkCou
 }
 
 /// The access register of port counters.
-pub(super) fn port_counters(model: &mut Model, register: &mut [u8]) -> Outcome {
+pub(super) fn port_counters(model: &mut Model<'_>, register: &mut [u8]) -> Outcome {
     super::register::check_port(ppcnt_reg::LOCAL_PORT.get32(register))?;
     let link = since(&model.hca.port.counters(), &model.hca.port_base);
     let group = ppcnt_reg::GRP.get32(register);
@@ -97,7 +97,7 @@ pub(super) fn port_counters(model: &mut Model, register: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn alloc(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn alloc(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let set = CounterSet {
         base: model.engine.counters(),
     };
@@ -111,13 +111,13 @@ pub(super) fn alloc(model: &mut Model, _: &[u8], output: &mut [u8]) -> Outcome {
     Ok(())
 }
 
-pub(super) fn dealloc(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn dealloc(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let id = dealloc_q_counter_in::COUNTER_SET_ID.get32(input);
     let removed = model.hca.objects.counter_sets.remove(id);
     removed.map(drop).ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-pub(super) fn query(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     use query_q_counter_out as counter;
     let id = query_q_counter_in::COUNTER_SET_ID.get32(input);
     let now = model.engine.counters();

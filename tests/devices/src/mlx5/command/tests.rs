@@ -11,10 +11,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::mlx5::counters::Counters;
 use crate::mlx5::inbox::Message;
-use crate::mlx5::model::Identity;
+use crate::mlx5::model::{Identity, Transport};
 use crate::mlx5::registers::{Registers, VECTORS};
 
-fn model() -> Model {
+fn model() -> Transport {
     let topology = Topology {
         switches: vec!["sw".to_owned()],
         links: Vec::new(),
@@ -31,13 +31,9 @@ fn model() -> Model {
         port_guid: 0x10,
     };
     let registers = Arc::new(Registers::new());
-    Model::new(
-        identity,
-        Bus::new(VECTORS),
-        registers,
-        Arc::new(Counters::default()),
-        port,
-    )
+    let bus = Bus::new(VECTORS);
+    let hca = Hca::new(identity, bus, registers, Arc::new(Counters::default()), port);
+    Transport::new(Arc::new(Adapter::new(hca, Arc::default(), Arc::default())))
 }
 
 fn status(output: &[u8]) -> u32 {
@@ -45,15 +41,15 @@ fn status(output: &[u8]) -> u32 {
 }
 
 /// Sends a command of `len` bytes with nothing but its opcode, and what `fill` sets.
-fn send(model: &mut Model, opcode: u16, fill: impl FnOnce(&mut [u8])) -> Vec<u8> {
+fn send(model: &mut Transport, opcode: u16, fill: impl FnOnce(&mut [u8])) -> Vec<u8> {
     let known = find(opcode).unwrap();
     let mut input = vec![0; known.input + 64];
     ifc::nop_in::OPCODE.set(&mut input, opcode);
     fill(&mut input);
-    run(model, &input, known.output)
+    model.carry_out(&input, known.output)
 }
 
-fn initialised() -> Model {
+fn initialised() -> Transport {
     let mut model = model();
     for opcode in [
         op::ENABLE_HCA,
@@ -126,7 +122,7 @@ proptest! {
     fn any_command(inputs in proptest::collection::vec((input(), 16_usize..700), 1..60)) {
         let mut model = initialised();
         for (input, output_len) in inputs {
-            let output = run(&mut model, &input, output_len);
+            let output = model.carry_out(&input, output_len);
             prop_assert_eq!(output.len(), output_len);
             model.run();
         }
@@ -143,7 +139,12 @@ proptest! {
                 2 => Message::Arm { uar: small, words: [first, second] },
                 _ => Message::Send { uar: small, qpn: second & 0xff_ffff },
             };
-            prop_assert!(model.handle(message));
+            match message {
+                Message::Command { queue, entries } => execute(&model.adapter, queue, entries),
+                Message::Send { .. } => prop_assert!(model.handle(message)),
+                _ => model.adapter.hca().doorbell(&message),
+            }
+            model.adapter.run_driver();
             model.run();
         }
     }

@@ -35,11 +35,11 @@ pub(in crate::mlx5) mod capability {
 /// Time that answers to subnet management may take: 4.096 us times 2 to the power of it.
 const SUBNET_TIMEOUT: u32 = 18;
 
-pub(super) fn query_context(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_context(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     if query_hca_vport_context_in::OTHER_VPORT.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
-    let hca = &model.hca;
+    let hca = &*model.hca;
     let up = hca.port_up();
     let context = query_hca_vport_context_out::HCA_VPORT_CONTEXT.of_mut(output);
     use hca_vport_context as context_field;
@@ -63,7 +63,7 @@ pub(super) fn query_context(model: &mut Model, input: &[u8], output: &mut [u8]) 
     Ok(())
 }
 
-pub(super) fn modify_context(model: &mut Model, input: &[u8], _: &mut [u8]) -> Outcome {
+pub(super) fn modify_context(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let context = modify_hca_vport_context_in::HCA_VPORT_CONTEXT.of(input);
     // Which capabilities are meant has a field of its own; nothing else can be set.
     let mask = hca_vport_context::CAP_MASK1_FIELD_SELECT.get32(context);
@@ -96,7 +96,7 @@ fn table<T: AsRef<[u8]>>(index: u32, output: &mut [u8], start: usize, entries: &
     Ok(())
 }
 
-pub(super) fn query_gid(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_gid(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let mut gids = vec![[0; 16]; limit::GIDS];
     for (to, gid) in gids.iter_mut().zip(&model.hca.attributes.gids) {
         *to = gid.0;
@@ -107,7 +107,7 @@ pub(super) fn query_gid(model: &mut Model, input: &[u8], output: &mut [u8]) -> O
     table(index, output, query_hca_vport_gid_out::GID.offset(), &gids)
 }
 
-pub(super) fn query_pkey(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_pkey(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let mut pkeys = vec![[0; pkey::BYTES]; limit::PKEYS];
     for (to, value) in pkeys.iter_mut().zip(&model.hca.attributes.pkeys) {
         pkey::PKEY.set(to, *value);
@@ -116,7 +116,7 @@ pub(super) fn query_pkey(model: &mut Model, input: &[u8], output: &mut [u8]) -> 
     table(index, output, query_hca_vport_pkey_out::PKEY.offset(), &pkeys)
 }
 
-pub(super) fn query_state(model: &mut Model, input: &[u8], output: &mut [u8]) -> Outcome {
+pub(super) fn query_state(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     const UP: u32 = 1;
     if query_vport_state_in::OTHER_VPORT.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));

@@ -224,7 +224,8 @@ impl Mkeys {
             return Err(UmrError::List);
         }
         let (words, limit) = (self.words, self.limits.words);
-        let key = self.keys.get_mut(umr.key >> 8).ok_or(UmrError::NoKey)?;
+        let found = self.keys.get_mut(umr.key >> 8).filter(|key| !key.retired);
+        let key = found.ok_or(UmrError::NoKey)?;
         let context = &key.context;
         if !context.umr {
             return Err(UmrError::NotAllowed);
