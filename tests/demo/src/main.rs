@@ -6,7 +6,7 @@
 
 mod second;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -590,6 +590,18 @@ fn comparison_table(job: &Job, devices: &Devices) -> String {
     });
     row("host memory touched by devices, bytes", &|run| {
         bytes(run.traffic.host_bytes())
+    });
+    let bridges: BTreeSet<&String> = [&job.p2p, &job.staged]
+        .into_iter()
+        .flat_map(|run| run.traffic.bridges.crossed.keys())
+        .collect();
+    for bridge in bridges {
+        row(&format!("payload across {bridge}, bytes"), &|run| {
+            bytes(run.traffic.bridges.crossed.get(bridge).copied().unwrap_or(0))
+        });
+    }
+    row("payload across the root complex, bytes", &|run| {
+        bytes(run.traffic.bridges.root_complex)
     });
     row("copied by the processor, bytes", &|run| bytes(run.cpu_copied_bytes));
     row("CRC-32C of the result", &|run| format!("{:08x}", run.checksum));

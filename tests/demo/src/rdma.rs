@@ -35,6 +35,10 @@ pub struct Moved {
     pub accels_host: u64,
     /// Payload of all packets that NICs sent.
     pub wire: u64,
+    /// What of all devices' payload crossed a root complex, on the way to host memory or to another root port.
+    pub root_complex: u64,
+    /// Payload of all devices whose way is not known; nothing should ever be there.
+    pub unknown_way: u64,
 }
 
 impl Moved {
@@ -52,6 +56,8 @@ impl Moved {
             nics_elsewhere: less(after.nics_elsewhere, before.nics_elsewhere)?,
             accels_host: less(after.accels_host, before.accels_host)?,
             wire: less(after.wire, before.wire)?,
+            root_complex: less(after.root_complex, before.root_complex)?,
+            unknown_way: less(after.unknown_way, before.unknown_way)?,
         })
     }
 
@@ -84,6 +90,10 @@ fn sum(snapshot: &Value) -> Result<Moved> {
                 }
                 Some("accel") => {
                     moved.accels_host += number(counters, "host_read")? + number(counters, "host_written")?;
+                }
+                Some("bridges") => {
+                    moved.root_complex += number(device, "root_complex")?;
+                    moved.unknown_way += number(device, "unknown")?;
                 }
                 _ => {}
             }
@@ -451,6 +461,15 @@ fn judge_table(table: &[Row], must: &mut impl FnMut(bool, String)) {
             format!(
                 "{name}: NICs moved {} bytes from and to unknown addresses",
                 row.moved.nics_elsewhere
+            ),
+        );
+        must(
+            row.moved.root_complex == row.moved.host() && row.moved.unknown_way == 0,
+            format!(
+                "{name}: {} bytes crossed a root complex and {} took an unknown way, but only {} were host memory's",
+                row.moved.root_complex,
+                row.moved.unknown_way,
+                row.moved.host()
             ),
         );
         must(

@@ -28,6 +28,7 @@ fn snapshot(host: u64, peer: u64, sent: u64, accel: u64) -> Value {
             "nic0": nic(host, peer, sent),
             "accel0": { "kind": "accel", "counters": { "host_read": accel, "host_written": 0 } },
             "nvme0": { "kind": "nvme" },
+            "bridges": { "kind": "bridges", "crossed": {}, "root_complex": 2 * host, "unknown": peer },
         },
         "b": { "nic0": nic(0, 10 * peer, 0) },
     })
@@ -42,6 +43,8 @@ fn only_what_happened_between_counts_and_only_payload() {
         nics_elsewhere: 0,
         accels_host: 3,
         wire: 250,
+        root_complex: 40,
+        unknown_way: 1,
     };
     assert_eq!(moved, expected);
     assert_eq!(moved.host(), 23);
@@ -84,6 +87,7 @@ fn row(name: &str, host: f64) -> Row {
         nics_host: (host * payload as f64) as u64,
         nics_peers: 1,
         wire: payload + 1000,
+        root_complex: (host * payload as f64) as u64,
         ..Moved::default()
     };
     let mut row = Row::new(name, &report(staged), moved).unwrap();
@@ -157,7 +161,7 @@ fn nothing_found_out_is_not_in_order() {
 #[test]
 fn each_thing_that_is_not_in_order_is_told() {
     type Change = fn(&mut Facts);
-    let change: [(&str, Change); 21] = [
+    let change: [(&str, Change); 23] = [
         ("not stock", |f| {
             f.stock.get_mut("b").unwrap().objections.push("patched".into());
         }),
@@ -176,6 +180,8 @@ fn each_thing_that_is_not_in_order_is_told() {
             f.table[0].host_bytes_per_payload_byte = 1.99
         }),
         ("unknown addresses", |f| f.table[1].moved.nics_elsewhere = 1),
+        ("ACC-ACC: 7 bytes crossed", |f| f.table[3].moved.root_complex = 7),
+        ("8 took an unknown way", |f| f.table[3].moved.unknown_way = 8),
         ("wire", |f| f.table[1].moved.wire = 5),
         ("copied", |f| f.table[4].copied_bytes_per_payload_byte = 0.0),
         ("MiB of an accelerator", |f| f.max_registered = Some(115 * MIB)),

@@ -121,6 +121,10 @@ pub struct Report {
     pub host_bytes_p2p: Option<u64>,
     /// The same in the staged run.
     pub host_bytes_staged: Option<u64>,
+    /// Payload that crossed a root complex in the peer-to-peer run, as the devices' places in the topology have it.
+    pub root_complex_bytes_p2p: Option<u64>,
+    /// The same in the staged run.
+    pub root_complex_bytes_staged: Option<u64>,
     /// Seconds of the guest's clock for the peer-to-peer run.
     pub seconds_p2p: Option<f64>,
     /// The same for the staged run.
@@ -168,6 +172,8 @@ impl Report {
             payload_bytes: job.map(|job| job.payload_bytes),
             host_bytes_p2p: job.map(|job| job.p2p.traffic.host_bytes()),
             host_bytes_staged: job.map(|job| job.staged.traffic.host_bytes()),
+            root_complex_bytes_p2p: job.map(|job| job.p2p.traffic.bridges.root_complex),
+            root_complex_bytes_staged: job.map(|job| job.staged.traffic.bridges.root_complex),
             seconds_p2p: job.map(|job| job.p2p.seconds.total()),
             seconds_staged: job.map(|job| job.staged.seconds.total()),
             verified: job.is_some_and(is_verified),
@@ -342,6 +348,33 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
             job.p2p.traffic.host_bytes()
         ),
     );
+    // The choice was one below the drives' own switch, or it was refused above: nothing may leave the switch.
+    must(
+        job.p2p.traffic.bridges.root_complex == 0,
+        format!(
+            "peer-to-peer run: {} bytes crossed the root complex",
+            job.p2p.traffic.bridges.root_complex
+        ),
+    );
+    must(
+        job.p2p.traffic.bridges.crossed.values().sum::<u64>() > 0,
+        "peer-to-peer run: no bridge carried anything".into(),
+    );
+    must(
+        job.staged.traffic.bridges.root_complex == 2 * payload,
+        format!(
+            "staged run: {} bytes crossed the root complex, expected {}",
+            job.staged.traffic.bridges.root_complex,
+            2 * payload
+        ),
+    );
+    for (name, run) in [("peer-to-peer", &job.p2p), ("staged", &job.staged)] {
+        let unknown = run.traffic.bridges.unknown;
+        must(
+            unknown == 0,
+            format!("{name} run: the way of {unknown} bytes is unknown"),
+        );
+    }
     must(
         job.p2p.cpu_copied_bytes == 0,
         format!("peer-to-peer run: {} bytes were copied", job.p2p.cpu_copied_bytes),
@@ -364,7 +397,7 @@ mod tests {
     use super::*;
     use crate::compare::Comparison;
     use crate::job::Seconds;
-    use crate::traffic::{Accelerator, Drive, Traffic};
+    use crate::traffic::{Accelerator, Bridges, Drive, Traffic};
     use serde_json::json;
 
     const PAYLOAD: u64 = 1 << 20;
@@ -401,6 +434,11 @@ mod tests {
                     ),
                     ("accel1".into(), Accelerator::default()),
                 ]),
+                bridges: Bridges {
+                    crossed: Bytes::from([("sw0-port0".into(), 2 * PAYLOAD)]),
+                    root_complex: if memory == crate::traffic::HOST { 2 * PAYLOAD } else { 0 },
+                    unknown: 0,
+                },
             },
             checksum: 0xabc,
             checksum_device: 0xabc,
@@ -478,9 +516,17 @@ mod tests {
         fn job(facts: &mut Facts) -> &mut Job {
             facts.job.as_mut().expect("the test's facts have a job")
         }
-        let breaks: [(&str, Break); 25] = [
+        let breaks: [(&str, Break); 29] = [
             ("not stock", |f| f.stock.as_mut().unwrap().objections.push("x".into())),
             ("is not known", |f| f.stock = None),
+            ("1 bytes crossed the root complex", |f| {
+                job(f).p2p.traffic.bridges.root_complex = 1
+            }),
+            ("no bridge carried", |f| job(f).p2p.traffic.bridges.crossed.clear()),
+            ("staged run: 0 bytes crossed", |f| {
+                job(f).staged.traffic.bridges.root_complex = 0
+            }),
+            ("way of 3 bytes is unknown", |f| job(f).p2p.traffic.bridges.unknown = 3),
             ("own switch", |f| f.candidates[0].class = "host-bridge".into()),
             ("own switch", |f| f.candidates[0].chosen = false),
             ("a verdict", |f| drop(f.candidates.pop())),

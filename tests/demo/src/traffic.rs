@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -45,6 +45,17 @@ pub struct Accelerator {
     pub failed: u64,
 }
 
+/// What bridges carried.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bridges {
+    /// Payload that crossed each bridge: root ports, ports of switches, host bridges. Those that none crossed are not here.
+    pub crossed: Bytes,
+    /// Payload that crossed a root complex, on the way to host memory or to another root port.
+    pub root_complex: u64,
+    /// Payload whose way is not known.
+    pub unknown: u64,
+}
+
 /// What all devices moved in a span of time.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
@@ -52,6 +63,8 @@ pub struct Traffic {
     pub drives: BTreeMap<String, Drive>,
     /// Accelerators by name.
     pub accelerators: BTreeMap<String, Accelerator>,
+    /// What of it crossed which bridges.
+    pub bridges: Bridges,
 }
 
 impl Traffic {
@@ -67,6 +80,7 @@ impl Traffic {
             bail!("the snapshots are of different devices");
         }
         let mut traffic = Traffic::default();
+        let mut counted = false;
         for (name, later) in after {
             let earlier = &before[name];
             let context = || format!("counters of {name}");
@@ -79,9 +93,19 @@ impl Traffic {
                     let did = accelerator(earlier, later).with_context(context)?;
                     traffic.accelerators.insert(name.clone(), did);
                 }
+                Some("bridges") => {
+                    traffic.bridges = Bridges {
+                        crossed: bytes(earlier, later, "crossed").with_context(context)?,
+                        root_complex: difference(earlier, later, "root_complex").with_context(context)?,
+                        unknown: difference(earlier, later, "unknown").with_context(context)?,
+                    };
+                    counted = true;
+                }
                 kind => bail!("device {name} is of unknown kind {kind:?}"),
             }
         }
+        // A bed that counts nothing at its bridges must not pass for one where nothing crossed them.
+        ensure!(counted, "the snapshots do not say what crossed the bridges");
         match traffic.by_memory().get(UNKNOWN) {
             None | Some(0) => Ok(traffic),
             Some(bytes) => {
@@ -188,15 +212,21 @@ mod tests {
         json!({ "kind": "nvme", "payload": {}, "read": read, "write": write, "commands": commands, "failed": failed })
     }
 
+    fn bridges(port: u64, root_complex: u64) -> Value {
+        json!({ "kind": "bridges", "crossed": { "sw0-port0": port, "rp0": 3 }, "root_complex": root_complex, "unknown": 0 })
+    }
+
     #[test]
     fn only_what_happened_between_counts() {
         let before = json!({
             "nvme0": drive(json!({ "host": 4096 }), json!({ "host": 100 }), 10, 1),
             "accel0": accel(|_| 5),
+            "bridges": bridges(4, 1),
         });
         let after = json!({
             "nvme0": drive(json!({ "host": 4096, "accel0": 8192 }), json!({ "host": 612, "accel0": 1 }), 14, 1),
             "accel0": accel(|name| if name == "host_read" { 12 } else { 5 }),
+            "bridges": bridges(8, 10),
         });
         let traffic = Traffic::between(&before, &after).unwrap();
         let nvme0 = &traffic.drives["nvme0"];
@@ -205,6 +235,12 @@ mod tests {
         assert_eq!((nvme0.commands, nvme0.failed), (4, 0));
         assert_eq!(traffic.accelerators["accel0"].host, 7);
         assert_eq!(traffic.accelerators["accel0"].computed, 0);
+        let crossed = Bridges {
+            crossed: Bytes::from([("sw0-port0".into(), 4)]),
+            root_complex: 9,
+            unknown: 0,
+        };
+        assert_eq!(traffic.bridges, crossed);
         assert_eq!(traffic.host_bytes(), 519);
         assert_eq!(
             traffic.by_memory(),
@@ -214,11 +250,14 @@ mod tests {
 
     #[test]
     fn unknown_bytes_allow_no_claim() {
-        let before = json!({ "nvme0": drive(json!({ "unknown": 7 }), json!({ "unknown": 0 }), 0, 0) });
+        let snapshot = |read: u64, write: u64| {
+            let nvme0 = drive(json!({ "unknown": read }), json!({ "unknown": write }), 1, 0);
+            json!({ "nvme0": nvme0, "bridges": bridges(0, 0) })
+        };
+        let before = snapshot(7, 0);
         assert!(Traffic::between(&before, &before).is_ok());
         for (read, write) in [(8, 0), (7, 1)] {
-            let after = json!({ "nvme0": drive(json!({ "unknown": read }), json!({ "unknown": write }), 1, 0) });
-            let error = Traffic::between(&before, &after).unwrap_err();
+            let error = Traffic::between(&before, &snapshot(read, write)).unwrap_err();
             assert!(
                 error
                     .to_string()
@@ -230,8 +269,10 @@ mod tests {
 
     #[test]
     fn failures_count() {
-        let before = json!({ "nvme0": drive(json!({}), json!({}), 0, 0), "accel0": accel(|_| 0) });
-        let after = json!({ "nvme0": drive(json!({}), json!({}), 2, 2), "accel0": accel(|_| 1) });
+        let before =
+            json!({ "nvme0": drive(json!({}), json!({}), 0, 0), "accel0": accel(|_| 0), "bridges": bridges(0, 0) });
+        let after =
+            json!({ "nvme0": drive(json!({}), json!({}), 2, 2), "accel0": accel(|_| 1), "bridges": bridges(0, 0) });
         assert_eq!(Traffic::between(&before, &after).unwrap().failed(), 3);
     }
 
@@ -240,6 +281,10 @@ mod tests {
         let nvme = |n: u64| json!({ "nvme0": drive(json!({ "host": n }), json!({}), n, 0) });
         for (before, after) in [
             (nvme(2), nvme(1)),
+            // Nothing of bridges.
+            (nvme(1), nvme(1)),
+            (json!({ "bridges": bridges(2, 2) }), json!({ "bridges": bridges(1, 2) })),
+            (json!({ "bridges": bridges(2, 2) }), json!({ "bridges": bridges(2, 1) })),
             (json!({}), nvme(1)),
             (nvme(1), json!({})),
             (json!([]), json!([])),

@@ -8,6 +8,7 @@
 //! at any time ([`counters`]). A file may describe several machines: a [`cluster`] boots them all, joined by a network and
 //! by the NICs it has. What others' programs are expected to do there is data too ([`clients`]). Documentation/testbed/runner.md tells how to use it.
 
+pub mod bridges;
 pub mod checks;
 pub mod clients;
 pub mod cluster;

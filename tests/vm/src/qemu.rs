@@ -349,21 +349,7 @@ fn bridges(argv: &mut Args, topology: &Topology) -> BTreeMap<String, String> {
     for bridge in &topology.bridge {
         let name = &bridge.name;
         let bus = slots.get(name).cloned().unwrap_or_else(|| bridge.parent.clone());
-        // Who is below, in the order of the file: bridges first, then devices.
-        let below = topology
-            .bridge
-            .iter()
-            .filter(|b| b.parent == *name)
-            .map(|b| b.name.clone());
-        let below: Vec<String> = below
-            .chain(
-                topology
-                    .device
-                    .iter()
-                    .filter(|d| d.parent() == name)
-                    .map(|d| d.name().to_owned()),
-            )
-            .collect();
+        let below: Vec<String> = topology.below(name).into_iter().map(str::to_owned).collect();
         match bridge.kind {
             BridgeKind::RootPort => {
                 let n = next_number();

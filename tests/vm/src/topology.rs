@@ -15,6 +15,8 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::bridges::BRIDGES;
+
 /// Name of the machine's own root complex, the parent of last resort.
 pub const ROOT: &str = "pcie.0";
 
@@ -446,6 +448,17 @@ impl Topology {
         self.bridge.iter().find(|bridge| bridge.name == name)
     }
 
+    /// What is directly below a bridge, in the order of the file: bridges first, then devices. A switch has its ports in
+    /// this order.
+    pub fn below(&self, bridge: &str) -> Vec<&str> {
+        let bridges = self.bridge.iter().filter(|below| below.parent == bridge);
+        let devices = self.device.iter().filter(|below| below.parent() == bridge);
+        bridges
+            .map(|below| below.name.as_str())
+            .chain(devices.map(Device::name))
+            .collect()
+    }
+
     fn check(&self) -> Result<()> {
         self.check_machine()?;
         let mut seen: BTreeMap<&str, &str> = BTreeMap::new();
@@ -592,6 +605,10 @@ fn check_name(name: &str, seen: &BTreeMap<&str, &str>) -> Result<()> {
     ensure!(
         name != "unknown",
         "the name \"unknown\" means unresolved addresses in the counters"
+    );
+    ensure!(
+        name != BRIDGES,
+        "the name {BRIDGES:?} means all bridges in the counters"
     );
     if let Some(what) = seen.get(name) {
         bail!("there is a {what} of that name already");

@@ -24,6 +24,7 @@ use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Network, Requ
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::{Value, json};
 
+use crate::bridges;
 pub use crate::command::{Command, Outcome, Status, Stream};
 use crate::counters::{Classifier, HOST, UNKNOWN};
 use crate::dmesg::{self, Record};
@@ -695,7 +696,8 @@ impl Vm {
     ///
     /// A drive: `{"kind": "nvme", "payload": {"host": N, "accel0": N}, "read": {..}, "write": {..}, "commands": N,
     /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator or NIC: `{"kind": "accel", "counters": ..}` with what
-    /// its process says, or `{"kind": "accel", "gone": true}`. All I/O whose completion the asking program has seen is in.
+    /// its process says, or `{"kind": "accel", "gone": true}`. Under `bridges` stands what [`bridges::count`] makes of all
+    /// of that. All I/O whose completion the asking program has seen is in.
     ///
     /// # Errors
     ///
@@ -735,6 +737,8 @@ impl Vm {
             };
             all.insert(name.to_owned(), value);
         }
+        let bridges = bridges::count(&self.topology, &all);
+        all.insert(bridges::BRIDGES.to_owned(), bridges);
         Ok(Value::Object(all))
     }
 
