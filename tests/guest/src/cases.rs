@@ -21,6 +21,7 @@ use crate::patience::patiently;
 use crate::sys::{self, Memory};
 
 mod bad;
+mod bridges;
 mod broadcast;
 mod busy;
 mod dmabuf;
@@ -37,6 +38,7 @@ mod peer_bad;
 mod peer_end;
 mod place;
 mod publisher;
+mod rdma_hold;
 mod rdma_programs;
 mod rdma_stale;
 mod rdma_user;
@@ -80,12 +82,14 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(teardown::CASES)
         .chain(hostile::CASES)
         .chain(place::CASES)
+        .chain(bridges::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
         .chain(pageless::CASES)
         .chain(soft_dirty::CASES)
         .chain(rdma_user::CASES)
         .chain(rdma_stale::CASES)
+        .chain(rdma_hold::CASES)
         .chain(rdma_programs::CASES)
         .chain(rules::CASES)
         .chain(rules_bad::CASES)

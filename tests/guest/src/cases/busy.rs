@@ -84,6 +84,14 @@ impl Busy {
         self.counts("is refused", &self.refused, more)
     }
 
+    /// Waits until users were refused more often than `before` times in all. Errors as before.
+    pub(super) fn await_refused_beyond(&self, before: u64) -> Result<()> {
+        until("is refused", || {
+            ensure!(!self.ended.load(Ordering::Relaxed), "a user has ended");
+            Ok(self.refused() > before)
+        })
+    }
+
     fn counts(&self, what: &str, count: &AtomicU64, more: u64) -> Result<()> {
         let seen = count.load(Ordering::Relaxed);
         until(what, || {

@@ -480,6 +480,8 @@ fn bad(bed: &mut Bed) -> Result<()> {
 
 fn race(bed: &mut Bed) -> Result<()> {
     sys::survive_bus_errors()?;
+    // Each keeps a dma-buf across the end of its provider, and so is refused an import by every end: none of them can miss
+    // it. Users are in the middle of imports, mappings and frees when it comes.
     let user = |busy: &Busy| -> Result<()> {
         let (mine, other) = (open()?, open()?);
         while busy.goes_on() {
@@ -488,38 +490,50 @@ fn race(bed: &mut Bed) -> Result<()> {
                 free(mine.as_fd(), a.handle).map_err(errno)?;
                 continue;
             };
-            match import(other.as_fd(), dma_buf.as_raw_fd()) {
-                Ok(got) => {
-                    busy.serve();
-                    free(mine.as_fd(), a.handle).map_err(errno)?;
-                    if let Ok(map) = Mapping::shared(other.as_fd(), got.mmap_offset, 4096) {
-                        map.set(0, 1);
-                        drop(dma_buf);
+            while busy.goes_on() {
+                match import(other.as_fd(), dma_buf.as_raw_fd()) {
+                    Ok(got) => {
+                        busy.serve();
+                        let map = Mapping::shared(other.as_fd(), got.mmap_offset, 4096);
+                        if let Ok(map) = &map {
+                            map.set(0, 1);
+                        }
                         free(other.as_fd(), got.handle).map_err(errno)?;
-                        map.set(0, 2);
-                    } else {
-                        free(other.as_fd(), got.handle).map_err(errno)?;
+                        if let Ok(map) = &map {
+                            map.set(0, 2);
+                        }
+                    }
+                    Err(code) => {
+                        ensure!(code == libc::ENODEV, "IMPORT: {}", errno(code));
+                        busy.refuse();
+                        break;
                     }
                 }
-                Err(code) => {
-                    ensure!(code == libc::ENODEV, "IMPORT: {}", errno(code));
-                    busy.refuse();
-                    free(mine.as_fd(), a.handle).map_err(errno)?;
-                }
             }
+            free(mine.as_fd(), a.handle).map_err(errno)?;
         }
         Ok(())
     };
+    let ends = rounds(20);
     let busy = Busy::during(&[&user, &user, &user], |busy| {
-        for _ in 0..rounds(20) {
+        for _ in 0..ends {
             busy.await_served(20)?;
+            let refused = busy.refused();
             bed.unbind("accel0")?;
+            // Not before at least one of them has met this very end.
+            busy.await_refused_beyond(refused)?;
             bed.publish("accel0")?;
         }
         Ok(())
     })?;
     println!(
         "{NODE}: {} imports, {} refused because the provider left",
+        busy.served(),
+        busy.refused()
+    );
+    ensure!(
+        busy.refused() >= u64::from(ends) && busy.served() >= 20 * u64::from(ends),
+        "{ends} ends: {} imports, {} refused",
         busy.served(),
         busy.refused()
     );
