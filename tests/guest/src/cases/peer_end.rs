@@ -2,7 +2,7 @@
 
 //! Ends, with memory registered by `ibv_reg_mr()`: of buffers, of processes, of the module.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -17,6 +17,7 @@ use sideway::ibverbs::memory_region::MemoryRegion;
 
 use super::life::{Part, ready};
 use super::peer::{Held, MIB, Row, SOON, arrives, await_rows, check, counted, fill, nic, registered_as, rows};
+use super::rdma_hold::{Hooks, LEN as WRITE};
 use super::rdma_programs::with_rxe;
 use super::rdma_user::word;
 use super::{Bed, Case, command, errno, read, write};
@@ -451,50 +452,87 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
 fn race(bed: &mut Bed) -> Result<()> {
     const ROUNDS: u32 = 20;
     let nic = nic(bed)?;
-    let (mut invalidated, mut made) = (0, 0);
+    bed.publish("accel1")?;
+    let source = Held::new(bed, "accel1", WRITE)?;
+    let sent = source.register(&nic)?;
+    let (mut invalidated, mut made, mut refused) = (0, 0, 0);
     for round in 0..ROUNDS {
         bed.publish("accel0")?;
         let held = Held::new(bed, "accel0", MIB)?;
-        let mut regions: Vec<_> = (0..8).map(|_| held.register(&nic)).collect::<Result<_>>()?;
+        let target = held.register(&nic)?;
+        let regions: VecDeque<_> = (0..8).map(|_| held.register(&nic)).collect::<Result<_>>()?;
         let before = counted()?["invalidate"];
-        let together = Barrier::new(3);
+        // The NIC's write to one of the registrations is held in flight: the provider's removal waits in the invalidation of
+        // that registration until the others have met the removal.
+        let hooks = Hooks::new(true)?;
+        hooks.arm()?;
+        let together = Barrier::new(2);
+        let panicked = |_| anyhow::anyhow!("a thread panicked");
         thread::scope(|scope| -> Result<()> {
-            let other = scope.spawn(|| {
-                together.wait();
-                // From either end, so that they meet at different places.
-                while let Some(region) = if round % 2 == 0 {
-                    regions.pop()
-                } else {
-                    (!regions.is_empty()).then(|| regions.remove(0))
-                } {
-                    drop(region);
-                }
-            });
-            let registering = scope.spawn(|| -> Result<u64> {
-                together.wait();
-                let (mut made, deadline) = (0, Instant::now() + patiently(SOON));
-                loop {
-                    in_time!(Instant::now() < deadline, "the provider does not leave");
-                    match nic.register(held.map.address(), MIB) {
-                        Ok(_) => made += 1,
-                        Err(libc::ENODEV) => return Ok(made),
-                        Err(other) => bail!("while the provider leaves: {}", errno(other)),
+            let write = scope.spawn(|| nic.connect()?.write(&sent, WRITE, &target, 0));
+            let result = (|| -> Result<()> {
+                hooks.await_held()?;
+                // Registers from before the removal until a registration is refused.
+                let registering = scope.spawn(|| -> Result<u64> {
+                    together.wait();
+                    let (mut made, deadline) = (0, Instant::now() + patiently(SOON));
+                    loop {
+                        in_time!(Instant::now() < deadline, "the provider does not leave");
+                        match nic.register(held.map.address(), MIB) {
+                            Ok(_) => made += 1,
+                            Err(libc::ENODEV) => return Ok(made),
+                            Err(other) => bail!("while the provider leaves: {}", errno(other)),
+                        }
                     }
-                }
-            });
-            together.wait();
-            let unbound = bed.unbind("accel0");
-            let panicked = |_| anyhow::anyhow!("the other thread panicked");
-            other.join().map_err(panicked)?;
-            made += registering.join().map_err(panicked)??;
-            unbound
+                });
+                let unbinding = scope.spawn(|| {
+                    together.wait();
+                    bed.unbind("accel0")
+                });
+                let met = hooks.await_waiting().and_then(|()| {
+                    let deregistering = scope.spawn(move || {
+                        // From either end, so that they meet at different places.
+                        let mut regions = regions;
+                        while let Some(region) = if round % 2 == 0 {
+                            regions.pop_back()
+                        } else {
+                            regions.pop_front()
+                        } {
+                            drop(region);
+                        }
+                    });
+                    let refusal = nic.register(held.map.address(), MIB).map(drop);
+                    let under_way = !unbinding.is_finished() && hooks.is_held()?;
+                    hooks.release()?;
+                    deregistering.join().map_err(panicked)?;
+                    super::expect("while the provider leaves", refusal, libc::ENODEV)?;
+                    ensure!(under_way, "round {round}: the removal was over before it was met");
+                    Ok(())
+                });
+                hooks.release()?;
+                let unbound = unbinding.join().map_err(panicked)?;
+                let registered = registering.join().map_err(panicked)?;
+                met.and(unbound)?;
+                made += registered?;
+                refused += 1;
+                Ok(())
+            })();
+            hooks.release()?;
+            let status = write.join().map_err(panicked)?;
+            result?;
+            ensure!(status? == SUCCESS, "round {round}: the write that was in flight failed");
+            Ok(())
         })?;
-        ensure!(rows()?.is_empty(), "round {round}: {:#?}", rows()?);
-        invalidated += counted()?["invalidate"] - before;
+        drop((target, hooks));
+        ensure!(rows()?.len() == 1, "round {round}: {:#?}", rows()?);
+        let more = counted()?["invalidate"] - before;
+        ensure!(more > 0, "round {round}: nothing was invalidated");
+        invalidated += more;
     }
     println!(
-        "{invalidated} of {} registrations were invalidated before they were ended, {made} of all were made meanwhile",
-        u64::from(8 * ROUNDS) + made
+        "{invalidated} of {} registrations were invalidated before they were ended, {made} of all were made meanwhile, \
+         {refused} refused while the provider left",
+        u64::from(9 * ROUNDS) + made
     );
     let counts = counted()?;
     ensure!(counts["out_of_order"] == 0, "{counts:?}");

@@ -63,7 +63,12 @@ impl Hooks {
     }
 
     pub(super) fn await_held(&self) -> Result<()> {
-        until("a write is held", || Ok(self.status()?["held"] == true))
+        until("a write is held", || self.is_held())
+    }
+
+    /// Whether a write is held now.
+    pub(super) fn is_held(&self) -> Result<bool> {
+        Ok(self.status()?["held"] == true)
     }
 
     /// Waits until somebody waits for the write that is held.
@@ -149,7 +154,7 @@ impl Scene {
                     ensure!(!early, "the memory ended under a write in flight");
                 }
                 let ended = joined(ending)?;
-                ensure!((hooks.status()?["held"] == true) != drain, "{}", hooks.status()?);
+                ensure!(hooks.is_held()? != drain, "{}", hooks.status()?);
                 reuse(ended)
             })();
             hooks.release()?;
