@@ -54,7 +54,8 @@ impl std::error::Error for Overrun {}
 #[macro_export]
 macro_rules! in_time {
     ($holds:expr, $($text:tt)+) => {
-        if !$holds {
+        let holds: bool = $holds;
+        if !holds {
             return Err(::anyhow::Error::new($crate::patience::Overrun(format!($($text)+))));
         }
     };
