@@ -621,7 +621,9 @@ mod tests {
         let report = Report::new(facts());
         report.write(&path).unwrap();
         report.write(&path).unwrap();
-        let read: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let mut read: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        let stamp = read.as_object_mut().and_then(|read| read.remove("stamp"));
+        assert!(stamp.is_some_and(|stamp| stamp["time"].is_string()));
         assert_eq!(read, serde_json::to_value(&report).unwrap());
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
         assert!(report.write(Path::new("/proc/no/demo.json")).is_err());
