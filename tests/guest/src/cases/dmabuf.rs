@@ -10,8 +10,9 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Mutex;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use p2pmem_sys as abi;
 
 use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, explain_last, free, open, write};
@@ -107,11 +108,15 @@ impl State {
 impl Importer {
     /// An importer that has not attached yet. Loads the module where it is not.
     pub(super) fn new() -> Result<Importer> {
+        // Of several threads one loads it, and the others wait until it is there.
+        static LOADING: Mutex<()> = Mutex::new(());
+        let loading = LOADING.lock().map_err(|_| anyhow!("poisoned"))?;
         if !Path::new("/sys/module/p2pmem_importer").exists() {
             let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
             let importer = Path::new(&module).with_file_name("p2pmem_importer.ko");
             command("insmod", &[importer.to_str().context("path")?])?;
         }
+        drop(loading);
         let node = "/dev/p2pmem-importer";
         Ok(Importer(
             OpenOptions::new().read(true).write(true).open(node).context(node)?,
