@@ -175,9 +175,19 @@ impl Buddy {
             (size, CLEAR | CONTIGUOUS)
         };
         // The range is named although it is all there is: cleared and other memory is only joined within the range.
-        let ret = self.ask(guard, blocks, self.end(), ask, align, flags);
         // It says EINVAL of a size beyond its own.
-        ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })?;
+        let ask = || {
+            let ret = self.ask(guard, blocks, self.end(), ask, align, flags);
+            ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })
+        };
+        match ask() {
+            // Of a size that rounds up to more than there is, it joins no cleared and other memory.
+            Err(e) if e == ENOSPC && size <= self.free_bytes(guard) && size <= self.longest_run(guard) => {
+                self.join(guard);
+                ask()?;
+            }
+            done => done?,
+        }
         let (mut offset, mut len, mut clear) = (0, 0, false);
         // SAFETY: As above; the list holds the blocks of one allocation.
         let whole =
@@ -218,6 +228,18 @@ impl Buddy {
         let flags = if clear { CLEARED } else { 0 };
         // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
         unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), flags) };
+    }
+
+    /// Joins all neighbours that are free. What was cleared is not known any more.
+    fn join(&self, _: &MutexGuard<'_, Blocks>) {
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        unsafe { bindings::gpu_buddy_reset_clear(self.inner.get(), false) };
+    }
+
+    /// The largest piece that can be had once neighbours were joined.
+    fn longest_run(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
+        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        unsafe { sys::p2pmem_buddy_longest(self.inner.get()) }
     }
 
     /// Whether a piece can be had. `blocks` is an empty list. The lock is held all the time, so that nobody finds less free
@@ -287,8 +309,7 @@ impl Buddy {
         if known != UNKNOWN {
             return known;
         }
-        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
-        let longest = unsafe { sys::p2pmem_buddy_longest(self.inner.get()) };
+        let longest = self.longest_run(&guard);
         self.longest.store(longest, Relaxed);
         drop(guard);
         longest
@@ -504,6 +525,24 @@ mod tests {
         assert_eq!(unclear, 30 * PAGE);
         drop(pieces);
         assert_eq!(buddy.largest(), 60 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn cleared_and_other_memory_is_one_piece() -> Result {
+        let buddy = Buddy::new(0, 60 * PAGE)?;
+        let mut pieces = KVec::new();
+        while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
+            piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
+            pieces.push(piece, GFP_KERNEL)?;
+        }
+        drop(pieces);
+        // More than half of it, so that no block is as large.
+        assert!(buddy.largest_for(50 * PAGE, PAGE) >= 50 * PAGE);
+        let most = buddy.alloc(50 * PAGE, PAGE)?;
+        assert!(most.size() >= 50 * PAGE && !most.is_clear());
+        drop(most);
+        assert!(buddy.alloc(60 * PAGE, PAGE).is_ok());
         Ok(())
     }
 
