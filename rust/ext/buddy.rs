@@ -181,8 +181,8 @@ impl Buddy {
             ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })
         };
         match ask() {
-            // Of a size that rounds up to more than there is, it joins no cleared and other memory.
-            Err(e) if e == ENOSPC && size <= self.free_bytes(guard) && size <= self.longest_run(guard) => {
+            // Of a size that rounds up to more than there is, and of no other, it joins no cleared and other memory.
+            Err(e) if e == ENOSPC && rounded > self.end() && size <= self.longest_run(guard) => {
                 self.join(guard);
                 ask()?;
             }
@@ -530,19 +530,21 @@ mod tests {
 
     #[test]
     fn cleared_and_other_memory_is_one_piece() -> Result {
-        let buddy = Buddy::new(0, 60 * PAGE)?;
-        let mut pieces = KVec::new();
-        while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
-            piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
-            pieces.push(piece, GFP_KERNEL)?;
+        // 50 pages round up to more than there is, or to all of it.
+        for all in [60, 64] {
+            let buddy = Buddy::new(0, all * PAGE)?;
+            let mut pieces = KVec::new();
+            while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
+                piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
+                pieces.push(piece, GFP_KERNEL)?;
+            }
+            drop(pieces);
+            assert!(buddy.largest_for(50 * PAGE, PAGE) >= 50 * PAGE);
+            let most = buddy.alloc(50 * PAGE, PAGE)?;
+            assert!(most.size() >= 50 * PAGE && !most.is_clear());
+            drop(most);
+            assert!(buddy.alloc(all * PAGE, PAGE).is_ok());
         }
-        drop(pieces);
-        // More than half of it, so that no block is as large.
-        assert!(buddy.largest_for(50 * PAGE, PAGE) >= 50 * PAGE);
-        let most = buddy.alloc(50 * PAGE, PAGE)?;
-        assert!(most.size() >= 50 * PAGE && !most.is_clear());
-        drop(most);
-        assert!(buddy.alloc(60 * PAGE, PAGE).is_ok());
         Ok(())
     }
 
