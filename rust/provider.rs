@@ -79,8 +79,6 @@ struct Inner {
     clearing: u64,
     /// Whether the allocator has memory that was in use and was not cleared since: an allocation needed it at once.
     unscrubbed: bool,
-    /// Whether the janitor is taking a step at that.
-    scrubbing: bool,
     /// How often memory came back to where it is allocated from, or was let go on the way.
     returns: u64,
 }
@@ -93,7 +91,7 @@ impl Inner {
 
     /// Whether memory that was in use waits to be cleared, free or not.
     fn is_clearing(&self) -> bool {
-        self.returning() > 0 || self.unscrubbed || self.scrubbing
+        self.returning() > 0 || self.unscrubbed
     }
 
     /// A piece is in nobody's hands any more.
@@ -305,7 +303,6 @@ impl Provider {
                     parked: Stack::EMPTY,
                     clearing: 0,
                     unscrubbed: false,
-                    scrubbing: false,
                     returns: 0,
                 }),
                 settled <- new_condvar!(),
@@ -727,7 +724,6 @@ impl Provider {
         };
         // Whoever releases more from here on says so again.
         inner.unscrubbed = false;
-        inner.scrubbing = true;
         inner.outstanding += 1;
         // Said before it is taken: nobody is to find it missing.
         inner.clearing += STEP;
@@ -750,10 +746,7 @@ impl Provider {
             Ok(size @ 1..) => size,
             _ => STEP,
         };
-        self.put_down(missing, |inner| {
-            inner.scrubbing = false;
-            inner.unscrubbed |= taken != Ok(0);
-        });
+        self.put_down(missing, |inner| inner.unscrubbed |= taken != Ok(0));
         matches!(taken, Ok(1..))
     }
 
