@@ -191,9 +191,7 @@ impl Handle {
     pub fn fail(&self, syndrome: u8) {
         self.registers.fail(syndrome.max(1));
     }
-}
 
-impl Handle {
     /// Holds the next transfer of payload that is meant, when its bus addresses are found and before its first byte is
     /// moved. A transfer that is held goes on. While one is held, the adapter moves nothing else, and does not answer
     /// [`Handle::report`] and the like.

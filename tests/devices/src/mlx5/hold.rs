@@ -7,7 +7,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use tracing::{info, warn};
@@ -150,20 +150,14 @@ impl Hold {
             bytes,
             ..state.status.clone()
         };
-        let deadline = Instant::now() + LIMIT;
-        while state.status.held {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                warn!(qpn, "a held transfer goes on: nobody released it");
-                state.status.held = false;
-                state.status.expired += 1;
-                return;
-            }
-            let (next, _) = self
-                .released
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner);
-            state = next;
+        let (mut state, _) = self
+            .released
+            .wait_timeout_while(state, LIMIT, |state| state.status.held)
+            .unwrap_or_else(PoisonError::into_inner);
+        if state.status.held {
+            warn!(qpn, "a held transfer goes on: nobody released it");
+            state.status.held = false;
+            state.status.expired += 1;
         }
     }
 }

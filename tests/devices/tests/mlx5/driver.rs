@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use p2pmem_devices::mlx5::layout::{constants, ifc, op, wire};
+use p2pmem_devices::mlx5::layout::{Field, constants, ifc, op, wire};
 use p2pmem_devices::mlx5::{Handle, Nic, Settings};
 use p2pmem_ib::Fabric;
 use p2pmem_vfio_user::client::Client;
@@ -263,6 +263,12 @@ impl Driver {
 
     /// A key of all memory.
     pub fn physical_key(&mut self, pd: u32) -> u32 {
+        use ifc::mkc;
+        self.physical_key_with(pd, &[mkc::LR, mkc::LW, mkc::RR, mkc::RW, mkc::A], 0x77)
+    }
+
+    /// A key of all memory with these bits of its context set, and this variant.
+    pub fn physical_key_with(&mut self, pd: u32, bits: &[Field], variant: u32) -> u32 {
         use ifc::*;
         let out = self.run(
             op::CREATE_MKEY,
@@ -271,15 +277,15 @@ impl Driver {
             |input| {
                 let context = create_mkey_in::MEMORY_KEY_MKEY_ENTRY.of_mut(input);
                 mkc::ACCESS_MODE_1_0.set(context, constants::MLX5_MKC_ACCESS_MODE_PA);
-                for right in [mkc::LR, mkc::LW, mkc::RR, mkc::RW, mkc::A, mkc::LENGTH64] {
-                    right.set(context, 1_u32);
+                for bit in bits.iter().chain(&[mkc::LENGTH64]) {
+                    bit.set(context, 1_u32);
                 }
                 mkc::PD.set(context, pd);
                 mkc::QPN.set(context, 0xff_ffff_u32);
-                mkc::MKEY_7_0.set(context, 0x77_u32);
+                mkc::MKEY_7_0.set(context, variant);
             },
         );
-        (create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8) | 0x77
+        (create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8) | variant
     }
 
     /// An event queue for the events whose types are given, on this interrupt.

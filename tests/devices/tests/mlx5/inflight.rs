@@ -24,41 +24,29 @@ struct Held {
 
 /// A key of all memory that work requests may change.
 fn changeable_key(driver: &mut Driver) -> u32 {
-    use ifc::*;
-    let pd = driver.pd;
-    let out = driver.run(
-        op::CREATE_MKEY,
-        create_mkey_in::BYTES,
-        create_mkey_out::BYTES,
-        |input| {
-            let context = create_mkey_in::MEMORY_KEY_MKEY_ENTRY.of_mut(input);
-            mkc::ACCESS_MODE_1_0.set(context, constants::MLX5_MKC_ACCESS_MODE_PA);
-            for right in [mkc::LR, mkc::LW, mkc::RR, mkc::RW, mkc::LENGTH64, mkc::UMR_EN] {
-                right.set(context, 1_u32);
-            }
-            mkc::PD.set(context, pd);
-            mkc::QPN.set(context, 0xff_ffff_u32);
-            mkc::MKEY_7_0.set(context, 0x11_u32);
-        },
-    );
-    (create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8) | 0x11
+    let bits = [ifc::mkc::LR, ifc::mkc::LW, ifc::mkc::RR, ifc::mkc::RW, ifc::mkc::UMR_EN];
+    driver.physical_key_with(driver.pd, &bits, 0x11)
 }
 
 impl Held {
-    fn new() -> Self {
-        let mut driver = adapter();
+    /// With nothing posted yet.
+    fn idle(mut driver: Driver) -> Self {
         let (_, cq, qp) = loopback(&mut driver);
         let key = changeable_key(&mut driver);
         let (from, to) = (driver.alloc(LEN as u64), driver.alloc(LEN as u64));
         driver.write(from, &pattern(LEN, 1));
-        let mut held = Self {
+        Self {
             driver,
             cq,
             qp,
             from,
             to,
             key,
-        };
+        }
+    }
+
+    fn new() -> Self {
+        let mut held = Self::idle(adapter());
         held.driver.handle.hold(HoldRequest {
             qpn: Some(held.qp.number),
             write: Some(true),
@@ -68,7 +56,7 @@ impl Held {
         until("the write's translation", || {
             held.driver.handle.held().held.then_some(())
         });
-        assert_eq!(held.driver.read(to, LEN), vec![0; LEN], "no byte has been moved");
+        assert_eq!(held.driver.read(held.to, LEN), vec![0; LEN], "no byte has been moved");
         held
     }
 
@@ -189,19 +177,8 @@ fn without_draining_a_destroyed_key_is_written_by() {
 fn revoked(drain: bool) {
     let mut driver = adapter();
     let (mut changes, mut umr) = Held::changes(&mut driver);
-    let (_, cq, qp) = loopback(&mut driver);
-    let key = changeable_key(&mut driver);
-    let (from, to) = (driver.alloc(LEN as u64), driver.alloc(LEN as u64));
-    driver.write(from, &pattern(LEN, 1));
     driver.handle.set_drain(drain);
-    let mut held = Held {
-        driver,
-        cq,
-        qp,
-        from,
-        to,
-        key,
-    };
+    let mut held = Held::idle(driver);
     held.driver.handle.hold(HoldRequest {
         write: Some(true),
         min_bytes: LEN as u64,
