@@ -316,7 +316,7 @@ impl Bed {
         let deadline = Instant::now() + patiently(SETTLE);
         loop {
             let p = self.provider("accel0")?;
-            if p.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && p.parked == 0 {
+            if !is_clearing(&p) && p.parked == 0 {
                 return Ok((p.free, p.buffers));
             }
             in_time!(
@@ -328,6 +328,11 @@ impl Bed {
             thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// Whether memory of a provider that was in use is being cleared: how much is free still changes.
+pub fn is_clearing(provider: &abi::p2pmem_provider) -> bool {
+    provider.flags & abi::P2PMEM_PROVIDER_CLEARING != 0
 }
 
 /// Opens the device node.

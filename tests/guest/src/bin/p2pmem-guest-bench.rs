@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use p2pmem_guest::cases::{Bed, alloc, command, errno, free, open, read, request, write};
+use p2pmem_guest::cases::{Bed, alloc, command, errno, free, is_clearing, open, read, request, write};
 use p2pmem_guest::devices;
 use p2pmem_guest::sys::{self, Mapping, Memory};
 use p2pmem_sys as abi;
@@ -121,7 +121,7 @@ fn settle(bed: &Bed, name: &str) -> Result<()> {
     let deadline = Instant::now() + SETTLE;
     loop {
         let provider = bed.provider(name)?;
-        if provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.parked == 0 {
+        if !is_clearing(&provider) && provider.parked == 0 {
             return Ok(());
         }
         ensure!(

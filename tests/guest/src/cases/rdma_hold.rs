@@ -13,6 +13,7 @@ use p2pmem::{Access, Buffer, Mapping, Registration};
 use serde_json::{Value, json};
 
 use super::inflight::until;
+use super::rdma_stale::NextOwner;
 use super::rdma_user::{Wire, compare, fill, pattern, publish_both, word};
 use super::{Bed, Case, errno};
 use crate::host;
@@ -126,6 +127,14 @@ impl Scene {
         })
     }
 
+    /// A registered buffer of accel0 that is written to, and where in the BAR it is.
+    fn target(&self, bed: &Bed) -> Result<(Buffer, u64, Registration)> {
+        let target = self.wire.alloc(bed, "accel0", LEN)?;
+        let offset = target.bar_offset().context("the place in the BAR is not known")?;
+        let received = target.register(&self.wire.pd, Access::ALL)?;
+        Ok((target, offset, received))
+    }
+
     /// Holds a write to `received` in flight and lets `end` end that memory. A NIC that waits for its writes keeps `end`
     /// waiting until the write is let go on, one that does not lets it pass. Then `reuse` gives the memory another
     /// content, and tells how to look at it. Returns whether the write changed it.
@@ -170,9 +179,7 @@ fn free(bed: &mut Bed) -> Result<()> {
     publish_both(bed)?;
     let scene = Scene::new(bed)?;
     for drain in [true, false] {
-        let target = scene.wire.alloc(bed, "accel0", LEN)?;
-        let offset = target.bar_offset().context("the place in the BAR is not known")?;
-        let received = target.register(&scene.wire.pd, Access::ALL)?;
+        let (target, offset, received) = scene.target(bed)?;
         let remote = received.remote();
         let end = move || -> Result<()> {
             received.deregister()?;
@@ -180,24 +187,8 @@ fn free(bed: &mut Bed) -> Result<()> {
         };
         let stale = scene.run(drain, &remote, end, |()| {
             bed.settled()?;
-            let next = scene
-                .wire
-                .alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
-            let begin = next.bar_offset().context("the place in the BAR is not known")?;
-            ensure!(
-                begin <= offset && offset + LEN as u64 <= begin + next.size(),
-                "the next owner has other memory"
-            );
-            let map = next.map()?;
-            let at = (offset - begin) as usize;
-            map.copy_from_slice(at, &pattern(3, LEN))?;
-            map.flush();
-            Ok(move || {
-                let _owner = next;
-                let mut words = vec![0u64; LEN / 8];
-                map.copy_to_slice(at, &mut words)?;
-                Ok(words != pattern(3, LEN))
-            })
+            let next = NextOwner::of(&scene.wire, bed, offset, LEN)?;
+            Ok(move || Ok(next.words()? != pattern(3, LEN)))
         })?;
         println!("draining {drain}: the next owner saw a stale write: {stale}");
         ensure!(stale != drain, "draining {drain}, and a stale write {stale}");
@@ -211,9 +202,7 @@ fn unbind(bed: &mut Bed) -> Result<()> {
     publish_both(bed)?;
     let scene = Scene::new(bed)?;
     for drain in [true, false] {
-        let target = scene.wire.alloc(bed, "accel0", LEN)?;
-        let offset = target.bar_offset().context("the place in the BAR is not known")?;
-        let received = target.register(&scene.wire.pd, Access::ALL)?;
+        let (target, offset, received) = scene.target(bed)?;
         let remote = received.remote();
         let path = bed.device("accel0")?.sysfs().join("resource2");
         let bed_of_end = &*bed;

@@ -99,29 +99,31 @@ fn verdict(stale: &Stale) -> Result<()> {
 }
 
 /// A new buffer of `accel0` with the same bytes, and a pattern in them.
-struct NextOwner {
+pub(super) struct NextOwner {
     map: Mapping,
-    /// Where in the mapping they are.
+    /// Where in the mapping they are, and how many.
     at: usize,
+    len: usize,
 }
 
 impl NextOwner {
-    /// Takes all of the device's memory, of which the mebibyte at `offset` in the BAR is looked at.
-    fn of(wire: &Wire, bed: &Bed, offset: u64) -> Result<NextOwner> {
+    /// Takes all of the device's memory, of which `len` bytes at `offset` in the BAR are looked at.
+    pub(super) fn of(wire: &Wire, bed: &Bed, offset: u64, len: usize) -> Result<NextOwner> {
         let buffer = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
         let begin = buffer.bar_offset().context("the place in the BAR is not known")?;
         ensure!(
-            begin <= offset && offset + MIB as u64 <= begin + buffer.size(),
+            begin <= offset && offset + len as u64 <= begin + buffer.size(),
             "the next owner has other memory: {begin:#x}, {offset:#x}"
         );
         let map = buffer.map()?;
         let at = (offset - begin) as usize;
-        map.copy_from_slice(at, &pattern(3, MIB))?;
-        Ok(NextOwner { map, at })
+        map.copy_from_slice(at, &pattern(3, len))?;
+        map.flush();
+        Ok(NextOwner { map, at, len })
     }
 
-    fn words(&self) -> Result<Vec<u64>> {
-        let mut words = vec![0u64; MIB / 8];
+    pub(super) fn words(&self) -> Result<Vec<u64>> {
+        let mut words = vec![0u64; self.len / 8];
         self.map.copy_to_slice(self.at, &mut words)?;
         Ok(words)
     }
@@ -176,7 +178,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     // Back, and somebody else's: the same bytes, in a new buffer, which the old key must not open.
     drop(raw);
     bed.publish("accel0")?;
-    let next = NextOwner::of(&wire, bed, offset)?;
+    let next = NextOwner::of(&wire, bed, offset, MIB)?;
     let mut all = || next.words();
     verdict(&attempts(
         &wire,
@@ -207,7 +209,7 @@ fn stale_free(bed: &mut Bed) -> Result<()> {
     let revoke_ms = start.elapsed().as_secs_f64() * 1e3;
 
     bed.settled()?;
-    let next = NextOwner::of(&wire, bed, offset)?;
+    let next = NextOwner::of(&wire, bed, offset, MIB)?;
     let mut all = || next.words();
     let mut stale = attempts(&wire, "the buffer was freed", (&from, &sent), &remote, &mut all)?;
     stale.revoke_ms = revoke_ms;

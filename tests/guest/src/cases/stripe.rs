@@ -11,7 +11,7 @@ use super::busy::Busy;
 use super::dmabuf::export;
 use super::inflight::until;
 use super::rules::AdminRule;
-use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, open, request};
+use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, is_clearing, open, request};
 use crate::patience::rounds;
 use crate::sys::{self, BAD_POINTERS, Mapping, Memory};
 
@@ -238,7 +238,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
         let mut rows = Vec::new();
         until("nothing waits to be cleared", || {
             rows = super::providers(fd)?;
-            Ok(rows.iter().all(|p| p.flags & abi::P2PMEM_PROVIDER_CLEARING == 0))
+            Ok(!rows.iter().any(is_clearing))
         })?;
         Ok(rows.iter().map(|p| p.free).collect())
     };

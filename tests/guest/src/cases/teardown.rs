@@ -20,7 +20,7 @@ use super::inflight::{busy, dmesg, slow_drive, until};
 use super::life::{Part, ready};
 use super::rdma_user::Wire;
 use super::share::import;
-use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
+use super::{Bed, Case, alloc, errno, expect, free, is_clearing, open, read, request, write};
 use crate::in_time;
 use crate::patience::{amount, is_quick, patiently, rounds};
 use crate::sys::{self, Mapping, Memory};
@@ -269,7 +269,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
     drop(file);
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
+        Ok(!is_clearing(&provider) && provider.free >= size)
     })?;
     let part = Part::start(PART, &arguments)?.go_on()?;
     await_taken(bed, size)?;
@@ -314,7 +314,7 @@ fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     free(file.as_fd(), got.handle).map_err(errno)?;
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
+        Ok(!is_clearing(&provider) && provider.free >= size)
     })?;
     let began = Instant::now();
     let map = Mapping::shared(file.as_fd(), 0, size as usize).map_err(errno)?;
@@ -332,7 +332,7 @@ fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     drop(file);
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
-        Ok(provider.flags & abi::P2PMEM_PROVIDER_CLEARING == 0 && provider.free >= size)
+        Ok(!is_clearing(&provider) && provider.free >= size)
     })
 }
 
@@ -341,7 +341,6 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let fd = file.as_fd();
-    let clearing = || -> Result<bool> { Ok(bed.provider("accel0")?.flags & abi::P2PMEM_PROVIDER_CLEARING != 0) };
     let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
     let (all, mut contended) = (rounds(100), 0);
     for round in 0..all {
@@ -353,7 +352,7 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
         free(fd, whole.handle).map_err(errno)?;
         let some = small(accel.largest / 4).with_context(|| format!("a part, round {round}"))?;
         free(fd, some.handle).map_err(errno)?;
-        contended += u32::from(clearing()?);
+        contended += u32::from(is_clearing(&bed.provider("accel0")?));
     }
     println!("in {contended} of {all} rounds the janitor was at work");
     ensure!(
