@@ -35,7 +35,6 @@ use crate::qemu::{self, Ends, Paths, Plan};
 use crate::qmp::Qmp;
 use crate::topology::{Device, Layout, Topology};
 use crate::trace;
-use crate::withheld::TAIL;
 
 /// How long a boot may take, generous for a machine that is busy with other things.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(300);
@@ -335,7 +334,7 @@ impl Vm {
 
     /// The last lines of the kernel log that have come.
     fn log_tail(&self) -> String {
-        let mut tail = format!("{TAIL}kernel log ---\n");
+        let mut tail = String::from("--- end of the kernel log ---\n");
         let skip = self.kernel_log.len().saturating_sub(CONSOLE_TAIL);
         for record in &self.kernel_log[skip..] {
             tail.push_str(&record.text);
@@ -346,7 +345,7 @@ impl Vm {
 
     /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
     pub fn console_tail(&self) -> String {
-        let mut tail = format!("{TAIL}console ---\n");
+        let mut tail = String::from("--- end of the console ---\n");
         if let Ok(console) = self.console.lock() {
             let last = console.lines.len().saturating_sub(CONSOLE_TAIL);
             // A panic's trace may be longer than that, and its first line says what it was.

@@ -6,13 +6,6 @@ use std::fs;
 
 use anyhow::{Context, Result};
 
-/// What stands before the bad lines of a kernel's log, where a failure is told.
-pub const BAD_LINES: &str = "bad lines in the kernel log:\n";
-/// And before the end of that log.
-pub const KERNEL_LOG: &str = "kernel log:\n";
-/// And before the last lines of a log or of the console.
-pub const TAIL: &str = "--- end of the ";
-
 /// The time of all processors, in ticks, since the machine was started.
 #[derive(Clone, Copy)]
 pub struct Ticks {
