@@ -25,8 +25,8 @@ export JOBS V KEEP_WORK
 # Cargo in the sandbox, with the versions that the lock files name.
 cargo := $(in) cargo --locked
 
-# What property tests make their values from: the same in each run, as nothing may fail by luck. test-long takes others.
-seed := 20
+# Cargo's tests, whose property tests make their values from the same seed in each run: nothing may fail by luck.
+cargo-test := $(in) env PROPTEST_RNG_SEED=20 cargo --locked test
 
 ifneq ($(origin KDIR),undefined)
 module-for := kdir $(KDIR)
@@ -107,8 +107,8 @@ rust-analyzer: modules
 endif
 
 test-user: sandbox ## tests that need no guest: of user space and of the test bed's own parts
-	@$(in) env PROPTEST_RNG_SEED=$(seed) cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
-	@$(in) env PROPTEST_RNG_SEED=$(seed) cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
+	@$(cargo-test) --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast
 
 test-vm: modules debug-modules user testbed ## tests in guests, with the stock kernel and with the debug kernel
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
