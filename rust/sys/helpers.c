@@ -25,6 +25,7 @@
 #include <linux/topology.h>
 #include <linux/vmalloc.h>
 
+#include "compat.h"
 #include "helpers.h"
 
 /* Fault::TABLE of rust/ext/vma.rs takes a page table to be one page of entries of eight bytes. */
@@ -224,7 +225,7 @@ void p2pmem_window_clear(void *kaddr, size_t size)
 /* Whether p2pmem_vma_prepare() made the area one for page frames. In others they are a BUG() or refer to pages. */
 bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma)
 {
-	return vma->vm_flags & VM_MIXEDMAP && vma->vm_flags & VM_IO && !is_cow_mapping(vma->vm_flags);
+	return vma->vm_flags & VM_MIXEDMAP && vma->vm_flags & VM_IO && !vma_is_cow_mapping(vma);
 }
 
 /* Maps page frames at @addr, up to the first that cannot be. 0 when the first one is mapped afterwards. */
