@@ -180,7 +180,9 @@ impl Settings {
         let there = global::orchestrator().is_ok_and(|o| o.is_provider(id));
         if !there {
             self.enabled = None;
-            self.status = Text::new(fmt!("not published any more: the device was unbound"));
+            self.status = Text::new(fmt!(
+                "not published any more: the device was unbound or reset, or the machine slept"
+            ));
         }
         there
     }

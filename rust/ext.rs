@@ -21,6 +21,7 @@ pub(crate) mod p2pdma;
 pub(crate) mod pci;
 #[cfg(p2pmem_peer)]
 pub(crate) mod peer_mem;
+pub(crate) mod power;
 pub(crate) mod publisher;
 pub(crate) mod task;
 pub(crate) mod trace;

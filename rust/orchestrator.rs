@@ -12,6 +12,7 @@ use crate::{
         log::capable_admin,
         p2pdma,
         pci::Function,
+        power,
         uapi::{self, consts},
         vma::AddressSpace, //
     },
@@ -33,7 +34,7 @@ use kernel::{
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
-        atomic::{Atomic, Relaxed},
+        atomic::{Atomic, AtomicFlag, Relaxed},
         Arc, Mutex,
     },
 };
@@ -119,6 +120,8 @@ pub(crate) struct Orchestrator {
     files: Mutex<RBTree<u64, Arc<File>>>,
     #[pin]
     peers: Peers,
+    /// Whether the machine is about to sleep, or sleeps: there are no providers then.
+    asleep: AtomicFlag,
 }
 
 impl Orchestrator {
@@ -140,6 +143,7 @@ impl Orchestrator {
                 views <- new_mutex!(Views::new()),
                 files <- new_mutex!(RBTree::new()),
                 peers <- Peers::new(),
+                asleep: AtomicFlag::new(false),
             }),
             GFP_KERNEL,
         )
@@ -553,6 +557,9 @@ impl Orchestrator {
     /// Takes a provider into the list.
     pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
         let mut registry = self.registry.lock();
+        if self.asleep.load(Relaxed) {
+            return Err(refuse!(EBUSY, "the machine is about to sleep"));
+        }
         if registry
             .providers
             .iter()
@@ -568,6 +575,13 @@ impl Orchestrator {
         self.forget_paths();
         self.tell(consts::EVENT_PROVIDER_ADDED, provider.id);
         Ok(())
+    }
+
+    /// States whether the machine is about to sleep. From then on no provider is added.
+    pub(crate) fn set_asleep(&self, asleep: bool) {
+        // With the lock, so that whoever looked before has added its provider.
+        let _registry = self.registry.lock();
+        self.asleep.store(asleep, Relaxed);
     }
 
     /// Whether a function is a provider.
@@ -630,6 +644,22 @@ impl bus::Listener for BusEvents {
 
     fn changed(&self) {
         self.0.forget_paths();
+    }
+}
+
+/// What is told of the machine's power.
+pub(crate) struct PowerEvents(pub(crate) Arc<Orchestrator>);
+
+impl power::Listener for PowerEvents {
+    fn before_sleep(&self) -> Result {
+        self.0.set_asleep(true);
+        self.0.before_sleep()
+    }
+
+    fn after_sleep(&self) {
+        self.0.set_asleep(false);
+        // Own providers are published again by the administrator, whose settings say how.
+        self.0.scan();
     }
 }
 

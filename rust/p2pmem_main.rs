@@ -7,8 +7,8 @@
 
 use crate::{
     chardev::File,
-    ext::{bus::Notifier, chrdev, configfs::DefaultGroup, driver, global, pci::Function, workqueue::OwnQueue},
-    orchestrator::{BusEvents, Orchestrator},
+    ext::{bus::Notifier, chrdev, configfs::DefaultGroup, driver, global, pci::Function, power, workqueue::OwnQueue},
+    orchestrator::{BusEvents, Orchestrator, PowerEvents},
     provider::Leave,
 };
 use kernel::{configfs::Subsystem, pci, prelude::*, sync::Arc};
@@ -76,6 +76,8 @@ struct P2pmem {
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
     retire: Retire,
     #[pin]
+    power: power::Notifier<PowerEvents>,
+    #[pin]
     notifier: Notifier<BusEvents>,
     /// Last: waits for the janitors of all providers.
     janitors: Janitors,
@@ -88,6 +90,12 @@ impl driver::Hooks for Unbinding {
     fn unbinding(function: &Function) {
         if let Ok(orchestrator) = global::orchestrator() {
             orchestrator.remove(function, Leave::Unbind);
+        }
+    }
+
+    fn losing(function: &Function, why: &CStr) {
+        if let Ok(orchestrator) = global::orchestrator() {
+            orchestrator.lose(function, why);
         }
     }
 }
@@ -116,6 +124,7 @@ impl kernel::InPlaceModule for P2pmem {
             let orchestrator = Orchestrator::new()?;
             let (for_stats, last) = (orchestrator.clone(), orchestrator.clone());
             let for_bus = Arc::new(BusEvents(orchestrator.clone()), GFP_KERNEL)?;
+            let for_power = Arc::new(PowerEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
                 janitors: {
                     global::set_queue(Some(OwnQueue::new(c"p2pmem")?));
@@ -123,6 +132,7 @@ impl kernel::InPlaceModule for P2pmem {
                     Janitors
                 },
                 notifier <- Notifier::new(for_bus),
+                power <- power::Notifier::new(for_power),
                 retire: Retire(last),
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
                 configfs <- config::subsystem(),

@@ -36,6 +36,9 @@ use kernel::{
     workqueue::{impl_has_work, Work, WorkItem},
 };
 
+/// How long the machine's sleep waits for a provider, ms.
+const SLEEP: u32 = 20_000;
+
 /// A removal that has begun.
 struct Removal {
     orchestrator: Arc<Orchestrator>,
@@ -146,6 +149,38 @@ impl Orchestrator {
             // Another one is at it.
             None => provider.await_end(),
         }
+    }
+
+    /// Takes a provider back whose memory loses its contents, and says why. When this returns nobody can reach the memory through
+    /// p2pmem any more.
+    pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr) {
+        if let Some(provider) = self.find(function) {
+            pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
+            // There is nothing left that would have to be cleared, and perhaps nobody to clear it.
+            self.remove(function, Leave::Unbind);
+        }
+    }
+
+    /// Takes all providers back before the machine sleeps, as their memory may lose its contents.
+    ///
+    /// Errors: `EBUSY` (who holds memory has not let go within [`SLEEP`], and stands in the log), `ENOMEM`.
+    pub(crate) fn before_sleep(self: &Arc<Self>) -> Result {
+        while let Some(provider) = self.first() {
+            pr_notice!(
+                "{}: its memory is taken back: the machine is about to sleep\n",
+                provider.addr
+            );
+            self.begin_retire(provider.function())?;
+            if !provider.await_end_for(SLEEP) {
+                pr_warn!(
+                    "{}: keeps the machine from sleeping: {}\n",
+                    provider.addr,
+                    provider.progress().as_str()
+                );
+                return Err(EBUSY);
+            }
+        }
+        Ok(())
     }
 
     /// Removes all providers, as the module is going away.

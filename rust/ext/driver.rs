@@ -9,9 +9,10 @@ use super::{
     pci::Function,
     window::{Window, Windows},
 };
-use crate::path::PciAddr;
+use crate::{path::PciAddr, sys};
 use core::{marker::PhantomData, ptr};
 use kernel::{
+    bindings,
     device::{Bound, Core},
     pci,
     prelude::*,
@@ -22,6 +23,9 @@ use kernel::{
 pub(crate) trait Hooks: Send + Sync + 'static {
     /// The device is being unbound, and [`with_bound`] does not find it any more. What was made of it has to end here.
     fn unbinding(function: &Function);
+    /// What is stored in the device is lost soon, or was already: it is about to be reset, or an error was found of it. `why` says
+    /// which. It stays bound.
+    fn losing(function: &Function, why: &CStr);
 }
 
 /// The driver.
@@ -44,6 +48,59 @@ pci_device_table!(
     [(pci::DeviceId::from_id(pci::Vendor::REDHAT, 0xffff_fffe), ())]
 );
 
+/// What the PCI core tells the driver of resets and errors. The device is locked, or, in the recovery from an error, is kept
+/// bound by the core.
+impl<H: Hooks> Driver<H> {
+    const ERROR_HANDLERS: &'static bindings::pci_error_handlers = &bindings::pci_error_handlers {
+        error_detected: Some(Self::error_detected),
+        mmio_enabled: None,
+        slot_reset: Some(Self::slot_reset),
+        reset_prepare: Some(Self::reset_prepare),
+        reset_done: None,
+        resume: None,
+        cor_error_detected: None,
+    };
+
+    /// # Safety
+    ///
+    /// `device` is bound to the driver.
+    unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
+        // SAFETY: By the requirement it is a device, which lives during the call.
+        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
+        H::losing(&function, c"it is about to be reset");
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::reset_prepare`].
+    unsafe extern "C" fn error_detected(
+        device: *mut bindings::pci_dev,
+        state: bindings::pci_channel_state_t,
+    ) -> bindings::pci_ers_result_t {
+        // SAFETY: As there.
+        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
+        match state {
+            // Nothing is lost, and nothing keeps it from going on.
+            bindings::pci_channel_io_normal => return bindings::pci_ers_result_PCI_ERS_RESULT_CAN_RECOVER,
+            bindings::pci_channel_io_frozen => H::losing(&function, c"it had an error and is reset"),
+            _ => {
+                H::losing(&function, c"it had an error that it does not recover from");
+                return bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT;
+            }
+        }
+        bindings::pci_ers_result_PCI_ERS_RESULT_NEED_RESET
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::reset_prepare`].
+    unsafe extern "C" fn slot_reset(device: *mut bindings::pci_dev) -> bindings::pci_ers_result_t {
+        // SAFETY: By the requirement it is a device, whose configuration the core saved when it was found.
+        unsafe { bindings::pci_restore_state(device) };
+        bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED
+    }
+}
+
 impl<H: Hooks> pci::Driver for Driver<H> {
     type IdInfo = ();
     type Data<'bound> = Data;
@@ -56,6 +113,8 @@ impl<H: Hooks> pci::Driver for Driver<H> {
         let add = || -> Result<Data> {
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
+            // SAFETY: The device is being bound to this driver, and the handlers live as long as the module's code.
+            unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
             let windows = Windows::new()?;
             let entry = || BoundDevice {
                 device,

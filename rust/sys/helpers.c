@@ -21,6 +21,7 @@
 #include <linux/sched/signal.h>
 #include <linux/sizes.h>
 #include <linux/slab.h>
+#include <linux/suspend.h>
 #include <linux/timekeeping.h>
 #include <linux/topology.h>
 #include <linux/vmalloc.h>
@@ -382,6 +383,38 @@ int p2pmem_only_node(void)
 u32 p2pmem_node_distance(int a, int b)
 {
 	return a < 0 || b < 0 ? 0 : node_distance(a, b);
+}
+
+/*
+ * Sets what the driver that a device is bound to is told of resets and errors. The kernel's Rust interface to PCI drivers has no
+ * place for it. Called from the driver's probe, always with the same handlers: whoever looks at them holds the device's lock, as
+ * probe does, or got hold of the device after probe.
+ */
+void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers)
+{
+	WRITE_ONCE(pdev->driver->err_handler, handlers);
+}
+
+int p2pmem_pm_register(struct notifier_block *block)
+{
+	return register_pm_notifier(block);
+}
+
+void p2pmem_pm_unregister(struct notifier_block *block)
+{
+	unregister_pm_notifier(block);
+}
+
+/* Whether the machine is about to sleep, before tasks are frozen. */
+bool p2pmem_pm_is_prepare(unsigned long action)
+{
+	return action == PM_SUSPEND_PREPARE || action == PM_HIBERNATION_PREPARE;
+}
+
+/* Whether it woke up, or did not come to sleep. */
+bool p2pmem_pm_is_post(unsigned long action)
+{
+	return action == PM_POST_SUSPEND || action == PM_POST_HIBERNATION;
 }
 
 const struct bus_type *p2pmem_pci_bus_type(void)

@@ -61,6 +61,14 @@ size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
 int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
 const struct bus_type *p2pmem_pci_bus_type(void);
+struct pci_error_handlers;
+void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers);
+
+struct notifier_block;
+int p2pmem_pm_register(struct notifier_block *block);
+void p2pmem_pm_unregister(struct notifier_block *block);
+bool p2pmem_pm_is_prepare(unsigned long action);
+bool p2pmem_pm_is_post(unsigned long action);
 
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
