@@ -42,6 +42,7 @@ mod rdma_hold;
 mod rdma_programs;
 mod rdma_stale;
 mod rdma_user;
+mod reset;
 mod rules;
 mod rules_bad;
 mod rules_more;
@@ -50,6 +51,7 @@ mod soft_dirty;
 mod stripe;
 mod teardown;
 mod trace;
+mod unplug;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
@@ -81,6 +83,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(inflight::CASES)
         .chain(teardown::CASES)
         .chain(hostile::CASES)
+        .chain(reset::CASES)
+        .chain(unplug::CASES)
         .chain(place::CASES)
         .chain(bridges::CASES)
         .chain(dmabuf::CASES)
@@ -117,6 +121,7 @@ pub enum Kernels<'a> {
 }
 
 /// Those that do not run on both.
+const NO_SLEEP: &str = "the debug kernel cannot sleep";
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     (
         "abi-compat",
@@ -141,6 +146,8 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
             "it counts what is lost in thousands of turns; the debug kernel sees what is lost in a single one",
         ),
     ),
+    ("sleep", Kernels::Stock(NO_SLEEP)),
+    ("sleep-held", Kernels::Stock(NO_SLEEP)),
 ];
 
 /// On which kernels a test runs.

@@ -261,6 +261,13 @@ pub enum Request {
         /// The device.
         name: String,
     },
+    /// Have a root port report an error of its own, by Advanced Error Reporting: the recovery from it resets what is below.
+    PortError {
+        /// The port's name in the topology.
+        name: String,
+        /// The error, as QEMU's monitor names it: `MALF_TLP`.
+        error: String,
+    },
     /// Pass a request on to the control socket of a device model, such as `{"link": "down"}` for a NIC.
     Control {
         /// The device.

@@ -131,7 +131,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
         let Some(bus) = slots.get(name) else {
             bail!("device {name:?} has no port")
         };
-        let options = match device {
+        let mut options = match device {
             Device::Accel { .. } | Device::Nic { .. } => {
                 let socket = paths.device_socket(name);
                 let socket = text(&socket)?;
@@ -148,7 +148,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                 bytes_per_second,
                 ..
             } => {
-                let image = format!("{name}-image");
+                let image = image_id(name);
                 let mut node = json!({
                     "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
                     "file": { "driver": "file", "filename": text(&paths.image(name))? },
@@ -172,14 +172,23 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                 })
             }
         };
-        argv.json("-device", &options);
         if matches!(device, Device::Nvme { .. }) {
             let nsid = drives.len() as u32 + 1;
             drives.insert(nsid, name.to_owned());
-            let (id, image) = (format!("{name}-ns"), format!("{name}-image"));
-            let ns =
-                json!({ "driver": "nvme-ns", "id": id, "bus": name, "drive": image, "nsid": nsid, "shared": false });
-            argv.json("-device", &ns);
+            // A namespace that comes with the drive leaves with it, and always has this number.
+            if nsid == 1 {
+                options["drive"] = json!(image_id(name));
+            }
+            argv.json("-device", &options);
+            if nsid > 1 {
+                let ns = json!({
+                    "driver": "nvme-ns", "id": format!("{name}-ns"), "bus": name, "drive": image_id(name), "nsid": nsid,
+                    "shared": false,
+                });
+                argv.json("-device", &ns);
+            }
+        } else {
+            argv.json("-device", &options);
         }
         devices.insert(name.to_owned(), options);
     }
@@ -188,6 +197,11 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
         devices,
         drives,
     })
+}
+
+/// Identifier of a drive's image.
+pub fn image_id(drive: &str) -> String {
+    format!("{drive}-image")
 }
 
 /// Identifier of the memory behind an ivshmem device.

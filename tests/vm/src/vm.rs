@@ -627,6 +627,15 @@ impl Vm {
             }
             Request::DeviceDel { name } => self.unplug(name),
             Request::DeviceAdd { name } => self.plug(name),
+            Request::PortError { name, error } => {
+                let line = format!("pcie_aer_inject_error {name} {error}");
+                let answer = self
+                    .qmp
+                    .execute("human-monitor-command", json!({ "command-line": line }))?;
+                let text = answer.as_str().unwrap_or_default().trim();
+                ensure!(text.starts_with("OK "), "{line}: {text}");
+                Ok(Value::Null)
+            }
         }
     }
 
@@ -657,14 +666,21 @@ impl Vm {
     }
 
     fn plug(&mut self, name: &str) -> Result<Value> {
+        let options = self.plan.devices.get(name).context("planned devices")?.clone();
         let size = match self.known(name)? {
             Device::Ivshmem { size, .. } => size.0,
             Device::Accel { .. } | Device::Nic { .. } => {
                 bail!("device {name}: a vfio-user device cannot be unplugged, so it is there")
             }
-            Device::Nvme { .. } => bail!("device {name}: QEMU cannot plug a namespace into a drive while it runs"),
+            // QEMU plugs no namespace into a drive that runs, but a drive that comes with one.
+            Device::Nvme { .. } => {
+                ensure!(
+                    self.plan.drives.get(&1).is_some_and(|first| first == name),
+                    "device {name}: of several drives QEMU can plug in the first alone: that one comes with its namespace"
+                );
+                return self.qmp.execute("device_add", options);
+            }
         };
-        let options = self.plan.devices.get(name).context("planned devices")?.clone();
         self.qmp
             .execute("object-add", qemu::backend(&qemu::backend_id(name), size))?;
         self.qmp.execute("device_add", options)

@@ -224,7 +224,8 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
+/// Reads a file's events until one was the last that `is_last` waits for.
+pub(super) fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
     let deadline = Instant::now() + patiently(Duration::from_secs(10));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -233,13 +234,25 @@ fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
             tv_nsec: i64::from(left.subsec_nanos()),
         };
         let n = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&timeout))?;
-        ensure!(n == 1, "no event of type {kind} came");
-        for event in sys::read_events(file.as_fd(), 32).map_err(errno)? {
-            if event.type_ == kind {
-                return Ok(event);
-            }
+        ensure!(n == 1, "an event did not come");
+        if sys::read_events(file.as_fd(), 32)
+            .map_err(errno)?
+            .iter()
+            .any(&mut is_last)
+        {
+            return Ok(());
         }
     }
+}
+
+fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
+    let mut found = abi::p2pmem_event::default();
+    await_events(file, |event| {
+        found = *event;
+        event.type_ == kind
+    })
+    .with_context(|| format!("of type {kind}"))?;
+    Ok(found)
 }
 
 fn events(bed: &mut Bed) -> Result<()> {
@@ -377,47 +390,62 @@ pub(super) fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn unbind_under_io(bed: &mut Bed) -> Result<()> {
-    let name = format!("--filename={}", bed.block("nvme0")?.display());
-    let arguments = [
-        "--name=t",
-        "--ioengine=psync",
-        "--direct=1",
-        "--mem=mmapshared:/dev/p2pmem",
-        "--bs=1m",
-        "--size=64m",
-        "--rw=read",
-        "--time_based",
-        "--runtime=30",
-        &name,
-    ];
-    let mut fio = Command::new("fio")
-        .args(arguments)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()?;
-    let deadline = Instant::now() + patiently(Duration::from_secs(20));
-    let started = host::request(&Request::Snapshot)?["nvme0"]["read"]["accel0"]
-        .as_u64()
-        .unwrap_or(0);
-    while host::request(&Request::Snapshot)?["nvme0"]["read"]["accel0"]
-        .as_u64()
-        .unwrap_or(0)
-        < started + (4 << 20)
-    {
-        ensure!(fio.try_wait()?.is_none(), "fio has ended");
-        in_time!(Instant::now() < deadline, "fio does not read");
-        thread::sleep(Duration::from_millis(20));
+/// fio, which reads a drive into memory of p2pmem again and again. Dropping it ends it.
+pub(super) struct Fio(Child);
+
+impl Fio {
+    /// Starts it on drive nvme0, and waits until the drive has written 4 MiB into `provider`.
+    pub(super) fn reading_into(bed: &Bed, provider: &str) -> Result<Fio> {
+        let read = || -> Result<u64> {
+            let bytes = host::request(&Request::Snapshot)?["nvme0"]["read"][provider].as_u64();
+            Ok(bytes.unwrap_or(0))
+        };
+        let before = read()?;
+        let child = Command::new("fio")
+            .args([
+                "--name=p2pmem",
+                "--ioengine=psync",
+                "--direct=1",
+                "--mem=mmapshared:/dev/p2pmem",
+            ])
+            .args(["--bs=1m", "--size=64m", "--rw=read", "--time_based", "--runtime=300"])
+            .arg(format!("--filename={}", bed.block("nvme0")?.display()))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()?;
+        let mut fio = Fio(child);
+        let deadline = Instant::now() + patiently(Duration::from_secs(20));
+        while read()? < before + (4 << 20) {
+            ensure!(fio.0.try_wait()?.is_none(), "fio has ended");
+            in_time!(Instant::now() < deadline, "fio does not read");
+            thread::sleep(Duration::from_millis(20));
+        }
+        Ok(fio)
     }
+
+    /// The memory is gone: fio fails, by an I/O error or SIGBUS, and does not go on.
+    pub(super) fn has_failed(mut self) -> Result<()> {
+        let ended = self.0.wait()?;
+        ensure!(!ended.success(), "fio went on without the memory");
+        Ok(())
+    }
+}
+
+impl Drop for Fio {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn unbind_under_io(bed: &mut Bed) -> Result<()> {
+    let fio = Fio::reading_into(bed, "accel0")?;
     // Transient pins of I/O in flight are waited for, so this may take as long as one I/O.
     let start = Instant::now();
-    let answer = bed.unbind("accel0");
+    bed.unbind("accel0")?;
     let took = start.elapsed();
-    // fio fails, by an I/O error or SIGBUS; it must not go on.
-    let ended = fio.wait()?;
-    answer?;
+    fio.has_failed()?;
     in_time!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
-    ensure!(!ended.success(), "fio went on without the memory");
     bed.publish("accel0")
 }
 

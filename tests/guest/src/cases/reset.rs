@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Devices that lose what is stored in them while they stay bound: resets, errors, and the machine's sleep.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_sys as abi;
+
+use super::dmabuf::{GOOD, Importer, exported_buffer};
+use super::dmabuf_end::Log;
+use super::inflight::until;
+use super::life::{Part, await_events};
+use super::pageless::without_pages;
+use super::{Bed, Case, alloc, buffer, errno, expect, free, open, read, request, write};
+use crate::host;
+use crate::sys::{self, Mapping, Memory};
+use crate::wire::Request;
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "reset",
+        about: "a function that is reset is no provider any more before it is: nobody keeps its memory, and nobody sees what was in it",
+        topology: "small",
+        ruins: false,
+        run: reset,
+    },
+    Case {
+        name: "reset-pageless",
+        about: "the same without pages",
+        topology: "small",
+        ruins: false,
+        run: reset_pageless,
+    },
+    Case {
+        name: "port-error",
+        about: "an error that resets what is below a root port takes the provider there back before",
+        topology: "small",
+        ruins: true,
+        run: port_error,
+    },
+    Case {
+        name: "sleep",
+        about: "before the machine sleeps all providers are taken back, and are there again as before when they are published",
+        topology: "demo",
+        ruins: false,
+        run: sleep,
+    },
+    Case {
+        name: "sleep-held",
+        about: "an importer that does not let go keeps the machine from sleeping, by name",
+        topology: "small",
+        ruins: false,
+        run: sleep_held,
+    },
+];
+
+const MIB: u64 = 1 << 20;
+/// What is written to buffers.
+const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+
+/// A buffer of accel0 with something in it, as its owner has it.
+struct Owned {
+    file: File,
+    provider: u32,
+    got: abi::p2pmem_alloc,
+    _importer: Importer,
+}
+
+impl Owned {
+    fn new(bed: &Bed) -> Result<Self> {
+        let file = open()?;
+        let provider = bed.provider("accel0")?.id;
+        let (got, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
+        let map = Mapping::shared(file.as_fd(), got.mmap_offset, MIB as usize).map_err(errno)?;
+        for at in (0..MIB as usize).step_by(8) {
+            map.set(at, SECRET);
+        }
+        let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
+        Ok(Self {
+            file,
+            provider,
+            got,
+            _importer: importer,
+        })
+    }
+
+    /// Its owner has lost it, and was told.
+    fn lost(self, bed: &Bed) -> Result<()> {
+        let fd = self.file.as_fd();
+        let (mut revoked, mut removed) = (false, false);
+        await_events(&self.file, |event| {
+            revoked |= event.type_ == abi::P2PMEM_EVENT_BUFFER_REVOKED && event.handle == self.got.handle;
+            removed |= event.type_ == abi::P2PMEM_EVENT_PROVIDER_REMOVED && event.provider == self.provider;
+            revoked && removed
+        })?;
+        ensure!(buffer(fd, self.got.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+        ensure!(bed.provider("accel0").is_err(), "it is a provider still");
+        let mut ask = request(4096);
+        ask.req.provider = self.provider;
+        let answer = sys::alloc(fd, &mut ask, Memory::Slice(&mut []));
+        expect("ALLOC without the provider", answer, libc::ENODEV)?;
+        let status = read(&bed.provider_dir("accel0")?.join("status"))?;
+        ensure!(status.starts_with("not published any more"), "{status}");
+        free(fd, self.got.handle).map_err(errno)
+    }
+}
+
+/// Publishes accel0 again. Nothing of what was in it is to be seen.
+fn again(bed: &Bed) -> Result<()> {
+    bed.publish("accel0")?;
+    let file = open()?;
+    let all = bed.provider("accel0")?.largest;
+    let got = alloc(file.as_fd(), all).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), got.mmap_offset, all as usize).map_err(errno)?;
+    let left = (0..all as usize).step_by(4096).find(|&at| map.get(at) != 0);
+    ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+    Ok(())
+}
+
+fn reset(bed: &mut Bed) -> Result<()> {
+    let sysfs = bed.device("accel0")?.sysfs();
+    let methods = read(&sysfs.join("reset_method"))?;
+    ensure!(methods == "flr bus", "the accelerator can be reset by {methods:?}");
+    for method in methods.split(' ') {
+        write(&sysfs.join("reset_method"), method)?;
+        let survivor = Part::start("survive", &["4194304"])?;
+        let owned = Owned::new(bed)?;
+        let mut log = Log::new()?;
+        write(&sysfs.join("reset"), "1")?;
+        log.wait(&["its memory is taken back", "it is about to be reset"])?;
+        owned.lost(bed)?;
+        survivor.finish()?;
+        again(bed)?;
+    }
+    write(&sysfs.join("reset_method"), &methods)
+}
+
+fn reset_pageless(bed: &mut Bed) -> Result<()> {
+    without_pages(
+        bed,
+        &[|bed| {
+            let owned = Owned::new(bed)?;
+            write(&bed.device("accel0")?.sysfs().join("reset"), "1")?;
+            owned.lost(bed)?;
+            again(bed)
+        }],
+    )
+}
+
+fn port_error(bed: &mut Bed) -> Result<()> {
+    let owned = Owned::new(bed)?;
+    let mut log = Log::new()?;
+    host::request(&Request::PortError {
+        name: "rp0".into(),
+        error: "MALF_TLP".into(),
+    })?;
+    log.wait(&["its memory is taken back", "it had an error and is reset"])?;
+    until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
+    owned.lost(bed)?;
+    log.wait(&["AER", "device recovery successful"])?;
+    again(bed)
+}
+
+/// Puts the machine to sleep for as long as it takes to freeze all programs: an error is what the kernel answers.
+fn sleep_for_a_moment() -> std::io::Result<()> {
+    let power = Path::new("/sys/power");
+    std::fs::write("/sys/module/suspend/parameters/pm_test_delay", "0")?;
+    std::fs::write(power.join("pm_test"), "freezer")?;
+    std::fs::write(power.join("state"), "freeze")
+}
+
+fn sleep(bed: &mut Bed) -> Result<()> {
+    let adopted = || -> Result<Vec<String>> {
+        let rows = super::providers(open()?.as_fd())?;
+        let mut rows: Vec<_> = rows
+            .into_iter()
+            .filter(|row| row.kind == abi::P2PMEM_KIND_ADOPTED)
+            .collect();
+        rows.sort_by_key(|row| (row.addr.bus, row.addr.devfn));
+        Ok(rows
+            .iter()
+            .map(|row| format!("{:x}:{:x} {}", row.addr.bus, row.addr.devfn, row.size))
+            .collect())
+    };
+    let before = adopted()?;
+    ensure!(!before.is_empty(), "there is no adopted provider");
+    let owned = Owned::new(bed)?;
+    let mut log = Log::new()?;
+    sleep_for_a_moment()?;
+    log.wait(&["its memory is taken back: the machine is about to sleep"])?;
+    // Drivers' own pools are there again without anybody's help.
+    ensure!(adopted()? == before, "{:?} were {before:?}", adopted()?);
+    owned.lost(bed)?;
+    again(bed)
+}
+
+fn sleep_held(bed: &mut Bed) -> Result<()> {
+    write(&bed.provider_dir("accel0")?.join("pinned_exports"), "1")?;
+    let file = open()?;
+    let (got, dma_buf) = exported_buffer(file.as_fd(), MIB, abi::P2PMEM_EXPORT_PINNED)?;
+    let importer = Importer::mapped(bed, &dma_buf, "nvme0", "p2p")?;
+    let mut log = Log::new()?;
+    let refused = sleep_for_a_moment();
+    ensure!(
+        refused.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)),
+        "{refused:?}"
+    );
+    log.wait(&["keeps the machine from sleeping"])?;
+    drop((importer, dma_buf));
+    until("the provider is gone", || Ok(bed.provider("accel0").is_err()))?;
+    free(file.as_fd(), got.handle).map_err(errno)?;
+    bed.publish("accel0")
+        .context("on a machine that did not come to sleep")?;
+    sleep_for_a_moment().context("when it has let go")?;
+    bed.publish("accel0")?;
+    write(&bed.provider_dir("accel0")?.join("pinned_exports"), "0")
+}
