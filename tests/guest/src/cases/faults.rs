@@ -5,15 +5,17 @@
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
-use std::path::Path;
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use p2pmem_sys as abi;
 
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
 use super::peer::{Held, Row, await_rows, counted, nic};
-use super::{Bed, Case, alloc, errno, free, open, write};
-use crate::sys::Mapping;
+use super::share::import;
+use super::{Bed, Case, alloc, errno, free, open, request, write};
+use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
     Case {
@@ -22,6 +24,27 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: allocation_failures,
+    },
+    Case {
+        name: "allocation-failures-ioctls",
+        about: "the same for all other calls on an open file",
+        topology: "nic",
+        ruins: false,
+        run: ioctls,
+    },
+    Case {
+        name: "allocation-failures-admin",
+        about: "the same for binding, publishing, rules and their ends: what fails has changed nothing, and what gives back cannot fail",
+        topology: "small",
+        ruins: false,
+        run: admin,
+    },
+    Case {
+        name: "allocation-failures-unbind",
+        about: "whichever allocation fails, a provider that is in use is taken back, and can be published again",
+        topology: "small",
+        ruins: false,
+        run: unbind,
     },
     Case {
         name: "allocation-failures-peer",
@@ -40,13 +63,38 @@ const MANY: u32 = 300;
 /// Does a thing again and again, each time with another of its allocations failing, until there are no more of them. It
 /// tells the errno of its failure, which has to be ENOMEM or one of `others`; what it made is dropped when nothing fails any
 /// more.
-fn each<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>) -> Result<()> {
+fn each<T>(what: &str, others: &[i32], thing: impl FnMut() -> Result<T, i32>) -> Result<()> {
+    let failures = sweep(what, others, thing)?;
+    ensure!(failures > 0, "{what}: no allocation failed");
+    Ok(())
+}
+
+/// As [`each`], for what must not fail, whatever allocation does.
+fn never<T>(what: &str, thing: impl FnMut() -> Result<T, i32>) -> Result<()> {
+    let failures = sweep(what, &[], thing)?;
+    ensure!(failures == 0, "{what} failed {failures} times");
+    Ok(())
+}
+
+/// As [`each`]; returns how often it failed.
+fn sweep<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>) -> Result<u32> {
+    sweep_after(what, others, || Ok(()), |()| thing())
+}
+
+/// As [`sweep`]; before each time something is prepared, of which nothing fails.
+fn sweep_after<S, T>(
+    what: &str,
+    others: &[i32],
+    mut prepare: impl FnMut() -> Result<S>,
+    mut thing: impl FnMut(S) -> Result<T, i32>,
+) -> Result<u32> {
     let path = "/proc/thread-self/fail-nth";
     let mut failures = 0;
     for n in 1..MANY {
+        let prepared = prepare().with_context(|| format!("before {what}, {n}"))?;
         let mut nth = OpenOptions::new().read(true).write(true).open(path).context(path)?;
         nth.write_all(n.to_string().as_bytes()).context(path)?;
-        let answer = thing();
+        let answer = thing(prepared);
         let mut left = String::new();
         nth.read_to_string(&mut left).context(path)?;
         nth.write_all(b"0").context(path)?;
@@ -58,12 +106,12 @@ fn each<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>
             Err(code) => bail!("{what}, its allocation {n} failing: {}", errno(code)),
         }
         if !reached {
-            ensure!(failures > 0, "{what}: no allocation of {n} failed");
             println!(
                 "{what}: {} allocations, {failures} of which it cannot do without",
                 n - 1
             );
-            return Ok(());
+            println!("hardening-report: {{\"injection_points\": {}}}", n - 1);
+            return Ok(failures);
         }
     }
     bail!("{what}: more than {MANY} allocations")
@@ -144,6 +192,260 @@ fn allocation_failures(bed: &mut Bed) -> Result<()> {
         must(importer.say("detach"))?;
         mapped
     })
+}
+
+fn ioctls(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    let client = bed.address("nvme0")?;
+    let file = open()?;
+    let fd = file.as_fd();
+    arm()?;
+    let must = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
+    each("LIST", &[], || {
+        let mut rows = vec![abi::p2pmem_provider::default(); 16];
+        let mut list = abi::p2pmem_list {
+            count: 16,
+            ..Default::default()
+        };
+        sys::list(fd, &mut list, Memory::Slice(&mut rows))
+    })?;
+    each("INFO", &[], || {
+        sys::plain(fd, abi::P2PMEM_IOC_INFO, &mut abi::p2pmem_info::default())
+    })?;
+    sweep("STATS", &[], || {
+        sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut abi::p2pmem_stats::default())
+    })?;
+    each("PATHS", &[], || {
+        let mut rows = vec![abi::p2pmem_path::default(); 16];
+        let mut paths = abi::p2pmem_paths {
+            nr_clients: 1,
+            nr_paths: 16,
+            flags: abi::P2PMEM_PATHS_RESCAN,
+            ..Default::default()
+        };
+        sys::paths(fd, &mut paths, Memory::Slice(&mut [client]), Memory::Slice(&mut rows))
+    })?;
+    let explain = |flags| {
+        let mut verdicts = vec![abi::p2pmem_verdict::default(); 16];
+        let mut text = [0u8; 512];
+        let mut ask = abi::p2pmem_explain {
+            nr_verdicts: 16,
+            text_len: 512,
+            flags,
+            ..Default::default()
+        };
+        ask.req.size = MIB;
+        ask.req.nr_clients = 1;
+        sys::explain(
+            fd,
+            &mut ask,
+            Memory::Slice(&mut [client]),
+            Memory::Slice(&mut verdicts),
+            Memory::Slice(&mut text),
+        )
+    };
+    each("EXPLAIN", &[], || explain(0))?;
+    // What was not remembered for want of memory is no answer either.
+    each("EXPLAIN of the last", &[libc::ENODATA], || {
+        explain(abi::P2PMEM_EXPLAIN_LAST)
+    })?;
+    each("ALLOC near a client", &[], || {
+        let mut ask = request(MIB);
+        ask.req.nr_clients = 1;
+        sys::alloc(fd, &mut ask, Memory::Slice(&mut [client]))?;
+        must(free(fd, ask.handle))
+    })?;
+    each("STRIPE", &[], || {
+        let mut parts = [abi::p2pmem_part::default(); 2];
+        let mut ask = abi::p2pmem_stripe {
+            nr_parts: 2,
+            ..Default::default()
+        };
+        ask.req = abi::p2pmem_request {
+            size: 2 * MIB,
+            strategy: abi::P2PMEM_STRATEGY_STRIPE,
+            parts: 2,
+            ..Default::default()
+        };
+        sys::stripe(fd, &mut ask, Memory::Slice(&mut []), Memory::Slice(&mut parts))?;
+        parts.iter().try_for_each(|part| must(free(fd, part.handle)))
+    })?;
+    each("mmap of a new buffer", &[], || {
+        let map = Mapping::shared(fd, 0, MIB as usize)?;
+        map.get(0);
+        Ok(map)
+    })?;
+    let (first, dma_buf) = exported_buffer(fd, MIB, 0)?;
+    let other = open()?;
+    each("IMPORT", &[], || {
+        let got = import(other.as_fd(), dma_buf.as_raw_fd())?;
+        must(free(other.as_fd(), got.handle))
+    })?;
+    never("FREE", || {
+        let got = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(|_| 0);
+        // Only what gives back counts here.
+        got.map_or(Ok(()), |got| must(free(other.as_fd(), got.handle)))
+    })?;
+    drop(dma_buf);
+    free(fd, first.handle).map_err(errno)?;
+    bed.unpublish("accel1")
+}
+
+/// What a path's owner says of it, as an errno.
+fn set(path: &Path, text: &str) -> Result<(), i32> {
+    code(std::fs::write(path, text))
+}
+
+fn code<T>(answer: std::io::Result<T>) -> Result<T, i32> {
+    answer.map_err(|e| e.raw_os_error().unwrap_or(0))
+}
+
+fn there(path: &Path) -> Result<bool, i32> {
+    code(path.try_exists())
+}
+
+/// What a call that cannot fail said. The kernel itself needs memory on the way there; without it nothing happened, and `before` is true.
+fn gives_back(answer: Result<(), i32>, before: impl Fn() -> Result<bool, i32>) -> Result<(), i32> {
+    match (answer, before()?) {
+        (Ok(()), false) => Ok(()),
+        (Err(libc::ENOMEM), true) => Err(libc::ENOMEM),
+        _ => Err(libc::ENOTRECOVERABLE),
+    }
+}
+
+/// A device, its provider's directory, and what is written to them.
+struct Administered {
+    bdf: String,
+    sysfs: PathBuf,
+    dir: PathBuf,
+}
+
+impl Administered {
+    fn new(bed: &Bed) -> Result<Self> {
+        let device = bed.device("accel0")?;
+        Ok(Self {
+            bdf: device.bdf.clone(),
+            sysfs: device.sysfs(),
+            dir: bed.provider_dir("accel0")?,
+        })
+    }
+
+    fn is_bound(&self) -> Result<bool, i32> {
+        there(&self.sysfs.join("driver"))
+    }
+
+    fn bind(&self) -> Result<(), i32> {
+        // The core tells nobody what a probe came to, and what fails of its own is EINVAL.
+        let asked = set(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf);
+        if !self.is_bound()? {
+            return Err(libc::ENOMEM);
+        }
+        asked.or_else(|e| if e == libc::EINVAL { Ok(()) } else { Err(e) })
+    }
+
+    fn unbind(&self) -> Result<(), i32> {
+        gives_back(set(&self.sysfs.join("driver/unbind"), &self.bdf), || self.is_bound())
+    }
+
+    fn is_enabled(&self) -> Result<bool, i32> {
+        Ok(code(std::fs::read(self.dir.join("enable")))?.starts_with(b"1"))
+    }
+
+    fn enable(&self, on: bool) -> Result<(), i32> {
+        set(&self.dir.join("enable"), if on { "1" } else { "0" })
+    }
+}
+
+fn admin(bed: &mut Bed) -> Result<()> {
+    let it = Administered::new(bed)?;
+    arm()?;
+    // Where taking it back fails, it is there as before.
+    each("enable 0 and 1", &[], || {
+        if it.is_enabled()? {
+            it.enable(false)?;
+        }
+        it.enable(true)
+    })?;
+    each("pinned_exports", &[], || set(&it.dir.join("pinned_exports"), "0"))?;
+    // Unbinding gives back, and cannot fail; binding can, and then the device is bound to nobody.
+    bed.unpublish("accel0")?;
+    each("binding and unbinding", &[libc::EINVAL], || {
+        it.bind()?;
+        it.unbind()
+    })?;
+    if !it.is_bound().map_err(errno)? {
+        it.bind().map_err(errno)?;
+    }
+    each("a provider's directory", &[], || {
+        if !there(&it.dir)? {
+            code(std::fs::create_dir(&it.dir))?;
+        }
+        gives_back(code(std::fs::remove_dir(&it.dir)), || there(&it.dir))
+    })?;
+    std::fs::create_dir(&it.dir)?;
+    for mode in ["pageless", "paged"] {
+        write(&it.dir.join("mode"), mode)?;
+        each(&format!("publishing {mode}"), &[], || {
+            if !it.is_enabled()? {
+                it.enable(true)?;
+            }
+            it.enable(false)
+        })?;
+        // What has struct pages keeps them until it is unbound.
+        it.unbind().map_err(errno)?;
+        it.bind().map_err(errno)?;
+    }
+    it.enable(true).map_err(errno)?;
+    // Rules, with a buffer that uses up their quota.
+    let file = open()?;
+    let got = alloc(file.as_fd(), MIB).map_err(errno)?;
+    let rule = Path::new("/sys/kernel/config/p2pmem/rules/50-each");
+    each("a rule", &[], || {
+        if !there(rule)? {
+            code(std::fs::create_dir(rule))?;
+        }
+        set(&rule.join("quota"), "1M")?;
+        set(&rule.join("enable"), "1")?;
+        match alloc(file.as_fd(), 4096) {
+            Err(libc::EDQUOT | libc::ENOMEM) => {}
+            Err(other) => return Err(other),
+            Ok(_) => return Err(libc::ENOTRECOVERABLE),
+        }
+        set(&rule.join("enable"), "0")?;
+        code(std::fs::remove_dir(rule))
+    })?;
+    each("RULES of a file", &[], || {
+        let mut rules = [abi::p2pmem_rule::default()];
+        rules[0].name[..2].copy_from_slice(&b"50".map(|c| c as _));
+        rules[0].flags = abi::P2PMEM_RULE_QUOTA;
+        rules[0].quota = MIB;
+        let mut ask = abi::p2pmem_rules {
+            count: 1,
+            ..Default::default()
+        };
+        sys::rules(file.as_fd(), &mut ask, Memory::Slice(&mut rules))
+    })?;
+    sys::rules(file.as_fd(), &mut abi::p2pmem_rules::default(), Memory::Slice(&mut [])).map_err(errno)?;
+    free(file.as_fd(), got.handle).map_err(errno)?;
+    drop(file);
+    bed.publish("accel0")
+}
+
+fn unbind(bed: &mut Bed) -> Result<()> {
+    let it = Administered::new(bed)?;
+    arm()?;
+    let use_it = || -> Result<_> {
+        bed.publish("accel0")?;
+        let file = open()?;
+        let (got, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
+        let map = Mapping::shared(file.as_fd(), got.mmap_offset, MIB as usize).map_err(errno)?;
+        map.set(0, 1);
+        Ok((Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?, map, file))
+    };
+    // Only the write to `unbind` can fail, for want of the kernel's own copy of it.
+    sweep_after("unbinding in use", &[], use_it, |held| it.unbind().map(|()| held))?;
+    sweep_after("disabling in use", &[], use_it, |held| it.enable(false).map(|()| held))?;
+    bed.publish("accel0")
 }
 
 fn registration(bed: &mut Bed) -> Result<()> {
