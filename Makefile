@@ -74,6 +74,9 @@ modules: sandbox
 	@$(in) tools/make-modules sandbox
 endif
 
+modules-next: sandbox ## build p2pmem.ko and the tests' modules for the next kernel series too, into build/next/, checked by clippy
+	@$(in) tools/make-modules next
+
 debug-kernel: sandbox ## build the debug kernel, with KASAN, lockdep, kmemleak, KUnit, and peer memory in its RDMA stack
 	@$(in) tools/debug-kernel make >/dev/null
 
@@ -146,6 +149,7 @@ modules_install: ## - install the module that `make modules KDIR=...` or KREL=..
 
 install: modules_install ## - modules_install, and p2pmemctl, exporter, libraries, headers, the unit and udev rule, below DESTDIR and PREFIX
 	@command -v cargo >/dev/null || { echo 'install: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
+	@command -v cmake >/dev/null || { echo 'install: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
 	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl -p p2pmem-exporter -p p2pmem-capi \
 		-p p2pmem-preload \
 		--target-dir build/target
@@ -167,5 +171,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo demo-programs test sandbox modules debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug rust-metadata modules_install install dkms clean distclean
