@@ -4,9 +4,24 @@
 //!
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
-use super::{global::POOLS, p2pdma::Pool, pci::Function, publisher};
+use super::{
+    global::{initialised, POOLS},
+    p2pdma::Pool,
+    pci::Function,
+    publisher,
+};
 use crate::sys;
-use kernel::{bindings, error::to_result, ffi, prelude::*, sync::Arc, types::Opaque};
+use kernel::{
+    bindings,
+    error::to_result,
+    ffi,
+    prelude::*,
+    sync::{
+        atomic::{AtomicFlag, Relaxed},
+        Arc,
+    },
+    types::Opaque,
+};
 
 /// What is told of the bus. All are called with the device locked, in process context.
 pub(crate) trait Listener: Send + Sync + 'static {
@@ -39,6 +54,7 @@ unsafe impl<L: Listener> Sync for Notifier<L> {}
 ///
 /// Errors: `ENODEV` while no [`Notifier`] is registered that could close it.
 pub(crate) fn pool(function: &Function) -> Result<Option<Arc<Pool>>> {
+    initialised();
     let mut pools = POOLS.lock();
     let pools = pools.as_mut().ok_or(ENODEV)?;
     if let Some(pool) = pools.iter().find(|p| p.function().same(function)) {
@@ -65,11 +81,19 @@ fn close(function: &Function) {
     }
 }
 
+/// Whether there is a notifier.
+static REGISTERED: AtomicFlag = AtomicFlag::new(false);
+
 impl<L: Listener> Notifier<L> {
+    /// Errors: `EBUSY` while there is another one, as both would close the pools of one list.
     pub(crate) fn new(listener: Arc<L>) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             listener,
             block <- Opaque::try_ffi_init(|slot: *mut bindings::notifier_block| {
+                initialised();
+                if REGISTERED.xchg(true, Relaxed) {
+                    return Err(EBUSY);
+                }
                 // SAFETY: `slot` is ours to initialise. The other fields are initialised already, and pinned with it.
                 to_result(unsafe {
                     slot.write(bindings::notifier_block {
@@ -77,7 +101,8 @@ impl<L: Listener> Notifier<L> {
                         ..pin_init::zeroed()
                     });
                     bindings::bus_register_notifier(sys::p2pmem_pci_bus_type(), slot)
-                })?;
+                })
+                .inspect_err(|_| REGISTERED.store(false, Relaxed))?;
                 *POOLS.lock() = Some(KVec::new());
                 Ok::<(), Error>(())
             }),
@@ -122,5 +147,6 @@ impl<L: Listener> PinnedDrop for Notifier<L> {
         }
         // SAFETY: By the type invariant the block is registered.
         unsafe { bindings::bus_unregister_notifier(sys::p2pmem_pci_bus_type(), self.block.get()) };
+        REGISTERED.store(false, Relaxed);
     }
 }

@@ -4,7 +4,7 @@
 
 use super::{
     compat::{pci_device_table, IdInfo},
-    global::{forget_bound, BoundDevice, BOUND},
+    global::{forget_bound, initialised, BoundDevice, BOUND},
     p2pdma,
     pci::Function,
     window::{Window, Windows},
@@ -111,6 +111,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
         _info: IdInfo<'bound, Self::IdInfo>,
     ) -> impl PinInit<Data, Error> + 'bound {
         let add = || -> Result<Data> {
+            initialised();
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
             // SAFETY: The device is being bound to this driver, and the handlers live as long as the module's code.
@@ -187,6 +188,7 @@ impl<'a> Published<'a> {
 
 /// Calls `f` with the device at `addr` if it is bound to this driver. It stays bound during the call.
 pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -> Option<R> {
+    initialised();
     let mut bound = BOUND.lock();
     let function = Function::find(addr)?;
     let entry = bound.iter_mut().find(|d| ptr::eq(d.device, function.as_raw()))?;

@@ -16,12 +16,12 @@ use kernel::{
 };
 
 kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
     unsafe(uninit) static ORCHESTRATOR: Mutex<Option<Arc<Orchestrator>>> = None;
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
     pub(super) unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
 }
 
@@ -37,12 +37,13 @@ pub(super) struct BoundDevice {
 unsafe impl Send for BoundDevice {}
 
 kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
     pub(super) unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
 }
 
 /// Forgets a device that was bound to our driver.
 pub(super) fn forget_bound(device: *mut bindings::pci_dev) {
+    initialised();
     drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
 }
 
@@ -66,22 +67,26 @@ pub(super) struct PagedDevice {
 unsafe impl Send for PagedDevice {}
 
 kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
     pub(super) unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
 }
 
 /// Forgets a device that another driver was bound to.
 pub(super) fn forget_paged(device: *mut bindings::pci_dev) {
+    initialised();
     drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
 }
 
+/// Whether the locks of this file are initialised.
+static INITIALISED: AtomicFlag = AtomicFlag::new(false);
+
 /// Initialises the locks of this file. The first thing that the module does.
 pub(crate) fn init() {
-    static DONE: AtomicFlag = AtomicFlag::new(false);
-    if DONE.xchg(true, Relaxed) {
+    static BEGUN: AtomicFlag = AtomicFlag::new(false);
+    if BEGUN.xchg(true, Relaxed) {
         return;
     }
-    // SAFETY: Called once, as `DONE` ensures, and before anything uses the locks.
+    // SAFETY: Called once, as `BEGUN` ensures, and before anything uses the locks, as `initialised()` ensures.
     unsafe {
         ORCHESTRATOR.init();
         POOLS.init();
@@ -89,15 +94,22 @@ pub(crate) fn init() {
         PAGED.init();
         QUEUE.init();
     }
+    INITIALISED.store(true, Release);
+}
+
+/// What everything does first that uses a lock of this file. Panics before [`init`] is done.
+pub(super) fn initialised() {
+    assert!(INITIALISED.load(Acquire));
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it before the module registers anything that uses it.
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
     unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
 }
 
 /// Sets the queue that work is done on; with `None`, waits until all that was queued is done.
 pub(crate) fn set_queue(queue: Option<OwnQueue>) {
+    initialised();
     let old = core::mem::replace(&mut *QUEUE.lock(), queue);
     // Outside the lock, as it waits for work that may want to queue more.
     drop(old);
@@ -108,6 +120,7 @@ pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
 where
     W: RawWorkItem<ID> + Send + 'static,
 {
+    initialised();
     let queue = QUEUE.lock();
     let Some(queue) = &*queue else {
         return false;
@@ -136,6 +149,7 @@ pub(crate) fn ready() -> Result {
 
 /// Sets, or with `None` forgets, the module's orchestrator.
 pub(crate) fn set_orchestrator(orchestrator: Option<Arc<Orchestrator>>) {
+    initialised();
     let old = core::mem::replace(&mut *ORCHESTRATOR.lock(), orchestrator);
     // Outside the lock, as this may be the last reference.
     drop(old);
@@ -143,5 +157,6 @@ pub(crate) fn set_orchestrator(orchestrator: Option<Arc<Orchestrator>>) {
 
 /// The module's orchestrator. Errors: `ENODEV` while the module is being set up or taken down.
 pub(crate) fn orchestrator() -> Result<Arc<Orchestrator>> {
+    initialised();
     ORCHESTRATOR.lock().clone().ok_or(ENODEV)
 }

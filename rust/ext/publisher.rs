@@ -18,17 +18,29 @@ use crate::{
     sys,
 };
 use core::ptr::{self, NonNull};
-use kernel::{bindings, device::Bound, ffi, pci, prelude::*, sync::Arc};
+use kernel::{
+    bindings,
+    device::Bound,
+    ffi, pci,
+    prelude::*,
+    sync::{
+        atomic::{AtomicFlag, Relaxed},
+        Arc,
+    },
+};
 
 /// A driver that wants to know when its memory was taken back.
 ///
 /// # Invariants
 ///
-/// `revoked`, where there is one, can be called with `context` until its driver has unregistered.
+/// `revoked`, where there is one, can be called with `context` until its driver has unregistered, which waits for the end of the
+/// provider, and so for `told`.
 pub(crate) struct Publisher {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
     context: *mut ffi::c_void,
     windows: Arc<Windows>,
+    /// Whether it was called.
+    told: AtomicFlag,
 }
 
 // SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread.
@@ -37,12 +49,15 @@ unsafe impl Send for Publisher {}
 unsafe impl Sync for Publisher {}
 
 impl Publisher {
-    /// Nobody can reach the memory any more: waits until nothing of ours maps it, and tells the driver. Called once, and
+    /// Nobody can reach the memory any more: waits until nothing of ours maps it, and tells the driver, the first time. Comes
     /// before unregistering or unbinding returns.
     pub(crate) fn revoked(&self) {
         self.windows.wait();
+        if self.told.xchg(true, Relaxed) {
+            return;
+        }
         if let Some(revoked) = self.revoked {
-            // SAFETY: By the type invariant; the driver has not unregistered, as that waits for this.
+            // SAFETY: By the type invariant; this is the one call, which the driver has not unregistered before.
             unsafe { revoked(self.context) };
         }
     }
@@ -58,6 +73,7 @@ struct Registration {
 /// What is known of the struct pages of a bound device, under a lock. The kernel cannot be asked: a device that it knows as
 /// one for peer-to-peer DMA may have no pool, which it does not check for ([`super::p2pdma::Pool`]).
 fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64)>) -> R) -> Result<R> {
+    global::initialised();
     let mut all = PAGED.lock();
     let device = function.as_raw();
     if !all.iter().any(|d| ptr::eq(d.device, device)) {
@@ -99,6 +115,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         revoked: what.revoked,
         context: what.context,
         windows: windows.clone(),
+        told: AtomicFlag::new(false),
     };
     let publisher = Arc::new(publisher, GFP_KERNEL)?;
     // What may fail is done first.
