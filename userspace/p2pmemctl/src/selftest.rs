@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `selftest`: patterns written to a provider's memory through a mapping, and read back; a registration with a NIC.
+//! `selftest`: patterns written to a provider's memory through a mapping, and read back; the same through a NIC, which
+//! moves them from one half of the memory to the other.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use anyhow::bail;
-use p2pmem::{human_size, Access, Buffer, Mapping, PciAddr, Pd, Request, Road};
+use p2pmem::rdma::{Nic, Queue};
+use p2pmem::{human_size, Access, Buffer, Mapping, PciAddr, Pd, ProtectionDomain, Registration, Request, Road};
 use serde::Serialize;
 
 use crate::cli::SelftestArgs;
@@ -32,13 +35,7 @@ const PATTERNS: [(&str, Pattern); 5] = [
         }
     }),
     ("addresses", |i| i),
-    // The finaliser of SplitMix64: every bit of the index changes about half of the word's.
-    ("mixed", |i| {
-        let mut x = i.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^ (x >> 31)
-    }),
+    ("mixed", mixed),
 ];
 
 #[derive(Serialize)]
@@ -60,6 +57,60 @@ struct RegistrationReport {
     microseconds: u64,
     error: Option<String>,
     remedy: Option<&'static str>,
+    /// What the NIC moved. None: the memory was not registered.
+    transfer: Option<TransferReport>,
+}
+
+impl RegistrationReport {
+    fn ok(&self) -> bool {
+        self.transfer.as_ref().is_some_and(TransferReport::ok)
+    }
+}
+
+/// What came of an RDMA WRITE and an RDMA READ between the halves of the memory.
+#[derive(Debug, Default, Serialize)]
+struct TransferReport {
+    /// Bytes that arrived, by both.
+    bytes: u64,
+    /// Words that are not what the NIC was told to move there.
+    wrong_words: u64,
+    /// Offset in the buffer of the first of them, in bytes.
+    first_wrong: Option<u64>,
+    error: Option<String>,
+}
+
+impl TransferReport {
+    fn ok(&self) -> bool {
+        self.error.is_none() && self.wrong_words == 0 && self.bytes > 0
+    }
+}
+
+/// What moves bytes from one part of registered memory to another.
+trait Mover {
+    /// RDMA WRITE: `from` goes to offset `to`.
+    fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()>;
+    /// RDMA READ: what is at offset `from` comes to `into`.
+    fn read(&mut self, into: Range<usize>, from: usize) -> p2pmem::Result<()>;
+}
+
+/// A NIC that is connected to itself.
+struct Loopback<'a> {
+    near: Queue,
+    /// The other end, which the near one needs to live.
+    _far: Queue,
+    registration: &'a Registration,
+}
+
+impl Mover for Loopback<'_> {
+    fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
+        let memory = self.registration;
+        self.near.write(memory, from, &memory.remote(), to as u64)
+    }
+
+    fn read(&mut self, into: Range<usize>, from: usize) -> p2pmem::Result<()> {
+        let memory = self.registration;
+        self.near.read(memory, into, &memory.remote(), from as u64)
+    }
 }
 
 #[derive(Serialize)]
@@ -79,7 +130,7 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
     if size == 0 {
         bail!("provider {} has nothing free to test", provider.id);
     }
-    let pd = args.nic.as_deref().map(Pd::open).transpose()?;
+    let nic = args.nic.as_deref().map(open_nic).transpose()?;
     let buffer = device.alloc(&Request::new(size).provider(provider.id))?;
     let mapping = buffer.map()?;
     let bar = context.progress_bar("testing", 2 * PATTERNS.len() as u64 * buffer.size());
@@ -88,9 +139,19 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
         patterns.push(test(&mapping, name, pattern, &bar)?);
     }
     bar.finish_and_clear();
-    let registration = pd.as_ref().map(|pd| register(&buffer, pd));
-    let registered = registration.as_ref().is_none_or(|r| r.road.is_some());
-    let ok = registered && patterns.iter().all(|p| p.wrong_words == 0);
+    let registration = nic.as_ref().map(|(pd, connect)| {
+        register(&buffer, pd, |registration| {
+            let (near, far) = connect()?;
+            let mut loopback = Loopback {
+                near,
+                _far: far,
+                registration,
+            };
+            Ok(transfer(&mapping, &mut loopback))
+        })
+    });
+    let moved = registration.as_ref().is_none_or(RegistrationReport::ok);
+    let ok = moved && patterns.iter().all(|p| p.wrong_words == 0);
     let report = Report {
         provider: provider.id,
         addr: provider.addr,
@@ -108,8 +169,28 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
     Ok(Outcome::of(report.ok))
 }
 
-/// Registers a buffer with a NIC, for the other side to read and write, and ends that.
-fn register(buffer: &Buffer, pd: &Pd) -> RegistrationReport {
+/// Makes both ends of a connection of a NIC with itself.
+type Connect = Box<dyn Fn() -> p2pmem::Result<(Queue, Queue)>>;
+
+fn open_nic(name: &str) -> p2pmem::Result<(Pd, Connect)> {
+    let nic = Nic::open(name)?;
+    let domain = nic.alloc_pd()?;
+    let pd = domain.to_pd()?;
+    let connect: Connect = Box::new(move || {
+        let (mut near, mut far) = (nic.queue(&domain)?, nic.queue(&domain)?);
+        near.connect(&far.endpoint())?;
+        far.connect(&near.endpoint())?;
+        Ok((near, far))
+    });
+    Ok((pd, connect))
+}
+
+/// Registers a buffer with a NIC, for the other side to read and write, has bytes moved, and ends that.
+fn register(
+    buffer: &Buffer,
+    pd: &Pd,
+    transfer: impl FnOnce(&Registration) -> p2pmem::Result<TransferReport>,
+) -> RegistrationReport {
     let start = Instant::now();
     let result = buffer.register(pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ);
     let report = RegistrationReport {
@@ -118,10 +199,15 @@ fn register(buffer: &Buffer, pd: &Pd) -> RegistrationReport {
         microseconds: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
         error: None,
         remedy: None,
+        transfer: None,
     };
     match result {
         Ok(registration) => RegistrationReport {
             road: Some(registration.road()),
+            transfer: Some(transfer(&registration).unwrap_or_else(|error| TransferReport {
+                error: Some(error.to_string()),
+                ..TransferReport::default()
+            })),
             ..report
         },
         Err(error) => RegistrationReport {
@@ -130,6 +216,61 @@ fn register(buffer: &Buffer, pd: &Pd) -> RegistrationReport {
             ..report
         },
     }
+}
+
+/// Has each half of the memory moved to the other, once by each verb, and compares what the CPU sees there. DMA that goes
+/// astray on either side leaves other bytes than those written.
+fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
+    let mut report = TransferReport::default();
+    let half = mapping.len() / 16 * 8;
+    let step = half.clamp(8, STEP);
+    let mut run = || -> p2pmem::Result<()> {
+        for (salt, source, target) in [(1, 0, half), (2, half, 0)] {
+            // The whole of a side is written before it is moved: nothing that was there before can be taken for it.
+            let words = |at: usize, salt: u64| -> Vec<u64> {
+                let first = (at / 8) as u64 + (salt << 56);
+                (first..).take(step.min(half - at) / 8).map(mixed).collect()
+            };
+            for at in (0..half).step_by(step) {
+                mapping.copy_from_slice(source + at, &words(at, salt))?;
+                mapping.copy_from_slice(target + at, &words(at, salt + 2))?;
+            }
+            mapping.flush();
+            for at in (0..half).step_by(step) {
+                let len = step.min(half - at);
+                match salt {
+                    1 => mover.write(source + at..source + at + len, target + at)?,
+                    _ => mover.read(target + at..target + at + len, source + at)?,
+                }
+            }
+            for at in (0..half).step_by(step) {
+                let expected = words(at, salt);
+                let mut seen = vec![0; expected.len()];
+                mapping.copy_to_slice(target + at, &mut seen)?;
+                for (i, _) in expected
+                    .iter()
+                    .zip(&seen)
+                    .enumerate()
+                    .filter(|(_, (want, got))| want != got)
+                {
+                    report.wrong_words += 1;
+                    report.first_wrong.get_or_insert((target + at + 8 * i) as u64);
+                }
+            }
+            report.bytes += half as u64;
+        }
+        Ok(())
+    };
+    report.error = run().err().map(|error| error.to_string());
+    report
+}
+
+/// The finaliser of SplitMix64: every bit of the index changes about half of the word's.
+fn mixed(i: u64) -> u64 {
+    let mut x = i.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
 }
 
 fn test(
@@ -220,8 +361,12 @@ fn render_report(report: &Report) -> String {
             nic,
             road: Some(road),
             microseconds,
+            transfer,
             ..
-        }) => format!("registered with {nic} by {road} in {microseconds} us\n"),
+        }) => format!(
+            "registered with {nic} by {road} in {microseconds} us\n{}",
+            transfer.as_ref().map(|t| render_transfer(nic, t)).unwrap_or_default()
+        ),
         Some(r) => {
             let remedy = r.remedy.map(|remedy| format!("  -> {remedy}\n")).unwrap_or_default();
             format!("{}\n{remedy}", r.error.as_deref().unwrap_or_default())
@@ -235,9 +380,90 @@ fn render_report(report: &Report) -> String {
     )
 }
 
+fn render_transfer(nic: &str, transfer: &TransferReport) -> String {
+    const REMEDY: &str = "  -> see what `p2pmemctl doctor` says of host bridge, IOMMU and ACS\n";
+    match (&transfer.error, transfer.first_wrong) {
+        (Some(error), _) => format!("{error}\n{REMEDY}"),
+        (None, Some(at)) => format!(
+            "WRONG: {nic} does not reach this memory: {} words moved by RDMA are not there, the first at byte {at:#x}\n{REMEDY}",
+            transfer.wrong_words
+        ),
+        (None, None) => format!(
+            "{nic} moved {} by RDMA WRITE and READ: ok\n",
+            human_size(transfer.bytes)
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Moves as a NIC does, or something else.
+    struct Copy<'a> {
+        mapping: &'a Mapping,
+        write: Fault,
+        read: Fault,
+    }
+
+    #[derive(Clone, Copy, PartialEq)]
+    enum Fault {
+        None,
+        /// The bytes come from elsewhere, or go there.
+        Astray,
+        LastWord,
+    }
+
+    impl Copy<'_> {
+        fn copy(&self, from: usize, to: usize, len: usize, fault: Fault) -> p2pmem::Result<()> {
+            let mut words = vec![0u64; len / 8];
+            self.mapping.copy_to_slice(from, &mut words)?;
+            match fault {
+                Fault::None => {}
+                Fault::Astray => return Ok(()),
+                Fault::LastWord => *words.last_mut().unwrap() ^= 1,
+            }
+            self.mapping.copy_from_slice(to, &words)
+        }
+    }
+
+    impl Mover for Copy<'_> {
+        fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
+            self.copy(from.start, to, from.len(), self.write)
+        }
+
+        fn read(&mut self, into: Range<usize>, from: usize) -> p2pmem::Result<()> {
+            self.copy(from, into.start, into.len(), self.read)
+        }
+    }
+
+    #[test]
+    fn dma_that_goes_astray_is_found() {
+        let device = p2pmem::fake::Fake::example().device();
+        let mapping = device.alloc(&Request::new(36 << 12)).unwrap().map().unwrap();
+        let half = mapping.len() / 2;
+        for (write, read, wrong, first) in [
+            (Fault::None, Fault::None, 0, None),
+            (Fault::Astray, Fault::None, half / 8, Some(half)),
+            (Fault::None, Fault::Astray, half / 8, Some(0)),
+            (Fault::LastWord, Fault::None, 2, Some(half + STEP - 8)),
+            (Fault::None, Fault::LastWord, 2, Some(STEP - 8)),
+        ] {
+            let mut copy = Copy {
+                mapping: &mapping,
+                write,
+                read,
+            };
+            let report = transfer(&mapping, &mut copy);
+            assert_eq!(report.wrong_words, wrong as u64);
+            assert_eq!(report.first_wrong, first.map(|at| at as u64));
+            assert_eq!((report.bytes, report.ok()), (2 * half as u64, wrong == 0));
+            assert_eq!(
+                render_transfer("mlx5_0", &report).contains("WRONG: mlx5_0 does not"),
+                wrong > 0
+            );
+        }
+    }
 
     #[test]
     fn a_wrong_word_is_found() {
@@ -291,7 +517,7 @@ mod tests {
                 bytes: 4096,
                 ok: true,
                 patterns: Vec::new(),
-                registration: Some(register(&buffer, &nic.pd())),
+                registration: Some(register(&buffer, &nic.pd(), |_| Ok(TransferReport::default()))),
             })
         };
         assert!(text().contains("registered with mlx5_0 by dma-buf in "), "{}", text());

@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rdma-tool",
-        about: "p2pmemctl selftest registers with the NIC, and doctor knows its driver",
+        about: "p2pmemctl selftest has the NIC move bytes both ways, and doctor knows its driver",
         topology: "nic",
         ruins: false,
         run: tool,
@@ -355,6 +355,10 @@ fn tool(bed: &mut Bed) -> Result<()> {
     let said = run(&["selftest", "--provider", &accel, "--size", "64K", "--nic", &nic])?;
     ensure!(
         said.contains(&format!("registered with {nic} by dma-buf in ")),
+        "{said}"
+    );
+    ensure!(
+        said.contains(&format!("{nic} moved 64 KiB by RDMA WRITE and READ: ok")),
         "{said}"
     );
     let said = run(&["doctor"])?;
