@@ -37,6 +37,7 @@ mod peer;
 mod peer_bad;
 mod peer_end;
 mod place;
+mod pressure;
 mod publisher;
 mod rdma_hold;
 mod rdma_programs;
@@ -83,6 +84,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(inflight::CASES)
         .chain(teardown::CASES)
         .chain(hostile::CASES)
+        .chain(pressure::CASES)
         .chain(reset::CASES)
         .chain(unplug::CASES)
         .chain(place::CASES)
@@ -121,6 +123,7 @@ pub enum Kernels<'a> {
 }
 
 /// Those that do not run on both.
+const NO_MEMCG: &str = "the debug kernel has no memory controller";
 const NO_SLEEP: &str = "the debug kernel cannot sleep";
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     (
@@ -146,6 +149,8 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
             "it counts what is lost in thousands of turns; the debug kernel sees what is lost in a single one",
         ),
     ),
+    ("memory-max", Kernels::Stock(NO_MEMCG)),
+    ("swapping", Kernels::Stock(NO_MEMCG)),
     ("sleep", Kernels::Stock(NO_SLEEP)),
     ("sleep-held", Kernels::Stock(NO_SLEEP)),
 ];
@@ -206,6 +211,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == peer_bad::PART {
         return peer_bad::part();
+    }
+    if name == pressure::PART {
+        return pressure::part(arguments);
     }
     if name == hostile::PART {
         return hostile::part();

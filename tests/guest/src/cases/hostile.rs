@@ -135,7 +135,7 @@ fn many_handles(bed: &mut Bed) -> Result<()> {
     bed.settled()?;
     let group = Group::new("p2pmem-test")?;
     let part = Part::start(PART, &[])?;
-    write(&group.0.join("cgroup.procs"), &part.id().to_string())?;
+    group.set("cgroup.procs", &part.id().to_string())?;
     let before = group.kernel()?;
     let part = part.go_on()?;
     let mut charged = before;
@@ -148,10 +148,10 @@ fn many_handles(bed: &mut Bed) -> Result<()> {
 }
 
 /// A cgroup of the test's own, with the memory controller.
-struct Group(PathBuf);
+pub(super) struct Group(PathBuf);
 
 impl Group {
-    fn new(name: &str) -> Result<Group> {
+    pub(super) fn new(name: &str) -> Result<Group> {
         let root = Path::new("/sys/fs/cgroup");
         if !root.join("cgroup.controllers").exists() {
             fs::create_dir_all(root)?;
@@ -163,9 +163,17 @@ impl Group {
         Ok(Group(dir))
     }
 
+    pub(super) fn set(&self, attribute: &str, value: &str) -> Result<()> {
+        write(&self.0.join(attribute), value)
+    }
+
+    pub(super) fn get(&self, attribute: &str) -> Result<String> {
+        read(&self.0.join(attribute))
+    }
+
     /// Bytes of the kernel's memory that are charged to it.
     fn kernel(&self) -> Result<u64> {
-        let stat = read(&self.0.join("memory.stat"))?;
+        let stat = self.get("memory.stat")?;
         let line = stat.lines().find_map(|line| line.strip_prefix("slab "));
         Ok(line.context("memory.stat has no slab")?.parse()?)
     }
