@@ -42,11 +42,19 @@ fn change(how: impl FnOnce(&mut Known)) -> Result<()> {
 pub fn collect(stdout: &[u8]) -> Result<()> {
     for line in String::from_utf8_lossy(stdout).lines() {
         if let Some(text) = line.strip_prefix(MARK) {
-            let value: Value = serde_json::from_str(text).with_context(|| line.to_owned())?;
-            change(|known| merge(&mut known.said, value))?;
+            add(serde_json::from_str(text).with_context(|| line.to_owned())?)?;
         }
     }
     Ok(())
+}
+
+/// Adds an object to the report.
+///
+/// # Errors
+///
+/// Another thread panicked.
+pub fn add(value: Value) -> Result<()> {
+    change(|known| merge(&mut known.said, value))
 }
 
 /// Counts what a kernel found wrong.

@@ -32,6 +32,7 @@ mod bed;
 mod clients;
 mod debug;
 mod hardening;
+mod iommu;
 mod lanes;
 mod observe;
 mod pairs;
@@ -59,6 +60,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (
         observe::TESTS,
         Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+    ),
+    (
+        iommu::TESTS,
+        Kernels::Stock("what the module asks of the kernel is the same without an IOMMU, and such machines are slow"),
     ),
     (
         registration::TESTS,

@@ -54,6 +54,12 @@ pub const TESTS: &[Test] = &[
         run: |cluster| counters(cluster.only()?),
     },
     Test {
+        name: "runner::counters-iommu",
+        topology: "iommu",
+        alone: false,
+        run: |cluster| counters_translated(cluster.only()?),
+    },
+    Test {
         name: "runner::requests",
         topology: "small",
         alone: false,
@@ -179,6 +185,12 @@ fn cmb(vm: &mut Vm) -> Result<()> {
 
 fn moved(vm: &mut Vm, direction: &str, target: &str) -> Result<u64> {
     Ok(vm.snapshot()?["nvme0"][direction][target].as_u64().unwrap_or(0))
+}
+
+/// The drive's DMA is translated, and its bytes are resolved to the memory they are in all the same.
+fn counters_translated(vm: &mut Vm) -> Result<()> {
+    crate::iommu::translated(vm, "NVME0")?;
+    counters(vm)
 }
 
 fn counters(vm: &mut Vm) -> Result<()> {
