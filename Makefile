@@ -122,6 +122,12 @@ test-vm-stock: modules user testbed ## those with the stock kernel alone
 test-vm-debug: modules debug-modules user testbed ## those with the debug kernel alone
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::
 
+# Twenty-five times as many rounds: fifty of what goes through two in a short run.
+test-long: modules debug-modules user testbed ## races and storms with 25 times the rounds on both kernels, property tests from new seeds with 10 times the cases
+	@$(in) env PROPTEST_CASES=2560 cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(in) env PROPTEST_CASES=2560 cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
+	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests module::
+
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit
 
@@ -172,4 +178,4 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 PREFIX ?= /usr/local
 
 .PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
-	test-vm test-vm-stock test-vm-debug rust-metadata modules_install install dkms clean distclean
+	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install install dkms clean distclean
