@@ -257,8 +257,8 @@ impl Buffer {
         }
     }
 
-    /// What DMA mappings of a Live buffer are made with (none where that cannot be), and its physical address.
-    pub(crate) fn target(&self) -> Answer<(Option<Target>, u64)> {
+    /// What mappings of a Live buffer for devices are made with, and its physical address.
+    pub(crate) fn target(&self) -> Answer<(Target, u64)> {
         let inner = self.usable().map_err(|e| match e {
             e if e == ENODEV => refuse!(e, "the buffer was revoked: its provider {} left", self.provider.addr),
             e => e.into(),

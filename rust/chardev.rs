@@ -727,8 +727,15 @@ impl Argument {
     }
 }
 
+/// What the kernel calls for open files.
+static TABLE: chrdev::Table<File> = chrdev::Table::new();
+
 impl chrdev::Operations for File {
     type Mapped = Buffer;
+
+    fn table() -> &'static chrdev::Table<Self> {
+        &TABLE
+    }
 
     fn open() -> Result<Arc<Self>> {
         global::ready()?;

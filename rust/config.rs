@@ -6,7 +6,7 @@
 //! it. `status` holds the outcome as a sentence. Removing the directory takes the provider back.
 
 use crate::{
-    ext::{compat::configfs_attrs, configfs::DefaultGroup, global, pci::Function},
+    ext::{compat::configfs_attrs, global, pci::Function},
     path::PciAddr,
     provider::Provider,
     publish::Publication,
@@ -56,17 +56,18 @@ pub(crate) fn subsystem() -> impl PinInit<Subsystem<Root>, Error> {
 }
 
 /// The directory `providers` below it.
-pub(crate) fn providers(parent: &Subsystem<Root>) -> Result<DefaultGroup<Providers>> {
+pub(crate) fn providers() -> Result<impl PinInit<Group<Providers>, Error>> {
     let item = configfs_attrs! {
         container: Group<Providers>,
         data: Providers,
         child: ProviderDir,
         attributes: [],
     };
-    DefaultGroup::new(
-        parent,
-        Group::new(c"providers".try_into()?, item, try_pin_init!(Providers {}? Error)),
-    )
+    Ok(Group::new(
+        c"providers".try_into()?,
+        item,
+        try_pin_init!(Providers {}? Error),
+    ))
 }
 
 #[vtable]

@@ -7,16 +7,15 @@
 //! once, or refused as a whole. `status` holds the outcome as a sentence. Removing the directory ends the rule.
 
 use crate::{
-    config::Root,
     config::{attributes, show, word},
-    ext::{compat::configfs_attrs, configfs::DefaultGroup, global},
+    ext::{compat::configfs_attrs, global},
     path::PathClass,
     policy::{Action, Beneficiary, Device, Name, Rule},
     refusal::{refuse, Answer, Text},
     rule_text,
 };
 use kernel::{
-    configfs::{AttributeOperations, Group, GroupOperations, Subsystem},
+    configfs::{AttributeOperations, Group, GroupOperations},
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,
@@ -44,17 +43,14 @@ struct Settings {
 }
 
 /// The directory `rules` below the subsystem.
-pub(crate) fn rules(parent: &Subsystem<Root>) -> Result<DefaultGroup<RuleSet>> {
+pub(crate) fn rules() -> Result<impl PinInit<Group<RuleSet>, Error>> {
     let item = configfs_attrs! {
         container: Group<RuleSet>,
         data: RuleSet,
         child: RuleDir,
         attributes: [],
     };
-    DefaultGroup::new(
-        parent,
-        Group::new(c"rules".try_into()?, item, try_pin_init!(RuleSet {}? Error)),
-    )
+    Ok(Group::new(c"rules".try_into()?, item, try_pin_init!(RuleSet {}? Error)))
 }
 
 #[vtable]

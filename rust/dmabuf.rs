@@ -11,7 +11,7 @@ use crate::{
     ext::{
         compat,
         completion::Completion,
-        dma_buf::{DeviceName, DmaBuf, Exporter, Got, Importer, Lease, Link, Piece},
+        dma_buf::{DeviceName, DmaBuf, Exporter, Got, Importer, Lease, Link, Operations, Piece},
         global,
         log::{self, Owner},
         p2pdma::Target,
@@ -121,13 +121,13 @@ impl Export {
             ));
         }
         let (target, start) = buffer.target()?;
-        let Some(target) = target else {
+        if !target.is_for_dma() {
             return Err(refuse!(
                 uapi::errno(uapi::EOPNOTSUPP),
                 "memory of {} cannot be exported: its driver published it, and it lies in none of its BARs",
                 provider.addr
             ));
-        };
+        }
         let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &ranges {
             pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
@@ -376,7 +376,14 @@ impl Export {
     }
 }
 
+/// What tells dma-bufs of ours from others.
+static OPERATIONS: Operations<Export> = Operations::new();
+
 impl Exporter for Export {
+    fn operations() -> &'static Operations<Self> {
+        &OPERATIONS
+    }
+
     fn link(&self) -> &Link {
         &self.link
     }

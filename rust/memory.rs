@@ -100,8 +100,8 @@ impl Memory {
         backing.phys() + offset
     }
 
-    /// What DMA mappings of it are made with; none where it lies in no BAR of its function.
-    pub(crate) fn target(&self) -> Option<Target> {
+    /// What mappings of it for devices are made with.
+    pub(crate) fn target(&self) -> Target {
         self.place().0.target()
     }
 

@@ -7,11 +7,11 @@
 
 use crate::{
     chardev::File,
-    ext::{bus::Notifier, chrdev, configfs::DefaultGroup, driver, global, pci::Function, power, workqueue::OwnQueue},
+    ext::{bus::Notifier, chrdev, configfs::Tree, driver, global, pci::Function, power, workqueue::OwnQueue},
     orchestrator::{BusEvents, Orchestrator, PowerEvents},
     provider::Leave,
 };
-use kernel::{configfs::Subsystem, pci, prelude::*, sync::Arc};
+use kernel::{pci, prelude::*, sync::Arc};
 
 mod buffer;
 mod chardev;
@@ -67,10 +67,8 @@ struct P2pmem {
     stats: stats::Files,
     #[pin]
     chardev: chrdev::Registration<File>,
-    rules: DefaultGroup<config_rules::RuleSet>,
-    providers: DefaultGroup<config::Providers>,
     #[pin]
-    configfs: Subsystem<config::Root>,
+    configfs: Tree<config::Root, config_rules::RuleSet, config::Providers>,
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<Unbinding>>>,
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
@@ -135,9 +133,7 @@ impl kernel::InPlaceModule for P2pmem {
                 power <- power::Notifier::new(for_power),
                 retire: Retire(last),
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
-                configfs <- config::subsystem(),
-                providers: config::providers(&configfs)?,
-                rules: config_rules::rules(&configfs)?,
+                configfs <- Tree::new(config::subsystem(), config_rules::rules()?, config::providers()?),
                 chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
                 stats <- stats::files(for_stats),
                 peer_client: peer_client::open()?,

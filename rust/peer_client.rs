@@ -230,25 +230,33 @@ impl Client {
         peers.out_of_order.fetch_add(u64::from(note.out_of_order), Relaxed);
     }
 
-    fn enter(orchestrator: &Orchestrator, asked: Asked) -> Option<usize> {
-        let found = look_up(orchestrator.space(), asked)?;
+    /// None where the memory is not ours, or the module is being unloaded.
+    fn enter(orchestrator: &Orchestrator, asked: Asked) -> Result<Option<usize>> {
+        let Some(found) = look_up(orchestrator.space(), asked) else {
+            return Ok(None);
+        };
         // While a program has a registration the module is not unloaded, whatever else the program has closed.
-        let module = ModuleRef::get()?;
-        let registration = Registration::new(asked, found, module).ok()?;
+        let Some(module) = ModuleRef::get() else {
+            return Ok(None);
+        };
+        let registration = Registration::new(asked, found, module)?;
         let id = registration.id();
-        let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT).ok()?;
-        let number = usize::try_from(id).ok()?;
+        let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT)?;
+        let number = usize::try_from(id)?;
         orchestrator.peers().all.lock().insert(node);
         Self::count(&registration, Call::Acquire);
-        Some(number)
+        Ok(Some(number))
     }
 }
 
 impl peer_mem::Client for Client {
     type Context = Registration;
 
-    fn acquire(asked: Asked) -> Option<usize> {
-        Self::enter(&*global::orchestrator().ok()?, asked)
+    fn acquire(asked: Asked) -> Result<Option<usize>> {
+        match global::orchestrator() {
+            Ok(orchestrator) => Self::enter(&orchestrator, asked),
+            Err(_) => Ok(None),
+        }
     }
 
     fn find(number: usize) -> Option<Arc<Registration>> {

@@ -10,7 +10,7 @@
 
 use super::vma::{step, AddressSpace, Mappable, NewArea};
 use crate::sys;
-use core::marker::PhantomData;
+use core::{cell::UnsafeCell, marker::PhantomData};
 use kernel::{
     bindings,
     error::{from_result, to_result},
@@ -18,7 +18,11 @@ use kernel::{
     fs::File,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
-    sync::{poll::PollTable, Arc, ArcBorrow},
+    sync::{
+        atomic::{AtomicFlag, Relaxed},
+        poll::PollTable,
+        Arc, ArcBorrow,
+    },
     types::Opaque,
     uaccess::{UserPtr, UserSlice, UserSliceWriter},
 };
@@ -28,6 +32,8 @@ pub(crate) const READABLE: u32 = bindings::POLLIN | bindings::POLLRDNORM;
 
 /// One open file of a character device.
 pub(crate) trait Operations: Send + Sync + Sized + 'static {
+    /// What the kernel calls for such files: a static of the implementor.
+    fn table() -> &'static Table<Self>;
     /// What is mapped through it.
     type Mapped: Mappable;
     /// A file is opened. Also tells the address space its mappings belong to.
@@ -46,15 +52,58 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Self::Mapped>) -> Result;
 }
 
+/// What the kernel calls for the files of a character device. Open files refer to it, and keep the module, of which it is a
+/// static, and not the registration.
+pub(crate) struct Table<T> {
+    operations: UnsafeCell<bindings::file_operations>,
+    /// Whether a registration has set the owner: after that nothing is written.
+    owned: AtomicFlag,
+    _files: PhantomData<fn() -> T>,
+}
+
+// SAFETY: The operations are written once, by the one that sets `owned`, before anybody else refers to them.
+unsafe impl<T> Sync for Table<T> {}
+
+impl<T: Operations> Table<T> {
+    /// For the static that [`Operations::table`] returns.
+    pub(crate) const fn new() -> Self {
+        Self {
+            operations: UnsafeCell::new(bindings::file_operations {
+                open: Some(Registration::<T>::open),
+                release: Some(Registration::<T>::release),
+                read: Some(Registration::<T>::read),
+                poll: Some(Registration::<T>::poll),
+                unlocked_ioctl: Some(Registration::<T>::ioctl),
+                compat_ioctl: bindings::compat_ptr_ioctl,
+                mmap: Some(Registration::<T>::mmap),
+                get_unmapped_area: Some(unmapped_area),
+                llseek: Some(bindings::noop_llseek),
+                ..pin_init::zeroed()
+            }),
+            owned: AtomicFlag::new(false),
+            _files: PhantomData,
+        }
+    }
+
+    /// The operations of files that keep `module`. Errors: `EBUSY` the second time.
+    fn of(&self, module: &'static ThisModule) -> Result<*const bindings::file_operations> {
+        if self.owned.xchg(true, Relaxed) {
+            return Err(EBUSY);
+        }
+        let operations = self.operations.get();
+        // SAFETY: This is the first time, so that nobody else has the address.
+        unsafe { (*operations).owner = module.as_ptr() };
+        Ok(operations)
+    }
+}
+
 /// A registered character device; its node is there until this is dropped.
 ///
 /// # Invariants
 ///
-/// `device` is registered, and points to `operations`, which stays where it is as this type is pinned.
+/// `device` is registered.
 #[pin_data(PinnedDrop)]
 pub(crate) struct Registration<T: Operations> {
-    #[pin]
-    operations: Opaque<bindings::file_operations>,
     #[pin]
     device: Opaque<bindings::miscdevice>,
     _files: PhantomData<T>,
@@ -66,29 +115,17 @@ unsafe impl<T: Operations> Send for Registration<T> {}
 unsafe impl<T: Operations> Sync for Registration<T> {}
 
 impl<T: Operations> Registration<T> {
-    /// Registers a device node of the given name and mode.
+    /// Registers a device node of the given name and mode. Errors: `EBUSY` the second time, and those of the kernel.
     pub(crate) fn new(name: &'static CStr, mode: u16, module: &'static ThisModule) -> impl PinInit<Self, Error> {
-        try_pin_init!(&this in Self {
-            operations: Opaque::new(bindings::file_operations {
-                owner: module.as_ptr(),
-                open: Some(Self::open),
-                release: Some(Self::release),
-                read: Some(Self::read),
-                poll: Some(Self::poll),
-                unlocked_ioctl: Some(Self::ioctl),
-                compat_ioctl: bindings::compat_ptr_ioctl,
-                mmap: Some(Self::mmap),
-                get_unmapped_area: Some(unmapped_area),
-                llseek: Some(bindings::noop_llseek),
-                ..pin_init::zeroed()
-            }),
+        try_pin_init!(Self {
             device <- Opaque::try_ffi_init(move |slot: *mut bindings::miscdevice| {
-                // SAFETY: `slot` is ours to initialise; `operations` was, just before, and is pinned with it.
+                let fops = T::table().of(module)?;
+                // SAFETY: `slot` is ours to initialise, and pinned; the operations are a static.
                 to_result(unsafe {
                     slot.write(bindings::miscdevice {
                         minor: bindings::MISC_DYNAMIC_MINOR as ffi::c_int,
                         name: name.as_char_ptr(),
-                        fops: (&raw const (*this.as_ptr()).operations).cast(),
+                        fops,
                         mode,
                         ..pin_init::zeroed()
                     });

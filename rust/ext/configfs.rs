@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Default groups: directories of a configfs subsystem that are there without `mkdir`.
+//! A configfs subsystem with directories that are there without `mkdir` (default groups).
 //!
 //! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
 
@@ -13,12 +13,37 @@ use kernel::{
     sync::Arc,
 };
 
+/// A registered subsystem with two directories, whose fields are dropped in this order.
+#[pin_data]
+pub(crate) struct Tree<P, A: 'static, B: 'static> {
+    first: DefaultGroup<A>,
+    second: DefaultGroup<B>,
+    #[pin]
+    subsystem: Subsystem<P>,
+}
+
+impl<P, A: 'static, B: 'static> Tree<P, A, B> {
+    pub(crate) fn new(
+        subsystem: impl PinInit<Subsystem<P>, Error>,
+        first: impl PinInit<Group<A>, Error>,
+        second: impl PinInit<Group<B>, Error>,
+    ) -> impl PinInit<Self, Error> {
+        try_pin_init!(Self {
+            subsystem <- subsystem,
+            // SAFETY: The fields stand before the subsystem, and nobody moves them out.
+            second: unsafe { DefaultGroup::new(&subsystem, second) }?,
+            // SAFETY: As above.
+            first: unsafe { DefaultGroup::new(&subsystem, first) }?,
+        }? Error)
+    }
+}
+
 /// A directory below a subsystem, there until this is dropped.
 ///
 /// # Invariants
 ///
 /// `group` is registered, and its item holds the reference that `Arc::into_raw()` gave up.
-pub(crate) struct DefaultGroup<D: 'static> {
+struct DefaultGroup<D: 'static> {
     group: *const Group<D>,
 }
 
@@ -28,8 +53,12 @@ unsafe impl<D: Send + Sync> Send for DefaultGroup<D> {}
 unsafe impl<D: Send + Sync> Sync for DefaultGroup<D> {}
 
 impl<D: 'static> DefaultGroup<D> {
-    /// Registers `group` below `parent`. The caller drops the result before `parent`.
-    pub(crate) fn new<P>(parent: &Subsystem<P>, group: impl PinInit<Group<D>, Error>) -> Result<Self> {
+    /// Registers `group` below `parent`.
+    ///
+    /// # Safety
+    ///
+    /// The result must be dropped before `parent`.
+    unsafe fn new<P>(parent: &Subsystem<P>, group: impl PinInit<Group<D>, Error>) -> Result<Self> {
         let group = Arc::pin_init(group, GFP_KERNEL)?;
         let group = Arc::into_raw(group);
         // SAFETY: Both are valid, and pinned where they are.

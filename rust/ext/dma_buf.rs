@@ -11,6 +11,7 @@ use super::{
 };
 use crate::sys;
 use core::{
+    cell::UnsafeCell,
     marker::PhantomData,
     ptr::{self, NonNull},
 };
@@ -39,6 +40,11 @@ impl Piece {
             len: usize::try_from(size)?,
         }))
     }
+
+    /// Whether the target keeps all of it. Whatever maps pieces asks this: the numbers alone prove nothing.
+    pub(super) fn is_in(&self, target: &Target) -> bool {
+        target.covers(self.0.paddr, self.0.len as u64)
+    }
 }
 
 /// What an importer is to map: pieces of memory, which is there as long as the target is.
@@ -49,6 +55,8 @@ pub(crate) struct Lease<'a> {
 
 /// The object behind a dma-buf. An importer that attached is known by a number that the object chose.
 pub(crate) trait Exporter: Send + Sync + Sized + 'static {
+    /// The operations of all its dma-bufs: a static of the implementor.
+    fn operations() -> &'static Operations<Self>;
     /// The way from the object to its dma-buf.
     fn link(&self) -> &Link;
     /// An importer wants to attach. Called without the reservation locked.
@@ -236,6 +244,26 @@ fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
     Ok(())
 }
 
+/// The operations of dma-bufs whose `priv` owns a reference to a `T`, and whose attachments' `priv` is the number that
+/// [`Exporter::attach`] returned. Their address tells such dma-bufs from others.
+///
+/// # Invariants
+///
+/// No other object has its address. A constant could be at several addresses, or share one with another constant of the same
+/// bytes; the cell keeps the compiler from making a constant of this.
+pub(crate) struct Operations<T>(UnsafeCell<bindings::dma_buf_ops>, PhantomData<fn() -> T>);
+
+// SAFETY: The operations are never written.
+unsafe impl<T> Sync for Operations<T> {}
+
+impl<T: Exporter> Operations<T> {
+    /// For the static that [`Exporter::operations`] returns.
+    pub(crate) const fn new() -> Self {
+        // INVARIANT: See there.
+        Self(UnsafeCell::new(DmaBuf::<T>::TABLE), PhantomData)
+    }
+}
+
 /// A reference to a dma-buf.
 ///
 /// # Invariants
@@ -244,8 +272,7 @@ fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
 pub(crate) struct DmaBuf<T: Exporter>(NonNull<bindings::dma_buf>, PhantomData<Arc<T>>);
 
 impl<T: Exporter> DmaBuf<T> {
-    /// The operations of dma-bufs whose `priv` owns a reference to a `T`, and whose attachments' `priv` is the number
-    /// that [`Exporter::attach`] returned.
+    /// What [`Operations`] consists of.
     const TABLE: bindings::dma_buf_ops = bindings::dma_buf_ops {
         attach: Some(Self::attach),
         detach: Some(Self::detach),
@@ -258,10 +285,9 @@ impl<T: Exporter> DmaBuf<T> {
         ..pin_init::zeroed()
     };
 
-    /// The one address of the operations, which tells such dma-bufs from others.
-    #[inline(never)]
-    fn table() -> &'static bindings::dma_buf_ops {
-        &Self::TABLE
+    /// The address of the operations.
+    fn table() -> *const bindings::dma_buf_ops {
+        T::operations().0.get()
     }
 
     /// The dma-buf that a descriptor of the caller's is.
@@ -412,17 +438,17 @@ impl<T: Exporter> DmaBuf<T> {
             Ok(what) => what,
             Err(e) => return e.to_ptr(),
         };
-        // SAFETY: The attachment is valid and its reservation locked; the target keeps the provider and the memory;
-        // the slice has as many pieces as the call is told.
-        let table = unsafe {
-            sys::p2pmem_dma_buf_map(
-                attachment,
-                target.as_raw(),
-                pieces.as_ptr().cast(),
-                pieces.len() as u32,
-                direction,
-            )
+        let count = u32::try_from(pieces.len()).unwrap_or(0);
+        let provider = target.provider().filter(|_| count > 0);
+        let (Some(provider), true) = (provider, pieces.iter().all(|piece| piece.is_in(&target))) else {
+            drop(target);
+            T::unmapped(object, importer);
+            return EINVAL.to_ptr();
         };
+        // SAFETY: The attachment is valid and its reservation locked; the target keeps the provider and the memory, which all
+        // pieces are in, as was just seen; the slice has as many pieces as the call is told.
+        let table =
+            unsafe { sys::p2pmem_dma_buf_map(attachment, provider.as_ptr(), pieces.as_ptr().cast(), count, direction) };
         drop(target);
         if from_err_ptr(table).is_err() {
             T::unmapped(object, importer);

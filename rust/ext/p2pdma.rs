@@ -305,30 +305,30 @@ impl Backing {
         }
     }
 
-    /// What DMA mappings of it are made with; none where it lies in no BAR of its function.
-    pub(crate) fn target(self: &Arc<Self>) -> Option<Target> {
+    /// What mappings of it for devices are made with.
+    pub(crate) fn target(self: &Arc<Self>) -> Target {
         let provider = match &**self {
-            Self::Pages(slab) => slab.provider()?,
-            Self::Window(window) => window.provider(),
+            Self::Pages(slab) => slab.provider(),
+            Self::Window(window) => Some(window.provider()),
         };
         // INVARIANT: The backing keeps the provider.
-        Some(Target {
+        Target {
             provider,
             backing: self.clone(),
-        })
+        }
     }
 }
 
-/// What is needed for DMA mappings of a provider's memory.
+/// What a mapping of a provider's memory for a device is made with, and what keeps the memory while it is there.
 ///
 /// # Invariants
 ///
-/// `provider` is valid as long as `backing` is there: the kernel frees it after the page map of a slab, and when the
+/// `provider`, where there is one, is valid as long as `backing` is there: the kernel frees it after the page map of a slab, and when the
 /// driver is unbound from a device with windows, which waits for them.
 #[derive(Clone)]
 pub(crate) struct Target {
-    provider: NonNull<bindings::p2pdma_provider>,
-    #[allow(dead_code, reason = "held to be dropped")]
+    /// None where the memory lies in no BAR of its function.
+    provider: Option<NonNull<bindings::p2pdma_provider>>,
     backing: Arc<Backing>,
 }
 
@@ -338,8 +338,25 @@ unsafe impl Send for Target {}
 unsafe impl Sync for Target {}
 
 impl Target {
-    pub(super) fn as_raw(&self) -> *mut bindings::p2pdma_provider {
-        self.provider.as_ptr()
+    /// Whether it can be mapped for DMA: not where it lies in no BAR of its function.
+    pub(crate) fn is_for_dma(&self) -> bool {
+        self.provider.is_some()
+    }
+
+    pub(super) fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
+        self.provider
+    }
+
+    #[cfg(p2pmem_peer)]
+    pub(super) fn has_pages(&self) -> bool {
+        matches!(*self.backing, Backing::Pages(_))
+    }
+
+    /// Whether all of a physical range, of whole pages, is memory that this keeps.
+    pub(super) fn covers(&self, phys: u64, size: u64) -> bool {
+        let into = phys.checked_sub(self.backing.phys());
+        let left = into.and_then(|into| self.backing.size().checked_sub(into));
+        size > 0 && (phys | size) % PAGE_SIZE as u64 == 0 && left.is_some_and(|left| size <= left)
     }
 }
 

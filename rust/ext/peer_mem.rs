@@ -39,6 +39,9 @@ pub(crate) struct Asked {
     pub(crate) size: u64,
 }
 
+/// The number of registrations that there is no memory for: it finds nothing, and the core releases it as any other.
+const NO_MEMORY: usize = usize::MAX;
+
 /// What the core knows a registration by.
 #[derive(Clone, Copy)]
 pub(crate) struct CoreContext(u64);
@@ -48,9 +51,11 @@ pub(crate) trait Client: Sized + 'static {
     /// A registration.
     type Context: Send + Sync;
 
-    /// A number, not 0, for the registration of memory that is the client's; none where it is not. The core asks in the
-    /// process that registers, one at a time, holding a lock that others need for asking too.
-    fn acquire(asked: Asked) -> Option<usize>;
+    /// A number, neither 0 nor the last one, for the registration of memory that is the client's; none where it is not. The core
+    /// asks in the process that registers, one at a time, holding a lock that others need for asking too.
+    ///
+    /// Errors: the memory is the client's, and there is none for its registration, which fails with `ENOMEM`.
+    fn acquire(asked: Asked) -> Result<Option<usize>>;
     /// The registration of a number. None where it was released.
     fn find(number: usize) -> Option<Arc<Self::Context>>;
     /// The memory is to stay. `write`: the adapter will write to it. `core` is for [`invalidate`].
@@ -108,7 +113,7 @@ impl Adapter<'_> {
 ///
 /// # Invariants
 ///
-/// `raw` is a mapping that is ours. It is one for DMA while `target` is there, and not otherwise.
+/// `raw` is a mapping that is ours, of memory that `target` keeps while the mapping is live.
 struct Mapped {
     raw: NonNull<sys::p2pmem_peer_map>,
     target: Option<Target>,
@@ -150,18 +155,35 @@ impl Slot {
         })
     }
 
-    /// Maps pieces of memory for an adapter; for a virtual one as the pages that they have to have. Returns the number of
+    /// Maps pieces of the target for an adapter; for a virtual one as the pages that they have to have. Returns the number of
     /// entries.
     ///
-    /// Errors: `ENODEV` when it is closed, `EBUSY` when there is or was a mapping, `EINVAL` where DMA needs a target,
-    /// and those of the kernel.
-    pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[Piece]) -> Result<u32> {
-        let target = target.filter(|_| !adapter.is_virtual());
-        let provider = match &target {
-            Some(target) => target.as_raw(),
-            None if adapter.is_virtual() => ptr::null_mut(),
-            None => return Err(EINVAL),
+    /// Errors: `ENODEV` when it is closed, `EBUSY` when there is or was a mapping, `EINVAL` where a piece is not the target's, or
+    /// the target is nothing for such an adapter, and those of the kernel.
+    pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[Piece]) -> Result<u32> {
+        let serves = match adapter.is_virtual() {
+            true => target.has_pages(),
+            false => target.is_for_dma(),
         };
+        if !serves || !pieces.iter().all(|piece| piece.is_in(&target)) {
+            return Err(EINVAL);
+        }
+        // SAFETY: Seen just now.
+        unsafe { self.map_unchecked(adapter, Some(target), pieces) }
+    }
+
+    /// As [`Self::map`].
+    ///
+    /// # Safety
+    ///
+    /// All pieces must lie in the memory of the target, which can be mapped for such an adapter; or without a target, the adapter
+    /// must be a virtual one, and nothing may use the entries.
+    unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[Piece]) -> Result<u32> {
+        let provider = target
+            .as_ref()
+            .filter(|_| !adapter.is_virtual())
+            .and_then(Target::provider);
+        let provider = provider.map_or(ptr::null_mut(), NonNull::as_ptr);
         let count = u32::try_from(pieces.len())?;
         let mut room = self.room.lock();
         if room.closed {
@@ -171,10 +193,10 @@ impl Slot {
             return Err(EBUSY);
         }
         // SAFETY: The core keeps the device during the call, and the mapping keeps it afterwards; the target keeps the
-        // provider and the memory; the slice has as many pieces as the call is told.
+        // provider and the memory, which by the requirement all pieces are in; the slice has as many pieces as the call is told.
         let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
         let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
-        // INVARIANT: Made just now, for DMA where there is a target.
+        // INVARIANT: Made just now, of the target's memory.
         let mapped = room.mapped.insert(Mapped {
             raw,
             target,
@@ -417,8 +439,11 @@ impl<T: Client> Registration<T> {
             address: addr as u64,
             size: size as u64,
         };
-        let Some(number) = T::acquire(asked) else {
-            return 0;
+        let number = match T::acquire(asked) {
+            Ok(Some(number)) => number,
+            Ok(None) => return 0,
+            // Cores take an error for "not mine", and would go on to ask others for memory that is.
+            Err(_) => NO_MEMORY,
         };
         // SAFETY: The core has a place for it.
         unsafe { *client_context = ptr::without_provenance_mut(number) };
@@ -438,6 +463,9 @@ impl<T: Client> Registration<T> {
         core_context: u64,
     ) -> ffi::c_int {
         from_result(|| {
+            if client_context.addr() == NO_MEMORY {
+                return Err(ENOMEM);
+            }
             let context = Self::context(client_context)?;
             T::get_pages(&context, write != 0, CoreContext(core_context))?;
             Ok(0)
@@ -599,14 +627,20 @@ mod tests {
         // SAFETY: The table is ours.
         assert!(unsafe { slot.show(&mut table) }.is_err_and(|e| e == EINVAL));
         assert!(!slot.unmap() && !slot.is_mapped());
-        assert_eq!(slot.map(&CPU, None, &piece)?, 1);
-        assert!(slot.map(&CPU, None, &piece).is_err_and(|e| e == EBUSY));
+        assert_eq!(untouched(&slot, &piece)?, 1);
+        assert!(untouched(&slot, &piece).is_err_and(|e| e == EBUSY));
         // Closing does not end it, it only keeps others out; what the core has can be looked at to the end.
         assert!(slot.close() && slot.is_mapped());
         assert!(slot.unmap() && !slot.close());
-        assert!(slot.map(&CPU, None, &piece).is_err_and(|e| e == ENODEV));
+        assert!(untouched(&slot, &piece).is_err_and(|e| e == ENODEV));
         assert_eq!(entries(&slot)?.len(), 1);
         Ok(())
+    }
+
+    /// Maps for an adapter that works with the CPU.
+    fn untouched(slot: &Slot, pieces: &[Piece]) -> Result<u32> {
+        // SAFETY: Nothing here uses the entries, but to compare them.
+        unsafe { slot.map_unchecked(&CPU, None, pieces) }
     }
 
     /// Sizes of the entries of the table that a core would get.
@@ -635,7 +669,7 @@ mod tests {
         for &(phys, size) in pieces {
             list.push(Piece::new(phys, size)?, GFP_KERNEL)?;
         }
-        let count = slot.map(&CPU, None, &list)?;
+        let count = untouched(&slot, &list)?;
         assert!(slot.is_mapped());
         let entries = entries(&slot)?;
         assert_eq!(entries.len() as u32, count);

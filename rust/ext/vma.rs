@@ -80,8 +80,10 @@ impl<T: Mappable> NewArea<'_, T> {
     }
 
     /// Makes the area a mapping of `object` from page `page_offset` of the common address space on: of its struct
-    /// pages, or where it has none, of page frames.
+    /// pages, or where it has none, of page frames. No page of it is behind the last one that there can be.
     pub(crate) fn attach(mut self, object: Arc<T>, page_offset: u64, combine: bool, pages: bool) {
+        // The kernel adds the two without looking. Wherever the area is instead, nothing is mapped there.
+        let page_offset = page_offset.min((u64::MAX - self.len()) >> PAGE_SHIFT);
         // SAFETY: The area is valid and ours while it is being set up.
         unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine, pages) };
         // SAFETY: As above.

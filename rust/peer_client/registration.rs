@@ -228,7 +228,7 @@ impl Registration {
                 return Err(dmabuf::unreachable(provider, name, adapter.function()));
             }
             dmabuf::allowed(buffer, adapter.function(), name)?;
-            if target.is_none() {
+            if !target.is_for_dma() {
                 return Err(refuse!(
                     unsupported,
                     "memory of {} cannot be mapped for DMA: its driver published it, and it lies in none of its BARs",
