@@ -15,6 +15,7 @@ use super::dmabuf::exported_buffer;
 use super::life::{Part, ready};
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
+use crate::in_time;
 use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -209,7 +210,7 @@ fn open_close(_: &mut Bed) -> Result<()> {
         ours * 1e3
     );
     // A grace period takes some milliseconds, however fast the machine is.
-    ensure!(
+    in_time!(
         ours < null * 50.0 || ours < f64::from(TIMES) * 1e-3,
         "opening and closing takes {:.1} times as long as that of /dev/null",
         ours / null

@@ -407,7 +407,7 @@ pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()
 /// device's own changes.
 fn port_up(nic: &str, address: &str) -> Result<()> {
     let port = Path::new("/sys/class/infiniband").join(nic).join("ports/1");
-    let deadline = Instant::now() + LIMIT;
+    let deadline = Instant::now() + patiently(LIMIT);
     loop {
         let state = fs::read_to_string(port.join("state"))?;
         let gids = fs::read_dir(port.join("gids"))?

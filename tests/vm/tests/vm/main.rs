@@ -40,6 +40,7 @@ mod peer;
 mod perf;
 mod registration;
 mod runner;
+mod unplug;
 
 /// How long a test's command may take.
 const LIMIT: Duration = Duration::from_secs(180);
@@ -65,6 +66,7 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
         iommu::TESTS,
         Kernels::Stock("what the module asks of the kernel is the same without an IOMMU, and such machines are slow"),
     ),
+    (unplug::TESTS, Kernels::Stock("the debug kernel has no nvmet")),
     (
         registration::TESTS,
         Kernels::Stock("it counts instructions of a kernel as people use it"),
