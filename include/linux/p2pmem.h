@@ -48,12 +48,14 @@ struct p2pmem_publication {
  * unregistered, another range of the function cannot.
  *
  * The registration ends by p2pmem_unregister_provider(), or when the driver is about to be unbound, before its
- * remove(): then @what->revoked is called, and what is left to the driver is to unregister. Its module keeps p2pmem
- * loaded as long as it uses these functions.
+ * remove(), or the machine about to sleep, before its suspend(): then @what->revoked is called, and what is left to the
+ * driver is to unregister. Until the machine is awake again (PM_POST_SUSPEND) registering fails with -EBUSY. Its module
+ * keeps p2pmem loaded as long as it uses these functions.
  *
  * Return: the registration, or an ERR_PTR: -EINVAL (no such range, or no whole pages), -EEXIST (the function is a
- * provider already), -EBUSY (another range of it has struct pages, or its pool is in use), -ENODEV (p2pmem is being
- * loaded or unloaded), -EOPNOTSUPP (the function cannot do peer-to-peer DMA), -ENOMEM. The log says why.
+ * provider already), -EBUSY (another range of it has struct pages, its pool is in use, or the machine is about to
+ * sleep), -ENODEV (p2pmem is being loaded or unloaded), -EOPNOTSUPP (the function cannot do peer-to-peer DMA), -ENOMEM.
+ * The log says why.
  */
 struct p2pmem_registration *p2pmem_register_provider(struct pci_dev *pdev, const struct p2pmem_publication *what);
 
