@@ -14,10 +14,8 @@ use core::{marker::PhantomData, ptr};
 use kernel::{
     bindings,
     device::{Bound, Core},
-    error::to_result,
-    ffi, pci,
+    pci,
     prelude::*,
-    str::CStrExt,
     sync::Arc,
 };
 
@@ -33,44 +31,8 @@ pub(crate) trait Hooks: Send + Sync + 'static {
 /// The driver.
 pub(crate) struct Driver<H>(PhantomData<H>);
 
-/// The memory BARs of a device, claimed for the driver: nobody else in the kernel gets them, and `/proc/iomem` shows by whom they are
-/// used.
-///
-/// # Invariants
-///
-/// `bars` of `device` are claimed, and given back by nobody else.
-struct Claim {
-    device: *mut bindings::pci_dev,
-    bars: ffi::c_int,
-}
-
-// SAFETY: A PCI device is not bound to a thread.
-unsafe impl Send for Claim {}
-// SAFETY: There are no methods on a shared reference.
-unsafe impl Sync for Claim {}
-
-impl Claim {
-    /// Errors: `EBUSY` where somebody else uses one; the kernel logs which.
-    fn new(device: &pci::Device<Core<'_>>) -> Result<Self> {
-        let device = Function::of(device).as_raw();
-        // SAFETY: The device is being bound.
-        let bars = unsafe { bindings::pci_select_bars(device, bindings::IORESOURCE_MEM as usize) };
-        // SAFETY: As above; the name is a static.
-        to_result(unsafe { bindings::pci_request_selected_regions(device, bars, c"p2pmem".as_char_ptr()) })?;
-        // INVARIANT: Claimed just now.
-        Ok(Self { device, bars })
-    }
-}
-
-impl Drop for Claim {
-    fn drop(&mut self) {
-        // SAFETY: By the type invariant; the driver core drops this before the device can be bound again.
-        unsafe { bindings::pci_release_selected_regions(self.device, self.bars) };
-    }
-}
-
-/// What the driver core keeps of a bound device: its place in [`BOUND`], which ends with this at the latest, and its BARs.
-pub(crate) struct Data(BoundDevice, #[allow(dead_code, reason = "held to be dropped")] Claim);
+/// What the driver core keeps of a bound device: its place in [`BOUND`], which ends with this at the latest.
+pub(crate) struct Data(BoundDevice);
 
 impl Drop for Data {
     fn drop(&mut self) {
@@ -154,7 +116,6 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             let device = Function::of(dev).as_raw();
             // SAFETY: The device is being bound to this driver, and the handlers live as long as the module's code.
             unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
-            let claim = Claim::new(dev)?;
             let windows = Windows::new()?;
             let entry = || BoundDevice {
                 device,
@@ -162,7 +123,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
                 windows: windows.clone(),
             };
             BOUND.lock().push(entry(), GFP_KERNEL)?;
-            Ok(Data(entry(), claim))
+            Ok(Data(entry()))
         };
         add()
     }

@@ -4,7 +4,6 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open, read};
+use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open};
 use crate::host;
 use crate::in_time;
 use crate::patience::{amount, patiently};
@@ -69,13 +68,6 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: unbind_under_io,
-    },
-    Case {
-        name: "claims",
-        about: "the memory BARs of a bound device are claimed by name, and given back when it is unbound",
-        topology: "small",
-        ruins: false,
-        run: claims,
     },
     Case {
         name: "rmmod",
@@ -455,23 +447,6 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     fio.has_failed()?;
     in_time!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
     bed.publish("accel0")
-}
-
-fn claims(bed: &mut Bed) -> Result<()> {
-    // Below the line of a BAR, which the kernel calls by the device's address.
-    let claimed = || -> Result<bool> {
-        let iomem = read(Path::new("/proc/iomem"))?;
-        let bdf = bed.device("accel0")?.bdf.clone();
-        let mut lines = iomem.lines().skip_while(|line| !line.ends_with(&format!(" : {bdf}")));
-        lines.next().context("accel0 has no BAR")?;
-        Ok(lines.next().is_some_and(|line| line.ends_with(" : p2pmem")))
-    };
-    ensure!(claimed()?, "its BAR is nobody's");
-    bed.unpublish("accel0")?;
-    ensure!(!claimed()?, "its BAR was not given back");
-    bed.publish("accel0")?;
-    ensure!(claimed()?, "its BAR is nobody's after it was bound again");
-    Ok(())
 }
 
 fn rmmod(bed: &mut Bed) -> Result<()> {
