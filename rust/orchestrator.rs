@@ -34,7 +34,7 @@ use kernel::{
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
-        atomic::{Atomic, AtomicFlag, Relaxed},
+        atomic::{Atomic, Relaxed},
         Arc, Mutex,
     },
 };
@@ -100,6 +100,8 @@ struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
     cache: Cache,
+    /// Whether the machine is about to sleep, or sleeps: there are no providers then.
+    asleep: bool,
 }
 
 /// What the module knows.
@@ -120,8 +122,6 @@ pub(crate) struct Orchestrator {
     files: Mutex<RBTree<u64, Arc<File>>>,
     #[pin]
     peers: Peers,
-    /// Whether the machine is about to sleep, or sleeps: there are no providers then.
-    asleep: AtomicFlag,
 }
 
 impl Orchestrator {
@@ -139,11 +139,11 @@ impl Orchestrator {
                     providers: KVec::new(),
                     next_id: 1,
                     cache: Cache::new(),
+                    asleep: false,
                 }),
                 views <- new_mutex!(Views::new()),
                 files <- new_mutex!(RBTree::new()),
                 peers <- Peers::new(),
-                asleep: AtomicFlag::new(false),
             }),
             GFP_KERNEL,
         )
@@ -557,7 +557,7 @@ impl Orchestrator {
     /// Takes a provider into the list.
     pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
         let mut registry = self.registry.lock();
-        if self.asleep.load(Relaxed) {
+        if registry.asleep {
             return Err(refuse!(EBUSY, "the machine is about to sleep"));
         }
         if registry
@@ -579,9 +579,7 @@ impl Orchestrator {
 
     /// States whether the machine is about to sleep. From then on no provider is added.
     pub(crate) fn set_asleep(&self, asleep: bool) {
-        // With the lock, so that whoever looked before has added its provider.
-        let _registry = self.registry.lock();
-        self.asleep.store(asleep, Relaxed);
+        self.registry.lock().asleep = asleep;
     }
 
     /// Whether a function is a provider.
