@@ -122,9 +122,10 @@ pub enum Kernels<'a> {
     Debug(&'a str),
 }
 
-/// Those that do not run on both.
 const NO_MEMCG: &str = "the debug kernel has no memory controller";
 const NO_SLEEP: &str = "the debug kernel cannot sleep";
+
+/// Those that do not run on both.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     (
         "abi-compat",

@@ -225,7 +225,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
 }
 
 /// Reads a file's events until one was the last that `is_last` waits for.
-pub(super) fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
+fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
     let deadline = Instant::now() + patiently(Duration::from_secs(10));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
@@ -243,6 +243,19 @@ pub(super) fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p
             return Ok(());
         }
     }
+}
+
+/// Waits until a file was told that a buffer of its own and the buffer's provider are gone, and asks about the buffer.
+pub(super) fn await_loss(file: &std::fs::File, handle: u32, provider: u32) -> Result<()> {
+    let (mut revoked, mut removed) = (false, false);
+    await_events(file, |event| {
+        revoked |= event.type_ == abi::P2PMEM_EVENT_BUFFER_REVOKED && event.handle == handle;
+        removed |= event.type_ == abi::P2PMEM_EVENT_PROVIDER_REMOVED && event.provider == provider;
+        revoked && removed
+    })?;
+    let state = buffer(file.as_fd(), handle).map_err(errno)?;
+    ensure!(state.state == abi::P2PMEM_BUFFER_GONE, "{state:?}");
+    Ok(())
 }
 
 fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {

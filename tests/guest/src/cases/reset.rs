@@ -12,9 +12,9 @@ use p2pmem_sys as abi;
 use super::dmabuf::{GOOD, Importer, exported_buffer};
 use super::dmabuf_end::Log;
 use super::inflight::until;
-use super::life::{Part, await_events};
+use super::life::{Part, await_loss};
 use super::pageless::without_pages;
-use super::{Bed, Case, alloc, buffer, errno, expect, free, open, read, request, write};
+use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
 use crate::host;
 use crate::sys::{self, Mapping, Memory};
 use crate::wire::Request;
@@ -90,13 +90,7 @@ impl Owned {
     /// Its owner has lost it, and was told.
     fn lost(self, bed: &Bed) -> Result<()> {
         let fd = self.file.as_fd();
-        let (mut revoked, mut removed) = (false, false);
-        await_events(&self.file, |event| {
-            revoked |= event.type_ == abi::P2PMEM_EVENT_BUFFER_REVOKED && event.handle == self.got.handle;
-            removed |= event.type_ == abi::P2PMEM_EVENT_PROVIDER_REMOVED && event.provider == self.provider;
-            revoked && removed
-        })?;
-        ensure!(buffer(fd, self.got.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+        await_loss(&self.file, self.got.handle, self.provider)?;
         ensure!(bed.provider("accel0").is_err(), "it is a provider still");
         let mut ask = request(4096);
         ask.req.provider = self.provider;

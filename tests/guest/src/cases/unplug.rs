@@ -14,10 +14,10 @@ use p2pmem_sys as abi;
 
 use super::dmabuf::{GOOD, Importer, exported_buffer};
 use super::inflight::until;
-use super::life::{Fio, Part, await_events};
+use super::life::{Fio, Part, await_loss};
 use super::rdma_user::{Wire, compare, pattern};
 use super::share::import;
-use super::{Bed, Case, alloc, buffer, errno, free, open, providers};
+use super::{Bed, Case, alloc, errno, free, open, providers};
 use crate::patience::rounds;
 use crate::sys::{self, Mapping};
 use crate::wire::Request;
@@ -115,18 +115,12 @@ impl Users {
     /// All were told that it is gone, and let go of it.
     fn have_lost_it(self, provider: u32) -> Result<()> {
         for (file, handle) in [(&self.file, self.handle), (&self.other, self.shared)] {
-            let (mut revoked, mut removed) = (false, false);
-            await_events(file, |event| {
-                revoked |= event.type_ == abi::P2PMEM_EVENT_BUFFER_REVOKED && event.handle == handle;
-                removed |= event.type_ == abi::P2PMEM_EVENT_PROVIDER_REMOVED && event.provider == provider;
-                revoked && removed
-            })?;
-            ensure!(buffer(file.as_fd(), handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
+            await_loss(file, handle, provider)?;
             free(file.as_fd(), handle).map_err(errno)?;
         }
-        for (buffer, registration) in self.registered {
+        // Registrations of what is gone end like any other.
+        for (_buffer, registration) in self.registered {
             drop(registration);
-            drop(buffer);
         }
         Ok(())
     }

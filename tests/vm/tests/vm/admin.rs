@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use p2pmem_vm::cluster::Cluster;
 
 use crate::perf::perf;
-use crate::{Test, clean};
+use crate::{Test, clean, module};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -118,7 +118,7 @@ fn script(steps: &[Step], devices: &[(String, String)]) -> Result<String> {
 
 fn guide(cluster: &mut Cluster) -> Result<()> {
     let steps = steps(GUIDE)?;
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
+    let module = module()?;
     let perf = perf()?;
     let bin = Path::new(&perf)
         .parent()

@@ -4,11 +4,11 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::Status;
 
-use crate::{Test, clean, describe, sh};
+use crate::{Test, clean, describe, module, sh};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -26,7 +26,7 @@ const WRONG: &[(&str, &str)] = &[
 ];
 
 fn find(cluster: &mut Cluster) -> Result<()> {
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
+    let module = module()?;
     let module = Path::new(&module).with_file_name("debug/p2pmem_provoke.ko");
     let load = |what: &str| format!("insmod {} what={what} && rmmod p2pmem_provoke", module.display());
     clean(cluster.only()?, &load("leak"))?;

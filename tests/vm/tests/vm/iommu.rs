@@ -3,16 +3,14 @@
 //! Tests of the module in machines whose IOMMU translates all DMA. Most are cases of other topologies, run here by name.
 //! The bytes that were moved and compared, by vendor, go to the report on hardening.
 
-use std::path::Path;
-
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::{Command, Vm};
 use serde_json::{Value, json};
 
-use crate::perf::perf;
-use crate::{LIMIT, Test, clean, describe, describe_outcome, hardening, run, sh, sibling};
+use crate::perf::{ctl, perf};
+use crate::{LIMIT, Test, clean, describe, describe_outcome, hardening, module, run, sh, sibling};
 
 /// The tests.
 pub const TESTS: &[Test] = &[
@@ -91,15 +89,6 @@ pub fn translated(vm: &mut Vm, device: &str) -> Result<()> {
         "the IOMMU group of {device} is of type {kind:?}, not DMA"
     );
     Ok(())
-}
-
-fn module() -> Result<String> {
-    std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")
-}
-
-fn ctl() -> Result<String> {
-    let path = Path::new(&perf()?).with_file_name("p2pmemctl");
-    Ok(path.to_str().context("path")?.to_owned())
 }
 
 fn case(vm: &mut Vm, name: &str) -> Result<()> {

@@ -279,6 +279,11 @@ fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
     }
 }
 
+/// The module for the stock kernel.
+fn module() -> Result<String> {
+    std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")
+}
+
 fn run(vm: &mut Vm, command: &Command) -> Result<Outcome> {
     vm.exec(command, &mut |_, _| {})
 }

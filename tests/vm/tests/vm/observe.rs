@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use p2pmem_vm::cluster::Cluster;
 
 use crate::perf::perf;
-use crate::{Test, clean};
+use crate::{Test, clean, module};
 
 /// The tests.
 pub const TESTS: &[Test] = &[
@@ -28,7 +28,7 @@ pub const TESTS: &[Test] = &[
 
 /// Runs a script of tests/observe with an accelerator published.
 fn with_provider(cluster: &mut Cluster, script: &str) -> Result<()> {
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
+    let module = module()?;
     let perf = perf()?;
     let bin = Path::new(&perf).parent().context("a folder of programs")?.display();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../observe").join(script);

@@ -55,6 +55,12 @@ pub fn perf() -> Result<String> {
     Ok(path.to_str().context("path")?.to_owned())
 }
 
+/// p2pmemctl, of user space as built.
+pub fn ctl() -> Result<String> {
+    let path = PathBuf::from(perf()?).with_file_name("p2pmemctl");
+    Ok(path.to_str().context("path")?.to_owned())
+}
+
 fn node(cluster: &mut Cluster) -> Result<&mut Vm> {
     let vm = cluster.node("a")?;
     clean(vm, NIC)?;

@@ -3,14 +3,12 @@
 //! What registering memory with a NIC costs, in instructions: of an accelerator's memory by its dma-buf, and of host memory
 //! by `ibv_reg_mr()`, in the same guest. Leaves `registration.json` beside the other reports.
 
-use std::path::Path;
-
 use anyhow::{Context, Result, ensure};
 use p2pmem_vm::cluster::Cluster;
 use serde_json::{Value, json};
 
-use crate::perf::perf;
-use crate::{Test, clean, write_report};
+use crate::perf::{ctl, perf};
+use crate::{Test, clean, module, write_report};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -28,13 +26,11 @@ const FLAT: f64 = 1.2;
 const GROWS: f64 = 8.0;
 
 fn costs(cluster: &mut Cluster) -> Result<()> {
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
-    let (perf, vm) = (perf()?, cluster.only()?);
-    let ctl = Path::new(&perf).with_file_name("p2pmemctl");
+    let module = module()?;
+    let (perf, ctl, vm) = (perf()?, ctl()?, cluster.only()?);
     let script = format!(
-        "insmod {module} && {} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 0 >&2 &&
-        {perf} --json register --nic $P2PMEM_RDMA_NIC0 --memory cpu,accelerator --size 2M-256M -n 3",
-        ctl.display()
+        "insmod {module} && {ctl} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 0 >&2 &&
+        {perf} --json register --nic $P2PMEM_RDMA_NIC0 --memory cpu,accelerator --size 2M-256M -n 3"
     );
     let outcome = clean(vm, &script)?;
     let measured: Value = serde_json::from_slice(&outcome.stdout).context("output of p2pmem-perf")?;

@@ -2,8 +2,6 @@
 
 //! A drive that is unplugged while another machine writes to it through an accelerator's memory.
 
-use std::path::Path;
-
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::patience::rounds;
 use p2pmem_guest::wire::Listen;
@@ -11,8 +9,8 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::{Command, Vm};
 use serde_json::json;
 
-use crate::perf::perf;
-use crate::{LIMIT, Test, clean, describe_outcome, hardening};
+use crate::perf::ctl;
+use crate::{LIMIT, Test, clean, describe_outcome, hardening, module};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -25,37 +23,23 @@ pub const TESTS: &[Test] = &[Test {
 /// The port by which both sides talk about what they do.
 const PORT: u16 = 18530;
 
-/// The subsystem, with a port and without a drive, on node b.
-const SET_UP: &str = r#"
-modprobe -a nvme-rdma nvmet nvmet-rdma
-[ "$P2PMEM_NODE" = b ] || exit 0
-cd /sys/kernel/config/nvmet
-mkdir subsystems/p2pmem
-echo 1 >subsystems/p2pmem/attr_allow_any_host
-mkdir subsystems/p2pmem/namespaces/1
-mkdir ports/1
-echo rdma >ports/1/addr_trtype
-echo ipv4 >ports/1/addr_adrfam
-echo "$P2PMEM_RDMA_ADDR_B_NIC0" >ports/1/addr_traddr
-echo 4420 >ports/1/addr_trsvcid
-# No data in capsules: those would be in host memory.
-echo 0 >ports/1/param_inline_data_size
-ln -s /sys/kernel/config/nvmet/subsystems/p2pmem ports/1/subsystems/p2pmem
-"#;
-
 /// What the drive read from memory of a kind so far.
 fn written(vm: &mut Vm, from: &str) -> Result<u64> {
     Ok(vm.snapshot()?["nvme0"]["write"][from].as_u64().unwrap_or(0))
 }
 
 fn nvmet(cluster: &mut Cluster) -> Result<()> {
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?;
-    let ctl = Path::new(&perf()?).with_file_name("p2pmemctl");
-    let ctl = ctl.to_str().context("path")?;
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../clients/nvmet-unplug.py");
+    let (module, ctl) = (module()?, ctl()?);
+    let clients = concat!(env!("CARGO_MANIFEST_DIR"), "/../clients");
+    let script = format!("{clients}/nvmet-unplug.py");
     for node in ["a", "b"] {
-        let load =
-            format!("set -e\ninsmod {module}\n{ctl} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 64M >&2\n{SET_UP}");
+        let load = format!(
+            "set -e
+            insmod {module}
+            {ctl} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 64M >&2
+            modprobe nvme-rdma
+            [ $P2PMEM_NODE = a ] || {clients}/nvmet-target.sh p2pmem $P2PMEM_RDMA_ADDR_B_NIC0"
+        );
         clean(cluster.node(node)?, &load)?;
     }
     let shell = |line: String| Command::new(["sh", "-c", line.as_str()]).limit(LIMIT);
