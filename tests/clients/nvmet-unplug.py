@@ -11,7 +11,6 @@ acknowledged has to be there.
 """
 
 import glob
-import json
 import mmap
 import os
 import socket
@@ -19,6 +18,8 @@ import struct
 import subprocess
 import sys
 import time
+
+from runner import ask
 
 BLOCK, SLOTS, ENOUGH = 64 << 10, 128, 32
 UUID = "70327032-6d65-6d00-0000-000000000001"
@@ -37,16 +38,6 @@ def until(what, holds):
             return found
         time.sleep(0.02)
     sys.exit(f"nvmet-unplug: not in time: {what}")
-
-
-def ask_runner(request):
-    """Has the runner of the machine do something."""
-    with socket.socket(socket.AF_UNIX) as runner:
-        runner.connect("/run/p2pmem/host.sock")
-        runner.sendall(json.dumps(request).encode() + b"\n")
-        answer = json.loads(runner.makefile().readline())
-    if "Ok" not in answer:
-        sys.exit(f"nvmet-unplug: {request}: {answer}")
 
 
 def direct(path, flags):
@@ -74,10 +65,10 @@ def target(subsystem, port):
     with peer, peer.makefile("rw") as words:
         if words.readline() != "writing\n":
             sys.exit("nvmet-unplug: the host does not write")
-        ask_runner({"op": "device-del", "name": "nvme0"})
+        ask({"op": "device-del", "name": "nvme0"})
         acknowledged = int(words.readline())
         say("enable", "0")
-        ask_runner({"op": "device-add", "name": "nvme0"})
+        ask({"op": "device-add", "name": "nvme0"})
         file = until("the drive is back", lambda: direct(drive, os.O_RDONLY))
         memory = mmap.mmap(-1, BLOCK)
         for slot in range(min(SLOTS, acknowledged)):

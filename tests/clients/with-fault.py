@@ -13,24 +13,15 @@ program does; with 99 if the NIC does not come back.
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import time
 
+from runner import ask
+
 NIC = "nic0"
 BOUND = 150
 device = pathlib.Path("/sys/bus/pci/devices") / os.environ["P2PMEM_DEV_NIC0"]
-
-
-def ask(request):
-    with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect("/run/p2pmem/host.sock")
-        peer.sendall(json.dumps(request).encode() + b"\n")
-        answer = json.loads(peer.makefile().readline())
-    if "Ok" not in answer:
-        sys.exit(f"with-fault: {request}: {answer}")
-    return answer["Ok"]
 
 
 def control(request):
