@@ -26,7 +26,7 @@ use crate::{
     refusal::{refuse, Answer, Refusal},
 };
 use kernel::{
-    fmt, new_mutex,
+    fmt, new_mutex, new_work,
     page::PAGE_SIZE,
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
@@ -34,6 +34,7 @@ use kernel::{
         atomic::{Atomic, Relaxed},
         Arc, ArcBorrow, Mutex,
     },
+    workqueue::{impl_has_work, Work, WorkItem},
 };
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -94,6 +95,20 @@ pub(crate) struct Export {
     /// It was revoked and the last mapping is gone.
     #[pin]
     idle: Completion,
+    #[pin]
+    work: Work<Export>,
+}
+
+impl_has_work! {
+    impl HasWork<Export> for Export { self.work }
+}
+
+impl WorkItem for Export {
+    type Pointer = Arc<Self>;
+
+    fn run(this: Arc<Self>) {
+        this.invalidate();
+    }
 }
 
 /// How long a revocation waits for others: what is left for fences, in ms.
@@ -151,6 +166,7 @@ impl Export {
                     importers: RBTree::new(),
                 }),
                 idle <- Completion::new(),
+                work <- new_work!("p2pmem_invalidation"),
             }),
             GFP_KERNEL_ACCOUNT,
         )?;
@@ -197,16 +213,26 @@ impl Export {
         })
     }
 
-    /// First part of a revocation: nothing is mapped any more from here on, and importers are told to let go. Most
-    /// have done so when this returns.
-    pub(crate) fn revoke(&self) {
-        self.link.invalidate(|| self.state.lock().revoked = true);
+    /// First part of a revocation, which begins to tell importers to let go. That is done on the module's workqueue: an importer's
+    /// driver may wait for its device, and the waits for many dma-bufs are to be one.
+    pub(crate) fn revoke(self: &Arc<Self>) {
+        if !global::enqueue(self.clone()) {
+            self.invalidate();
+        }
     }
 
-    /// Second part: waits until no importer can reach the memory. For DMA that importers said was under way there is a
+    /// Nothing is mapped any more from here on, and importers were told to let go, by this call or by one before it. Most have
+    /// done so when this returns.
+    fn invalidate(&self) {
+        self.link
+            .invalidate(|| !core::mem::replace(&mut self.state.lock().revoked, true));
+    }
+
+    /// Second part: tells them if that is not done yet, and waits until no importer can reach the memory. For DMA that importers said was under way there is a
     /// limit; for mappings there is none, as the memory cannot be anybody else's before, but a line in the log that
     /// names who holds on.
     pub(crate) fn await_idle(&self, patience: &mut Patience) {
+        self.invalidate();
         let mut waited = 0;
         while !self.is_idle() {
             if worth_saying(waited) {

@@ -185,20 +185,22 @@ impl Link {
         pin_init!(Self { raw <- new_mutex!(Raw(None)) })
     }
 
-    /// Locks the reservation, calls `mark`, and tells all importers to let go. What they do not do at once they do in
-    /// a while.
-    pub(crate) fn invalidate(&self, mark: impl FnOnce()) {
+    /// Locks the reservation, calls `mark`, and tells all importers to let go if that says so. What they do not do at once they
+    /// do in a while.
+    pub(crate) fn invalidate(&self, mark: impl FnOnce() -> bool) {
         let raw = self.raw.lock();
         let Some(dma_buf) = raw.0 else {
-            return mark();
+            mark();
+            return;
         };
         // SAFETY: By the type invariant the dma-buf is valid, and `raw` is locked. Its reservation is valid with it.
         unsafe {
             let resv = (*dma_buf.as_ptr()).resv;
             // Without a context it cannot fail.
             bindings::dma_resv_lock(resv, ptr::null_mut());
-            mark();
-            bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
+            if mark() {
+                bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
+            }
             bindings::dma_resv_unlock(resv);
         }
     }
