@@ -124,7 +124,7 @@ impl Orchestrator {
             ));
         }
         if !wanted.pages {
-            return self.publish_window(wanted, &device, bar, size, publisher);
+            return self.publish_window(wanted, &mut device, bar, size, publisher);
         }
         let at = function.bar(bar).map_or(0, |(start, _)| start);
         if (at + wanted.offset) % SECTION != 0 || size % SECTION != 0 {
@@ -151,6 +151,7 @@ impl Orchestrator {
                 size
             ));
         }
+        claim(&mut device, bar, addr)?;
         device.add_range(bar, wanted.offset, size).map_err(|e| match e {
             e if e == EBUSY => refuse!(
                 e,
@@ -203,7 +204,7 @@ impl Orchestrator {
     fn publish_window(
         &self,
         wanted: &Publication,
-        device: &driver::Published<'_>,
+        device: &mut driver::Published<'_>,
         bar: u32,
         size: u64,
         publisher: Option<Arc<Publisher>>,
@@ -216,6 +217,7 @@ impl Orchestrator {
                 addr
             ));
         }
+        claim(device, bar, addr)?;
         let window = device.window(bar, wanted.offset, size).map_err(|e| match e {
             e if e == EBUSY => refuse!(
                 e,
@@ -259,4 +261,17 @@ impl Orchestrator {
         );
         Ok(provider.id)
     }
+}
+
+/// Claims the BAR that is to be published.
+fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<()> {
+    device.claim(bar).map_err(|e| match e {
+        e if e == EBUSY => refuse!(
+            e,
+            "BAR {} of {} is claimed by somebody else, whom /proc/iomem names",
+            bar,
+            addr
+        ),
+        e => refuse!(e, "BAR {} of {} cannot be claimed", bar, addr),
+    })
 }

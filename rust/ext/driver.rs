@@ -14,8 +14,10 @@ use core::{marker::PhantomData, ptr};
 use kernel::{
     bindings,
     device::{Bound, Core},
-    pci,
+    error::to_result,
+    ffi, pci,
     prelude::*,
+    str::CStrExt,
     sync::Arc,
 };
 
@@ -119,6 +121,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             let windows = Windows::new()?;
             let entry = || BoundDevice {
                 device,
+                claimed: 0,
                 range: None,
                 windows: windows.clone(),
             };
@@ -140,6 +143,8 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 /// A device that is bound to the driver, during a call of [`with_bound`], or to another one that publishes memory of it.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
+    /// Of a device that is bound to the driver: which of its BARs are claimed.
+    claimed: Option<&'a mut u32>,
     range: &'a mut Option<(u32, u64, u64)>,
     windows: &'a Arc<Windows>,
 }
@@ -152,11 +157,37 @@ impl<'a> Published<'a> {
         range: &'a mut Option<(u32, u64, u64)>,
         windows: &'a Arc<Windows>,
     ) -> Self {
-        Self { device, range, windows }
+        Self {
+            device,
+            claimed: None,
+            range,
+            windows,
+        }
     }
 
     pub(crate) fn device(&self) -> &pci::Device<Bound> {
         self.device
+    }
+
+    /// Claims a BAR, so that nobody else in the kernel gets it, and `/proc/iomem` shows who has it. It is claimed until the device is
+    /// unbound. The claim of a device that is bound to another driver is that driver's business.
+    ///
+    /// Errors: `EINVAL` when there is no such BAR, `EBUSY` when somebody else has claimed some of it (the kernel logs which part),
+    /// `ENOMEM`.
+    pub(crate) fn claim(&mut self, bar: u32) -> Result {
+        let Some(claimed) = self.claimed.as_deref_mut() else {
+            return Ok(());
+        };
+        let bit = 1_u32.checked_shl(bar).ok_or(EINVAL)?;
+        if *claimed & bit != 0 {
+            return Ok(());
+        }
+        let device = Function::of(self.device).as_raw();
+        // SAFETY: The device is bound during this call, so that the driver core releases the claim when it is unbound; the name is a
+        // static, which lives as long as the module, and the module's driver goes before it.
+        to_result(unsafe { bindings::pcim_request_region(device, bar as ffi::c_int, c"p2pmem".as_char_ptr()) })?;
+        *claimed |= bit;
+        Ok(())
     }
 
     /// Gives a range of a BAR struct pages. It keeps them until the device is unbound, so a second range is refused.
@@ -197,6 +228,7 @@ pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
     Some(f(Published {
         device,
+        claimed: Some(&mut entry.claimed),
         range: &mut entry.range,
         windows: &entry.windows,
     }))

@@ -25,10 +25,11 @@ kernel::sync::global_lock! {
     pub(super) unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
 }
 
-/// A device that is bound to our driver, the one range of it that was given struct pages since (BAR, offset, size), and
-/// the windows of it.
+/// A device that is bound to our driver, which of its BARs were claimed since (a bit for each), the one range of it that was
+/// given struct pages since (BAR, offset, size), and the windows of it.
 pub(super) struct BoundDevice {
     pub(super) device: *mut bindings::pci_dev,
+    pub(super) claimed: u32,
     pub(super) range: Option<(u32, u64, u64)>,
     pub(super) windows: Arc<Windows>,
 }

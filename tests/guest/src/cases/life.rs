@@ -4,7 +4,8 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
-use std::process::{Child, Command, Stdio};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open};
+use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open, read};
 use crate::host;
 use crate::in_time;
 use crate::patience::{amount, patiently};
@@ -70,6 +71,13 @@ pub(super) const CASES: &[Case] = &[
         run: unbind_under_io,
     },
     Case {
+        name: "claims",
+        about: "the BAR that is published is claimed by name until the device is unbound, and no other BAR of it is",
+        topology: "small",
+        ruins: false,
+        run: claims,
+    },
+    Case {
         name: "rmmod",
         about: "rmmod is refused while a file is open or mapped, and works afterwards",
         topology: "small",
@@ -89,7 +97,7 @@ pub(super) const CASES: &[Case] = &[
 const REMOVE: Duration = Duration::from_secs(1);
 
 /// Another process of this program, which says `ready` and then waits for a line.
-pub(super) struct Part(Child);
+pub(super) struct Part(Child, BufReader<ChildStdout>);
 
 impl Part {
     pub(super) fn start(name: &str, arguments: &[&str]) -> Result<Part> {
@@ -107,11 +115,18 @@ impl Part {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let mut line = String::new();
-        BufReader::new(child.stdout.as_mut().context("stdout")?).read_line(&mut line)?;
-        let part = Part(child);
-        ensure!(line.trim() == "ready", "part {name} said {line:?}");
+        let stdout = child.stdout.take().context("stdout")?;
+        let mut part = Part(child, BufReader::new(stdout));
+        part.await_ready().with_context(|| format!("part {name}"))?;
         Ok(part)
+    }
+
+    /// Waits until it says again that it is ready.
+    pub(super) fn await_ready(&mut self) -> Result<()> {
+        let mut line = String::new();
+        self.1.read_line(&mut line)?;
+        ensure!(line.trim() == "ready", "it said {line:?}");
+        Ok(())
     }
 
     /// Its process.
@@ -460,6 +475,36 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     fio.has_failed()?;
     in_time!(took < patiently(Duration::from_secs(5)), "remove took {took:?}");
     bed.publish("accel0")
+}
+
+/// What /proc/iomem has below the lines of accel0's BARs, in the order of their addresses.
+fn claimed_bars(bed: &Bed) -> Result<Vec<bool>> {
+    let iomem = read(Path::new("/proc/iomem"))?;
+    // The kernel calls a BAR by its device's address.
+    let bar = format!(" : {}", bed.device("accel0")?.bdf);
+    let lines: Vec<&str> = iomem.lines().collect();
+    let claims = lines
+        .windows(2)
+        .filter(|pair| pair[0].ends_with(&bar))
+        .map(|pair| pair[1].ends_with(" : p2pmem"))
+        .collect();
+    Ok(claims)
+}
+
+fn claims(bed: &mut Bed) -> Result<()> {
+    let all = |claims: &[bool]| claims.iter().filter(|claimed| **claimed).count();
+    for _ in 0..2 {
+        let claims = claimed_bars(bed)?;
+        ensure!(
+            claims.len() > 1 && all(&claims) == 1,
+            "the BAR published alone is to be claimed: {claims:?}"
+        );
+        bed.unpublish("accel0")?;
+        let claims = claimed_bars(bed)?;
+        ensure!(all(&claims) == 0, "not given back: {claims:?}");
+        bed.publish("accel0")?;
+    }
+    Ok(())
 }
 
 fn rmmod(bed: &mut Bed) -> Result<()> {
