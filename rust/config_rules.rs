@@ -10,7 +10,7 @@ use crate::{
     config::{attributes, show, word},
     ext::{compat::configfs_attrs, global},
     path::PathClass,
-    policy::{Action, Beneficiary, Device, Name, Rule},
+    policy::{Action, Beneficiary, Device, Name, Rule, Users},
     refusal::{refuse, Answer, Text},
     rule_text,
 };
@@ -214,8 +214,22 @@ fn show_number<T: kernel::fmt::Display>(page: &mut [u8; PAGE_SIZE], number: Opti
     }
 }
 
+impl kernel::fmt::Display for Users {
+    fn fmt(&self, f: &mut kernel::fmt::Formatter<'_>) -> kernel::fmt::Result {
+        for (at, (first, last)) in self.ranges().enumerate() {
+            f.write_str(if at > 0 { "," } else { "" })?;
+            f.write_fmt(fmt!("{}", first))?;
+            if last > first {
+                f.write_fmt(fmt!("-{}", last))?;
+            }
+        }
+        Ok(())
+    }
+}
+
 const DEVICE: &str = "any, a function as 0000:03:00.0, or vendor:device as 15b3:101b";
 const ID: &str = "any or a number";
+const USERS: &str = "any, or up to four numbers and ranges of numbers, as 1000,100000-165535";
 const BYTES: &str = "none or a number of bytes, with K, M, G or T for powers of 1024";
 
 attributes! {
@@ -243,7 +257,7 @@ attributes! {
         show_number(page, dir.settings.lock().rule.uid, "any")
     }, text: {
         dir.set(|rule| {
-            rule.uid = parsed(text, rule_text::id, ID)?;
+            rule.uid = parsed(text, rule_text::users, USERS)?;
             Ok(())
         })
     };

@@ -122,6 +122,40 @@ pub(crate) enum Beneficiary {
     Group,
 }
 
+/// Users: ranges of user ids.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Users([Option<(u32, u32)>; Self::MOST]);
+
+impl Users {
+    /// Most ranges: a user's own id, and the ranges of his subordinate ids.
+    pub(crate) const MOST: usize = 4;
+
+    pub(crate) const NOBODY: Self = Self([None; Self::MOST]);
+
+    /// One range more, from its first id to its last. None when it is empty or there are too many.
+    pub(crate) fn and(mut self, first: u32, last: u32) -> Option<Self> {
+        let free = self.0.iter_mut().find(|range| range.is_none())?;
+        *free = Some((first, last)).filter(|_| first <= last);
+        (*free).map(|_| self)
+    }
+
+    /// The first and the last id of each range.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        self.0.iter().flatten().copied()
+    }
+
+    pub(crate) fn has(&self, uid: u32) -> bool {
+        self.ranges().any(|(first, last)| (first..=last).contains(&uid))
+    }
+
+    /// Whether each range of the other ones is in one of these.
+    fn covers(&self, other: &Self) -> bool {
+        other
+            .ranges()
+            .all(|(from, to)| self.ranges().any(|(first, last)| first <= from && to <= last))
+    }
+}
+
 /// One rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rule {
@@ -134,7 +168,7 @@ pub(crate) struct Rule {
     /// Who does DMA.
     pub(crate) client: Device,
     /// Effective user id of who asks.
-    pub(crate) uid: Option<u32>,
+    pub(crate) uid: Option<Users>,
     /// A group that who asks is a member of.
     pub(crate) gid: Option<u32>,
     /// Attribute: what is said of it.
@@ -143,7 +177,7 @@ pub(crate) struct Rule {
     pub(crate) max_class: Option<PathClass>,
     /// Attribute: bytes that each user may hold.
     pub(crate) quota: Option<u64>,
-    /// Attribute: bytes that the members of the group may hold together.
+    /// Attribute: bytes that the members of the group, or the users, may hold together.
     pub(crate) group_quota: Option<u64>,
     /// Attribute: bytes of each provider that are set aside.
     pub(crate) reserve: Option<u64>,
@@ -160,7 +194,7 @@ pub(crate) enum Flaw {
     DenyAndMore,
     /// It counts bytes and names a client.
     CountsClient,
-    /// It has a quota for a group, and names no group.
+    /// It has a quota for several users together, and does not say for whom.
     NoGroup,
     /// It has a reserve for a group, and names no group.
     ReserveNoGroup,
@@ -185,7 +219,9 @@ impl Flaw {
             Self::Empty => "the rule says nothing: set action, max_class, quota, group_quota or reserve",
             Self::DenyAndMore => "the rule contradicts itself: what it denies has no max_class, quota or reserve",
             Self::CountsClient => "a quota and a reserve count memory, whoever does DMA: the rule cannot name a client",
-            Self::NoGroup => "a group_quota is what the members of a group hold together: name the group by gid",
+            Self::NoGroup => {
+                "a group_quota is what several users hold together: name their group by gid, or them by uid"
+            }
             Self::ReserveNoGroup => "a reserve for a group needs the group: name it by gid",
             Self::ReserveForNobody => "a reserve is for somebody: set reserve_for to kernel or group",
             Self::NobodysReserve => "reserve_for without a reserve: set how many bytes",
@@ -274,7 +310,7 @@ impl Rule {
             Err(Flaw::DenyAndMore)
         } else if self.counts() && self.client != Device::Any {
             Err(Flaw::CountsClient)
-        } else if self.group_quota.is_some() && self.gid.is_none() {
+        } else if self.group_quota.is_some() && self.gid.is_none() && self.uid.is_none() {
             Err(Flaw::NoGroup)
         } else if self.reserve.is_some() {
             match (self.reserve_for, self.uid, self.gid) {
@@ -302,7 +338,7 @@ impl Rule {
     }
 
     fn is_for(&self, subject: &impl Subject) -> bool {
-        self.uid.is_none_or(|uid| uid == subject.uid()) && self.gid.is_none_or(|gid| subject.is_member(gid))
+        self.uid.is_none_or(|users| users.has(subject.uid())) && self.gid.is_none_or(|gid| subject.is_member(gid))
     }
 
     fn matches(&self, provider: &Party, client: Option<&Party>) -> bool {
@@ -313,7 +349,9 @@ impl Rule {
     fn covers(&self, other: &Self) -> bool {
         self.provider.covers(other.provider)
             && self.client.covers(other.client)
-            && self.uid.is_none_or(|uid| other.uid == Some(uid))
+            && self
+                .uid
+                .is_none_or(|users| other.uid.is_some_and(|others| users.covers(&others)))
             && self.gid.is_none_or(|gid| other.gid == Some(gid))
     }
 
@@ -594,7 +632,7 @@ mod tests {
         let any = Rule::new(Name::EMPTY);
         let rules = [
             Rule {
-                uid: Some(7),
+                uid: Users::NOBODY.and(7, 7),
                 action: Some(Action::Deny),
                 ..any
             },
@@ -633,7 +671,7 @@ mod tests {
         static RULES: [Rule; MOST] = {
             let mut rules = [Rule::new(Name::EMPTY); MOST];
             rules[MOST - 1].action = Some(Action::Deny);
-            rules[MOST - 1].uid = Some(7);
+            rules[MOST - 1].uid = Some(Users([Some((7, 7)), None, None, None]));
             rules
         };
         let at = MOST - 1;
@@ -650,10 +688,36 @@ mod tests {
             action: Some(Action::Deny),
             ..any
         };
-        let rules = [Rule { uid: Some(7), ..deny }, deny, Rule { gid: Some(9), ..deny }];
+        let rules = [
+            Rule {
+                uid: Users::NOBODY.and(7, 7),
+                ..deny
+            },
+            deny,
+            Rule { gid: Some(9), ..deny },
+        ];
         assert_eq!(shadowed(&rules, 1), None);
         assert_eq!(shadowed(&rules, 2), Some((Attribute::Action, 1)));
         assert_eq!(shadowed(&rules, 3), None);
         assert_eq!(any.check(), Err(Flaw::Empty));
+    }
+
+    #[test]
+    fn users_are_ranges() {
+        let some = Users::NOBODY
+            .and(1000, 1000)
+            .and_then(|users| users.and(100_000, 165_535));
+        let all = some.filter(|users| users.has(1000) && users.has(100_000) && users.has(165_535));
+        assert!(all.is_some_and(|users| !users.has(999) && !users.has(1001) && !users.has(165_536)));
+        assert!(Users::NOBODY.and(2, 1).is_none() && !Users::NOBODY.has(0));
+        let part = Users::NOBODY.and(100_010, 100_020);
+        let two = [some, part].map(|uid| Rule {
+            uid,
+            action: Some(Action::Deny),
+            ..Rule::new(Name::EMPTY)
+        });
+        assert_eq!(shadowed(&two, 1), Some((Attribute::Action, 0)));
+        let full = (0..4).try_fold(Users::NOBODY, |users, at| users.and(at, at));
+        assert!(full.is_some_and(|users| users.and(5, 5).is_none()));
     }
 }

@@ -7,7 +7,7 @@
 
 use super::{
     path::{PathClass, PciAddr},
-    policy::{Action, Beneficiary, Device},
+    policy::{Action, Beneficiary, Device, Users},
 };
 
 impl PciAddr {
@@ -78,16 +78,31 @@ pub(crate) fn bytes(text: &str) -> Option<u64> {
     number(digits)?.checked_mul(unit)
 }
 
-/// `any` (none) or a user's or group's number. All ones is no number of anybody's.
+/// A user's or group's number. All ones is no number of anybody's.
+fn one_id(text: &str) -> Option<u32> {
+    number(text)
+        .and_then(|n| u32::try_from(n).ok())
+        .filter(|&n| n != u32::MAX)
+}
+
+/// `any` (none) or a group's number.
 pub(crate) fn id(text: &str) -> Option<Option<u32>> {
     match text {
         "any" => Some(None),
-        _ => Some(Some(
-            number(text)
-                .and_then(|n| u32::try_from(n).ok())
-                .filter(|&n| n != u32::MAX)?,
-        )),
+        _ => one_id(text).map(Some),
     }
+}
+
+/// `any` (none), or numbers of users and ranges of them, as `1000,100000-165535`.
+pub(crate) fn users(text: &str) -> Option<Option<Users>> {
+    if text == "any" {
+        return Some(None);
+    }
+    let all = text.split(',').try_fold(Users::NOBODY, |users, part| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        users.and(one_id(first)?, one_id(last)?)
+    });
+    all.map(Some)
 }
 
 impl Action {
@@ -205,6 +220,26 @@ mod tests {
         assert_eq!(id("1000"), Some(Some(1000)));
         for bad in ["", "-1", "4294967295", "4294967296", "root", "+5"] {
             assert_eq!(id(bad), None);
+        }
+        assert_eq!(users("any"), Some(None));
+        assert_eq!(users("1000"), Some(Users::NOBODY.and(1000, 1000)));
+        let two = Users::NOBODY
+            .and(1000, 1000)
+            .and_then(|users| users.and(100_000, 165_535));
+        assert_eq!(users("1000,100000-165535"), Some(two));
+        for bad in [
+            "",
+            ",",
+            "1,",
+            "2-1",
+            "1-",
+            "-1",
+            "1-2-3",
+            "1,2,3,4,5",
+            "0-4294967295",
+            "1 ,2",
+        ] {
+            assert_eq!(users(bad), None);
         }
         for action in [Action::Allow, Action::Deny, Action::Prefer, Action::Avoid] {
             assert_eq!(Action::parse(action.as_str()), Some(action));

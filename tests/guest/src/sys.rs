@@ -323,6 +323,17 @@ pub fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() 
     })
 }
 
+/// Puts the calling process, which has one thread, into a user namespace of its own.
+///
+/// # Errors
+///
+/// The errno.
+pub fn enter_user_namespace() -> Result<(), i32> {
+    // SAFETY: no descriptors are unshared, which somebody might rely on to be the same in all threads.
+    unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWUSER) }
+        .map_err(rustix::io::Errno::raw_os_error)
+}
+
 /// `EXPORT_DMABUF`.
 ///
 /// # Errors

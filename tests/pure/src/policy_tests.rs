@@ -6,7 +6,7 @@ use crate::path::{Path, PathClass, PciAddr};
 use crate::placement::{Candidate, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide};
 use crate::policy::{
     Action, Applicable, Attribute, Beneficiary, Device, Flaw, Name, Party, Ref, Rule, Ruling, Set, Stance, Subject,
-    kernel_reserve, reserves, shadowed,
+    Users, kernel_reserve, reserves, shadowed,
 };
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -177,13 +177,19 @@ fn flaws_have_their_reasons() {
         ),
         (kernel, Ok(())),
         (Rule { gid: Some(5), ..kernel }, Err(Flaw::KernelsReserve)),
-        (Rule { uid: Some(5), ..kernel }, Err(Flaw::KernelsReserve)),
+        (
+            Rule {
+                uid: Users::NOBODY.and(5, 5),
+                ..kernel
+            },
+            Err(Flaw::KernelsReserve),
+        ),
         (group, Err(Flaw::ReserveNoGroup)),
         (Rule { gid: Some(5), ..group }, Ok(())),
         (
             Rule {
                 gid: Some(5),
-                uid: Some(1),
+                uid: Users::NOBODY.and(1, 1),
                 ..group
             },
             Err(Flaw::UsersReserve),
@@ -204,7 +210,14 @@ fn flaws_have_their_reasons() {
         .check_own(),
         Err(Flaw::OwnQuota)
     );
-    assert_eq!(Rule { uid: Some(1), ..deny }.check_own(), Err(Flaw::NotOwn));
+    assert_eq!(
+        Rule {
+            uid: Users::NOBODY.and(1, 1),
+            ..deny
+        }
+        .check_own(),
+        Err(Flaw::NotOwn)
+    );
     assert_eq!(kernel.check_own(), Err(Flaw::NotOwn));
     assert_eq!(rule("a").check_own(), Err(Flaw::Empty));
 }
@@ -218,7 +231,7 @@ fn the_first_rule_decides_each_attribute() {
             ..rule("10-near")
         },
         Rule {
-            uid: Some(7),
+            uid: Users::NOBODY.and(7, 7),
             action: Some(Action::Allow),
             ..rule("20-seven")
         },
@@ -316,18 +329,18 @@ fn rules_that_never_decide_are_found() {
     let rules = [
         a,
         Rule {
-            uid: Some(1),
+            uid: Users::NOBODY.and(1, 1),
             action: Some(Action::Deny),
             ..rule("20-b")
         },
         Rule {
-            uid: Some(1),
+            uid: Users::NOBODY.and(1, 1),
             max_class: Some(NEAR),
             ..rule("30-c")
         },
         Rule {
             gid: Some(2),
-            uid: Some(1),
+            uid: Users::NOBODY.and(1, 1),
             max_class: Some(NEAR),
             ..rule("40-d")
         },
@@ -445,11 +458,12 @@ prop_compose! {
     fn any_rule()(
         provider in device(),
         client in device(),
-        uid in prop::option::weighted(0.3, 0u32..3),
+        uid in prop::option::weighted(0.3, (0u32..3, 0u32..2)),
         gid in prop::option::weighted(0.3, 0u32..3),
         action in any_action(),
         max_class in prop::option::weighted(0.4, class()),
     ) -> Rule {
+        let uid = uid.and_then(|(first, more)| Users::NOBODY.and(first, first + more));
         Rule { provider, client, uid, gid, action, max_class, ..rule("any") }
     }
 }
@@ -471,7 +485,7 @@ fn matches(rule: &Rule, user: &User, provider: u8, client: Option<u8>) -> bool {
     };
     device(rule.provider, Some(provider))
         && device(rule.client, client)
-        && rule.uid.is_none_or(|uid| uid == user.0)
+        && rule.uid.is_none_or(|users| users.has(user.0))
         && rule.gid.is_none_or(|gid| user.1.contains(&gid))
 }
 

@@ -3,7 +3,7 @@
 //! Accounts: whatever is charged, refused, given back and charged anew, the numbers are those of the live buffers.
 
 use crate::path::PciAddr;
-use crate::policy::{Applicable, Beneficiary, Device, Name, Party, Ref, Rule, Set, Subject};
+use crate::policy::{Applicable, Beneficiary, Device, Name, Party, Ref, Rule, Set, Subject, Users};
 use crate::quota::{
     Account, Broken, Charged, Fund, Levy, Payer, Store, Uncharged, charge, charge_unlimited, uncharge, withheld,
 };
@@ -133,7 +133,7 @@ fn a_quota_is_each_users_own() {
 fn a_group_shares_and_the_first_rule_counts() {
     let rules = [
         Rule {
-            uid: Some(1),
+            uid: Users::NOBODY.and(1, 1),
             quota: Some(8 * MIB),
             ..rule(1, "10-one")
         },
@@ -260,7 +260,7 @@ enum Step {
 fn any_rules() -> impl Strategy<Value = Vec<Rule>> {
     let one = (
         proptest::option::of(0u32..3),
-        proptest::option::of(0u32..3),
+        proptest::option::of((0u32..3, 0u32..2)),
         proptest::option::of(0u32..3),
         proptest::option::of(0u64..40),
         proptest::option::of(0u64..60),
@@ -272,10 +272,10 @@ fn any_rules() -> impl Strategy<Value = Vec<Rule>> {
             .enumerate()
             .map(|(i, (provider, uid, gid, quota, group_quota, reserve))| Rule {
                 provider: provider.map_or(Device::Any, |id| Device::At(party(id).addr)),
-                uid,
+                uid: uid.and_then(|(first, more)| Users::NOBODY.and(first, first + more)),
                 gid,
                 quota,
-                group_quota: group_quota.filter(|_| gid.is_some()),
+                group_quota: group_quota.filter(|_| gid.is_some() || uid.is_some()),
                 reserve: reserve.filter(|_| gid.is_some()),
                 reserve_for: reserve.and(gid).map(|_| Beneficiary::Group),
                 ..rule(id * 10 + i as u64, "any")
@@ -313,7 +313,7 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, 
             |rule: &&Rule| rule.provider == Device::Any || rule.provider == Device::At(party(buffer.provider).addr);
         let mine = |rule: &&Rule| {
             here(rule)
-                && rule.uid.is_none_or(|uid| uid == user.uid)
+                && rule.uid.is_none_or(|users| users.has(user.uid))
                 && rule.gid.is_none_or(|g| user.groups.contains(&g))
         };
         let mut add = |account| *sums.entry(account).or_insert(0) += buffer.bytes;
@@ -332,7 +332,7 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, 
             if !seen.contains(&rule.gid) {
                 seen.push(rule.gid);
                 // `mine` would look at the uid too, and at nothing else besides.
-                let matches = rule.uid.is_none_or(|uid| uid == user.uid);
+                let matches = rule.uid.is_none_or(|users| users.has(user.uid));
                 if reserve.is_none() && matches && rule.gid.is_some_and(|g| user.groups.contains(&g)) {
                     reserve = Some(rule.id);
                 }

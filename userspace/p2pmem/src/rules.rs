@@ -14,11 +14,14 @@
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
+use std::fmt;
 use std::fs;
 use std::io;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::admin::{read_status, RealTree, Tree};
 use crate::error::{Error, Result};
@@ -87,6 +90,84 @@ words! {
     }
 }
 
+/// Users: numbers and ranges of numbers, as `1000,100000-165535`. A user and his subordinate ids (subuid(5)) are several users to the
+/// kernel; so a rule can name all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Users(Vec<RangeInclusive<u32>>);
+
+impl Users {
+    /// Most ranges that the module keeps.
+    pub const MOST: usize = 4;
+
+    /// Users by ranges of their numbers.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Request`] where there are none, more than [`Self::MOST`], or an empty one, or where all ones is in one.
+    pub fn new(ranges: impl IntoIterator<Item = RangeInclusive<u32>>) -> Result<Self> {
+        let ranges: Vec<_> = ranges.into_iter().collect();
+        let sound = |range: &RangeInclusive<u32>| !range.is_empty() && *range.end() != u32::MAX;
+        if ranges.is_empty() || ranges.len() > Self::MOST || !ranges.iter().all(sound) {
+            return Err(Error::Request(format!(
+                "a rule names one to {} ranges of users, such as 1000,100000-165535, and not {ranges:?}",
+                Self::MOST
+            )));
+        }
+        Ok(Self(ranges))
+    }
+
+    /// The ranges.
+    pub fn ranges(&self) -> &[RangeInclusive<u32>] {
+        &self.0
+    }
+}
+
+impl From<u32> for Users {
+    fn from(uid: u32) -> Self {
+        Self(vec![uid..=uid])
+    }
+}
+
+impl fmt::Display for Users {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, range) in self.0.iter().enumerate() {
+            f.write_str(if at > 0 { "," } else { "" })?;
+            range.start().fmt(f)?;
+            if range.start() < range.end() {
+                write!(f, "-{}", range.end())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Users {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let range = |part: &str| {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            Some(first.parse().ok()?..=last.parse().ok()?)
+        };
+        match text.split(',').map(range).collect::<Option<Vec<_>>>() {
+            Some(ranges) => Self::new(ranges),
+            None => Err(Error::Request(format!(
+                "{text:?} are no numbers of users, such as 1000,100000-165535"
+            ))),
+        }
+    }
+}
+
+/// As a number where it is one user, else as text.
+impl Serialize for Users {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        match &self.0[..] {
+            [one] if one.start() == one.end() => serializer.serialize_u32(*one.start()),
+            _ => serializer.collect_str(self),
+        }
+    }
+}
+
 /// One rule. What is `None` matches everything, or is left to other rules.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rule {
@@ -96,8 +177,8 @@ pub struct Rule {
     pub provider: Option<String>,
     /// Who does DMA, in the same words.
     pub client: Option<String>,
-    /// Effective user.
-    pub uid: Option<u32>,
+    /// Effective users.
+    pub uid: Option<Users>,
     /// A group that the user is a member of.
     pub gid: Option<u32>,
     /// Whether, and how gladly.
@@ -106,7 +187,7 @@ pub struct Rule {
     pub max_class: Option<PathClass>,
     /// Bytes that each user may hold.
     pub quota: Option<u64>,
-    /// Bytes that the members of the group may hold together.
+    /// Bytes that the members of the group, or the users of `uid`, may hold together.
     pub group_quota: Option<u64>,
     /// Bytes of each provider that are set aside.
     pub reserve: Option<u64>,
@@ -161,7 +242,7 @@ impl Rule {
         [
             ("provider", or(self.provider.as_ref(), "any")),
             ("client", or(self.client.as_ref(), "any")),
-            ("uid", or(self.uid, "any")),
+            ("uid", or(self.uid.as_ref(), "any")),
             ("gid", or(self.gid, "any")),
             ("action", or(self.action, "none")),
             ("max_class", or(self.max_class.map(PathClass::short), "none")),
@@ -547,7 +628,7 @@ mod tests {
         let full = Rule {
             provider: Some("0000:03:00.0".into()),
             client: Some("15b3:101b".into()),
-            uid: Some(1000),
+            uid: Some(1000.into()),
             gid: Some(7),
             max_class: Some(PathClass::SameSwitch),
             quota: Some(1 << 30),
@@ -572,6 +653,24 @@ mod tests {
     }
 
     #[test]
+    fn users_are_numbers_and_ranges() {
+        let users: Users = "1000,100000-165535".parse().unwrap();
+        assert_eq!(users.ranges(), [1000..=1000, 100_000..=165_535]);
+        assert_eq!(users.to_string(), "1000,100000-165535");
+        assert_eq!(serde_json::to_string(&users).unwrap(), "\"1000,100000-165535\"");
+        assert_eq!(serde_json::to_string(&Users::from(7)).unwrap(), "7");
+        for bad in ["", "root", "-1", "2-1", "1,2,3,4,5", "1-4294967295", "1, 2"] {
+            assert!(matches!(bad.parse::<Users>(), Err(Error::Request(_))), "{bad:?}");
+        }
+        let (_root, rules) = rules();
+        let rule = Rule {
+            uid: Some(users),
+            ..deny("10-alice")
+        };
+        assert_eq!(rules.add(&rule).unwrap().rule, rule);
+    }
+
+    #[test]
     fn what_is_refused_leaves_nothing() {
         let (_root, rules) = rules();
         let error = rules.add(&Rule::new("10-empty")).unwrap_err();
@@ -590,7 +689,7 @@ mod tests {
         rules.add(&deny("10-a")).unwrap();
         rules.add(&deny("20-b")).unwrap();
         let other = Rule {
-            uid: Some(5),
+            uid: Some(5.into()),
             ..deny("20-b")
         };
         let wanted = [other.clone(), deny("30-c")];
@@ -617,7 +716,7 @@ mod tests {
         let long = format!("10-{}", "x".repeat(28));
         rules.add(&deny(&long)).unwrap();
         let other = Rule {
-            uid: Some(1),
+            uid: Some(1.into()),
             ..deny(&long)
         };
         rules.replace(&other).unwrap();

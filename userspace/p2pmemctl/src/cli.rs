@@ -195,8 +195,8 @@ pub struct RuleArgs {
     #[arg(long, value_name = "DEVICE")]
     pub client: Option<String>,
 
-    /// It is about this user alone: a name or a number.
-    #[arg(long, value_name = "USER")]
+    /// It is about these users alone: names, numbers, ranges as 100000-165535, and subordinate:USER (subuid(5)), with commas.
+    #[arg(long, value_name = "USERS")]
     pub uid: Option<String>,
 
     /// It is about the members of this group alone: a name or a number.
@@ -215,7 +215,7 @@ pub struct RuleArgs {
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub quota: Option<u64>,
 
-    /// What the members of the group may hold together.
+    /// What the members of the group, or the users of --uid, may hold together.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub group_quota: Option<u64>,
 

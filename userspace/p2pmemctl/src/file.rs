@@ -3,11 +3,12 @@
 //! Files that say what a machine's providers and rules are: TOML, with names of devices, users and groups, and sizes with
 //! units. What cannot be understood is an error that names the place, never left out.
 
+use std::ops::RangeInclusive;
 use std::path::Path;
 
-use anyhow::{bail, Context as _};
+use anyhow::{bail, ensure, Context as _};
 use p2pmem::admin;
-use p2pmem::rules::Rule;
+use p2pmem::rules::{Rule, Users};
 use p2pmem::PathClass;
 use serde::{Deserialize, Serialize};
 
@@ -139,7 +140,7 @@ impl RuleEntry {
         Ok(Rule {
             provider: device("provider", &self.provider)?,
             client: device("client", &self.client)?,
-            uid: self.uid.as_ref().map(|v| user(&v.text())).transpose()?,
+            uid: self.uid.as_ref().map(|v| users(&v.text())).transpose()?,
             gid: self.gid.as_ref().map(|v| group(&v.text())).transpose()?,
             action: word("action", &self.action)?,
             max_class: word::<PathClass>("max_class", &self.max_class)?,
@@ -166,7 +167,10 @@ impl RuleEntry {
             name: rule.name.clone(),
             provider: rule.provider.clone(),
             client: rule.client.clone(),
-            uid: rule.uid.map(|id| Value::Number(id.into())),
+            uid: rule.uid.as_ref().map(|users| match users.ranges() {
+                [one] if one.start() == one.end() => Value::Number((*one.start()).into()),
+                _ => Value::Text(users.to_string()),
+            }),
             gid: rule.gid.map(|id| Value::Number(id.into())),
             action: text(rule.action.as_ref().map(|v| v as &dyn ToString)),
             max_class: text(rule.max_class.as_ref().map(|v| v as &dyn ToString)),
@@ -222,6 +226,8 @@ fn hex(text: &str) -> bool {
 
 /// A user of the machine.
 pub(crate) struct Account {
+    /// None where the number is nobody's.
+    name: Option<String>,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     pub(crate) groups: Vec<u32>,
@@ -239,12 +245,14 @@ pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
             let login = std::ffi::CString::new(user.name.clone())?;
             let groups = nix::unistd::getgrouplist(&login, user.gid).with_context(|| format!("groups of {name}"))?;
             Ok(Account {
+                name: Some(user.name),
                 uid: user.uid.as_raw(),
                 gid: user.gid.as_raw(),
                 groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect(),
             })
         }
         (None, Some(uid)) => Ok(Account {
+            name: None,
             uid,
             gid: uid,
             groups: Vec::new(),
@@ -253,12 +261,43 @@ pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
     }
 }
 
-/// A user's number, by name or number.
-pub(crate) fn user(name: &str) -> anyhow::Result<u32> {
-    match name.parse() {
-        Ok(uid) => Ok(uid),
-        Err(_) => Ok(account(name)?.uid),
+/// Where the subordinate ids of users are: subuid(5).
+const SUBORDINATE: &str = "/etc/subuid";
+
+/// Users, separated by commas: names, numbers, ranges of numbers, and `subordinate:USER` for the ids that a user may take on by a user
+/// namespace.
+pub(crate) fn users(text: &str) -> anyhow::Result<Users> {
+    let mut ranges = Vec::new();
+    for word in text.split(',') {
+        if let Some(name) = word.strip_prefix("subordinate:") {
+            let subordinate = std::fs::read_to_string(SUBORDINATE).context(SUBORDINATE)?;
+            let of = account(name)?;
+            let found = subordinates(&subordinate, &of);
+            ensure!(!found.is_empty(), "{SUBORDINATE} has no ids for {name}");
+            ranges.extend(found);
+        } else if let Ok(users) = word.parse::<Users>() {
+            ranges.extend_from_slice(users.ranges());
+        } else {
+            let uid = account(word)?.uid;
+            ranges.push(uid..=uid);
+        }
     }
+    Ok(Users::new(ranges)?)
+}
+
+/// The ranges of an account in the text of subuid(5): lines of a user's name or number, the first id, and how many.
+fn subordinates(text: &str, of: &Account) -> Vec<RangeInclusive<u32>> {
+    let range = |line: &str| {
+        let mut fields = line.split(':');
+        let (user, first, count) = (fields.next()?, fields.next()?, fields.next()?);
+        let number = user.parse::<u32>().ok();
+        if number != Some(of.uid) && of.name.as_deref() != Some(user) {
+            return None;
+        }
+        let (first, count) = (first.parse::<u32>().ok()?, count.parse::<u32>().ok()?);
+        Some(first..=first.checked_add(count.checked_sub(1)?)?)
+    };
+    text.lines().filter_map(range).collect()
 }
 
 /// A group's number, by name or number.
@@ -269,5 +308,33 @@ pub(crate) fn group(name: &str) -> anyhow::Result<u32> {
     match nix::unistd::Group::from_name(name).with_context(|| format!("group {name}"))? {
         Some(group) => Ok(group.gid.as_raw()),
         None => bail!("there is no group {name}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subordinate_ids_are_the_user_s() {
+        let text =
+            "bob:200000:10\nalice:100000:65536\n1000:300000:1\nalice:1:0\nalice:x:1\nalice:4294967295:2\nalice\n";
+        let alice = Account {
+            name: Some("alice".to_owned()),
+            uid: 1000,
+            gid: 1000,
+            groups: Vec::new(),
+        };
+        assert_eq!(subordinates(text, &alice), [100_000..=165_535, 300_000..=300_000]);
+        let nameless = Account { name: None, ..alice };
+        assert_eq!(subordinates(text, &nameless), [300_000..=300_000]);
+    }
+
+    #[test]
+    fn users_by_name_number_and_range() {
+        assert_eq!(users("root,1000,5-7").unwrap().ranges(), [0..=0, 1000..=1000, 5..=7]);
+        for bad in ["", "7-5", "1,2,3,4,5", "subordinate:nobody-of-that-name"] {
+            assert!(users(bad).is_err(), "{bad:?}");
+        }
     }
 }

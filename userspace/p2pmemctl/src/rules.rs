@@ -68,7 +68,7 @@ fn row(state: &RuleState) -> Vec<String> {
     let matches = vec![
         rule.provider.as_ref().map(|d| format!("provider {d}")),
         rule.client.as_ref().map(|d| format!("client {d}")),
-        rule.uid.map(|uid| format!("uid {uid}")),
+        rule.uid.as_ref().map(|users| format!("uid {users}")),
         rule.gid.map(|gid| format!("gid {gid}")),
     ];
     let sets = vec![
@@ -117,7 +117,7 @@ impl RuleArgs {
         Ok(Rule {
             provider: device(&self.provider)?.flatten(),
             client: device(&self.client)?.flatten(),
-            uid: self.uid.as_deref().map(file::user).transpose()?,
+            uid: self.uid.as_deref().map(file::users).transpose()?,
             gid: self.gid.as_deref().map(file::group).transpose()?,
             action: self.action,
             max_class: self.max_class,

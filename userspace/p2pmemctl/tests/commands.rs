@@ -383,6 +383,11 @@ gid = 7
 group_quota = "1.5G"
 quota = 4096
 enabled = false
+
+[[rule]]
+name = "30-users"
+uid = "root,100000-165535"
+group_quota = "1G"
 "#,
     )
     .unwrap();
@@ -399,6 +404,7 @@ enabled = false
         (&0x6000_0000.into(), &4096.into())
     );
     assert_eq!(rules[1]["enabled"], false);
+    assert_eq!(rules[2]["uid"], "0,100000-165535");
 
     let bad = [
         ("[[rule]]\nname = \"10-a\"\nquotum = 1\n", "quotum"),

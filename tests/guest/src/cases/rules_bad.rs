@@ -90,6 +90,9 @@ fn values(_: &mut Bed) -> Result<()> {
         ("uid", "root"),
         ("uid", "-1"),
         ("uid", "4294967295"),
+        ("uid", "2-1"),
+        ("uid", "1,2,3,4,5"),
+        ("uid", "1, 2"),
         ("gid", "99999999999"),
         ("action", "permit"),
         ("action", "Allow"),
@@ -133,7 +136,7 @@ fn values(_: &mut Bed) -> Result<()> {
         ),
         (
             &[("client", "any"), ("quota", "none"), ("group_quota", "1M")],
-            "name the group",
+            "name their group by gid, or them by uid",
         ),
         (&[("group_quota", "none"), ("reserve", "1M")], "reserve is for somebody"),
         (&[("reserve_for", "group")], "needs the group"),
