@@ -32,6 +32,7 @@ mod growth;
 mod hostile;
 mod inflight;
 mod life;
+mod namespaces;
 mod pageless;
 mod peer;
 mod peer_bad;
@@ -99,6 +100,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rdma_programs::CASES)
         .chain(rules::CASES)
         .chain(rules_bad::CASES)
+        .chain(namespaces::CASES)
         .chain(rules_more::CASES)
         .chain(trace::CASES)
         .chain(share::CASES)
@@ -122,19 +124,8 @@ pub enum Kernels<'a> {
     Debug(&'a str),
 }
 
-const NO_MEMCG: &str = "the debug kernel has no memory controller";
-const NO_SLEEP: &str = "the debug kernel cannot sleep";
-
 /// Those that do not run on both.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
-    (
-        "abi-compat",
-        Kernels::Stock("the debug kernel has no entry for 32-bit programs"),
-    ),
-    (
-        "hostile-handles",
-        Kernels::Stock("the debug kernel has no memory controller, which charges what is counted here"),
-    ),
     (
         "hostile-buffers",
         Kernels::Stock("tens of thousands of buffers take a checking kernel minutes, and it is the number that counts"),
@@ -150,10 +141,6 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
             "it counts what is lost in thousands of turns; the debug kernel sees what is lost in a single one",
         ),
     ),
-    ("memory-max", Kernels::Stock(NO_MEMCG)),
-    ("swapping", Kernels::Stock(NO_MEMCG)),
-    ("sleep", Kernels::Stock(NO_SLEEP)),
-    ("sleep-held", Kernels::Stock(NO_SLEEP)),
 ];
 
 /// On which kernels a test runs.
@@ -215,6 +202,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == pressure::PART {
         return pressure::part(arguments);
+    }
+    if name == namespaces::PART {
+        return namespaces::part(arguments);
     }
     if name == hostile::PART {
         return hostile::part();

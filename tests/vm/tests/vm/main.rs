@@ -66,7 +66,7 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
         iommu::TESTS,
         Kernels::Stock("what the module asks of the kernel is the same without an IOMMU, and such machines are slow"),
     ),
-    (unplug::TESTS, Kernels::Stock("the debug kernel has no nvmet")),
+    (unplug::TESTS, Kernels::Both),
     (
         registration::TESTS,
         Kernels::Stock("it counts instructions of a kernel as people use it"),

@@ -35,7 +35,11 @@ fn nvmet(cluster: &mut Cluster) -> Result<()> {
     for node in ["a", "b"] {
         let load = format!(
             "set -e
-            insmod {module}
+            module={module}
+            case $(uname -r) in
+                *-p2pmem-debug) module=${{module%/*}}/debug/${{module##*/}} ;;
+            esac
+            insmod $module
             {ctl} publish $P2PMEM_DEV_ACCEL0 --kernel-reserve 64M >&2
             modprobe nvme-rdma
             [ $P2PMEM_NODE = a ] || {clients}/nvmet-target.sh p2pmem $P2PMEM_RDMA_ADDR_B_NIC0"
