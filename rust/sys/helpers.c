@@ -117,6 +117,27 @@ unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, un
 	return busy;
 }
 
+#ifdef CONFIG_ARM64_MTE
+/* As below. There set_pte_at() calls what the kernel does not export to modules, so that the core has to look at each page. */
+int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
+{
+	struct page *pages[16], *first = virt_to_page((void *)kaddr);
+	unsigned long done = 0, n, left, i;
+	int ret = 0;
+
+	if (!(vma->vm_flags & VM_MIXEDMAP) || vma->vm_flags & VM_IO)
+		return -EFAULT;
+	npages = min(npages, BATCH);
+	while (done < npages && !ret) {
+		n = left = min(npages - done, ARRAY_SIZE(pages));
+		for (i = 0; i < n; i++)
+			pages[i] = first + done + i;
+		ret = vm_insert_pages(vma, addr + (done << PAGE_SHIFT), pages, &left);
+		done += n - left;
+	}
+	return done ? 0 : ret;
+}
+#else
 /* Where pages are being mapped, and how far that is. */
 struct insertion {
 	struct vm_area_struct *vma;
@@ -159,6 +180,7 @@ int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned
 	percpu_counter_add(&vma->vm_mm->rss_stat[member], at.done);
 	return at.done ? 0 : ret;
 }
+#endif /* CONFIG_ARM64_MTE */
 
 /* Zeroes BAR memory, through a write-combining mapping where the memory allows it and one can be had. */
 void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
