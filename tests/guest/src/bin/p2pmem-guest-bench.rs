@@ -315,11 +315,15 @@ fn clear(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
 /// many blocks the allocator has to halve for it, and so on the number of free pages: half of a row take no halving, a
 /// quarter one, and so on, wherever the row begins.
 fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
+    // One file may not have as many handles as live in the end.
+    let other = open()?;
+    let owners = [fd, other.as_fd()];
     let mut live = Vec::new();
     let mut rows = Vec::new();
     for count in LIVE {
         while live.len() < count {
-            live.push(alloc(fd, PAGE).map_err(errno)?.handle);
+            let owner = owners[live.len() % owners.len()];
+            live.push((owner, alloc(owner, PAGE).map_err(errno)?.handle));
         }
         let mut more = Vec::new();
         let mut sum = 0;
@@ -333,8 +337,8 @@ fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
         }
         rows.push(json!({ "buffers": count, "alloc": sum / MORE }));
     }
-    for handle in live {
-        free(fd, handle).map_err(errno)?;
+    for (owner, handle) in live {
+        free(owner, handle).map_err(errno)?;
     }
     settle(bed, "paged")?;
     Ok(rows.into())
