@@ -699,7 +699,9 @@ impl Argument {
         let (mut reader, mut writer) = UserSlice::new(self.at, self.size).reader_writer();
         let mut value = request::read_sized::<T>(&mut reader, self.size)?;
         method(&mut value)?;
-        if out {
+        if out && self.size == size_of::<T>() {
+            writer.write(&value)?;
+        } else if out {
             let bytes = value.as_bytes();
             writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
         }

@@ -121,7 +121,19 @@ pub(crate) fn write_zeros(writer: &mut UserSliceWriter, mut len: usize) -> Answe
 }
 
 /// Reads a structure of which the caller has `size` bytes: what is missing is zero, what is unknown has to be.
+#[inline(always)]
 pub(crate) fn read_sized<T: AsBytes + FromBytes + Default>(reader: &mut UserSliceReader, size: usize) -> Answer<T> {
+    if size == size_of::<T>() {
+        // Without clearing its place first: this is on the way of every call.
+        return Ok(reader.read()?);
+    }
+    read_other_size(reader, size)
+}
+
+/// As [`read_sized`], of a structure that is longer or shorter than the module's.
+#[cold]
+#[inline(never)]
+fn read_other_size<T: AsBytes + FromBytes + Default>(reader: &mut UserSliceReader, size: usize) -> Answer<T> {
     let mut value = T::default();
     let known = size.min(size_of::<T>());
     reader.read_slice(&mut AsBytes::as_bytes_mut(&mut value)[..known])?;
