@@ -699,21 +699,28 @@ impl Argument {
         let (mut reader, mut writer) = UserSlice::new(self.at, self.size).reader_writer();
         let mut value = request::read_sized::<T>(&mut reader, self.size)?;
         method(&mut value)?;
-        if out && self.size == size_of::<T>() {
-            writer.write(&value)?;
-        } else if out {
-            let bytes = value.as_bytes();
-            writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
+        if out {
+            self.write(&mut writer, &value)?;
         }
         Ok(())
+    }
+
+    /// Writes of a structure what the caller has room for.
+    #[inline(always)]
+    fn write<T: AsBytes>(self, writer: &mut UserSliceWriter, value: &T) -> Result {
+        if self.size == size_of::<T>() {
+            // A copy of a size that the compiler knows: this is on the way of every call.
+            return writer.write(value);
+        }
+        let bytes = value.as_bytes();
+        writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))
     }
 
     /// Copies an answer out. What the caller has room for beyond it becomes zero.
     fn answer<T: AsBytes>(self, value: &T) -> Answer {
         let mut writer = UserSlice::new(self.at, self.size).writer();
-        let bytes = value.as_bytes();
-        writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
-        request::write_zeros(&mut writer, self.size.saturating_sub(bytes.len()))
+        self.write(&mut writer, value)?;
+        request::write_zeros(&mut writer, self.size.saturating_sub(size_of::<T>()))
     }
 
     fn at_least(self, least: usize) -> Answer {

@@ -228,9 +228,9 @@ impl Export {
             .invalidate(|| !core::mem::replace(&mut self.state.lock().revoked, true));
     }
 
-    /// Second part: tells them if that is not done yet, and waits until no importer can reach the memory. For DMA that importers said was under way there is a
-    /// limit; for mappings there is none, as the memory cannot be anybody else's before, but a line in the log that
-    /// names who holds on.
+    /// Second part: tells them if that is not done yet, and waits until no importer can reach the memory. For DMA that importers
+    /// said was under way there is a limit; for mappings there is none, as the memory cannot be anybody else's before, but a line
+    /// in the log that names who holds on.
     pub(crate) fn await_idle(&self, patience: &mut Patience) {
         self.invalidate();
         let mut waited = 0;

@@ -135,8 +135,8 @@ impl Users {
     /// One range more, from its first id to its last. None when it is empty or there are too many.
     pub(crate) fn and(mut self, first: u32, last: u32) -> Option<Self> {
         let free = self.0.iter_mut().find(|range| range.is_none())?;
-        *free = Some((first, last)).filter(|_| first <= last);
-        (*free).map(|_| self)
+        *free = Some((first, last));
+        (first <= last).then_some(self)
     }
 
     /// The first and the last id of each range.

@@ -120,6 +120,14 @@ impl Users {
     pub fn ranges(&self) -> &[RangeInclusive<u32>] {
         &self.0
     }
+
+    /// The number, where it is one user alone.
+    pub fn one(&self) -> Option<u32> {
+        match &self.0[..] {
+            [one] if one.start() == one.end() => Some(*one.start()),
+            _ => None,
+        }
+    }
 }
 
 impl From<u32> for Users {
@@ -161,9 +169,9 @@ impl FromStr for Users {
 /// As a number where it is one user, else as text.
 impl Serialize for Users {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        match &self.0[..] {
-            [one] if one.start() == one.end() => serializer.serialize_u32(*one.start()),
-            _ => serializer.collect_str(self),
+        match self.one() {
+            Some(uid) => serializer.serialize_u32(uid),
+            None => serializer.collect_str(self),
         }
     }
 }

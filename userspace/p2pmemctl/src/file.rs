@@ -167,9 +167,9 @@ impl RuleEntry {
             name: rule.name.clone(),
             provider: rule.provider.clone(),
             client: rule.client.clone(),
-            uid: rule.uid.as_ref().map(|users| match users.ranges() {
-                [one] if one.start() == one.end() => Value::Number((*one.start()).into()),
-                _ => Value::Text(users.to_string()),
+            uid: rule.uid.as_ref().map(|users| match users.one() {
+                Some(uid) => Value::Number(uid.into()),
+                None => Value::Text(users.to_string()),
             }),
             gid: rule.gid.map(|id| Value::Number(id.into())),
             action: text(rule.action.as_ref().map(|v| v as &dyn ToString)),

@@ -103,7 +103,7 @@ fn many_buffers(bed: &mut Bed) -> Result<()> {
     page(file.as_fd()).map_err(errno).context("after the quota ended")
 }
 
-/// Imports one buffer until that is refused, in its own cgroup.
+/// Imports one buffer as often as one file may, where that is not too long until one more is refused, in its own cgroup.
 pub(super) fn part() -> Result<()> {
     ready()?;
     let (owner, other) = (open()?, open()?);

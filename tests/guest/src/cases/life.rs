@@ -492,16 +492,16 @@ fn claimed_bars(bed: &Bed) -> Result<Vec<bool>> {
 }
 
 fn claims(bed: &mut Bed) -> Result<()> {
-    let all = |claims: &[bool]| claims.iter().filter(|claimed| **claimed).count();
+    let count = |claims: &[bool]| claims.iter().filter(|claimed| **claimed).count();
     for _ in 0..2 {
         let claims = claimed_bars(bed)?;
         ensure!(
-            claims.len() > 1 && all(&claims) == 1,
+            claims.len() > 1 && count(&claims) == 1,
             "the BAR published alone is to be claimed: {claims:?}"
         );
         bed.unpublish("accel0")?;
         let claims = claimed_bars(bed)?;
-        ensure!(all(&claims) == 0, "not given back: {claims:?}");
+        ensure!(count(&claims) == 0, "not given back: {claims:?}");
         bed.publish("accel0")?;
     }
     Ok(())
