@@ -486,6 +486,26 @@ fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) 
     (asked, clients.iter().map(|c| c.address).collect())
 }
 
+/// Waits until no provider's freed memory is to be cleared: freeing costs less while the worker that clears is awake.
+fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
+    let deadline = Instant::now() + SETTLE;
+    loop {
+        let mut rows = vec![abi::p2pmem_provider::default(); PROVIDERS[PROVIDERS.len() - 1]];
+        let mut list = abi::p2pmem_list {
+            count: rows.len() as u32,
+            ..Default::default()
+        };
+        sys::list(fd, &mut list, Memory::Slice(&mut rows))
+            .map_err(errno)
+            .context("LIST")?;
+        if !rows.iter().any(is_clearing) {
+            return Ok(());
+        }
+        ensure!(Instant::now() < deadline, "memory is still not clear");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// What is measured of the module, for one list of clients. Each returns instructions.
 enum Ask {
     /// `EXPLAIN` without verdicts: the decision and no more.
@@ -509,6 +529,7 @@ impl Ask {
                 free(fd, asked.handle)
             });
             done.map_err(errno)?;
+            all_clear(fd)?;
             return Ok(took);
         }
         let room = if let Ask::Verdicts = self {
