@@ -10,12 +10,12 @@ use crate::{
     },
     orchestrator::Wish,
     path::PathClass,
-    placement::{self, Candidate, Named, Outcome, Stock, Strategy, Verdict, VerdictCode},
+    placement::{self, Candidate, Named, Outcome, Stock, Strategy, Turn, Verdict, VerdictCode},
     policy::{Name, Ref, Ruling, Set},
     provider::Room,
     refusal::{Refusal, Text},
-    rules::Judge,
-    views::{Facts, Known},
+    rules::Source,
+    views::{Facts, Known, Ruled},
 };
 use kernel::{ffi, prelude::*, sync::Arc};
 
@@ -60,7 +60,9 @@ pub(crate) struct Brief {
     align: u64,
     max_class: Option<PathClass>,
     facts: Arc<Facts>,
-    /// What the providers had, in the order of [`Facts::turns`].
+    /// What rules said; none where there were none.
+    ruled: Option<Arc<Ruled>>,
+    /// What the providers had, in the order of [`Self::turns`].
     stock: KVec<Stock>,
     /// The provider that was chosen, by its place in that order.
     chosen: usize,
@@ -68,10 +70,14 @@ pub(crate) struct Brief {
 }
 
 impl Brief {
-    /// Decides a request for the nearest, of which no rule has a word, without looking at any path. None where that cannot
-    /// tell: nobody may be able to serve it, or only asking the allocator says whether one can.
+    /// Decides a request for the nearest, of which no rules but `ruled` have a word, without looking at any path. None where
+    /// that cannot tell: nobody may be able to serve it, or only asking the allocator says whether one can.
     /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
-    pub(crate) fn decide(wish: &Wish, spare: Option<KBox<Self>>) -> Result<Option<KBox<Self>>> {
+    pub(crate) fn decide(
+        wish: &Wish,
+        ruled: Option<&Arc<Ruled>>,
+        spare: Option<KBox<Self>>,
+    ) -> Result<Option<KBox<Self>>> {
         let (view, size) = (&*wish.view, wish.size);
         let Some(need) = Need::of(size, wish.align) else {
             return Ok(None);
@@ -85,6 +91,7 @@ impl Brief {
                     align: wish.align,
                     max_class: wish.max_class,
                     facts: facts.clone(),
+                    ruled: None,
                     stock: KVec::new(),
                     chosen: 0,
                     class: 0,
@@ -96,7 +103,8 @@ impl Brief {
             .stock
             .resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
         let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
-        let chosen = placement::nearest(size, wish.max_class, &facts.turns, &mut brief.stock, glance);
+        let turns = Self::turns_of(facts, ruled);
+        let chosen = placement::nearest(size, wish.max_class, turns, &mut brief.stock, glance);
         let Some(turn) = chosen else {
             return Ok(None);
         };
@@ -105,7 +113,24 @@ impl Brief {
         if !Arc::ptr_eq(&brief.facts, facts) {
             brief.facts = facts.clone();
         }
+        if brief.ruled.as_ref().map(Arc::as_ptr) != ruled.map(Arc::as_ptr) {
+            brief.ruled = ruled.cloned();
+        }
         Ok(Some(brief))
+    }
+
+    fn turns_of<'a>(facts: &'a Facts, ruled: Option<&'a Arc<Ruled>>) -> &'a [Turn<Arc<Gauge>>] {
+        ruled.map_or(&facts.turns, |ruled| &ruled.turns)
+    }
+
+    /// The providers, in the order in which they were looked at.
+    fn turns(&self) -> &[Turn<Arc<Gauge>>] {
+        Self::turns_of(&self.facts, self.ruled.as_ref())
+    }
+
+    fn ruling(&self, provider: usize) -> Ruling {
+        let ruling = self.ruled.as_ref().and_then(|ruled| ruled.rulings.get(provider));
+        ruling.copied().unwrap_or(Ruling::NONE)
     }
 
     /// Place of the chosen provider among those of the view.
@@ -122,7 +147,7 @@ impl Brief {
     pub(crate) fn account(&self) -> Result<Account> {
         let facts = &*self.facts;
         let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL_ACCOUNT)?;
-        for (turn, has) in facts.turns.iter().zip(&self.stock) {
+        for (turn, has) in self.turns().iter().zip(&self.stock) {
             if let Some(room) = rooms.get_mut(turn.index) {
                 *room = Room {
                     live: true,
@@ -133,7 +158,7 @@ impl Brief {
         }
         let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, room) in rooms.iter().enumerate() {
-            candidates.push(facts.candidate(i, *room, Ruling::NONE), GFP_KERNEL_ACCOUNT)?;
+            candidates.push(facts.candidate(i, *room, self.ruling(i)), GFP_KERNEL_ACCOUNT)?;
         }
         let request = placement::Request {
             size: self.size,
@@ -148,7 +173,10 @@ impl Brief {
         Decided {
             size: self.size,
             clients: facts.clients,
-            judge: None,
+            rules: self
+                .ruled
+                .as_ref()
+                .map_or(Source::NONE, |ruled| ruled.standing.source()),
             providers: &facts.known,
             candidates: &candidates,
             verdicts: &verdicts,
@@ -205,8 +233,7 @@ pub(crate) struct Decided<'a> {
     pub(crate) size: u64,
     /// How many clients there are.
     pub(crate) clients: usize,
-    /// None where rules had no word.
-    pub(crate) judge: Option<&'a Judge<'a>>,
+    pub(crate) rules: Source<'a>,
     pub(crate) providers: &'a [Known],
     pub(crate) candidates: &'a [Candidate<'a>],
     pub(crate) verdicts: &'a [Verdict],
@@ -270,12 +297,12 @@ impl Decided<'_> {
     }
 
     fn name(&self, rule: Ref) -> Name {
-        self.judge.map_or(Name::EMPTY, |judge| judge.name(rule))
+        self.rules.name(rule)
     }
 
     /// Who is asking.
     fn uid(&self) -> u32 {
-        self.judge.map_or(0, Judge::uid)
+        self.rules.uid
     }
 
     fn error(&self) -> Error {

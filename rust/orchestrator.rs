@@ -25,7 +25,7 @@ use crate::{
     request::address,
     rules::{breaks, Book, Judge, Rules, Uncharged},
     topology::{Cache, Walk},
-    views::{self, View, Views},
+    views::{self, Ruled, View, Views},
     walk,
 };
 use kernel::{
@@ -69,12 +69,21 @@ impl Wish {
         }
     }
 
-    /// Decides, if the nearest is wanted and one can serve, as if there were no rules.
-    fn brief(&self, spare: Option<KBox<Brief>>) -> Result<Option<(KBox<Brief>, &Arc<Provider>)>> {
-        if self.named != Named::Any || self.strategy != consts::STRATEGY_NEAREST {
+    /// Whether the nearest is wanted.
+    fn is_brief(&self) -> bool {
+        self.named == Named::Any && self.strategy == consts::STRATEGY_NEAREST
+    }
+
+    /// Decides, if the nearest is wanted and one can serve, as if there were no rules but `ruled`.
+    fn brief(
+        &self,
+        ruled: Option<&Arc<Ruled>>,
+        spare: Option<KBox<Brief>>,
+    ) -> Result<Option<(KBox<Brief>, &Arc<Provider>)>> {
+        if !self.is_brief() {
             return Ok(None);
         }
-        let Some(brief) = Brief::decide(self, spare)? else {
+        let Some(brief) = Brief::decide(self, ruled, spare)? else {
             return Ok(None);
         };
         let provider = self.view.providers.get(brief.index());
@@ -279,9 +288,10 @@ impl Orchestrator {
         if missing > 0 {
             self.compute(generation, providers, clients, &mut paths)?;
         }
-        let mut all = KVec::with_capacity(paths.len(), GFP_KERNEL)?;
+        // Views keep them, on behalf of who asked.
+        let mut all = KVec::with_capacity(paths.len(), GFP_KERNEL_ACCOUNT)?;
         for path in paths.iter().flatten() {
-            all.push(*path, GFP_KERNEL)?;
+            all.push(*path, GFP_KERNEL_ACCOUNT)?;
         }
         Ok(all)
     }
@@ -334,7 +344,7 @@ impl Orchestrator {
         let mut spare = spare;
         // Where there is no rule, and nothing to charge, nobody has to know who asks.
         if !take && self.rules.are_none() && wish.own.as_ref().is_none_or(|own| own.is_empty()) {
-            if let Some((brief, provider)) = wish.brief(spare.take())? {
+            if let Some((brief, provider)) = wish.brief(None, spare.take())? {
                 if provider.charge_cgroup(wish.size).is_ok() {
                     traced(wish, file, (provider.id, 0), true);
                     return Ok((None, Told::Brief(brief)));
@@ -353,7 +363,7 @@ impl Orchestrator {
         Err(refuse!(EAGAIN, "the rules changed again and again"))
     }
 
-    /// As [`Self::choose`], where rules have no word, the nearest is wanted, and one can serve; else none. What goes wrong
+    /// As [`Self::choose`], where rules count no bytes, the nearest is wanted, and one can serve; else none. What goes wrong
     /// is left to [`Self::choose_by`], which can say of what.
     fn choose_fast(
         &self,
@@ -362,10 +372,15 @@ impl Orchestrator {
         take: Option<u64>,
         spare: Option<KBox<Brief>>,
     ) -> Result<Option<(Option<Holder>, KBox<Brief>)>> {
-        if !judge.is_silent() {
+        if !wish.is_brief() {
             return Ok(None);
         }
-        let Some((brief, provider)) = wish.brief(spare)? else {
+        let ruled = match judge.standing() {
+            _ if judge.is_silent() => None,
+            Some(standing) => Some(wish.view.ruled(standing)?),
+            None => return Ok(None),
+        };
+        let Some((brief, provider)) = wish.brief(ruled.as_ref(), spare)? else {
             return Ok(None);
         };
         let held = match take {
@@ -424,7 +439,7 @@ impl Orchestrator {
             let decided = Decided {
                 size: wish.size,
                 clients: view.clients.len(),
-                judge: Some(judge),
+                rules: judge.source(),
                 providers: &view.facts.known,
                 candidates: &candidates,
                 verdicts: &verdicts,

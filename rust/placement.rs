@@ -348,6 +348,11 @@ impl Distance {
     pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
         Self::from(&Reach::of(clients, paths))
     }
+
+    /// Whether every client can reach it.
+    pub(crate) fn is_reachable(&self) -> bool {
+        self.class != Some(PathClass::Unreachable)
+    }
 }
 
 impl From<&Reach> for Distance {
@@ -645,40 +650,52 @@ pub(crate) struct Turn<G> {
     pub(crate) index: usize,
     /// [`Candidate::size`].
     pub(crate) size: u64,
+    /// How much the administrator's rules want it; `None` where they forbid it, or a client cannot reach it.
+    pub(crate) stance: Option<Stance>,
     /// How far it is.
     pub(crate) distance: Distance,
-    /// How many are as far, this one and those after it; see [`group`].
+    /// How many are wanted as much and are as far, this one and those after it; see [`group`].
     pub(crate) as_far: usize,
     pub(crate) gauge: G,
 }
 
-/// Notes in turns that are in the order of distances how many are as far.
+/// Notes in turns that are in the order of [`Turn::order`] how many are as far.
 pub(crate) fn group<G>(turns: &mut [Turn<G>]) {
-    let mut after: Option<(Distance, usize)> = None;
+    let mut after: Option<(Order, usize)> = None;
     for turn in turns.iter_mut().rev() {
-        let others = after.filter(|(distance, _)| *distance == turn.distance);
+        let order = turn.order();
+        let others = after.filter(|(other, _)| *other == order);
         turn.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
-        after = Some((turn.distance, turn.as_far));
+        after = Some((order, turn.as_far));
     }
 }
 
+/// Where a turn stands among others: those without a stance come last.
+type Order = (bool, Option<Stance>, Distance);
+
 impl<G> Turn<G> {
+    /// The smaller, the earlier its turn.
+    pub(crate) fn order(&self) -> Order {
+        (self.stance.is_none(), self.stance, self.distance)
+    }
+
     /// The number the ABI has for the class: 0 without clients.
     pub(crate) fn class_raw(&self) -> u32 {
         self.distance.class.map_or(0, PathClass::as_raw)
     }
 }
 
-/// The provider that [`decide`] would choose for `size` bytes where no rule has a word, none is
-/// named and [`Strategy::Nearest`] chooses; `None` where none can serve, or where `glance` cannot
-/// tell what one has. `turns` are in the order of distances, those that are as far in the order of
+/// The provider that [`decide`] would choose for `size` bytes where none is named,
+/// [`Strategy::Nearest`] chooses, and rules say no more than [`Turn::stance`]. `None` where none can
+/// serve, where rules want one that is too far more than one that can serve, or where `glance` cannot
+/// tell what one has. `turns` are in their [order](Turn::order), those of the same order in that of
 /// numbers, and [grouped](group).
 ///
 /// Each gauge is asked once, and what it says is kept in `stock`, which is as long as `turns` and
 /// in their order: [`Stock::largest`] is `size` or more only where the request fits, its alignment
 /// thought of.
 ///
-/// Compares the nearest that can serve and those that are as far, and looks at no path. So this is
+/// Compares the first that can serve and those that are as far, and looks at no path. So this is
 /// for the many decisions nobody will ask about; who asks is told by [`decide`].
 pub(crate) fn nearest<'a, G>(
     size: u64,
@@ -687,8 +704,9 @@ pub(crate) fn nearest<'a, G>(
     stock: &mut [Stock],
     mut glance: impl FnMut(&G) -> Option<Stock>,
 ) -> Option<&'a Turn<G>> {
-    let mut best: Option<(&Turn<G>, u64)> = None;
-    // The best one's size and what it has; none has nothing, as `size` is not 0.
+    let mut best = None;
+    // The best one's load, its size and what it has; none has nothing, as `size` is not 0.
+    let mut least = u64::MAX;
     let mut whole = 0;
     let mut its = Stock::EMPTY;
     let mut left = turns;
@@ -696,7 +714,7 @@ pub(crate) fn nearest<'a, G>(
     while let Some(first) = left.first() {
         let class = first.distance.class;
         let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
-        if best.is_some() || too_far {
+        if best.is_some() || too_far || first.stance.is_none() {
             break;
         }
         let (tier, farther) = left.split_at_checked(first.as_far.max(1)).unwrap_or((left, &[]));
@@ -714,18 +732,19 @@ pub(crate) fn nearest<'a, G>(
                 continue;
             }
             let load = load(turn.size, has.free());
-            if best.is_none_or(|(_, least)| load < least || load == least && has.largest > its.largest) {
-                best = Some((turn, load));
+            if load < least || load == least && has.largest > its.largest {
+                best = Some(turn);
+                least = load;
                 whole = turn.size;
                 its = has;
             }
         }
     }
-    // The others are too far. What they have is kept for who asks.
+    // The others are wanted less, or too far. What they have is kept for who asks.
     for (turn, slot) in left.iter().zip(slots) {
         *slot = glance(&turn.gauge)?;
     }
-    best.map(|(turn, _)| turn)
+    best
 }
 
 /// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either

@@ -296,7 +296,12 @@ impl Rule {
     }
 
     fn counts(&self) -> bool {
-        self.quota.is_some() || self.group_quota.is_some() || self.reserve.is_some()
+        self.limits_holders() || self.reserve.is_some()
+    }
+
+    /// Whether it limits what those whom it is for may hold.
+    pub(crate) fn limits_holders(&self) -> bool {
+        self.quota.is_some() || self.group_quota.is_some()
     }
 
     /// Whether the rule makes sense by itself.
@@ -398,15 +403,25 @@ impl Applicable {
 
     /// Those that are for `subject`.
     pub(crate) fn to(rules: &[Rule], subject: &impl Subject) -> Self {
+        Self::of(rules, |rule| rule.is_for(subject))
+    }
+
+    /// Those of which `is` holds.
+    pub(crate) fn of(rules: &[Rule], is: impl Fn(&Rule) -> bool) -> Self {
         let mut bits = [0u64; MOST.div_ceil(64)];
         for (chunk, word) in rules.chunks(64).zip(bits.iter_mut()) {
             for (at, rule) in indexed(chunk) {
-                if rule.is_for(subject) {
+                if is(rule) {
                     *word |= 1u64.checked_shl(u32::try_from(at).unwrap_or(64)).unwrap_or(0);
                 }
             }
         }
         Self(bits)
+    }
+
+    /// Whether one rule is among both.
+    pub(crate) fn meets(&self, other: &Self) -> bool {
+        self.0.iter().zip(&other.0).any(|(here, there)| here & there != 0)
     }
 
     pub(crate) fn has(&self, at: usize) -> bool {

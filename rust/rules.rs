@@ -31,11 +31,22 @@ use kernel::{
 /// A list of rules, in the order in which they are looked at. It does not change.
 pub(crate) struct Book {
     rules: KVec<Rule>,
+    /// Those that limit what who they are for may hold.
+    limiting: Applicable,
+    /// Whether one sets memory aside.
+    reserves: bool,
 }
 
 impl Book {
     pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self { rules }, GFP_KERNEL)?)
+        let limiting = Applicable::of(&rules, Rule::limits_holders);
+        let reserves = rules.iter().any(|rule| rule.reserve.is_some());
+        let book = Self {
+            rules,
+            limiting,
+            reserves,
+        };
+        Ok(Arc::new(book, GFP_KERNEL)?)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -247,12 +258,12 @@ impl Rules {
         if book.is_empty() {
             return None;
         }
-        let mut ruling = Ruling::NONE;
         let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
         let applicable = Applicable::to(&book.rules, who);
-        ruling.add(Set::Admin, &book.rules, &applicable, &provider.party(), client, path);
+        let standing = Standing { book, applicable };
+        let ruling = standing.ruling(&provider.party(), client, path);
         let rule = ruling.denied.or(ruling.too_far)?;
-        Some((book.rules.get(rule.at)?.name, ruling.denied.is_none()))
+        Some((standing.source().name(rule), ruling.denied.is_none()))
     }
 
     /// What there is to say of a rule in force.
@@ -342,13 +353,77 @@ impl State {
     }
 }
 
+/// The administrator's rules, and which of them are for who asks: what they say of a provider and its paths stays the same.
+#[derive(Clone)]
+pub(crate) struct Standing {
+    book: Arc<Book>,
+    applicable: Applicable,
+}
+
+impl Standing {
+    /// Whether these are the same rules, for the same.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.has_book_of(other) && self.applicable == other.applicable
+    }
+
+    /// Whether these are the same rules.
+    pub(crate) fn has_book_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.book, &other.book)
+    }
+
+    /// Whether bytes count under them.
+    fn counts(&self) -> bool {
+        self.book.reserves || self.book.limiting.meets(&self.applicable)
+    }
+
+    /// What they say of a provider for `clients`, but for the bytes it may give.
+    pub(crate) fn ruling(&self, provider: &Party, clients: &[Party], paths: &[Path]) -> Ruling {
+        let mut ruling = Ruling::NONE;
+        ruling.add(Set::Admin, &self.book.rules, &self.applicable, provider, clients, paths);
+        ruling
+    }
+
+    /// The rules, for whoever wants to know their names.
+    pub(crate) fn source(&self) -> Source<'_> {
+        Source {
+            admin: &self.book.rules,
+            ..Source::NONE
+        }
+    }
+}
+
+/// The rules that a decision was made by, and the user it was made for.
+#[derive(Clone, Copy)]
+pub(crate) struct Source<'a> {
+    admin: &'a [Rule],
+    own: &'a [Rule],
+    pub(crate) uid: u32,
+}
+
+impl Source<'_> {
+    /// Where no rule has a word.
+    pub(crate) const NONE: Self = Self {
+        admin: &[],
+        own: &[],
+        uid: 0,
+    };
+
+    /// A rule's name.
+    pub(crate) fn name(&self, rule: Ref) -> Name {
+        let rules = match rule.set {
+            Set::Admin => self.admin,
+            Set::Own => self.own,
+        };
+        rules.get(rule.at).map_or(Name::EMPTY, |rule| rule.name)
+    }
+}
+
 /// The rules as they are for one request: the same from its beginning to its end.
 pub(crate) struct Judge<'a> {
     rules: &'a Arc<Rules>,
-    book: Arc<Book>,
+    standing: Standing,
     own: Option<Arc<Book>>,
     who: Who,
-    applicable: Applicable,
     file: u64,
 }
 
@@ -357,10 +432,10 @@ impl<'a> Judge<'a> {
     pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<Book>>, file: u64) -> Self {
         let book = rules.book();
         let who = Who::current();
+        let applicable = Applicable::to(&book.rules, &who);
         Self {
             rules,
-            applicable: Applicable::to(&book.rules, &who),
-            book,
+            standing: Standing { book, applicable },
             own,
             who,
             file,
@@ -373,11 +448,21 @@ impl<'a> Judge<'a> {
 
     /// Whether no rule can have a word.
     pub(crate) fn is_silent(&self) -> bool {
-        self.book.is_empty() && self.own().is_empty()
+        self.standing.book.is_empty() && self.own().is_empty()
     }
 
-    pub(crate) fn uid(&self) -> u32 {
-        self.who.uid()
+    /// What stays the same of what the rules say; none where they count bytes, or the file has rules of its own.
+    pub(crate) fn standing(&self) -> Option<&Standing> {
+        (self.own().is_empty() && !self.standing.counts()).then_some(&self.standing)
+    }
+
+    /// The rules, for whoever wants to know their names.
+    pub(crate) fn source(&self) -> Source<'_> {
+        Source {
+            own: self.own(),
+            uid: self.who.uid(),
+            ..self.standing.source()
+        }
     }
 
     /// The number of the file the request came through.
@@ -386,9 +471,11 @@ impl<'a> Judge<'a> {
     }
 
     fn payer(&self) -> Payer<'_> {
+        let Standing { book, applicable } = &self.standing;
         Payer {
-            rules: &self.book.rules,
-            who: self.applicable,
+            // Rules that count nothing need not be looked through.
+            rules: if self.standing.counts() { &book.rules } else { &[] },
+            who: *applicable,
             uid: self.who.uid(),
             file: self.file,
             own: self.own(),
@@ -397,20 +484,12 @@ impl<'a> Judge<'a> {
 
     /// What the rules say of a provider for `clients`, and a buffer of `size` bytes.
     pub(crate) fn ruling(&self, provider: &Provider, clients: &[Party], paths: &[Path], size: u64) -> Ruling {
-        let mut ruling = Ruling::NONE;
         if self.is_silent() {
-            return ruling;
+            return Ruling::NONE;
         }
         let place = Place::of(provider);
         let everyone = Applicable::ALL;
-        ruling.add(
-            Set::Admin,
-            &self.book.rules,
-            &self.applicable,
-            &place.party,
-            clients,
-            paths,
-        );
+        let mut ruling = self.standing.ruling(&place.party, clients, paths);
         ruling.add(Set::Own, self.own(), &everyone, &place.party, clients, paths);
         let payer = self.payer();
         let state = self.rules.state.lock();
@@ -441,7 +520,7 @@ impl<'a> Judge<'a> {
         // What may fail is done first, and outside the lock.
         let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(Uncharged::Error)?;
         let mut state = self.rules.state.lock();
-        if !Arc::ptr_eq(&state.book, &self.book) {
+        if !Arc::ptr_eq(&state.book, &self.standing.book) {
             return Err(Uncharged::Stale);
         }
         let levy = Levy::of(&state.numbers, &self.payer(), &place.fund());
@@ -465,15 +544,6 @@ impl<'a> Judge<'a> {
             id,
             _cgroup: held,
         })
-    }
-
-    /// A rule's name.
-    pub(crate) fn name(&self, rule: Ref) -> Name {
-        let rules = match rule.set {
-            Set::Admin => &self.book.rules[..],
-            Set::Own => self.own(),
-        };
-        rules.get(rule.at).map_or(Name::EMPTY, |rule| rule.name)
     }
 }
 

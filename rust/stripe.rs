@@ -141,7 +141,7 @@ impl Orchestrator {
             let decided = Decided {
                 size: split.share(),
                 clients: view.clients.len(),
-                judge: Some(judge),
+                rules: judge.source(),
                 providers: &view.facts.known,
                 candidates: &candidates,
                 verdicts: &verdicts,

@@ -3,18 +3,20 @@
 //! What a decision starts from: the machine as a list of clients sees it.
 //!
 //! A program asks for the same clients again and again. Finding their functions, the providers, and the path from each
-//! provider to each client takes far longer than choosing, and nothing of it changes until something on the bus does.
+//! provider to each client takes far longer than choosing, and nothing of it changes until something on the bus does. What
+//! rules that count no bytes say of the providers is kept with it, for as long as those rules are in force.
 
 use crate::{
     ext::{gauge::Gauge, pci::Function},
     path::{Path, PciAddr},
     placement::{self, Candidate, Distance, Turn},
-    policy::{Party, Ruling},
+    policy::{Party, Ruling, Stance},
     provider::{Provider, Room},
     refusal::Answer,
-    rules::Judge,
+    rules::{Judge, Standing},
 };
 use kernel::{
+    new_mutex,
     prelude::*,
     sync::{Arc, Mutex},
 };
@@ -44,7 +46,7 @@ pub(crate) struct Facts {
 
 impl Facts {
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
-        let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
+        let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
             known.push(
                 Known {
@@ -53,10 +55,10 @@ impl Facts {
                     start: provider.start,
                     size: provider.size,
                 },
-                GFP_KERNEL,
+                GFP_KERNEL_ACCOUNT,
             )?;
         }
-        let turns = KVec::with_capacity(providers.len(), GFP_KERNEL)?;
+        let turns = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         let mut facts = Self {
             known,
             paths,
@@ -68,21 +70,15 @@ impl Facts {
             let turn = Turn {
                 index,
                 size: provider.size,
+                stance: distance.is_reachable().then_some(Stance::Neutral),
                 distance,
                 as_far: 0,
                 gauge: provider.gauge(),
             };
-            facts.turns.push(turn, GFP_KERNEL)?;
-            // To its place among those before; core's own sort has a way out that objtool takes for a flaw.
-            for at in (1..=index).rev() {
-                if facts.turns[at - 1].distance <= distance {
-                    break;
-                }
-                facts.turns.swap(at - 1, at);
-            }
+            add_turn(&mut facts.turns, turn)?;
         }
         placement::group(&mut facts.turns);
-        Ok(Arc::new(facts, GFP_KERNEL)?)
+        Ok(Arc::new(facts, GFP_KERNEL_ACCOUNT)?)
     }
 
     /// The paths from one provider, by its place in the list.
@@ -107,7 +103,58 @@ impl Facts {
     }
 }
 
+/// Adds a turn in its place, after those of the same order.
+fn add_turn(turns: &mut KVec<Turn<Arc<Gauge>>>, turn: Turn<Arc<Gauge>>) -> Result {
+    let order = turn.order();
+    turns.push(turn, GFP_KERNEL_ACCOUNT)?;
+    // Core's own sort has a way out that objtool takes for a flaw.
+    for at in (1..turns.len()).rev() {
+        if turns[at - 1].order() <= order {
+            break;
+        }
+        turns.swap(at - 1, at);
+    }
+    Ok(())
+}
+
+/// What the administrator's rules say of the providers of a view, where none of them counts bytes.
+pub(crate) struct Ruled {
+    pub(crate) standing: Standing,
+    /// Of each provider, in the order of their numbers.
+    pub(crate) rulings: KVec<Ruling>,
+    /// As [`Facts::turns`], those first that rules want.
+    pub(crate) turns: KVec<Turn<Arc<Gauge>>>,
+}
+
+impl Ruled {
+    fn new(view: &View, standing: Standing) -> Result<Arc<Self>> {
+        let mut rulings = KVec::with_capacity(view.providers.len(), GFP_KERNEL_ACCOUNT)?;
+        for (index, provider) in view.providers.iter().enumerate() {
+            let paths = view.facts.paths_of(index);
+            rulings.push(
+                standing.ruling(&provider.party(), &view.parties, paths),
+                GFP_KERNEL_ACCOUNT,
+            )?;
+        }
+        let mut turns = KVec::with_capacity(rulings.len(), GFP_KERNEL_ACCOUNT)?;
+        for turn in &view.facts.turns {
+            let ruling = &rulings[turn.index];
+            let allowed = ruling.denied.is_none() && ruling.too_far.is_none();
+            let stance = turn.stance.filter(|_| allowed).map(|_| ruling.stance);
+            add_turn(&mut turns, Turn { stance, ..turn.clone() })?;
+        }
+        placement::group(&mut turns);
+        let ruled = Self {
+            standing,
+            rulings,
+            turns,
+        };
+        Ok(Arc::new(ruled, GFP_KERNEL_ACCOUNT)?)
+    }
+}
+
 /// The providers there are, and how far each is from each of the clients.
+#[pin_data]
 pub(crate) struct View {
     generation: u64,
     /// The clients as they were named, see [`Names`](crate::request::Names).
@@ -118,9 +165,15 @@ pub(crate) struct View {
     /// In the order of their numbers. One that has begun to leave since is among them.
     pub(crate) providers: KVec<Arc<Provider>>,
     pub(crate) facts: Arc<Facts>,
+    /// What rules said of it lately, the latest first.
+    #[pin]
+    ruled: Mutex<KVec<Arc<Ruled>>>,
 }
 
 impl View {
+    /// How many of [`Self::ruled`] are remembered: users to whom different rules apply.
+    const MOST_RULED: usize = 4;
+
     /// As things are at `generation`.
     pub(crate) fn new(
         generation: u64,
@@ -129,31 +182,56 @@ impl View {
         providers: KVec<Arc<Provider>>,
         paths: KVec<Path>,
     ) -> Result<Arc<Self>> {
-        let mut names = KVec::with_capacity(named.len(), GFP_KERNEL)?;
-        names.extend_from_slice(named, GFP_KERNEL)?;
-        let mut parties = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
+        let mut names = KVec::with_capacity(named.len(), GFP_KERNEL_ACCOUNT)?;
+        names.extend_from_slice(named, GFP_KERNEL_ACCOUNT)?;
+        let mut parties = KVec::with_capacity(clients.len(), GFP_KERNEL_ACCOUNT)?;
         for client in &clients {
-            parties.push(client.party(), GFP_KERNEL)?;
+            parties.push(client.party(), GFP_KERNEL_ACCOUNT)?;
         }
         let facts = Facts::new(&providers, paths, clients.len())?;
-        let view = Self {
-            generation,
-            names,
-            clients,
-            parties,
-            providers,
-            facts,
-        };
-        Ok(Arc::new(view, GFP_KERNEL)?)
+        Arc::pin_init(
+            pin_init!(Self {
+                generation,
+                names,
+                clients,
+                parties,
+                providers,
+                facts,
+                ruled <- new_mutex!(KVec::new()),
+            }),
+            GFP_KERNEL_ACCOUNT,
+        )
+    }
+
+    /// What these rules say of the providers, from memory or else by asking them.
+    pub(crate) fn ruled(&self, standing: &Standing) -> Result<Arc<Ruled>> {
+        let known = |ruled: &&Arc<Ruled>| ruled.standing.is_same(standing);
+        let found = self.ruled.lock().iter().find(known).cloned();
+        if let Some(ruled) = found {
+            return Ok(ruled);
+        }
+        let new = Ruled::new(self, standing.clone())?;
+        let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
+        remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
+        let mut ruled = self.ruled.lock();
+        // Somebody else may have been as fast, and rules that are in force no more are of no use.
+        let useful = |old: &&Arc<Ruled>| old.standing.has_book_of(standing) && !old.standing.is_same(standing);
+        for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
+            remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
+        }
+        let old = core::mem::replace(&mut *ruled, remembered);
+        drop(ruled);
+        drop(old);
+        Ok(new)
     }
 
     /// The providers as candidates for a buffer of that size and alignment.
     pub(crate) fn candidates(&self, judge: &Judge<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
-        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL)?;
+        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, provider) in self.providers.iter().enumerate() {
             let room = provider.room(size, align);
             let ruling = judge.ruling(provider, &self.parties, self.facts.paths_of(i), size);
-            candidates.push(self.facts.candidate(i, room, ruling), GFP_KERNEL)?;
+            candidates.push(self.facts.candidate(i, room, ruling), GFP_KERNEL_ACCOUNT)?;
         }
         Ok(candidates)
     }
@@ -240,17 +318,7 @@ mod tests {
     }
 
     fn empty(generation: u64, bus: u8) -> Result<Arc<View>> {
-        let mut named = KVec::new();
-        named.extend_from_slice(&names(bus), GFP_KERNEL)?;
-        let view = View {
-            generation,
-            names: named,
-            clients: KVec::new(),
-            parties: KVec::new(),
-            providers: KVec::new(),
-            facts: Facts::new(&[], KVec::new(), 0)?,
-        };
-        Ok(Arc::new(view, GFP_KERNEL)?)
+        View::new(generation, &names(bus), KVec::new(), KVec::new(), KVec::new())
     }
 
     #[test]

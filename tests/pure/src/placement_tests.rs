@@ -882,18 +882,24 @@ fn has(provider: &Provider) -> Stock {
 
 /// The turns of providers that are in the order of their numbers; a gauge is a place in that order.
 fn turns(request: &Request, providers: &[Provider]) -> Vec<Turn<usize>> {
-    let turn = |(index, provider): (usize, &Provider)| Turn {
-        index,
-        size: provider.size,
-        distance: Distance::of(request.clients, &provider.paths),
-        as_far: 0,
-        gauge: index,
+    let turn = |(index, provider): (usize, &Provider)| {
+        let (ruling, distance) = (&provider.ruling, Distance::of(request.clients, &provider.paths));
+        let allowed = ruling.denied.is_none() && ruling.too_far.is_none() && distance.is_reachable();
+        Turn {
+            index,
+            size: provider.size,
+            stance: allowed.then_some(ruling.stance),
+            distance,
+            as_far: 0,
+            gauge: index,
+        }
     };
     let mut turns: Vec<_> = providers.iter().enumerate().map(turn).collect();
-    turns.sort_by_key(|turn| (turn.distance, turn.index));
+    turns.sort_by_key(|turn| (turn.order(), turn.index));
     group(&mut turns);
     for (at, turn) in turns.iter().enumerate() {
-        let others = turns[at..].iter().take_while(|other| other.distance == turn.distance);
+        let same = |other: &&Turn<usize>| (other.stance, other.distance) == (turn.stance, turn.distance);
+        let others = turns[at..].iter().take_while(same);
         assert_eq!(turn.as_far, others.count());
     }
     turns
@@ -925,7 +931,8 @@ proptest! {
         prop_assert_eq!(verdicts, others);
     }
 
-    /// Where nothing but distance and space counts, the one that needs no look at paths chooses the same.
+    /// Where nothing but distance, space and rules that count no bytes decide, the one that needs no look at paths chooses the
+    /// same, or leaves it to the other one where rules prefer a provider that is too far.
     #[test]
     fn the_short_way_leads_to_the_same((request, providers) in cases()) {
         let size = request.size.max(1);
@@ -933,7 +940,8 @@ proptest! {
         let mut providers = providers;
         providers.sort_by_key(|provider| provider.id);
         for provider in &mut providers {
-            provider.ruling = Ruling::NONE;
+            let Ruling { denied, too_far, stance, stance_by, .. } = provider.ruling;
+            provider.ruling = Ruling { denied, too_far, stance, stance_by, ..Ruling::NONE };
             // No allocator has a piece that would not fit were all of it free.
             if !provider.could_hold(&request) {
                 provider.largest = provider.largest.min(size - 1);
@@ -954,7 +962,13 @@ proptest! {
             asked[index] += 1;
             Some(stocks[index])
         });
-        prop_assert_eq!(turn.map(|turn| turn.index), decision.chosen);
+        let stance = |at: usize| turns.iter().find(|turn| turn.index == at).and_then(|turn| turn.stance);
+        let left_to_the_other = turn.is_none() && decision.chosen.is_some_and(|chosen| {
+            (0..verdicts.len()).any(|at| {
+                verdicts[at].code == VerdictCode::TooFar && stance(at).is_some() && stance(at) < stance(chosen)
+            })
+        });
+        prop_assert!(left_to_the_other || turn.map(|turn| turn.index) == decision.chosen);
         if let Some(turn) = turn {
             prop_assert_eq!(turn.class_raw(), verdicts[turn.index].class_raw());
         }

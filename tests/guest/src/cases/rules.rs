@@ -32,6 +32,13 @@ pub(super) const CASES: &[Case] = &[
         run: preference,
     },
     Case {
+        name: "rules-short-way",
+        about: "what is remembered of rules leads to the decisions and verdicts that asking each of them leads to",
+        topology: "demo",
+        ruins: false,
+        run: short_way,
+    },
+    Case {
         name: "rules-own",
         about: "a file's own rules narrow the administrator's and never widen them",
         topology: "demo",
@@ -265,6 +272,153 @@ fn preference(bed: &mut Bed) -> Result<()> {
     ensure!(ask(0) == Ok(near), "all are avoided alike");
     drop(file);
     drop(prefer);
+    bed.unpublish("accel1")
+}
+
+/// What a decision is told to be: errno and provider, the sentence, and of each verdict all but the numbers that move.
+fn decision(
+    fd: BorrowedFd<'_>,
+    req: &abi::p2pmem_request,
+    clients: &mut [abi::p2pmem_pci_addr],
+) -> Result<Vec<String>> {
+    let mut verdicts = vec![abi::p2pmem_verdict::default(); 8];
+    let mut text = [0u8; 512];
+    let mut explain = abi::p2pmem_explain {
+        req: *req,
+        nr_verdicts: verdicts.len() as u32,
+        text_len: text.len() as u32,
+        ..Default::default()
+    };
+    explain.req.nr_clients = clients.len() as u32;
+    sys::explain(
+        fd,
+        &mut explain,
+        Memory::Slice(clients),
+        Memory::Slice(&mut verdicts),
+        Memory::Slice(&mut text),
+    )
+    .map_err(errno)
+    .context("EXPLAIN")?;
+    let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned();
+    let mut lines = vec![format!("errno {}, provider {}: {text}", explain.error, explain.chosen)];
+    verdicts.truncate(explain.nr_verdicts as usize);
+    lines.extend(verdicts.iter().map(|verdict| {
+        let still = abi::p2pmem_verdict {
+            free: 0,
+            largest: 0,
+            ..*verdict
+        };
+        format!("{still:?}")
+    }));
+    Ok(lines)
+}
+
+/// Asks through a file without rules of its own, where what rules say is remembered, and through one with a rule that
+/// changes nothing, where each rule is asked.
+fn short_way(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    bed.publish("shm0")?;
+    let (accel0, accel1) = (bed.device("accel0")?.bdf.clone(), bed.device("accel1")?.bdf.clone());
+    let nvme0 = bed.device("nvme0")?.bdf.clone();
+    let all = [bed.address("nvme0")?, bed.address("nvme1")?];
+    let (short, long) = (open()?, open()?);
+    let allow = abi::p2pmem_rule {
+        action: abi::P2PMEM_RULE_ALLOW,
+        ..own_rule("nothing")
+    };
+    set_own(long.as_fd(), &mut [allow]).map_err(errno)?;
+    // More users to whom different rules apply than are remembered.
+    let users: Vec<u32> = (ALICE..ALICE + 6).collect();
+    let mut seen = std::collections::BTreeSet::new();
+    let mut same = |what: &str| -> Result<()> {
+        for &uid in &users {
+            for clients in 0..=all.len() {
+                for (size, max_class) in [(MIB, 0), (MIB, abi::P2PMEM_PATH_SWITCHES), (128 * MIB, 0), (1 << 40, 0)] {
+                    let mut req = request(size).req;
+                    req.max_class = max_class;
+                    let mut list = all[..clients].to_vec();
+                    let mut ask = |file: &fs::File| {
+                        sys::as_user(uid, uid, &[], || decision(file.as_fd(), &req, &mut list)).map_err(errno)?
+                    };
+                    let (expected, told) = (ask(&long)?, ask(&short)?);
+                    ensure!(
+                        told == expected,
+                        "{what}, uid {uid}, {clients} clients, {size} bytes, class {max_class}: {told:#?} instead of {expected:#?}"
+                    );
+                    seen.insert(told);
+                }
+            }
+        }
+        Ok(())
+    };
+    same("without rules")?;
+    let last = (ALICE + 5).to_string();
+    let uids: Vec<String> = users.iter().map(u32::to_string).collect();
+    let sets: [&[(&str, &[(&str, &str)])]; 7] = [
+        &[("10-far", &[("provider", &accel1), ("action", "prefer")])],
+        &[(
+            "10-near",
+            &[("provider", &accel0), ("action", "avoid"), ("uid", &uids[1])],
+        )],
+        &[(
+            "10-deny",
+            &[("provider", &accel0), ("action", "deny"), ("client", &nvme0)],
+        )],
+        &[("10-class", &[("max_class", "SWS"), ("uid", &uids[2])])],
+        &[("10-none", &[("action", "deny"), ("uid", &last)])],
+        // One rule for each of the others, and one whose quota makes the remembered ones of no use.
+        &[
+            ("10-a", &[("provider", &accel0), ("action", "avoid"), ("uid", &uids[0])]),
+            (
+                "20-b",
+                &[("provider", &accel1), ("action", "prefer"), ("uid", &uids[1])],
+            ),
+            ("30-c", &[("provider", &accel0), ("action", "deny"), ("uid", &uids[2])]),
+            ("40-d", &[("max_class", "SWS"), ("uid", &uids[3])]),
+            ("50-e", &[("client", &nvme0), ("action", "avoid"), ("uid", &uids[4])]),
+            ("60-f", &[("quota", "64M"), ("uid", &last)]),
+        ],
+        &[(
+            "10-reserve",
+            &[
+                ("provider", &accel0),
+                ("reserve", "200M"),
+                ("reserve_for", "group"),
+                ("gid", "5001"),
+            ],
+        )],
+    ];
+    for set in sets {
+        let mut rules = Vec::new();
+        for (name, attributes) in set {
+            rules.push(AdminRule::new(name, attributes)?);
+            same(name)?;
+        }
+        // Who is remembered gets what was explained.
+        for &uid in &users {
+            let explained = sys::as_user(uid, uid, &[], || decision(short.as_fd(), &request(MIB).req, &mut []))
+                .map_err(errno)??;
+            let got = alloc_as(short.as_fd(), uid, &[], MIB)?;
+            let head = match got {
+                Ok(a) => format!("errno 0, provider {}:", a.provider),
+                Err(code) => format!("errno {code}, provider 0:"),
+            };
+            ensure!(explained[0].starts_with(&head), "{head} {explained:?}");
+            if let Ok(a) = got {
+                free(short.as_fd(), a.handle).map_err(errno)?;
+            }
+        }
+        drop(rules);
+        same("after the rules")?;
+    }
+    println!("{} different decisions", seen.len());
+    ensure!(
+        seen.len() > 30,
+        "hardly anything was decided differently: {}",
+        seen.len()
+    );
+    drop((short, long));
+    bed.unpublish("shm0")?;
     bed.unpublish("accel1")
 }
 
