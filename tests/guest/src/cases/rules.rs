@@ -313,6 +313,9 @@ fn decision(
     Ok(lines)
 }
 
+/// A rule's name and its attributes.
+type NamedRule<'a> = (&'a str, &'a [(&'a str, &'a str)]);
+
 /// Asks through a file without rules of its own, where what rules say is remembered, and through one with a rule that
 /// changes nothing, where each rule is asked.
 fn short_way(bed: &mut Bed) -> Result<()> {
@@ -354,7 +357,7 @@ fn short_way(bed: &mut Bed) -> Result<()> {
     same("without rules")?;
     let last = (ALICE + 5).to_string();
     let uids: Vec<String> = users.iter().map(u32::to_string).collect();
-    let sets: [&[(&str, &[(&str, &str)])]; 7] = [
+    let sets: [&[NamedRule<'_>]; 7] = [
         &[("10-far", &[("provider", &accel1), ("action", "prefer")])],
         &[(
             "10-near",
