@@ -395,18 +395,27 @@ pub fn buffer(fd: BorrowedFd<'_>, handle: u32) -> Result<abi::p2pmem_buffer, i32
 
 /// What the file's last decision or refusal was: the answer, the verdicts, and the sentence.
 pub fn explain_last(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
-    let mut verdicts = vec![abi::p2pmem_verdict::default(); 8];
-    let mut text = [0u8; 512];
-    let mut explain = abi::p2pmem_explain {
-        nr_verdicts: 8,
-        text_len: 512,
+    let last = abi::p2pmem_explain {
         flags: abi::P2PMEM_EXPLAIN_LAST,
         ..Default::default()
     };
+    explain(fd, last, &mut [])
+}
+
+/// What is explained of a request for clients: the answer, the verdicts, at most eight, and the sentence.
+pub fn explain(
+    fd: BorrowedFd<'_>,
+    mut explain: abi::p2pmem_explain,
+    clients: &mut [abi::p2pmem_pci_addr],
+) -> Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
+    let mut verdicts = vec![abi::p2pmem_verdict::default(); 8];
+    let mut text = [0u8; 512];
+    (explain.nr_verdicts, explain.text_len) = (verdicts.len() as u32, text.len() as u32);
+    explain.req.nr_clients = clients.len() as u32;
     sys::explain(
         fd,
         &mut explain,
-        Memory::Slice(&mut []),
+        Memory::Slice(clients),
         Memory::Slice(&mut verdicts),
         Memory::Slice(&mut text),
     )

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 
 use super::life::{Part, ready};
-use super::{Bed, Case, alloc, errno, expect, explain_last, free, open, read, request, write};
+use super::{Bed, Case, alloc, errno, expect, explain, explain_last, free, open, read, request, write};
 use crate::patience::rounds;
 use crate::sys::{self, Mapping, Memory};
 
@@ -281,27 +281,12 @@ fn decision(
     req: &abi::p2pmem_request,
     clients: &mut [abi::p2pmem_pci_addr],
 ) -> Result<Vec<String>> {
-    let mut verdicts = vec![abi::p2pmem_verdict::default(); 8];
-    let mut text = [0u8; 512];
-    let mut explain = abi::p2pmem_explain {
+    let ask = abi::p2pmem_explain {
         req: *req,
-        nr_verdicts: verdicts.len() as u32,
-        text_len: text.len() as u32,
         ..Default::default()
     };
-    explain.req.nr_clients = clients.len() as u32;
-    sys::explain(
-        fd,
-        &mut explain,
-        Memory::Slice(clients),
-        Memory::Slice(&mut verdicts),
-        Memory::Slice(&mut text),
-    )
-    .map_err(errno)
-    .context("EXPLAIN")?;
-    let text = String::from_utf8_lossy(text.split(|byte| *byte == 0).next().unwrap_or_default()).into_owned();
+    let (explain, verdicts, text) = explain(fd, ask, clients)?;
     let mut lines = vec![format!("errno {}, provider {}: {text}", explain.error, explain.chosen)];
-    verdicts.truncate(explain.nr_verdicts as usize);
     lines.extend(verdicts.iter().map(|verdict| {
         let still = abi::p2pmem_verdict {
             free: 0,
