@@ -411,7 +411,7 @@ impl Decided<'_> {
                             size
                         )),
                         (Set::Admin, true) => Text::new(fmt!(
-                            "rule {}: the group holds {} bytes of {}, {} more were wanted",
+                            "rule {}: those it is for hold {} bytes of {} together, {} more were wanted",
                             name.as_str(),
                             used,
                             limit,

@@ -293,7 +293,7 @@ impl Rules {
                 }
                 (Account::Group(of), _, Some(limit)) if *of == id && used > limit => {
                     return Text::new(fmt!(
-                        "in force; the group holds {} bytes of {}: it keeps them, and gets no more",
+                        "in force; those it is for hold {} bytes of {} together: they keep them, and get no more",
                         used,
                         limit
                     ));

@@ -13,6 +13,7 @@ use p2pmem_sys as abi;
 
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
 use super::peer::{Held, Row, await_rows, counted, nic};
+use super::rules::AdminRule;
 use super::share::import;
 use super::{Bed, Case, alloc, errno, free, open, request, write};
 use crate::sys::{self, Mapping, Memory};
@@ -249,12 +250,28 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     each("EXPLAIN of the last", &[libc::ENODATA], || {
         explain(abi::P2PMEM_EXPLAIN_LAST)
     })?;
-    each("ALLOC near a client", &[], || {
+    // Under a rule a decision works out what it says, and remembers that: anew under each new rule.
+    let client_alone = sweep("EXPLAIN", &[], || explain(0))?;
+    let mut rule = None;
+    let mut another_rule = || {
+        drop(rule.take());
+        rule = Some(AdminRule::new("50-avoid", &[("action", "avoid")])?);
+        Ok(())
+    };
+    let ruled = sweep_after("EXPLAIN under a new rule", &[], &mut another_rule, |()| explain(0))?;
+    ensure!(
+        ruled > client_alone,
+        "{ruled} allocations under a rule, {client_alone} without: nothing is remembered of it"
+    );
+    let near_client = || {
         let mut ask = request(MIB);
         ask.req.nr_clients = 1;
         sys::alloc(fd, &mut ask, Memory::Slice(&mut [client]))?;
         must(free(fd, ask.handle))
-    })?;
+    };
+    sweep_after("ALLOC under a new rule", &[], &mut another_rule, |()| near_client())?;
+    drop(rule);
+    each("ALLOC near a client", &[], near_client)?;
     each("STRIPE", &[], || {
         let mut parts = [abi::p2pmem_part::default(); 2];
         let mut ask = abi::p2pmem_stripe {

@@ -585,7 +585,7 @@ fn quota(bed: &mut Bed) -> Result<()> {
     // Bob has a quota of his own, and shares the group's.
     alloc_as(fd, BOB, &[LAB], MIB)?.map_err(errno)?;
     expect("bob", alloc_as(fd, BOB, &[LAB], 4096)?, libc::EDQUOT)?;
-    ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("the group holds"));
+    ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("those it is for hold"));
     // Without the group he is not bound by its quota.
     let alone = alloc_as(fd, BOB, &[], MIB)?.map_err(errno)?;
     ensure!(
