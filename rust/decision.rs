@@ -104,7 +104,7 @@ impl Brief {
             .resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
         let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
         let turns = Self::turns_of(facts, ruled);
-        let chosen = placement::nearest(size, wish.max_class, turns, &mut brief.stock, glance);
+        let chosen = placement::nearest(wish.max_class, turns, &mut brief.stock, glance);
         let Some(turn) = chosen else {
             return Ok(None);
         };

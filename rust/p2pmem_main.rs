@@ -109,6 +109,15 @@ impl Drop for Retire {
 
 struct Janitors;
 
+impl Janitors {
+    /// Sends the janitors to what came back.
+    fn send() {
+        if let Ok(orchestrator) = global::orchestrator() {
+            orchestrator.send_janitors();
+        }
+    }
+}
+
 impl Drop for Janitors {
     fn drop(&mut self) {
         global::set_queue(None);
@@ -125,7 +134,7 @@ impl kernel::InPlaceModule for P2pmem {
             let for_power = Arc::new(PowerEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
                 janitors: {
-                    global::set_queue(Some(OwnQueue::new(c"p2pmem")?));
+                    global::set_queue(Some(OwnQueue::new(c"p2pmem", Janitors::send)?));
                     global::set_orchestrator(Some(orchestrator.clone()));
                     Janitors
                 },

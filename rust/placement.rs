@@ -643,6 +643,15 @@ impl Stock {
     }
 }
 
+/// What is said of a provider at a glance: what it has, and whether the request fits, its alignment
+/// thought of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Glance {
+    Fits(Stock),
+    Short(Stock),
+    Unknown,
+}
+
 /// A provider's turn to be looked at by [`nearest`]. `G` tells what it has.
 #[derive(Clone, Debug)]
 pub(crate) struct Turn<G> {
@@ -685,27 +694,25 @@ impl<G> Turn<G> {
     }
 }
 
-/// The provider that [`decide`] would choose for `size` bytes where none is named,
+/// The provider that [`decide`] would choose where none is named,
 /// [`Strategy::Nearest`] chooses, and rules say no more than [`Turn::stance`]. `None` where none can
 /// serve, where rules want one that is too far more than one that can serve, or where `glance` cannot
 /// tell what one has. `turns` are in their [order](Turn::order), those of the same order in that of
 /// numbers, and [grouped](group).
 ///
 /// Each gauge is asked once, and what it says is kept in `stock`, which is as long as `turns` and
-/// in their order: [`Stock::largest`] is `size` or more only where the request fits, its alignment
-/// thought of.
+/// in their order.
 ///
 /// Compares the first that can serve and those that are as far, and looks at no path. So this is
 /// for the many decisions nobody will ask about; who asks is told by [`decide`].
 pub(crate) fn nearest<'a, G>(
-    size: u64,
     max_class: Option<PathClass>,
     turns: &'a [Turn<G>],
     stock: &mut [Stock],
-    mut glance: impl FnMut(&G) -> Option<Stock>,
+    mut glance: impl FnMut(&G) -> Glance,
 ) -> Option<&'a Turn<G>> {
     let mut best = None;
-    // The best one's load, its size and what it has; none has nothing, as `size` is not 0.
+    // The best one's load, its size and what it has; none has nothing, where no request fits.
     let mut least = u64::MAX;
     let mut whole = 0;
     let mut its = Stock::EMPTY;
@@ -722,11 +729,15 @@ pub(crate) fn nearest<'a, G>(
         left = farther;
         slots = others;
         for (turn, slot) in tier.iter().zip(own) {
-            let has = glance(&turn.gauge)?;
+            let has = match glance(&turn.gauge) {
+                Glance::Fits(has) => has,
+                Glance::Short(has) => {
+                    *slot = has;
+                    continue;
+                }
+                Glance::Unknown => return None,
+            };
             *slot = has;
-            if has.largest < size {
-                continue;
-            }
             // No less a load, without a division: idle providers of one kind.
             if has.free == its.free && turn.size == whole && has.largest <= its.largest {
                 continue;
@@ -742,7 +753,10 @@ pub(crate) fn nearest<'a, G>(
     }
     // The others are wanted less, or too far. What they have is kept for who asks.
     for (turn, slot) in left.iter().zip(slots) {
-        *slot = glance(&turn.gauge)?;
+        *slot = match glance(&turn.gauge) {
+            Glance::Fits(has) | Glance::Short(has) => has,
+            Glance::Unknown => return None,
+        };
     }
     best
 }

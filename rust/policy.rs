@@ -401,8 +401,14 @@ impl Applicable {
     /// All rules, whoever asks.
     pub(crate) const ALL: Self = Self([u64::MAX; MOST.div_ceil(64)]);
 
+    const NONE: Self = Self([0; MOST.div_ceil(64)]);
+
     /// Those that are for `subject`.
+    #[inline]
     pub(crate) fn to(rules: &[Rule], subject: &impl Subject) -> Self {
+        if rules.is_empty() {
+            return Self::NONE;
+        }
         Self::of(rules, |rule| rule.is_for(subject))
     }
 

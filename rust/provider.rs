@@ -623,6 +623,14 @@ impl Provider {
         drop(ended);
         self.settled.notify_all();
         if live {
+            // A worker that wakes for each piece would cost more than all else that freeing does.
+            global::run_later();
+        }
+    }
+
+    /// Has memory that came back cleared.
+    pub(crate) fn send_janitor(self: &Arc<Self>) {
+        if !self.inner.lock().dirty.is_empty() {
             global::enqueue(self.clone());
         }
     }

@@ -187,7 +187,6 @@ impl Names {
                 consts::MAX_CLIENTS
             ));
         }
-        let mut reader = array(at, count, size)?.reader();
         if names.len > Self::FEW {
             names.many = Some(KVec::from_elem(0u64, names.len, GFP_KERNEL_ACCOUNT)?);
         }
@@ -197,8 +196,9 @@ impl Names {
         };
         if size as usize == Self::EACH {
             // At once: this is on the way of every decision.
-            reader.read_slice(AsBytes::as_bytes_mut(all))?;
+            uapi::read_words(usize::try_from(at).map_err(|_| EFAULT)?, all)?;
         } else {
+            let mut reader = array(at, count, size)?.reader();
             for name in all {
                 *name = read_sized(&mut reader, size as usize)?;
             }
@@ -244,7 +244,7 @@ pub(crate) fn wish(req: &uapi::Request, own: Option<Arc<Book>>, orchestrator: &O
     const PAGE: u64 = PAGE_SIZE as u64;
     no_flags(req.flags, consts::ALLOC_PREFER)?;
     no_reserved(req.reserved)?;
-    no_reserved(u32::from(req.spare != [0; 4]))?;
+    no_reserved(u32::from(req.spare.iter().fold(0, |all, word| all | word) != 0))?;
     if req.size == 0 {
         return Err(refuse!(EINVAL, "a buffer of 0 bytes"));
     }

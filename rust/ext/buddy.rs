@@ -362,7 +362,10 @@ impl Drop for Extent {
 #[kunit_tests(p2pmem_buddy)]
 mod tests {
     use super::*;
-    use crate::{ext::gauge::Need, placement::Stock};
+    use crate::{
+        ext::gauge::Need,
+        placement::{Glance, Stock},
+    };
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -469,7 +472,7 @@ mod tests {
             free: free * PAGE,
             largest: largest * PAGE,
         };
-        let is = |free, largest| gauge.glance(&one) == Some(has(free, largest));
+        let is = |free, largest| gauge.glance(&one) == Glance::Fits(has(free, largest));
         assert!(is(63, 32));
         let half = buddy.alloc(32 * PAGE, PAGE)?;
         assert!(is(31, 16));

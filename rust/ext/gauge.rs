@@ -2,7 +2,7 @@
 
 //! What a provider has, for those who do not want to wait for its locks.
 
-use crate::placement::Stock;
+use crate::placement::{Glance, Stock};
 use kernel::{
     page::PAGE_SIZE,
     prelude::*,
@@ -88,23 +88,24 @@ impl Gauge {
         self.returning.store(CLOSED, Relaxed);
     }
 
-    /// Free bytes, and the largest piece that is known: it is as large as the request only if that fits. None where that
-    /// cannot be told, or nothing is to be had any more.
+    /// Free bytes, the largest piece that is known, and whether the request fits. Unknown where nothing is to be had any more,
+    /// too.
     #[inline(always)]
-    pub(crate) fn glance(&self, need: &Need) -> Option<Stock> {
+    pub(crate) fn glance(&self, need: &Need) -> Glance {
         // Both are bytes of one BAR.
         let free = peek(&self.free).wrapping_add(peek(&self.returning));
         let largest = peek(&self.piece);
         if free >= CLOSED {
-            return None;
+            return Glance::Unknown;
         }
         if need.enough <= largest {
-            return Some(Stock { free, largest });
+            return Glance::Fits(Stock { free, largest });
         }
-        (free <= need.short && self.is_short(need)).then_some(Stock {
-            free,
-            largest: largest.min(need.short),
-        })
+        if free <= need.short && self.is_short(need) {
+            let largest = largest.min(need.short);
+            return Glance::Short(Stock { free, largest });
+        }
+        Glance::Unknown
     }
 
     /// Whether too little is free for sure: bytes that move between free and returning count once at least.
@@ -129,25 +130,29 @@ mod tests {
         Need::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
     }
 
-    fn has(free: u64, largest: u64) -> Option<Stock> {
-        Some(Stock { free, largest })
+    fn fits(free: u64, largest: u64) -> Glance {
+        Glance::Fits(Stock { free, largest })
+    }
+
+    fn short(free: u64, largest: u64) -> Glance {
+        Glance::Short(Stock { free, largest })
     }
 
     #[test]
     fn what_fits_for_sure_is_said() -> Result {
         let gauge = Gauge::new()?;
         gauge.set(12 * PAGE, 8 * PAGE);
-        for fits in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
-            assert_eq!(gauge.glance(&fits), has(12 * PAGE, 8 * PAGE));
+        for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
+            assert_eq!(gauge.glance(&small), fits(12 * PAGE, 8 * PAGE));
         }
         // It may fit into blocks side by side, or into the piece as it lies, or not.
         for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
-            assert_eq!(gauge.glance(&unknown), None);
+            assert_eq!(gauge.glance(&unknown), Glance::Unknown);
         }
         // For sure it does not.
-        assert_eq!(gauge.glance(&need(13, 1)?), has(12 * PAGE, 8 * PAGE));
+        assert_eq!(gauge.glance(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
         gauge.set(3 * PAGE, 8 * PAGE);
-        assert_eq!(gauge.glance(&need(9, 1)?), has(3 * PAGE, 8 * PAGE));
+        assert_eq!(gauge.glance(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
         Ok(())
     }
 
@@ -156,14 +161,14 @@ mod tests {
         let gauge = Gauge::new()?;
         gauge.set(PAGE, PAGE);
         gauge.set_returning(3 * PAGE, 1);
-        assert_eq!(gauge.glance(&need(1, 1)?), has(4 * PAGE, PAGE));
-        assert_eq!(gauge.glance(&need(2, 1)?), None);
-        assert_eq!(gauge.glance(&need(5, 1)?), has(4 * PAGE, PAGE));
+        assert_eq!(gauge.glance(&need(1, 1)?), fits(4 * PAGE, PAGE));
+        assert_eq!(gauge.glance(&need(2, 1)?), Glance::Unknown);
+        assert_eq!(gauge.glance(&need(5, 1)?), short(4 * PAGE, PAGE));
         gauge.close();
-        assert_eq!(gauge.glance(&need(1, 1)?), None);
+        assert_eq!(gauge.glance(&need(1, 1)?), Glance::Unknown);
         // Numbers that come late open nothing.
         gauge.set(9 * PAGE, 8 * PAGE);
-        assert_eq!(gauge.glance(&need(1, 1)?), None);
+        assert_eq!(gauge.glance(&need(1, 1)?), Glance::Unknown);
         assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());
         Ok(())
     }

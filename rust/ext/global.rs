@@ -130,6 +130,14 @@ where
     true
 }
 
+/// Has the queue do at the next tick of the timer what it does later ([`OwnQueue::run_later`]).
+pub(crate) fn run_later() {
+    initialised();
+    if let Some(queue) = &*QUEUE.lock() {
+        queue.run_later();
+    }
+}
+
 /// Whether the module is loaded and stays so, as long as somebody uses it.
 static READY: AtomicFlag = AtomicFlag::new(false);
 

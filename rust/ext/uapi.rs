@@ -7,7 +7,9 @@ use kernel::{
     bindings,
     error::Error,
     ioctl::{_IOR, _IOW, _IOWR},
+    prelude::*,
     transmute::{AsBytes, FromBytes},
+    uaccess::UserPtr,
 };
 
 pub(crate) use crate::sys::{
@@ -23,6 +25,21 @@ pub(crate) use kernel::bindings::{EDQUOT, EHOSTUNREACH, ENODATA, EOPNOTSUPP};
 /// An errno that the kernel crate has no name for.
 pub(crate) fn errno(errno: u32) -> Error {
     Error::from_errno(-(errno as i32))
+}
+
+/// Reads words from user space, all that there is room for. Errors: `EFAULT`.
+///
+/// As `UserSliceReader::read_slice()`, without a call for what the kernel asks of a copy whose length the compiler does not know:
+/// whether the object that it goes to is as long. A slice is.
+pub(crate) fn read_words(at: usize, words: &mut [u64]) -> Result {
+    let from = UserPtr::from_addr(at).as_const_ptr();
+    // SAFETY: The slice is as long as what is copied at most, and words may be any bytes.
+    let left = unsafe { bindings::_copy_from_user(words.as_mut_ptr().cast(), from, size_of_val(words)) };
+    if left == 0 {
+        Ok(())
+    } else {
+        Err(EFAULT)
+    }
 }
 
 /// The constants of the header, without the prefixes that bindgen gives them.

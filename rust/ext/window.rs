@@ -191,9 +191,9 @@ mod tests {
         windows.wait();
         *windows.count.lock() = 2;
         let waited = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
-        let queue = OwnQueue::new(c"p2pmem-kunit")?;
+        let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
         let (other, told) = (windows.clone(), waited.clone());
-        queue.try_spawn(GFP_KERNEL, move || {
+        queue.try_spawn(move || {
             other.wait();
             told.complete();
         })?;

@@ -81,8 +81,12 @@ pub fn entry_points(
     let wanted = picks.get_mut(..(p & 7) as usize).unwrap_or_default();
     shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
     placement::group(line.0);
-    let glance = |gauge: &u64| (*gauge > 9).then_some(placement::Stock { free: *gauge, largest: *gauge });
-    shadowed ^= placement::nearest(u64::from(n), request.max_class, line.0, line.1, glance).map_or(7, |turn| turn.index as u64 ^ u64::from(turn.class_raw()));
+    let glance = |gauge: &u64| match (*gauge, placement::Stock { free: *gauge, largest: *gauge }) {
+        (..9, _) => placement::Glance::Unknown,
+        (9..99, has) => placement::Glance::Short(has),
+        (_, has) => placement::Glance::Fits(has),
+    };
+    shadowed ^= placement::nearest(request.max_class, line.0, line.1, glance).map_or(7, |turn| turn.index as u64 ^ u64::from(turn.class_raw()));
     shadowed ^= (placement::Distance::of(n as usize, paths) < placement::Distance::of(m as usize, paths)) as u64;
     if let Some(split) = split::Split::new(u64::from(n) << (m & 63), u64::from(o), u64::from(p), u64::from(m)) {
         shadowed ^= split.share() ^ split.part(n as usize).0 ^ split.part(m as usize).1;

@@ -5,8 +5,8 @@
 use crate::oracle::{Provider, choose};
 use crate::path::{Path, PathClass, classify};
 use crate::placement::{
-    Candidate, Decision, Distance, Named, Outcome, Request, Stock, Strategy as Chooser, Turn, Verdict, VerdictCode,
-    decide, group, nearest,
+    Candidate, Decision, Distance, Glance, Named, Outcome, Request, Stock, Strategy as Chooser, Turn, Verdict,
+    VerdictCode, decide, group, nearest,
 };
 use crate::policy::{Over, Ref, Ruling, Set, Stance};
 use crate::tree::tree;
@@ -880,6 +880,15 @@ fn has(provider: &Provider) -> Stock {
     }
 }
 
+/// What a glance at one tells that has that, for a request of `size` bytes.
+fn glance(has: Stock, size: u64) -> Glance {
+    if has.largest < size {
+        Glance::Short(has)
+    } else {
+        Glance::Fits(has)
+    }
+}
+
 /// The turns of providers that are in the order of their numbers; a gauge is a place in that order.
 fn turns(request: &Request, providers: &[Provider]) -> Vec<Turn<usize>> {
     let turn = |(index, provider): (usize, &Provider)| {
@@ -958,9 +967,9 @@ proptest! {
         let turns = turns(&request, &providers);
         let (decision, verdicts) = run(&request, &providers);
         let mut asked = vec![0; providers.len()];
-        let turn = nearest(size, request.max_class, &turns, &mut kept, |&index| {
+        let turn = nearest(request.max_class, &turns, &mut kept, |&index| {
             asked[index] += 1;
-            Some(stocks[index])
+            glance(stocks[index], size)
         });
         let stance = |at: usize| turns.iter().find(|turn| turn.index == at).and_then(|turn| turn.stance);
         let left_to_the_other = turn.is_none() && decision.chosen.is_some_and(|chosen| {
@@ -985,8 +994,12 @@ proptest! {
             let silent = silent.index(providers.len());
             let turns = turns(&request, &providers);
             let mut kept = vec![Stock::EMPTY; providers.len()];
-            let tell = |&index: &usize| (index != silent).then(|| has(&providers[index]));
-            prop_assert!(nearest(request.size.max(1), request.max_class, &turns, &mut kept, tell).is_none());
+            let size = request.size.max(1);
+            let tell = |&index: &usize| match index == silent {
+                true => Glance::Unknown,
+                false => glance(has(&providers[index]), size),
+            };
+            prop_assert!(nearest(request.max_class, &turns, &mut kept, tell).is_none());
         }
     }
 
