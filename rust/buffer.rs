@@ -447,6 +447,17 @@ impl Mappable for Buffer {
         this.release(Hold::Mapping);
     }
 
+    fn is_ready(this: ArcBorrow<'_, Self>) -> bool {
+        let inner = this.inner.lock();
+        // One that has ended is ready to say so.
+        !inner.life.is_live() || inner.memory.as_ref().is_some_and(|memory| memory.is_clear())
+    }
+
+    fn make_ready(this: &Arc<Self>) {
+        // The fault that comes next finds out what went wrong.
+        let _ = this.usable();
+    }
+
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
         let page = fault.page_offset().checked_sub(this.page_offset).ok_or(EFAULT)?;
         let offset = page * PAGE_SIZE as u64;

@@ -20,7 +20,7 @@ use crate::{
     path::{Path, PathClass, PciAddr},
     peer_client::Peers,
     placement::{self, Candidate, Named, Strategy, Verdict},
-    provider::{Counters, Kind, Leave, Parts, Provider},
+    provider::{Counters, Kind, Leave, Lost, Parts, Provider},
     refusal::{refuse, Answer},
     request::address,
     rules::{breaks, Book, Judge, Rules, Uncharged},
@@ -109,6 +109,8 @@ struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
     cache: Cache,
+    /// Memory of devices that do not answer.
+    lost: KVec<Lost>,
     /// Whether the machine is about to sleep, or sleeps: there are no providers then.
     asleep: bool,
 }
@@ -148,6 +150,7 @@ impl Orchestrator {
                     providers: KVec::new(),
                     next_id: 1,
                     cache: Cache::new(),
+                    lost: KVec::new(),
                     asleep: false,
                 }),
                 views <- new_mutex!(Views::new()),
@@ -215,9 +218,9 @@ impl Orchestrator {
     /// All providers there are now, in the order of their numbers.
     pub(crate) fn providers(&self) -> Result<KVec<Arc<Provider>>> {
         let registry = self.registry.lock();
-        let mut providers = KVec::with_capacity(registry.providers.len(), GFP_KERNEL)?;
+        let mut providers = KVec::with_capacity(registry.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in &registry.providers {
-            providers.push(provider.clone(), GFP_KERNEL)?;
+            providers.push(provider.clone(), GFP_KERNEL_ACCOUNT)?;
         }
         Ok(providers)
     }
@@ -267,13 +270,13 @@ impl Orchestrator {
     /// such function), `EINVAL` (what is no address).
     pub(crate) fn view(&self, names: &[u64]) -> Answer<Arc<View>> {
         let make = |generation| {
-            let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL)?;
+            let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL_ACCOUNT)?;
             for &name in names {
                 let name = address(name)?;
                 let function = Function::find(name);
                 let function =
                     function.ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", name))?;
-                clients.push(function, GFP_KERNEL)?;
+                clients.push(function, GFP_KERNEL_ACCOUNT)?;
             }
             let providers = self.providers()?;
             let paths = self.paths(&providers, &clients)?;
@@ -340,7 +343,7 @@ impl Orchestrator {
                 let Some(own) = &own else { continue };
                 let path = own.path_to(provider.function(), client, walk);
                 *slot = Some(path);
-                let node = RBTreeNode::new((provider.id, client.address()), path, GFP_KERNEL)?;
+                let node = RBTreeNode::new((provider.id, client.address()), path, GFP_KERNEL_ACCOUNT)?;
                 self.registry.lock().cache.put(generation, node);
             }
         }
@@ -460,7 +463,7 @@ impl Orchestrator {
             };
             let account = decided.account(chosen.and_then(|(at, _)| view.facts.known.get(at)))?;
             traced(wish, judge.file(), (account.chosen, account.error), take.is_none());
-            return Ok(Some((held, Told::Account(KBox::new(account, GFP_KERNEL)?))));
+            return Ok(Some((held, Told::Account(KBox::new(account, GFP_KERNEL_ACCOUNT)?))));
         }
     }
 
@@ -638,6 +641,24 @@ impl Orchestrator {
     /// The first of the list.
     pub(crate) fn first(&self) -> Option<Arc<Provider>> {
         self.registry.lock().providers.first().cloned()
+    }
+
+    /// Keeps memory of a device that does not answer. Without memory to remember it in it goes back as it is, which the log says.
+    pub(crate) fn keep_lost(&self, lost: Lost) {
+        let mut registry = self.registry.lock();
+        if registry.lost.reserve(1, GFP_KERNEL).is_ok() {
+            let _ = registry.lost.push_within_capacity(lost);
+            return;
+        }
+        drop(registry);
+        pr_warn!("memory of a device that does not answer goes back to the kernel's pool as it is\n");
+    }
+
+    /// Memory of this function that was kept while it did not answer.
+    pub(crate) fn take_lost(&self, function: &Function) -> Option<Lost> {
+        let mut registry = self.registry.lock();
+        let at = registry.lost.iter().position(|lost| lost.is_of(function))?;
+        registry.lost.remove(at).ok()
     }
 
     /// Takes a provider out of the list.

@@ -88,12 +88,19 @@ impl driver::Hooks for Unbinding {
     fn unbinding(function: &Function) {
         if let Ok(orchestrator) = global::orchestrator() {
             orchestrator.remove(function, Leave::Unbind);
+            orchestrator.end_lost(function, false);
         }
     }
 
-    fn losing(function: &Function, why: &CStr) {
+    fn losing(function: &Function, why: &CStr, answers: bool) {
         if let Ok(orchestrator) = global::orchestrator() {
-            orchestrator.lose(function, why);
+            orchestrator.lose(function, why, answers);
+        }
+    }
+
+    fn recovered(function: &Function) {
+        if let Ok(orchestrator) = global::orchestrator() {
+            orchestrator.end_lost(function, true);
         }
     }
 }

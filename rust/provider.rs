@@ -167,6 +167,8 @@ pub(crate) enum Leave {
     Unbind,
     /// Only p2pmem lets go: the pool stays, and what goes back to it has to be cleared.
     Retire,
+    /// As [`Self::Retire`], of a device that does not answer: its memory is cleared, and goes back, when it does.
+    Lost,
 }
 
 /// A device with published memory.
@@ -556,7 +558,7 @@ impl Provider {
         let memory = pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
             let at = slab.phys() - self.bar_start();
             let skip = at.next_multiple_of(align) - at;
-            let backing = Arc::new(Backing::Pages(slab), GFP_KERNEL)?;
+            let backing = Arc::new(Backing::Pages(slab), GFP_KERNEL_ACCOUNT)?;
             Memory::new(Piece::Adopted { backing, skip }, size, false)
         });
         if let Err(e) = memory.as_ref() {
@@ -1026,10 +1028,9 @@ impl Provider {
         while !self.gone.wait(1_000) {}
     }
 
-    /// As [`Self::await_end`], unless the task is killed meanwhile (`EINTR`).
-    pub(crate) fn await_end_killable(&self) -> Result {
-        while !self.gone.wait_killable(1_000)? {}
-        Ok(())
+    /// As [`Self::await_end`], `ms` milliseconds at most, and unless the task is killed meanwhile (`EINTR`). Whether it ended.
+    pub(crate) fn await_end_killable(&self, ms: u32) -> Result<bool> {
+        self.gone.wait_killable(ms)
     }
 
     /// As [`Self::await_end`], `ms` milliseconds at most. Whether it ended.
@@ -1040,6 +1041,30 @@ impl Provider {
 
 /// What a provider had when it stopped. Dropping it gives the memory back: a slab goes to the device's pool.
 pub(crate) struct Stopped(Source);
+
+/// Memory of a device that did not answer when its provider was removed: nobody's, until it can be cleared.
+pub(crate) struct Lost {
+    provider: Arc<Provider>,
+    stopped: Stopped,
+}
+
+impl Lost {
+    pub(crate) fn new(provider: Arc<Provider>, stopped: Stopped) -> Self {
+        Self { provider, stopped }
+    }
+
+    /// Whether it is memory of this function.
+    pub(crate) fn is_of(&self, function: &Function) -> bool {
+        self.provider.function().same(function)
+    }
+
+    /// Clears all of it, whatever is known of it.
+    pub(crate) fn clear(&self) {
+        if let Source::Own { backing, .. } = &self.stopped.0 {
+            backing.clear(0, backing.size(), self.provider.combine);
+        }
+    }
+}
 
 impl WorkItem for Provider {
     type Pointer = Arc<Self>;

@@ -82,6 +82,8 @@ impl Orchestrator {
                 refuse!(EEXIST, "{} is a provider already", addr)
             });
         }
+        // Its range cannot be published while it is kept.
+        self.end_lost(&function, true);
         let (bar, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {
                 Some((_, len)) => (bar, len),

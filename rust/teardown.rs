@@ -21,7 +21,7 @@ use crate::{
     memory::Stack,
     orchestrator::{Orchestrator, PAGE},
     path::PciAddr,
-    provider::{Leave, Provider, Stopped},
+    provider::{Leave, Lost, Provider, Stopped},
     refusal::{refuse, Answer, Text},
 };
 use kernel::{
@@ -153,11 +153,23 @@ impl Orchestrator {
 
     /// Takes a provider back whose memory loses its contents, and says why. When this returns nobody can reach the memory through
     /// p2pmem any more.
-    pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr) {
+    ///
+    /// The kernel's pool stays, and with it what is stored in memory that goes back there: it is cleared before, by a device that
+    /// `answers` at once, else when the device recovers ([`Self::end_lost`]).
+    pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
             pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
-            // There is nothing left that would have to be cleared, and perhaps nobody to clear it.
-            self.remove(function, Leave::Unbind);
+            self.remove(function, if answers { Leave::Retire } else { Leave::Lost });
+        }
+    }
+
+    /// Ends what is kept of a function that did not answer when it was taken back, where there is something: `clear` says whether
+    /// it answers now. When this returns its memory is the pool's.
+    pub(crate) fn end_lost(&self, function: &Function, clear: bool) {
+        while let Some(lost) = self.take_lost(function) {
+            if clear {
+                lost.clear();
+            }
         }
     }
 
@@ -260,7 +272,10 @@ impl Removal {
         }
         drop(returned);
         // The backing goes with this: a slab goes back to the pool.
-        drop(stopped);
+        match leave {
+            Leave::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
+            Leave::Unbind | Leave::Retire => drop(stopped),
+        }
         // The driver is told while the provider is in the list: one that unregisters now waits for this.
         provider.tell_publisher();
         orchestrator.forget(&provider);

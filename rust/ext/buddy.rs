@@ -193,7 +193,7 @@ impl Buddy {
         let whole =
             unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
         if !whole || offset & (align - 1) != 0 || len < size {
-            self.give(guard, blocks, clear);
+            self.put_back(guard, blocks);
             return Err(ENOSPC);
         }
         Ok((offset, len, clear))
@@ -242,12 +242,18 @@ impl Buddy {
         unsafe { sys::p2pmem_buddy_longest(self.inner.get()) }
     }
 
+    /// Gives back what is in a list that came from this allocator and was not used: what was cleared is known still.
+    fn put_back(&self, _: &MutexGuard<'_, Blocks>, blocks: &Blocks) {
+        // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
+        unsafe { sys::p2pmem_buddy_put_back(self.inner.get(), blocks.0.get()) };
+    }
+
     /// Whether a piece can be had. `blocks` is an empty list. The lock is held all the time, so that nobody finds less free
-    /// memory than there is.
+    /// memory than there is. What was cleared is known afterwards, but for neighbours that can only be had together.
     fn fits(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> bool {
         let taken = self.take(guard, blocks, size, align);
-        if let Ok((_, _, clear)) = taken {
-            self.give(guard, blocks, clear);
+        if taken.is_ok() {
+            self.put_back(guard, blocks);
         }
         taken.is_ok()
     }
@@ -528,6 +534,25 @@ mod tests {
         assert_eq!(unclear, 30 * PAGE);
         drop(pieces);
         assert_eq!(buddy.largest(), 60 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn who_asks_whether_it_fits_changes_nothing() -> Result {
+        let buddy = Buddy::new(0, 4 * PAGE)?;
+        // Page 0 is in use, page 1 is clear, pages 2 and 3 are not: three pages are there in two blocks.
+        let mut pages = all_pages(&buddy)?;
+        for page in pages.iter_mut() {
+            page.set_clear(page.offset() == PAGE);
+        }
+        pages.retain(|page| page.offset() == 0);
+        assert_eq!(buddy.largest_for(3 * PAGE, PAGE), 3 * PAGE);
+        let mut unclear = 0;
+        while let Some(mut extent) = buddy.take_unclear(4 * PAGE)? {
+            unclear += extent.size();
+            extent.set_clear(true);
+        }
+        assert_eq!(unclear, 2 * PAGE);
         Ok(())
     }
 

@@ -26,8 +26,10 @@ pub(crate) trait Hooks: Send + Sync + 'static {
     /// The device is being unbound, and [`with_bound`] does not find it any more. What was made of it has to end here.
     fn unbinding(function: &Function);
     /// What is stored in the device is lost soon, or was already: it is about to be reset, or an error was found of it. `why` says
-    /// which. It stays bound.
-    fn losing(function: &Function, why: &CStr);
+    /// which, and `answers` whether its memory can be written still. It stays bound, and its pool is offered to nobody.
+    fn losing(function: &Function, why: &CStr, answers: bool);
+    /// The device answers again, after [`Self::losing`] of one that did not.
+    fn recovered(function: &Function);
 }
 
 /// The driver.
@@ -67,9 +69,19 @@ impl<H: Hooks> Driver<H> {
     ///
     /// `device` is bound to the driver.
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
+        // SAFETY: By the requirement.
+        unsafe { Self::lose(device, c"it is about to be reset", true) };
+    }
+
+    /// # Safety
+    ///
+    /// As [`Self::reset_prepare`].
+    unsafe fn lose(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
         // SAFETY: By the requirement it is a device, which lives during the call.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        H::losing(&function, c"it is about to be reset");
+        // SAFETY: As above; the call only sets a flag, and does nothing on a device without a pool.
+        unsafe { bindings::pci_p2pmem_publish(device, false) };
+        H::losing(&function, why, answers);
     }
 
     /// # Safety
@@ -79,18 +91,21 @@ impl<H: Hooks> Driver<H> {
         device: *mut bindings::pci_dev,
         state: bindings::pci_channel_state_t,
     ) -> bindings::pci_ers_result_t {
-        // SAFETY: As there.
-        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        match state {
+        let (why, answer) = match state {
             // Nothing is lost, and nothing keeps it from going on.
             bindings::pci_channel_io_normal => return bindings::pci_ers_result_PCI_ERS_RESULT_CAN_RECOVER,
-            bindings::pci_channel_io_frozen => H::losing(&function, c"it had an error and is reset"),
-            _ => {
-                H::losing(&function, c"it had an error that it does not recover from");
-                return bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT;
-            }
-        }
-        bindings::pci_ers_result_PCI_ERS_RESULT_NEED_RESET
+            bindings::pci_channel_io_frozen => (
+                c"it had an error and is reset",
+                bindings::pci_ers_result_PCI_ERS_RESULT_NEED_RESET,
+            ),
+            _ => (
+                c"it had an error that it does not recover from",
+                bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT,
+            ),
+        };
+        // SAFETY: By the requirement.
+        unsafe { Self::lose(device, why, false) };
+        answer
     }
 
     /// # Safety
@@ -99,6 +114,9 @@ impl<H: Hooks> Driver<H> {
     unsafe extern "C" fn slot_reset(device: *mut bindings::pci_dev) -> bindings::pci_ers_result_t {
         // SAFETY: By the requirement it is a device, whose configuration the core saved when it was found.
         unsafe { bindings::pci_restore_state(device) };
+        // SAFETY: By the requirement it is a device, which lives during the call.
+        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
+        H::recovered(&function);
         bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED
     }
 }

@@ -21,7 +21,13 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     fn opened(this: ArcBorrow<'_, Self>);
     /// One area less maps it.
     fn closed(this: ArcBorrow<'_, Self>);
-    /// Maps what belongs at the fault's address.
+    /// Whether a fault can be served at once. Where not, [`Self::make_ready`] comes first.
+    fn is_ready(this: ArcBorrow<'_, Self>) -> bool;
+    /// Makes the object ready for faults, which may take long: called without any lock, by the task that faults. What goes wrong
+    /// shows when the fault comes again.
+    fn make_ready(this: &Arc<Self>);
+    /// Maps what belongs at the fault's address. Where the kernel does not let it wait without its locks, the object may not be
+    /// ready.
     ///
     /// `EBUSY` means that another thread has just done so; all errors but that and `ENOMEM` end in SIGBUS.
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
@@ -211,10 +217,42 @@ impl<T: Mappable> Operations<T> {
         T::closed(object.as_arc_borrow());
     }
 
+    /// Makes the object of a fault ready where it is not, without the lock that the fault came with: whoever looks at the process
+    /// waits for that. Returns the fault's answer then; none where the fault is to be served now, with the lock.
+    ///
+    /// # Safety
+    ///
+    /// The fault is in an area with these operations, which is locked. With an answer it is not locked any more, and may be gone.
+    unsafe fn prepare(vmf: *mut bindings::vm_fault) -> Option<bindings::vm_fault_t> {
+        let again = bindings::vm_fault_reason_VM_FAULT_RETRY;
+        // SAFETY: The fault and its area are valid.
+        let borrowed = unsafe { Self::object((*vmf).__bindgen_anon_1.vma) };
+        if T::is_ready(borrowed) {
+            return None;
+        }
+        // The area, and with it its reference, may go as soon as it is not locked.
+        let object = Arc::from(borrowed);
+        // SAFETY: The fault is valid and its area locked.
+        let file = match from_err_ptr(unsafe { sys::p2pmem_fault_unlock(vmf) }) {
+            Ok(file) => file,
+            Err(e) if e == EAGAIN => return Some(again),
+            Err(_) => return None,
+        };
+        T::make_ready(&object);
+        drop(object);
+        // SAFETY: The reference to the file, which kept the module loaded meanwhile, is ours.
+        unsafe { bindings::fput(file) };
+        Some(again)
+    }
+
     /// # Safety
     ///
     /// Called by the core for a fault in an area with these operations, which is locked.
     unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
+        // SAFETY: The core's promise.
+        if let Some(answer) = unsafe { Self::prepare(vmf) } {
+            return answer;
+        }
         // SAFETY: The fault is valid for the duration of the call.
         let fault = Fault(unsafe { &*vmf });
         // SAFETY: The area is valid for the duration of the call.
@@ -229,6 +267,10 @@ impl<T: Mappable> Operations<T> {
     unsafe extern "C" fn huge_fault(vmf: *mut bindings::vm_fault, order: ffi::c_uint) -> bindings::vm_fault_t {
         if PAGE_SIZE << order != Fault::TABLE {
             return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
+        }
+        // SAFETY: The core's promise.
+        if let Some(answer) = unsafe { Self::prepare(vmf) } {
+            return answer;
         }
         // SAFETY: The fault is valid for the duration of the call.
         let fault = Fault(unsafe { &*vmf });
@@ -346,6 +388,12 @@ mod tests {
         fn opened(_: ArcBorrow<'_, Self>) {}
 
         fn closed(_: ArcBorrow<'_, Self>) {}
+
+        fn is_ready(_: ArcBorrow<'_, Self>) -> bool {
+            true
+        }
+
+        fn make_ready(_: &Arc<Self>) {}
 
         fn fault(_: ArcBorrow<'_, Self>, _: &Fault<'_>) -> Result {
             Err(EFAULT)

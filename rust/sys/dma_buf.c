@@ -50,7 +50,7 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 	unsigned int i, j;
 	int ret;
 
-	map = kzalloc(struct_size(map, parts, count), GFP_KERNEL);
+	map = kzalloc(struct_size(map, parts, count), GFP_KERNEL_ACCOUNT);
 	if (!map)
 		return ERR_PTR(-ENOMEM);
 	for (i = 0; i < count; i++) {
@@ -64,7 +64,7 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 		map->parts[map->count++] = part;
 		map->nents += part->nents;
 	}
-	ret = sg_alloc_table(&map->sgt, map->nents, GFP_KERNEL);
+	ret = sg_alloc_table(&map->sgt, map->nents, GFP_KERNEL_ACCOUNT);
 	if (ret)
 		goto undo;
 	to = map->sgt.sgl;

@@ -269,6 +269,25 @@ int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned 
 	return ret & VM_FAULT_OOM ? -ENOMEM : -EFAULT;
 }
 
+/*
+ * Releases the lock that the core took for a fault, so that the handler can take its time. Returns the area's file with a
+ * reference, which keeps the module loaded: the handler puts it, returns VM_FAULT_RETRY, and does not touch the area any more.
+ * On error the lock is still held. -EAGAIN: the fault must not wait, return VM_FAULT_RETRY. -EBUSY: the core does not retry
+ * this fault, serve it.
+ */
+struct file *p2pmem_fault_unlock(struct vm_fault *vmf)
+{
+	struct file *file;
+
+	if (!fault_flag_allow_retry_first(vmf->flags))
+		return ERR_PTR(-EBUSY);
+	if (vmf->flags & FAULT_FLAG_RETRY_NOWAIT)
+		return ERR_PTR(-EAGAIN);
+	file = get_file(vmf->vma->vm_file);
+	release_fault_lock(vmf);
+	return file;
+}
+
 /* The kernel crate's own constant for this flag has the value of another one (VM_MAYEXEC) in 7.2. */
 bool p2pmem_vma_may_share(struct vm_area_struct *vma)
 {
@@ -462,6 +481,16 @@ bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *of
 	*offset = start;
 	*len = sum;
 	return sum && end - start == sum;
+}
+
+/* Gives back blocks that nobody has used since they were taken: what was cleared is known still. */
+void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks)
+{
+	struct gpu_buddy_block *block, *next;
+
+	list_for_each_entry_safe(block, next, blocks, link)
+		gpu_buddy_free_block(mm, block);
+	INIT_LIST_HEAD(blocks);
 }
 
 /* The largest block that is free as it is, without joining neighbours. */

@@ -23,6 +23,7 @@ struct dma_buf_attachment;
 struct p2pdma_provider;
 struct sg_table;
 struct tracepoint;
+struct vm_fault;
 
 /* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
@@ -42,6 +43,7 @@ int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned 
 bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma);
 bool p2pmem_vma_may_share(struct vm_area_struct *vma);
 bool p2pmem_vma_may_write(struct vm_area_struct *vma);
+struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
 struct inode *p2pmem_mapping_inode(void);
@@ -71,6 +73,7 @@ bool p2pmem_pm_is_prepare(unsigned long action);
 bool p2pmem_pm_is_post(unsigned long action);
 
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
+void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
 u64 p2pmem_buddy_longest(struct gpu_buddy *mm);
 u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm);

@@ -124,7 +124,7 @@ static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider
 	if (IS_ERR(mapped))
 		return PTR_ERR(mapped);
 	map->mapped = mapped;
-	ret = sg_alloc_table(&map->entries, mapped->nents, GFP_KERNEL);
+	ret = sg_alloc_table(&map->entries, mapped->nents, GFP_KERNEL_ACCOUNT);
 	if (ret) {
 		p2pmem_peer_unmap(map);
 		return ret;
@@ -148,7 +148,7 @@ static int map_pages(struct p2pmem_peer_map *map, const struct phys_vec *pieces,
 
 	for (i = 0; i < count; i++)
 		nents += DIV_ROUND_UP(pieces[i].len, MOST);
-	ret = sg_alloc_table(&map->entries, nents, GFP_KERNEL);
+	ret = sg_alloc_table(&map->entries, nents, GFP_KERNEL_ACCOUNT);
 	if (ret)
 		return ret;
 	to = map->entries.sgl;
@@ -173,7 +173,7 @@ struct p2pmem_peer_map *p2pmem_peer_map(struct device *dev, struct p2pdma_provid
 	struct p2pmem_peer_map *map;
 	int ret;
 
-	map = kzalloc_obj(*map);
+	map = kzalloc_obj(*map, GFP_KERNEL_ACCOUNT);
 	if (!map)
 		return ERR_PTR(-ENOMEM);
 	dma_resv_init(&map->resv);
