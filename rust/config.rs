@@ -110,6 +110,9 @@ impl GroupOperations for Providers {
     }
 }
 
+/// How long whoever takes a provider back waits for the end of that, ms.
+const WAIT: u32 = 1_000;
+
 impl ProviderDir {
     fn new(addr: PciAddr) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
@@ -140,7 +143,10 @@ impl ProviderDir {
         })
     }
 
-    /// Takes the provider back, and waits for the end of that without a lock, unless the task is killed.
+    /// Takes the provider back, and waits for the end of that without a lock of ours, [`WAIT`] at most: configfs keeps the
+    /// directory from being removed meanwhile, and whoever removes it keeps others from reading `status`.
+    ///
+    /// Errors: `EBUSY` (it is still being taken back), `EINTR` (the task was killed).
     fn disable(&self) -> Result {
         let mut waits_for = None;
         self.change(|settings| {
@@ -148,8 +154,8 @@ impl ProviderDir {
             Ok(())
         })?;
         match waits_for {
-            Some(provider) => provider.await_end_killable(),
-            None => Ok(()),
+            Some(provider) if !provider.await_end_killable(WAIT)? => self.change(|settings| settings.await_nothing()),
+            _ => Ok(()),
         }
     }
 
@@ -238,10 +244,9 @@ impl Settings {
 impl PinnedDrop for ProviderDir {
     fn drop(self: Pin<&mut Self>) {
         // `rmdir` holds the lock of the parent directory: what takes longer goes on without it.
-        const BOUND: u32 = 5_000;
         let begun = self.settings.lock().disable();
         match begun {
-            Ok(Some(provider)) if !provider.await_end_for(BOUND) => pr_notice!(
+            Ok(Some(provider)) if !provider.await_end_for(WAIT) => pr_notice!(
                 "{}: its directory is gone, and it is still being taken back: {}\n",
                 provider.addr,
                 provider.progress().as_str()

@@ -120,6 +120,16 @@ impl Levy {
         Self([user, group, Some(file), Some(provider), reserve])
     }
 
+    /// The same for a buffer of another file, whose own rules do not matter.
+    pub(crate) fn for_file(mut self, file: u64) -> Self {
+        for entry in self.0.iter_mut().flatten() {
+            if let Account::File(_) = entry.account {
+                entry.account = Account::File(file);
+            }
+        }
+        self
+    }
+
     /// The limit that `bytes` more would break, if there is one.
     pub(crate) fn broken(&self, store: &impl Store, bytes: u64) -> Option<Broken> {
         self.0.iter().flatten().find_map(|entry| {

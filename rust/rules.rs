@@ -46,7 +46,7 @@ impl Book {
             limiting,
             reserves,
         };
-        Ok(Arc::new(book, GFP_KERNEL)?)
+        Ok(Arc::new(book, GFP_KERNEL_ACCOUNT)?)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -70,7 +70,7 @@ impl quota::Store for Numbers {
         } else if let Some(used) = self.0.get_mut(&account) {
             *used = bytes;
         } else {
-            self.0.try_create_and_insert(account, bytes, GFP_KERNEL)?;
+            self.0.try_create_and_insert(account, bytes, GFP_KERNEL_ACCOUNT)?;
         }
         Ok(())
     }
@@ -321,20 +321,60 @@ impl Rules {
     }
 }
 
+/// What buffers of the same credentials in the same provider count against: those looked at last.
+struct Levies {
+    known: KVec<(Who, u32, Levy)>,
+    /// The one that goes next.
+    oldest: usize,
+}
+
+impl Levies {
+    /// Pairs that are remembered: most buffers are of few programs.
+    const MOST: usize = 16;
+
+    fn new() -> Result<Self> {
+        Ok(Self {
+            known: KVec::with_capacity(Self::MOST, GFP_KERNEL)?,
+            oldest: 0,
+        })
+    }
+
+    /// What a buffer counts against under other rules than it was charged by.
+    fn of(&mut self, book: &Book, record: &Record) -> Levy {
+        let same = |(who, provider, _): &&(Who, u32, Levy)| who.is_same(&record.who) && *provider == record.place.id;
+        if let Some((_, _, levy)) = self.known.iter().find(same) {
+            return levy.for_file(record.file);
+        }
+        let payer = Payer {
+            rules: &book.rules,
+            who: Applicable::to(&book.rules, &record.who),
+            uid: record.who.uid(),
+            file: record.file,
+            own: &[],
+        };
+        // Whatever others hold: limits do not count here, and no account depends on it.
+        let levy = Levy::of(&Numbers(RBTree::new()), &payer, &record.place.fund());
+        let new = (record.who.clone(), record.place.id, levy);
+        if self.known.len() < Self::MOST {
+            // There is room for that many.
+            let _ = self.known.push_within_capacity(new);
+        } else if let Some(old) = self.known.get_mut(self.oldest) {
+            *old = new;
+            self.oldest = (self.oldest + 1) % Self::MOST;
+        }
+        levy
+    }
+}
+
 impl State {
     /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was. It takes memory for each
-    /// account, and none for each buffer.
+    /// account, and none for each buffer; and it looks at all rules once for each user and provider, not for each buffer, as everybody
+    /// who allocates waits meanwhile.
     fn enforce(&mut self, book: Arc<Book>) -> Result {
         let mut numbers = Numbers(RBTree::new());
+        let mut levies = Levies::new()?;
         let charged = self.charges.values_mut().try_for_each(|record| {
-            let payer = Payer {
-                rules: &book.rules,
-                who: Applicable::to(&book.rules, &record.who),
-                uid: record.who.uid(),
-                file: record.file,
-                own: &[],
-            };
-            let levy = Levy::of(&numbers, &payer, &record.place.fund());
+            let levy = levies.of(&book, record);
             record.anew = Some(charge_unlimited(&mut numbers, &levy, record.bytes)?);
             Ok::<(), Error>(())
         });

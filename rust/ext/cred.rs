@@ -21,6 +21,11 @@ impl Who {
         // reference that came with the pointer goes over to the `ARef`.
         Self(unsafe { ARef::from_raw(NonNull::new_unchecked(cred.cast_mut().cast())) })
     }
+
+    /// Whether these are the very same credentials. Others may say the same.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.0.as_ptr() == other.0.as_ptr()
+    }
 }
 
 impl Subject for Who {

@@ -302,6 +302,9 @@ impl Admin {
     /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound. With `reprobe` the PCI
     /// core then finds the device its own driver again.
     ///
+    /// Waits until nobody uses the memory any more, for as long as that takes. The kernel log and [`Published::status`] name
+    /// who it waits for.
+    ///
     /// # Errors
     ///
     /// [`Error::State`] where it is not published; [`Error::Admin`] where a file could not be written.
@@ -314,7 +317,7 @@ impl Admin {
         }
         if group.exists() {
             if self.is_enabled(addr) {
-                self.write(group.join("enable"), "0")?;
+                self.disable(&group)?;
             }
             self.step(Step::RemoveGroup(addr))?;
         }
@@ -329,6 +332,16 @@ impl Admin {
             }
         }
         Ok(())
+    }
+
+    /// Disables a provider, and waits for the end of that: the module waits a second in each write at most.
+    fn disable(&self, group: &Path) -> Result<()> {
+        loop {
+            match self.write(group.join("enable"), "0") {
+                Err(Error::Admin { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {}
+                done => return done,
+            }
+        }
     }
 
     /// The devices that have a group in configfs, enabled or not.
@@ -427,6 +440,7 @@ pub(crate) fn read_status(group: &Path) -> Option<String> {
 mod tests {
     use super::*;
     use std::os::unix::fs::symlink;
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
     use std::sync::{Arc, Mutex};
 
     const ADDR: PciAddr = PciAddr {
@@ -441,6 +455,8 @@ mod tests {
         root: PathBuf,
         log: Arc<Mutex<Vec<String>>>,
         refuse: Option<(&'static str, &'static str, i32)>,
+        /// How often disabling the provider ends before it was taken back.
+        held: Arc<AtomicU32>,
     }
 
     impl FakeTree {
@@ -461,6 +477,11 @@ mod tests {
                     }
                     return Err(io::Error::from_raw_os_error(errno));
                 }
+            }
+            let held = |n: u32| n.checked_sub(1);
+            if (name, text) == ("enable", "0") && self.held.fetch_update(Relaxed, Relaxed, held).is_ok() {
+                fs::write(path, "0\n")?;
+                return Err(io::Error::from_raw_os_error(libc::EBUSY));
             }
             match name {
                 "unbind" => return self.unbind(),
@@ -512,6 +533,7 @@ mod tests {
         dir: tempfile::TempDir,
         admin: Admin,
         log: Arc<Mutex<Vec<String>>>,
+        held: Arc<AtomicU32>,
     }
 
     impl Machine {
@@ -532,6 +554,7 @@ mod tests {
             }
             fs::create_dir_all(root.join("config/p2pmem/providers")).unwrap();
             let log = Arc::new(Mutex::new(Vec::new()));
+            let held = Arc::new(AtomicU32::new(0));
             let admin = Admin {
                 sys: root.clone(),
                 config: root.join("config"),
@@ -539,9 +562,10 @@ mod tests {
                     root,
                     log: log.clone(),
                     refuse,
+                    held: held.clone(),
                 }),
             };
-            Self { dir, admin, log }
+            Self { dir, admin, log, held }
         }
 
         fn log(&self) -> Vec<String> {
@@ -601,6 +625,17 @@ mod tests {
             (Some("xdma"), "")
         );
         assert!(matches!(machine.admin.unpublish(ADDR, false), Err(Error::State(_))));
+    }
+
+    #[test]
+    fn memory_that_is_held_is_waited_for() {
+        let machine = Machine::new(None, None);
+        machine.admin.publish(&Publish::new(ADDR)).unwrap();
+        machine.log();
+        machine.held.store(2, Relaxed);
+        machine.admin.unpublish(ADDR, false).unwrap();
+        let steps = ["enable=0", "enable=0", "enable=0", "rmdir", "unbind=0000:03:00.0", "driver_override="];
+        assert_eq!(machine.log(), steps);
     }
 
     #[test]
