@@ -8,7 +8,7 @@
 
 use crate::{
     buffer::{Buffer, State},
-    dmabuf::{worth_saying, Patience},
+    dmabuf::Patience,
     ext::{
         driver,
         global,
@@ -296,7 +296,8 @@ fn await_pins(provider: &Provider) -> Stack {
     const LONGEST: u64 = 50;
     let mut busy = provider.take_returned();
     let mut idle = Stack::EMPTY;
-    let (mut waited, mut step, mut said) = (0, 1, None);
+    let mut wait = log::LoggedWait::new();
+    let (mut step, mut said) = (1, None);
     loop {
         let mut still = Stack::EMPTY;
         let mut pages = 0;
@@ -312,7 +313,7 @@ fn await_pins(provider: &Provider) -> Stack {
         let Some(first) = still.first() else {
             return idle;
         };
-        let seconds = waited / 1_000;
+        let seconds = wait.seconds();
         if said != Some(seconds) {
             said = Some(seconds);
             provider.set_progress(Text::new(fmt!(
@@ -321,7 +322,7 @@ fn await_pins(provider: &Provider) -> Stack {
                 first.owner,
                 seconds
             )));
-            if worth_saying(seconds) {
+            if wait.is_due(seconds) {
                 pr_warn!(
                     "{}: waiting for I/O on {} pages of {} since {} s\n",
                     provider.addr,
@@ -332,7 +333,6 @@ fn await_pins(provider: &Provider) -> Stack {
             }
         }
         fsleep(Delta::from_millis(step as i64));
-        waited += step;
         step = (step * 2).min(LONGEST);
         busy = still;
     }

@@ -102,6 +102,21 @@ impl Owned {
     }
 }
 
+/// What the kernel's own pool of accel0 hands out after it was taken back: nothing of what was stored there, and to no driver that
+/// looks for memory.
+fn pool_is_clear(bed: &Bed) -> Result<()> {
+    let pool = bed.device("accel0")?.sysfs().join("p2pmem");
+    let published = read(&pool.join("published"))?;
+    ensure!(published == "0", "other drivers are offered what is in the pool: published is {published}");
+    let available: usize = read(&pool.join("available"))?.parse()?;
+    let file = File::options().read(true).write(true).open(pool.join("allocate"))?;
+    let map = Mapping::shared(file.as_fd(), 0, available).map_err(errno)?;
+    let left = (0..available).step_by(4096).find(|&at| map.get(at) == SECRET);
+    ensure!(left.is_none(), "the kernel hands out at {left:?} what was in a buffer");
+    ensure!(available as u64 > MIB, "only {available} bytes are in the pool");
+    Ok(())
+}
+
 /// Publishes accel0 again. Nothing of what was in it is to be seen.
 fn again(bed: &Bed) -> Result<()> {
     bed.publish("accel0")?;
@@ -127,6 +142,7 @@ fn reset(bed: &mut Bed) -> Result<()> {
         log.wait(&["its memory is taken back", "it is about to be reset"])?;
         owned.lost(bed)?;
         survivor.finish()?;
+        pool_is_clear(bed)?;
         again(bed)?;
     }
     write(&sysfs.join("reset_method"), &methods)
@@ -155,6 +171,7 @@ fn port_error(bed: &mut Bed) -> Result<()> {
     until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
     owned.lost(bed)?;
     log.wait(&["AER", "device recovery successful"])?;
+    pool_is_clear(bed)?;
     again(bed)
 }
 
