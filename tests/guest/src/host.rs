@@ -6,37 +6,42 @@
 //! `{"Ok": value}` or `{"Err": "why not"}`. A shell script can use it too:
 //! `echo '{"op":"snapshot"}' | socat - UNIX-CONNECT:/run/p2pmem/host.sock`.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, bail};
 
+use crate::patience::{Overrun, patiently};
 use crate::wire::Request;
 
 /// Where the guest's init listens.
 pub const SOCKET: &str = "/run/p2pmem/host.sock";
 
 /// Longest time the host takes for a request; an orderly unplug needs the most.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// Asks the runner, and waits for the answer.
 ///
 /// # Errors
 ///
 /// The runner's own sentence where it refuses; otherwise what is wrong with the channel. Outside a guest there is no
-/// such channel.
+/// such channel. An answer that does not come in time, and what the runner waited for in vain, is an [`Overrun`].
 pub fn request(request: &Request) -> Result<serde_json::Value> {
     let mut stream =
         UnixStream::connect(SOCKET).with_context(|| format!("{SOCKET}: not in a guest of the VM runner"))?;
-    stream.set_read_timeout(Some(LIMIT))?;
+    stream.set_read_timeout(Some(patiently(LIMIT)))?;
     let mut line = serde_json::to_vec(request)?;
     line.push(b'\n');
     stream.write_all(&line)?;
     let mut answer = String::new();
-    BufReader::new(stream)
-        .read_line(&mut answer)
-        .context("no answer from the VM runner")?;
+    match BufReader::new(stream).read_line(&mut answer) {
+        Ok(_) => {}
+        Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+            bail!(Overrun(format!("no answer from the VM runner: {e}")))
+        }
+        Err(e) => return Err(e).context("no answer from the VM runner"),
+    }
     let answer: Result<serde_json::Value, String> = serde_json::from_str(&answer).context("answer of the VM runner")?;
-    answer.map_err(|why| anyhow!(why))
+    answer.map_err(Overrun::heard)
 }

@@ -36,9 +36,26 @@ impl Overrun {
     /// With what a program in a guest ends that fails for one.
     pub const CODE: u8 = 75;
 
+    /// What the text of one begins with that is told to another machine or process.
+    const TOLD: &str = "not in time: ";
+
     /// Whether an error is one.
     pub fn is(error: &anyhow::Error) -> bool {
         error.chain().any(|cause| cause.is::<Self>())
+    }
+
+    /// An error as text, which says whether it is one.
+    pub fn tell(error: &anyhow::Error) -> String {
+        format!("{}{error:#}", if Self::is(error) { Self::TOLD } else { "" })
+    }
+
+    /// The error of a text that [`Overrun::tell`] made.
+    pub fn heard(text: String) -> anyhow::Error {
+        if text.starts_with(Self::TOLD) {
+            Self(text).into()
+        } else {
+            anyhow::Error::msg(text)
+        }
     }
 }
 
@@ -80,4 +97,18 @@ pub fn amount(count: u32) -> u32 {
 /// [`TIMES`] as many.
 pub fn rounds(count: u32) -> u32 {
     (count * *MORE).div_ceil(*FACTOR)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_overrun_that_is_told_is_still_one() {
+        let late = anyhow::Error::new(Overrun("x took 2 s".into())).context("device y");
+        let heard = Overrun::heard(Overrun::tell(&late));
+        assert!(Overrun::is(&heard) && heard.to_string() == "not in time: device y: x took 2 s");
+        let wrong = Overrun::heard(Overrun::tell(&anyhow::Error::msg("x is wrong")));
+        assert!(!Overrun::is(&wrong) && wrong.to_string() == "x is wrong");
+    }
 }

@@ -23,10 +23,12 @@ use crate::vm::{Options, Place, Vm, folder, sibling};
 
 /// How long a server may take to listen.
 const LISTEN: Duration = Duration::from_secs(120);
-/// How long a server may take to end after its client has.
+/// How long a server that need not end may take to end by itself after its client.
 const SERVER_END: Duration = Duration::from_secs(20);
 /// The same after a client that failed, which few servers get to know.
 const SERVER_END_AFTER_FAILURE: Duration = Duration::from_secs(2);
+/// How long a server may take that has to end by itself.
+const SERVER_MUST_END: Duration = Duration::from_secs(60);
 
 /// Running guests. Those of a layout without nodes are one, whose name is empty.
 pub struct Cluster {
@@ -203,30 +205,27 @@ impl Cluster {
     }
 
     /// Runs a server on a node, and its client on another as soon as the server listens on its port ([`Command::listen`]).
-    /// A server that does not end by itself soon after its client is ended, and sooner if the client failed.
+    /// A server that does not listen in time is ended, and has [`Status::TimedOut`]. One that does not end by itself soon after
+    /// its client is ended, sooner if the client failed, and has [`Status::Stopped`].
     ///
     /// # Errors
     ///
     /// As [`Vm::exec`]; both are one node, or one of them is none of these.
     pub fn serve(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
-        self.serve_with(server, client, SERVER_END_AFTER_FAILURE)
+        self.serve_with(server, client, false)
     }
 
-    /// As [`Cluster::serve`], for a server that has as much time to end after a failure as otherwise.
+    /// As [`Cluster::serve`], for a server that has to end by itself, whatever its client comes to. One that does not do so in
+    /// time has [`Status::TimedOut`].
     ///
     /// # Errors
     ///
     /// As [`Cluster::serve`].
     pub fn serve_to_the_end(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
-        self.serve_with(server, client, SERVER_END)
+        self.serve_with(server, client, true)
     }
 
-    fn serve_with(
-        &mut self,
-        server: (&str, &Command),
-        client: (&str, &Command),
-        after_failure: Duration,
-    ) -> Result<Served> {
+    fn serve_with(&mut self, server: (&str, &Command), client: (&str, &Command), must_end: bool) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
         let slow = server_vm.kernel().patience;
@@ -249,12 +248,23 @@ impl Cluster {
                 Err(_) => None,
             };
             let fine = |outcome: &Outcome| outcome.status == Status::Exited { code: 0 };
-            let patience = match &outcome {
-                Some(Ok(outcome)) if fine(outcome) => SERVER_END,
-                _ => after_failure,
+            let has_ended = |patience: Duration| {
+                let answer = said.recv_timeout(patience * slow);
+                matches!(answer, Err(RecvTimeoutError::Disconnected))
             };
-            if !matches!(said.recv_timeout(patience * slow), Err(RecvTimeoutError::Disconnected)) {
-                stopper.stop();
+            let patience = match &outcome {
+                _ if must_end => SERVER_MUST_END,
+                Some(Ok(outcome)) if fine(outcome) => SERVER_END,
+                _ => SERVER_END_AFTER_FAILURE,
+            };
+            if answer == Err(RecvTimeoutError::Timeout) {
+                stopper.time_out();
+            } else if !has_ended(patience) {
+                if must_end {
+                    stopper.time_out();
+                } else {
+                    stopper.stop();
+                }
             }
             let server = joined(run.join()).with_context(|| format!("node {server_name:?}"))?;
             let client = outcome.transpose().with_context(|| format!("node {:?}", client.0))?;
@@ -301,20 +311,29 @@ impl Cluster {
         self.node(node)?.serve(&request).map(drop)
     }
 
+    /// As [`Cluster::power_off`], of guests that nobody waits for a second time.
+    ///
+    /// # Errors
+    ///
+    /// As [`Cluster::power_off`].
+    pub fn shut_down(mut self) -> Result<Vec<String>> {
+        self.power_off()
+    }
+
     /// Powers all guests off, and returns the bad lines of their kernel logs that no command returned.
     ///
     /// # Errors
     ///
-    /// A guest does not power off in time.
-    pub fn shut_down(mut self) -> Result<Vec<String>> {
-        let nodes = std::mem::take(&mut self.nodes);
+    /// A guest does not power off in time. It can be waited for again.
+    pub fn power_off(&mut self) -> Result<Vec<String>> {
         thread::scope(|scope| {
-            let ends: Vec<_> = nodes
-                .into_iter()
+            let ends: Vec<_> = self
+                .nodes
+                .iter_mut()
                 .map(|(name, vm)| {
                     scope.spawn(move || {
-                        let findings = vm.shut_down().with_context(|| format!("node {name:?}"))?;
-                        Ok(findings.into_iter().map(move |line| of_node(&name, line)))
+                        let findings = vm.power_off().with_context(|| format!("node {name:?}"))?;
+                        Ok(findings.into_iter().map(|line| of_node(name, line)))
                     })
                 })
                 .collect();

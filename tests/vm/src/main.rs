@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
+use p2pmem_guest::patience::Overrun;
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
@@ -24,7 +25,7 @@ const EXIT_FINDINGS: u8 = 121;
 const EXIT_BOOT: u8 = 122;
 /// The kernel panicked, or the guest ended otherwise.
 const EXIT_DIED: u8 = 123;
-/// The command ran out of time.
+/// The command ran out of time, or the guest did where the runner waits for it.
 const EXIT_TIME: u8 = 124;
 /// The runner itself failed, or its arguments are wrong.
 const EXIT_RUNNER: u8 = 125;
@@ -141,8 +142,13 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|e| {
         eprintln!("p2pmem-vm: {e:#}");
-        ExitCode::from(EXIT_RUNNER)
+        ExitCode::from(failed(&e, EXIT_RUNNER))
     })
+}
+
+/// The exit code for an error: that of an overrun, or another.
+fn failed(error: &anyhow::Error, other: u8) -> u8 {
+    if Overrun::is(error) { EXIT_TIME } else { other }
 }
 
 fn check(files: &[PathBuf]) -> Result<ExitCode> {
@@ -184,7 +190,7 @@ impl Run {
             Ok(cluster) => cluster,
             Err(e) => {
                 eprintln!("p2pmem-vm: {e:#}");
-                return Ok(ExitCode::from(EXIT_BOOT));
+                return Ok(ExitCode::from(failed(&e, EXIT_BOOT)));
             }
         };
         if let Some(module) = &self.module {

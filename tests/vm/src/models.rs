@@ -21,12 +21,13 @@ use serde_json::{Value, json};
 
 use crate::process::{Process, Stdin};
 use crate::qemu::Paths;
+use crate::qmp::is_late;
 use crate::topology::{Device, Layout, Topology};
 
 /// How long a device process may take to listen.
 const START: Duration = Duration::from_secs(60);
 /// How long it may take to answer.
-const ANSWER: Duration = Duration::from_secs(10);
+const ANSWER: Duration = Duration::from_secs(60);
 
 /// An emulated device and the process behind it.
 #[derive(Debug)]
@@ -58,9 +59,11 @@ impl Model {
         stream.set_read_timeout(Some(ANSWER))?;
         stream.write_all(format!("{request}\n").as_bytes())?;
         let mut line = String::new();
-        BufReader::new(stream)
-            .read_line(&mut line)
-            .context("no answer from the device process")?;
+        match BufReader::new(stream).read_line(&mut line) {
+            Ok(_) => {}
+            Err(e) if is_late(&e) => bail!(Overrun(format!("the device process did not answer within {ANSWER:?}"))),
+            Err(e) => return Err(e).context("no answer from the device process"),
+        }
         let answer: Value = serde_json::from_str(&line).with_context(|| format!("the device process said {line:?}"))?;
         if answer["ok"] != true {
             return Err(anyhow!("the device process refused {request}: {}", answer["error"]));

@@ -3,15 +3,17 @@
 //! A client of QEMU's machine protocol, as much of it as the runner needs.
 
 use std::collections::VecDeque;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
+use p2pmem_guest::in_time;
+use p2pmem_guest::patience::Overrun;
 use serde_json::{Value, json};
 
 /// How long QEMU may take for a command.
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(120);
 
 /// A connection.
 #[derive(Debug)]
@@ -69,8 +71,11 @@ impl Qmp {
 
     fn read(&mut self) -> Result<Value> {
         let mut line = String::new();
-        if self.from.read_line(&mut line).context("waiting for QEMU")? == 0 {
-            bail!("QEMU closed its monitor");
+        match self.from.read_line(&mut line) {
+            Ok(0) => bail!("QEMU closed its monitor"),
+            Ok(_) => {}
+            Err(e) if is_late(&e) => bail!(Overrun(format!("QEMU did not answer in time: {e}"))),
+            Err(e) => return Err(e).context("waiting for QEMU"),
         }
         serde_json::from_str(&line).with_context(|| format!("QEMU's monitor said {line:?}"))
     }
@@ -114,9 +119,7 @@ impl Qmp {
                 }
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                bail!("{what} did not come in time");
-            }
+            in_time!(!left.is_zero(), "{what} did not come in time");
             self.to.set_read_timeout(Some(left))?;
             let answer = self.read().with_context(|| format!("waiting for {what}"));
             self.to.set_read_timeout(Some(LIMIT))?;
@@ -140,6 +143,11 @@ impl Qmp {
         }
         Ok(found)
     }
+}
+
+/// Whether a read ended because its time-out did.
+pub fn is_late(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }
 
 fn collect(devices: &Value, found: &mut Vec<Function>) {

@@ -19,6 +19,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use p2pmem_guest::in_time;
 use p2pmem_guest::patience::Overrun;
 use p2pmem_guest::wire::{self, DeviceNote, Frame, KMSG_MARK, Kind, Network, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -41,13 +42,13 @@ pub const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// How much longer a guest may take whose clocks count instructions.
 const COUNTING: u32 = 4;
 /// How long a guest may take to power off.
-const POWER_OFF_LIMIT: Duration = Duration::from_secs(60);
+const POWER_OFF_LIMIT: Duration = Duration::from_secs(120);
 /// How long the rest of the console may take to come after a panic.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// How long a command that ran out of time may take to end when killed.
-const KILL_LIMIT: Duration = Duration::from_secs(10);
+const KILL_LIMIT: Duration = Duration::from_secs(60);
 /// How long an orderly unplug may take.
-const UNPLUG_LIMIT: Duration = Duration::from_secs(40);
+const UNPLUG_LIMIT: Duration = Duration::from_secs(60);
 /// Lines of the console that are kept.
 const CONSOLE_LINES: usize = 2000;
 /// Lines of the console that errors show.
@@ -62,18 +63,27 @@ pub struct Options {
 
 enum Event {
     Frame(Frame),
-    /// Somebody wants a command to end.
-    Stop(u64),
+    /// Somebody wants a command to end, and why.
+    Stop(u64, Why),
     PortEnded(String),
     Panic(String),
     ConsoleEnded,
+}
+
+/// Why a command is to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Why {
+    /// Nobody needs it any more.
+    Needless,
+    /// It is late.
+    Late,
 }
 
 /// Why the guest can do no more.
 #[derive(Debug, Clone)]
 enum End {
     TimedOut,
-    Stopped,
+    Stopped(Why),
     Panicked(String),
     Died(String),
 }
@@ -92,10 +102,19 @@ pub struct Stopper {
 }
 
 impl Stopper {
-    /// Ends the command, if it still runs.
+    /// Ends the command, if it still runs, as one that nobody needs any more.
     pub fn stop(&self) {
+        self.send(Why::Needless);
+    }
+
+    /// Ends the command, if it still runs, as one whose time is over.
+    pub fn time_out(&self) {
+        self.send(Why::Late);
+    }
+
+    fn send(&self, why: Why) {
         // An error means that the guest is gone, and the command with it.
-        let _ = self.send.send(Event::Stop(self.id));
+        let _ = self.send.send(Event::Stop(self.id, why));
     }
 }
 
@@ -129,6 +148,8 @@ pub struct Vm {
     classifier: Classifier,
     next_command: u64,
     end: Option<End>,
+    /// How many lines were on the console when the guest was told to power off.
+    powering_off: Option<usize>,
     kernel: Kernel,
     release: String,
     boot_time: Duration,
@@ -252,6 +273,7 @@ impl Vm {
             classifier,
             next_command: 1,
             end: None,
+            powering_off: None,
             kernel,
             release: String::new(),
             boot_time: Duration::ZERO,
@@ -280,7 +302,7 @@ impl Vm {
                         }
                         End::Panicked(line) => line,
                         End::Died(why) => why,
-                        End::Stopped => "it was stopped".into(),
+                        End::Stopped(_) => "it was stopped".into(),
                     };
                     bail!("{why}\n{}{}", self.log_tail(), self.console_tail());
                 }
@@ -299,7 +321,10 @@ impl Vm {
                     wire::write_control(&mut self.port, &setup)?;
                 }
                 ToHost::Ready => return Ok(()),
-                ToHost::Failed { error } => bail!("the guest's init: {error}\n{}", self.log_tail()),
+                ToHost::Failed { error } => {
+                    let why = Overrun::heard(format!("{error}\n{}", self.log_tail()));
+                    return Err(why.context("the guest's init"));
+                }
                 other => bail!("the guest's init said {other:?} before it was ready"),
             }
         }
@@ -397,8 +422,8 @@ impl Vm {
                     deadline = deadline.min(Instant::now() + LAST_WORDS);
                 }
                 // One that comes late is of a command that has ended.
-                Event::Stop(id) if id + 1 == self.next_command => return Err(End::Stopped),
-                Event::Stop(_) => {}
+                Event::Stop(id, why) if id + 1 == self.next_command => return Err(End::Stopped(why)),
+                Event::Stop(..) => {}
                 Event::PortEnded(why) => return Err(self.died(&why)),
                 Event::ConsoleEnded => {
                     return match panic.take() {
@@ -493,9 +518,9 @@ impl Vm {
         );
         outcome.status = match ended {
             Ok(status) => status,
-            Err(end @ (End::TimedOut | End::Stopped)) => {
+            Err(end @ (End::TimedOut | End::Stopped(_))) => {
                 let (kill, status) = match end {
-                    End::Stopped => (ToGuest::Stop { id }, Status::Stopped),
+                    End::Stopped(Why::Needless) => (ToGuest::Stop { id }, Status::Stopped),
                     _ => (ToGuest::TimedOut { id }, Status::TimedOut),
                 };
                 let _ = wire::write_control(&mut self.port, &kill);
@@ -582,7 +607,7 @@ impl Vm {
                     }
                     Ok(ToHost::Listening { id: which }) if which == id => listening(),
                     Ok(ToHost::Request { id, request }) => {
-                        let result = self.serve(&request).map_err(|e| format!("{e:#}"));
+                        let result = self.serve(&request).map_err(|e| Overrun::tell(&e));
                         let _ = wire::write_control(&mut self.port, &ToGuest::Reply { id, result });
                     }
                     Ok(_) => {}
@@ -757,21 +782,36 @@ impl Vm {
         Ok(Value::Object(all))
     }
 
+    /// As [`Vm::power_off`], of a guest that nobody waits for a second time.
+    ///
+    /// # Errors
+    ///
+    /// As [`Vm::power_off`].
+    pub fn shut_down(mut self) -> Result<Vec<String>> {
+        self.power_off()
+    }
+
     /// Powers the guest off, and returns the bad lines of the kernel log that no command returned.
     ///
     /// # Errors
     ///
-    /// The guest does not power off in time.
-    pub fn shut_down(mut self) -> Result<Vec<String>> {
-        ensure!(self.is_alive(), "the guest is gone already");
-        let console_before = self.console.lock().map_err(|_| anyhow!("poisoned"))?.count;
-        wire::write_control(&mut self.port, &ToGuest::PowerOff)?;
+    /// The guest does not power off in time, which is an [`Overrun`]. It can be called again, and waits as long once more.
+    pub fn power_off(&mut self) -> Result<Vec<String>> {
+        let console_before = match self.powering_off {
+            Some(count) => count,
+            None => {
+                ensure!(self.is_alive(), "the guest is gone already");
+                let count = self.console.lock().map_err(|_| anyhow!("poisoned"))?.count;
+                wire::write_control(&mut self.port, &ToGuest::PowerOff)?;
+                *self.powering_off.insert(count)
+            }
+        };
         let limit = POWER_OFF_LIMIT * self.kernel.patience;
         let deadline = Instant::now() + limit;
         loop {
             match self.next(deadline) {
                 Ok(_) => {}
-                Err(End::Stopped) => {}
+                Err(End::Stopped(_)) => {}
                 Err(End::TimedOut) => {
                     let tail = self.console_tail();
                     bail!(Overrun(format!("powering off took more than {limit:?}\n{tail}")))
@@ -780,7 +820,7 @@ impl Vm {
                 Err(End::Died(_)) => break,
             }
         }
-        ensure!(self.qemu.wait_until(deadline)?, "QEMU did not end within {limit:?}");
+        in_time!(self.qemu.wait_until(deadline)?, "QEMU did not end within {limit:?}");
         let mut findings = dmesg::findings(&self.take_log());
         // What the kernel said after its init had stopped listening is on the console only.
         let console = self.console.lock().map_err(|_| anyhow!("poisoned"))?;
@@ -852,9 +892,11 @@ fn accept(listener: &UnixListener, qemu: &mut Process, deadline: Instant) -> Res
         if let Some(status) = qemu.ended()? {
             bail!("QEMU ended ({status}): {}", qemu.describe());
         }
-        if Instant::now() > deadline {
-            bail!("QEMU did not connect in time: {}", qemu.describe());
-        }
+        in_time!(
+            Instant::now() <= deadline,
+            "QEMU did not connect in time: {}",
+            qemu.describe()
+        );
     }
 }
 

@@ -22,8 +22,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::host::SOCKET;
+use p2pmem_guest::in_time;
 use p2pmem_guest::network::{self, is_listened_on};
-use p2pmem_guest::patience::PATIENCE;
+use p2pmem_guest::patience::{Overrun, PATIENCE};
 use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Listen, Network, PORT_NAME, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -32,16 +33,18 @@ use rustix::mount::{MountFlags, mount};
 use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, setrlimit};
 
 /// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
-const DRAIN: Duration = Duration::from_secs(5);
+const DRAIN: Duration = Duration::from_secs(30);
 /// How often somebody who was killed is looked after: a process dies in less.
 const DYING: Duration = Duration::from_millis(1);
 /// How long drives may take to show their block devices.
-const BLOCK_DEVICES: Duration = Duration::from_secs(20);
-
+const BLOCK_DEVICES: Duration = Duration::from_secs(60);
 /// How long NICs may take to show their RDMA devices, with ports that are active.
-const PORTS: Duration = Duration::from_secs(30);
+const PORTS: Duration = Duration::from_secs(60);
 /// How long an IPoIB interface may take to join its network.
-const IPOIB: Duration = Duration::from_secs(10);
+const IPOIB: Duration = Duration::from_secs(60);
+/// How long a task may wait uninterruptibly before the kernel says so, in seconds: longer than the slow drives of the tests hold
+/// a command, on a machine that is busy with other things.
+const HUNG_TASK: u32 = 60;
 /// How often a wait looks.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -136,7 +139,7 @@ fn run() -> Result<()> {
                     }
                     Err(e) => {
                         port.control(&ToHost::Failed {
-                            error: format!("{e:#}"),
+                            error: Overrun::tell(&e),
                         });
                         return Err(e);
                     }
@@ -281,7 +284,11 @@ fn set_up(
     let name = network.map_or("", |network| network.node.as_str());
     let name = if name.is_empty() { "guest" } else { name };
     rustix::system::sethostname(name.as_bytes()).context("hostname")?;
-    fs::write("/proc/sys/kernel/hung_task_timeout_secs", (20 * patience).to_string()).context("hung task time-out")?;
+    fs::write(
+        "/proc/sys/kernel/hung_task_timeout_secs",
+        (HUNG_TASK * patience).to_string(),
+    )
+    .context("hung task time-out")?;
     // What RDMA pins counts against it, for programs that give up their privileges too.
     let unlimited = Rlimit {
         current: None,
@@ -359,9 +366,7 @@ fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String
         if missing.is_empty() {
             return Ok(());
         }
-        if Instant::now() > deadline {
-            bail!("no {what} within {limit:?} for {missing:?}");
-        }
+        in_time!(Instant::now() <= deadline, "no {what} within {limit:?} for {missing:?}");
         thread::sleep(LOOK);
     }
 }

@@ -52,6 +52,17 @@ pub struct Guests {
     pub prepared: BTreeSet<String>,
     /// The tests they have run.
     ran: Vec<String>,
+    /// What their kernel found wrong by itself, once it was asked.
+    found: Option<Vec<String>>,
+}
+
+/// Which turn of a test it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// The first.
+    First,
+    /// The second, after one that took too long: with guests that nobody used.
+    Again,
 }
 
 /// Guests that wait for the next test of their lane.
@@ -102,21 +113,28 @@ impl Log {
     }
 
     /// Runs a test, and once more, with fresh guests, if all that is wrong is that it took too long.
-    fn test(&self, name: &str, run: impl Fn() -> Result<()>) -> Result<(), Failed> {
-        let mut ran = Ran::new(name, &run);
+    pub fn test(&self, name: &str, run: impl Fn(Turn) -> Result<()>) -> Result<(), Failed> {
+        let mut ran = Ran::new(name, || run(Turn::First));
         if ran.overrun {
             ran.again = true;
             self.add(ran);
-            ran = Ran::new(name, &run);
+            ran = Ran::new(name, || run(Turn::Again));
         }
         let failed = ran.failed.clone();
         self.add(ran);
         failed.map_or(Ok(()), |reason| Err(Failed::from(reason)))
     }
 
-    /// Ends guests in order; what is wrong with that is a failure of its own, of no test in particular.
-    fn end_of_guests(&self, guests: Guests) {
-        let ran = Ran::new(&format!("{}{END}", guests.kernel), || end(guests));
+    /// Ends guests in order; what is wrong with that is a failure of its own, of no test in particular. Guests that take too long
+    /// are waited for once more: no fresh ones have run what they have.
+    fn end_of_guests(&self, mut guests: Guests) {
+        let name = format!("{}{END}", guests.kernel);
+        let mut ran = Ran::new(&name, || end(&mut guests));
+        if ran.overrun {
+            ran.again = true;
+            self.add(ran);
+            ran = Ran::new(&name, || end(&mut guests));
+        }
         if ran.failed.is_some() {
             self.add(ran);
         }
@@ -165,7 +183,9 @@ impl Log {
                 again.join(", ")
             );
         }
-        Ok(log.iter().any(|ran| ran.failed.is_some() && ran.test.ends_with(END)))
+        Ok(log
+            .iter()
+            .any(|ran| ran.failed.is_some() && !ran.again && ran.test.ends_with(END)))
     }
 }
 
@@ -212,7 +232,7 @@ impl Bed {
         name: &str,
         topology: &str,
         kernels: Kernels<'_>,
-        run: impl Fn() -> Result<()> + Send + 'static,
+        run: impl Fn(Turn) -> Result<()> + Send + 'static,
     ) -> Trial {
         let (name, own) = (format!("{}::{name}", self.name), self.clone());
         let (lane, place) = (self.lane(topology), self.lanes.place());
@@ -268,14 +288,14 @@ impl Bed {
         Ok(module.to_str().context("the module's path is not UTF-8")?.to_owned())
     }
 
-    /// The guests of a topology: those on the shelf, or fresh ones.
+    /// The guests of a topology: those on the shelf, or fresh ones, as always for a second turn.
     ///
     /// # Errors
     ///
     /// They do not boot.
-    pub fn guests(&self, topology: &str, fresh: bool) -> Result<Guests> {
+    pub fn guests(&self, topology: &str, turn: Turn) -> Result<Guests> {
         if let Some(guests) = self.kept(&self.lane(topology)) {
-            if !fresh && guests.cluster.is_alive() {
+            if turn == Turn::First && guests.cluster.is_alive() {
                 return Ok(guests);
             }
             // That is no fault of the test that is next.
@@ -289,12 +309,14 @@ impl Bed {
         for (node, outcome) in cluster.exec_all(|_| Command::new(["sh", "-c", PREPARE]))? {
             ensure!(outcome.is_clean(), "node {node:?}: {outcome:?}");
         }
+        hardening::ran_on(self.name);
         Ok(Guests {
             kernel: self.name,
             topology: topology.to_owned(),
             cluster,
             prepared: BTreeSet::new(),
             ran: Vec::new(),
+            found: None,
         })
     }
 
@@ -314,6 +336,7 @@ impl Bed {
     pub fn drop_guests(&self, mut guests: Guests) -> Result<()> {
         if guests.cluster.is_alive() {
             let findings = guests.cluster.check()?;
+            hardening::count(&findings);
             ensure!(findings.is_empty(), "{}", findings.join("\n"));
         }
         Ok(())
@@ -324,27 +347,23 @@ impl Bed {
 ///
 /// # Errors
 ///
-/// It found something, or they do not end; with the tests they have run.
-fn end(guests: Guests) -> Result<()> {
+/// It found something, or they do not end; with the tests they have run. After an [`Overrun`] it goes on where it was.
+fn end(guests: &mut Guests) -> Result<()> {
     let Guests {
         kernel,
         topology,
-        mut cluster,
+        cluster,
         ran,
+        found,
         ..
     } = guests;
-    let findings = if cluster.is_alive() {
-        cluster.check()
-    } else {
-        Ok(Vec::new())
-    };
-    let findings = findings.and_then(|mut findings| {
-        findings.extend(cluster.shut_down()?);
-        Ok(findings)
-    });
     let what = || format!("the {kernel} guests ({topology}) that have run {}", ran.join(", "));
-    let findings = findings.with_context(what)?;
-    hardening::count(&findings)?;
+    if found.is_none() && cluster.is_alive() {
+        *found = Some(cluster.check().with_context(what)?);
+    }
+    let mut findings = found.clone().unwrap_or_default();
+    findings.extend(cluster.power_off().with_context(what)?);
+    hardening::count(&findings);
     ensure!(findings.is_empty(), "{}: {}", what(), findings.join("\n"));
     Ok(())
 }

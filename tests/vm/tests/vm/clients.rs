@@ -15,11 +15,11 @@ use p2pmem_vm::clients::{self, CLIENT, Client, Expected, Report, SERVER, Table, 
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::pyverbs;
-use p2pmem_vm::vm::{Command, Status};
+use p2pmem_vm::vm::{Command, Outcome};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, DEBUG, STOCK};
-use crate::{describe_outcome, failure, peer, report, write_report};
+use crate::bed::{Bed, DEBUG, STOCK, Turn};
+use crate::{describe_outcome, failure, is_late, peer, report, write_report};
 
 /// How long a table's preparation may take.
 const SET_UP: Duration = Duration::from_secs(120);
@@ -52,14 +52,14 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
             if let Expected::Skip { reason } = &client.expected {
                 // It shows as ignored, and stands in the report if others of the kernel do.
                 add(bed, reports, &table.name, client.judge(None, None, &Value::Null))?;
-                let trial = bed.trial(&name, &table.topology, kernels, || Ok(()));
+                let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
                 continue;
             }
             let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
-            trials.push(bed.trial(&name, &table.topology, kernels, move || {
+            trials.push(bed.trial(&name, &table.topology, kernels, move |turn| {
                 let client = &shared.clients[index];
-                let ran = run(&own, &reports, &shared, client);
+                let ran = run(&own, &reports, &shared, client, turn);
                 if let Err(e) = &ran {
                     let error = format!("{e:#}");
                     let first = error.lines().next().unwrap_or_default();
@@ -72,8 +72,8 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     }
     let (own, reports) = (bed.clone(), reports.clone());
     let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
-    trials.push(bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move || {
-        pyverbs(&own, &reports)
+    trials.push(bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |turn| {
+        pyverbs(&own, &reports, turn)
     }));
     Ok(trials)
 }
@@ -123,8 +123,8 @@ fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> 
     Ok(())
 }
 
-fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<()> {
-    let mut guests = bed.guests(&table.topology, false)?;
+fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn) -> Result<()> {
+    let mut guests = bed.guests(&table.topology, turn)?;
     let env = environment(bed)?;
     if let Some(script) = table
         .set_up
@@ -159,15 +159,17 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<(
     };
     let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
     add(bed, reports, &table.name, report.clone())?;
-    // Guests outlive a client that failed, as long as their kernels are in order and nothing had to be killed late.
-    let ran = [&server, &outcome].into_iter().flatten();
-    let sound = alive
-        && ran
-            .clone()
-            .all(|ran| ran.findings.is_empty() && ran.status != Status::TimedOut);
-    if sound && !client.ruins {
-        bed.keep(guests, &client.name);
-    }
+    // Guests outlive a client that failed, as long as their kernels are in order and nothing was late.
+    let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
+    let sound = alive && ran.iter().all(|ran| ran.findings.is_empty() && !is_late(ran));
+    let dropped = match sound {
+        true if !client.ruins => {
+            bed.keep(guests, &client.name);
+            Ok(())
+        }
+        true => bed.drop_guests(guests),
+        false => Ok(()),
+    };
     if report.ok != Some(true) {
         let mut text = format!(
             "{}\nexpected: {}\ngot: {}\n",
@@ -179,17 +181,16 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client) -> Result<(
             }
         }
         text.push_str(&format!("--- counted: {counted}\n"));
-        let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
         return Err(failure(&ran, text));
     }
-    Ok(())
+    dropped
 }
 
 /// Runs pyverbs' own tests, a part of them on each node, and compares the result of each with what is expected.
-fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
+fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
     let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
     let folder = unpack_pyverbs()?;
-    let mut guests = bed.guests(PYVERBS_TOPOLOGY, false)?;
+    let mut guests = bed.guests(PYVERBS_TOPOLOGY, turn)?;
     let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
     let outcomes = guests.cluster.exec_all(|node| {
         let part = nodes.iter().position(|name| name == node).unwrap_or(0);
@@ -204,6 +205,14 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
         );
         Command::new(["sh", "-c", &script]).limit(PYVERBS)
     })?;
+    // Of one that was ended half of the results are missing, or the last one is cut off.
+    let all: Vec<_> = outcomes.values().collect();
+    if all.iter().any(|outcome| is_late(outcome)) {
+        let text = outcomes
+            .iter()
+            .map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome)));
+        return Err(failure(&all, text.collect::<Vec<_>>().join("\n")));
+    }
     let mut results = pyverbs::Results::default();
     let mut wrong = Vec::new();
     for (node, outcome) in &outcomes {
@@ -226,7 +235,9 @@ fn pyverbs(bed: &Bed, reports: &Reports) -> Result<()> {
     if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
         bed.keep(guests, "clients::pyverbs");
     }
-    ensure!(wrong.is_empty(), "{}", wrong.join("\n"));
+    if !wrong.is_empty() {
+        return Err(failure(&all, wrong.join("\n")));
+    }
     Ok(())
 }
 
@@ -269,10 +280,14 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
         command.env.extend(env.clone());
         command
     })?;
-    for (node, outcome) in &outcomes {
-        ensure!(outcome.is_clean(), "node {node}: {}", describe_outcome(outcome));
+    if outcomes.values().all(Outcome::is_clean) {
+        return Ok(());
     }
-    Ok(())
+    let all: Vec<_> = outcomes.values().collect();
+    let text = outcomes
+        .iter()
+        .map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome)));
+    Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
 }
 
 /// Writes the reports of what ran: one a kernel, as they run by turns, and the one on peer memory.

@@ -5,6 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Result, ensure};
+use p2pmem_guest::in_time;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::Status;
 
@@ -38,6 +39,7 @@ fn find(cluster: &mut Cluster) -> Result<()> {
     for (what, word) in WRONG {
         let vm = cluster.only()?;
         let outcome = sh(vm, &load(what))?;
+        in_time!(outcome.status != Status::TimedOut, "{what}: {}", describe(&outcome, vm));
         ensure!(
             outcome.status == Status::Exited { code: 0 } && outcome.findings.iter().any(|line| line.contains(word)),
             "{what}, no {word:?}: {}",
@@ -46,5 +48,9 @@ fn find(cluster: &mut Cluster) -> Result<()> {
     }
     let blind = cluster.check()?;
     ensure!(blind.iter().any(|line| line.contains("lockdep is off")), "{blind:?}");
+    // What else is wrong with this kernel nobody has to be told.
+    let vm = cluster.only()?;
+    let outcome = sh(vm, "echo c >/proc/sysrq-trigger; sleep 100")?;
+    ensure!(!vm.is_alive(), "{}", describe(&outcome, vm));
     Ok(())
 }

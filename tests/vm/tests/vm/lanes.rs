@@ -14,7 +14,7 @@ use std::thread;
 use anyhow::Result;
 use libtest_mimic::Trial;
 
-use crate::failed;
+use crate::bed::Log;
 
 /// Most lanes at a time. Each has a machine or two of some gigabytes.
 const MOST: usize = 4;
@@ -96,11 +96,11 @@ impl Lanes {
     }
 
     /// A test that shares no guests with others, in a lane of its own.
-    pub fn alone(&self, name: &'static str, run: Alone) -> Trial {
-        let (lanes, place) = (self.clone(), self.place());
+    pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Trial {
+        let (lanes, place, log) = (self.clone(), self.place(), log.clone());
         Trial::test(name, move || {
             let _turn = lanes.turn(place, &(name, String::new()));
-            run().map_err(failed)
+            log.test(name, |_| run())
         })
     }
 

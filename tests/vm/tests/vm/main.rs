@@ -18,13 +18,13 @@ use anyhow::{Context, Result, anyhow};
 use libtest_mimic::{Arguments, Failed, Trial};
 use p2pmem_guest::cases::{self, Kernels};
 use p2pmem_guest::patience::{Overrun, TIMES};
-use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::kernel::DEBUG_KERNEL;
 use p2pmem_vm::stamp::stamp;
 use p2pmem_vm::vm::{Command, Outcome, Status, Vm, sibling};
 use serde_json::{Value, json};
 
-use bed::{Bed, Log};
+use bed::{Bed, Log, Turn};
 use lanes::Lanes;
 
 mod admin;
@@ -98,7 +98,7 @@ fn main() -> ExitCode {
     let said = peer::Said::default();
     let mut trials: Vec<Trial> = runner::ALONE
         .iter()
-        .map(|(name, test)| lanes.alone(name, *test))
+        .map(|(name, test)| lanes.alone(name, &log, *test))
         .collect();
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
@@ -141,15 +141,17 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     for (tests, kernels) in TESTS {
         for test in *tests {
             let own = bed.clone();
-            trials.push(bed.trial(test.name, test.topology, *kernels, move || with_guests(&own, test)));
+            trials.push(bed.trial(test.name, test.topology, *kernels, move |turn| {
+                with_guests(&own, test, turn)
+            }));
         }
     }
     let mut of_module: Vec<_> = cases::all().collect();
     of_module.sort_by_key(|case| (case.topology, case.ruins));
     for case in of_module {
         let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
-        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move || {
-            run_case(&own, &said, case)
+        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move |turn| {
+            run_case(&own, &said, case, turn)
         }));
     }
     trials
@@ -160,6 +162,10 @@ struct Origin {
     stamp: Value,
     /// The filter, where not all tests of a kernel were to run.
     filter: Option<String>,
+    /// How many times as many rounds races go through.
+    times: u32,
+    /// The kernels all of whose tests were to run, and of others none.
+    kernels: Vec<&'static str>,
 }
 
 /// That of this run.
@@ -170,14 +176,22 @@ const REPORTS: &[(&str, &[&str])] = &[
     (
         bed::STOCK,
         &[
-            "hardening.json",
+            hardening::REPORT,
             "vm.json",
             "clients.json",
             "pyverbs.toml",
             "registration.json",
         ],
     ),
-    (bed::DEBUG, &["vm-debug.json", "clients-debug.json", "peer.json"]),
+    (
+        bed::DEBUG,
+        &[
+            "vm-debug.json",
+            "clients-debug.json",
+            "peer.json",
+            hardening::DEBUG_ALONE,
+        ],
+    ),
 ];
 
 /// Notes where reports come from. What an earlier run left of those that this one makes is removed; a run of some tests makes
@@ -185,15 +199,21 @@ const REPORTS: &[(&str, &[&str])] = &[
 fn begin_reports(arguments: &Arguments) -> Result<()> {
     let named = |kernel: &str| arguments.filter.as_deref() == Some(&format!("{kernel}::")) && !arguments.exact;
     let all = arguments.skip.is_empty() && !arguments.ignored;
-    let whole = |kernel: &str| all && (arguments.filter.is_none() || named(kernel));
-    let kernels: Vec<_> = REPORTS.iter().filter(|(kernel, _)| whole(kernel)).collect();
-    let filter = kernels
+    let is_there = |kernel: &str| kernel != bed::DEBUG || std::env::var_os(DEBUG_KERNEL).is_some();
+    let whole = |kernel: &str| all && is_there(kernel) && (arguments.filter.is_none() || named(kernel));
+    let reports: Vec<_> = REPORTS.iter().filter(|(kernel, _)| whole(kernel)).collect();
+    let filter = reports
         .is_empty()
         .then(|| std::env::args().skip(1).collect::<Vec<_>>().join(" "));
-    let stamp = stamp()?;
+    let origin = Origin {
+        stamp: stamp()?,
+        filter,
+        times: times()?,
+        kernels: reports.iter().map(|(kernel, _)| *kernel).collect(),
+    };
     // Nobody has set it before.
-    let _ = ORIGIN.set(Origin { stamp, filter });
-    for name in kernels.iter().flat_map(|(_, names)| *names) {
+    let _ = ORIGIN.set(origin);
+    for name in reports.iter().flat_map(|(_, names)| *names) {
         match fs::remove_file(report(name)?) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| (*name).to_owned()),
             _ => {}
@@ -216,6 +236,7 @@ fn write_report(name: &str, mut value: Value) -> Result<()> {
     let origin = ORIGIN.get().context("nobody began the reports")?;
     value["stamp"] = origin.stamp.clone();
     value["filter"] = json!(origin.filter);
+    value["times"] = json!(origin.times);
     let (path, new) = (report(name)?, report(&format!(".{name}"))?);
     fs::write(&new, serde_json::to_vec_pretty(&value)?).with_context(|| new.display().to_string())?;
     fs::rename(&new, &path).with_context(|| path.display().to_string())
@@ -225,27 +246,38 @@ fn failed(e: anyhow::Error) -> Failed {
     Failed::from(format!("{e:#}"))
 }
 
-fn with_guests(bed: &Bed, test: &Test) -> Result<()> {
-    let mut guests = bed.guests(test.topology, test.alone)?;
+fn with_guests(bed: &Bed, test: &Test, turn: Turn) -> Result<()> {
+    let turn = if test.alone { Turn::Again } else { turn };
+    let mut guests = bed.guests(test.topology, turn)?;
     (test.run)(&mut guests.cluster)?;
     if test.alone {
-        return Ok(());
+        return bed.drop_guests(guests);
     }
     bed.keep(guests, test.name);
     Ok(())
 }
 
-fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
-    let module = bed.module()?;
-    let mut guests = bed.guests(case.topology, false)?;
-    let vm = guests.cluster.only()?;
-    let program = sibling("p2pmem-guest-tests")?;
-    let mut command = Command::new([program.to_str().context("path")?, "run", case.name]).limit(LIMIT);
-    if let Ok(times) = std::env::var(TIMES) {
-        let limit = LIMIT * times.parse::<u32>().with_context(|| format!("{TIMES}={times}"))?.max(1);
-        command = command.limit(limit).env(TIMES, times);
+/// How many times as many rounds races go through: [`TIMES`], or 1.
+fn times() -> Result<u32> {
+    match std::env::var(TIMES) {
+        Ok(times) => Ok(times.parse::<u32>().with_context(|| format!("{TIMES}={times}"))?.max(1)),
+        Err(_) => Ok(1),
     }
-    let outcome = run(vm, &command.env("P2PMEM_MODULE", module))?;
+}
+
+/// What runs a case in a guest, with the module of its kernel.
+fn case_command(name: &str, module: &str) -> Result<Command> {
+    let program = sibling("p2pmem-guest-tests")?;
+    let times = times()?;
+    let command = Command::new([program.to_str().context("path")?, "run", name]).limit(LIMIT * times);
+    Ok(command.env(TIMES, times.to_string()).env("P2PMEM_MODULE", module))
+}
+
+fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Result<()> {
+    let module = bed.module()?;
+    let mut guests = bed.guests(case.topology, turn)?;
+    let vm = guests.cluster.only()?;
+    let outcome = run(vm, &case_command(case.name, &module)?)?;
     let failed = (!outcome.is_clean()).then(|| {
         let text = format!("{}\n{}", case.about, describe(&outcome, vm));
         failure(&[&outcome], text)
@@ -253,8 +285,7 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
     // What a case says for a report stands there, whatever came of it; unless it is run again, and says it again.
     if !failed.as_ref().is_some_and(Overrun::is) {
         peer::collect(said, &outcome.stdout)?;
-        hardening::collect(&outcome.stdout)?;
-        hardening::count(&outcome.findings)?;
+        hardening::collect(bed.name, case.name, &outcome.stdout)?;
     }
     failed.map_or(Ok(()), Err)?;
     if case.ruins {
@@ -265,18 +296,50 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case) -> Result<()> {
     }
 }
 
-/// The error for commands that did not end as they should: an [`Overrun`] if time is all that they lacked.
+/// Whether a command ran out of time, or ended with the code that says so.
+fn is_late(outcome: &Outcome) -> bool {
+    let code = i32::from(Overrun::CODE);
+    outcome.status == Status::TimedOut || outcome.status == Status::Exited { code }
+}
+
+/// The error for commands that did not end as they should: an [`Overrun`] if time is all that they lacked. One that was stopped
+/// because another was late lacked nothing. What their kernels found wrong is counted for the report.
 fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
-    let late = |outcome: &&&Outcome| {
-        let code = i32::from(Overrun::CODE);
-        outcome.status == Status::TimedOut || outcome.status == Status::Exited { code }
+    let fine = |outcome: &&Outcome| {
+        let ended = outcome.status == Status::Exited { code: 0 } || outcome.status == Status::Stopped;
+        outcome.findings.is_empty() && (ended || is_late(outcome))
     };
-    let fine = |outcome: &&Outcome| outcome.findings.is_empty() && (outcome.is_clean() || late(&outcome));
-    if outcomes.iter().any(|outcome| late(&outcome)) && outcomes.iter().all(fine) {
+    for outcome in outcomes {
+        hardening::count(&outcome.findings);
+    }
+    if outcomes.iter().any(|outcome| is_late(outcome)) && outcomes.iter().all(fine) {
         Overrun(text).into()
     } else {
         anyhow!(text)
     }
+}
+
+/// The error for a server and its client, see [`failure`].
+fn served_failure(served: &Served) -> anyhow::Error {
+    let mut text = format!("server: {}", describe_outcome(&served.server));
+    match &served.client {
+        Some(client) => text.push_str(&format!("client: {}", describe_outcome(client))),
+        None => text.push_str("the server did not listen"),
+    }
+    let both: Vec<_> = [Some(&served.server), served.client.as_ref()]
+        .into_iter()
+        .flatten()
+        .collect();
+    failure(&both, text)
+}
+
+/// Fails unless a server and its client did what they should: the client's outcome.
+fn both_clean(served: Served) -> Result<Outcome> {
+    match &served.client {
+        Some(client) if client.is_clean() && served.server.is_clean() => {}
+        _ => return Err(served_failure(&served)),
+    }
+    served.client.context("no client")
 }
 
 /// The module for the stock kernel.

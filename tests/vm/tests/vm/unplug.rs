@@ -9,8 +9,9 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::{Command, Vm};
 use serde_json::json;
 
+use crate::bed::{DEBUG, STOCK};
 use crate::perf::ctl;
-use crate::{LIMIT, Test, clean, describe_outcome, hardening, module};
+use crate::{LIMIT, Test, both_clean, clean, hardening, module};
 
 /// The tests.
 pub const TESTS: &[Test] = &[Test {
@@ -26,6 +27,12 @@ const PORT: u16 = 18530;
 /// What the drive read from memory of a kind so far.
 fn written(vm: &mut Vm, from: &str) -> Result<u64> {
     Ok(vm.snapshot()?["nvme0"]["write"][from].as_u64().unwrap_or(0))
+}
+
+/// The name of the kernel that the guests have.
+fn kernel(cluster: &mut Cluster) -> Result<&'static str> {
+    let checks = cluster.node("a")?.kernel().checks;
+    Ok(if checks { DEBUG } else { STOCK })
 }
 
 fn nvmet(cluster: &mut Cluster) -> Result<()> {
@@ -56,13 +63,7 @@ fn nvmet(cluster: &mut Cluster) -> Result<()> {
         let vm = cluster.node("b")?;
         let (before, astray) = (written(vm, "accel0")?, written(vm, "host")?);
         let served = cluster.serve_to_the_end(("b", &target), ("a", &host))?;
-        let outcome = served.client.context("the target did not listen")?;
-        ensure!(outcome.is_clean(), "round {round}: {}", describe_outcome(&outcome));
-        ensure!(
-            served.server.is_clean(),
-            "round {round}: {}",
-            describe_outcome(&served.server)
-        );
+        both_clean(served).with_context(|| format!("round {round}"))?;
         let vm = cluster.node("b")?;
         let (through, astray) = (written(vm, "accel0")? - before, written(vm, "host")? - astray);
         ensure!(
@@ -84,5 +85,7 @@ fn nvmet(cluster: &mut Cluster) -> Result<()> {
         );
         clean(cluster.node(node)?, &leave)?;
     }
-    hardening::add(json!({ "unplug_rounds": rounds }))
+    let kernel = kernel(cluster)?;
+    hardening::add(json!({ (hardening::ROUNDS): { "nvmet": { kernel: rounds } } }));
+    Ok(())
 }
