@@ -1,13 +1,48 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Threads that use something for as long as something happens to it.
+//! Threads that use something for as long as something happens to it, or that do something at once.
 
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
+use std::time::Instant;
 
 use anyhow::{Result, anyhow, ensure};
 
 use super::inflight::until;
+use crate::in_time;
+
+/// Does two things at once, in a thread each, which begin together: what came of them, and whether each began before the other
+/// ended.
+pub(super) fn at_once<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> B) -> Result<(A, B, bool)> {
+    let start = Barrier::new(2);
+    let timed = |from: Instant| (from, Instant::now());
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            start.wait();
+            let from = Instant::now();
+            (a(), timed(from))
+        });
+        start.wait();
+        let from = Instant::now();
+        let (got, (from, to)) = (b(), timed(from));
+        let (other, (other_from, other_to)) = other.join().map_err(|_| anyhow!("a thread panicked"))?;
+        Ok((other, got, from < other_to && other_from < to))
+    })
+}
+
+/// Goes through rounds of a race, each of which says whether there was one: so many at least, and until there was one in a third
+/// of as many.
+pub(super) fn contended(least: u32, mut round: impl FnMut() -> Result<bool>) -> Result<()> {
+    let (mut rounds, mut seen) = (0, 0);
+    while rounds < least || seen < least.div_ceil(3) {
+        in_time!(rounds < 10 * least, "{seen} of {rounds} rounds were a race");
+        rounds += 1;
+        seen += u32::from(round()?);
+    }
+    println!("{seen} of {rounds} rounds were a race");
+    Ok(())
+}
 
 /// What the users of something and who disturbs them tell each other.
 #[derive(Debug, Default)]

@@ -36,8 +36,10 @@ pub(super) const CASES: &[Case] = &[
 
 /// What one read takes: some seconds, and no more pages than the kernel refers to all at once.
 const IO: usize = 1 << 20;
+/// How many reads unbinding waits for.
+const READS: usize = 3;
 /// A bound for everything that waits for the drive.
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Waits until something holds; it is looked at every few milliseconds.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
@@ -90,7 +92,7 @@ fn parked(bed: &mut Bed) -> Result<()> {
         until("the memory is parked", || {
             Ok(bed.provider("accel0")?.parked >= IO as u64 || done.load(Ordering::SeqCst))
         })?;
-        ensure!(
+        in_time!(
             !done.load(Ordering::SeqCst),
             "the drive was faster than the test: nothing was shown"
         );
@@ -119,10 +121,18 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     let drive = slow_drive(bed)?;
     bed.settled()?;
     let file = open()?;
-    let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
-    let map = Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)?;
+    // The drive serves one after the other, so that there is something to wait for, however late the unbinding begins.
+    let maps = (0..READS)
+        .map(|_| {
+            let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
+            Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)
+        })
+        .collect::<Result<Vec<_>>>()?;
     let waited = thread::scope(|scope| -> Result<Duration> {
-        let read = scope.spawn(|| map.fill_from(&drive, 0, 0, IO));
+        let reads: Vec<_> = maps
+            .iter()
+            .map(|map| scope.spawn(|| map.fill_from(&drive, 0, 0, IO)))
+            .collect();
         until("the drive has begun", || busy(&block))?;
         let began = Instant::now();
         bed.unbind("accel0")?;
@@ -131,18 +141,19 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
             !busy(&block)?,
             "remove() returned while the drive still wrote to the BAR"
         );
-        let got = read.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
-        ensure!(got == IO, "the drive read {got} of {IO} bytes");
+        for read in reads {
+            let got = read.join().map_err(|_| anyhow::anyhow!("a reader panicked"))??;
+            ensure!(got == IO, "the drive read {got} of {IO} bytes");
+        }
         Ok(waited)
     })?;
-    if waited > Duration::from_millis(1500) {
-        let log = dmesg()?;
-        let pid = format!("of pid {}", std::process::id());
-        let said = log
-            .lines()
-            .any(|l| l.contains("waiting for I/O on") && l.contains(&pid));
-        ensure!(said, "{waited:?} were waited, and the log does not say for whom");
-    }
+    // The module names the owner of what it has waited for a second. Its wait is shorter than what is seen here.
+    let pid = format!("of pid {}", std::process::id());
+    let log = dmesg()?;
+    let said = log
+        .lines()
+        .any(|line| line.contains("waiting for I/O on") && line.contains(&pid));
+    in_time!(said, "{waited:?} were waited, and the log does not say for whom");
     println!("unbinding took {waited:?}");
     Ok(())
 }

@@ -13,14 +13,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
-use super::busy::Busy;
+use super::busy::{Busy, at_once, contended};
 use super::dmabuf::{GOOD, Importer, exported_buffer};
 use super::dmabuf_end::Log;
 use super::inflight::until;
-use super::life::Part;
+use super::life::{Part, ended_within};
 use super::{Bed, Case, alloc, buffer, command, errno, expect, open, read, write};
-use crate::in_time;
-use crate::patience::patiently;
 use crate::sys::{self, Mapping};
 
 pub(super) const CASES: &[Case] = &[
@@ -70,9 +68,6 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 const MODULE: &str = "p2pmem_publisher";
-/// What unregistering may take with nothing pinned.
-const BOUND: Duration = Duration::from_secs(1);
-
 /// accel0, bound to the driver that publishes.
 struct Publisher<'a> {
     bed: &'a Bed,
@@ -220,7 +215,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         // Another process has some of it too.
         let other = Part::start("survive", &["1048576"])?;
         let took = publisher.withdraw()?;
-        in_time!(took < patiently(BOUND), "unregistering took {took:?}");
+        ended_within("unregistering", took)?;
         ensure!(publisher.told()? == round, "{} times", publisher.told()?);
         ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err());
         other.finish()?;
@@ -238,11 +233,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
     let mut log = Log::new()?;
     let start = Instant::now();
     bed.unbind("accel0")?;
-    in_time!(
-        start.elapsed() < patiently(BOUND),
-        "unbinding took {:?}",
-        start.elapsed()
-    );
+    ended_within("unbinding", start.elapsed())?;
     log.wait(&["p2pmem-publisher", "removed, revoked 4 times"])?;
     used.is_gone()?;
     // Another binding, another range.
@@ -278,7 +269,7 @@ fn pageless(bed: &mut Bed) -> Result<()> {
             "off" => publisher.withdraw().map(drop)?,
             _ => bed.unbind("accel0")?,
         }
-        in_time!(start.elapsed() < patiently(BOUND), "{how} took {:?}", start.elapsed());
+        ended_within(how, start.elapsed())?;
         used.is_gone()?;
     }
     // An importer that does not let go holds up the driver, and is named.
@@ -351,11 +342,7 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     // The driver first: its memory is taken from all who have it.
     let start = Instant::now();
     command("rmmod", &[MODULE])?;
-    in_time!(
-        start.elapsed() < 10 * patiently(BOUND),
-        "rmmod took {:?}",
-        start.elapsed()
-    );
+    ended_within("rmmod", start.elapsed())?;
     ensure!(!loaded());
     used.is_gone()?;
     drop(used);
@@ -431,27 +418,24 @@ fn race(bed: &mut Bed) -> Result<()> {
         Ok(())
     };
     Busy::during(&[&user, &user], |busy| {
-        for round in 0..20 {
+        let mut ways = ["paged", "pageless"].into_iter().cycle();
+        contended(10, || {
             // Two rounds a binding: what has struct pages cannot do without them.
-            let how = ["paged", "pageless"][round / 2 % 2];
-            publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
-            busy.await_served(10)?;
-            if round % 2 == 0 {
-                publisher.withdraw()?;
-                ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
-                continue;
-            }
-            // Unregistered and unbound at once: it ends once.
-            thread::scope(|scope| {
-                let off = scope.spawn(|| publisher.publish("off"));
-                let unbound = bed.unbind("accel0");
-                // The attribute may have gone before.
-                let _ = off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
-                unbound
-            })?;
+            let how = ways.next().context("a way")?;
+            let publish = || -> Result<()> {
+                publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
+                busy.await_served(10)
+            };
+            publish()?;
+            publisher.withdraw()?;
+            ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
+            publish()?;
+            // Unregistered and unbound at once: it ends once. The attribute may have gone before, which is no race.
+            let (off, unbound, met) = at_once(|| publisher.publish("off"), || bed.unbind("accel0"))?;
+            unbound?;
             publisher.bind()?;
-        }
-        Ok(())
+            Ok(met && off.is_ok())
+        })
     })?;
     publisher.end()
 }

@@ -107,7 +107,11 @@ fn spawn(command: &mut Command) -> Result<Child> {
 fn listening(port: u16, server: &mut Child) -> Result<()> {
     let wanted = format!(":{port:04X} ");
     let deadline = Instant::now() + patiently(LIMIT);
-    while server.try_wait()?.is_none() && Instant::now() < deadline {
+    while server.try_wait()?.is_none() {
+        in_time!(
+            Instant::now() < deadline,
+            "nobody listens on port {port} after {LIMIT:?}"
+        );
         let tables = [read("/proc/net/tcp")?, read("/proc/net/tcp6")?].concat();
         let listens = |line: &str| line.split_whitespace().nth(3) == Some("0A") && line.contains(&wanted);
         if tables.lines().any(listens) {
@@ -115,7 +119,7 @@ fn listening(port: u16, server: &mut Child) -> Result<()> {
         }
         thread::sleep(Duration::from_millis(20));
     }
-    bail!("nobody listens on port {port}")
+    bail!("the server ended before it listened on port {port}")
 }
 
 fn read(path: &str) -> Result<String> {

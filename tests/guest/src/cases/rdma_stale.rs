@@ -4,15 +4,14 @@
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use p2pmem::{Access, Error, Mapping, Registration, RemoteMemory};
 
+use super::life::ended_within;
 use super::rdma_user::{MIB, REMOTE_ACCESS, Wire, check, compare, ended, fill, pattern, publish_both, word};
 use super::{Bed, Case, errno};
-use crate::in_time;
-use crate::patience::patiently;
 use crate::sys;
 
 pub(super) const CASES: &[Case] = &[
@@ -34,8 +33,6 @@ pub(super) const CASES: &[Case] = &[
 
 /// Writes tried after an end.
 const ATTEMPTS: u64 = 20;
-/// How long the end of a provider may take.
-const REMOVE: Duration = Duration::from_secs(1);
 
 /// What came of writes after an end.
 #[derive(Debug, serde::Serialize)]
@@ -147,7 +144,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     bed.unbind("accel0")?;
     let took = start.elapsed();
     let revoke_ms = took.as_secs_f64() * 1e3;
-    in_time!(took < patiently(REMOVE), "unbind took {revoke_ms} ms");
+    ended_within("unbind", took)?;
 
     // Nobody's driver has the device now, so the BAR itself can be looked at.
     let bar = bed.device("accel0")?.sysfs().join("resource2");

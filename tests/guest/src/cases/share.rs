@@ -21,6 +21,7 @@ use super::dmabuf::{GOOD, Importer, export, exported_buffer, stats};
 use super::life::{Part, ready, timed_unbind};
 use super::rules::{AdminRule, counted};
 use super::{Bed, Case, NODE, alloc, buffer, errno, expect, explain_last, free, open};
+use crate::in_time;
 use crate::patience::{patiently, rounds};
 use crate::sys::{self, BAD_POINTERS, Mapping};
 
@@ -198,7 +199,8 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         "revoked" => {
             let mut events = device.events();
             ready()?;
-            let event = events.next_within(Some(patiently(Duration::from_secs(10))))?;
+            let event = events.next_within(Some(patiently(Duration::from_secs(60))))?;
+            in_time!(event.is_some(), "no event");
             let kind = event.context("no event")?.kind;
             let expected = EventKind::BufferRevoked {
                 provider: same.provider(),
