@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from runner import ask
+from runner import LATE, ask, late, patiently
 
 BLOCK, SLOTS, ENOUGH = 64 << 10, 128, 32
 UUID = "70327032-6d65-6d00-0000-000000000001"
@@ -32,12 +32,21 @@ def block(number):
 
 def until(what, holds):
     """Waits until something holds, and returns it."""
-    end = time.monotonic() + 60 * int(os.environ.get("P2PMEM_PATIENCE", "1"))
+    end = time.monotonic() + patiently(60)
     while time.monotonic() < end:
         if found := holds():
             return found
         time.sleep(0.02)
-    sys.exit(f"nvmet-unplug: not in time: {what}")
+    late(what)
+
+
+def hear(words, what):
+    """The other side's next line. One that has ended says itself why: nothing else is known to be wrong here."""
+    line = words.readline()
+    if not line:
+        print(f"nvmet-unplug: the other side has ended: {what}", file=sys.stderr)
+        sys.exit(LATE)
+    return line.strip()
 
 
 def direct(path, flags):
@@ -63,10 +72,10 @@ def target(subsystem, port):
     with socket.create_server(("", port)) as listener:
         peer, _ = listener.accept()
     with peer, peer.makefile("rw") as words:
-        if words.readline() != "writing\n":
+        if hear(words, "the host does not write") != "writing":
             sys.exit("nvmet-unplug: the host does not write")
         ask({"op": "device-del", "name": "nvme0"})
-        acknowledged = int(words.readline())
+        acknowledged = int(hear(words, "how many writes were acknowledged"))
         say("enable", "0")
         ask({"op": "device-add", "name": "nvme0"})
         file = until("the drive is back", lambda: direct(drive, os.O_RDONLY))
@@ -125,7 +134,7 @@ def host(subsystem, port, address, peer):
         nvme("disconnect", "-n", subsystem)
     words.write(f"{number}\n")
     words.flush()
-    if words.readline() != "compared\n":
+    if hear(words, "the target did not compare") != "compared":
         sys.exit("nvmet-unplug: the target did not compare")
 
 

@@ -16,10 +16,10 @@ import urllib.request
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from late import LIMIT
+
 FOLDER, PROVIDER = sys.argv[1:]
 SIZE = 3 << 20
-# Seconds that anything may take.
-LIMIT = 60
 
 
 def ctl(*words, code=0):

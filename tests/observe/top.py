@@ -15,9 +15,9 @@ import sys
 import termios
 import time
 
+from late import LIMIT
+
 FOLDER, PROVIDER = sys.argv[1:]
-# Seconds.
-LIMIT = 60
 
 
 def top(*options, until=(), key=b""):
@@ -29,7 +29,8 @@ def top(*options, until=(), key=b""):
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
     screen, pressed, deadline = b"", False, time.monotonic() + LIMIT
     while True:
-        assert time.monotonic() < deadline, f"{options}: {until} did not come: {screen!r}"
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"{options}: {until} did not come: {screen!r}")
         if not select.select([terminal], [], [], 1)[0]:
             continue
         try:
