@@ -122,11 +122,14 @@ test-vm-stock: modules user testbed ## those with the stock kernel alone
 test-vm-debug: modules debug-modules user testbed ## those with the debug kernel alone
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::
 
-# Twenty-five times as many rounds: fifty of what goes through two in a short run.
+# Ten times as many cases of property tests: of those that say how many they try, and of the others, whose number is 256.
+more-cases := P2PMEM_TIMES=10 PROPTEST_CASES=2560
+
+# Twenty-five times as many rounds: fifty of what goes through two in a short run. All tests run, so that the reports are whole.
 test-long: modules debug-modules user testbed ## races and storms with 25 times the rounds on both kernels, property tests from new seeds with 10 times the cases
-	@$(in) env PROPTEST_CASES=2560 cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
-	@$(in) env PROPTEST_CASES=2560 cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
-	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests module::
+	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(in) env $(more-cases) cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
+	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
 
 kunit: debug-modules testbed ## the module's KUnit cases, in a guest with the debug kernel
 	@$(in) tools/kunit

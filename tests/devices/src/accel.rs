@@ -27,7 +27,7 @@ pub use counters::Counters;
 use queue::{Command, Queue};
 
 /// How long a reset waits for the command it ended.
-const RESET_TIMEOUT: Duration = Duration::from_secs(2);
+const RESET_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What an accelerator is made of.
 #[derive(Clone, Copy, Debug)]

@@ -16,6 +16,7 @@ use p2pmem_accel_regs::{
 };
 use p2pmem_devices::accel::{Accel, Settings, Shared};
 use p2pmem_devices::control::{Control, Controlled};
+use p2pmem_proptest::config;
 use p2pmem_vfio_user::client::Client;
 use p2pmem_vfio_user::proto::{CONFIG_REGION, command};
 use p2pmem_vfio_user::{Memory, serve};
@@ -23,7 +24,7 @@ use proptest::prelude::*;
 use rustix::event::{EventfdFlags, eventfd};
 
 const SIZE: u64 = 4 << 20;
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 struct Bench {
     client: Option<Client>,
@@ -530,7 +531,7 @@ fn control_socket_answers_line_by_line() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    #![proptest_config(config(40))]
 
     /// Any values in the command registers lead to a result, and the device answers afterwards.
     #[test]

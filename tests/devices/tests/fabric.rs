@@ -14,7 +14,7 @@ use p2pmem_vfio_user::client::Client;
 use p2pmem_vfio_user::proto::CONFIG_REGION;
 use serde_json::{Value, json};
 
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 /// Where the guests put their BARs.
 const WINDOW: u64 = 0x10_0000_0000;
 

@@ -276,7 +276,7 @@ fn expect(adapter: &Adapter, ids: std::ops::Range<u64>) {
     for expected in ids {
         let completion = adapter
             .completions
-            .recv_timeout(Duration::from_secs(60))
+            .recv_timeout(Duration::from_secs(120))
             .expect("a completion in time");
         let Completion::Send { id, status, .. } = completion else {
             panic!("{completion:?}")

@@ -5,6 +5,7 @@
 
 use crate::path::{Chain, Path, PathClass, PciAddr, Port, PortKind, classify};
 use crate::tree::{Host, New, NodeId, Tree, tree};
+use p2pmem_proptest::config;
 use proptest::prelude::*;
 
 fn classify_in(tree: &Tree, a: NodeId, b: NodeId) -> Path {
@@ -171,7 +172,7 @@ fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
     /// Every number of a path is what a search of the graph finds, for any two functions, bridges included.
     #[test]

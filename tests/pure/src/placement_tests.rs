@@ -10,6 +10,7 @@ use crate::placement::{
 };
 use crate::policy::{Over, Ref, Ruling, Set, Stance};
 use crate::tree::tree;
+use p2pmem_proptest::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -915,7 +916,7 @@ fn turns(request: &Request, providers: &[Provider]) -> Vec<Turn<usize>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 6000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..config(6000) })]
 
     #[test]
     fn decisions_are_right((request, providers) in cases()) {
@@ -1042,7 +1043,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
     /// From the machine to the decision: any endpoints as providers, any as clients.
     #[test]

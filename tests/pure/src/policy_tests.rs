@@ -8,6 +8,7 @@ use crate::policy::{
     Action, Applicable, Attribute, Beneficiary, Device, Flaw, Name, Party, Ref, Rule, Ruling, Set, Stance, Subject,
     Users, kernel_reserve, reserves, shadowed,
 };
+use p2pmem_proptest::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -490,7 +491,7 @@ fn matches(rule: &Rule, user: &User, provider: u8, client: Option<u8>) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
     /// Held against the words of the documentation, pair by pair.
     #[test]

@@ -7,6 +7,7 @@ use crate::policy::{Applicable, Beneficiary, Device, Name, Party, Ref, Rule, Set
 use crate::quota::{
     Account, Broken, Charged, Fund, Levy, Payer, Store, Uncharged, charge, charge_unlimited, uncharge, withheld,
 };
+use p2pmem_proptest::config;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -346,7 +347,7 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(512))]
+    #![proptest_config(config(512))]
 
     #[test]
     fn the_numbers_are_those_of_the_live_buffers(

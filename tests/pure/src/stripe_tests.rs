@@ -7,10 +7,11 @@ use crate::placement::{Candidate, Outcome, Verdict, VerdictCode, decide, decide_
 use crate::placement_tests::cases;
 use crate::policy::Stance;
 use crate::split::Split;
+use p2pmem_proptest::config;
 use proptest::prelude::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+    #![proptest_config(config(2000))]
 
     #[test]
     fn several_are_chosen_one_after_the_other((request, providers) in cases(), wanted in 1usize..6, shun: bool) {

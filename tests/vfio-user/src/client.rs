@@ -16,7 +16,7 @@ use crate::proto::{self, DmaAccess, Header, command, message};
 use crate::stream::{self, Message, ReceiveError};
 
 /// How long a reply may take.
-pub const REPLY_TIMEOUT: Duration = Duration::from_secs(10);
+pub const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]

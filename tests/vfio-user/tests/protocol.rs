@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use p2pmem_proptest::config;
 use p2pmem_vfio_user::client::{Client, ClientError};
 use p2pmem_vfio_user::proto::{self, command};
 use p2pmem_vfio_user::{
@@ -475,9 +476,9 @@ fn dma_by_descriptor_and_unmapping() {
     assert_eq!(bus.dma.read(0, &mut data), Err(DmaError::BusMasterOff));
 }
 
-/// Reads a register until the worker has ended, at most for ten seconds; the client answers DMA messages meanwhile.
+/// Reads a register until the worker has ended, at most for two minutes; the client answers DMA messages meanwhile.
 fn pump_until<T>(client: &mut Client, worker: &JoinHandle<T>) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(120);
     while !worker.is_finished() {
         assert!(Instant::now() < deadline, "the worker does not end");
         client.read32(0, 128).unwrap();
@@ -671,7 +672,7 @@ fn a_message_cut_short_ends_the_connection() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+    #![proptest_config(config(150))]
 
     /// Whatever bytes follow a header that is right in itself, the device is there afterwards.
     #[test]

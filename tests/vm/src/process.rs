@@ -181,7 +181,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let script = argv(&["sh", "-c", "echo out; echo err >&2; exit 3"]);
         let mut process = Process::start("sh", &script, Stdin::default(), &dir.path().join("log"), false).unwrap();
-        assert!(process.wait_until(Instant::now() + Duration::from_secs(10)).unwrap());
+        assert!(process.wait_until(Instant::now() + Duration::from_secs(120)).unwrap());
         assert_eq!(process.ended().unwrap().unwrap().code(), Some(3));
         assert!(process.describe().contains("err"), "{}", process.describe());
     }

@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, eventfd};
 /// Bus address of the memory.
 pub const RAM: u64 = 0x1_0000_0000;
 const RAM_SIZE: u64 = 64 << 20;
-const TIMEOUT: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(120);
 const PAGE: u64 = 4096;
 const QUEUE: u64 = RAM;
 const TOKEN: u8 = 0x5a;

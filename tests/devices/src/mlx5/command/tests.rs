@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use p2pmem_ib::{Fabric, PortConfig, Topology};
+use p2pmem_proptest::config;
 use p2pmem_vfio_user::Bus;
 use proptest::prelude::*;
 
@@ -115,7 +116,7 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(if cfg!(debug_assertions) { 200 } else { 2000 }))]
+    #![proptest_config(config(if cfg!(debug_assertions) { 200 } else { 2000 }))]
 
     /// Whatever comes, everything is answered with as many bytes as were asked for, and a refusal has a status.
     #[test]

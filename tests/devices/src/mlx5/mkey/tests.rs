@@ -5,6 +5,7 @@
 mod hostile;
 mod oracle;
 
+use p2pmem_proptest::config;
 use proptest::prelude::*;
 
 use super::*;

@@ -5,7 +5,7 @@
 use super::*;
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(config(2000))]
 
     /// No command, no work request and no access of any content panics, and the books stay in order.
     #[test]

@@ -125,7 +125,7 @@ fn simple(number: u32) -> impl Strategy<Value = Simple> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(3000))]
+    #![proptest_config(config(3000))]
 
     #[test]
     fn agrees_with_the_definition(
