@@ -5,8 +5,9 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
+use p2pmem_guest::patience::Overrun;
 use p2pmem_guest::wire::Listen;
-use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::vm::{Command, Outcome, Status};
 
 use crate::{LIMIT, Test, both_clean, describe_outcome, failure, served_failure};
@@ -55,6 +56,9 @@ pub const TESTS: &[Test] = &[
 const ECHO: &str = "import socket\n\
     peer = socket.create_server(('', 5201)).accept()[0]\n\
     while data := peer.recv(65536): peer.sendall(data)\n";
+
+/// Serves whoever comes, without an end.
+const FOR_EVER: &str = "import socket\nserver = socket.create_server(('', 5201))\nwhile True: server.accept()\n";
 
 fn shell(script: &str) -> Command {
     Command::new(["sh", "-c", script]).limit(LIMIT)
@@ -113,8 +117,7 @@ fn at_once(cluster: &mut Cluster) -> Result<()> {
 /// A server that goes on after its client is ended, one that does not is not.
 fn servers_end(cluster: &mut Cluster) -> Result<()> {
     let client = python("import socket; socket.create_connection(('10.77.0.2', 5201)).sendall(b'x')");
-    let for_ever = "import socket\nserver = socket.create_server(('', 5201))\nwhile True: server.accept()\n";
-    let served = cluster.serve(("b", &python(for_ever).listen(Listen::Tcp(5201))), ("a", &client))?;
+    let served = cluster.serve(("b", &python(FOR_EVER).listen(Listen::Tcp(5201))), ("a", &client))?;
     if !served.client.as_ref().is_some_and(Outcome::is_clean) || served.server.status != Status::Stopped {
         return Err(served_failure(&served));
     }
@@ -141,6 +144,23 @@ fn server_fails(cluster: &mut Cluster) -> Result<()> {
     let served = cluster.serve(("b", &mute), ("a", &client))?;
     ensure!(served.client.is_none(), "{served:?}");
     ensure!(served.server.status == Status::TimedOut, "{:?}", served.server.status);
+    ensure!(
+        Overrun::is(&served_failure(&served)),
+        "a server that does not listen in time is not late"
+    );
+    // A client that takes too long leaves a server that nobody needs any more, and that is not its fault.
+    let waits = python("import time\ntime.sleep(1000)").limit(Duration::from_secs(2));
+    let serves = python(FOR_EVER).listen(Listen::Tcp(5201));
+    let served = cluster.serve(("b", &serves), ("a", &waits))?;
+    ensure!(served.server.status == Status::Stopped, "{:?}", served.server.status);
+    ensure!(Overrun::is(&served_failure(&served)), "{served:?}");
+    // One that is wrong is wrong, however late the other is.
+    let served = cluster.serve(("b", &mute), ("a", &client))?;
+    let wrong = Served {
+        client: Some(cluster.exec("a", &shell("exit 1"))?),
+        ..served
+    };
+    ensure!(!Overrun::is(&served_failure(&wrong)), "{wrong:?}");
     for (server, client_node) in [("a", "a"), ("a", "c")] {
         ensure!(cluster.serve((server, &dies), (client_node, &client)).is_err());
     }
