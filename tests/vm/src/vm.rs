@@ -148,6 +148,8 @@ pub struct Vm {
     classifier: Classifier,
     next_command: u64,
     end: Option<End>,
+    /// Whether the command that runs is being ended already.
+    ending: bool,
     /// How many lines were on the console when the guest was told to power off.
     powering_off: Option<usize>,
     kernel: Kernel,
@@ -273,6 +275,7 @@ impl Vm {
             classifier,
             next_command: 1,
             end: None,
+            ending: false,
             powering_off: None,
             kernel,
             release: String::new(),
@@ -421,8 +424,8 @@ impl Vm {
                     panic.get_or_insert(line);
                     deadline = deadline.min(Instant::now() + LAST_WORDS);
                 }
-                // One that comes late is of a command that has ended.
-                Event::Stop(id, why) if id + 1 == self.next_command => return Err(End::Stopped(why)),
+                // One that comes late is of a command that has ended, or is being ended.
+                Event::Stop(id, why) if id + 1 == self.next_command && !self.ending => return Err(End::Stopped(why)),
                 Event::Stop(..) => {}
                 Event::PortEnded(why) => return Err(self.died(&why)),
                 Event::ConsoleEnded => {
@@ -524,13 +527,16 @@ impl Vm {
                     _ => (ToGuest::TimedOut { id }, Status::TimedOut),
                 };
                 let _ = wire::write_control(&mut self.port, &kill);
-                match self.follow(
+                self.ending = true;
+                let ended = self.follow(
                     id,
                     Instant::now() + KILL_LIMIT * self.kernel.patience,
                     &mut outcome,
                     live,
                     listening,
-                ) {
+                );
+                self.ending = false;
+                match ended {
                     Err(End::Panicked(line)) => Status::Panicked { line },
                     Ok(_) => status,
                     Err(_) => {
