@@ -278,22 +278,21 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Res
     let mut guests = bed.guests(case.topology, turn)?;
     let vm = guests.cluster.only()?;
     let outcome = run(vm, &case_command(case.name, &module)?)?;
-    let failed = (!outcome.is_clean()).then(|| {
+    let result = if !outcome.is_clean() {
         let text = format!("{}\n{}", case.about, describe(&outcome, vm));
-        failure(&[&outcome], text)
-    });
-    // What a case says for a report stands there, whatever came of it; unless it is run again, and says it again.
-    if !failed.as_ref().is_some_and(Overrun::is) {
-        peer::collect(said, &outcome.stdout)?;
-        hardening::collect(bed.name, case.name, &outcome.stdout)?;
-    }
-    failed.map_or(Ok(()), Err)?;
-    if case.ruins {
+        Err(failure(&[&outcome], text))
+    } else if case.ruins {
         bed.drop_guests(guests)
     } else {
         bed.keep(guests, case.name);
         Ok(())
+    };
+    // What a case says for a report stands there, whatever came of it; unless it is run again, and says it again.
+    if !result.as_ref().is_err_and(Overrun::is) {
+        peer::collect(said, &outcome.stdout)?;
+        hardening::collect(bed.name, case.name, &outcome.stdout)?;
     }
+    result
 }
 
 /// Whether a command ran out of time, or ended with the code that says so.
