@@ -325,8 +325,16 @@ impl Export {
 
     /// Takes an importer into the books.
     fn enter(&self, importer: &Importer<'_>) -> Answer<u64> {
+        // Kept until it was admitted: what is asked about the provider is asked of one that has not left.
+        let state = self.state.lock();
+        let target = state.target.clone().filter(|_| !state.revoked);
+        drop(state);
+        let Some(target) = target else {
+            return Err(self.revoked());
+        };
         let name = importer.name();
         self.admit(importer, &name)?;
+        drop(target);
         let number = NEXT_ID.fetch_add(1, Relaxed);
         let attached = Attached {
             name,

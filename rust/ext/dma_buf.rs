@@ -125,11 +125,16 @@ impl fmt::Display for DeviceName {
 }
 
 /// An importer that wants to attach.
-pub(crate) struct Importer<'a>(&'a bindings::dma_buf_attachment);
+///
+/// # Invariants
+///
+/// The pointer is an attachment that is being made, for `'a`.
+pub(crate) struct Importer<'a>(NonNull<bindings::dma_buf_attachment>, PhantomData<&'a ()>);
 
 impl Importer<'_> {
     fn device(&self) -> *mut bindings::device {
-        self.0.dev
+        // SAFETY: By the type invariant; the device does not change.
+        unsafe { (*self.0.as_ptr()).dev }
     }
 
     pub(crate) fn name(&self) -> DeviceName {
@@ -139,13 +144,14 @@ impl Importer<'_> {
 
     /// Whether its driver can do DMA to memory of other devices, which has no struct pages.
     pub(crate) fn peer_to_peer(&self) -> bool {
-        self.0.peer2peer
+        // SAFETY: By the type invariant; the core has set the field before.
+        unsafe { (*self.0.as_ptr()).peer2peer }
     }
 
     /// Whether it lets go of its mappings when it is told. C: `dma_buf_attach_revocable()`.
     pub(crate) fn revocable(&self) -> bool {
-        // SAFETY: The attachment is valid; the call only reads it.
-        unsafe { bindings::dma_buf_attach_revocable(ptr::from_ref(self.0).cast_mut()) }
+        // SAFETY: By the type invariant the attachment is valid; the call only reads it.
+        unsafe { bindings::dma_buf_attach_revocable(self.0.as_ptr()) }
     }
 
     /// The PCI function that does its DMA, if it is one.
@@ -158,8 +164,8 @@ impl Importer<'_> {
 
     /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
     pub(crate) fn reaches(&self, provider: &Function) -> bool {
-        // SAFETY: The importer's device is valid while it attaches.
-        unsafe { p2pdma::distance_to(provider, self.device()) }.is_some()
+        self.function()
+            .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }
 
@@ -392,7 +398,9 @@ impl<T: Exporter> DmaBuf<T> {
     ) -> ffi::c_int {
         from_result(|| {
             // SAFETY: Both are valid for the call.
-            let (object, importer) = unsafe { (Self::object(dma_buf), Importer(&*attachment)) };
+            let (object, attachment_ptr) = unsafe { (Self::object(dma_buf), NonNull::new_unchecked(attachment)) };
+            // INVARIANT: The attachment is being made by this call.
+            let importer = Importer(attachment_ptr, PhantomData);
             let number = T::attach(object, &importer)?;
             // SAFETY: The field is the exporter's.
             unsafe { (*attachment).priv_ = number as *mut ffi::c_void };

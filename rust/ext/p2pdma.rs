@@ -19,7 +19,7 @@ use kernel::{
     page::PAGE_SIZE,
     pci,
     prelude::*,
-    sync::{Arc, Mutex},
+    sync::{aref::ARef, Arc, Mutex},
 };
 
 /// Gives `size` bytes at `offset` of a BAR struct pages and puts them into the device's pool.
@@ -40,18 +40,11 @@ pub(crate) fn publish(dev: &pci::Device<Bound>, publish: bool) {
 
 /// Hops between a provider and a client, or none where the client cannot reach it. C: `pci_p2pdma_distance_many()`.
 pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
-    // SAFETY: The function is valid.
-    unsafe { distance_to(provider, client.as_raw_device()) }
-}
-
-/// As [`distance`], for a client that need not be a PCI function: what does its DMA is looked for above it.
-///
-/// # Safety
-///
-/// `client` must be a valid device.
-pub(super) unsafe fn distance_to(provider: &Function, client: *mut bindings::device) -> Option<u32> {
-    let mut clients = [client];
-    // SAFETY: Both are valid, and the array has as many elements as the call is told.
+    if !provider.is_placed() || !client.is_placed() {
+        return None;
+    }
+    let mut clients = [client.as_raw_device()];
+    // SAFETY: Both are valid, and so are the bridges above them; the array has as many elements as the call is told.
     let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
     u32::try_from(distance).ok()
 }
@@ -60,18 +53,21 @@ pub(super) unsafe fn distance_to(provider: &Function, client: *mut bindings::dev
 pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     let mut devices = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
     for client in clients {
+        if !client.is_placed() {
+            return Ok(None);
+        }
         devices.push(client.as_raw_device(), GFP_KERNEL)?;
     }
     if devices.is_empty() {
         return Ok(None);
     }
-    // SAFETY: All functions are valid, and the array has as many elements as the call is told.
+    // SAFETY: All functions are valid, and so are the bridges above them; the array has as many elements as the call is told.
     let found = unsafe { bindings::pci_p2pmem_find_many(devices.as_mut_ptr(), i32::try_from(devices.len())?) };
     let Some(found) = NonNull::new(found.cast::<pci::Device>()) else {
         return Ok(None);
     };
     // SAFETY: A device was found, and its reference is ours.
-    let found = unsafe { kernel::sync::aref::ARef::from_raw(found) };
+    let found: ARef<pci::Device> = unsafe { ARef::from_raw(found) };
     Ok(Some(Function::of(&found)))
 }
 

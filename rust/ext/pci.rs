@@ -13,22 +13,50 @@ use core::ptr::{self, NonNull};
 use kernel::{bindings, ffi, pci, sync::aref::ARef};
 
 /// A PCI function, bound to any driver or to none, kept by a reference.
+///
+/// # Invariants
+///
+/// `physical` is the physical function of a virtual one, and none of any other. It is none as well of a virtual function that
+/// was removed before this was made: that one still points to its physical function, which the kernel no longer keeps for
+/// it. So the bus of such a function has no parent that could be looked at.
 #[derive(Clone)]
-pub(crate) struct Function(ARef<pci::Device>);
+pub(crate) struct Function {
+    device: ARef<pci::Device>,
+    physical: Option<ARef<pci::Device>>,
+}
 
 impl Function {
+    fn new(device: ARef<pci::Device>) -> Self {
+        let raw = ptr::from_ref::<pci::Device>(&device).cast_mut().cast();
+        // SAFETY: The function is valid. The call returns null or a reference that is ours.
+        let physical = NonNull::new(unsafe { sys::p2pmem_pci_get_physfn(raw) });
+        // INVARIANT: The call returns the physical function of a virtual one that was not removed.
+        Self {
+            device,
+            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the reference is ours.
+            physical: physical.map(|ptr| unsafe { ARef::from_raw(ptr.cast::<pci::Device>()) }),
+        }
+    }
+
+    /// Whether all that the hierarchy above the function consists of is there: not of a virtual function that was removed
+    /// before this was made.
+    pub(super) fn is_placed(&self) -> bool {
+        // SAFETY: The function is valid; whether it is a virtual one does not change.
+        self.physical.is_some() || !unsafe { sys::p2pmem_pci_is_virtfn(self.as_raw()) }
+    }
+
     /// # Safety
     ///
     /// `ptr` must be null or a valid `struct pci_dev` with a reference that this function takes over.
     unsafe fn from_owned(ptr: *mut bindings::pci_dev) -> Option<Self> {
         let ptr = NonNull::new(ptr.cast::<pci::Device>())?;
         // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the caller hands over a reference.
-        Some(Self(unsafe { ARef::from_raw(ptr) }))
+        Some(Self::new(unsafe { ARef::from_raw(ptr) }))
     }
 
     /// The function behind a device that the kernel crate gave us.
     pub(crate) fn of(dev: &pci::Device) -> Self {
-        Self(dev.into())
+        Self::new(dev.into())
     }
 
     /// The function a `struct device` of the PCI bus is part of.
@@ -51,29 +79,30 @@ impl Function {
         Self::of(unsafe { ptr.cast::<pci::Device>().as_ref() })
     }
 
-    /// The function at `addr`, if there is one.
+    /// The function at `addr`, if there is one that is not being removed.
     pub(crate) fn find(addr: PciAddr) -> Option<Self> {
         let PciAddr { domain, bus, devfn } = addr;
         // SAFETY: A plain look-up; it returns null or a reference that is ours.
-        unsafe {
+        let found = unsafe {
             Self::from_owned(bindings::pci_get_domain_bus_and_slot(
                 domain as i32,
                 u32::from(bus),
                 u32::from(devfn),
             ))
-        }
+        };
+        found.filter(Self::is_placed)
     }
 
     /// The function that follows `after` in the kernel's list of all, or the first.
     pub(crate) fn next(after: Option<Self>) -> Option<Self> {
         const ANY: u32 = !0;
-        let from = after.map_or(ptr::null_mut(), |f| ARef::into_raw(f.0).as_ptr().cast());
+        let from = after.map_or(ptr::null_mut(), |f| ARef::into_raw(f.device).as_ptr().cast());
         // SAFETY: `pci_get_device()` takes over the reference to `from` and returns null or a reference that is ours.
         unsafe { Self::from_owned(bindings::pci_get_device(ANY, ANY, from)) }
     }
 
     pub(crate) fn as_raw(&self) -> *mut bindings::pci_dev {
-        ptr::from_ref::<pci::Device>(&self.0).cast_mut().cast()
+        ptr::from_ref::<pci::Device>(&self.device).cast_mut().cast()
     }
 
     pub(crate) fn as_raw_device(&self) -> *mut bindings::device {
@@ -86,18 +115,18 @@ impl Function {
     }
 
     pub(crate) fn device(&self) -> &pci::Device {
-        &self.0
+        &self.device
     }
 
+    /// Its address. The domain of a virtual function that was removed before this was made is one that no machine has.
     pub(crate) fn address(&self) -> PciAddr {
-        // SAFETY: The function is valid; its bus and address do not change while it exists.
-        let (domain, bus, devfn) = unsafe {
-            (
-                sys::p2pmem_pci_domain(self.as_raw()),
-                sys::p2pmem_pci_bus(self.as_raw()),
-                (*self.as_raw()).devfn,
-            )
+        let domain = match self.is_placed() {
+            // SAFETY: The function is valid, and so is the host bridge above it, which knows the domain.
+            true => unsafe { sys::p2pmem_pci_domain(self.as_raw()) },
+            false => u32::MAX,
         };
+        // SAFETY: The function is valid and keeps its bus; its address does not change while it exists.
+        let (bus, devfn) = unsafe { (sys::p2pmem_pci_bus(self.as_raw()), (*self.as_raw()).devfn) };
         PciAddr {
             domain,
             bus: bus as u8,
@@ -107,11 +136,15 @@ impl Function {
 
     /// The bridge above this function; none above a function of a root bus.
     pub(crate) fn upstream(&self) -> Option<Self> {
-        // SAFETY: The function is valid and keeps the bridges above it.
-        let bridge = unsafe { sys::p2pmem_pci_upstream_bridge(self.as_raw()) };
+        let keeps = self.physical();
+        if !keeps.is_placed() {
+            return None;
+        }
+        // SAFETY: The function is valid, no virtual one, and keeps the bridges above it.
+        let bridge = unsafe { sys::p2pmem_pci_upstream_bridge(keeps.as_raw()) };
         let bridge = NonNull::new(bridge.cast::<pci::Device>())?;
-        // SAFETY: `bridge` is kept by `self` until we have a reference of our own, which `into()` takes.
-        Some(Self(unsafe { bridge.as_ref() }.into()))
+        // SAFETY: `bridge` is kept by `keeps` until we have a reference of our own.
+        Some(Self::of(unsafe { bridge.as_ref() }))
     }
 
     /// Whether ACS on this port sends peer traffic upstream, as `drivers/pci/p2pdma.c` reads it.
@@ -144,20 +177,24 @@ impl Function {
         unsafe { (*self.as_raw()).hdr_type == 1 }
     }
 
-    /// The physical function of a virtual one, else the function itself.
+    /// The physical function of a virtual one, where it is there, else the function itself.
     pub(crate) fn physical(&self) -> Self {
-        // SAFETY: The function is valid, and a virtual function keeps its physical one.
-        let pf = unsafe { sys::p2pmem_pci_physfn(self.as_raw()) };
-        NonNull::new(pf.cast::<pci::Device>()).map_or_else(
-            || self.clone(),
-            // SAFETY: `pf` is kept by `self` until we have a reference of our own.
-            |pf| Self(unsafe { pf.as_ref() }.into()),
-        )
+        match &self.physical {
+            // INVARIANT: It is no virtual function.
+            Some(physical) => Self {
+                device: physical.clone(),
+                physical: None,
+            },
+            None => self.clone(),
+        }
     }
 
     fn config_word(&self, at: i32) -> Option<u16> {
+        if !self.is_placed() {
+            return None;
+        }
         let mut value = 0u16;
-        // SAFETY: The function is valid and `value` outlives the call.
+        // SAFETY: The function and the host bridge above it are valid, and `value` outlives the call.
         let ret = unsafe { bindings::pci_read_config_word(self.as_raw(), at, &mut value) };
         // All ones is what a function reads as that is gone.
         (ret == 0 && value != u16::MAX).then_some(value)
@@ -169,11 +206,15 @@ impl Function {
         u8::try_from(unsafe { sys::p2pmem_pci_pcie_type(self.as_raw()) }).ok()
     }
 
-    /// Domain and root bus of the host bridge above this function.
+    /// Domain and root bus of the host bridge above this function; its own bus where the host bridge is not known.
     pub(crate) fn host_bridge(&self) -> (u32, u8) {
-        // SAFETY: The function is valid and keeps its host bridge.
+        let PciAddr { domain, bus, .. } = self.address();
+        if !self.is_placed() {
+            return (domain, bus);
+        }
+        // SAFETY: The function is valid and keeps its host bridge, by its physical function where it is a virtual one.
         let bus = unsafe { sys::p2pmem_pci_root_bus(self.as_raw()) };
-        (self.address().domain, bus as u8)
+        (domain, bus as u8)
     }
 
     /// NUMA node, or -1.

@@ -73,7 +73,11 @@ pub(crate) trait Client: Sized + 'static {
 }
 
 /// The device that does an adapter's DMA.
-pub(crate) struct Adapter<'a>(Option<&'a bindings::device>);
+///
+/// # Invariants
+///
+/// The pointer, where there is one, is a device that the core keeps for `'a`.
+pub(crate) struct Adapter<'a>(Option<NonNull<bindings::device>>, PhantomData<&'a ()>);
 
 impl Adapter<'_> {
     /// Whether it is one that works with the CPU, on kernel addresses. Such an adapter has no device.
@@ -82,21 +86,20 @@ impl Adapter<'_> {
     }
 
     fn device(&self) -> *mut bindings::device {
-        self.0
-            .map_or(ptr::null_mut(), |device| ptr::from_ref(device).cast_mut())
+        self.0.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
     /// Its device's name; none of a virtual one.
     pub(crate) fn name(&self) -> Option<DeviceName> {
         self.0?;
-        // SAFETY: The core keeps the device during the call.
+        // SAFETY: By the type invariant the device is valid.
         Some(unsafe { DeviceName::of(self.device()) })
     }
 
     /// The PCI function that it is, if it is one.
     pub(crate) fn function(&self) -> Option<Function> {
         self.0?;
-        // SAFETY: The core keeps the device, which keeps those above it, during the call.
+        // SAFETY: By the type invariant the device is valid, and it keeps those above it.
         let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
         // SAFETY: `pdev` is kept by the device until we have a reference of our own.
         Some(unsafe { Function::of_raw(pdev) })
@@ -104,8 +107,8 @@ impl Adapter<'_> {
 
     /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
     pub(crate) fn reaches(&self, provider: &Function) -> bool {
-        // SAFETY: The core keeps the device during the call.
-        self.0.is_some() && unsafe { p2pdma::distance_to(provider, self.device()) }.is_some()
+        self.function()
+            .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }
 
@@ -485,8 +488,8 @@ impl<T: Client> Registration<T> {
     ) -> ffi::c_int {
         from_result(|| {
             let context = Self::context(client_context)?;
-            // SAFETY: The core keeps the device, if there is one, during the call.
-            let adapter = Adapter(unsafe { dma_device.as_ref() });
+            // INVARIANT: The core keeps the device, if there is one, during the call.
+            let adapter = Adapter(NonNull::new(dma_device), PhantomData);
             T::dma_map(&context, &adapter)?;
             // SAFETY: The core's table is valid, and it releases the registration, and with it the slot, last.
             let count = unsafe { T::slot(&context).show(sg_head) }?;
@@ -565,7 +568,7 @@ mod tests {
     const PAGE: u64 = kernel::page::PAGE_SIZE as u64;
     /// The longest entry that whole pages allow.
     const MOST: u64 = (u32::MAX as u64) & !(PAGE - 1);
-    const CPU: Adapter<'static> = Adapter(None);
+    const CPU: Adapter<'static> = Adapter(None, PhantomData);
 
     #[test]
     fn a_piece_is_one_entry_as_long_as_lengths_allow() -> Result {

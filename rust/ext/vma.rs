@@ -101,21 +101,40 @@ impl<T: Mappable> NewArea<'_, T> {
 }
 
 /// A page fault in an area that [`NewArea::attach`] set up.
-pub(crate) struct Fault<'a>(&'a bindings::vm_fault);
+///
+/// # Invariants
+///
+/// The pointer is such a fault, whose area is locked for `'a`. The core may write to its other fields meanwhile.
+pub(crate) struct Fault<'a>(NonNull<bindings::vm_fault>, PhantomData<&'a ()>);
 
 impl Fault<'_> {
+    /// # Safety
+    ///
+    /// `vmf` must be what the core calls the operations of such an area with, for the lifetime of the result.
+    unsafe fn new(vmf: *mut bindings::vm_fault) -> Self {
+        // SAFETY: By the requirement it is not null.
+        // INVARIANT: By the requirement.
+        Self(unsafe { NonNull::new_unchecked(vmf) }, PhantomData)
+    }
+
+    /// What does not change during the fault.
+    fn about(&self) -> bindings::vm_fault__bindgen_ty_1 {
+        // SAFETY: By the type invariant.
+        unsafe { (*self.0.as_ptr()).__bindgen_anon_1 }
+    }
+
     pub(super) fn vma_raw(&self) -> *mut bindings::vm_area_struct {
-        self.0.__bindgen_anon_1.vma
+        self.about().vma
     }
 
     /// The address, rounded down to a page.
     pub(super) fn address(&self) -> usize {
-        self.0.__bindgen_anon_1.address & !(PAGE_SIZE - 1)
+        self.about().address & !(PAGE_SIZE - 1)
     }
 
     /// The page that faulted, counted in the common address space.
     pub(crate) fn page_offset(&self) -> u64 {
-        self.0.__bindgen_anon_1.pgoff as u64
+        self.about().pgoff as u64
     }
 
     /// What one page table maps, bytes: `PMD_SIZE`, of which `rust/sys/helpers.c` asserts that it is this.
@@ -144,10 +163,11 @@ impl Fault<'_> {
         if self.table_offset().is_none() || !unsafe { sys::p2pmem_vma_takes_pfns(self.vma_raw()) } {
             return Err(EAGAIN);
         }
-        let vmf = core::ptr::from_ref(self.0).cast_mut();
+        let vmf = self.0.as_ptr();
         // A write needs a writable entry, even where the area makes new entries read-only: once the soft-dirty bits of a
         // process were cleared, its new entries are, and without the flag the write would fault again, forever.
-        let write = self.0.flags & bindings::fault_flag_FAULT_FLAG_WRITE != 0;
+        // SAFETY: By the type invariant.
+        let write = unsafe { (*vmf).flags } & bindings::fault_flag_FAULT_FLAG_WRITE != 0;
         // SAFETY: The fault is valid, and as was just seen its area has room for the entry and takes page frames. The caller
         // promises that they are its own.
         #[cfg(CONFIG_TRANSPARENT_HUGEPAGE)]
@@ -253,8 +273,8 @@ impl<T: Mappable> Operations<T> {
         if let Some(answer) = unsafe { Self::prepare(vmf) } {
             return answer;
         }
-        // SAFETY: The fault is valid for the duration of the call.
-        let fault = Fault(unsafe { &*vmf });
+        // SAFETY: The core's promise.
+        let fault = unsafe { Fault::new(vmf) };
         // SAFETY: The area is valid for the duration of the call.
         let object = unsafe { Self::object(fault.vma_raw()) };
         Self::reason(T::fault(object, &fault))
@@ -272,8 +292,8 @@ impl<T: Mappable> Operations<T> {
         if let Some(answer) = unsafe { Self::prepare(vmf) } {
             return answer;
         }
-        // SAFETY: The fault is valid for the duration of the call.
-        let fault = Fault(unsafe { &*vmf });
+        // SAFETY: The core's promise.
+        let fault = unsafe { Fault::new(vmf) };
         // SAFETY: The area is valid for the duration of the call.
         let object = unsafe { Self::object(fault.vma_raw()) };
         match T::fault_table(object, &fault) {

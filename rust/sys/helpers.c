@@ -395,9 +395,40 @@ u32 p2pmem_pci_root_bus(struct pci_dev *pdev)
 	return pci_find_host_bridge(pdev->bus)->bus->number;
 }
 
-struct pci_dev *p2pmem_pci_physfn(struct pci_dev *pdev)
+bool p2pmem_pci_is_virtfn(struct pci_dev *pdev)
 {
-	return pci_physfn(pdev);
+	return pci_physfn(pdev) != pdev;
+}
+
+static int is_device(struct device *dev, const void *data)
+{
+	return dev == data;
+}
+
+/*
+ * The physical function of a virtual one, with a reference. NULL where @pdev is no virtual function, or was removed: then
+ * its pointer may be to a device that is freed.
+ */
+struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev)
+{
+	struct pci_dev *physfn = pci_physfn(pdev);
+	struct device *found;
+
+	if (physfn == pdev)
+		return NULL;
+	/* The pointer is compared, and not followed. */
+	found = bus_find_device(&pci_bus_type, NULL, &physfn->dev, is_device);
+	if (!found)
+		return NULL;
+	/*
+	 * pci_iov_remove_virtfn() puts the physical function after the virtual one is out of sysfs. So while the virtual one is
+	 * in it, that reference is there, and what was found is no other device at the same address.
+	 */
+	if (!device_is_registered(&pdev->dev)) {
+		put_device(found);
+		return NULL;
+	}
+	return physfn;
 }
 
 int p2pmem_pci_pcie_type(struct pci_dev *pdev)
