@@ -162,11 +162,11 @@ impl Orchestrator {
             ),
             e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
         })?;
-        p2pdma::publish(device.device(), true);
+        device.offer()?;
         let made = self.make_own(wanted, &function, bar, (size, reserve), publisher);
         if reserve == 0 || made.is_err() {
             // There is nothing to be had for other drivers.
-            p2pdma::publish(device.device(), false);
+            p2pdma::withdraw(device.device());
         }
         made
     }

@@ -85,7 +85,7 @@ impl Orchestrator {
     pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
         let function = driver::with_bound(addr, |device| {
             let function = Function::of(device.device());
-            p2pdma::publish(device.device(), false);
+            p2pdma::withdraw(device.device());
             function
         });
         let function =

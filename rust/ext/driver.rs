@@ -79,7 +79,7 @@ impl<H: Hooks> Driver<H> {
     unsafe fn lose(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
         // SAFETY: By the requirement it is a device, which lives during the call.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        // SAFETY: As above; the call only sets a flag, and does nothing on a device without a pool.
+        // SAFETY: As above; the call only clears a flag, where there is one.
         unsafe { bindings::pci_p2pmem_publish(device, false) };
         H::losing(&function, why, answers);
     }
@@ -219,6 +219,19 @@ impl<'a> Published<'a> {
         }
         p2pdma::add_resource(self.device, bar, size, offset)?;
         *self.range = Some((bar, offset, size));
+        Ok(())
+    }
+
+    /// Offers what of the range with struct pages is left in the kernel's pool to other drivers in the kernel, until
+    /// [`p2pdma::withdraw`].
+    ///
+    /// Errors: `ENODEV` when no range has struct pages.
+    pub(crate) fn offer(&self) -> Result {
+        if self.range.is_none() {
+            return Err(ENODEV);
+        }
+        // SAFETY: The range was added to the device's pool since it was bound, by `add_range`.
+        unsafe { p2pdma::offer(self.device) };
         Ok(())
     }
 

@@ -25,17 +25,46 @@ use kernel::{
 /// Gives `size` bytes at `offset` of a BAR struct pages and puts them into the device's pool.
 ///
 /// They stay until the driver is unbound. C: `pci_p2pdma_add_resource()`.
-pub(crate) fn add_resource(dev: &pci::Device<Bound>, bar: u32, size: u64, offset: u64) -> Result {
+///
+/// Errors: `EINVAL` when the range is not one of whole pages in a memory BAR, and those of the kernel.
+pub(super) fn add_resource(dev: &pci::Device<Bound>, bar: u32, size: u64, offset: u64) -> Result {
     let function = Function::of(dev);
+    within(function.bar(bar), offset, size)?;
     let (bar, size) = (i32::try_from(bar)?, usize::try_from(size)?);
-    // SAFETY: The device is bound to our driver, whose unbinding releases what this call acquires.
+    // SAFETY: The device is bound to a driver, whose unbinding releases what this call acquires; the BAR has the range.
     to_result(unsafe { bindings::pci_p2pdma_add_resource(function.as_raw(), bar, size, offset) })
 }
 
-/// Offers what is left in the device's pool to other drivers in the kernel, or takes the offer back.
-pub(crate) fn publish(dev: &pci::Device<Bound>, publish: bool) {
-    // SAFETY: The device is bound; the call only sets a flag, and does nothing on a device without a pool.
-    unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), publish) };
+/// Where `size` bytes at `offset` of a BAR, given by address and size, lie in physical memory.
+///
+/// Errors: `EINVAL` when there is no such BAR, when it has not all of them, or when they are not whole pages.
+pub(super) fn within(bar: Option<(u64, u64)>, offset: u64, size: u64) -> Result<u64> {
+    let (start, len) = bar.ok_or(EINVAL)?;
+    if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
+        return Err(EINVAL);
+    }
+    let phys = start.checked_add(offset).ok_or(EINVAL)?;
+    // Page frames are mapped whole: one that is not all of the range's would show a neighbour's bytes.
+    if (phys | size) % PAGE_SIZE as u64 != 0 {
+        return Err(EINVAL);
+    }
+    Ok(phys)
+}
+
+/// Offers what is left in the device's pool to other drivers in the kernel.
+///
+/// # Safety
+///
+/// The device must have a pool. The kernel takes memory from what is offered without a look whether there is one.
+pub(super) unsafe fn offer(dev: &pci::Device<Bound>) {
+    // SAFETY: The device is bound and has a pool; the call only sets a flag.
+    unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), true) };
+}
+
+/// Takes back what [`offer`] did.
+pub(crate) fn withdraw(dev: &pci::Device<Bound>) {
+    // SAFETY: The device is bound; the call only clears a flag, where there is one.
+    unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), false) };
 }
 
 /// Hops between a provider and a client, or none where the client cannot reach it. C: `pci_p2pdma_distance_many()`.
@@ -96,7 +125,7 @@ impl Pool {
         if !has_published(function) {
             return Ok(None);
         }
-        // INVARIANT: What is published has a pool.
+        // INVARIANT: What is published has a pool: other drivers publish what they added to theirs, and so does `offer()`.
         Arc::pin_init(
             pin_init!(Self {
                 function: function.clone(),
@@ -350,10 +379,14 @@ impl Target {
 
     /// Whether all of a physical range, of whole pages, is memory that this keeps.
     pub(super) fn covers(&self, phys: u64, size: u64) -> bool {
-        let into = phys.checked_sub(self.backing.phys());
-        let left = into.and_then(|into| self.backing.size().checked_sub(into));
-        size > 0 && (phys | size) % PAGE_SIZE as u64 == 0 && left.is_some_and(|left| size <= left)
+        covers((self.backing.phys(), self.backing.size()), phys, size)
     }
+}
+
+/// Whether memory, given by its first byte and its size, has all of a range of whole pages.
+fn covers((first, has): (u64, u64), phys: u64, size: u64) -> bool {
+    let left = phys.checked_sub(first).and_then(|into| has.checked_sub(into));
+    size > 0 && (phys | size) % PAGE_SIZE as u64 == 0 && left.is_some_and(|left| size <= left)
 }
 
 impl Drop for Slab {
@@ -361,5 +394,81 @@ impl Drop for Slab {
     fn drop(&mut self) {
         // SAFETY: By the type invariant the pages came from one allocation from this device's pool and are ours.
         unsafe { sys::p2pmem_pages_release(self.function.as_raw(), self.kaddr, self.pages) };
+    }
+}
+
+#[kunit_tests(p2pmem_p2pdma)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = PAGE_SIZE as u64;
+
+    #[test]
+    fn a_range_is_whole_pages_of_a_bar() {
+        let (start, len) = (1 << 38, 16 * PAGE);
+        let bar = Some((start, len));
+        for (offset, size) in [(0, PAGE), (0, len), (PAGE, len - PAGE), (len - PAGE, PAGE)] {
+            assert!(within(bar, offset, size).is_ok_and(|phys| phys == start + offset));
+        }
+        for (offset, size) in [
+            (0, 0),
+            (len, 0),
+            (len, PAGE),
+            (0, len + PAGE),
+            (PAGE, len),
+            (1, PAGE),
+            (0, PAGE + 1),
+            (u64::MAX, 1),
+            (u64::MAX - PAGE + 1, PAGE),
+            (PAGE, u64::MAX - PAGE + 1),
+            (u64::MAX - PAGE + 1, 2 * PAGE),
+        ] {
+            assert!(within(bar, offset, size).is_err_and(|e| e == EINVAL));
+        }
+        // A BAR that is not, that begins within a page, and one whose end no address has.
+        assert!(within(None, 0, PAGE).is_err_and(|e| e == EINVAL));
+        assert!(within(Some((start + 1, len)), 0, PAGE).is_err_and(|e| e == EINVAL));
+        assert!(within(Some((u64::MAX - PAGE + 1, len)), PAGE, PAGE).is_err_and(|e| e == EINVAL));
+    }
+
+    #[test]
+    fn a_function_has_six_bars() {
+        // Whatever the guest has: it has at least a host bridge.
+        let mut at = Function::next(None);
+        assert!(at.is_some());
+        while let Some(function) = at {
+            for bar in [6, 7, 12, u32::MAX - 1, u32::MAX] {
+                assert!(function.bar(bar).is_none());
+            }
+            at = Function::next(Some(function));
+        }
+    }
+
+    #[test]
+    fn a_target_covers_its_own_pages_alone() {
+        let (phys, size) = (1 << 38, 4 * PAGE);
+        for (at, len) in [(phys, size), (phys, PAGE), (phys + 3 * PAGE, PAGE), (phys + PAGE, 3 * PAGE)] {
+            assert!(covers((phys, size), at, len));
+        }
+        for (at, len) in [
+            (phys, 0),
+            (phys + size, 0),
+            (phys + size, PAGE),
+            (phys - PAGE, PAGE),
+            (phys - PAGE, 2 * PAGE),
+            (phys, size + PAGE),
+            (phys + PAGE, size),
+            (phys + 1, PAGE),
+            (phys, PAGE - 1),
+            (0, PAGE),
+            (phys, u64::MAX - PAGE + 1),
+            (u64::MAX - PAGE + 1, PAGE),
+            (phys + PAGE, u64::MAX - phys - PAGE + 1),
+        ] {
+            assert!(!covers((phys, size), at, len));
+        }
+        // Memory that ends with the last address there is.
+        let top = u64::MAX - PAGE + 1;
+        assert!(covers((top, PAGE), top, PAGE) && !covers((top, PAGE), top, 2 * PAGE));
     }
 }

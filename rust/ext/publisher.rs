@@ -21,45 +21,72 @@ use core::ptr::{self, NonNull};
 use kernel::{
     bindings,
     device::Bound,
-    ffi, pci,
+    ffi, new_mutex, pci,
     prelude::*,
-    sync::{
-        atomic::{AtomicFlag, Relaxed},
-        Arc,
-    },
+    sync::{Arc, Mutex},
 };
 
 /// A driver that wants to know when its memory was taken back.
 ///
 /// # Invariants
 ///
-/// `revoked`, where there is one, can be called with `context` until its driver has unregistered, which waits for the end of the
-/// provider, and so for `told`.
+/// `revoked`, where there is one, can be called with `context` as long as `told` is false: registering that fails and
+/// unregistering set it before they return.
+#[pin_data]
 pub(crate) struct Publisher {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
     context: *mut ffi::c_void,
     windows: Arc<Windows>,
-    /// Whether it was called.
-    told: AtomicFlag,
+    /// Whether it was called, or is not to be. Locked during the call.
+    #[pin]
+    told: Mutex<bool>,
 }
 
 // SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread.
 unsafe impl Send for Publisher {}
-// SAFETY: As above; it is called once.
+// SAFETY: As above; it is called once, with `told` locked.
 unsafe impl Sync for Publisher {}
 
 impl Publisher {
-    /// Nobody can reach the memory any more: waits until nothing of ours maps it, and tells the driver, the first time. Comes
-    /// before unregistering or unbinding returns.
+    /// # Safety
+    ///
+    /// `revoked`, where there is one, must be callable with `context` until the driver was told once, by [`Self::revoked`], or
+    /// is not to be told any more, by [`Self::disarm`]. One of both has to come before the driver is let go.
+    unsafe fn new(
+        revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
+        context: *mut ffi::c_void,
+        windows: Arc<Windows>,
+    ) -> Result<Arc<Self>> {
+        // INVARIANT: By the requirement.
+        Arc::pin_init(
+            pin_init!(Self {
+                revoked,
+                context,
+                windows,
+                told <- new_mutex!(false),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    /// Nobody can reach the memory any more: waits until nothing of ours maps it, and tells the driver, the first time. When
+    /// this returns the driver was told, whoever did it. Comes before unregistering or unbinding returns.
     pub(crate) fn revoked(&self) {
         self.windows.wait();
-        if self.told.xchg(true, Relaxed) {
+        let mut told = self.told.lock();
+        if core::mem::replace(&mut *told, true) {
             return;
         }
         if let Some(revoked) = self.revoked {
-            // SAFETY: By the type invariant; this is the one call, which the driver has not unregistered before.
+            // SAFETY: By the type invariant, as nobody was told before.
             unsafe { revoked(self.context) };
         }
+    }
+
+    /// The driver is told no more. Waits until nothing of ours maps the memory.
+    fn disarm(&self) {
+        self.windows.wait();
+        *self.told.lock() = true;
     }
 }
 
@@ -68,6 +95,7 @@ struct Registration {
     orchestrator: Arc<Orchestrator>,
     function: Function,
     provider: u32,
+    publisher: Arc<Publisher>,
 }
 
 /// What is known of the struct pages of a bound device, under a lock. The kernel cannot be asked: a device that it knows as
@@ -110,31 +138,30 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     };
     let orchestrator = global::orchestrator()?;
     let windows = Windows::new()?;
-    // INVARIANT: The driver promises that, see the header.
-    let publisher = Publisher {
-        revoked: what.revoked,
-        context: what.context,
-        windows: windows.clone(),
-        told: AtomicFlag::new(false),
-    };
-    let publisher = Arc::new(publisher, GFP_KERNEL)?;
     // What may fail is done first.
     let registration = KBox::<Registration>::new_uninit(GFP_KERNEL)?;
+    // SAFETY: The driver promises that of the callback until it has unregistered, see the header. It is told there at the
+    // latest; where registering fails, it is disarmed below, or nobody else has it.
+    let publisher = unsafe { Publisher::new(what.revoked, what.context, windows.clone()) }?;
     if orchestrator.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
     let mut range = paged_range(&function, |range| *range)?;
     let bound = Published::by_other(device, &mut range, &windows);
-    let made = orchestrator.publish_registered(&wanted, bound, publisher);
-    // It is in the list, so this cannot fail.
-    let _ = paged_range(&function, |known| *known = range);
+    let made = orchestrator.publish_registered(&wanted, bound, publisher.clone());
+    if range.is_some() {
+        // It is in the list, so this cannot fail.
+        let _ = paged_range(&function, |known| *known = range);
+    }
     if made.is_err() {
-        p2pdma::publish(device, false);
+        p2pdma::withdraw(device);
+        publisher.disarm();
     }
     Ok(registration.write(Registration {
         orchestrator: orchestrator.clone(),
         function,
         provider: made?,
+        publisher,
     }))
 }
 
@@ -175,10 +202,12 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
     // SAFETY: The caller promises that the function is bound to his driver until he has unregistered. `pci::Device` is
     // a transparent wrapper of the C structure in every context.
     let device = unsafe { &*registration.function.as_raw().cast::<pci::Device<Bound>>() };
-    p2pdma::publish(device, false);
+    p2pdma::withdraw(device);
     registration
         .orchestrator
         .unregister(&registration.function, registration.provider);
+    // Whatever ended the provider: from here on nothing of ours maps the memory, and the callback has returned.
+    registration.publisher.revoked();
 }
 
 /// # Safety
@@ -188,4 +217,91 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
 unsafe extern "C" fn p2pmem_rust_registration_id(registration: *const sys::p2pmem_registration) -> u32 {
     // SAFETY: The caller's promise.
     unsafe { (*registration.cast::<Registration>()).provider }
+}
+
+#[kunit_tests(p2pmem_publisher)]
+mod tests {
+    use super::*;
+
+    use crate::ext::{completion::Completion, workqueue::OwnQueue};
+    use kernel::sync::atomic::{Atomic, Relaxed};
+
+    /// A driver whose callback takes its time.
+    #[pin_data]
+    struct Told {
+        #[pin]
+        begun: Completion,
+        #[pin]
+        end: Completion,
+        calls: Atomic<u32>,
+        ended: Atomic<u32>,
+    }
+
+    impl Told {
+        fn new() -> Result<Arc<Self>> {
+            Arc::pin_init(
+                pin_init!(Self {
+                    begun <- Completion::new(),
+                    end <- Completion::new(),
+                    calls: Atomic::new(0),
+                    ended: Atomic::new(0),
+                }),
+                GFP_KERNEL,
+            )
+        }
+
+        fn publisher(self: &Arc<Self>) -> Result<Arc<Publisher>> {
+            let context = Arc::as_ptr(self).cast_mut().cast();
+            // SAFETY: The tests keep the context longer than the publisher.
+            unsafe { Publisher::new(Some(revoked), context, Windows::new()?) }
+        }
+    }
+
+    /// # Safety
+    ///
+    /// `context` is a `Told`.
+    unsafe extern "C" fn revoked(context: *mut ffi::c_void) {
+        // SAFETY: By the requirement.
+        let told = unsafe { &*context.cast::<Told>() };
+        told.calls.fetch_add(1, Relaxed);
+        told.begun.complete();
+        told.end.wait(60_000);
+        told.ended.fetch_add(1, Relaxed);
+    }
+
+    #[test]
+    fn who_comes_second_waits_for_the_callback() -> Result {
+        let told = Told::new()?;
+        let publisher = told.publisher()?;
+        let returned = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
+        // Two works of one queue run at once, as neither needs the processor while it waits.
+        let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
+        let first = publisher.clone();
+        queue.try_spawn(move || first.revoked())?;
+        assert!(told.begun.wait(60_000));
+        let (second, done) = (publisher.clone(), returned.clone());
+        queue.try_spawn(move || {
+            second.revoked();
+            done.complete();
+        })?;
+        assert!(!returned.wait(20));
+        told.end.complete();
+        assert!(returned.wait(60_000));
+        assert_eq!(told.ended.load(Relaxed), 1);
+        publisher.revoked();
+        // Waits for both.
+        drop(queue);
+        assert_eq!(told.calls.load(Relaxed), 1);
+        Ok(())
+    }
+
+    #[test]
+    fn a_driver_that_is_let_go_is_not_told() -> Result {
+        let told = Told::new()?;
+        let publisher = told.publisher()?;
+        publisher.disarm();
+        publisher.revoked();
+        assert_eq!(told.calls.load(Relaxed), 0);
+        Ok(())
+    }
 }

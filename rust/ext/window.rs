@@ -5,7 +5,7 @@
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
 
-use super::{pci::Function, uapi, vma::Fault};
+use super::{p2pdma::within, pci::Function, uapi, vma::Fault};
 use crate::sys;
 use core::ptr::NonNull;
 use kernel::{
@@ -79,15 +79,7 @@ impl Window {
         size: u64,
         windows: &Arc<Windows>,
     ) -> Result<Self> {
-        let (start, len) = function.bar(bar).ok_or(EINVAL)?;
-        if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
-            return Err(EINVAL);
-        }
-        let phys = start + offset;
-        // Page frames are mapped whole: one that is not all of the window's would show a neighbour's bytes.
-        if (phys | size) % PAGE_SIZE as u64 != 0 {
-            return Err(EINVAL);
-        }
+        let phys = within(function.bar(bar), offset, size)?;
         // SAFETY: The device is bound, and unbinding its driver releases what this call acquires.
         to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
         // SAFETY: It was initialised just now.
