@@ -57,7 +57,7 @@ pub(crate) struct Lease<'a> {
 pub(crate) trait Exporter: Send + Sync + Sized + 'static {
     /// The operations of all its dma-bufs: a static of the implementor.
     fn operations() -> &'static Operations<Self>;
-    /// The way from the object to its dma-buf.
+    /// The way from the object to its dma-buf. Asked once, for a new dma-buf.
     fn link(&self) -> &Link;
     /// An importer wants to attach. Called without the reservation locked.
     fn attach(this: ArcBorrow<'_, Self>, importer: &Importer<'_>) -> Result<u64>;
@@ -252,7 +252,17 @@ fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
     Ok(())
 }
 
-/// The operations of dma-bufs whose `priv` owns a reference to a `T`, and whose attachments' `priv` is the number that
+/// What `priv` of a dma-buf owns.
+///
+/// # Invariants
+///
+/// `object` keeps what `link` points to.
+struct Owned<T> {
+    object: Arc<T>,
+    link: NonNull<Link>,
+}
+
+/// The operations of dma-bufs whose `priv` owns an [`Owned`] with a `T`, and whose attachments' `priv` is the number that
 /// [`Exporter::attach`] returned. Their address tells such dma-bufs from others.
 ///
 /// # Invariants
@@ -327,33 +337,42 @@ impl<T: Exporter> DmaBuf<T> {
         unsafe { Self::object(self.0.as_ptr()) }
     }
 
-    /// Makes a dma-buf of `size` bytes.
+    /// Makes a dma-buf of `size` bytes. Errors: `EBUSY` when the object's link is that of another one, and those of the kernel.
     pub(crate) fn new(object: Arc<T>, size: u64, module: &'static ThisModule) -> Result<Self> {
         let size = usize::try_from(size)?;
-        let object = Arc::into_raw(object);
+        let link = NonNull::from(object.link());
+        let owned = KBox::into_raw(KBox::new(Owned { object, link }, GFP_KERNEL_ACCOUNT)?);
         let info = bindings::dma_buf_export_info {
             exp_name: c"p2pmem".as_char_ptr(),
             owner: module.as_ptr(),
             ops: Self::table(),
             size,
             flags: bindings::O_RDWR as ffi::c_int,
-            priv_: object.cast_mut().cast(),
+            priv_: owned.cast(),
             ..pin_init::zeroed()
         };
+        // SAFETY: What the box owns keeps the link, and is there until the dma-buf is released.
+        let raw = &unsafe { link.as_ref() }.raw;
         // SAFETY: The information is complete, and what it points to lives as long as the dma-buf.
         let made = unsafe { bindings::dma_buf_export(&info) };
         match from_err_ptr(made).and_then(|made| NonNull::new(made).ok_or(ENOMEM)) {
             Ok(made) => {
-                // SAFETY: The dma-buf owns a reference to the object.
-                let object = unsafe { &*object };
-                // INVARIANT: The dma-buf is not released, as a reference to it is ours.
-                object.link().raw.lock().0 = Some(made);
                 // INVARIANT: Made just now, with these operations.
-                Ok(Self(made, PhantomData))
+                let made = Self(made, PhantomData);
+                let mut linked = raw.lock();
+                if linked.0.is_some() {
+                    // Unlocked first: the release of the new one looks at the link.
+                    drop(linked);
+                    return Err(EBUSY);
+                }
+                // INVARIANT: The dma-buf is not released, as a reference to it is ours.
+                linked.0 = Some(made.0);
+                drop(linked);
+                Ok(made)
             }
             Err(e) => {
-                // SAFETY: There is no dma-buf that would own the reference.
-                drop(unsafe { Arc::from_raw(object) });
+                // SAFETY: There is no dma-buf that would own the box.
+                drop(unsafe { KBox::from_raw(owned) });
                 Err(e)
             }
         }
@@ -374,8 +393,8 @@ impl<T: Exporter> DmaBuf<T> {
     ///
     /// `dma_buf` must be one with these operations that is not released, and the result must not outlive it.
     unsafe fn object<'a>(dma_buf: *mut bindings::dma_buf) -> ArcBorrow<'a, T> {
-        // SAFETY: The dma-buf owns a reference to the object.
-        unsafe { ArcBorrow::from_raw((*dma_buf).priv_.cast::<T>()) }
+        // SAFETY: The dma-buf owns the box, which is not written to.
+        unsafe { (*(*dma_buf).priv_.cast::<Owned<T>>()).object.as_arc_borrow() }
     }
 
     /// The object and the importer of an attachment.
@@ -455,12 +474,29 @@ impl<T: Exporter> DmaBuf<T> {
             T::unmapped(object, importer);
             return EINVAL.to_ptr();
         };
+        let keep = match KBox::new(target, GFP_KERNEL_ACCOUNT) {
+            Ok(keep) => KBox::into_raw(keep),
+            // The target is dropped.
+            Err(e) => {
+                T::unmapped(object, importer);
+                return Error::from(e).to_ptr();
+            }
+        };
         // SAFETY: The attachment is valid and its reservation locked; the target keeps the provider and the memory, which all
-        // pieces are in, as was just seen; the slice has as many pieces as the call is told.
-        let table =
-            unsafe { sys::p2pmem_dma_buf_map(attachment, provider.as_ptr(), pieces.as_ptr().cast(), count, direction) };
-        drop(target);
+        // pieces are in, as was just seen, and the mapping keeps the target; the slice has as many pieces as the call is told.
+        let table = unsafe {
+            sys::p2pmem_dma_buf_map(
+                attachment,
+                provider.as_ptr(),
+                pieces.as_ptr().cast(),
+                count,
+                direction,
+                keep.cast(),
+            )
+        };
         if from_err_ptr(table).is_err() {
+            // SAFETY: It came from a box, and there is no mapping that would have it.
+            drop(unsafe { KBox::from_raw(keep) });
             T::unmapped(object, importer);
         }
         table
@@ -475,7 +511,9 @@ impl<T: Exporter> DmaBuf<T> {
         direction: bindings::dma_data_direction,
     ) {
         // SAFETY: The table is one of `map`'s, of this attachment, and not used any more.
-        unsafe { sys::p2pmem_dma_buf_unmap(attachment, table, direction) };
+        let keep = unsafe { sys::p2pmem_dma_buf_unmap(attachment, table, direction) };
+        // SAFETY: Each table of `map`'s had a box of its own, which is given back with the mapping.
+        drop(unsafe { KBox::from_raw(keep.cast::<Target>()) });
         // SAFETY: It was attached.
         let (object, importer) = unsafe { Self::parts(attachment) };
         T::unmapped(object, importer);
@@ -493,11 +531,17 @@ impl<T: Exporter> DmaBuf<T> {
     ///
     /// Called by the core, once, when the last reference to a dma-buf with these operations is gone.
     unsafe extern "C" fn release(dma_buf: *mut bindings::dma_buf) {
-        // SAFETY: The dma-buf owns a reference to the object, which this takes over.
-        let object = unsafe { Arc::from_raw((*dma_buf).priv_.cast::<T>()) };
-        // Waits for whoever uses it.
-        object.link().raw.lock().0 = None;
-        T::released(object);
+        // SAFETY: The dma-buf owns the box, which this takes over.
+        let owned = unsafe { KBox::from_raw((*dma_buf).priv_.cast::<Owned<T>>()) };
+        // SAFETY: By the type invariant the object keeps it.
+        let mut linked = unsafe { owned.link.as_ref() }.raw.lock();
+        // It is that of another dma-buf where this one was refused for it.
+        if linked.0.is_some_and(|linked| ptr::eq(linked.as_ptr(), dma_buf)) {
+            // The lock waited for whoever uses it.
+            linked.0 = None;
+        }
+        drop(linked);
+        T::released(KBox::into_inner(owned).object);
     }
 }
 

@@ -17,10 +17,11 @@ MODULE_IMPORT_NS("DMA_BUF");
 /*
  * A mapping: the table that the importer gets, made of one table of the kernel's for each piece. The kernel could map
  * all pieces in one go, but behind an IOMMU it links every piece to the first bytes of the I/O address range, so that
- * only a single one comes out right (7.2).
+ * only a single one comes out right (7.2). @keep is the caller's: it keeps the memory as long as it is mapped.
  */
 struct p2pmem_sgt {
 	struct sg_table sgt;
+	void *keep;
 	unsigned int nents;
 	unsigned int count;
 	struct sg_table *parts[];
@@ -40,9 +41,13 @@ static void free_parts(struct dma_buf_attachment *attach, struct p2pmem_sgt *map
 	}
 }
 
-/* Maps pieces of a provider's memory for an importer. The reservation is locked. Returns an error pointer or the table. */
+/*
+ * Maps pieces of a provider's memory for an importer. The reservation is locked. Returns an error pointer, or the table, which
+ * has @keep until it is unmapped.
+ */
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
-				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir)
+				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
+				    void *keep)
 {
 	struct scatterlist *from, *to;
 	struct p2pmem_sgt *map;
@@ -77,6 +82,7 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 	}
 	/* There are no pages behind the entries, which is what importers are told by this. */
 	map->sgt.orig_nents = 0;
+	map->keep = keep;
 	return &map->sgt;
 
 undo:
@@ -85,15 +91,17 @@ undo:
 	return ERR_PTR(ret);
 }
 
-/* Ends a mapping. The reservation is locked. */
-void p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir)
+/* Ends a mapping. The reservation is locked. Returns what the mapping had to keep the memory, which is the caller's again. */
+void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir)
 {
 	struct p2pmem_sgt *map = container_of(sgt, struct p2pmem_sgt, sgt);
+	void *keep = map->keep;
 
 	free_parts(attach, map, dir);
 	map->sgt.orig_nents = map->nents;
 	sg_free_table(&map->sgt);
 	kfree(map);
+	return keep;
 }
 
 /* Name and driver of a device, as the log has them. */

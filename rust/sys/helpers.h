@@ -81,8 +81,9 @@ u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm);
 bool p2pmem_is_killed(void);
 
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
-				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir);
-void p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
+				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
+				    void *keep);
+void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
 void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);
 struct pci_dev *p2pmem_dev_pci(struct device *dev);
 

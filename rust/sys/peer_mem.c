@@ -119,7 +119,8 @@ static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider
 
 	/* Without a context it cannot fail. */
 	dma_resv_lock(&map->resv, NULL);
-	mapped = p2pmem_dma_buf_map(&map->attach, provider, pieces, count, DMA_BIDIRECTIONAL);
+	/* Who has the mapping keeps the memory. */
+	mapped = p2pmem_dma_buf_map(&map->attach, provider, pieces, count, DMA_BIDIRECTIONAL, NULL);
 	dma_resv_unlock(&map->resv);
 	if (IS_ERR(mapped))
 		return PTR_ERR(mapped);
