@@ -12,7 +12,7 @@ use crate::{
     buffer::Buffer,
     ext::{
         global,
-        peer_mem::{self, Adapter, Asked, CoreContext, Form, ModuleRef, Slot},
+        peer_mem::{self, Adapter, Asked, Form, ModuleRef, Slot},
         uapi::consts,
         vma::AddressSpace,
     },
@@ -230,43 +230,41 @@ impl Client {
         peers.out_of_order.fetch_add(u64::from(note.out_of_order), Relaxed);
     }
 
-    /// None where the memory is not ours, or the module is being unloaded.
-    fn enter(orchestrator: &Orchestrator, asked: Asked) -> Result<Option<usize>> {
+    /// False where the memory is not ours, or the module is being unloaded.
+    fn enter(orchestrator: &Orchestrator, id: u64, asked: Asked) -> Result<bool> {
         let Some(found) = look_up(orchestrator.space(), asked) else {
-            return Ok(None);
+            return Ok(false);
         };
         // While a program has a registration the module is not unloaded, whatever else the program has closed.
         let Some(module) = ModuleRef::get() else {
-            return Ok(None);
+            return Ok(false);
         };
-        let registration = Registration::new(asked, found, module)?;
-        let id = registration.id();
+        let registration = Registration::new(id, asked, found, module)?;
         let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT)?;
-        let number = usize::try_from(id)?;
         orchestrator.peers().all.lock().insert(node);
         Self::count(&registration, Call::Acquire);
-        Ok(Some(number))
+        Ok(true)
     }
 }
 
 impl peer_mem::Client for Client {
     type Context = Registration;
 
-    fn acquire(asked: Asked) -> Result<Option<usize>> {
+    fn acquire(number: u64, asked: Asked) -> Result<bool> {
         match global::orchestrator() {
-            Ok(orchestrator) => Self::enter(&orchestrator, asked),
-            Err(_) => Ok(None),
+            Ok(orchestrator) => Self::enter(&orchestrator, number, asked),
+            Err(_) => Ok(false),
         }
     }
 
-    fn find(number: usize) -> Option<Arc<Registration>> {
-        global::orchestrator().ok()?.peers().find(number as u64)
+    fn find(number: u64) -> Option<Arc<Registration>> {
+        global::orchestrator().ok()?.peers().find(number)
     }
 
-    fn get_pages(context: &Arc<Registration>, write: bool, core: CoreContext) -> Result {
+    fn get_pages(context: &Arc<Registration>, write: bool) -> Result {
         Self::count(context, Call::GetPages);
         context
-            .hold(write, core)
+            .hold(write)
             .map_err(|refusal| Self::refused(context, refusal))
     }
 
@@ -281,7 +279,7 @@ impl peer_mem::Client for Client {
 
     fn dma_unmap(context: &Registration) {
         Self::count(context, Call::DmaUnmap);
-        context.unmap();
+        context.unmapped();
     }
 
     fn put_pages(context: &Registration) {
@@ -289,11 +287,11 @@ impl peer_mem::Client for Client {
         context.let_go();
     }
 
-    fn release(number: usize) {
+    fn release(number: u64) {
         let Ok(orchestrator) = global::orchestrator() else {
             return;
         };
-        let removed = orchestrator.peers().all.lock().remove(&(number as u64));
+        let removed = orchestrator.peers().all.lock().remove(&number);
         // Outside the lock: what was not ended ends now.
         if let Some(registration) = removed {
             Self::count(&registration, Call::Release);

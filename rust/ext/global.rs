@@ -78,6 +78,12 @@ pub(super) fn forget_paged(device: *mut bindings::pci_dev) {
     drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
 }
 
+#[cfg(p2pmem_peer)]
+kernel::sync::global_lock! {
+    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
+    pub(super) unsafe(uninit) static PEER_CLIENT: Mutex<Option<Arc<super::peer_mem::Gate>>> = None;
+}
+
 /// Whether the locks of this file are initialised.
 static INITIALISED: AtomicFlag = AtomicFlag::new(false);
 
@@ -94,6 +100,8 @@ pub(crate) fn init() {
         BOUND.init();
         PAGED.init();
         QUEUE.init();
+        #[cfg(p2pmem_peer)]
+        PEER_CLIENT.init();
     }
     INITIALISED.store(true, Release);
 }

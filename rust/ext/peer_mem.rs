@@ -8,10 +8,13 @@
 //! release. Between the two the client may *invalidate*: the core then makes the adapter forget the registration before
 //! that call returns, and the second half may come at any time, from another thread, in part, or twice.
 //!
-//! A registration is known to the core by a number, not by a pointer: a call that comes too late finds nothing.
+//! A registration is known to the core by a number, not by a pointer: a call that comes too late finds nothing. Numbers are
+//! given out here and never used twice, and a slot belongs to the one number that it is first used for: so a mapping ends by
+//! what the core says of its own registration, and by nothing else, as long as an adapter may use it.
 
 use super::{
     dma_buf::{DeviceName, Piece},
+    global::{initialised, PEER_CLIENT},
     p2pdma::{self, Target},
     pci::Function,
 };
@@ -24,11 +27,14 @@ use core::{
 use kernel::{
     bindings,
     error::{from_err_ptr, from_result},
-    ffi, new_mutex,
+    ffi, new_condvar, new_mutex,
     page::PAGE_SIZE,
     prelude::*,
     str::CStrExt,
-    sync::{Arc, Mutex, SetOnce},
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, CondVar, Mutex,
+    },
 };
 
 /// Memory that a program wants to register, as it named it: not in whole pages.
@@ -42,34 +48,37 @@ pub(crate) struct Asked {
 /// The number of registrations that there is no memory for: it finds nothing, and the core releases it as any other.
 const NO_MEMORY: usize = usize::MAX;
 
-/// What the core knows a registration by.
+/// The next number.
+static NEXT: Atomic<u64> = Atomic::<u64>::new(1);
+
+/// What the core knows a registration by, when it is told of it.
 #[derive(Clone, Copy)]
-pub(crate) struct CoreContext(u64);
+struct CoreContext(u64);
 
 /// A client of the interface.
 pub(crate) trait Client: Sized + 'static {
     /// A registration.
-    type Context: Send + Sync;
+    type Context: Send + Sync + 'static;
 
-    /// A number, neither 0 nor the last one, for the registration of memory that is the client's; none where it is not. The core
-    /// asks in the process that registers, one at a time, holding a lock that others need for asking too.
+    /// Makes a registration of that number for memory that is the client's; false where it is not. The core asks in the process
+    /// that registers, one at a time, holding a lock that others need for asking too.
     ///
     /// Errors: the memory is the client's, and there is none for its registration, which fails with `ENOMEM`.
-    fn acquire(asked: Asked) -> Result<Option<usize>>;
+    fn acquire(number: u64, asked: Asked) -> Result<bool>;
     /// The registration of a number. None where it was released.
-    fn find(number: usize) -> Option<Arc<Self::Context>>;
-    /// The memory is to stay. `write`: the adapter will write to it. `core` is for [`invalidate`].
-    fn get_pages(context: &Arc<Self::Context>, write: bool, core: CoreContext) -> Result;
+    fn find(number: u64) -> Option<Arc<Self::Context>>;
+    /// The memory is to stay. `write`: the adapter will write to it. From here on [`Slot::invalidate`] can be called.
+    fn get_pages(context: &Arc<Self::Context>, write: bool) -> Result;
     /// Maps the memory in the context's slot.
     fn dma_map(context: &Self::Context, adapter: &Adapter<'_>) -> Result;
     /// Where the context has its mapping.
     fn slot(context: &Self::Context) -> &Slot;
-    /// The adapter has no use for the mapping any more. Comes any number of times.
+    /// The adapter has no use for the mapping any more, which has ended. Comes any number of times.
     fn dma_unmap(context: &Self::Context);
-    /// The memory need not stay. Comes any number of times.
+    /// The memory need not stay; the mapping has ended. Comes any number of times.
     fn put_pages(context: &Self::Context);
-    /// The core forgets the number. Comes any number of times.
-    fn release(number: usize);
+    /// The core forgets the number; the mapping has ended. Comes any number of times.
+    fn release(number: u64);
 }
 
 /// The device that does an adapter's DMA.
@@ -134,9 +143,18 @@ impl Drop for Mapped {
     }
 }
 
+/// What a slot has to keep what it is part of.
+trait Keep: Send + Sync {}
+
+impl<C: Send + Sync> Keep for C {}
+
 struct Room {
     mapped: Option<Mapped>,
     closed: bool,
+    /// The registration's number, and what the core knows it by.
+    owner: Option<(u64, CoreContext)>,
+    /// What the slot is part of, from when the core was given a list of addresses until it releases the registration.
+    keep: Option<Arc<dyn Keep>>,
 }
 
 /// Where a registration has its one mapping. The list of addresses that the core was given stays until this is dropped;
@@ -154,6 +172,8 @@ impl Slot {
             room <- new_mutex!(Room {
                 mapped: None,
                 closed: false,
+                owner: None,
+                keep: None,
             }),
         })
     }
@@ -209,8 +229,68 @@ impl Slot {
         Ok(unsafe { sys::p2pmem_peer_nents(mapped.raw.as_ptr()) })
     }
 
-    /// Ends the mapping. Whether there was one.
-    pub(crate) fn unmap(&self) -> bool {
+    /// Makes it the slot of a registration. Errors: `EBUSY` when it is another one's.
+    fn give_to(&self, number: u64, core: CoreContext) -> Result {
+        let mut room = self.room.lock();
+        if room.owner.is_some_and(|(owner, _)| owner != number) {
+            return Err(EBUSY);
+        }
+        room.owner = Some((number, core));
+        Ok(())
+    }
+
+    fn is_of(&self, number: u64) -> bool {
+        self.room.lock().owner.is_some_and(|(owner, _)| owner == number)
+    }
+
+    /// Keeps what the slot is part of until [`Self::release`]. Errors: `EINVAL` when it is not that registration's.
+    fn keep(&self, number: u64, whole: Arc<dyn Keep>) -> Result {
+        if !self.is_of(number) {
+            return Err(EINVAL);
+        }
+        let old = self.room.lock().keep.replace(whole);
+        drop(old);
+        Ok(())
+    }
+
+    /// The core does not look at the list of addresses any more.
+    fn release(&self) {
+        let keep = self.room.lock().keep.take();
+        drop(keep);
+    }
+
+    /// Ends the mapping of a registration that no adapter uses any more.
+    fn unmap_for(&self, number: u64) {
+        if self.is_of(number) {
+            self.unmap();
+        }
+    }
+
+    /// Closes the slot, and has the core make the adapter forget what is mapped. When this returns true, the adapter uses the
+    /// memory no more, and the mapping has ended; in the form [`Form::Legacy`] the core has called for that. None of the
+    /// caller's locks may be one that get_pages, dma_map, dma_unmap or put_pages take. False where nothing is mapped, or the
+    /// client cannot do this.
+    pub(crate) fn invalidate(&self) -> bool {
+        let mut room = self.room.lock();
+        room.closed = true;
+        let owner = room.owner.filter(|_| room.mapped.as_ref().is_some_and(|mapped| mapped.live));
+        drop(room);
+        let Some((_, core)) = owner else {
+            return false;
+        };
+        initialised();
+        let gate = PEER_CLIENT.lock().clone();
+        let Some(gate) = gate.filter(|gate| gate.invalidate(core)) else {
+            return false;
+        };
+        if gate.form == Form::Ex {
+            self.unmap();
+        }
+        true
+    }
+
+    /// Ends the mapping, which no adapter may use any more. Whether there was one.
+    fn unmap(&self) -> bool {
         let mut room = self.room.lock();
         let Some(mapped) = room.mapped.as_mut().filter(|mapped| mapped.live) else {
             return false;
@@ -316,37 +396,114 @@ pub(crate) fn symvers() -> &'static CStr {
 ///
 /// # Invariants
 ///
-/// `handle` and `call` are what the core returned for a client that is registered, or was when all its registrations
-/// had been released.
+/// `handle` and `call` are what the core returned for a client that is registered.
+#[derive(Clone, Copy)]
 struct Invalidator {
-    form: Form,
     handle: NonNull<ffi::c_void>,
     call: sys::invalidate_peer_memory,
 }
 
 // SAFETY: The handle is not bound to a thread.
 unsafe impl Send for Invalidator {}
-// SAFETY: It is only read.
-unsafe impl Sync for Invalidator {}
 
-/// There once the client is registered, which a module does once.
-static INVALIDATOR: SetOnce<Invalidator> = SetOnce::new();
+struct Passage {
+    /// There while the client is registered.
+    by: Option<Invalidator>,
+    /// Calls of the core that are under way.
+    inside: usize,
+}
+
+/// The way from a client to the core: closed before the client is unregistered.
+#[pin_data]
+pub(super) struct Gate {
+    form: Form,
+    #[pin]
+    passage: Mutex<Passage>,
+    #[pin]
+    empty: CondVar,
+}
+
+impl Gate {
+    fn new(form: Form) -> Result<Arc<Self>> {
+        Arc::pin_init(
+            pin_init!(Self {
+                form,
+                passage <- new_mutex!(Passage { by: None, inside: 0 }),
+                empty <- new_condvar!(),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    fn open(&self, by: Invalidator) {
+        self.passage.lock().by = Some(by);
+    }
+
+    fn is_open(&self) -> bool {
+        self.passage.lock().by.is_some()
+    }
+
+    /// The core is called no more. Waits for the calls that are under way.
+    fn close(&self) {
+        let mut passage = self.passage.lock();
+        passage.by = None;
+        while passage.inside > 0 {
+            self.empty.wait(&mut passage);
+        }
+    }
+
+    /// Calls `call` with what is there while the gate is open, which is closed no sooner than that has returned.
+    fn pass<R>(&self, call: impl FnOnce(Invalidator) -> R) -> Option<R> {
+        let mut passage = self.passage.lock();
+        let by = passage.by?;
+        passage.inside += 1;
+        drop(passage);
+        let answer = call(by);
+        self.passage.lock().inside -= 1;
+        self.empty.notify_all();
+        Some(answer)
+    }
+
+    /// Has the core make the adapter forget a registration. False where the client cannot do this.
+    fn invalidate(&self, core: CoreContext) -> bool {
+        let told = self.pass(|by| {
+            // SAFETY: By the type invariant both are the core's, and the client is registered until this has returned. A number
+            // that the core does not know (any more) is not an error.
+            by.call.map(|call| unsafe { call(by.handle.as_ptr(), core.0) })
+        });
+        told.flatten().is_some()
+    }
+}
 
 /// How the client is registered; none while it is not.
 pub(crate) fn registered() -> Option<Form> {
-    INVALIDATOR.as_ref().map(|invalidator| invalidator.form)
+    initialised();
+    let gate = PEER_CLIENT.lock().clone();
+    gate.filter(|gate| gate.is_open()).map(|gate| gate.form)
 }
 
-/// Has the core make the adapter forget a registration. When this returns, it uses the memory no more; in the form
-/// [`Form::Legacy`] it has been unmapped as well. None of the caller's locks may be one that get_pages, dma_map,
-/// dma_unmap or put_pages take. False where the client cannot do this.
-pub(crate) fn invalidate(core: CoreContext) -> bool {
-    let Some((handle, Some(call))) = INVALIDATOR.as_ref().map(|i| (i.handle, i.call)) else {
-        return false;
-    };
-    // SAFETY: By the type invariant both are the core's. A number that it does not know (any more) is not an error.
-    unsafe { call(handle.as_ptr(), core.0) };
-    true
+/// The client's place, of which there is one: taken before the core knows the client, and free again after it has forgotten it.
+struct Place(Arc<Gate>);
+
+impl Place {
+    /// Errors: `EBUSY` while there is another client.
+    fn take(form: Form) -> Result<Self> {
+        initialised();
+        let gate = Gate::new(form)?;
+        let mut place = PEER_CLIENT.lock();
+        if place.is_some() {
+            return Err(EBUSY);
+        }
+        *place = Some(gate.clone());
+        Ok(Self(gate))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let gate = PEER_CLIENT.lock().take();
+        drop(gate);
+    }
 }
 
 /// A client that the core knows. Dropping it waits until all its registrations have been released.
@@ -355,6 +512,7 @@ pub(crate) fn invalidate(core: CoreContext) -> bool {
 ///
 /// `handle` is what the core returned for `client`, which stays where it is.
 pub(crate) struct Registration<T: Client> {
+    place: Place,
     handle: NonNull<ffi::c_void>,
     #[allow(dead_code, reason = "the core has a pointer to it")]
     client: KBox<sys::peer_memory_client_ex>,
@@ -367,8 +525,9 @@ unsafe impl<T: Client> Send for Registration<T> {}
 unsafe impl<T: Client> Sync for Registration<T> {}
 
 impl<T: Client> Registration<T> {
-    /// Registers the client. Errors: `EINVAL` when the core does not take it.
+    /// Registers the client. Errors: `EINVAL` when the core does not take it, `EBUSY` while there is another one.
     pub(crate) fn new(name: &CStr, form: Form) -> Result<Self> {
+        let place = Place::take(form)?;
         let mut client = sys::peer_memory_client {
             acquire: Some(Self::acquire),
             get_pages: Some(Self::get_pages),
@@ -403,26 +562,25 @@ impl<T: Client> Registration<T> {
             Form::Ex | Form::Legacy => &raw mut call,
             Form::Persistent => ptr::null_mut(),
         };
-        // SAFETY: The client is complete, and in a box that goes after it was unregistered. Until the handle is known
-        // below, nothing is acquired.
+        // SAFETY: The client is complete, and in a box that goes after it was unregistered. Until the gate is open nothing is
+        // acquired.
         let handle = unsafe { sys::ib_register_peer_memory_client(&client.client, slot) };
         let handle = NonNull::new(handle).ok_or(EINVAL)?;
+        // INVARIANT: As the core returned them; the gate is closed before the client is unregistered.
+        place.0.open(Invalidator { handle, call });
         // INVARIANT: See above.
-        let registration = Self {
+        Ok(Self {
+            place,
             handle,
             client,
             _client: PhantomData,
-        };
-        // INVARIANT: As the core returned them.
-        if !INVALIDATOR.populate(Invalidator { form, handle, call }) {
-            return Err(EBUSY);
-        }
-        Ok(registration)
+        })
     }
 
-    /// The number that a pointer of the core's is.
-    fn context(pointer: *mut ffi::c_void) -> Result<Arc<T::Context>> {
-        T::find(pointer.addr()).ok_or(EINVAL)
+    /// The number that a pointer of the core's is, and its registration.
+    fn context(pointer: *mut ffi::c_void) -> Result<(u64, Arc<T::Context>)> {
+        let number = pointer.addr() as u64;
+        Ok((number, T::find(number).ok_or(EINVAL)?))
     }
 
     /// # Safety
@@ -435,16 +593,18 @@ impl<T: Client> Registration<T> {
         _client_name: *mut ffi::c_char,
         client_context: *mut *mut ffi::c_void,
     ) -> ffi::c_int {
-        if INVALIDATOR.as_ref().is_none() {
+        if registered().is_none() {
             return 0;
         }
         let asked = Asked {
             address: addr as u64,
             size: size as u64,
         };
-        let number = match T::acquire(asked) {
-            Ok(Some(number)) => number,
-            Ok(None) => return 0,
+        let number = NEXT.fetch_add(1, Relaxed);
+        let number = match T::acquire(number, asked) {
+            // No machine counts as far as the last one.
+            Ok(true) => number as usize,
+            Ok(false) => return 0,
             // Cores take an error for "not mine", and would go on to ask others for memory that is.
             Err(_) => NO_MEMORY,
         };
@@ -469,8 +629,9 @@ impl<T: Client> Registration<T> {
             if client_context.addr() == NO_MEMORY {
                 return Err(ENOMEM);
             }
-            let context = Self::context(client_context)?;
-            T::get_pages(&context, write != 0, CoreContext(core_context))?;
+            let (number, context) = Self::context(client_context)?;
+            T::slot(&context).give_to(number, CoreContext(core_context))?;
+            T::get_pages(&context, write != 0)?;
             Ok(0)
         })
     }
@@ -487,12 +648,14 @@ impl<T: Client> Registration<T> {
         nmap: *mut ffi::c_int,
     ) -> ffi::c_int {
         from_result(|| {
-            let context = Self::context(client_context)?;
+            let (number, context) = Self::context(client_context)?;
             // INVARIANT: The core keeps the device, if there is one, during the call.
             let adapter = Adapter(NonNull::new(dma_device), PhantomData);
             T::dma_map(&context, &adapter)?;
-            // SAFETY: The core's table is valid, and it releases the registration, and with it the slot, last.
-            let count = unsafe { T::slot(&context).show(sg_head) }?;
+            let slot = T::slot(&context);
+            slot.keep(number, context.clone())?;
+            // SAFETY: The core's table is valid. The slot is kept until the core releases the registration, which it does last.
+            let count = unsafe { slot.show(sg_head) }?;
             // SAFETY: The core has a place for it.
             unsafe { *nmap = count as ffi::c_int };
             Ok(0)
@@ -507,7 +670,8 @@ impl<T: Client> Registration<T> {
         client_context: *mut ffi::c_void,
         _dma_device: *mut bindings::device,
     ) -> ffi::c_int {
-        if let Ok(context) = Self::context(client_context) {
+        if let Ok((number, context)) = Self::context(client_context) {
+            T::slot(&context).unmap_for(number);
             T::dma_unmap(&context);
         }
         0
@@ -517,7 +681,8 @@ impl<T: Client> Registration<T> {
     ///
     /// Called by the core, with what `get_pages` was called with.
     unsafe extern "C" fn put_pages(_sg_head: *mut bindings::sg_table, client_context: *mut ffi::c_void) {
-        if let Ok(context) = Self::context(client_context) {
+        if let Ok((number, context)) = Self::context(client_context) {
+            T::slot(&context).unmap_for(number);
             T::put_pages(&context);
         }
     }
@@ -534,13 +699,25 @@ impl<T: Client> Registration<T> {
     ///
     /// Called by the core for what was acquired.
     unsafe extern "C" fn release(client_context: *mut ffi::c_void) {
-        T::release(client_context.addr());
+        let number = client_context.addr() as u64;
+        let context = T::find(number);
+        if let Some(context) = &context {
+            T::slot(context).unmap_for(number);
+        }
+        T::release(number);
+        if let Some(slot) = context.as_ref().map(|context| T::slot(context)) {
+            if slot.is_of(number) {
+                slot.release();
+            }
+        }
     }
 }
 
 impl<T: Client> Drop for Registration<T> {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the handle is the core's, of a client that is registered.
+        self.place.0.close();
+        // SAFETY: By the type invariant the handle is the core's, of a client that is registered, and nobody calls it with it any
+        // more.
         unsafe { sys::ib_unregister_peer_memory_client(self.handle.as_ptr()) };
     }
 }
@@ -564,6 +741,8 @@ layout!(peer_memory_client_ex: 152 { client @ 0, ex_size @ 136, flags @ 144 });
 #[kunit_tests(p2pmem_peer_mem)]
 mod tests {
     use super::*;
+
+    use crate::ext::{completion::Completion, workqueue::OwnQueue};
 
     const PAGE: u64 = kernel::page::PAGE_SIZE as u64;
     /// The longest entry that whole pages allow.
@@ -637,6 +816,64 @@ mod tests {
         assert!(slot.unmap() && !slot.close());
         assert!(untouched(&slot, &piece).is_err_and(|e| e == ENODEV));
         assert_eq!(entries(&slot)?.len(), 1);
+        Ok(())
+    }
+
+    #[test]
+    fn a_slot_is_of_one_registration() -> Result {
+        let slot = Arc::pin_init(Slot::new(), GFP_KERNEL)?;
+        let whole = Arc::new((), GFP_KERNEL)?;
+        // Nobody's yet, and then that of the first one who comes, however often it comes.
+        assert!(slot.keep(1, whole.clone()).is_err_and(|e| e == EINVAL));
+        slot.give_to(1, CoreContext(11))?;
+        slot.give_to(1, CoreContext(12))?;
+        assert!(slot.give_to(2, CoreContext(21)).is_err_and(|e| e == EBUSY));
+        assert_eq!(untouched(&slot, &[Piece::new(1 << 38, PAGE)?])?, 1);
+        assert!(slot.keep(2, whole.clone()).is_err_and(|e| e == EINVAL));
+        slot.keep(1, whole.clone())?;
+        slot.unmap_for(2);
+        assert!(slot.is_mapped());
+        slot.unmap_for(1);
+        assert!(!slot.is_mapped());
+        slot.release();
+        // Nobody but the test has it.
+        assert!(Arc::into_unique_or_drop(whole).is_some());
+        Ok(())
+    }
+
+    #[test]
+    fn a_gate_closes_behind_the_last_call() -> Result {
+        let gate = Gate::new(Form::Ex)?;
+        assert!(!gate.is_open() && gate.pass(|_| ()).is_none());
+        gate.open(Invalidator {
+            handle: NonNull::dangling(),
+            call: None,
+        });
+        // It cannot be invalidated with what has no call for it.
+        assert!(gate.is_open() && !gate.invalidate(CoreContext(1)));
+        let (begun, end, closed) = (
+            Arc::pin_init(Completion::new(), GFP_KERNEL)?,
+            Arc::pin_init(Completion::new(), GFP_KERNEL)?,
+            Arc::pin_init(Completion::new(), GFP_KERNEL)?,
+        );
+        let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
+        let (within, at, until) = (gate.clone(), begun.clone(), end.clone());
+        queue.try_spawn(move || {
+            within.pass(|_| {
+                at.complete();
+                until.wait(60_000)
+            });
+        })?;
+        assert!(begun.wait(60_000));
+        let (other, done) = (gate.clone(), closed.clone());
+        queue.try_spawn(move || {
+            other.close();
+            done.complete();
+        })?;
+        assert!(!closed.wait(20));
+        end.complete();
+        assert!(closed.wait(60_000));
+        assert!(!gate.is_open() && gate.pass(|_| ()).is_none());
         Ok(())
     }
 

@@ -13,7 +13,7 @@ use crate::{
         completion::Completion,
         dma_buf::{DeviceName, Piece},
         log::Owner,
-        peer_mem::{self, Adapter, Asked, CoreContext, Form, ModuleRef, Slot},
+        peer_mem::{Adapter, Asked, ModuleRef, Slot},
         trace::{self, Road},
         uapi,
     },
@@ -24,10 +24,7 @@ use kernel::{
     fmt, new_mutex,
     prelude::*,
     rbtree::RBTreeNode,
-    sync::{
-        atomic::{Atomic, Relaxed},
-        Arc, Mutex,
-    },
+    sync::{Arc, Mutex},
 };
 
 /// What the core calls, and what it is called for (invalidate), in the order in which it comes.
@@ -97,8 +94,6 @@ const CALLS: usize = 12;
 
 struct State {
     calls: [Option<Call>; CALLS],
-    /// What the core knows it by, from get_pages on.
-    core: Option<CoreContext>,
     /// Whether it is a holder of its buffer.
     held: bool,
     revoked: bool,
@@ -123,21 +118,18 @@ pub(crate) struct Registration {
     _module: ModuleRef,
 }
 
-/// Numbers, never used twice.
-static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
-
 impl Registration {
-    pub(super) fn new(asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
+    /// `id` is a number that is used once.
+    pub(super) fn new(id: u64, asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
         Arc::pin_init(
             pin_init!(Self {
-                id: NEXT_ID.fetch_add(1, Relaxed),
+                id,
                 owner: Owner::current(),
                 asked,
                 found,
                 place <- Slot::new(),
                 state <- new_mutex!(State {
                     calls: [None; CALLS],
-                    core: None,
                     held: false,
                     revoked: false,
                     adapter: For::Unknown,
@@ -148,10 +140,6 @@ impl Registration {
             }),
             GFP_KERNEL_ACCOUNT,
         )
-    }
-
-    pub(crate) fn id(&self) -> u64 {
-        self.id
     }
 
     pub(super) fn buffer(&self) -> &Arc<Buffer> {
@@ -178,7 +166,7 @@ impl Registration {
     }
 
     /// Becomes a holder of the buffer. `write`: the adapter will write.
-    pub(super) fn hold(self: &Arc<Self>, write: bool, core: CoreContext) -> Answer {
+    pub(super) fn hold(self: &Arc<Self>, write: bool) -> Answer {
         if let Some(wrong) = &self.found.wrong {
             return Err(wrong.again());
         }
@@ -194,8 +182,6 @@ impl Registration {
         if state.held {
             return Err(EBUSY.into());
         }
-        // A revocation finds it in the buffer, and all it needs here.
-        state.core = Some(core);
         state.held = true;
         drop(state);
         self.buffer().add_registration(node).map_err(|_| {
@@ -269,15 +255,14 @@ impl Registration {
         Ok(())
     }
 
-    /// Ends the mapping, if there is one.
-    pub(super) fn unmap(&self) {
-        self.place.unmap();
+    /// The mapping has ended, if there was one.
+    pub(super) fn unmapped(&self) {
         self.idle.complete();
     }
 
-    /// Is no holder of the buffer any more.
+    /// Is no holder of the buffer any more: the mapping has ended.
     pub(super) fn let_go(&self) {
-        self.unmap();
+        self.unmapped();
         let held = core::mem::replace(&mut self.state.lock().held, false);
         if held {
             self.buffer().end_registration(self.id);
@@ -287,16 +272,14 @@ impl Registration {
     /// First part of a revocation: nothing is mapped any more from here on, and the adapter forgets what was, unless the
     /// administrator chose that it need not.
     pub(crate) fn revoke(&self) {
-        let mut state = self.state.lock();
-        state.revoked = true;
-        let core = state.core;
-        drop(state);
-        let (true, Some(core)) = (self.place.close(), core) else {
+        self.state.lock().revoked = true;
+        if !self.place.close() {
             return;
-        };
+        }
         Client::count(self, Call::Invalidate);
-        if peer_mem::invalidate(core) && peer_mem::registered() == Some(Form::Ex) {
-            self.unmap();
+        self.place.invalidate();
+        if !self.place.is_mapped() {
+            self.unmapped();
         }
     }
 
