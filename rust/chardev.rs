@@ -747,7 +747,6 @@ impl chrdev::Operations for File {
     }
 
     fn open() -> Result<Arc<Self>> {
-        global::ready()?;
         let orchestrator = global::orchestrator()?;
         let for_file = orchestrator.clone();
         let file = Arc::pin_init(

@@ -220,7 +220,7 @@ impl Orchestrator {
             ));
         }
         claim(device, bar, addr)?;
-        let window = device.window(bar, wanted.offset, size).map_err(|e| match e {
+        let window = device.window(bar, wanted.offset, size, self.space()).map_err(|e| match e {
             e if e == EBUSY => refuse!(
                 e,
                 "{} was given pages since it was bound: unbind it to publish it without",

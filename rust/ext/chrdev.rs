@@ -8,7 +8,10 @@
 //! [`kernel::miscdevice`] sets no owner, so that unloading the module with a file open would free its code; it has no
 //! mode, no poll, and its areas have no operations.
 
-use super::vma::{step, AddressSpace, Mappable, NewArea};
+use super::{
+    global,
+    vma::{step, AddressSpace, Mappable, NewArea}, //
+};
 use crate::sys;
 use core::{cell::UnsafeCell, marker::PhantomData};
 use kernel::{
@@ -36,7 +39,7 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     fn table() -> &'static Table<Self>;
     /// What is mapped through it.
     type Mapped: Mappable;
-    /// A file is opened. Also tells the address space its mappings belong to.
+    /// A file is opened, which keeps the module. Also tells the address space its mappings belong to.
     fn open() -> Result<Arc<Self>>;
     /// The address space that all mappings of all files belong to.
     fn address_space(&self) -> &AddressSpace<Self::Mapped>;
@@ -150,6 +153,8 @@ impl<T: Operations> Registration<T> {
     /// Called by the core for a file that is being opened.
     unsafe extern "C" fn open(inode: *mut bindings::inode, file: *mut bindings::file) -> ffi::c_int {
         from_result(|| {
+            // The file keeps the module only where nothing unloads that all the same.
+            global::ready()?;
             // SAFETY: Both are valid for the call.
             to_result(unsafe { bindings::nonseekable_open(inode, file) })?;
             let object = T::open()?;

@@ -22,7 +22,8 @@ pub(crate) struct Tree<P, A: 'static, B: 'static> {
     subsystem: Subsystem<P>,
 }
 
-impl<P, A: 'static, B: 'static> Tree<P, A, B> {
+impl<P: Send + Sync, A: Send + Sync + 'static, B: Send + Sync + 'static> Tree<P, A, B> {
+    /// All tasks of the machine get at what is in the directories, so that has to be such as can be shared.
     pub(crate) fn new(
         subsystem: impl PinInit<Subsystem<P>, Error>,
         first: impl PinInit<Group<A>, Error>,
@@ -52,7 +53,7 @@ unsafe impl<D: Send + Sync> Send for DefaultGroup<D> {}
 // SAFETY: There are no methods on a shared reference.
 unsafe impl<D: Send + Sync> Sync for DefaultGroup<D> {}
 
-impl<D: 'static> DefaultGroup<D> {
+impl<D: Send + Sync + 'static> DefaultGroup<D> {
     /// Registers `group` below `parent`.
     ///
     /// # Safety

@@ -7,6 +7,7 @@ use super::{
     global::{forget_bound, initialised, BoundDevice, BOUND},
     p2pdma,
     pci::Function,
+    vma::{AddressSpace, Mappable},
     window::{Window, Windows},
 };
 use crate::{path::PciAddr, sys};
@@ -235,16 +236,23 @@ impl<'a> Published<'a> {
         Ok(())
     }
 
-    /// A window of a range of a BAR, which gets no struct pages.
+    /// A window of a range of a BAR, which gets no struct pages. Programs map it in `space`.
     ///
     /// Errors: `EBUSY` when a range has them already, `EINVAL` when the range is not in the BAR, `EOPNOTSUPP` when the
     /// device's BARs cannot be mapped, `ENOMEM`.
-    pub(crate) fn window(&self, bar: u32, offset: u64, size: u64) -> Result<Window> {
+    pub(crate) fn window<T: Mappable>(
+        &self,
+        bar: u32,
+        offset: u64,
+        size: u64,
+        space: &AddressSpace<T>,
+    ) -> Result<Window> {
         if self.range.is_some() {
             return Err(EBUSY);
         }
-        // SAFETY: The device is bound during this call, and `unbind` waits for these windows.
-        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows) }
+        let space = space.hold()?;
+        // SAFETY: The device is bound during this call, and whoever unbinds it waits for these windows.
+        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows, space) }
     }
 }
 

@@ -265,7 +265,8 @@ impl Function {
         }
     }
 
-    /// Writes the bound driver's name, NUL-terminated; empty where there is none.
+    /// Writes the bound driver's name, NUL-terminated; empty where there is none, and while the device is locked, as it is while
+    /// a driver is being bound or unbound.
     pub(crate) fn driver_name(&self, name: &mut [ffi::c_char; 32]) {
         // SAFETY: The function is valid, and `name` is as long as the call is told.
         unsafe { sys::p2pmem_pci_driver_name(self.as_raw(), name.as_mut_ptr(), name.len()) };

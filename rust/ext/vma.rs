@@ -8,7 +8,7 @@ use crate::sys;
 use core::{marker::PhantomData, ptr::NonNull};
 use kernel::{
     bindings,
-    error::from_err_ptr,
+    error::{from_err_ptr, to_result},
     ffi,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
@@ -130,6 +130,12 @@ impl Fault<'_> {
     /// The address, rounded down to a page.
     pub(super) fn address(&self) -> usize {
         self.about().address & !(PAGE_SIZE - 1)
+    }
+
+    /// Whether what is mapped for the fault is found in an address space.
+    pub(super) fn is_in(&self, space: &Space) -> bool {
+        // SAFETY: The area is valid, and locked, for the duration of the fault; it keeps its file.
+        unsafe { (*(*self.vma_raw()).vm_file).f_mapping == space.mapping() }
     }
 
     /// The page that faulted, counted in the common address space.
@@ -260,7 +266,9 @@ impl<T: Mappable> Operations<T> {
         };
         T::make_ready(&object);
         drop(object);
-        // SAFETY: The reference to the file, which kept the module loaded meanwhile, is ours.
+        // SAFETY: The reference to the file, which kept the module loaded meanwhile, is ours. Where it is the last one, as the
+        // area is gone already, it is put for good when this task, which is no kernel thread and does not exit, is about to return
+        // to its program (`fput()` adds a task work): the module stays loaded until this function has returned.
         unsafe { bindings::fput(file) };
         Some(again)
     }
@@ -312,15 +320,67 @@ impl<T: Mappable> Operations<T> {
     }
 }
 
+/// An address space, whatever is mapped in it.
+///
+/// # Invariants
+///
+/// The pointer is an inode from `p2pmem_mapping_inode()`, and one reference to it is ours.
+pub(super) struct Space(NonNull<bindings::inode>);
+
+// SAFETY: An inode is not bound to a thread.
+unsafe impl Send for Space {}
+// SAFETY: What is done with the inode is synchronised by the core.
+unsafe impl Sync for Space {}
+
+impl Space {
+    fn new() -> Result<Self> {
+        // SAFETY: No requirements; the result is an error pointer or an inode that is ours.
+        let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
+        // INVARIANT: See above.
+        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?))
+    }
+
+    fn hold(&self) -> Result<Self> {
+        // SAFETY: By the type invariant it is such an inode, with a reference.
+        to_result(unsafe { sys::p2pmem_mapping_inode_hold(self.0.as_ptr()) })?;
+        // INVARIANT: The reference was taken just now.
+        Ok(Self(self.0))
+    }
+
+    pub(super) fn mapping(&self) -> *mut bindings::address_space {
+        // SAFETY: By the type invariant the inode is valid; its mapping does not change.
+        unsafe { (*self.0.as_ptr()).i_mapping }
+    }
+
+    /// Takes down all user mappings of a page range. Later touches fault again.
+    pub(super) fn unmap(&self, page_offset: u64, pages: u64) {
+        // SAFETY: By the type invariant the mapping is valid.
+        unsafe {
+            bindings::unmap_mapping_range(
+                self.mapping(),
+                (page_offset << PAGE_SHIFT) as i64,
+                (pages << PAGE_SHIFT) as i64,
+                1,
+            )
+        };
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant the reference is ours.
+        unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
+    }
+}
+
 /// The address space in which every mapping of every file is found, whatever node the file was opened through.
 ///
 /// # Invariants
 ///
-/// The pointer is an inode that is ours until it is dropped. Whatever is mapped in it is a `T`: its areas were set up by
-/// [`NewArea::attach`], or not at all.
-pub(crate) struct AddressSpace<T>(NonNull<bindings::inode>, PhantomData<Arc<T>>);
+/// Whatever is mapped in it is a `T`: its areas were set up by [`NewArea::attach`], or not at all.
+pub(crate) struct AddressSpace<T>(Space, PhantomData<Arc<T>>);
 
-// SAFETY: An inode is not bound to a thread, and neither is what is mapped.
+// SAFETY: What is mapped is not bound to a thread.
 unsafe impl<T: Mappable> Send for AddressSpace<T> {}
 // SAFETY: What is done with the inode is synchronised by the core.
 unsafe impl<T: Mappable> Sync for AddressSpace<T> {}
@@ -338,15 +398,16 @@ pub(crate) struct Mapped<T> {
 
 impl<T: Mappable> AddressSpace<T> {
     pub(crate) fn new() -> Result<Self> {
-        // SAFETY: No requirements; the result is an error pointer or an inode that is ours.
-        let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
-        // INVARIANT: See above.
-        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?, PhantomData))
+        Ok(Self(Space::new()?, PhantomData))
+    }
+
+    /// The same address space for those who do not care what is mapped in it.
+    pub(super) fn hold(&self) -> Result<Space> {
+        self.0.hold()
     }
 
     pub(super) fn mapping(&self) -> *mut bindings::address_space {
-        // SAFETY: By the type invariant the inode is valid; its mapping does not change.
-        unsafe { (*self.0.as_ptr()).i_mapping }
+        self.0.mapping()
     }
 
     /// What of this address space the calling process has mapped at an address, `size` bytes at most. None where there
@@ -378,22 +439,7 @@ impl<T: Mappable> AddressSpace<T> {
 
     /// Takes down all user mappings of a page range. Later touches fault again.
     pub(crate) fn unmap(&self, page_offset: u64, pages: u64) {
-        // SAFETY: By the type invariant the mapping is valid.
-        unsafe {
-            bindings::unmap_mapping_range(
-                self.mapping(),
-                (page_offset << PAGE_SHIFT) as i64,
-                (pages << PAGE_SHIFT) as i64,
-                1,
-            )
-        };
-    }
-}
-
-impl<T> Drop for AddressSpace<T> {
-    fn drop(&mut self) {
-        // SAFETY: By the type invariant the inode is ours.
-        unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
+        self.0.unmap(page_offset, pages);
     }
 }
 

@@ -5,7 +5,12 @@
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
 
-use super::{p2pdma::within, pci::Function, uapi, vma::Fault};
+use super::{
+    p2pdma::within,
+    pci::Function,
+    uapi,
+    vma::{Fault, Space}, //
+};
 use crate::sys;
 use core::ptr::NonNull;
 use kernel::{
@@ -14,7 +19,10 @@ use kernel::{
     ffi, new_condvar, new_mutex,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
-    sync::{Arc, CondVar, Mutex},
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, CondVar, Mutex,
+    },
 };
 
 /// How many windows there are of a device that is bound. Its unbinding waits until there is none.
@@ -46,13 +54,54 @@ impl Windows {
     }
 }
 
+/// Pages of an address space that all that was ever put there is among.
+struct Shown {
+    first: Atomic<u64>,
+    end: Atomic<u64>,
+}
+
+impl Shown {
+    const fn new() -> Self {
+        Self {
+            first: Atomic::new(u64::MAX),
+            end: Atomic::new(0),
+        }
+    }
+
+    fn add(&self, first: u64, pages: u64) {
+        let end = first.saturating_add(pages);
+        let (mut known, mut last) = (self.first.load(Relaxed), self.end.load(Relaxed));
+        while first < known {
+            match self.first.cmpxchg(known, first, Relaxed) {
+                Ok(_) => break,
+                Err(now) => known = now,
+            }
+        }
+        while end > last {
+            match self.end.cmpxchg(last, end, Relaxed) {
+                Ok(_) => break,
+                Err(now) => last = now,
+            }
+        }
+    }
+
+    /// The first one, and how many there are from there on. None where there is none.
+    fn all(&self) -> Option<(u64, u64)> {
+        let (first, end) = (self.first.load(Relaxed), self.end.load(Relaxed));
+        (first < end).then(|| (first, end - first))
+    }
+}
+
 /// A part of a BAR.
 ///
 /// # Invariants
 ///
 /// `kaddr` maps `size` bytes of I/O memory at `phys`, and `provider` belongs to the BAR. The device is bound to its driver
-/// as long as this is there: it is counted in `windows`, for which unbinding waits.
+/// as long as this is there: it is counted in `windows`, for which unbinding waits. User mappings of the memory are in `space`
+/// alone, and there among the pages that `shown` has.
 pub(crate) struct Window {
+    space: Space,
+    shown: Shown,
     provider: NonNull<bindings::p2pdma_provider>,
     phys: u64,
     size: u64,
@@ -78,6 +127,7 @@ impl Window {
         offset: u64,
         size: u64,
         windows: &Arc<Windows>,
+        space: Space,
     ) -> Result<Self> {
         let phys = within(function.bar(bar), offset, size)?;
         // SAFETY: The device is bound, and unbinding its driver releases what this call acquires.
@@ -91,6 +141,8 @@ impl Window {
         *windows.count.lock() += 1;
         // INVARIANT: Mapped and counted just now.
         Ok(Self {
+            space,
+            shown: Shown::new(),
             provider,
             phys,
             size,
@@ -138,12 +190,13 @@ impl Window {
     pub(super) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         let (offset, size) = self.part(offset, size);
         let pages = usize::try_from(size / PAGE_SIZE as u64)?.min(fault.room());
-        if pages == 0 {
+        if pages == 0 || !fault.is_in(&self.space) {
             return Err(EFAULT);
         }
         let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
+        self.shown.add(fault.page_offset(), pages as u64);
         // SAFETY: The area is locked by the fault and has room for that many; the call refuses one that is not for page
-        // frames. By the type invariant they belong to the window.
+        // frames. By the type invariant they belong to the window, and are found when it is dropped.
         to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })
     }
 }
@@ -156,13 +209,20 @@ impl Window {
         if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
             return Err(EAGAIN);
         }
-        // SAFETY: By the type invariant the frames belong to the window.
+        let first = fault.table_offset().filter(|_| fault.is_in(&self.space)).ok_or(EAGAIN)?;
+        self.shown.add(first, (Fault::TABLE >> PAGE_SHIFT) as u64);
+        // SAFETY: By the type invariant the frames belong to the window, and are found when it is dropped.
         unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
     }
 }
 
 impl Drop for Window {
     fn drop(&mut self) {
+        // Who ends a buffer takes its mappings down, so nothing of the window is left here. Others' mappings among these pages
+        // come back by faults.
+        if let Some((first, pages)) = self.shown.all() {
+            self.space.unmap(first, pages);
+        }
         // SAFETY: By the type invariant the mapping is ours, and nobody uses it any more.
         unsafe { sys::p2pmem_window_unmap(self.kaddr.as_ptr()) };
         *self.windows.count.lock() -= 1;
@@ -175,6 +235,23 @@ mod tests {
     use super::*;
 
     use crate::ext::{completion::Completion, workqueue::OwnQueue};
+
+    #[test]
+    fn what_was_shown_is_among_the_pages() {
+        let shown = Shown::new();
+        assert!(shown.all().is_none());
+        for (first, pages, all) in [
+            (1 << 20, 16, (1 << 20, 16)),
+            ((1 << 20) + 4, 4, (1 << 20, 16)),
+            ((1 << 20) + 16, 1, (1 << 20, 17)),
+            (1 << 19, 1, (1 << 19, (1 << 19) + 17)),
+            // Behind all that can be mapped.
+            (u64::MAX - 1, 1, (1 << 19, u64::MAX - (1 << 19))),
+        ] {
+            shown.add(first, pages);
+            assert!(shown.all() == Some(all));
+        }
+    }
 
     #[test]
     fn unbinding_waits_for_the_last_window() -> Result {

@@ -255,7 +255,7 @@ bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma)
 int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages)
 {
 	unsigned long n = min(npages, BATCH), i;
-	vm_fault_t ret;
+	vm_fault_t ret = 0;
 
 	if (!p2pmem_vma_takes_pfns(vma))
 		return -EFAULT;
@@ -273,13 +273,14 @@ int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned 
  * Releases the lock that the core took for a fault, so that the handler can take its time. Returns the area's file with a
  * reference, which keeps the module loaded: the handler puts it, returns VM_FAULT_RETRY, and does not touch the area any more.
  * On error the lock is still held. -EAGAIN: the fault must not wait, return VM_FAULT_RETRY. -EBUSY: the core does not retry
- * this fault, serve it.
+ * this fault, or it is one of a kernel thread, serve it: a kernel thread's last reference to a file is put by another thread,
+ * at any time, a program's own when the task is about to return to it, which is after the handler.
  */
 struct file *p2pmem_fault_unlock(struct vm_fault *vmf)
 {
 	struct file *file;
 
-	if (!fault_flag_allow_retry_first(vmf->flags))
+	if (!fault_flag_allow_retry_first(vmf->flags) || current->flags & (PF_KTHREAD | PF_EXITING))
 		return ERR_PTR(-EBUSY);
 	if (vmf->flags & FAULT_FLAG_RETRY_NOWAIT)
 		return ERR_PTR(-EAGAIN);
@@ -352,6 +353,16 @@ struct inode *p2pmem_mapping_inode(void)
 	if (IS_ERR(inode))
 		simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
 	return inode;
+}
+
+/* One more reference to what p2pmem_mapping_inode() returned, to be put as that one is. */
+int p2pmem_mapping_inode_hold(struct inode *inode)
+{
+	int ret = simple_pin_fs(&p2pmem_fs_type, &p2pmem_fs_mnt, &p2pmem_fs_cnt);
+
+	if (!ret)
+		ihold(inode);
+	return ret;
 }
 
 void p2pmem_mapping_inode_put(struct inode *inode)
@@ -441,9 +452,15 @@ int p2pmem_pci_node(struct pci_dev *pdev)
 	return dev_to_node(&pdev->dev);
 }
 
-size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
+/* A bound driver is there as long as the device is locked. Whoever has it locked binds or unbinds one, or resets the device. */
+void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 {
-	return strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
+	if (!device_trylock(&pdev->dev)) {
+		strscpy(buf, "", len);
+		return;
+	}
+	strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
+	device_unlock(&pdev->dev);
 }
 
 /* The node that everything belongs to on a machine with one node online, else none. */

@@ -47,6 +47,7 @@ struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
 struct inode *p2pmem_mapping_inode(void);
+int p2pmem_mapping_inode_hold(struct inode *inode);
 void p2pmem_mapping_inode_put(struct inode *inode);
 
 struct pci_dev *p2pmem_pci_upstream_bridge(struct pci_dev *pdev);
@@ -60,7 +61,7 @@ bool p2pmem_pci_is_virtfn(struct pci_dev *pdev);
 struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev);
 int p2pmem_pci_pcie_type(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
-size_t p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
+void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
 int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
 const struct bus_type *p2pmem_pci_bus_type(void);
