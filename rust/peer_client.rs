@@ -263,9 +263,7 @@ impl peer_mem::Client for Client {
 
     fn get_pages(context: &Arc<Registration>, write: bool) -> Result {
         Self::count(context, Call::GetPages);
-        context
-            .hold(write)
-            .map_err(|refusal| Self::refused(context, refusal))
+        context.hold(write).map_err(|refusal| Self::refused(context, refusal))
     }
 
     fn dma_map(context: &Registration, adapter: &Adapter<'_>) -> Result {

@@ -220,14 +220,16 @@ impl Orchestrator {
             ));
         }
         claim(device, bar, addr)?;
-        let window = device.window(bar, wanted.offset, size, self.space()).map_err(|e| match e {
-            e if e == EBUSY => refuse!(
-                e,
-                "{} was given pages since it was bound: unbind it to publish it without",
-                addr
-            ),
-            e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
-        })?;
+        let window = device
+            .window(bar, wanted.offset, size, self.space())
+            .map_err(|e| match e {
+                e if e == EBUSY => refuse!(
+                    e,
+                    "{} was given pages since it was bound: unbind it to publish it without",
+                    addr
+                ),
+                e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
+            })?;
         let function = Function::of(device.device());
         self.add_own(wanted, &function, (bar, 0), Backing::Window(window), publisher)
     }

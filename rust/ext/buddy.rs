@@ -11,6 +11,7 @@ use crate::{
     ext::{gauge::Gauge, task::is_killed},
     sys,
 };
+use core::cell::Cell;
 use kernel::{
     bindings,
     error::to_result,
@@ -36,13 +37,13 @@ const UNKNOWN: u64 = u64::MAX;
 ///
 /// # Invariants
 ///
-/// `inner` is an initialised `struct gpu_buddy`, touched only with `lock` held.
+/// `inner` is an initialised `struct gpu_buddy`, touched only with `lock` held, and not after it lost its trees.
 #[pin_data(PinnedDrop)]
 pub(crate) struct Buddy {
     #[pin]
     inner: Opaque<bindings::gpu_buddy>,
     #[pin]
-    lock: Mutex<Blocks>,
+    lock: Mutex<Locked>,
     /// The largest piece, or [`UNKNOWN`] since the last change. Touched only with `lock` held.
     longest: Atomic<u64>,
     gauge: Arc<Gauge>,
@@ -52,6 +53,16 @@ pub(crate) struct Buddy {
 unsafe impl Send for Buddy {}
 // SAFETY: All access to the C structure is serialised by `lock`.
 unsafe impl Sync for Buddy {}
+
+/// What the lock of an allocator is for besides the allocator.
+struct Locked {
+    /// What lies before the managed range.
+    below: Blocks,
+    /// A block at least as large as this is free.
+    block: Cell<u64>,
+    /// The allocator lost its trees: it is not touched any more, and stays allocated.
+    lost: Cell<bool>,
+}
 
 /// A list of allocated blocks; empty, or owned by one allocator.
 struct Blocks(KBox<Opaque<bindings::list_head>>);
@@ -81,12 +92,19 @@ pub(crate) struct Extent {
 }
 
 impl Buddy {
+    /// More than any BAR has, and the allocator can still add two such sizes.
+    const MOST: u64 = 1 << 62;
+
     /// Manages `start..end`, both multiples of the page size.
     pub(crate) fn new(start: u64, end: u64) -> Result<Arc<Self>> {
-        if start >= end || (start | end) % PAGE_SIZE as u64 != 0 {
+        if start >= end || end > Self::MOST || (start | end) % PAGE_SIZE as u64 != 0 {
             return Err(EINVAL);
         }
-        let lock = Blocks::new()?;
+        let lock = Locked {
+            below: Blocks::new()?,
+            block: Cell::new(0),
+            lost: Cell::new(false),
+        };
         let gauge = Gauge::new()?;
         let buddy: Arc<Self> = Arc::pin_init(
             // INVARIANT: `gpu_buddy_init()` initialised the structure.
@@ -103,7 +121,7 @@ impl Buddy {
         )?;
         let guard = buddy.lock.lock();
         if start > 0 {
-            buddy.ask(&guard, &guard, start, start, PAGE_SIZE as u64, RANGE)?;
+            buddy.ask(&guard, &guard.below, start, start, PAGE_SIZE as u64, RANGE)?;
         }
         buddy.note(&guard);
         drop(guard);
@@ -127,12 +145,16 @@ impl Buddy {
         })
     }
 
-    /// Allocates one block that was not cleared, of `most` bytes at most, a power of two. None where all that is free is
-    /// clear.
+    /// Allocates one block that was not cleared, of `most` bytes at most, a power of two of at least a page. None where all that
+    /// is free is clear.
     pub(crate) fn take_unclear(self: &Arc<Self>, most: u64) -> Result<Option<Extent>> {
+        if most < PAGE_SIZE as u64 || !most.is_power_of_two() {
+            return Err(EINVAL);
+        }
         let blocks = Blocks::new()?;
         let guard = self.lock.lock();
-        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        self.check(&guard)?;
+        // SAFETY: By the type invariant the allocator is initialised and has its trees, and its lock is held.
         let largest = unsafe { sys::p2pmem_buddy_largest_dirty(self.inner.get()) };
         let size = largest.min(most);
         if size == 0 {
@@ -142,7 +164,12 @@ impl Buddy {
         self.ask(&guard, &blocks, self.end(), size, PAGE_SIZE as u64, 0)?;
         let (mut offset, mut len, mut clear) = (0, 0, false);
         // SAFETY: As above; the list holds the blocks of one allocation.
-        unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
+        let whole =
+            unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
+        if !whole {
+            self.put_back(&guard, &blocks);
+            return Err(ENOSPC);
+        }
         self.note(&guard);
         drop(guard);
         Ok(Some(Extent {
@@ -156,7 +183,7 @@ impl Buddy {
 
     /// Takes one contiguous piece into an empty list: its offset, its bytes, and whether it is all zeroes. Nothing is in
     /// the list after an error.
-    fn take(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
+    fn take(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
         let page = PAGE_SIZE as u64;
         if size == 0 || size % page != 0 || align < page || !align.is_power_of_two() {
             return Err(EINVAL);
@@ -204,56 +231,89 @@ impl Buddy {
     /// Not for a task that is about to die. Where the kernel has no memory to split a block with, the allocator takes its
     /// steps back by freeing a block that is free already, and its trees are lost with that. Such small allocations wait for
     /// memory as long as it takes; only those of a task that was killed for want of memory fail, once the reserves are used
-    /// up as well. What is left is a task that gets killed between here and there, with no reserves.
+    /// up as well. What is left is a task that gets killed between here and there, with no reserves. It shows in that nothing is
+    /// found although a block is there that has room for it, or of a new allocator that it does not have its first bytes: then it is
+    /// not touched any more, by this or by anybody (`EIO`).
     fn ask(
         &self,
-        _: &MutexGuard<'_, Blocks>,
+        guard: &MutexGuard<'_, Locked>,
         blocks: &Blocks,
         end: u64,
         size: u64,
         align: u64,
         flags: usize,
     ) -> Result {
+        self.check(guard)?;
         if is_killed() {
             return Err(EINTR);
         }
-        // SAFETY: By the type invariant the allocator is initialised, its lock is held, and the list is empty.
-        to_result(unsafe {
-            bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags)
-        })
+        // SAFETY: By the type invariant the allocator is initialised and has its trees, its lock is held, and the list is empty.
+        let ret =
+            unsafe { bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags) };
+        let fits = size.max(align).checked_next_power_of_two();
+        if ret != 0 && (flags & RANGE != 0 || fits.is_some_and(|block| block <= guard.block.get())) {
+            self.lose(guard);
+            return Err(if ret == ENOMEM.to_errno() { ENOMEM } else { EIO });
+        }
+        to_result(ret)
+    }
+
+    /// Errors: `EIO` when the allocator lost its trees.
+    fn check(&self, guard: &MutexGuard<'_, Locked>) -> Result {
+        if guard.lost.get() {
+            return Err(EIO);
+        }
+        Ok(())
+    }
+
+    /// The allocator lost its trees.
+    fn lose(&self, guard: &MutexGuard<'_, Locked>) {
+        guard.lost.set(true);
+        self.note(guard);
+        pr_err!(
+            "the kernel ran out of memory in its allocator of {} bytes, which loses track of them: nothing of them is allocated any more\n",
+            self.end()
+        );
     }
 
     /// Gives back what is in a list that came from this allocator.
-    fn give(&self, _: &MutexGuard<'_, Blocks>, blocks: &Blocks, clear: bool) {
+    fn give(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, clear: bool) {
+        if self.check(guard).is_err() {
+            return;
+        }
         let flags = if clear { CLEARED } else { 0 };
         // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
         unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), flags) };
     }
 
     /// Joins all neighbours that are free. What was cleared is not known any more.
-    fn join(&self, _: &MutexGuard<'_, Blocks>) {
+    fn join(&self, _: &MutexGuard<'_, Locked>) {
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { bindings::gpu_buddy_reset_clear(self.inner.get(), false) };
     }
 
     /// The largest piece that can be had once neighbours were joined.
-    fn longest_run(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
+    fn longest_run(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
+        if self.check(guard).is_err() {
+            return 0;
+        }
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { sys::p2pmem_buddy_longest(self.inner.get()) }
     }
 
     /// Gives back what is in a list that came from this allocator and was not used: what was cleared is known still.
-    fn put_back(&self, _: &MutexGuard<'_, Blocks>, blocks: &Blocks) {
+    fn put_back(&self, _: &MutexGuard<'_, Locked>, blocks: &Blocks) {
         // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
         unsafe { sys::p2pmem_buddy_put_back(self.inner.get(), blocks.0.get()) };
     }
 
     /// Whether a piece can be had. `blocks` is an empty list. The lock is held all the time, so that nobody finds less free
     /// memory than there is. What was cleared is known afterwards, but for neighbours that can only be had together.
-    fn fits(&self, guard: &MutexGuard<'_, Blocks>, blocks: &Blocks, size: u64, align: u64) -> bool {
+    fn fits(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> bool {
         let taken = self.take(guard, blocks, size, align);
         if taken.is_ok() {
             self.put_back(guard, blocks);
+            guard.block.set(self.largest_block(guard));
         }
         taken.is_ok()
     }
@@ -264,9 +324,11 @@ impl Buddy {
     }
 
     /// Tells the gauge how things are.
-    fn note(&self, guard: &MutexGuard<'_, Blocks>) {
+    fn note(&self, guard: &MutexGuard<'_, Locked>) {
+        let block = self.largest_block(guard);
         self.longest.store(UNKNOWN, Relaxed);
-        self.gauge.set(self.free_bytes(guard), self.largest_block(guard));
+        guard.block.set(block);
+        self.gauge.set(self.free_bytes(guard), block);
     }
 
     /// Free bytes.
@@ -274,7 +336,10 @@ impl Buddy {
         self.free_bytes(&self.lock.lock())
     }
 
-    fn free_bytes(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
+    fn free_bytes(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
+        if self.check(guard).is_err() {
+            return 0;
+        }
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { (*self.inner.get()).avail }
     }
@@ -286,7 +351,10 @@ impl Buddy {
     }
 
     /// The largest block that is free without joining neighbours, a power of two.
-    fn largest_block(&self, _: &MutexGuard<'_, Blocks>) -> u64 {
+    fn largest_block(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
+        if self.check(guard).is_err() {
+            return 0;
+        }
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
         unsafe { sys::p2pmem_buddy_largest(self.inner.get()) }
     }
@@ -326,10 +394,13 @@ impl Buddy {
 impl PinnedDrop for Buddy {
     fn drop(self: Pin<&mut Self>) {
         let guard = self.lock.lock();
+        if self.check(&guard).is_err() {
+            return;
+        }
         // SAFETY: By the type invariant the allocator is initialised. Extents keep it by a reference, so what is
         // still allocated is the part before `start` alone, which goes back here.
         unsafe {
-            bindings::gpu_buddy_free_list(self.inner.get(), guard.0.get(), 0);
+            bindings::gpu_buddy_free_list(self.inner.get(), guard.below.0.get(), 0);
             bindings::gpu_buddy_fini(self.inner.get());
         }
     }
@@ -386,9 +457,48 @@ mod tests {
 
     #[test]
     fn a_range_is_whole_pages_and_not_empty() {
-        for (start, end) in [(0, 0), (PAGE, PAGE), (2 * PAGE, PAGE), (0, PAGE + 1), (1, PAGE)] {
+        for (start, end) in [
+            (0, 0),
+            (PAGE, PAGE),
+            (2 * PAGE, PAGE),
+            (0, PAGE + 1),
+            (1, PAGE),
+            (0, (1 << 62) + PAGE),
+            (1 << 62, 1 << 63),
+            (0, u64::MAX - PAGE + 1),
+        ] {
             assert!(Buddy::new(start, end).is_err_and(|e| e == EINVAL));
         }
+    }
+
+    #[test]
+    fn the_largest_range_is_one_to_work_with() -> Result {
+        let buddy = Buddy::new(0, Buddy::MOST)?;
+        assert_eq!(buddy.largest(), Buddy::MOST);
+        let extent = buddy.alloc(3 * PAGE, 1 << 40)?;
+        assert!(buddy.largest() >= Buddy::MOST / 2);
+        drop(extent);
+        assert_eq!(buddy.free(), Buddy::MOST);
+        Ok(())
+    }
+
+    #[test]
+    fn what_lost_its_trees_is_left_alone() -> Result {
+        let buddy = Buddy::new(PAGE, 16 * PAGE)?;
+        let extent = buddy.alloc(2 * PAGE, PAGE)?;
+        buddy.lose(&buddy.lock.lock());
+        assert!(buddy.alloc(PAGE, PAGE).is_err_and(|e| e == EIO));
+        assert!(buddy.take_unclear(PAGE).is_err_and(|e| e == EIO));
+        assert_eq!(
+            (buddy.free(), buddy.largest(), buddy.largest_for(PAGE, PAGE)),
+            (0, 0, 0)
+        );
+        // Nothing was touched, so that it can be found again here.
+        buddy.lock.lock().lost.set(false);
+        assert_eq!(buddy.free(), 13 * PAGE);
+        drop(extent);
+        assert_eq!(buddy.free(), 15 * PAGE);
+        Ok(())
     }
 
     #[test]
@@ -579,6 +689,9 @@ mod tests {
     #[test]
     fn what_was_not_cleared_is_found() -> Result {
         let buddy = Buddy::new(0, 64 * PAGE)?;
+        for most in [0, 1, PAGE - 1, PAGE + 1, 3 * PAGE, u64::MAX] {
+            assert!(buddy.take_unclear(most).is_err_and(|e| e == EINVAL));
+        }
         // Nobody cleared what is new.
         let first = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
         assert!(first.size() == 16 * PAGE && !first.is_clear());

@@ -447,7 +447,12 @@ mod tests {
     #[test]
     fn a_target_covers_its_own_pages_alone() {
         let (phys, size) = (1 << 38, 4 * PAGE);
-        for (at, len) in [(phys, size), (phys, PAGE), (phys + 3 * PAGE, PAGE), (phys + PAGE, 3 * PAGE)] {
+        for (at, len) in [
+            (phys, size),
+            (phys, PAGE),
+            (phys + 3 * PAGE, PAGE),
+            (phys + PAGE, 3 * PAGE),
+        ] {
             assert!(covers((phys, size), at, len));
         }
         for (at, len) in [

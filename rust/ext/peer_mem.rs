@@ -273,7 +273,9 @@ impl Slot {
     pub(crate) fn invalidate(&self) -> bool {
         let mut room = self.room.lock();
         room.closed = true;
-        let owner = room.owner.filter(|_| room.mapped.as_ref().is_some_and(|mapped| mapped.live));
+        let owner = room
+            .owner
+            .filter(|_| room.mapped.as_ref().is_some_and(|mapped| mapped.live));
         drop(room);
         let Some((_, core)) = owner else {
             return false;

@@ -209,7 +209,10 @@ impl Window {
         if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
             return Err(EAGAIN);
         }
-        let first = fault.table_offset().filter(|_| fault.is_in(&self.space)).ok_or(EAGAIN)?;
+        let first = fault
+            .table_offset()
+            .filter(|_| fault.is_in(&self.space))
+            .ok_or(EAGAIN)?;
         self.shown.add(first, (Fault::TABLE >> PAGE_SHIFT) as u64);
         // SAFETY: By the type invariant the frames belong to the window, and are found when it is dropped.
         unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
