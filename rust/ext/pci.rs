@@ -30,11 +30,14 @@ impl Function {
         let raw = ptr::from_ref::<pci::Device>(&device).cast_mut().cast();
         // SAFETY: The function is valid. The call returns null or a reference that is ours.
         let physical = NonNull::new(unsafe { sys::p2pmem_pci_get_physfn(raw) });
+        let owned = |ptr: NonNull<bindings::pci_dev>| {
+            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the reference is ours.
+            unsafe { ARef::from_raw(ptr.cast::<pci::Device>()) }
+        };
         // INVARIANT: The call returns the physical function of a virtual one that was not removed.
         Self {
             device,
-            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the reference is ours.
-            physical: physical.map(|ptr| unsafe { ARef::from_raw(ptr.cast::<pci::Device>()) }),
+            physical: physical.map(owned),
         }
     }
 
