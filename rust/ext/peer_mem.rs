@@ -125,9 +125,11 @@ impl Adapter<'_> {
 ///
 /// # Invariants
 ///
-/// `raw` is a mapping that is ours, of memory that `target` keeps while the mapping is live.
+/// `raw` is a mapping that is ours, for `device`, which it keeps, of memory that `target` keeps while the mapping is live.
 struct Mapped {
     raw: NonNull<sys::p2pmem_peer_map>,
+    /// Null for an adapter that has none.
+    device: *mut bindings::device,
     target: Option<Target>,
     /// Neither unmapped nor, where it is one of pages, given up.
     live: bool,
@@ -222,6 +224,7 @@ impl Slot {
         // INVARIANT: Made just now, of the target's memory.
         let mapped = room.mapped.insert(Mapped {
             raw,
+            device: adapter.device(),
             target,
             live: true,
         });
@@ -243,12 +246,20 @@ impl Slot {
         self.room.lock().owner.is_some_and(|(owner, _)| owner == number)
     }
 
-    /// Keeps what the slot is part of until [`Self::release`]. Errors: `EINVAL` when it is not that registration's.
-    fn keep(&self, number: u64, whole: Arc<dyn Keep>) -> Result {
+    /// Keeps what the slot is part of until [`Self::release`]. Errors: `EINVAL` when it is not that registration's, or not mapped
+    /// for that adapter, `ENODEV` when the mapping has ended.
+    fn keep(&self, number: u64, adapter: &Adapter<'_>, whole: Arc<dyn Keep>) -> Result {
         if !self.is_of(number) {
             return Err(EINVAL);
         }
-        let old = self.room.lock().keep.replace(whole);
+        let mut room = self.room.lock();
+        match room.mapped.as_ref().filter(|mapped| mapped.device == adapter.device()) {
+            None => return Err(EINVAL),
+            Some(mapped) if !mapped.live => return Err(ENODEV),
+            Some(_) => {}
+        }
+        let old = room.keep.replace(whole);
+        drop(room);
         drop(old);
         Ok(())
     }
@@ -655,7 +666,7 @@ impl<T: Client> Registration<T> {
             let adapter = Adapter(NonNull::new(dma_device), PhantomData);
             T::dma_map(&context, &adapter)?;
             let slot = T::slot(&context);
-            slot.keep(number, context.clone())?;
+            slot.keep(number, &adapter, context.clone())?;
             // SAFETY: The core's table is valid. The slot is kept until the core releases the registration, which it does last.
             let count = unsafe { slot.show(sg_head) }?;
             // SAFETY: The core has a place for it.
@@ -826,17 +837,22 @@ mod tests {
         let slot = Arc::pin_init(Slot::new(), GFP_KERNEL)?;
         let whole = Arc::new((), GFP_KERNEL)?;
         // Nobody's yet, and then that of the first one who comes, however often it comes.
-        assert!(slot.keep(1, whole.clone()).is_err_and(|e| e == EINVAL));
+        assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
         slot.give_to(1, CoreContext(11))?;
         slot.give_to(1, CoreContext(12))?;
+        assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
         assert!(slot.give_to(2, CoreContext(21)).is_err_and(|e| e == EBUSY));
         assert_eq!(untouched(&slot, &[Piece::new(1 << 38, PAGE)?])?, 1);
-        assert!(slot.keep(2, whole.clone()).is_err_and(|e| e == EINVAL));
-        slot.keep(1, whole.clone())?;
+        assert!(slot.keep(2, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
+        // Nothing looks at this device.
+        let other = Adapter(Some(NonNull::dangling()), PhantomData);
+        assert!(slot.keep(1, &other, whole.clone()).is_err_and(|e| e == EINVAL));
+        slot.keep(1, &CPU, whole.clone())?;
         slot.unmap_for(2);
         assert!(slot.is_mapped());
         slot.unmap_for(1);
         assert!(!slot.is_mapped());
+        assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == ENODEV));
         slot.release();
         // Nobody but the test has it.
         assert!(Arc::into_unique_or_drop(whole).is_some());
