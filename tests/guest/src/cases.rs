@@ -37,6 +37,7 @@ mod pageless;
 mod peer;
 mod peer_bad;
 mod peer_end;
+mod peer_iommu;
 mod place;
 mod pressure;
 mod publisher;
@@ -50,6 +51,7 @@ mod rules_bad;
 mod rules_more;
 mod share;
 mod soft_dirty;
+mod stray;
 mod stripe;
 mod teardown;
 mod trace;
@@ -110,6 +112,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(peer::CASES)
         .chain(peer_bad::CASES)
         .chain(peer_end::CASES)
+        .chain(peer_iommu::CASES)
+        .chain(stray::CASES)
         .chain(faults::CASES)
 }
 
@@ -145,11 +149,11 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
 
 /// On which kernels a test runs.
 pub fn kernels(case: &Case) -> Kernels<'static> {
-    let mut peer_memory = [peer::CASES, peer_bad::CASES, peer_end::CASES].into_iter().flatten();
-    if peer_memory.any(|other| other.name == case.name) {
+    let one_of = |cases: &[&[Case]]| cases.iter().copied().flatten().any(|other| other.name == case.name);
+    if one_of(&[peer::CASES, peer_bad::CASES, peer_end::CASES, peer_iommu::CASES]) {
         return Kernels::Debug("the stock kernel's RDMA core lacks the peer-memory interface");
     }
-    if faults::CASES.iter().any(|other| other.name == case.name) {
+    if one_of(&[faults::CASES]) {
         return Kernels::Debug("the stock kernel's allocations cannot be made to fail");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);

@@ -227,7 +227,7 @@ fn stale(bed: &mut Bed, wanted: &str) -> Result<()> {
     Ok(())
 }
 
-fn stale_ex(bed: &mut Bed) -> Result<()> {
+pub(super) fn stale_ex(bed: &mut Bed) -> Result<()> {
     stale(bed, "ex")
 }
 
