@@ -550,11 +550,11 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 1 << 20).map_err(errno)?;
     map.set(0, SECRET);
     host::request(&Request::Kill { name: "accel0".into() })?;
-    // What is mapped straight into the guest may still answer; what matters is that nothing hangs or oopses.
+    // Nobody tells the kernel, and what is mapped straight into the guest still answers. Nothing hangs or oopses.
     map.set(8, 1);
-    super::free(file.as_fd(), a.handle).map_err(errno)?;
-    drop(map);
-    drop(file);
+    let freed = alloc(file.as_fd(), 4096).map_err(errno)?;
+    super::free(file.as_fd(), freed.handle).map_err(errno)?;
+    let provider = bed.provider("accel0")?.id;
     let start = Instant::now();
     bed.unpublish("accel0")?;
     in_time!(
@@ -562,5 +562,13 @@ fn surprise(bed: &mut Bed) -> Result<()> {
         "unbinding a dead device took {:?}",
         start.elapsed()
     );
+    // A program that has a buffer of it loses that, and is told, as with a device that answers.
+    await_loss(&file, a.handle, provider)?;
+    sys::survive_bus_errors()?;
+    let errors = sys::bus_errors();
+    map.get(0);
+    ensure!(sys::bus_errors() == errors + 1, "a mapping outlives the device");
+    super::free(file.as_fd(), a.handle).map_err(errno)?;
+    drop((map, file));
     command("rmmod", &["p2pmem"])
 }
