@@ -10,9 +10,13 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
+use super::inflight::until;
+use super::pageless::without_pages;
 use super::peer::{Held, Row, await_rows, counted, nic};
+use super::publisher::Publisher;
 use super::rules::AdminRule;
 use super::share::import;
 use super::{Bed, Case, alloc, errno, free, open, request, write};
@@ -54,6 +58,34 @@ pub(super) const CASES: &[Case] = &[
         ruins: false,
         run: registration,
     },
+    Case {
+        name: "allocation-failures-events",
+        about: "whichever allocation of poll() and read() fails, no event is lost",
+        topology: "small",
+        ruins: false,
+        run: events,
+    },
+    Case {
+        name: "allocation-failures-pageless",
+        about: "whichever allocation of a fault in memory without pages fails, the access comes to its end",
+        topology: "small",
+        ruins: false,
+        run: |bed| without_pages(bed, &[touching]),
+    },
+    Case {
+        name: "allocation-failures-stripes",
+        about: "whichever allocation fails, a stripe has all of its parts or none",
+        topology: "demo",
+        ruins: false,
+        run: stripes,
+    },
+    Case {
+        name: "allocation-failures-publisher",
+        about: "whichever allocation fails, a driver has its memory published or as before",
+        topology: "small",
+        ruins: false,
+        run: registering,
+    },
 ];
 
 const MIB: u64 = 1 << 20;
@@ -86,12 +118,33 @@ fn sweep<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32
 fn sweep_after<S, T>(
     what: &str,
     others: &[i32],
+    prepare: impl FnMut() -> Result<S>,
+    thing: impl FnMut(S) -> Result<T, i32>,
+) -> Result<u32> {
+    Ok(sweep_checked(MANY, what, others, prepare, thing, |_, _| Ok(()))?.failures)
+}
+
+/// What came of a sweep.
+struct Swept {
+    /// How many allocations there are, each of which failed once.
+    allocations: u32,
+    /// How often the thing failed with that.
+    failures: u32,
+}
+
+/// As [`sweep_after`], with at most `many` allocations. Each time `check` is told the answer and whether an allocation failed; none
+/// fails in it.
+fn sweep_checked<S, T>(
+    many: u32,
+    what: &str,
+    others: &[i32],
     mut prepare: impl FnMut() -> Result<S>,
     mut thing: impl FnMut(S) -> Result<T, i32>,
-) -> Result<u32> {
+    mut check: impl FnMut(&Result<T, i32>, bool) -> Result<()>,
+) -> Result<Swept> {
     let path = "/proc/thread-self/fail-nth";
     let mut failures = 0;
-    for n in 1..MANY {
+    for n in 1..many {
         let prepared = prepare().with_context(|| format!("before {what}, {n}"))?;
         let mut nth = OpenOptions::new().read(true).write(true).open(path).context(path)?;
         nth.write_all(n.to_string().as_bytes()).context(path)?;
@@ -100,6 +153,7 @@ fn sweep_after<S, T>(
         nth.read_to_string(&mut left).context(path)?;
         nth.write_all(b"0").context(path)?;
         let reached = left.trim_end_matches(['\n', '\0']) == "0";
+        check(&answer, reached).with_context(|| format!("after {what}, its allocation {n} failing"))?;
         match answer {
             // The allocation was one that the kernel can do without.
             Ok(made) => drop(made),
@@ -107,15 +161,13 @@ fn sweep_after<S, T>(
             Err(code) => bail!("{what}, its allocation {n} failing: {}", errno(code)),
         }
         if !reached {
-            println!(
-                "{what}: {} allocations, {failures} of which it cannot do without",
-                n - 1
-            );
-            println!("hardening-report: {{\"injection_points\": {}}}", n - 1);
-            return Ok(failures);
+            let allocations = n - 1;
+            println!("{what}: {allocations} allocations, {failures} of which it cannot do without");
+            println!("hardening-report: {{\"injection_points\": {allocations}}}");
+            return Ok(Swept { allocations, failures });
         }
     }
-    bail!("{what}: more than {MANY} allocations")
+    bail!("{what}: more than {many} allocations")
 }
 
 /// The kernel's function whose allocations are spared. Where it cannot split a block for want of memory, it frees one that is
@@ -124,30 +176,48 @@ const SPARED: &str = "gpu_buddy_alloc_blocks";
 
 /// Where a function of the kernel begins, and where the next one does.
 fn text_of(function: &str) -> Result<(u64, u64)> {
-    let path = "/proc/kallsyms";
-    let symbols = std::fs::read_to_string(path).context(path)?;
-    let (mut start, mut all) = (None, Vec::new());
-    for line in symbols.lines() {
-        let mut words = line.split_whitespace();
-        if let (Some(address), Some("t" | "T"), Some(name)) = (words.next(), words.next(), words.next()) {
-            let address = u64::from_str_radix(address, 16).context(path)?;
-            start = start.or((name == function).then_some(address));
-            all.push(address);
-        }
-    }
+    let (path, all) = (KALLSYMS, functions()?);
+    let start = all
+        .iter()
+        .find(|(_, name)| name == function)
+        .map(|(address, _)| *address);
     let start = start
         .filter(|&start| start != 0)
         .with_context(|| format!("{path} has no {function}"))?;
-    let end = all.into_iter().filter(|&address| address > start).min();
+    let end = all
+        .iter()
+        .map(|(address, _)| *address)
+        .filter(|&address| address > start)
+        .min();
     Ok((
         start,
         end.with_context(|| format!("nothing is behind {function} in {path}"))?,
     ))
 }
 
+const KALLSYMS: &str = "/proc/kallsyms";
+
+/// Addresses and names of functions.
+fn functions() -> Result<Vec<(u64, String)>> {
+    let symbols = std::fs::read_to_string(KALLSYMS).context(KALLSYMS)?;
+    let mut all = Vec::new();
+    for line in symbols.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        if let [address, "t" | "T", name @ ..] = words.as_slice() {
+            all.push((u64::from_str_radix(address, 16).context(KALLSYMS)?, name.join(" ")));
+        }
+    }
+    Ok(all)
+}
+
 /// Lets allocations of all kinds fail where `fail-nth` says so, without a trace of it in the log.
 fn arm() -> Result<()> {
-    let (start, end) = text_of(SPARED)?;
+    arm_sparing(SPARED)
+}
+
+/// As [`arm`], without those under the function `spared`.
+fn arm_sparing(spared: &str) -> Result<()> {
+    let (start, end) = text_of(spared)?;
     let (start, end) = (format!("{start:#x}"), format!("{end:#x}"));
     let settings = [
         ("ignore-gfp-wait", "N"),
@@ -181,6 +251,12 @@ fn allocation_failures(bed: &mut Bed) -> Result<()> {
         Ok(map)
     })?;
     each("EXPORT_DMABUF", &[], || export(fd, buffer.handle, 0, &[(0, MIB)]))?;
+    let map = Mapping::shared(fd, buffer.mmap_offset, MIB as usize).map_err(errno)?;
+    each("EXPORT_DMABUF by addresses", &[], || {
+        export(fd, 0, abi::P2PMEM_EXPORT_MAPPED, &[(map.address(), MIB)])
+    })?;
+    drop(map);
+    sweep("BUFFER", &[], || super::buffer(fd, buffer.handle))?;
     free(fd, buffer.handle).map_err(errno)?;
     let importer = Importer::new()?;
     let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
@@ -465,14 +541,40 @@ fn unbind(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
+/// What the debug kernel's RDMA core tells of its clients, in debugfs.
+const CORE: &str = "/sys/kernel/debug/ib_peer_mem";
+
+/// What the log of the RDMA core has of a call, since it was cleared.
+fn core_calls(call: &str) -> Result<Vec<String>> {
+    let text = super::read(&Path::new(CORE).join("log"))?;
+    let word = format!(" call={call} ");
+    let lines = text.lines().filter(|line| line.contains(&word));
+    Ok(lines.map(str::to_owned).collect())
+}
+
 fn registration(bed: &mut Bed) -> Result<()> {
     arm()?;
     let nic = nic(bed)?;
     let held = Held::new(bed, "accel0", MIB as usize)?;
-    // Where the client finds no memory to look, it is as if nobody knew the addresses.
-    each("ibv_reg_mr()", &[libc::EREMOTEIO], || {
-        nic.register(held.map.address(), MIB as usize)
-    })?;
+    let log = Path::new(CORE).join("log");
+    // The core asks once, and the memory is the module's whether or not there is memory to register it. EREMOTEIO would be the
+    // core's answer for memory that is no client's.
+    let swept = sweep_checked(
+        MANY,
+        "ibv_reg_mr()",
+        &[],
+        || write(&log, "clear"),
+        |()| nic.register(held.map.address(), MIB as usize),
+        |answer, _| {
+            let asked = core_calls("acquire")?;
+            ensure!(asked.len() <= 1, "{asked:#?}");
+            let owned = asked.iter().all(|line| line.ends_with(" result=1"));
+            ensure!(owned, "the module said of its own memory that it is not: {asked:#?}");
+            ensure!(answer.is_err() || asked.len() == 1, "registered, and nobody was asked");
+            Ok(())
+        },
+    )?;
+    ensure!(swept.failures > 0, "no allocation failed");
     await_rows("nothing is left", <[Row]>::is_empty)?;
     let counts = counted()?;
     ensure!(
@@ -480,4 +582,175 @@ fn registration(bed: &mut Bed) -> Result<()> {
         "{counts:?}"
     );
     Ok(())
+}
+
+/// Whether a file has events.
+fn has_events(file: &std::fs::File) -> Result<bool, i32> {
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let answer = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&now));
+    answer.map(|ready| ready == 1).map_err(|e| e.raw_os_error())
+}
+
+fn events(bed: &mut Bed) -> Result<()> {
+    let it = Administered::new(bed)?;
+    let file = open()?;
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
+    arm()?;
+    // The events of an end and a beginning, where they were read.
+    let pending = || {
+        if !has_events(&file).map_err(errno)? {
+            it.enable(false).map_err(errno)?;
+            it.enable(true).map_err(errno)?;
+        }
+        Ok(())
+    };
+    sweep_after("poll()", &[], pending, |()| match has_events(&file)? {
+        true => Ok(()),
+        false => Err(libc::ENOTRECOVERABLE),
+    })?;
+    sweep_checked(
+        MANY,
+        "read()",
+        &[],
+        pending,
+        |()| sys::read_events(file.as_fd(), 320),
+        |answer, _| {
+            match answer {
+                Ok(events) => ensure!(
+                    events
+                        .iter()
+                        .map(|event| event.type_)
+                        .eq([abi::P2PMEM_EVENT_PROVIDER_REMOVED, abi::P2PMEM_EVENT_PROVIDER_ADDED]),
+                    "{events:?}"
+                ),
+                Err(_) => ensure!(has_events(&file).map_err(errno)?, "the events are lost"),
+            }
+            Ok(())
+        },
+    )?;
+    Ok(())
+}
+
+fn touching(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let size = 8 * MIB;
+    let got = alloc(file.as_fd(), size).map_err(errno)?;
+    arm()?;
+    // With a page of other rights in each of its large entries, it is mapped by small ones.
+    let new_mapping = |small: bool| {
+        let map = Mapping::shared(file.as_fd(), got.mmap_offset, size as usize).map_err(errno)?;
+        for at in (MIB..size).step_by(2 << 20).filter(|_| small) {
+            map.protect_part(at as usize, 4096, libc::PROT_READ).map_err(errno)?;
+        }
+        Ok(map)
+    };
+    let mut allocations = 0;
+    for small in [true, false] {
+        let swept = sweep_checked(
+            MANY,
+            if small { "a fault" } else { "a fault of a large entry" },
+            &[],
+            || new_mapping(small),
+            |map| {
+                for at in (0..size).step_by(2 << 20) {
+                    map.set(at as usize, at ^ 0x5a);
+                    if map.get(at as usize) != at ^ 0x5a {
+                        return Err(libc::ENOTRECOVERABLE);
+                    }
+                }
+                Ok(map)
+            },
+            |_, _| Ok(()),
+        )?;
+        ensure!(swept.failures == 0, "an access failed");
+        allocations += swept.allocations;
+    }
+    ensure!(allocations > 0, "no fault takes memory");
+    Ok(())
+}
+
+fn stripes(bed: &mut Bed) -> Result<()> {
+    for name in ["accel1", "shm0"] {
+        bed.publish(name)?;
+    }
+    let file = open()?;
+    arm()?;
+    let buffers = || -> Result<u32> { Ok(super::providers(file.as_fd())?.iter().map(|row| row.buffers).sum()) };
+    for count in [3, 4] {
+        let swept = sweep_checked(
+            MANY,
+            &format!("STRIPE of {count} parts"),
+            &[],
+            || Ok(()),
+            |()| {
+                let mut parts = [abi::p2pmem_part::default(); 4];
+                let mut ask = abi::p2pmem_stripe {
+                    nr_parts: count,
+                    ..Default::default()
+                };
+                ask.req = abi::p2pmem_request {
+                    size: u64::from(count) * MIB,
+                    strategy: abi::P2PMEM_STRATEGY_STRIPE,
+                    parts: count,
+                    ..Default::default()
+                };
+                sys::stripe(
+                    file.as_fd(),
+                    &mut ask,
+                    Memory::Slice(&mut []),
+                    Memory::Slice(&mut parts),
+                )?;
+                Ok(parts)
+            },
+            |answer, _| {
+                let wanted = if answer.is_ok() { count } else { 0 };
+                ensure!(buffers()? == wanted, "{} buffers, {wanted} expected", buffers()?);
+                for part in answer.iter().flatten().take(count as usize) {
+                    free(file.as_fd(), part.handle).map_err(errno)?;
+                }
+                until("nothing is left", || Ok(buffers()? == 0))
+            },
+        )?;
+        ensure!(swept.failures > 0, "no allocation failed");
+    }
+    for name in ["accel1", "shm0"] {
+        bed.unpublish(name)?;
+    }
+    Ok(())
+}
+
+fn registering(bed: &mut Bed) -> Result<()> {
+    let publisher = Publisher::new(bed)?;
+    // pci_p2pdma_add_resource() does not survive it: init_memory_mapping() on x86 uses page tables that it did not get, and what
+    // fails after the action for the device's end was added frees what that uses.
+    arm_sparing("pci_p2pdma_add_resource")?;
+    for how in ["paged", "pageless"] {
+        // What was given pages keeps them until the driver is unbound.
+        let bind_again = || {
+            bed.unbind("accel0")?;
+            publisher.bind()
+        };
+        let swept = sweep_checked(
+            MANY,
+            &format!("p2pmem_register_provider() {how}"),
+            // The kernel's search for the pool finds nothing where it gets no memory.
+            &[libc::EIO],
+            bind_again,
+            |()| publisher.publish(&format!("-1 0 0 0 {how}")),
+            |answer, _| {
+                let there = (publisher.id()? != 0, bed.provider("accel0").is_ok());
+                ensure!(there == (answer.is_ok(), answer.is_ok()), "{answer:?}: {there:?}");
+                if answer.is_ok() {
+                    publisher.withdraw()?;
+                }
+                // The driver hears of the end of what began, and of nothing else.
+                let told = publisher.told()?;
+                ensure!(told == u32::from(answer.is_ok()), "{answer:?}: told {told} times");
+                Ok(())
+            },
+        )?;
+        ensure!(swept.failures > 0, "no allocation failed");
+    }
+    publisher.end()
 }

@@ -69,14 +69,14 @@ pub(super) const CASES: &[Case] = &[
 const MIB: u64 = 1 << 20;
 const MODULE: &str = "p2pmem_publisher";
 /// accel0, bound to the driver that publishes.
-struct Publisher<'a> {
+pub(super) struct Publisher<'a> {
     bed: &'a Bed,
     sysfs: PathBuf,
     bdf: String,
 }
 
 impl<'a> Publisher<'a> {
-    fn new(bed: &'a Bed) -> Result<Publisher<'a>> {
+    pub(super) fn new(bed: &'a Bed) -> Result<Publisher<'a>> {
         bed.unpublish("accel0")?;
         load()?;
         let device = bed.device("accel0")?;
@@ -90,36 +90,36 @@ impl<'a> Publisher<'a> {
         Ok(publisher)
     }
 
-    fn bind(&self) -> Result<()> {
+    pub(super) fn bind(&self) -> Result<()> {
         write(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf)?;
         ensure!(self.sysfs.join("publish").exists(), "accel0 was not bound");
         Ok(())
     }
 
     /// Publishes; what: `BAR OFFSET SIZE RESERVE HOW`.
-    fn publish(&self, what: &str) -> Result<(), i32> {
+    pub(super) fn publish(&self, what: &str) -> Result<(), i32> {
         fs::write(self.sysfs.join("publish"), what).map_err(|e| e.raw_os_error().unwrap_or(0))
     }
 
     /// Takes it back; how long that took.
-    fn withdraw(&self) -> Result<Duration> {
+    pub(super) fn withdraw(&self) -> Result<Duration> {
         let start = Instant::now();
         self.publish("off").map_err(errno)?;
         Ok(start.elapsed())
     }
 
     /// The provider's id, 0 for none.
-    fn id(&self) -> Result<u32> {
+    pub(super) fn id(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("publish"))?.parse()?)
     }
 
     /// How often the driver was told that its memory is its own again.
-    fn told(&self) -> Result<u32> {
+    pub(super) fn told(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("revoked"))?.parse()?)
     }
 
     /// Gives the device back to p2pmem, and unloads the driver, which keeps p2pmem loaded.
-    fn end(self) -> Result<()> {
+    pub(super) fn end(self) -> Result<()> {
         self.bed.unbind("accel0")?;
         write(&self.sysfs.join("driver_override"), "p2pmem")?;
         command("rmmod", &[MODULE])?;
