@@ -543,6 +543,51 @@ mod tests {
         );
     }
 
+    /// The bytes of an event that says to be `size` bytes long, and is: what lies behind the known fields is all ones.
+    fn event_bytes(size: usize, provider: u32) -> Vec<u8> {
+        let mut bytes = vec![0xff; size];
+        let fields = [size as u32, abi::P2PMEM_EVENT_PROVIDER_ADDED, provider, 0, 0, 0];
+        for (field, at) in fields.iter().zip((0..).step_by(4)) {
+            if let Some(place) = bytes.get_mut(at..at + 4) {
+                place.copy_from_slice(&field.to_ne_bytes());
+            }
+        }
+        bytes
+    }
+
+    #[test]
+    fn events_of_other_sizes_are_divided_by_what_they_say() {
+        let known = size_of::<abi::p2pmem_event>();
+        let sizes = [known, known + 8, 12, abi::P2PMEM_MAX_EVENT as usize, known];
+        let bytes: Vec<u8> = (0..).zip(sizes).flat_map(|(n, size)| event_bytes(size, n)).collect();
+        let mut out = [abi::p2pmem_event::default(); 8];
+        assert_eq!(split_events(&bytes, &mut out).unwrap(), sizes.len());
+        for ((n, size), event) in (0..).zip(sizes).zip(&out) {
+            assert_eq!((event.size as usize, event.provider), (size, n));
+            assert_eq!(event.type_, abi::P2PMEM_EVENT_PROVIDER_ADDED);
+            // What a shorter one lacks is zero.
+            assert_eq!(event.time_ns, if size < known { 0 } else { u64::MAX });
+        }
+        assert_eq!(out[sizes.len()].size, 0, "more events than there are");
+    }
+
+    #[test]
+    fn parts_of_events_are_an_error() {
+        let known = size_of::<abi::p2pmem_event>();
+        let mut out = [abi::p2pmem_event::default(); 8];
+        let mut cut = event_bytes(known + 8, 1);
+        cut.truncate(known);
+        // A size without an event, and one that would make no progress.
+        let without = event_bytes(known, 0)[..4].to_vec();
+        let mut endless = event_bytes(known, 1);
+        endless[..4].copy_from_slice(&0u32.to_ne_bytes());
+        for bytes in [cut, without, endless, vec![1], event_bytes(known, 1)[..3].to_vec()] {
+            let error = split_events(&bytes, &mut out).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{bytes:?}");
+        }
+        assert_eq!(split_events(&[], &mut out).unwrap(), 0);
+    }
+
     proptest! {
         /// Copies and fills at any offset and length do what the same on a vector does.
         #[test]
