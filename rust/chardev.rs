@@ -17,7 +17,7 @@ use crate::{
         uapi::{self, calls, consts},
         vma::{AddressSpace, NewArea},
     },
-    handles::{Handles, Slot},
+    handles::{ExportCount, Handles, Slot},
     memory::Clearing,
     orchestrator::{visible_bus_addr, Orchestrator, Wish},
     own_rules, peer_client,
@@ -118,6 +118,7 @@ pub(crate) struct File {
     orchestrator: Arc<Orchestrator>,
     #[pin]
     handles: Mutex<Handles>,
+    exports: ExportCount,
     /// The file's own rules.
     #[pin]
     rules: Mutex<Option<Arc<Book>>>,
@@ -462,9 +463,10 @@ impl File {
             }
             (buffer, list)
         };
+        let counted = self.exports.take()?;
         let slot = FileDescriptorReservation::get_unused_fd_flags(kernel::fs::file::flags::O_CLOEXEC)
             .map_err(|e| refuse!(e, "no file descriptor is left for the dma-buf"))?;
-        let made = Export::new(buffer, list, pinned, self.id)?;
+        let made = Export::new(buffer, list, pinned, self.id, counted)?;
         ask.fd = slot.reserved_fd() as i32;
         Ok(Descriptor {
             slot,
@@ -749,11 +751,13 @@ impl chrdev::Operations for File {
     fn open() -> Result<Arc<Self>> {
         let orchestrator = global::orchestrator()?;
         let for_file = orchestrator.clone();
+        let exports = ExportCount::new()?;
         let file = Arc::pin_init(
             pin_init!(Self {
                 id: for_file.file_id(),
                 orchestrator: for_file,
                 handles <- new_mutex!(Handles::new()),
+                exports,
                 rules <- new_mutex!(None),
                 last <- new_mutex!(Last {
                     told: None,

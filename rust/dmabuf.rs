@@ -19,6 +19,7 @@ use crate::{
         trace::{self, Road},
         uapi::{self, consts},
     },
+    handles::ExportSlot,
     orchestrator::Orchestrator,
     policy::Subject as _,
     provider::Provider,
@@ -87,6 +88,7 @@ pub(crate) struct Export {
     pinned: bool,
     /// The file that exported it.
     file: u64,
+    _counted: ExportSlot,
     owner: Owner,
     #[pin]
     link: Link,
@@ -125,7 +127,13 @@ impl Export {
     /// Exports ranges of a buffer.
     ///
     /// Errors: those of `P2PMEM_IOC_EXPORT_DMABUF` that concern the buffer and the ranges.
-    pub(crate) fn new(buffer: Arc<Buffer>, ranges: KVec<Range>, pinned: bool, file: u64) -> Answer<DmaBuf<Self>> {
+    pub(crate) fn new(
+        buffer: Arc<Buffer>,
+        ranges: KVec<Range>,
+        pinned: bool,
+        file: u64,
+        counted: ExportSlot,
+    ) -> Answer<DmaBuf<Self>> {
         let provider = &buffer.provider;
         let size = check(&ranges, buffer.size)?;
         if pinned && !provider.pinned_exports() {
@@ -156,6 +164,7 @@ impl Export {
                 pieces,
                 pinned,
                 file,
+                _counted: counted,
                 owner: Owner::current(),
                 link <- Link::new(),
                 state <- new_mutex!(State {

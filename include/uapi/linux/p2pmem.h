@@ -450,7 +450,8 @@ struct p2pmem_range {
  * -E2BIG (more ranges than %P2PMEM_MAX_RANGES), -ENOENT (no such handle on this file, or no mapping of a buffer at an
  * address), -EXDEV (mappings of two buffers), -EACCES (a mapping that is read-only for good), -ENODEV (the buffer was
  * revoked), -EPERM (%P2PMEM_EXPORT_PINNED where the administrator does not allow it: configfs attribute
- * pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE, -ENOMEM.
+ * pinned_exports), -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE (no descriptor is left, or this
+ * file has 65,536 dma-bufs that are not released), -ENOMEM.
  */
 struct p2pmem_export {
 	__u64 ranges;
