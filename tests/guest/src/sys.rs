@@ -6,8 +6,10 @@
 //! which no program has memory.
 #![allow(unsafe_code)]
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -55,11 +57,29 @@ impl<T> Memory<'_, T> {
     }
 }
 
+thread_local! {
+    /// Whether this thread's calls go through the kernel's entry for 32-bit programs.
+    static BY_32_BIT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Does `work`, whose calls by way of structures go through the kernel's entry for 32-bit programs. Arrays have to be in
+/// memory that such a program could have: [`Low`].
+pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
+    let before = BY_32_BIT.replace(true);
+    let answer = work();
+    BY_32_BIT.set(before);
+    answer
+}
+
 fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
     assert!(
         abi::ioc_size(request) as usize <= size_of::<T>(),
         "the argument is smaller than the call says"
     );
+    if BY_32_BIT.get() {
+        // SAFETY: as below; the argument is copied to a place that is as large, and back.
+        return unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) };
+    }
     // SAFETY: the kernel touches as many bytes at the argument as the request's number says, which are there; pointers
     // in it were made by Memory::address.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), ptr::from_mut(argument)) }.into())
@@ -127,35 +147,97 @@ pub fn alloc_clients(fd: BorrowedFd<'_>, alloc: &mut abi::p2pmem_alloc, client: 
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
-/// Makes a call as a 32-bit program does, through `int 0x80`, which is the kernel's entry for such programs also where a
-/// 64-bit program uses it. The argument travels through memory below 4 GiB, and holds no pointers.
+/// Makes a call as a 32-bit program does, see [`by_32_bit`]. The argument holds no pointers.
 pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> Answer {
-    /// `ioctl` in the 32-bit table.
-    const IOCTL: u64 = 54;
     assert!(
         abi::ioc_size(request) as usize <= size_of_val(argument),
         "more than there is"
     );
-    // SAFETY: a new mapping, at an address of the kernel's choice.
-    let page = unsafe {
-        libc::mmap(
-            ptr::null_mut(),
-            4096,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT,
-            -1,
-            0,
-        )
-    };
-    if page == libc::MAP_FAILED {
-        return result(-1);
+    // SAFETY: the kernel touches as many bytes as the number says, which are there.
+    unsafe { int_0x80(fd, request, argument.as_mut_ptr().cast(), size_of_val(argument)) }
+}
+
+/// Elements in memory below 4 GiB, where 32-bit programs have all of theirs.
+#[derive(Debug)]
+pub struct Low<T: Copy> {
+    base: *mut T,
+    len: usize,
+}
+
+impl<T: Copy> Low<T> {
+    /// That many elements, each as `value`.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn new(len: usize, value: T) -> Result<Low<T>, i32> {
+        // SAFETY: a new mapping, at an address of the kernel's choice.
+        let base = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                (len * size_of::<T>()).max(1),
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_32BIT,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        let low: Low<T> = Low { base: base.cast(), len };
+        assert!(
+            (low.base as u64) + (len * size_of::<T>()) as u64 <= 1 << 32,
+            "not below 4 GiB"
+        );
+        for at in 0..len {
+            // SAFETY: within the mapping, which is aligned to a page.
+            unsafe { low.base.add(at).write(value) };
+        }
+        Ok(low)
     }
+}
+
+impl<T: Copy> Deref for Low<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: all elements were written, and the mapping is this value's alone.
+        unsafe { std::slice::from_raw_parts(self.base, self.len) }
+    }
+}
+
+impl<T: Copy> DerefMut for Low<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above.
+        unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
+    }
+}
+
+impl<T: Copy> Drop for Low<T> {
+    fn drop(&mut self) {
+        // SAFETY: only this value's own pages, which nobody uses any more.
+        unsafe { libc::munmap(self.base.cast(), (self.len * size_of::<T>()).max(1)) };
+    }
+}
+
+/// `ioctl` through `int 0x80`, which is the kernel's entry for 32-bit programs also where a 64-bit program uses it. The argument
+/// travels through memory below 4 GiB.
+///
+/// # Safety
+///
+/// `argument` must have `len` bytes, and at least as many as the number says. What the kernel reads and writes by pointers in it
+/// must be there.
+unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usize) -> Answer {
+    /// `ioctl` in the 32-bit table.
+    const IOCTL: u64 = 54;
+    let mut low = Low::new(len, 0u8)?;
     let mut answer = IOCTL;
-    // SAFETY: the argument fits into the page, which is ours alone. The kernel touches as many bytes of it as the number
-    // says. It keeps all registers but rax, and on some kernels r8 to r11; rbx, which inline assembly may not name, is
-    // exchanged before and after.
+    // SAFETY: both have that many bytes, and are not the same memory.
+    unsafe { ptr::copy_nonoverlapping(argument, low.as_mut_ptr(), len) };
+    // SAFETY: the kernel touches as many bytes of the argument as the number says, and what the caller promises. It keeps all
+    // registers but rax, and on some kernels r8 to r11; rbx, which inline assembly may not name, is exchanged before and after.
     unsafe {
-        ptr::copy_nonoverlapping(argument.as_ptr(), page.cast(), argument.len());
         std::arch::asm!(
             "xchg {fd}, rbx",
             "int 0x80",
@@ -163,19 +245,113 @@ pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> Ans
             fd = inout(reg) fd.as_raw_fd() as u64 => _,
             inout("rax") answer,
             in("rcx") u64::from(request),
-            in("rdx") page as u64,
+            in("rdx") low.as_mut_ptr() as u64,
             out("r8") _,
             out("r9") _,
             out("r10") _,
             out("r11") _,
         );
-        ptr::copy_nonoverlapping(page.cast(), argument.as_mut_ptr(), argument.len());
-        libc::munmap(page, 4096);
     }
+    // SAFETY: as above.
+    unsafe { ptr::copy_nonoverlapping(low.as_ptr(), argument, len) };
     match answer as i32 {
         0.. => Ok(()),
         error => Err(-error),
     }
+}
+
+/// A call with one array whose elements have the size that the caller states, besides clients.
+pub trait Elements {
+    /// The call.
+    const CALL: u32;
+    /// Sets the array's address, count and size of elements, and those of the clients; there are no other arrays then.
+    fn set(&mut self, elements: (u64, u32, u32), clients: (u64, u32, u32));
+}
+
+impl Elements for abi::p2pmem_list {
+    const CALL: u32 = abi::P2PMEM_IOC_LIST;
+    fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
+        (self.providers, self.count, self.provider_size) = elements;
+    }
+}
+
+impl Elements for abi::p2pmem_paths {
+    const CALL: u32 = abi::P2PMEM_IOC_PATHS;
+    fn set(&mut self, elements: (u64, u32, u32), clients: (u64, u32, u32)) {
+        (self.paths, self.nr_paths, self.path_size) = elements;
+        (self.clients, self.nr_clients, self.client_size) = clients;
+    }
+}
+
+impl Elements for abi::p2pmem_explain {
+    const CALL: u32 = abi::P2PMEM_IOC_EXPLAIN;
+    fn set(&mut self, elements: (u64, u32, u32), clients: (u64, u32, u32)) {
+        (self.verdicts, self.nr_verdicts, self.verdict_size) = elements;
+        (self.req.clients, self.req.nr_clients, self.req.client_size) = clients;
+        (self.text, self.text_len) = (0, 0);
+    }
+}
+
+impl Elements for abi::p2pmem_stripe {
+    const CALL: u32 = abi::P2PMEM_IOC_STRIPE;
+    fn set(&mut self, elements: (u64, u32, u32), clients: (u64, u32, u32)) {
+        (self.parts, self.nr_parts, self.part_size) = elements;
+        (self.req.clients, self.req.nr_clients, self.req.client_size) = clients;
+    }
+}
+
+impl Elements for abi::p2pmem_rules {
+    const CALL: u32 = abi::P2PMEM_IOC_RULES;
+    fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
+        (self.rules, self.count, self.rule_size) = elements;
+    }
+}
+
+impl Elements for abi::p2pmem_export {
+    const CALL: u32 = abi::P2PMEM_IOC_EXPORT_DMABUF;
+    fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
+        (self.ranges, self.nr_ranges, self.range_size) = elements;
+    }
+}
+
+/// Makes a call with `count` elements of `size` bytes each.
+pub fn with_elements<T: Elements>(
+    fd: BorrowedFd<'_>,
+    ask: &mut T,
+    clients: &mut [abi::p2pmem_pci_addr],
+    (size, count): (u32, u32),
+    elements: &mut [u8],
+) -> Answer {
+    assert!(
+        u64::from(size) * u64::from(count) <= elements.len() as u64,
+        "more than there is"
+    );
+    let known = size_of::<abi::p2pmem_pci_addr>() as u32;
+    let clients = (clients.as_mut_ptr() as u64, clients.len() as u32, known);
+    ask.set((elements.as_mut_ptr() as u64, count, size), clients);
+    raw(fd, T::CALL, ask)
+}
+
+/// `EXPORT_DMABUF` of ranges that are elements of a stated size.
+///
+/// # Errors
+///
+/// The errno.
+pub fn export_sized(fd: BorrowedFd<'_>, handle: u32, size: u32, ranges: &mut [u8]) -> Result<OwnedFd, i32> {
+    let mut ask = abi::p2pmem_export {
+        handle,
+        ..Default::default()
+    };
+    let count = ranges.len() as u32 / size.max(1);
+    with_elements(fd, &mut ask, &mut [], (size, count), ranges)?;
+    // SAFETY: the kernel made this descriptor for this call alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(ask.fd) })
+}
+
+/// The bytes of a rule, which has no padding.
+pub fn rule_bytes(rule: &abi::p2pmem_rule) -> [u8; size_of::<abi::p2pmem_rule>()] {
+    // SAFETY: the structure has as many bytes, none of them padding.
+    unsafe { std::mem::transmute_copy(rule) }
 }
 
 /// `read()` of events into memory that ends, for the kernel, after `writable` of the `room` bytes.

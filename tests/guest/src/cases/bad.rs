@@ -64,7 +64,7 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-const ROW: [u32; 9] = [
+const ROW: [u32; 12] = [
     abi::P2PMEM_IOC_INFO,
     abi::P2PMEM_IOC_LIST,
     abi::P2PMEM_IOC_PATHS,
@@ -74,6 +74,9 @@ const ROW: [u32; 9] = [
     abi::P2PMEM_IOC_EXPLAIN,
     abi::P2PMEM_IOC_STATS,
     abi::P2PMEM_IOC_EXPORT_DMABUF,
+    abi::P2PMEM_IOC_RULES,
+    abi::P2PMEM_IOC_IMPORT,
+    abi::P2PMEM_IOC_STRIPE,
 ];
 
 fn calls(_: &mut Bed) -> Result<()> {

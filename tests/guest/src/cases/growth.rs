@@ -2,7 +2,7 @@
 
 //! The ABI grows: programs older and newer than the module, told apart by the sizes they state, and 32-bit programs.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
@@ -150,7 +150,7 @@ fn sizes(bed: &mut Bed) -> Result<()> {
         let answer = sys::sized(fd, call, 0, &mut [0; 32]);
         expect(&format!("{name} without a structure"), answer, libc::EINVAL)?;
     }
-    Ok(())
+    element_sizes(bed, fd)
 }
 
 fn spare(_: &mut Bed) -> Result<()> {
@@ -175,10 +175,188 @@ fn spare(_: &mut Bed) -> Result<()> {
         ..Default::default()
     };
     let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut []));
-    expect("RULES with a reserved field in use", answer, libc::EINVAL)
+    expect("RULES with a reserved field in use", answer, libc::EINVAL)?;
+    let mut rule = own_denial();
+    rule.reserved = 1;
+    let mut rules = abi::p2pmem_rules {
+        count: 1,
+        ..Default::default()
+    };
+    let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut [rule]));
+    expect("a rule with a reserved field in use", answer, libc::EINVAL)?;
+    rules.flags = 1;
+    let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut [own_denial()]));
+    expect("RULES with a flag", answer, libc::EINVAL)?;
+    let stripe = |reserved, flags| {
+        let mut ask = abi::p2pmem_stripe {
+            req: striped(1),
+            nr_parts: 1,
+            reserved,
+            flags,
+            ..Default::default()
+        };
+        let parts = &mut [abi::p2pmem_part::default()];
+        let answer = sys::stripe(fd, &mut ask, Memory::Slice(&mut []), Memory::Slice(parts));
+        answer.and_then(|()| free(fd, parts[0].handle))
+    };
+    stripe(0, 0).map_err(errno).context("STRIPE")?;
+    expect("STRIPE with a reserved field in use", stripe(1, 0), libc::EINVAL)?;
+    expect("STRIPE with a flag", stripe(0, 1), libc::EINVAL)?;
+    let got = super::alloc(fd, 4096).map_err(errno)?;
+    let export = |reserved, flags| {
+        let mut ask = abi::p2pmem_export {
+            handle: got.handle,
+            nr_ranges: 1,
+            reserved,
+            flags,
+            ..Default::default()
+        };
+        let ranges = &mut [abi::p2pmem_range { offset: 0, size: 4096 }];
+        sys::export(fd, &mut ask, Memory::Slice(ranges))
+    };
+    let dma_buf = export(0, 0).map_err(errno).context("EXPORT_DMABUF")?;
+    expect("EXPORT_DMABUF with a reserved field in use", export(1, 0), libc::EINVAL)?;
+    expect("EXPORT_DMABUF with a flag", export(0, 4), libc::EINVAL)?;
+    for flags in [1, 1 << 31] {
+        let mut ask = abi::p2pmem_import {
+            fd: dma_buf.as_raw_fd(),
+            flags,
+            ..Default::default()
+        };
+        let answer = sys::plain(fd, abi::P2PMEM_IOC_IMPORT, &mut ask);
+        expect("IMPORT with a flag", answer, libc::EINVAL)?;
+        let mut ask = abi::p2pmem_free {
+            handle: got.handle,
+            flags,
+        };
+        let answer = sys::plain(fd, abi::P2PMEM_IOC_FREE, &mut ask);
+        expect("FREE with a flag", answer, libc::EINVAL)?;
+    }
+    free(fd, got.handle).map_err(errno)
 }
 
-fn compat(_: &mut Bed) -> Result<()> {
+/// A rule of a file's own that denies everything.
+fn own_denial() -> abi::p2pmem_rule {
+    let mut rule = abi::p2pmem_rule {
+        action: abi::P2PMEM_RULE_DENY,
+        ..Default::default()
+    };
+    rule.name[0] = b'd' as _;
+    rule
+}
+
+/// A request for a stripe of that many parts, a page each.
+fn striped(parts: u32) -> abi::p2pmem_request {
+    abi::p2pmem_request {
+        size: u64::from(parts) * 4096,
+        strategy: abi::P2PMEM_STRATEGY_STRIPE,
+        parts,
+        ..Default::default()
+    }
+}
+
+/// Elements of every array besides those of LIST and of clients: shorter and longer than the module's.
+fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
+    let mut clients = [bed.address("nvme0")?];
+    let provider = bed.provider("accel0")?.id;
+    // What the module writes is cut, or filled up with zeros; all begin with the provider, but a part, which begins with its handle.
+    let written = |name: &str, size: usize, known: usize, out: &[u8; 512], first: Option<u32>| -> Result<()> {
+        let begins = first.is_none_or(|first| out[..4] == first.to_ne_bytes());
+        ensure!(begins, "{name} of {size} bytes: {out:?}");
+        let filled = out.get(known..size).unwrap_or_default();
+        ensure!(filled.iter().all(|b| *b == 0), "{name} of {size} bytes: {out:?}");
+        ensure!(
+            out[size..].iter().all(|b| *b == 0xff),
+            "{name}: written beyond {size} bytes"
+        );
+        Ok(())
+    };
+    for size in [8u32, 16, 128, 256] {
+        let mut out = [0xff; 512];
+        let mut paths = abi::p2pmem_paths::default();
+        sys::with_elements(fd, &mut paths, &mut clients, (size, 1), &mut out).map_err(errno)?;
+        written(
+            "a path",
+            size as usize,
+            size_of::<abi::p2pmem_path>(),
+            &out,
+            Some(provider),
+        )?;
+        let mut out = [0xff; 512];
+        let mut explain = abi::p2pmem_explain {
+            req: request(4096).req,
+            ..Default::default()
+        };
+        sys::with_elements(fd, &mut explain, &mut clients, (size, 1), &mut out).map_err(errno)?;
+        written(
+            "a verdict",
+            size as usize,
+            size_of::<abi::p2pmem_verdict>(),
+            &out,
+            Some(provider),
+        )?;
+        let mut out = [0xff; 512];
+        let mut stripe = abi::p2pmem_stripe {
+            req: striped(1),
+            ..Default::default()
+        };
+        sys::with_elements(fd, &mut stripe, &mut clients, (size, 1), &mut out).map_err(errno)?;
+        written("a part", size as usize, size_of::<abi::p2pmem_part>(), &out, None)?;
+        let handle = u32::from_ne_bytes([out[0], out[1], out[2], out[3]]);
+        free(fd, handle).map_err(errno).context("the part")?;
+    }
+    // Of what it reads, the unknown has to be zero, and what is missing is.
+    let got = super::alloc(fd, 4096).map_err(errno)?;
+    let known = size_of::<abi::p2pmem_range>();
+    for (size, stray, code) in [(16, 0, 0), (64, 0, 0), (64, 1, libc::E2BIG), (8, 0, libc::EINVAL)] {
+        let mut range = [0u8; 64];
+        range[8..16].copy_from_slice(&4096u64.to_ne_bytes());
+        range[63] = stray;
+        let answer = sys::export_sized(fd, got.handle, size, &mut range[..size as usize]);
+        match code {
+            // A range of 8 bytes has no size.
+            0 => drop(
+                answer
+                    .map_err(errno)
+                    .with_context(|| format!("a range of {size} bytes"))?,
+            ),
+            code => expect(&format!("a range of {size} bytes, {known} known"), answer, code)?,
+        }
+    }
+    free(fd, got.handle).map_err(errno)?;
+    let rule = sys::rule_bytes(&own_denial());
+    let other = open()?;
+    // Without its quota it is the same rule; without its action it says nothing.
+    for (size, stray, code) in [
+        (72, 0, 0),
+        (200, 0, 0),
+        (200, 1, libc::E2BIG),
+        (64, 0, 0),
+        (48, 0, libc::EINVAL),
+    ] {
+        let mut bytes = [0u8; 200];
+        bytes[..rule.len()].copy_from_slice(&rule);
+        bytes[199] = stray;
+        let mut ask = abi::p2pmem_rules::default();
+        let answer = sys::with_elements(other.as_fd(), &mut ask, &mut [], (size, 1), &mut bytes);
+        match code {
+            0 => {
+                answer
+                    .map_err(errno)
+                    .with_context(|| format!("a rule of {size} bytes"))?;
+                expect(
+                    "ALLOC by its own denial",
+                    super::alloc(other.as_fd(), 4096),
+                    libc::EACCES,
+                )?;
+            }
+            code => expect(&format!("a rule of {size} bytes"), answer, code)?,
+        }
+    }
+    Ok(())
+}
+
+fn compat(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
     let mut info = [0u64; 32];
@@ -199,7 +377,94 @@ fn compat(_: &mut Bed) -> Result<()> {
         "FREE again",
         sys::compat(fd, abi::P2PMEM_IOC_FREE, &mut end),
         libc::ENOENT,
-    )
+    )?;
+    sys::by_32_bit(|| compat_arrays(bed, fd))
+}
+
+/// Calls with arrays, all of which are where a 32-bit program has its memory.
+fn compat_arrays(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
+    let low = errno;
+    let mut providers = sys::Low::new(4, abi::p2pmem_provider::default()).map_err(low)?;
+    let mut list = abi::p2pmem_list {
+        count: 4,
+        ..Default::default()
+    };
+    sys::list(fd, &mut list, Memory::Slice(&mut providers))
+        .map_err(errno)
+        .context("LIST")?;
+    ensure!(list.count >= 1 && providers[0].id != 0, "{list:?}");
+    let id = providers[0].id;
+    let mut clients = sys::Low::new(1, bed.address("nvme0")?).map_err(low)?;
+    let mut verdicts = sys::Low::new(4, abi::p2pmem_verdict::default()).map_err(low)?;
+    let mut text = sys::Low::new(512, 0xffu8).map_err(low)?;
+    let mut explain = abi::p2pmem_explain {
+        req: request(4096).req,
+        nr_verdicts: 4,
+        text_len: 512,
+        ..Default::default()
+    };
+    explain.req.nr_clients = 1;
+    let (ask, told, said) = (
+        Memory::Slice(&mut clients[..]),
+        Memory::Slice(&mut verdicts[..]),
+        Memory::Slice(&mut text[..]),
+    );
+    sys::explain(fd, &mut explain, ask, told, said)
+        .map_err(errno)
+        .context("EXPLAIN")?;
+    ensure!(
+        explain.chosen == id && verdicts[0].code == abi::P2PMEM_VERDICT_CHOSEN,
+        "{explain:?}"
+    );
+    let end = explain.text_len as usize;
+    ensure!(
+        end > 8 && text[end - 1] == 0 && text[end] == 0xff,
+        "{end} bytes of text"
+    );
+    let mut parts = sys::Low::new(2, abi::p2pmem_part::default()).map_err(low)?;
+    let mut stripe = abi::p2pmem_stripe {
+        req: striped(1),
+        nr_parts: 2,
+        ..Default::default()
+    };
+    stripe.req.nr_clients = 1;
+    let (near, into) = (Memory::Slice(&mut clients[..]), Memory::Slice(&mut parts[..]));
+    sys::stripe(fd, &mut stripe, near, into)
+        .map_err(errno)
+        .context("STRIPE")?;
+    ensure!(
+        stripe.nr_parts == 1 && parts[0].size == 4096 && parts[1].handle == 0,
+        "{stripe:?}"
+    );
+    let handle = parts[0].handle;
+    let mut ranges = sys::Low::new(1, abi::p2pmem_range { offset: 0, size: 4096 }).map_err(low)?;
+    let mut export = abi::p2pmem_export {
+        handle,
+        nr_ranges: 1,
+        ..Default::default()
+    };
+    let dma_buf = sys::export(fd, &mut export, Memory::Slice(&mut ranges))
+        .map_err(errno)
+        .context("EXPORT_DMABUF")?;
+    let mut import = abi::p2pmem_import {
+        fd: dma_buf.as_raw_fd(),
+        ..Default::default()
+    };
+    sys::plain(fd, abi::P2PMEM_IOC_IMPORT, &mut import)
+        .map_err(errno)
+        .context("IMPORT")?;
+    ensure!(import.size == 4096 && import.provider == id, "{import:?}");
+    free(fd, import.handle).map_err(errno)?;
+    free(fd, handle).map_err(errno)?;
+    let mut rules = sys::Low::new(1, own_denial()).map_err(low)?;
+    let mut ask = abi::p2pmem_rules {
+        count: 1,
+        ..Default::default()
+    };
+    sys::rules(fd, &mut ask, Memory::Slice(&mut rules))
+        .map_err(errno)
+        .context("RULES")?;
+    expect("ALLOC by its own denial", super::alloc(fd, 4096), libc::EACCES)
 }
 
 fn rescan(bed: &mut Bed) -> Result<()> {
