@@ -21,6 +21,7 @@ use crate::patience::patiently;
 use crate::sys::{self, Memory};
 
 mod bad;
+mod boundary;
 mod bridges;
 mod broadcast;
 mod busy;
@@ -82,6 +83,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
     good::CASES
         .iter()
         .chain(bad::CASES)
+        .chain(boundary::CASES)
         .chain(growth::CASES)
         .chain(life::CASES)
         .chain(inflight::CASES)
@@ -128,6 +130,8 @@ pub enum Kernels<'a> {
     Debug(&'a str),
 }
 
+const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no soft-dirty bits (MEM_SOFT_DIRTY)");
+
 /// Those that do not run on both.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     (
@@ -139,6 +143,8 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
         "rdma-software",
         Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
     ),
+    ("soft-dirty", NO_SOFT_DIRTY),
+    ("pageless-soft-dirty", NO_SOFT_DIRTY),
     (
         "dmabuf-leak",
         Kernels::Stock(
@@ -191,6 +197,9 @@ pub fn run(name: &str) -> Result<()> {
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
+    }
+    if name == boundary::PART {
+        return boundary::part(arguments);
     }
     if name == share::PART {
         return share::part(arguments);

@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Claims of the threat model that no other case tries to break: configfs is root's, offsets are never used twice, a fork does not
+//! leave a quota, bus addresses are for administrators, and asking changes nothing.
+
+use std::collections::BTreeMap;
+use std::fs::{self, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use p2pmem_sys as abi;
+
+use super::dmabuf::stats;
+use super::life::{Part, ready};
+use super::rules::{ALICE, AdminRule, MIB, alloc_as, counted};
+use super::{Bed, Case, PROVIDERS, alloc, buffer, errno, expect, explain, free, open, providers, request};
+use crate::patience::amount;
+use crate::sys::{self, Mapping, Memory};
+
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "configfs-users",
+        about: "only root makes, changes and removes providers and rules",
+        topology: "small",
+        ruins: false,
+        run: configfs_users,
+    },
+    Case {
+        name: "offsets-once",
+        about: "no offset of a mapping is ever handed out twice, on whichever file",
+        topology: "small",
+        ruins: false,
+        run: offsets_once,
+    },
+    Case {
+        name: "quota-fork",
+        about: "a child that keeps a mapping keeps it charged, however its parent ends",
+        topology: "small",
+        ruins: false,
+        run: quota_fork,
+    },
+    Case {
+        name: "bus-address",
+        about: "only CAP_SYS_ADMIN sees the bus address of a buffer",
+        topology: "small",
+        ruins: false,
+        run: bus_address,
+    },
+    Case {
+        name: "rules-direct-io",
+        about: "a rule that denies a drive does not keep a program from O_DIRECT to it",
+        topology: "small",
+        ruins: false,
+        run: direct_io,
+    },
+    Case {
+        name: "list-keeps-cleared",
+        about: "memory that is cleared stays so when somebody lists providers and explains decisions",
+        topology: "small",
+        ruins: false,
+        run: list_keeps_cleared,
+    },
+];
+
+/// The part of these tests that is a process of its own: a socket's path.
+pub(super) const PART: &str = "fork-with-mapping";
+
+const RULES: &str = "/sys/kernel/config/p2pmem/rules";
+
+/// Fails unless a file operation was refused for want of permission.
+fn denied<T>(what: &str, answer: std::io::Result<T>) -> Result<()> {
+    match answer {
+        Ok(_) => bail!("{what} succeeded"),
+        Err(e) => expect(what, Err::<(), _>(e.raw_os_error().unwrap_or(0)), libc::EACCES),
+    }
+}
+
+/// What nobody but root may do in configfs.
+pub(super) fn configfs_is_roots(provider: &Path, rule: &Path) -> Result<()> {
+    denied(
+        "mkdir of a provider",
+        fs::create_dir(Path::new(PROVIDERS).join("0000:00:00.0")),
+    )?;
+    denied("mkdir of a rule", fs::create_dir(Path::new(RULES).join("99-mine")))?;
+    denied("ending a provider", fs::write(provider.join("enable"), "0"))?;
+    denied("a provider's settings", fs::write(provider.join("pinned_exports"), "1"))?;
+    denied("ending a rule", fs::write(rule.join("enable"), "0"))?;
+    denied("changing a rule", fs::write(rule.join("action"), "allow"))?;
+    denied("rmdir of a rule", fs::remove_dir(rule))?;
+    denied("rmdir of a provider", fs::remove_dir(provider))
+}
+
+fn configfs_users(bed: &mut Bed) -> Result<()> {
+    let _rule = AdminRule::new("10-deny", &[("action", "deny")])?;
+    let (provider, rule) = (bed.provider_dir("accel0")?, Path::new(RULES).join("10-deny"));
+    sys::as_user(1000, 1000, &[], || configfs_is_roots(&provider, &rule)).map_err(errno)??;
+    let file = open()?;
+    expect("ALLOC after that", alloc(file.as_fd(), 4096), libc::EACCES)
+}
+
+fn offsets_once(bed: &mut Bed) -> Result<()> {
+    let before = bed.settled()?;
+    let files = [open()?, open()?];
+    let mut used: BTreeMap<u64, u64> = BTreeMap::new();
+    for n in 0..amount(4_000) {
+        let fd = files[n as usize % 2].as_fd();
+        let size = 4096 * (1 + u64::from(n) % 5);
+        let got = alloc(fd, size).map_err(errno)?;
+        let (from, to) = (got.mmap_offset, got.mmap_offset + size);
+        ensure!(from != 0, "offset 0 is that of new buffers");
+        let taken = used.range(..to).next_back().is_some_and(|(_, &end)| end > from);
+        ensure!(!taken, "offsets {from:#x} to {to:#x} were handed out before");
+        used.insert(from, to);
+        free(fd, got.handle).map_err(errno)?;
+    }
+    // What was handed out once leads nowhere any more.
+    for &from in used.keys().step_by(97) {
+        for file in &files {
+            expect(
+                "mmap of a freed offset",
+                Mapping::shared(file.as_fd(), from, 4096),
+                libc::EINVAL,
+            )?;
+        }
+    }
+    drop(files);
+    ensure!(bed.settled()? == before);
+    Ok(())
+}
+
+/// Allocates as ALICE, keeps a mapping alone, and forks; the child tells by the socket that it is there, and ends with it.
+pub(super) fn part(arguments: &[String]) -> Result<()> {
+    let path = arguments.first().context("a socket")?;
+    let file = open()?;
+    let got = alloc_as(file.as_fd(), ALICE, &[], MIB)?.map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), got.mmap_offset, MIB as usize).map_err(errno)?;
+    map.set(0, 7);
+    free(file.as_fd(), got.handle).map_err(errno)?;
+    drop(file);
+    let _child = sys::spawn_child(|| {
+        let ended = UnixStream::connect(path).and_then(|mut stream| stream.read(&mut [0]));
+        i32::from(ended.is_err() || map.get(0) != 7)
+    })?;
+    ready()
+}
+
+fn quota_fork(bed: &mut Bed) -> Result<()> {
+    let before = bed.settled()?;
+    let quota = AdminRule::new("50-each", &[("quota", "1M"), ("uid", &ALICE.to_string())])?;
+    let file = open()?;
+    let path = format!("/run/p2pmem/fork-{}.sock", std::process::id());
+    for killed in [false, true] {
+        let _ = fs::remove_file(&path);
+        let listener = UnixListener::bind(&path).with_context(|| path.clone())?;
+        let part = Part::start(PART, &[&path])?;
+        let child = listener.accept()?.0;
+        if killed {
+            part.kill()?;
+        } else {
+            part.finish()?;
+        }
+        ensure!(counted(&quota)? == MIB, "{}", quota.get("usage")?);
+        expect(
+            "more than the quota",
+            alloc_as(file.as_fd(), ALICE, &[], 4096)?,
+            libc::EDQUOT,
+        )?;
+        drop(child);
+        super::inflight::until("the child's mapping is gone", || Ok(counted(&quota)? == 0))?;
+    }
+    let _ = fs::remove_file(&path);
+    alloc_as(file.as_fd(), ALICE, &[], MIB)?.map_err(errno)?;
+    drop(file);
+    ensure!(bed.settled()? == before);
+    Ok(())
+}
+
+fn bus_address(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let got = alloc(fd, 4096).map_err(errno)?;
+    let seen = buffer(fd, got.handle).map_err(errno)?;
+    ensure!(seen.bus_addr != 0, "{seen:?}");
+    let user = sys::as_user(1000, 1000, &[], || buffer(fd, got.handle)).map_err(errno)?;
+    let user = user.map_err(errno)?;
+    let hidden = abi::p2pmem_buffer { bus_addr: 0, ..seen };
+    ensure!(
+        format!("{user:?}") == format!("{hidden:?}"),
+        "{user:?} instead of {hidden:?}"
+    );
+    Ok(())
+}
+
+fn direct_io(bed: &mut Bed) -> Result<()> {
+    let drive = bed.device("nvme0")?.bdf.clone();
+    let block = bed.block("nvme0")?;
+    let plain = OpenOptions::new().read(true).write(true).open(&block)?;
+    let data: Vec<u8> = (1..=512u64).flat_map(u64::to_ne_bytes).collect();
+    plain.write_all_at(&data, 0)?;
+    plain.sync_all()?;
+    let _rule = AdminRule::new("10-not-this", &[("client", &drive), ("action", "deny")])?;
+    let file = open()?;
+    let fd = file.as_fd();
+    let mut near = request(4096);
+    near.req.nr_clients = 1;
+    let answer = sys::alloc(fd, &mut near, Memory::Slice(&mut [bed.address("nvme0")?]));
+    expect("ALLOC near a client that is denied", answer, libc::EACCES)?;
+    let got = alloc(fd, 4096).map_err(errno)?;
+    let map = Mapping::shared(fd, got.mmap_offset, 4096).map_err(errno)?;
+    let direct = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&block)?;
+    ensure!(map.fill_from(&direct, 0, 0, 4096)? == 4096);
+    for at in 0..512 {
+        ensure!(map.get(8 * at) == at as u64 + 1, "{:#x} at {at}", map.get(8 * at));
+    }
+    Ok(())
+}
+
+fn list_keeps_cleared(bed: &mut Bed) -> Result<()> {
+    const SIZE: u64 = 2 << 20;
+    let file = open()?;
+    let fd = file.as_fd();
+    let id = bed.provider("accel0")?.id;
+    let take = || -> Result<()> {
+        let got = alloc(fd, SIZE).map_err(errno)?;
+        free(fd, got.handle).map_err(errno)?;
+        bed.settled().map(drop)
+    };
+    // All of the provider, so that none of it is dirty from before.
+    let size = bed.provider("accel0")?.largest;
+    let whole = alloc(fd, size).map_err(errno)?;
+    free(fd, whole.handle).map_err(errno)?;
+    bed.settled()?;
+    let start = stats(fd, id)?.scrubbed_bytes;
+    take()?;
+    let freed = stats(fd, id)?.scrubbed_bytes;
+    ensure!(freed == start + SIZE, "{} bytes were cleared", freed - start);
+    for _ in 0..16 {
+        providers(fd)?;
+        for size in [4096, SIZE, size] {
+            let ask = abi::p2pmem_explain {
+                req: request(size).req,
+                ..Default::default()
+            };
+            explain(fd, ask, &mut [])?;
+        }
+    }
+    let got = alloc(fd, SIZE).map_err(errno)?;
+    let now = stats(fd, id)?.scrubbed_bytes;
+    ensure!(now == freed, "{} bytes were cleared again", now - freed);
+    free(fd, got.handle).map_err(errno)
+}
