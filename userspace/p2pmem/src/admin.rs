@@ -634,7 +634,14 @@ mod tests {
         machine.log();
         machine.held.store(2, Relaxed);
         machine.admin.unpublish(ADDR, false).unwrap();
-        let steps = ["enable=0", "enable=0", "enable=0", "rmdir", "unbind=0000:03:00.0", "driver_override="];
+        let steps = [
+            "enable=0",
+            "enable=0",
+            "enable=0",
+            "rmdir",
+            "unbind=0000:03:00.0",
+            "driver_override=",
+        ];
         assert_eq!(machine.log(), steps);
     }
 

@@ -107,7 +107,10 @@ impl Owned {
 fn pool_is_clear(bed: &Bed) -> Result<()> {
     let pool = bed.device("accel0")?.sysfs().join("p2pmem");
     let published = read(&pool.join("published"))?;
-    ensure!(published == "0", "other drivers are offered what is in the pool: published is {published}");
+    ensure!(
+        published == "0",
+        "other drivers are offered what is in the pool: published is {published}"
+    );
     let available: usize = read(&pool.join("available"))?.parse()?;
     let file = File::options().read(true).write(true).open(pool.join("allocate"))?;
     let map = Mapping::shared(file.as_fd(), 0, available).map_err(errno)?;
