@@ -134,10 +134,6 @@ const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no 
 
 /// Those that do not run on both.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
-    (
-        "hostile-buffers",
-        Kernels::Stock("tens of thousands of buffers take a checking kernel minutes, and it is the number that counts"),
-    ),
     ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
     (
         "rdma-software",
@@ -220,7 +216,7 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
         return namespaces::part(arguments);
     }
     if name == hostile::PART {
-        return hostile::part();
+        return hostile::part(arguments);
     }
     if name == teardown::PART {
         return teardown::part(arguments);

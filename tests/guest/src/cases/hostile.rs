@@ -3,16 +3,23 @@
 //! What a program without privileges can do to others: to the administrator's rules, to the machine's memory, to the time that
 //! calls take.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
+use rustix::process::{Gid, Resource, Rlimit, Uid, setrlimit};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
-use super::dmabuf::exported_buffer;
+use super::dmabuf::{export, exported_buffer};
+use super::inflight::until;
 use super::life::{Part, ready};
+use super::rules::{ALICE, AdminRule};
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
 use crate::in_time;
@@ -22,14 +29,14 @@ use crate::sys::{self, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "hostile-buffers",
-        about: "33,000 buffers of one program do not keep rules from being put into force and ended",
+        about: "33,000 buffers of a user in a cgroup (a fourth on the debug kernel) keep no rule from being put into force and ended, and nobody who allocates from going on meanwhile",
         topology: "nic",
         ruins: false,
         run: many_buffers,
     },
     Case {
         name: "hostile-handles",
-        about: "a program that imports one buffer again and again is stopped, and its handles are charged to its cgroup",
+        about: "whatever a user's program makes many of is charged to its cgroup, and its handles have an end",
         topology: "small",
         ruins: false,
         run: many_handles,
@@ -44,32 +51,14 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// The part of these tests that is a process of its own.
-pub(super) const PART: &str = "import-until-refused";
+pub(super) const PART: &str = "make-many";
 
-const RULES: &str = "/sys/kernel/config/p2pmem/rules";
 /// Handles that one file has at most.
 const MOST: u32 = 1 << 16;
-
-/// A rule's directory, removed at the end.
-struct Rule(PathBuf);
-
-impl Rule {
-    fn new(name: &str) -> Result<Rule> {
-        let dir = Path::new(RULES).join(name);
-        fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
-        Ok(Rule(dir))
-    }
-
-    fn set(&self, attribute: &str, value: &str) -> Result<()> {
-        write(&self.0.join(attribute), value).with_context(|| read(&self.0.join("status")).unwrap_or_default())
-    }
-}
-
-impl Drop for Rule {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir(&self.0);
-    }
-}
+/// The memory of the cgroups of these tests: what their programs need, and no more by far than what they take of the kernel's.
+const MEMORY_MAX: &str = "128M";
+/// Rules in force beside those that a test is about, which are a few of the 256 that there can be.
+const OTHER_RULES: u32 = 250;
 
 /// Allocates one page; the errno of a refusal.
 fn page(fd: BorrowedFd<'_>) -> Result<(), i32> {
@@ -77,77 +66,213 @@ fn page(fd: BorrowedFd<'_>) -> Result<(), i32> {
     sys::alloc(fd, &mut ask, Memory::Slice(&mut []))
 }
 
-fn many_buffers(bed: &mut Bed) -> Result<()> {
-    /// One more than fit into the largest allocation of the kernel's, when each took 128 bytes of one.
-    const MANY: u32 = 33_000;
-    bed.settled()?;
-    let file = open()?;
-    for _ in 0..MANY {
-        page(file.as_fd()).map_err(errno)?;
-    }
-    let (denial, quota) = (Rule::new("10-deny")?, Rule::new("50-each")?);
-    denial.set("action", "deny")?;
-    denial.set("enable", "1")?;
-    expect("an allocation that a rule denies", page(file.as_fd()), libc::EACCES)?;
-    denial.set("enable", "0")?;
-    page(file.as_fd()).map_err(errno).context("after the rule ended")?;
-    quota.set("quota", "1M")?;
-    quota.set("enable", "1")?;
-    let used = read(&quota.0.join("usage"))?;
-    ensure!(
-        used.contains(&format!("uid 0 {}", u64::from(MANY + 1) * 4096)),
-        "the rule does not know of the buffers that were there: {used:?}"
-    );
-    expect("an allocation above the quota", page(file.as_fd()), libc::EDQUOT)?;
-    quota.set("enable", "0")?;
-    page(file.as_fd()).map_err(errno).context("after the quota ended")
+/// A rule that is for somebody else than who allocates here, and limits him.
+fn elsewhere(number: u32) -> Result<AdminRule> {
+    let uid = (60_000 + number).to_string();
+    AdminRule::new(
+        &format!("{:02}-other{number}", 60 + number % 40),
+        &[("uid", &uid), ("quota", "1G")],
+    )
 }
 
-/// Imports one buffer as often as one file may, where that is not too long until one more is refused, in its own cgroup.
-pub(super) fn part() -> Result<()> {
-    ready()?;
+fn many_buffers(bed: &mut Bed) -> Result<()> {
+    /// On a kernel that is no slower than others, one more than fit into the largest allocation of the kernel's, when each took
+    /// 128 bytes of one.
+    const MANY: u32 = 33_000;
+    /// The most that who allocates may wait for a change of the rules, as a part of the time in which the buffers were made.
+    const MOST_OF_MAKING: f64 = 0.5;
+    bed.settled()?;
+    let others = (0..OTHER_RULES).map(elsewhere).collect::<Result<Vec<_>>>()?;
+    let many = amount(MANY);
+    let group = Group::new("p2pmem-test")?;
+    group.set("memory.max", MEMORY_MAX)?;
+    let part = Part::start(PART, &["buffers", &many.to_string()])?;
+    group.set("cgroup.procs", &part.id().to_string())?;
+    let began = Instant::now();
+    let mut part = part.go_on()?;
+    part.await_ready()?;
+    let made = began.elapsed();
+    let uid = ALICE.to_string();
+    let denial = AdminRule::make("10-deny")?;
+    denial.set("uid", &uid)?;
+    denial.set("action", "deny")?;
+    // Somebody else, whose allocations wait for each change of the rules.
+    let stop = AtomicBool::new(false);
+    let longest = thread::scope(|scope| -> Result<Duration> {
+        let bystander = scope.spawn(|| -> Result<Duration> {
+            let file = open()?;
+            let mut longest = Duration::ZERO;
+            while !stop.load(Ordering::Relaxed) {
+                let began = Instant::now();
+                let got = alloc(file.as_fd(), 4096).map_err(errno)?;
+                longest = longest.max(began.elapsed());
+                free(file.as_fd(), got.handle).map_err(errno)?;
+            }
+            Ok(longest)
+        });
+        let changed = (|| {
+            for _ in 0..3 {
+                denial.set("enable", "1")?;
+                denial.set("enable", "0")?;
+            }
+            denial.set("enable", "1")
+        })();
+        stop.store(true, Ordering::Relaxed);
+        let longest = bystander.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+        changed?;
+        longest
+    })?;
+    let share = longest.as_secs_f64() / made.as_secs_f64();
+    println!(
+        "{many} buffers were made in {made:?}; with {} rules somebody else waited for {longest:?} at most, {share:.3} of that",
+        others.len() + 1
+    );
+    // The rule is in force, whoever has how many buffers, and can be ended.
+    let file = open()?;
+    let page = || sys::as_user(ALICE, ALICE, &[], || alloc(file.as_fd(), 4096).map(|got| got.handle)).map_err(errno);
+    expect("an allocation that a rule denies", page()?.map(|_| ()), libc::EACCES)?;
+    denial.set("enable", "0")?;
+    let one = page()?.map_err(errno).context("after the rule ended")?;
+    // One of the part's is the one that is for imports, and one was made above.
+    let quota = AdminRule::new("50-each", &[("uid", &uid), ("quota", "1M")])?;
+    let used = quota.get("usage")?;
+    ensure!(
+        used.contains(&format!("uid {ALICE} {}", u64::from(many + 2) * 4096)),
+        "the rule does not know of the buffers that were there: {used:?}"
+    );
+    expect("an allocation above the quota", page()?.map(|_| ()), libc::EDQUOT)?;
+    drop(quota);
+    let two = page()?.map_err(errno).context("after the quota ended")?;
+    for handle in [one, two] {
+        free(file.as_fd(), handle).map_err(errno)?;
+    }
+    part.finish()?;
+    in_time!(
+        share < MOST_OF_MAKING,
+        "who allocated waited for a change of the rules for {share:.2} of the time in which the buffers were made"
+    );
+    Ok(())
+}
+
+/// What a program without privileges can make many of, and what one of a kind takes of the kernel's memory at least, bytes: less
+/// than it takes today, and more than nothing.
+const KINDS: [(&str, u32, u64); 5] = [
+    ("imports", MOST, 128),
+    ("buffers", 4_000, 512),
+    ("dma-bufs", 4_000, 512),
+    ("files", 1_000, 1024),
+    ("rules", 500, 32 * 64),
+];
+
+/// In its own cgroup, as a user without privileges: makes so many of a kind, and keeps them until it is told to end.
+pub(super) fn part(arguments: &[String]) -> Result<()> {
+    let argument = |at: usize| arguments.get(at).context("an argument is missing");
+    let (kind, many) = (argument(0)?.as_str(), argument(1)?.parse::<u32>()?);
+    let limit = Some(u64::from(2 * MOST));
+    setrlimit(
+        Resource::Nofile,
+        Rlimit {
+            current: limit,
+            maximum: limit,
+        },
+    )?;
+    // Who may open the device is the administrator's business.
     let (owner, other) = (open()?, open()?);
+    let directory = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_PATH)
+        .open(super::NODE)?;
+    let again = || -> Result<File> {
+        // By the descriptor: the user himself may not open the node.
+        Ok(File::options()
+            .read(true)
+            .write(true)
+            .open(format!("/proc/self/fd/{}", directory.as_raw_fd()))?)
+    };
+    let privileged = matches!(kind, "files" | "rules");
+    ready()?;
+    if !privileged {
+        let (uid, gid) = (Uid::from_raw(ALICE), Gid::from_raw(ALICE));
+        set_thread_groups(&[])?;
+        set_thread_res_gid(gid, gid, gid)?;
+        set_thread_res_uid(uid, uid, uid)?;
+    }
     let (first, dma_buf) = exported_buffer(owner.as_fd(), 4096, 0)?;
-    let many = amount(MOST);
+    let (mut files, mut dma_bufs) = (Vec::new(), Vec::new());
     for made in 0..many {
-        import(other.as_fd(), dma_buf.as_raw_fd())
-            .map_err(errno)
-            .with_context(|| format!("after {made} handles"))?;
+        let done = match kind {
+            "imports" => import(other.as_fd(), dma_buf.as_raw_fd()).map(|_| ()),
+            "buffers" => page(other.as_fd()),
+            "dma-bufs" => export(owner.as_fd(), first.handle, 0, &[(0, 4096)]).map(|made| dma_bufs.push(made)),
+            _ => {
+                files.push(again()?);
+                match files.last() {
+                    Some(file) if kind == "rules" => own_rules(file.as_fd()),
+                    _ => Ok(()),
+                }
+            }
+        };
+        done.map_err(errno).with_context(|| format!("after {made} {kind}"))?;
     }
-    if many == MOST {
-        expect(
-            "one handle more",
-            import(other.as_fd(), dma_buf.as_raw_fd()),
-            libc::EMFILE,
-        )?;
-        let (explain, _, text) = super::explain_last(other.as_fd())?;
-        ensure!(
-            explain.error == libc::EMFILE as u32 && text.contains("handles"),
-            "{text:?}"
-        );
+    if kind == "imports" {
+        if many == MOST {
+            expect(
+                "one handle more",
+                import(other.as_fd(), dma_buf.as_raw_fd()).map(|_| ()),
+                libc::EMFILE,
+            )?;
+            let (explain, _, text) = super::explain_last(other.as_fd())?;
+            ensure!(
+                explain.error == libc::EMFILE as u32 && text.contains("handles"),
+                "{text:?}"
+            );
+        }
+        // The others of the process are not concerned.
+        alloc(owner.as_fd(), 4096).map_err(errno)?;
+        free(owner.as_fd(), first.handle).map_err(errno)?;
     }
-    // The others of the process are not concerned.
-    alloc(owner.as_fd(), 4096).map_err(errno)?;
-    free(owner.as_fd(), first.handle).map_err(errno)?;
     ready()
+}
+
+/// Gives a file as many rules of its own as it may have.
+fn own_rules(fd: BorrowedFd<'_>) -> Result<(), i32> {
+    let mut rules = [abi::p2pmem_rule::default(); abi::P2PMEM_MAX_RULES as usize];
+    for (number, rule) in rules.iter_mut().enumerate() {
+        for (to, from) in rule.name.iter_mut().zip(format!("rule{number}").bytes()) {
+            *to = from as _;
+        }
+        rule.action = abi::P2PMEM_RULE_ALLOW;
+    }
+    let mut ask = abi::p2pmem_rules {
+        count: abi::P2PMEM_MAX_RULES,
+        ..Default::default()
+    };
+    sys::rules(fd, &mut ask, Memory::Slice(&mut rules))
 }
 
 fn many_handles(bed: &mut Bed) -> Result<()> {
     bed.settled()?;
-    let group = Group::new("p2pmem-test")?;
-    let part = Part::start(PART, &[])?;
-    group.set("cgroup.procs", &part.id().to_string())?;
-    let before = group.kernel()?;
-    let mut part = part.go_on()?;
-    part.await_ready()?;
-    let (many, mut charged) = (amount(MOST), 0);
-    // The kernel adds up in a while.
-    super::inflight::until("the handles are charged", || {
-        charged = group.kernel()?.saturating_sub(before);
-        Ok(charged >= u64::from(many) * 128)
-    })?;
-    println!("{many} handles: {charged} bytes charged");
-    part.finish()
+    for (kind, most, least) in KINDS {
+        let group = Group::new("p2pmem-test")?;
+        group.set("memory.max", MEMORY_MAX)?;
+        let many = amount(most);
+        let part = Part::start(PART, &[kind, &many.to_string()])?;
+        group.set("cgroup.procs", &part.id().to_string())?;
+        let before = group.kernel()?;
+        let mut part = part.go_on()?;
+        part.await_ready().with_context(|| kind.to_string())?;
+        let mut charged = 0;
+        // The kernel adds up in a while.
+        let what = format!("{many} {kind} are charged");
+        until(&what, || {
+            charged = group.kernel()?.saturating_sub(before);
+            Ok(charged >= u64::from(many) * least)
+        })
+        .with_context(|| format!("{many} {kind}: {charged} bytes charged"))?;
+        println!("{many} {kind}: {} bytes charged for each", charged / u64::from(many));
+        part.finish()?;
+    }
+    Ok(())
 }
 
 /// A cgroup of the test's own, with the memory controller.
@@ -177,8 +302,8 @@ impl Group {
     /// Bytes of the kernel's memory that are charged to it.
     fn kernel(&self) -> Result<u64> {
         let stat = self.get("memory.stat")?;
-        let line = stat.lines().find_map(|line| line.strip_prefix("slab "));
-        Ok(line.context("memory.stat has no slab")?.parse()?)
+        let line = stat.lines().find_map(|line| line.strip_prefix("kernel "));
+        Ok(line.context("memory.stat has no kernel")?.parse()?)
     }
 }
 
