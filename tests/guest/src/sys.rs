@@ -595,21 +595,6 @@ impl Mapping {
         Mapping::new(fd, offset, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
     }
 
-    /// Maps memory of the process's own.
-    ///
-    /// # Errors
-    ///
-    /// The errno.
-    pub fn anonymous(len: usize) -> Result<Mapping, i32> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: the kernel chooses an unused place.
-        let base = unsafe { libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
-        }
-        Ok(Mapping { base: base.cast(), len })
-    }
-
     /// The address at which it begins.
     pub fn address(&self) -> u64 {
         self.base as u64
