@@ -362,12 +362,13 @@ fn describe(outcome: &Outcome, vm: &Vm) -> String {
     text
 }
 
+/// The errors come first: the last lines of a run show the beginning of this alone.
 fn describe_outcome(outcome: &Outcome) -> String {
     let mut text = format!(
         "{:?}\n{}{}",
         outcome.status,
-        String::from_utf8_lossy(&outcome.stdout),
-        String::from_utf8_lossy(&outcome.stderr)
+        String::from_utf8_lossy(&outcome.stderr),
+        String::from_utf8_lossy(&outcome.stdout)
     );
     if !outcome.findings.is_empty() {
         text.push_str("bad lines in the kernel log:\n");
