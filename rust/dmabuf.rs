@@ -242,13 +242,12 @@ impl Export {
     /// in the log that names who holds on.
     pub(crate) fn await_idle(&self, patience: &mut Patience) {
         self.invalidate();
-        let mut waited = 0;
+        let mut wait = log::LoggedWait::new();
         while !self.is_idle() {
-            if worth_saying(waited) {
-                self.name_holders(waited);
+            if let Some(seconds) = wait.due() {
+                self.name_holders(seconds);
             }
             self.idle.wait(1_000);
-            waited += 1;
         }
         // Without a mapping nobody can use the memory; a fence that is left is one that a program put there, or of an
         // importer that is slow to tell that it is done.
@@ -512,12 +511,6 @@ impl Exporter for Export {
             this.buffer.end_export(this.id);
         }
     }
-}
-
-/// Whether waiting for somebody to let go is worth a line in the log after so many seconds.
-pub(crate) fn worth_saying(waited: u64) -> bool {
-    const SAY: [u64; 3] = [1, 10, 60];
-    SAY.contains(&waited) || waited > 0 && waited % 300 == 0
 }
 
 /// Whether rules let a device reach a buffer, which was not necessarily allocated for it. What is no PCI function is no client

@@ -40,6 +40,12 @@ impl LoggedWait {
         now_ns().saturating_sub(self.began) / 1_000_000_000
     }
 
+    /// The seconds since it began, if they are worth a line now.
+    pub(crate) fn due(&mut self) -> Option<u64> {
+        let seconds = self.seconds();
+        self.is_due(seconds).then_some(seconds)
+    }
+
     /// Whether it is worth a line after so many seconds: once for each moment, however late somebody looks.
     pub(crate) fn is_due(&mut self, seconds: u64) -> bool {
         let before = core::mem::replace(&mut self.told, seconds);

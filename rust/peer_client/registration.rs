@@ -12,7 +12,7 @@ use crate::{
     ext::{
         completion::Completion,
         dma_buf::{DeviceName, Piece},
-        log::Owner,
+        log::{LoggedWait, Owner},
         peer_mem::{Adapter, Asked, ModuleRef, Slot},
         trace::{self, Road},
         uapi,
@@ -286,9 +286,9 @@ impl Registration {
     /// Second part: waits until no adapter can reach the memory, without a limit, as it cannot be anybody else's before,
     /// but with a line in the log that names who holds on.
     pub(crate) fn await_idle(&self) {
-        let mut waited = 0;
+        let mut wait = LoggedWait::new();
         while self.place.is_mapped() {
-            if dmabuf::worth_saying(waited) {
+            if let Some(seconds) = wait.due() {
                 pr_warn!(
                     "{}: waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s\n",
                     self.buffer().provider.addr,
@@ -296,11 +296,10 @@ impl Registration {
                     self.asked.size,
                     self.asked.address,
                     self.state.lock().adapter,
-                    waited
+                    seconds
                 );
             }
             self.idle.wait(1_000);
-            waited += 1;
         }
     }
 

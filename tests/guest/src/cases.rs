@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::devices::{self, Device, Devices};
 use crate::in_time;
@@ -348,6 +349,16 @@ impl Bed {
 /// Whether memory of a provider that was in use is being cleared: how much is free still changes.
 pub fn is_clearing(provider: &abi::p2pmem_provider) -> bool {
     provider.flags & abi::P2PMEM_PROVIDER_CLEARING != 0
+}
+
+/// Lets this process, and the children it makes, have so many files open.
+fn may_open(files: u32) -> Result<()> {
+    let files = Some(u64::from(files));
+    let limit = Rlimit {
+        current: files,
+        maximum: files,
+    };
+    setrlimit(Resource::Nofile, limit).context("the limit of open files")
 }
 
 /// Opens the device node.

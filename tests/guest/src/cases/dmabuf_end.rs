@@ -16,7 +16,7 @@ use p2pmem_sys as abi;
 use super::busy::{Busy, at_once, contended};
 use super::dmabuf::{GOOD, Importer, export, exported_buffer, listing};
 use super::life::{BOUND, Part, ready, timed_unbind};
-use super::{Bed, Case, alloc, buffer, command, errno, expect, free, open, read, write};
+use super::{Bed, Case, alloc, buffer, command, errno, expect, free, may_open, open, read, write};
 use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::{self, Mapping};
@@ -427,15 +427,7 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
 }
 
 fn many(bed: &mut Bed) -> Result<()> {
-    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-    let limit = getrlimit(Resource::Nofile);
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: Some(4096),
-            maximum: Some(limit.maximum.unwrap_or(4096).max(4096)),
-        },
-    )?;
+    may_open(4096)?;
     let file = open()?;
     let fd = file.as_fd();
     let mut all = Vec::new();
@@ -463,7 +455,6 @@ fn many(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")?;
     drop(all);
     drop(importers);
-    setrlimit(Resource::Nofile, limit)?;
     Ok(())
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
-use rustix::process::{Gid, Resource, Rlimit, Uid, setrlimit};
+use rustix::process::{Gid, Uid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
 use super::dmabuf::{export, exported_buffer};
@@ -20,7 +20,7 @@ use super::inflight::until;
 use super::life::{Part, ready};
 use super::rules::{ALICE, AdminRule};
 use super::share::import;
-use super::{Bed, Case, alloc, errno, expect, free, open, read, request, write};
+use super::{Bed, Case, alloc, errno, expect, free, may_open, open, read, request, write};
 use crate::in_time;
 use crate::patience::amount;
 use crate::sys::{self, Memory};
@@ -168,14 +168,7 @@ const KINDS: [(&str, u32, u64); 5] = [
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let argument = |at: usize| arguments.get(at).context("an argument is missing");
     let (kind, many) = (argument(0)?.as_str(), argument(1)?.parse::<u32>()?);
-    let limit = Some(u64::from(2 * MOST));
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: limit,
-            maximum: limit,
-        },
-    )?;
+    may_open(2 * MOST)?;
     // Who may open the device is the administrator's business.
     let (owner, other) = (open()?, open()?);
     let privileged = matches!(kind, "files" | "rules");

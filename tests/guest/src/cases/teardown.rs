@@ -14,14 +14,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use p2pmem::Access;
 use p2pmem_sys as abi;
-use rustix::process::{Resource, Rlimit, setrlimit};
 
 use super::dmabuf::export;
 use super::inflight::{busy, dmesg, slow_drive, until};
 use super::life::{Part, ready};
 use super::rdma_user::Wire;
 use super::share::import;
-use super::{Bed, Case, alloc, errno, expect, free, is_clearing, open, read, request, write};
+use super::{Bed, Case, alloc, errno, expect, free, is_clearing, may_open, open, read, request, write};
 use crate::in_time;
 use crate::patience::{amount, is_quick, patiently, rounds};
 use crate::sys::{self, Mapping, Memory};
@@ -623,14 +622,7 @@ struct RevokeMs {
 
 fn unbind_scale(bed: &mut Bed) -> Result<()> {
     let (registrations, buffers, files) = (amount(REGISTRATIONS), amount(BUFFERS), amount(FILES));
-    let limit = Some(8 * u64::from(FILES));
-    setrlimit(
-        Resource::Nofile,
-        Rlimit {
-            current: limit,
-            maximum: limit,
-        },
-    )?;
+    may_open(8 * FILES)?;
     let mut took = Vec::new();
     for _ in 0..rounds(2) {
         bed.publish("accel0")?;
