@@ -503,12 +503,16 @@ impl Provider {
                 // Nothing had been taken.
                 inner.outstanding -= 1;
             } else {
-                // What was taken went back as it was.
+                // What was taken went back as it was. Another driver's pool does without being cleared: nobody had it.
                 inner.let_go();
-                inner.unscrubbed = true;
+                inner.unscrubbed |= matches!(inner.source, Some(Source::Own { .. }));
             }
+            let scrub = inner.unscrubbed;
             drop(inner);
             self.settled.notify_all();
+            if scrub {
+                global::run_later();
+            }
         }
         memory
     }
@@ -632,7 +636,10 @@ impl Provider {
 
     /// Has memory that came back cleared.
     pub(crate) fn send_janitor(self: &Arc<Self>) {
-        if !self.inner.lock().dirty.is_empty() {
+        let inner = self.inner.lock();
+        let work = !inner.dirty.is_empty() || inner.unscrubbed;
+        drop(inner);
+        if work {
             global::enqueue(self.clone());
         }
     }

@@ -19,7 +19,7 @@ use super::peer::{Held, Row, await_rows, counted, nic};
 use super::publisher::Publisher;
 use super::rules::AdminRule;
 use super::share::import;
-use super::{Bed, Case, alloc, errno, free, open, request, write};
+use super::{Bed, Case, alloc, errno, free, is_clearing, open, request, write};
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -78,6 +78,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "demo",
         ruins: false,
         run: stripes,
+    },
+    Case {
+        name: "allocation-failures-cleared",
+        about: "whichever allocation of ALLOC fails, what it took is cleared soon, in own and in adopted providers",
+        topology: "demo",
+        ruins: false,
+        run: cleared,
     },
     Case {
         name: "allocation-failures-publisher",
@@ -722,6 +729,30 @@ fn stripes(bed: &mut Bed) -> Result<()> {
     }
     for name in ["accel1", "shm0"] {
         bed.unpublish(name)?;
+    }
+    Ok(())
+}
+
+fn cleared(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    arm()?;
+    for name in ["accel0", "nvme1"] {
+        let mut ask = request(MIB);
+        ask.req.provider = bed.provider(name)?.id;
+        let swept = sweep_checked(
+            MANY,
+            &format!("ALLOC in {name}"),
+            &[],
+            || Ok(()),
+            |()| sys::alloc(fd, &mut ask, Memory::Slice(&mut [])).map(|()| ask.handle),
+            |answer, _| {
+                // A buffer that is freed would have all that is left cleared too.
+                until("nothing waits to be cleared", || Ok(!is_clearing(&bed.provider(name)?)))?;
+                answer.map_or(Ok(()), |handle| free(fd, handle).map_err(errno))
+            },
+        )?;
+        ensure!(swept.failures > 0, "no allocation failed");
     }
     Ok(())
 }
