@@ -17,10 +17,11 @@ use crate::trace;
 use p2pmem_guest::wire::PORT_NAME;
 
 /// Options for every boot: no mitigations and no self-tests, because every emulated instruction costs; the log and the
-/// console as the runner needs them; an end at a panic.
+/// console as the runner needs them; an end at a panic; two minutes until a processor counts as locked up, as a busy host may
+/// not run one for a while.
 const CMDLINE: &str = "console=ttyS0 loglevel=4 root=rootfs rootfstype=virtiofs ro mitigations=off nokaslr \
     cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1 \
-    init_on_alloc=1";
+    watchdog_thresh=60 init_on_alloc=1";
 /// And for a kernel that looks for leaks: what a slab cache's sheaves once held stays in their memory, in which kmemleak
 /// takes it for references. A cache that checks its objects has no sheaves.
 const CHECKS: &str = "slab_debug=F";

@@ -95,6 +95,7 @@ impl Port {
 
 fn run() -> Result<()> {
     mount_all()?;
+    stop_deadline_servers()?;
     let file = open_port()?;
     let mut from = BufReader::new(file.try_clone()?);
     let port = Port(Arc::new(Mutex::new(file)));
@@ -207,6 +208,22 @@ fn mount_all() -> Result<()> {
     put("debugfs", "/sys/kernel/debug", MountFlags::empty(), "")?;
     put("tracefs", "/sys/kernel/tracing", MountFlags::empty(), "")?;
     dir("/run/p2pmem")
+}
+
+/// Switches off the scheduler's deadline servers, which keep real-time tasks from starving others: there are none here. Where a
+/// busy host does not run a processor for a while, the timer of such a server can find itself queued already, of which the
+/// kernel warns (hrtimer_forward(), 7.2).
+fn stop_deadline_servers() -> Result<()> {
+    for server in ["fair_server", "ext_server"] {
+        let Ok(processors) = fs::read_dir(Path::new("/sys/kernel/debug/sched").join(server)) else {
+            continue;
+        };
+        for processor in processors {
+            let runtime = processor?.path().join("runtime");
+            fs::write(&runtime, "0").with_context(|| runtime.display().to_string())?;
+        }
+    }
+    Ok(())
 }
 
 /// Opens the virtio-serial port of the runner, found by its name.
