@@ -6,46 +6,46 @@
 //! will do DMA, and *buffers* in it are handed to user space through `/dev/p2pmem`. See Documentation/design.
 
 use crate::{
-    chardev::File,
-    ext::{bus::Notifier, chrdev, configfs::Tree, driver, global, pci::Function, power, workqueue::OwnQueue},
-    orchestrator::{BusEvents, Orchestrator, PowerEvents},
-    provider::Leave,
+    admin::{
+        debugfs,
+        providers,
+        rules, //
+    },
+    alloc::orchestrator::Orchestrator,
+    ext::{
+        bus::Notifier,
+        chrdev,
+        configfs::Tree,
+        driver,
+        global,
+        power,
+        publisher,
+        workqueue::{
+            self,
+            OwnQueue, //
+        }, //
+    },
+    publish::events::{
+        BusEvents,
+        DriverEvents,
+        DriverMemory,
+        PowerEvents, //
+    },
+    share::peer_client,
+    uapi::file::File, //
 };
 use kernel::{pci, prelude::*, sync::Arc};
 
-mod buffer;
-mod chardev;
-mod config;
-mod config_rules;
-mod decision;
-mod dmabuf;
+mod admin;
+mod alloc;
 mod ext;
-mod handles;
-mod life;
-mod memory;
-mod orchestrator;
-mod own_rules;
-mod path;
-#[cfg_attr(not(p2pmem_peer), path = "peer_client/absent.rs")]
-mod peer_client;
-mod placement;
+mod mem;
 mod policy;
-mod provider;
 mod publish;
-mod quota;
-mod ranges;
-mod refusal;
-mod request;
-mod rule_text;
-mod rules;
-mod split;
-mod stats;
-mod stripe;
+mod share;
 mod sys;
 mod teardown;
-mod topology;
-mod views;
-mod walk;
+mod uapi;
 
 /// What `INFO` says of the module.
 const VERSION: &str = "0.1.0";
@@ -62,15 +62,15 @@ module! {
 /// providers leave, then what they were made of goes.
 #[pin_data]
 struct P2pmem {
-    peer_client: peer_client::Door,
+    peer_client: peer_client::ClientRegistration,
     #[pin]
-    stats: stats::Files,
+    debugfs: debugfs::Files,
     #[pin]
     chardev: chrdev::Registration<File>,
     #[pin]
-    configfs: Tree<config::Root, config_rules::RuleSet, config::Providers>,
+    configfs: Tree<providers::Root, rules::RuleSet, providers::Providers>,
     #[pin]
-    driver: kernel::driver::Registration<pci::Adapter<driver::Driver<Unbinding>>>,
+    driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
     retire: Retire,
     #[pin]
@@ -81,36 +81,27 @@ struct P2pmem {
     janitors: Janitors,
 }
 
-/// Own providers end when their device is unbound.
-struct Unbinding;
+/// The orchestrator as callbacks and drivers find it. All providers are removed when this is dropped.
+struct Retire {
+    orchestrator: Arc<Orchestrator>,
+    _drivers: publisher::Open,
+    _instance: global::Registered<Orchestrator>,
+}
 
-impl driver::Hooks for Unbinding {
-    fn unbinding(function: &Function) {
-        if let Ok(orchestrator) = global::orchestrator() {
-            orchestrator.remove(function, Leave::Unbind);
-            orchestrator.end_lost(function, false);
-        }
-    }
-
-    fn losing(function: &Function, why: &CStr, answers: bool) {
-        if let Ok(orchestrator) = global::orchestrator() {
-            orchestrator.lose(function, why, answers);
-        }
-    }
-
-    fn recovered(function: &Function) {
-        if let Ok(orchestrator) = global::orchestrator() {
-            orchestrator.end_lost(function, true);
-        }
+impl Retire {
+    fn new(orchestrator: Arc<Orchestrator>) -> Result<Self> {
+        let memory = Arc::new(DriverMemory(orchestrator.clone()), GFP_KERNEL)?;
+        Ok(Self {
+            _instance: global::Registered::new(orchestrator.clone())?,
+            _drivers: publisher::Open::new(memory),
+            orchestrator,
+        })
     }
 }
 
-struct Retire(Arc<Orchestrator>);
-
 impl Drop for Retire {
     fn drop(&mut self) {
-        self.0.shutdown();
-        global::set_orchestrator(None);
+        self.orchestrator.shutdown();
     }
 }
 
@@ -119,7 +110,7 @@ struct Janitors;
 impl Janitors {
     /// Sends the janitors to what came back.
     fn send() {
-        if let Ok(orchestrator) = global::orchestrator() {
+        if let Ok(orchestrator) = Orchestrator::get() {
             orchestrator.send_janitors();
         }
     }
@@ -127,32 +118,35 @@ impl Janitors {
 
 impl Drop for Janitors {
     fn drop(&mut self) {
-        global::set_queue(None);
+        workqueue::set_queue(None);
     }
 }
 
 impl kernel::InPlaceModule for P2pmem {
     fn init(module: &'static ThisModule) -> impl PinInit<Self, Error> {
         pin_init::pin_init_scope(move || {
-            global::init();
+            ext::init();
             let orchestrator = Orchestrator::new()?;
-            let (for_stats, last) = (orchestrator.clone(), orchestrator.clone());
+            let (for_debugfs, last) = (orchestrator.clone(), orchestrator.clone());
             let for_bus = Arc::new(BusEvents(orchestrator.clone()), GFP_KERNEL)?;
             let for_power = Arc::new(PowerEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
                 janitors: {
-                    global::set_queue(Some(OwnQueue::new(c"p2pmem", Janitors::send)?));
-                    global::set_orchestrator(Some(orchestrator.clone()));
+                    workqueue::set_queue(Some(OwnQueue::new(c"p2pmem", Janitors::send)?));
                     Janitors
                 },
                 notifier <- Notifier::new(for_bus),
                 power <- power::Notifier::new(for_power),
-                retire: Retire(last),
+                retire: Retire::new(last)?,
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
-                configfs <- Tree::new(config::subsystem(), config_rules::rules()?, config::providers()?),
+                configfs <- Tree::new(
+                    providers::subsystem(),
+                    rules::rules()?,
+                    providers::providers()?,
+                ),
                 chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
-                stats <- stats::files(for_stats),
-                peer_client: peer_client::open()?,
+                debugfs <- debugfs::files(for_debugfs),
+                peer_client: peer_client::register()?,
                 // Nothing fails from here on.
                 _: {
                     orchestrator.scan();

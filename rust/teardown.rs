@@ -7,25 +7,36 @@
 //! ([`Orchestrator::begin_retire`]): whoever waits for it can be killed, and configfs holds no lock meanwhile.
 
 use crate::{
-    buffer::{Buffer, State},
-    dmabuf::Patience,
-    ext::{
-        driver,
-        global,
-        log,
-        p2pdma,
-        pci::Function,
-        trace,
-        uapi::consts, //
+    alloc::orchestrator::{
+        Orchestrator,
+        PAGE, //
     },
-    memory::Stack,
-    orchestrator::{Orchestrator, PAGE},
-    path::PciAddr,
-    provider::{Leave, Lost, Provider, Stopped},
-    refusal::{refuse, Answer, Text},
+    ext::{
+        abi::consts,
+        log,
+        pci::Function,
+        refusal::Text,
+        trace,
+        workqueue, //
+    },
+    mem::{
+        buffer::{
+            Buffer,
+            Lost,
+            Provider,
+            State, //
+        },
+        memory::Stack,
+        provider::{
+            Leave,
+            Stopped, //
+        },
+        traits::RevokeDeadline, //
+    }, //
 };
 use kernel::{
-    new_mutex, new_work,
+    new_mutex,
+    new_work,
     prelude::*,
     sync::{
         atomic::Relaxed,
@@ -33,7 +44,7 @@ use kernel::{
         Mutex, //
     },
     time::{delay::fsleep, Delta},
-    workqueue::{impl_has_work, Work, WorkItem},
+    workqueue::{impl_has_work, Work, WorkItem}, //
 };
 
 /// How long the machine's sleep waits for a provider, ms.
@@ -79,25 +90,11 @@ impl RemovalWork {
 }
 
 impl Orchestrator {
-    /// Begins to take back what [`Self::publish`] made of a device. The result ends when that is done.
-    ///
-    /// Errors: `ENODEV` (the device is not bound to the module's driver any more), `ENOMEM` (nothing has changed).
-    pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
-        let function = driver::with_bound(addr, |device| {
-            let function = Function::of(device.device());
-            p2pdma::withdraw(device.device());
-            function
-        });
-        let function =
-            function.ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))?;
-        Ok(self.begin_retire(&function)?)
-    }
-
     /// Begins to remove the provider that a function is, if it is one, without waiting for anybody. Returns the provider, to
     /// wait for the end. When this returns it allocates nothing any more.
     ///
     /// Errors: `ENOMEM`: nothing has changed.
-    fn begin_retire(self: &Arc<Self>, function: &Function) -> Result<Option<Arc<Provider>>> {
+    pub(crate) fn begin_retire(self: &Arc<Self>, function: &Function) -> Result<Option<Arc<Provider>>> {
         let Some(provider) = self.find(function) else {
             return Ok(None);
         };
@@ -116,20 +113,11 @@ impl Orchestrator {
                 stopped,
                 leave: Leave::Retire,
             });
-            if !global::enqueue(work.clone()) {
+            if !workqueue::enqueue(work.clone()) {
                 work.finish();
             }
         }
         Ok(Some(provider))
-    }
-
-    /// Takes back what a driver registered, if that is a provider still. The device is bound to that driver. When this returns
-    /// the driver was told that it was revoked.
-    pub(crate) fn unregister(self: &Arc<Self>, function: &Function, id: u32) {
-        let provider = self.find(function).filter(|provider| provider.id == id);
-        if provider.is_some() {
-            self.remove(function, Leave::Retire);
-        }
     }
 
     /// Removes the provider that a function is, if it is one. When this returns nobody can reach its memory through
@@ -214,8 +202,8 @@ impl Orchestrator {
             self.space().unmap(buffer.page_offset, buffer.size / PAGE);
         }
         if held.by_devices {
-            buffer.for_each_export(|export| export.revoke());
-            buffer.for_each_registration(|registration| registration.revoke());
+            buffer.for_each_export(|export| export.clone().revoke());
+            buffer.for_each_registration(|registration| registration.clone().revoke());
         }
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.tell_revoked(buffer);
@@ -236,10 +224,10 @@ impl Orchestrator {
     }
 
     /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
-    fn finish_revoke(&self, buffer: &Arc<Buffer>, patience: &mut Patience) {
+    fn finish_revoke(&self, buffer: &Arc<Buffer>, deadline: &mut RevokeDeadline) {
         if buffer.status().0 == State::Revoking {
-            buffer.for_each_export(|export| export.await_idle(patience));
-            buffer.for_each_registration(|registration| registration.await_idle());
+            buffer.for_each_export(|export| export.await_idle(deadline));
+            buffer.for_each_registration(|registration| registration.await_idle(deadline));
             buffer.finish_revoke();
         }
     }
@@ -258,8 +246,8 @@ impl Removal {
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));
         // All were told to let go before anyone is waited for.
-        let mut patience = Patience::new();
-        provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut patience));
+        let mut deadline = RevokeDeadline::new();
+        provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut deadline));
         provider.await_hands();
         let mut returned = await_pins(&provider);
         if leave == Leave::Retire {

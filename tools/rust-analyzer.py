@@ -26,8 +26,8 @@ DIRECT = ["core", "kernel", "pin_init", "zerocopy", "zerocopy_derive"]
 TO_READ, TO_ANSWER = 900, 300
 # Files, names in them, and where their definitions are: in other crates of each of the projects.
 LEADS = [
-    ("rust/buffer.rs", "RBTree", "kernel/rbtree.rs"),
-    ("rust/ext/uapi.rs", "p2pmem_alloc", "bindings_generated.rs"),
+    ("rust/mem/buffer.rs", "RBTree", "kernel/rbtree.rs"),
+    ("rust/ext/abi.rs", "p2pmem_alloc", "bindings_generated.rs"),
     ("userspace/p2pmemctl/src/list.rs", "human_size", "userspace/p2pmem/src/"),
     ("tests/devices/src/bin/p2pmem-accel.rs", "Accel", "tests/devices/src/accel"),
 ]

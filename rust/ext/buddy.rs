@@ -8,8 +8,11 @@
 //! asks for in every decision, nor say which memory was cleared, which scrubbing between owners is built on.
 
 use crate::{
-    ext::{gauge::Gauge, task::is_killed},
-    sys,
+    ext::{
+        free_hint::Gauge,
+        task::is_killed, //
+    },
+    sys, //
 };
 use core::cell::Cell;
 use kernel::{
@@ -440,8 +443,11 @@ impl Drop for Extent {
 mod tests {
     use super::*;
     use crate::{
-        ext::gauge::Need,
-        placement::{Glance, Stock},
+        ext::free_hint::Need,
+        policy::placement::{
+            Glance,
+            Stock, //
+        }, //
     };
 
     const PAGE: u64 = PAGE_SIZE as u64;

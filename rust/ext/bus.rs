@@ -4,11 +4,11 @@
 //!
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
-use super::{
-    global::{initialised, POOLS},
+use crate::ext::{
+    global::initialised,
     p2pdma::Pool,
     pci::Function,
-    publisher,
+    publisher, //
 };
 use crate::sys;
 use kernel::{
@@ -49,6 +49,19 @@ pub(crate) struct Notifier<L: Listener> {
 unsafe impl<L: Listener> Send for Notifier<L> {}
 // SAFETY: All that is done through a shared reference is synchronised by the listener or by the core.
 unsafe impl<L: Listener> Sync for Notifier<L> {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
+}
+
+/// # Safety
+///
+/// Called once, before the static locks are said to be initialised.
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    unsafe { POOLS.init() };
+}
 
 /// The pool of a device, if its driver has published one. It is closed when that driver is unbound.
 ///

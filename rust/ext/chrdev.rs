@@ -8,9 +8,14 @@
 //! [`kernel::miscdevice`] sets no owner, so that unloading the module with a file open would free its code; it has no
 //! mode, no poll, and its areas have no operations.
 
-use super::{
+use crate::ext::{
     global,
-    vma::{step, AddressSpace, Mappable, NewArea}, //
+    vma::{
+        step,
+        AddressSpace,
+        Mappable,
+        NewArea, //
+    }, //
 };
 use crate::sys;
 use core::{cell::UnsafeCell, marker::PhantomData};

@@ -4,7 +4,10 @@
 //!
 //! C header: [`include/linux/cred.h`](srctree/include/linux/cred.h)
 
-use crate::{policy::Subject, sys};
+use crate::{
+    policy::rule::Subject,
+    sys, //
+};
 use core::ptr::NonNull;
 use kernel::{cred::Credential, sync::aref::ARef};
 

@@ -5,9 +5,12 @@
 //! C headers: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h),
 //! [`include/linux/dma-buf-mapping.h`](srctree/include/linux/dma-buf-mapping.h)
 
-use super::{
-    p2pdma::{self, Target},
-    pci::Function,
+use crate::ext::{
+    p2pdma::{
+        self,
+        Target, //
+    },
+    pci::Function, //
 };
 use crate::sys;
 use core::{

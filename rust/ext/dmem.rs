@@ -6,7 +6,10 @@
 //!
 //! C header: [`include/linux/cgroup_dmem.h`](srctree/include/linux/cgroup_dmem.h)
 
-use crate::{path::PciAddr, sys};
+use crate::{
+    policy::path::PciAddr,
+    sys, //
+};
 use core::ptr;
 use kernel::{
     error::{from_err_ptr, to_result},

@@ -2,15 +2,30 @@
 
 //! The PCI driver that providers of ours are bound to, by `driver_override` and by nothing else.
 
-use super::{
-    compat::{pci_device_table, IdInfo},
-    global::{forget_bound, initialised, BoundDevice, BOUND},
+use crate::ext::{
+    compat::{
+        pci_device_table,
+        IdInfo, //
+    },
+    global::{
+        self,
+        initialised, //
+    },
     p2pdma,
     pci::Function,
-    vma::{AddressSpace, Mappable},
-    window::{Window, Windows},
+    vma::{
+        AddressSpace,
+        Mappable, //
+    },
+    window::{
+        Window,
+        Windows, //
+    }, //
 };
-use crate::{path::PciAddr, sys};
+use crate::{
+    policy::path::PciAddr,
+    sys, //
+};
 use core::{marker::PhantomData, ptr};
 use kernel::{
     bindings,
@@ -35,6 +50,37 @@ pub(crate) trait Hooks: Send + Sync + 'static {
 
 /// The driver.
 pub(crate) struct Driver<H>(PhantomData<H>);
+
+/// A device that is bound to the driver, which of its BARs were claimed since (a bit for each), the one range of it that was
+/// given struct pages since (BAR, offset, size), and the windows of it.
+struct BoundDevice {
+    device: *mut bindings::pci_dev,
+    claimed: u32,
+    range: Option<(u32, u64, u64)>,
+    windows: Arc<Windows>,
+}
+
+// SAFETY: A PCI device is not bound to a thread.
+unsafe impl Send for BoundDevice {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
+}
+
+/// # Safety
+///
+/// Called once, before the static locks are said to be initialised.
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    unsafe { BOUND.init() };
+}
+
+/// Forgets a device that was bound to the driver.
+fn forget_bound(device: *mut bindings::pci_dev) {
+    initialised();
+    global::drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
+}
 
 /// What the driver core keeps of a bound device: its place in [`BOUND`], which ends with this at the latest.
 pub(crate) struct Data(BoundDevice);

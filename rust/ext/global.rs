@@ -1,148 +1,37 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What callbacks find that the kernel calls without a pointer of ours.
+//! State for kernel callbacks that carry no private data: whether the module is loaded, and the objects they work on.
+//!
+//! Each static lock stands in the file that uses it, and [`super::init`] initialises all of them.
 
-use super::{p2pdma::Pool, window::Windows, workqueue::OwnQueue};
-use crate::orchestrator::Orchestrator;
-use core::ptr;
+use core::{any::TypeId, ffi::c_void, marker::PhantomData, ptr::NonNull};
 use kernel::{
-    bindings,
     prelude::*,
     sync::{
-        atomic::{Acquire, AtomicFlag, Relaxed, Release},
+        atomic::{Acquire, AtomicFlag, Release},
         Arc,
     },
-    workqueue::RawWorkItem,
 };
 
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    unsafe(uninit) static ORCHESTRATOR: Mutex<Option<Arc<Orchestrator>>> = None;
-}
-
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    pub(super) unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
-}
-
-/// A device that is bound to our driver, which of its BARs were claimed since (a bit for each), the one range of it that was
-/// given struct pages since (BAR, offset, size), and the windows of it.
-pub(super) struct BoundDevice {
-    pub(super) device: *mut bindings::pci_dev,
-    pub(super) claimed: u32,
-    pub(super) range: Option<(u32, u64, u64)>,
-    pub(super) windows: Arc<Windows>,
-}
-
-// SAFETY: A PCI device is not bound to a thread.
-unsafe impl Send for BoundDevice {}
-
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    pub(super) unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
-}
-
-/// Forgets a device that was bound to our driver.
-pub(super) fn forget_bound(device: *mut bindings::pci_dev) {
-    initialised();
-    drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
-}
-
-/// Takes out of a list what `is_it` says. After the last one nothing of the list stays allocated: a static is not dropped
-/// when the module goes.
-fn drop_from<T>(list: &mut KVec<T>, is_it: impl Fn(&T) -> bool) {
-    list.retain(|entry| !is_it(entry));
-    if list.is_empty() {
-        *list = KVec::new();
-    }
-}
-
-/// A device that another driver is bound to and registered with us, and the range of it that was given struct pages then
-/// (BAR, offset, size).
-pub(super) struct PagedDevice {
-    pub(super) device: *mut bindings::pci_dev,
-    pub(super) range: Option<(u32, u64, u64)>,
-}
-
-// SAFETY: A PCI device is not bound to a thread.
-unsafe impl Send for PagedDevice {}
-
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    pub(super) unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
-}
-
-/// Forgets a device that another driver was bound to.
-pub(super) fn forget_paged(device: *mut bindings::pci_dev) {
-    initialised();
-    drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
-}
-
-#[cfg(p2pmem_peer)]
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    pub(super) unsafe(uninit) static PEER_CLIENT: Mutex<Option<Arc<super::peer_mem::Gate>>> = None;
-}
-
-/// Whether the locks of this file are initialised.
+/// Whether the static locks are initialised.
 static INITIALISED: AtomicFlag = AtomicFlag::new(false);
 
-/// Initialises the locks of this file. The first thing that the module does.
-pub(crate) fn init() {
-    static BEGUN: AtomicFlag = AtomicFlag::new(false);
-    if BEGUN.xchg(true, Relaxed) {
-        return;
-    }
-    // SAFETY: Called once, as `BEGUN` ensures, and before anything uses the locks, as `initialised()` ensures.
-    unsafe {
-        ORCHESTRATOR.init();
-        POOLS.init();
-        BOUND.init();
-        PAGED.init();
-        QUEUE.init();
-        #[cfg(p2pmem_peer)]
-        PEER_CLIENT.init();
-    }
+/// States that all static locks are initialised.
+pub(super) fn set_initialised() {
     INITIALISED.store(true, Release);
 }
 
-/// What everything does first that uses a lock of this file. Panics before [`init`] is done.
+/// Comes before each use of a static lock. Panics before [`super::init`] is done.
 pub(super) fn initialised() {
     assert!(INITIALISED.load(Acquire));
 }
 
-kernel::sync::global_lock! {
-    // SAFETY: `init()` initialises it, and all that uses it calls `initialised()` first.
-    unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
-}
-
-/// Sets the queue that work is done on; with `None`, waits until all that was queued is done.
-pub(crate) fn set_queue(queue: Option<OwnQueue>) {
-    initialised();
-    let old = core::mem::replace(&mut *QUEUE.lock(), queue);
-    // Outside the lock, as it waits for work that may want to queue more.
-    drop(old);
-}
-
-/// Queues work. False, and it is dropped, when there is no queue any more.
-pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
-where
-    W: RawWorkItem<ID> + Send + 'static,
-{
-    initialised();
-    let queue = QUEUE.lock();
-    let Some(queue) = &*queue else {
-        return false;
-    };
-    let _ = queue.enqueue(work);
-    true
-}
-
-/// Has the queue do at the next tick of the timer what it does later ([`OwnQueue::run_later`]).
-pub(crate) fn run_later() {
-    initialised();
-    if let Some(queue) = &*QUEUE.lock() {
-        queue.run_later();
+/// Takes out of a list what `is_it` says. After the last one nothing of the list stays allocated: a static is not dropped
+/// when the module goes.
+pub(super) fn drop_from<T>(list: &mut KVec<T>, is_it: impl Fn(&T) -> bool) {
+    list.retain(|entry| !is_it(entry));
+    if list.is_empty() {
+        *list = KVec::new();
     }
 }
 
@@ -164,16 +53,104 @@ pub(crate) fn ready() -> Result {
     }
 }
 
-/// Sets, or with `None` forgets, the module's orchestrator.
-pub(crate) fn set_orchestrator(orchestrator: Option<Arc<Orchestrator>>) {
-    initialised();
-    let old = core::mem::replace(&mut *ORCHESTRATOR.lock(), orchestrator);
-    // Outside the lock, as this may be the last reference.
-    drop(old);
+/// An object that callbacks find by its type.
+///
+/// # Invariants
+///
+/// `object` is what `Arc::into_raw()` returned of an object of the type `kind`, which is `Send` and `Sync`, and its reference is
+/// this one's.
+struct Instance {
+    kind: TypeId,
+    object: NonNull<c_void>,
 }
 
-/// The module's orchestrator. Errors: `ENODEV` while the module is being set up or taken down.
-pub(crate) fn orchestrator() -> Result<Arc<Orchestrator>> {
+// SAFETY: By the type invariant the object is `Send` and `Sync`.
+unsafe impl Send for Instance {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static INSTANCES: Mutex<KVec<Instance>> = KVec::new();
+}
+
+/// # Safety
+///
+/// Called once, before [`set_initialised`].
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    unsafe { INSTANCES.init() };
+}
+
+/// Keeps an object where callbacks find it ([`instance`]), until it is dropped.
+pub(crate) struct Registered<T: Send + Sync + 'static>(PhantomData<fn(T)>);
+
+impl<T: Send + Sync + 'static> Registered<T> {
+    /// Errors: `EBUSY` while there is another one of its type, `ENOMEM`.
+    pub(crate) fn new(object: Arc<T>) -> Result<Self> {
+        initialised();
+        let mut all = INSTANCES.lock();
+        if all.iter().any(|instance| instance.kind == TypeId::of::<T>()) {
+            return Err(EBUSY);
+        }
+        all.reserve(1, GFP_KERNEL)?;
+        // SAFETY: The pointer of an `Arc` is not null.
+        let object = unsafe { NonNull::new_unchecked(Arc::into_raw(object).cast_mut()) }.cast();
+        // INVARIANT: The reference was the argument's, and `T` is `Send` and `Sync`. There is room for it.
+        let _ = all.push_within_capacity(Instance {
+            kind: TypeId::of::<T>(),
+            object,
+        });
+        Ok(Self(PhantomData))
+    }
+}
+
+impl<T: Send + Sync + 'static> Drop for Registered<T> {
+    fn drop(&mut self) {
+        let mut all = INSTANCES.lock();
+        let at = all.iter().position(|instance| instance.kind == TypeId::of::<T>());
+        let removed = at.and_then(|at| all.remove(at).ok());
+        if all.is_empty() {
+            // A static is not dropped when the module goes.
+            *all = KVec::new();
+        }
+        drop(all);
+        if let Some(instance) = removed {
+            // SAFETY: By the type invariant of `Instance`, which is gone with this. Outside the lock, as this may be the last
+            // reference.
+            drop(unsafe { Arc::from_raw(instance.object.cast::<T>().as_ptr()) });
+        }
+    }
+}
+
+/// The object of a type. Errors: `ENODEV` while there is none: the module is being set up or taken down.
+pub(crate) fn instance<T: Send + Sync + 'static>() -> Result<Arc<T>> {
     initialised();
-    ORCHESTRATOR.lock().clone().ok_or(ENODEV)
+    let all = INSTANCES.lock();
+    let found = all
+        .iter()
+        .find(|instance| instance.kind == TypeId::of::<T>())
+        .ok_or(ENODEV)?;
+    // SAFETY: By the type invariant. The reference stays the instance's.
+    let kept = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(found.object.cast::<T>().as_ptr()) });
+    Ok(Arc::clone(&kept))
+}
+
+#[kunit_tests(p2pmem_global)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_object_is_found_by_its_type_while_it_is_registered() -> Result {
+        struct One(u32);
+        struct Other;
+        assert_eq!(instance::<One>().err(), Some(ENODEV));
+        let registered = Registered::new(Arc::new(One(7), GFP_KERNEL)?)?;
+        assert_eq!(instance::<One>()?.0, 7);
+        assert_eq!(instance::<Other>().err(), Some(ENODEV));
+        assert_eq!(Registered::new(Arc::new(One(8), GFP_KERNEL)?).err(), Some(EBUSY));
+        let used = instance::<One>()?;
+        drop(registered);
+        assert_eq!(instance::<One>().err(), Some(ENODEV));
+        assert_eq!(used.0, 7);
+        Ok(())
+    }
 }

@@ -4,12 +4,17 @@
 //!
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 
-use super::{
-    pci::Function,
-    vma::Fault,
-    window::Window, //
+use crate::{
+    ext::{
+        pci::Function,
+        vma::Fault,
+        window::{
+            within,
+            Window, //
+        }, //
+    },
+    sys, //
 };
-use crate::sys;
 use core::ptr::NonNull;
 use kernel::{
     bindings,
@@ -33,22 +38,6 @@ pub(super) fn add_resource(dev: &pci::Device<Bound>, bar: u32, size: u64, offset
     let (bar, size) = (i32::try_from(bar)?, usize::try_from(size)?);
     // SAFETY: The device is bound to a driver, whose unbinding releases what this call acquires; the BAR has the range.
     to_result(unsafe { bindings::pci_p2pdma_add_resource(function.as_raw(), bar, size, offset) })
-}
-
-/// Where `size` bytes at `offset` of a BAR, given by address and size, lie in physical memory.
-///
-/// Errors: `EINVAL` when there is no such BAR, when it has not all of them, or when they are not whole pages.
-pub(super) fn within(bar: Option<(u64, u64)>, offset: u64, size: u64) -> Result<u64> {
-    let (start, len) = bar.ok_or(EINVAL)?;
-    if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
-        return Err(EINVAL);
-    }
-    let phys = start.checked_add(offset).ok_or(EINVAL)?;
-    // Page frames are mapped whole: one that is not all of the range's would show a neighbour's bytes.
-    if (phys | size) % PAGE_SIZE as u64 != 0 {
-        return Err(EINVAL);
-    }
-    Ok(phys)
 }
 
 /// Offers what is left in the device's pool to other drivers in the kernel.

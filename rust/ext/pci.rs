@@ -5,8 +5,10 @@
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
 use crate::{
-    path::PciAddr,
-    policy::Party,
+    policy::{
+        path::PciAddr,
+        rule::Party, //
+    },
     sys, //
 };
 use core::ptr::{self, NonNull};

@@ -12,11 +12,17 @@
 //! given out here and never used twice, and a slot belongs to the one number that it is first used for: so a mapping ends by
 //! what the core says of its own registration, and by nothing else, as long as an adapter may use it.
 
-use super::{
-    dma_buf::{DeviceName, Piece},
-    global::{initialised, PEER_CLIENT},
-    p2pdma::{self, Target},
-    pci::Function,
+use crate::ext::{
+    dma_buf::{
+        DeviceName,
+        Piece, //
+    },
+    global::initialised,
+    p2pdma::{
+        self,
+        Target, //
+    },
+    pci::Function, //
 };
 use crate::sys;
 use core::{
@@ -426,6 +432,19 @@ struct Passage {
     inside: usize,
 }
 
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static PEER_CLIENT: Mutex<Option<Arc<Gate>>> = None;
+}
+
+/// # Safety
+///
+/// Called once, before the static locks are said to be initialised.
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    unsafe { PEER_CLIENT.init() };
+}
+
 /// The way from a client to the core: closed before the client is unregistered.
 #[pin_data]
 pub(super) struct Gate {
@@ -755,7 +774,10 @@ layout!(peer_memory_client_ex: 152 { client @ 0, ex_size @ 136, flags @ 144 });
 mod tests {
     use super::*;
 
-    use crate::ext::{completion::Completion, workqueue::OwnQueue};
+    use crate::ext::{
+        completion::Completion,
+        workqueue::OwnQueue, //
+    };
 
     const PAGE: u64 = kernel::page::PAGE_SIZE as u64;
     /// The longest entry that whole pages allow.

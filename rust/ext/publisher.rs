@@ -4,18 +4,23 @@
 //!
 //! C header: `include/linux/p2pmem.h`
 
-use super::{
-    driver::Published,
-    global::{self, PagedDevice, PAGED},
-    p2pdma,
-    pci::Function,
-    window::Windows,
-};
 use crate::{
-    orchestrator::Orchestrator,
-    publish::Publication,
-    refusal::{refuse, Answer},
-    sys,
+    ext::{
+        driver::Published,
+        global::{
+            self,
+            initialised, //
+        },
+        p2pdma,
+        pci::Function,
+        refusal::{
+            refuse,
+            Answer, //
+        },
+        window::Windows, //
+    },
+    policy::path::PciAddr,
+    sys, //
 };
 use core::ptr::{self, NonNull};
 use kernel::{
@@ -25,6 +30,84 @@ use kernel::{
     prelude::*,
     sync::{Arc, Mutex},
 };
+
+/// What the administrator, or the driver of a device, wants published.
+#[derive(Clone, Copy)]
+pub(crate) struct Publication {
+    pub(crate) addr: PciAddr,
+    /// None: the largest prefetchable 64-bit one.
+    pub(crate) bar: Option<u32>,
+    pub(crate) offset: u64,
+    /// 0: all from `offset` on.
+    pub(crate) size: u64,
+    /// None: a sixteenth, 16 MiB at most; without pages nothing.
+    pub(crate) kernel_reserve: Option<u64>,
+    /// Whether it gets struct pages.
+    pub(crate) pages: bool,
+    /// Whether it may be exported to importers that cannot be revoked.
+    pub(crate) pinned_exports: bool,
+}
+
+/// Who makes providers of what drivers publish.
+pub(crate) trait Registrar: Send + Sync {
+    /// Whether a function is a provider.
+    fn is_provided(&self, function: &Function) -> bool;
+    /// Makes a provider. Returns its number.
+    fn register(&self, wanted: &Publication, device: Published<'_>, publisher: Arc<Publisher>) -> Answer<u32>;
+    /// Removes a provider, if it is one still. When this returns the driver was told.
+    fn unregister(&self, function: &Function, provider: u32);
+}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static REGISTRAR: Mutex<Option<Arc<dyn Registrar>>> = None;
+}
+
+/// A device that another driver is bound to and registered with us, and the range of it that was given struct pages then
+/// (BAR, offset, size).
+struct PagedDevice {
+    device: *mut bindings::pci_dev,
+    range: Option<(u32, u64, u64)>,
+}
+
+// SAFETY: A PCI device is not bound to a thread.
+unsafe impl Send for PagedDevice {}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
+}
+
+/// # Safety
+///
+/// Called once, before the static locks are said to be initialised.
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the locks calls `initialised()` first.
+    unsafe {
+        REGISTRAR.init();
+        PAGED.init();
+    }
+}
+
+/// Lets drivers register what they publish, until it is dropped.
+pub(crate) struct Open(());
+
+impl Open {
+    pub(crate) fn new(registrar: Arc<dyn Registrar>) -> Self {
+        initialised();
+        let old = REGISTRAR.lock().replace(registrar);
+        drop(old);
+        Self(())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let old = REGISTRAR.lock().take();
+        // Outside the lock, as this may be the last reference.
+        drop(old);
+    }
+}
 
 /// A driver that wants to know when its memory was taken back.
 ///
@@ -92,7 +175,7 @@ impl Publisher {
 
 /// What a driver gets for what it registered, and gives back when it unregisters.
 struct Registration {
-    orchestrator: Arc<Orchestrator>,
+    registrar: Arc<dyn Registrar>,
     function: Function,
     provider: u32,
     publisher: Arc<Publisher>,
@@ -101,7 +184,7 @@ struct Registration {
 /// What is known of the struct pages of a bound device, under a lock. The kernel cannot be asked: a device that it knows as
 /// one for peer-to-peer DMA may have no pool, which it does not check for ([`super::p2pdma::Pool`]).
 fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64)>) -> R) -> Result<R> {
-    global::initialised();
+    initialised();
     let mut all = PAGED.lock();
     let device = function.as_raw();
     if !all.iter().any(|d| ptr::eq(d.device, device)) {
@@ -113,7 +196,9 @@ fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64
 
 /// A device is unbound: its driver's struct pages go.
 pub(super) fn forget(function: &Function) {
-    global::forget_paged(function.as_raw());
+    initialised();
+    let device = function.as_raw();
+    global::drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
 }
 
 /// Publishes a part of a BAR of a bound device.
@@ -136,19 +221,20 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         pages: what.flags & sys::P2PMEM_PUBLISH_PAGELESS == 0,
         pinned_exports: what.flags & sys::P2PMEM_PUBLISH_PINNED != 0,
     };
-    let orchestrator = global::orchestrator()?;
+    initialised();
+    let registrar = REGISTRAR.lock().clone().ok_or(ENODEV)?;
     let windows = Windows::new()?;
     // What may fail is done first.
     let registration = KBox::<Registration>::new_uninit(GFP_KERNEL)?;
     // SAFETY: The driver promises that of the callback until it has unregistered, see the header. It is told there at the
     // latest; where registering fails, it is disarmed below, or nobody else has it.
     let publisher = unsafe { Publisher::new(what.revoked, what.context, windows.clone()) }?;
-    if orchestrator.is_provided(&function) {
+    if registrar.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
     let mut range = paged_range(&function, |range| *range)?;
     let bound = Published::by_other(device, &mut range, &windows);
-    let made = orchestrator.publish_registered(&wanted, bound, publisher.clone());
+    let made = registrar.register(&wanted, bound, publisher.clone());
     if range.is_some() {
         // It is in the list, so this cannot fail.
         let _ = paged_range(&function, |known| *known = range);
@@ -158,7 +244,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         publisher.disarm();
     }
     Ok(registration.write(Registration {
-        orchestrator: orchestrator.clone(),
+        registrar,
         function,
         provider: made?,
         publisher,
@@ -204,7 +290,7 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
     let device = unsafe { &*registration.function.as_raw().cast::<pci::Device<Bound>>() };
     p2pdma::withdraw(device);
     registration
-        .orchestrator
+        .registrar
         .unregister(&registration.function, registration.provider);
     // Whatever ended the provider: from here on nothing of ours maps the memory, and the callback has returned.
     registration.publisher.revoked();
@@ -223,7 +309,10 @@ unsafe extern "C" fn p2pmem_rust_registration_id(registration: *const sys::p2pme
 mod tests {
     use super::*;
 
-    use crate::ext::{completion::Completion, workqueue::OwnQueue};
+    use crate::ext::{
+        completion::Completion,
+        workqueue::OwnQueue, //
+    };
     use kernel::sync::atomic::{Atomic, Relaxed};
 
     /// A driver whose callback takes its time.

@@ -8,7 +8,10 @@
 //! same way: while an event is off, its place in the code is an instruction that does nothing. What an event would say is
 //! therefore handed over as a function, which is called only while it is on.
 
-use crate::{path::PciAddr, sys};
+use crate::{
+    policy::path::PciAddr,
+    sys, //
+};
 use kernel::{prelude::*, str::CStr};
 
 /// What every event about a buffer says of it.

@@ -5,11 +5,13 @@
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
 
-use super::{
-    p2pdma::within,
+use crate::ext::{
+    abi,
     pci::Function,
-    uapi,
-    vma::{Fault, Space}, //
+    vma::{
+        Fault,
+        Space, //
+    }, //
 };
 use crate::sys;
 use core::ptr::NonNull;
@@ -134,7 +136,7 @@ impl Window {
         to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
         // SAFETY: It was initialised just now.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
-        let provider = NonNull::new(provider).ok_or(uapi::errno(uapi::EOPNOTSUPP))?;
+        let provider = NonNull::new(provider).ok_or(abi::errno(abi::EOPNOTSUPP))?;
         // SAFETY: The range is one of the device's BAR, which is enabled while its driver is bound to it.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
@@ -233,11 +235,30 @@ impl Drop for Window {
     }
 }
 
+/// Where `size` bytes at `offset` of a BAR, given by address and size, lie in physical memory.
+///
+/// Errors: `EINVAL` when there is no such BAR, when it has not all of them, or when they are not whole pages.
+pub(super) fn within(bar: Option<(u64, u64)>, offset: u64, size: u64) -> Result<u64> {
+    let (start, len) = bar.ok_or(EINVAL)?;
+    if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
+        return Err(EINVAL);
+    }
+    let phys = start.checked_add(offset).ok_or(EINVAL)?;
+    // Page frames are mapped whole: one that is not all of the range's would show a neighbour's bytes.
+    if (phys | size) % PAGE_SIZE as u64 != 0 {
+        return Err(EINVAL);
+    }
+    Ok(phys)
+}
+
 #[kunit_tests(p2pmem_window)]
 mod tests {
     use super::*;
 
-    use crate::ext::{completion::Completion, workqueue::OwnQueue};
+    use crate::ext::{
+        completion::Completion,
+        workqueue::OwnQueue, //
+    };
 
     #[test]
     fn what_was_shown_is_among_the_pages() {

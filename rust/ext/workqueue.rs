@@ -4,6 +4,7 @@
 //!
 //! C header: [`include/linux/workqueue.h`](srctree/include/linux/workqueue.h)
 
+use crate::ext::global::initialised;
 use core::ptr::NonNull;
 use kernel::{
     bindings, new_delayed_work,
@@ -107,6 +108,49 @@ impl Drop for OwnQueue {
             bindings::flush_delayed_work(later.cast());
             bindings::destroy_workqueue(self.queue.as_ptr());
         }
+    }
+}
+
+kernel::sync::global_lock! {
+    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
+}
+
+/// # Safety
+///
+/// Called once, before the static locks are said to be initialised.
+pub(super) unsafe fn init_lock() {
+    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    unsafe { QUEUE.init() };
+}
+
+/// Sets the queue that work is done on; with `None`, waits until all that was queued is done.
+pub(crate) fn set_queue(queue: Option<OwnQueue>) {
+    initialised();
+    let old = core::mem::replace(&mut *QUEUE.lock(), queue);
+    // Outside the lock, as it waits for work that may want to queue more.
+    drop(old);
+}
+
+/// Queues work. False, and it is dropped, when there is no queue any more.
+pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
+where
+    W: RawWorkItem<ID> + Send + 'static,
+{
+    initialised();
+    let queue = QUEUE.lock();
+    let Some(queue) = &*queue else {
+        return false;
+    };
+    let _ = queue.enqueue(work);
+    true
+}
+
+/// Has the queue do at the next tick of the timer what it does later ([`OwnQueue::run_later`]).
+pub(crate) fn run_later() {
+    initialised();
+    if let Some(queue) = &*QUEUE.lock() {
+        queue.run_later();
     }
 }
 

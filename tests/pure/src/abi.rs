@@ -2,8 +2,8 @@
 
 //! The numbers of the ABI: those in the files under test are those in the header.
 
-use crate::path::PathClass;
-use crate::placement::VerdictCode;
+use crate::policy::path::PathClass;
+use crate::policy::placement::VerdictCode;
 use std::collections::BTreeMap;
 
 const HEADER: &str = include_str!("../../../include/uapi/linux/p2pmem.h");

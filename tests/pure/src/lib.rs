@@ -9,37 +9,25 @@
 
 // Their format is the module's business, and the tests need not use all that the module does.
 #[allow(dead_code)]
-#[path = "../../../rust/life.rs"]
-#[rustfmt::skip]
-mod life;
-#[allow(dead_code)]
-#[path = "../../../rust/path.rs"]
-#[rustfmt::skip]
-mod path;
-#[allow(dead_code)]
-#[path = "../../../rust/placement.rs"]
-#[rustfmt::skip]
-mod placement;
-#[allow(dead_code)]
-#[path = "../../../rust/policy.rs"]
-#[rustfmt::skip]
-mod policy;
-#[allow(dead_code)]
-#[path = "../../../rust/quota.rs"]
-#[rustfmt::skip]
-mod quota;
-#[allow(dead_code)]
-#[path = "../../../rust/ranges.rs"]
-#[rustfmt::skip]
-mod ranges;
-#[allow(dead_code)]
-#[path = "../../../rust/rule_text.rs"]
-#[rustfmt::skip]
-mod rule_text;
-#[allow(dead_code)]
-#[path = "../../../rust/split.rs"]
-#[rustfmt::skip]
-mod split;
+#[path = "../../../rust/policy"]
+mod policy {
+    #[rustfmt::skip]
+    pub(crate) mod life;
+    #[rustfmt::skip]
+    pub(crate) mod path;
+    #[rustfmt::skip]
+    pub(crate) mod placement;
+    #[rustfmt::skip]
+    pub(crate) mod quota;
+    #[rustfmt::skip]
+    pub(crate) mod ranges;
+    #[rustfmt::skip]
+    pub(crate) mod rule;
+    #[rustfmt::skip]
+    pub(crate) mod rule_text;
+    #[rustfmt::skip]
+    pub(crate) mod split;
+}
 
 #[cfg(test)]
 mod abi;

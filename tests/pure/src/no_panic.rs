@@ -10,7 +10,7 @@ use std::process::Command;
 const ENTRY_POINTS: &str = r#"
 pub struct Who(u32, [u32; 3]);
 
-impl policy::Subject for Who {
+impl rule::Subject for Who {
     fn uid(&self) -> u32 {
         self.0
     }
@@ -41,19 +41,19 @@ pub fn entry_points(
     b: &path::Chain<'_>,
     numbers: &[u32; 4],
     ranges: &[ranges::Range],
-    rules: (&[policy::Rule], &[policy::Rule], &Who),
-    parties: &[policy::Party],
+    rules: (&[rule::Rule], &[rule::Rule], &Who),
+    parties: &[rule::Party],
     paths: &[path::Path],
     line: (&mut [placement::Turn<u64>], &mut [placement::Stock]),
     text: &str,
 ) -> (placement::Decision, path::Path, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     let (admin, own, subject) = rules;
-    let who = policy::Applicable::to(admin, subject);
+    let who = rule::Applicable::to(admin, subject);
     let mut shadowed = 0;
     for (party, candidate) in parties.iter().zip(candidates.iter_mut()) {
-        candidate.ruling.add(policy::Set::Admin, admin, &who, party, parties, paths);
-        candidate.ruling.add(policy::Set::Own, own, &policy::Applicable::ALL, party, parties, paths);
+        candidate.ruling.add(rule::Set::Admin, admin, &who, party, parties, paths);
+        candidate.ruling.add(rule::Set::Own, own, &rule::Applicable::ALL, party, parties, paths);
         let payer = quota::Payer { rules: admin, who, uid: n, file: u64::from(m), own };
         let fund = quota::Fund { id: o, party, size: candidate.size, kernel_has: u64::from(p) };
         let mut store = Numbers(candidate.free);
@@ -62,17 +62,17 @@ pub fn entry_points(
             quota::uncharge(&mut store, charged);
         }
         candidate.free = store.0 ^ quota::withheld(&store, &payer, &fund).0;
-        shadowed ^= policy::kernel_reserve(admin, party).unwrap_or(5);
+        shadowed ^= rule::kernel_reserve(admin, party).unwrap_or(5);
     }
     for (at, rule) in admin.iter().enumerate() {
-        shadowed ^= policy::shadowed(admin, at).map_or(0, |(_, before)| before as u64);
+        shadowed ^= rule::shadowed(admin, at).map_or(0, |(_, before)| before as u64);
         shadowed ^= (rule.check().is_ok() ^ rule.check_own().is_err()) as u64;
     }
-    shadowed ^= policy::Name::new(text.as_bytes()).map_or(1, |name| name.as_str().len() as u64);
-    shadowed ^= policy::Name::ordered(text.as_bytes()).is_some() as u64;
+    shadowed ^= rule::Name::new(text.as_bytes()).map_or(1, |name| name.as_str().len() as u64);
+    shadowed ^= rule::Name::ordered(text.as_bytes()).is_some() as u64;
     shadowed ^= rule_text::device(text).is_some() as u64 ^ rule_text::bytes(text).unwrap_or(3);
     shadowed ^= rule_text::id(text).flatten().map_or(0, u64::from);
-    shadowed ^= policy::Action::parse(text).is_some() as u64 ^ policy::Beneficiary::parse(text).is_some() as u64;
+    shadowed ^= rule::Action::parse(text).is_some() as u64 ^ rule::Beneficiary::parse(text).is_some() as u64;
     shadowed ^= path::PathClass::parse(text).map_or(0, |class| u64::from(class.as_raw()));
     for candidate in candidates.iter_mut() {
         candidate.refused(u64::from(n) << (m & 63));
@@ -111,10 +111,12 @@ fn panics(body: &str) -> bool {
     let source = folder.path().join("entry.rs");
     let object = folder.path().join("entry.o");
     let mut text = "#![no_std]\n#![allow(dead_code, private_interfaces)]\n".to_owned();
-    for name in ["path", "placement", "policy", "quota", "ranges", "rule_text", "split"] {
-        let file = rust.join(format!("{name}.rs"));
-        text.extend(["#[path = ", &format!("{file:?}"), "]\nmod ", name, ";\n"]);
+    text.push_str(&format!("#[path = {:?}]\nmod policy {{\n", rust.join("policy")));
+    for name in ["path", "placement", "quota", "ranges", "rule", "rule_text", "split"] {
+        text.extend(["pub mod ", name, ";\n"]);
     }
+    text.push_str("}\n");
+    text.push_str("#[allow(unused_imports)]\nuse policy::{path, placement, quota, ranges, rule, rule_text, split};\n");
     text.push_str(body);
     std::fs::write(&source, text).expect("the source is written");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());

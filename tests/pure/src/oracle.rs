@@ -2,9 +2,21 @@
 
 //! The choice of a provider, decided by lists and sorting.
 
-use crate::path::{Path, PathClass};
-use crate::placement::{Candidate, Named, Request, Strategy, VerdictCode};
-use crate::policy::{Ruling, Stance};
+use crate::policy::path::{
+    Path,
+    PathClass, //
+};
+use crate::policy::placement::{
+    Candidate,
+    Named,
+    Request,
+    Strategy,
+    VerdictCode, //
+};
+use crate::policy::rule::{
+    Ruling,
+    Stance, //
+};
 
 const KIB: u64 = 1024;
 

@@ -3,8 +3,22 @@
 //! Path classification: the kernel's own table, and random trees against a graph search. Cases that need no tree are in
 //! the file itself.
 
-use crate::path::{Chain, Path, PathClass, PciAddr, Port, PortKind, classify};
-use crate::tree::{Host, New, NodeId, Tree, tree};
+use crate::policy::path::{
+    Chain,
+    Path,
+    PathClass,
+    PciAddr,
+    Port,
+    PortKind,
+    classify, //
+};
+use crate::tree::{
+    Host,
+    New,
+    NodeId,
+    Tree,
+    tree, //
+};
 use p2pmem_proptest::config;
 use proptest::prelude::*;
 

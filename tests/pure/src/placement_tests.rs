@@ -2,13 +2,39 @@
 
 //! Placement: cases with names, and properties over random providers and random machines.
 
-use crate::oracle::{Provider, choose};
-use crate::path::{Path, PathClass, classify};
-use crate::placement::{
-    Candidate, Decision, Distance, Glance, Named, Outcome, Request, Stock, Strategy as Chooser, Turn, Verdict,
-    VerdictCode, decide, group, nearest,
+use crate::oracle::{
+    Provider,
+    choose, //
 };
-use crate::policy::{Over, Ref, Ruling, Set, Stance};
+use crate::policy::path::{
+    Path,
+    PathClass,
+    classify, //
+};
+use crate::policy::placement::{
+    Candidate,
+    Decision,
+    Distance,
+    Glance,
+    Named,
+    Outcome,
+    Request,
+    Stock,
+    Strategy as Chooser,
+    Turn,
+    Verdict,
+    VerdictCode,
+    decide,
+    group,
+    nearest, //
+};
+use crate::policy::rule::{
+    Over,
+    Ref,
+    Ruling,
+    Set,
+    Stance, //
+};
 use crate::tree::tree;
 use p2pmem_proptest::config;
 use proptest::collection::vec;

@@ -2,11 +2,40 @@
 
 //! Rules: what is a rule at all, which one decides, and that a file's own rules never widen the administrator's.
 
-use crate::path::{Path, PathClass, PciAddr};
-use crate::placement::{Candidate, Named, Outcome, Request, Strategy as Chooser, Verdict, VerdictCode, decide};
-use crate::policy::{
-    Action, Applicable, Attribute, Beneficiary, Device, Flaw, Name, Party, Ref, Rule, Ruling, Set, Stance, Subject,
-    Users, kernel_reserve, reserves, shadowed,
+use crate::policy::path::{
+    Path,
+    PathClass,
+    PciAddr, //
+};
+use crate::policy::placement::{
+    Candidate,
+    Named,
+    Outcome,
+    Request,
+    Strategy as Chooser,
+    Verdict,
+    VerdictCode,
+    decide, //
+};
+use crate::policy::rule::{
+    Action,
+    Applicable,
+    Attribute,
+    Beneficiary,
+    Device,
+    Flaw,
+    Name,
+    Party,
+    Ref,
+    Rule,
+    Ruling,
+    Set,
+    Stance,
+    Subject,
+    Users,
+    kernel_reserve,
+    reserves,
+    shadowed, //
 };
 use p2pmem_proptest::config;
 use proptest::collection::vec;

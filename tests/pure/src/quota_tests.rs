@@ -2,10 +2,32 @@
 
 //! Accounts: whatever is charged, refused, given back and charged anew, the numbers are those of the live buffers.
 
-use crate::path::PciAddr;
-use crate::policy::{Applicable, Beneficiary, Device, Name, Party, Ref, Rule, Set, Subject, Users};
-use crate::quota::{
-    Account, Broken, Charged, Fund, Levy, Payer, Store, Uncharged, charge, charge_unlimited, uncharge, withheld,
+use crate::policy::path::PciAddr;
+use crate::policy::quota::{
+    Account,
+    Broken,
+    Charged,
+    Fund,
+    Levy,
+    Payer,
+    Store,
+    Uncharged,
+    charge,
+    charge_unlimited,
+    uncharge,
+    withheld, //
+};
+use crate::policy::rule::{
+    Applicable,
+    Beneficiary,
+    Device,
+    Name,
+    Party,
+    Ref,
+    Rule,
+    Set,
+    Subject,
+    Users, //
 };
 use p2pmem_proptest::config;
 use proptest::collection::vec;

@@ -2,7 +2,10 @@
 
 //! Lists of ranges: random lists against a count of pages. Cases with names are in the file itself.
 
-use crate::ranges::{Range, check};
+use crate::policy::ranges::{
+    Range,
+    check, //
+};
 use proptest::prelude::*;
 
 const PAGE: u64 = 4096;

@@ -3,10 +3,17 @@
 //! Stripes: several choices are what choosing one after the other gives, and a division covers what is divided.
 
 use crate::oracle::Provider;
-use crate::placement::{Candidate, Outcome, Verdict, VerdictCode, decide, decide_several};
 use crate::placement_tests::cases;
-use crate::policy::Stance;
-use crate::split::Split;
+use crate::policy::placement::{
+    Candidate,
+    Outcome,
+    Verdict,
+    VerdictCode,
+    decide,
+    decide_several, //
+};
+use crate::policy::rule::Stance;
+use crate::policy::split::Split;
 use p2pmem_proptest::config;
 use proptest::prelude::*;
 

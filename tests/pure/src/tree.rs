@@ -5,7 +5,14 @@
 //! A tree knows more than a walk upwards tells: which functions form one physical device, which ports form one switch.
 //! The oracle counts those, and takes none of the shortcuts by which the code under test tells them from a walk.
 
-use crate::path::{Chain, PathClass, PciAddr, Port, PortKind, host_bridge_id};
+use crate::policy::path::{
+    Chain,
+    PathClass,
+    PciAddr,
+    Port,
+    PortKind,
+    host_bridge_id, //
+};
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::{BTreeSet, VecDeque};

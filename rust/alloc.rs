@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Allocation: the topology, the rules in force, the choice of a provider, stripes, and the explanation of a choice.
+
+pub(crate) mod explanation;
+pub(crate) mod orchestrator;
+pub(crate) mod request;
+pub(crate) mod rules;
+pub(crate) mod snapshot;
+pub(crate) mod stripe;
+pub(crate) mod topology;

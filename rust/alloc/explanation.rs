@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Decisions in words and numbers, for whoever asks why.
+
+use crate::{
+    alloc::{
+        request::Wish,
+        rules::Source,
+        snapshot::{
+            Facts,
+            Known,
+            Ruled, //
+        }, //
+    },
+    ext::{
+        abi::{
+            self,
+            consts, //
+        },
+        free_hint::{
+            Gauge,
+            Need, //
+        },
+        refusal::{
+            Refusal,
+            Text, //
+        },
+        trace, //
+    },
+    mem::{
+        buffer::Provider,
+        provider::Room, //
+    },
+    policy::{
+        path::PathClass,
+        placement::{
+            self,
+            Candidate,
+            Named,
+            Outcome,
+            Stock,
+            Strategy,
+            Turn,
+            Verdict,
+            VerdictCode, //
+        },
+        rule::{
+            Name,
+            Ref,
+            Ruling,
+            Set, //
+        }, //
+    }, //
+};
+use kernel::{ffi, prelude::*, sync::Arc};
+
+/// What was decided: a verdict per provider and a sentence.
+pub(crate) struct Account {
+    pub(crate) verdicts: KVec<abi::Verdict>,
+    pub(crate) chosen: u32,
+    pub(crate) class: u32,
+    /// The errno, 0 where one was chosen.
+    pub(crate) error: i32,
+    pub(crate) text: Text,
+}
+
+impl Account {
+    /// Of what was refused before there was anything to decide.
+    pub(crate) fn of_refusal(error: i32, text: Text) -> Self {
+        Self {
+            verdicts: KVec::new(),
+            chosen: 0,
+            class: 0,
+            error,
+            text,
+        }
+    }
+
+    /// What who asked is told, where none was chosen.
+    pub(crate) fn refusal(&self) -> Refusal {
+        Refusal::new(Error::from_errno(-self.error), self.text)
+    }
+
+    /// The same once more.
+    pub(crate) fn again(&self) -> Result<Self> {
+        let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
+        verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL_ACCOUNT)?;
+        Ok(Self { verdicts, ..*self })
+    }
+}
+
+/// A decision that was made from little, and what it takes to say all of it to who asks.
+pub(crate) struct Brief {
+    size: u64,
+    align: u64,
+    max_class: Option<PathClass>,
+    facts: Arc<Facts>,
+    /// What rules said; none where there were none.
+    ruled: Option<Arc<Ruled>>,
+    /// What the providers had, in the order of [`Self::turns`].
+    stock: KVec<Stock>,
+    /// The provider that was chosen, by its place in that order.
+    chosen: usize,
+    class: u32,
+}
+
+impl Brief {
+    /// Decides a request for the nearest, of which no rules but `ruled` have a word, without looking at any path. None where
+    /// that cannot tell: nobody may be able to serve it, or only asking the allocator says whether one can.
+    /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
+    pub(crate) fn decide(
+        wish: &Wish,
+        ruled: Option<&Arc<Ruled>>,
+        spare: Option<KBox<Self>>,
+    ) -> Result<Option<KBox<Self>>> {
+        let (view, size) = (&*wish.view, wish.size);
+        let Some(need) = Need::of(size, wish.align) else {
+            return Ok(None);
+        };
+        let facts = &view.facts;
+        let mut brief = match spare {
+            Some(brief) => brief,
+            None => KBox::new(
+                Self {
+                    size,
+                    align: wish.align,
+                    max_class: wish.max_class,
+                    facts: facts.clone(),
+                    ruled: None,
+                    stock: KVec::new(),
+                    chosen: 0,
+                    class: 0,
+                },
+                GFP_KERNEL_ACCOUNT,
+            )?,
+        };
+        brief
+            .stock
+            .resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
+        let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
+        let turns = Self::turns_of(facts, ruled);
+        let chosen = placement::nearest(wish.max_class, turns, &mut brief.stock, glance);
+        let Some(turn) = chosen else {
+            return Ok(None);
+        };
+        (brief.size, brief.align, brief.max_class) = (size, wish.align, wish.max_class);
+        (brief.chosen, brief.class) = (turn.index, turn.class_raw());
+        if !Arc::ptr_eq(&brief.facts, facts) {
+            brief.facts = facts.clone();
+        }
+        if brief.ruled.as_ref().map(Arc::as_ptr) != ruled.map(Arc::as_ptr) {
+            brief.ruled = ruled.cloned();
+        }
+        Ok(Some(brief))
+    }
+
+    fn turns_of<'a>(facts: &'a Facts, ruled: Option<&'a Arc<Ruled>>) -> &'a [Turn<Arc<Gauge>>] {
+        ruled.map_or(&facts.turns, |ruled| &ruled.turns)
+    }
+
+    /// The providers, in the order in which they were looked at.
+    fn turns(&self) -> &[Turn<Arc<Gauge>>] {
+        Self::turns_of(&self.facts, self.ruled.as_ref())
+    }
+
+    fn ruling(&self, provider: usize) -> Ruling {
+        let ruling = self.ruled.as_ref().and_then(|ruled| ruled.rulings.get(provider));
+        ruling.copied().unwrap_or(Ruling::NONE)
+    }
+
+    /// Place of the chosen provider among those of the view.
+    pub(crate) fn index(&self) -> usize {
+        self.chosen
+    }
+
+    /// Its number.
+    pub(crate) fn provider(&self) -> u32 {
+        self.facts.known.get(self.chosen).map_or(0, |known| known.id)
+    }
+
+    /// All there is to say, from the same numbers.
+    pub(crate) fn account(&self) -> Result<Account> {
+        let facts = &*self.facts;
+        let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL_ACCOUNT)?;
+        for (turn, has) in self.turns().iter().zip(&self.stock) {
+            if let Some(room) = rooms.get_mut(turn.index) {
+                *room = Room {
+                    live: true,
+                    free: has.free(),
+                    largest: has.largest,
+                };
+            }
+        }
+        let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL_ACCOUNT)?;
+        for (i, room) in rooms.iter().enumerate() {
+            candidates.push(facts.candidate(i, *room, self.ruling(i)), GFP_KERNEL_ACCOUNT)?;
+        }
+        let request = placement::Request {
+            size: self.size,
+            align: self.align,
+            clients: facts.clients,
+            named: Named::Any,
+            strategy: Strategy::Nearest,
+            max_class: self.max_class,
+        };
+        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
+        let decision = placement::decide(&request, &candidates, &mut verdicts);
+        Decided {
+            size: self.size,
+            clients: facts.clients,
+            rules: self
+                .ruled
+                .as_ref()
+                .map_or(Source::NONE, |ruled| ruled.standing.source()),
+            providers: &facts.known,
+            candidates: &candidates,
+            verdicts: &verdicts,
+            outcome: decision.outcome,
+        }
+        .account(facts.known.get(self.chosen))
+    }
+}
+
+impl Wish {
+    /// Decides, if the nearest is wanted and one can serve, as if there were no rules but `ruled`.
+    pub(crate) fn brief(
+        &self,
+        ruled: Option<&Arc<Ruled>>,
+        spare: Option<KBox<Brief>>,
+    ) -> Result<Option<(KBox<Brief>, &Arc<Provider>)>> {
+        if !self.is_brief() {
+            return Ok(None);
+        }
+        let Some(brief) = Brief::decide(self, ruled, spare)? else {
+            return Ok(None);
+        };
+        let provider = self.view.providers.get(brief.index());
+        Ok(provider.map(|provider| (brief, provider)))
+    }
+}
+
+/// Tells who traces decisions of one: the provider that was chosen and the errno, each 0 for none; `dry` where nothing
+/// was to be allocated.
+pub(crate) fn traced(wish: &Wish, file: u64, (chosen, error): (u32, i32), dry: bool) {
+    trace::decision(|| trace::Decision {
+        size: wish.size,
+        align: wish.align,
+        file,
+        clients: wish.view.clients.len(),
+        providers: wish.view.providers.len(),
+        strategy: wish.strategy,
+        chosen,
+        error: error as u32,
+        dry,
+    });
+}
+
+/// What was decided, said or to be said.
+pub(crate) enum Told {
+    Account(KBox<Account>),
+    /// Said when someone asks.
+    Brief(KBox<Brief>),
+}
+
+impl Told {
+    /// The number of the chosen provider, 0 for none.
+    pub(crate) fn chosen(&self) -> u32 {
+        match self {
+            Self::Account(account) => account.chosen,
+            Self::Brief(brief) => brief.provider(),
+        }
+    }
+
+    /// The class of its path, 0 without clients.
+    pub(crate) fn class(&self) -> u32 {
+        match self {
+            Self::Account(account) => account.class,
+            Self::Brief(brief) => brief.class,
+        }
+    }
+}
+
+/// A decision, and all that it was made from.
+pub(crate) struct Decided<'a> {
+    /// Bytes that were wanted in one provider.
+    pub(crate) size: u64,
+    /// How many clients there are.
+    pub(crate) clients: usize,
+    pub(crate) rules: Source<'a>,
+    pub(crate) providers: &'a [Known],
+    pub(crate) candidates: &'a [Candidate<'a>],
+    pub(crate) verdicts: &'a [Verdict],
+    pub(crate) outcome: Outcome,
+}
+
+impl Decided<'_> {
+    pub(crate) fn account(&self, chosen: Option<&Known>) -> Result<Account> {
+        let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut class = 0;
+        for (verdict, provider) in self.verdicts.iter().zip(self.providers) {
+            if chosen.is_some_and(|p| p.id == verdict.provider) {
+                class = verdict.class_raw();
+            }
+            rows.push(self.row(verdict, provider), GFP_KERNEL_ACCOUNT)?;
+        }
+        let text = match chosen {
+            Some(p) => Text::new(fmt!("{} was chosen of {} providers", p.addr, self.providers.len())),
+            None => self.refusal(),
+        };
+        let error = match chosen {
+            Some(_) => 0,
+            None => -self.error().to_errno(),
+        };
+        Ok(Account {
+            verdicts: rows,
+            chosen: chosen.map_or(0, |p| p.id),
+            class,
+            error,
+            text,
+        })
+    }
+
+    fn row(&self, verdict: &Verdict, provider: &Known) -> abi::Verdict {
+        let mut row = abi::Verdict {
+            provider: verdict.provider,
+            code: verdict.code.as_raw(),
+            addr: provider.addr.into(),
+            worst_client: verdict.worst_client,
+            class: verdict.class_raw(),
+            hops: verdict.hops,
+            bandwidth: verdict.bandwidth,
+            numa_distance: verdict.numa_distance,
+            rule_set: consts::RULES_NONE,
+            size: verdict.size,
+            free: verdict.free,
+            largest: verdict.largest,
+            rule: [0; consts::RULE_NAME],
+        };
+        if let Some(rule) = verdict.rule {
+            row.rule_set = match rule.set {
+                Set::Admin => consts::RULES_ADMIN,
+                Set::Own => consts::RULES_OWN,
+            };
+            let name = self.name(rule);
+            for (to, from) in row.rule.iter_mut().zip(name.as_str().bytes()) {
+                *to = from as ffi::c_char;
+            }
+        }
+        row
+    }
+
+    fn name(&self, rule: Ref) -> Name {
+        self.rules.name(rule)
+    }
+
+    /// Who is asking.
+    fn uid(&self) -> u32 {
+        self.rules.uid
+    }
+
+    fn error(&self) -> Error {
+        match self.outcome {
+            Outcome::Denied => EACCES,
+            Outcome::Quota | Outcome::Cgroup => abi::errno(abi::EDQUOT),
+            outcome if outcome.is_out_of_space() => ENOSPC,
+            _ => ENODEV,
+        }
+    }
+
+    /// The first provider with a verdict that a rule decided, and how many more there are.
+    fn first(&self, code: VerdictCode) -> Option<(Ref, &Known, &Candidate<'_>)> {
+        self.verdicts
+            .iter()
+            .zip(self.providers)
+            .zip(self.candidates)
+            .filter(|((verdict, _), _)| verdict.code == code)
+            .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, provider, candidate)))
+    }
+
+    /// What was decided of a stripe: a part in each of the providers at `picks`, the first one first. With none, why:
+    /// `found` of `wanted` providers could have been chosen.
+    pub(crate) fn stripe_account(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Account> {
+        let mut account = self.account(picks.first().and_then(|&at| self.providers.get(at)))?;
+        let worst = picks
+            .iter()
+            .filter_map(|&at| self.verdicts.get(at))
+            .map(|v| v.class_raw())
+            .max();
+        account.class = worst.unwrap_or(0);
+        account.text = match picks.len() {
+            0 if wanted == 1 => account.text,
+            0 => Text::new(fmt!(
+                "of {} parts of {} bytes {} would find a provider; for the next one: {}",
+                wanted,
+                self.size,
+                found,
+                match self.outcome {
+                    Outcome::NoProvider => "there is no other provider",
+                    _ => account.text.as_str(),
+                }
+            )),
+            parts => Text::new(fmt!(
+                "{} of {} providers were chosen, for {} bytes each",
+                parts,
+                self.providers.len(),
+                self.size
+            )),
+        };
+        Ok(account)
+    }
+
+    /// Why there is none.
+    fn refusal(&self) -> Text {
+        let (size, clients) = (self.size, self.clients);
+        let whose = |rule: Ref| match rule.set {
+            Set::Admin => "rule",
+            Set::Own => "the file's own rule",
+        };
+        match self.outcome {
+            Outcome::NoProvider => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
+            Outcome::NoSuchProvider => Text::new(fmt!("the provider that was named is not there")),
+            Outcome::NotUpstream => Text::new(fmt!("the kernel's own choice found no provider for these clients")),
+            Outcome::Leaving => Text::new(fmt!("all providers that could serve are being revoked")),
+            Outcome::Unreachable => Text::new(fmt!(
+                "the kernel says that no provider can be reached by all {} clients (host bridge not on its list, or ACS)",
+                clients
+            )),
+            Outcome::Denied => match self.first(VerdictCode::Denied) {
+                Some((rule, provider, _)) => Text::new(fmt!(
+                    "{} {} denies {} to uid {}, and no other provider is left",
+                    whose(rule),
+                    self.name(rule).as_str(),
+                    provider.addr,
+                    self.uid()
+                )),
+                None => Text::EMPTY,
+            },
+            Outcome::TooFar => match self.first(VerdictCode::TooFar) {
+                Some((rule, provider, _)) => Text::new(fmt!(
+                    "{} {} does not allow a path as far as that to {}, and no nearer provider is left",
+                    whose(rule),
+                    self.name(rule).as_str(),
+                    provider.addr
+                )),
+                None => Text::new(fmt!("all providers are farther than max_class allows")),
+            },
+            Outcome::TooSmall => Text::new(fmt!(
+                "no provider that could serve is as large as {} bytes at that alignment",
+                size
+            )),
+            Outcome::Quota => match self.first(VerdictCode::Quota) {
+                Some((rule, _, candidate)) => {
+                    let (used, limit, group) = candidate
+                        .ruling
+                        .over
+                        .map_or((0, 0, false), |over| (over.used, over.limit, over.group));
+                    let name = self.name(rule);
+                    match (rule.set, group) {
+                        (Set::Own, _) => Text::new(fmt!(
+                            "the file's own rule {}: it holds {} bytes of {}, {} more were wanted",
+                            name.as_str(),
+                            used,
+                            limit,
+                            size
+                        )),
+                        (Set::Admin, true) => Text::new(fmt!(
+                            "rule {}: those it is for hold {} bytes of {} together, {} more were wanted",
+                            name.as_str(),
+                            used,
+                            limit,
+                            size
+                        )),
+                        (Set::Admin, false) => Text::new(fmt!(
+                            "rule {}: uid {} holds {} bytes of {}, {} more were wanted",
+                            name.as_str(),
+                            self.uid(),
+                            used,
+                            limit,
+                            size
+                        )),
+                    }
+                }
+                None => Text::EMPTY,
+            },
+            Outcome::Cgroup => Text::new(fmt!(
+                "{} bytes more would break the limit of the cgroup (dmem.max) for memory of all providers that could serve",
+                size
+            )),
+            Outcome::Full => Text::new(fmt!("no provider that could serve has {} bytes free", size)),
+            Outcome::Reserved => match self.first(VerdictCode::Reserved) {
+                Some((rule, provider, candidate)) => Text::new(fmt!(
+                    "rule {} sets aside for others what is free in {}: {} bytes, {} were wanted",
+                    self.name(rule).as_str(),
+                    provider.addr,
+                    candidate.free,
+                    size
+                )),
+                None => Text::EMPTY,
+            },
+            Outcome::Fragmented => Text::new(fmt!(
+                "no provider that could serve has {} bytes in one piece at that alignment",
+                size
+            )),
+            Outcome::Chosen => Text::EMPTY,
+        }
+    }
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The paths between providers and clients, as this machine's PCI tree has them.
+//!
+//! What a path is worth is said by [`crate::policy::path`], which is pure. Here its input is collected: the bridges above a
+//! function, what their ACS control says, and how wide their links are.
+
+use crate::{
+    ext::{
+        p2pdma,
+        pci::{
+            self,
+            Function, //
+        }, //
+    },
+    policy::path::{
+        classify,
+        host_bridge_id,
+        link_bandwidth_of_status,
+        Chain,
+        Path,
+        PciAddr,
+        Port,
+        PortKind, //
+    }, //
+};
+use kernel::{
+    prelude::*,
+    rbtree::{RBTree, RBTreeNode},
+};
+
+/// The walk from a function to its root bus.
+pub(crate) struct Walk {
+    ports: KVec<Port>,
+    host_bridge: u64,
+    node: i32,
+}
+
+impl Walk {
+    pub(crate) fn new(function: &Function) -> Result<Self> {
+        let mut ports = KVec::new();
+        let mut at = Some(function.clone());
+        while let Some(port) = at {
+            let kind = PortKind::from_pcie_type(port.pcie_type(), port.is_bridge());
+            // A virtual function's Link Status is reserved.
+            let link = port.physical().link_status().map_or(0, link_bandwidth_of_status);
+            ports.push(
+                Port {
+                    addr: port.address(),
+                    kind,
+                    acs_redirect: port.acs_redirects(),
+                    link,
+                },
+                GFP_KERNEL,
+            )?;
+            at = port.upstream();
+        }
+        let (domain, bus) = function.host_bridge();
+        Ok(Self {
+            ports,
+            host_bridge: host_bridge_id(domain, bus),
+            // Where there is only one node, all belong to it, whatever the firmware says.
+            node: match function.node() {
+                -1 => pci::only_node(),
+                node => node,
+            },
+        })
+    }
+
+    fn chain(&self) -> Chain<'_> {
+        Chain {
+            ports: &self.ports,
+            host_bridge: self.host_bridge,
+            numa_node: self.node,
+        }
+    }
+
+    /// The path from this function, whose memory it is, to `client`.
+    pub(crate) fn path_to(&self, provider: &Function, client: &Function, client_walk: &Self) -> Path {
+        let distance = p2pdma::distance(provider, client).and_then(|d| i32::try_from(d).ok());
+        classify(
+            &self.chain(),
+            &client_walk.chain(),
+            distance.unwrap_or(-1),
+            pci::node_distance(self.node, client_walk.node),
+        )
+    }
+}
+
+/// Paths that were computed, until something on the bus changes.
+pub(crate) struct Cache {
+    generation: u64,
+    count: usize,
+    paths: RBTree<(u32, PciAddr), Path>,
+}
+
+impl Cache {
+    /// More pairs than any machine has devices that do DMA: a program that names all functions there are, one after
+    /// the other, starts the cache anew.
+    const MOST: usize = 65_536;
+
+    pub(crate) fn new() -> Self {
+        Self {
+            generation: 0,
+            count: 0,
+            paths: RBTree::new(),
+        }
+    }
+
+    /// Forgets all that was computed before `generation`. Returns the old paths, to be dropped without the lock.
+    pub(crate) fn renew(&mut self, generation: u64) -> Option<Self> {
+        if generation == self.generation && self.count < Self::MOST {
+            return None;
+        }
+        let new = Self {
+            generation,
+            ..Self::new()
+        };
+        Some(core::mem::replace(self, new))
+    }
+
+    pub(crate) fn get(&self, provider: u32, client: PciAddr) -> Option<Path> {
+        self.paths.get(&(provider, client)).copied()
+    }
+
+    /// Remembers a path that was computed at `generation`; one from before the last change is not kept.
+    pub(crate) fn put(&mut self, generation: u64, node: RBTreeNode<(u32, PciAddr), Path>) {
+        if generation == self.generation && self.paths.insert(node).is_none() {
+            self.count += 1;
+        }
+    }
+}
+
+#[kunit_tests(p2pmem_topology)]
+mod tests {
+    use super::*;
+
+    const CLIENT: PciAddr = PciAddr {
+        domain: 0,
+        bus: 1,
+        devfn: 0,
+    };
+
+    fn node(provider: u32, distance: i32) -> Result<RBTreeNode<(u32, PciAddr), Path>> {
+        let nowhere = Chain {
+            ports: &[],
+            host_bridge: 0,
+            numa_node: 0,
+        };
+        let path = classify(&nowhere, &nowhere, distance, 10);
+        Ok(RBTreeNode::new((provider, CLIENT), path, GFP_KERNEL)?)
+    }
+
+    #[test]
+    fn paths_are_kept_until_the_bus_changes() -> Result {
+        let mut cache = Cache::new();
+        assert!(cache.renew(0).is_none());
+        cache.put(0, node(1, 5)?);
+        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 5));
+        assert!(cache.get(2, CLIENT).is_none());
+        // The same pair again is one path, the newer one.
+        cache.put(0, node(1, 6)?);
+        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 6));
+        assert_eq!(cache.count, 1);
+        // What was computed before a change is not kept, and what was kept is forgotten.
+        assert!(cache.renew(3).is_some_and(|old| old.count == 1));
+        assert!(cache.get(1, CLIENT).is_none());
+        cache.put(2, node(1, 7)?);
+        assert!(cache.get(1, CLIENT).is_none() && cache.count == 0);
+        Ok(())
+    }
+
+    #[test]
+    fn a_full_cache_begins_anew() {
+        let mut cache = Cache::new();
+        cache.count = Cache::MOST;
+        assert!(cache.renew(0).is_some());
+        assert!(cache.count == 0 && cache.renew(0).is_none());
+    }
+}

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The ABI of `include/uapi/linux/p2pmem.h`: its structures and the numbers of its ioctls.
+
+use core::mem::size_of;
+use kernel::{
+    bindings,
+    error::Error,
+    ioctl::{_IOR, _IOW, _IOWR},
+    prelude::*,
+    transmute::{AsBytes, FromBytes},
+    uaccess::UserPtr,
+};
+
+pub(crate) use crate::sys::{
+    p2pmem_alloc as Alloc,
+    p2pmem_buffer as Buffer,
+    p2pmem_event as Event,
+    p2pmem_explain as Explain,
+    p2pmem_export as Export,
+    p2pmem_free as Free,
+    p2pmem_import as Import,
+    p2pmem_info as Info,
+    p2pmem_list as List,
+    p2pmem_part as Part,
+    p2pmem_path as Path,
+    p2pmem_paths as Paths,
+    p2pmem_pci_addr as PciAddress,
+    p2pmem_provider as Provider,
+    p2pmem_range as Range,
+    p2pmem_request as Request,
+    p2pmem_rule as Rule,
+    p2pmem_rules as Rules,
+    p2pmem_stats as Stats,
+    p2pmem_stripe as Stripe,
+    p2pmem_verdict as Verdict, //
+};
+
+pub(crate) use kernel::bindings::{EDQUOT, EHOSTUNREACH, ENODATA, EOPNOTSUPP};
+
+/// An errno that the kernel crate has no name for.
+pub(crate) fn errno(errno: u32) -> Error {
+    Error::from_errno(-(errno as i32))
+}
+
+/// Reads words from user space, all that there is room for. Errors: `EFAULT`.
+///
+/// As `UserSliceReader::read_slice()`, without a call for what the kernel asks of a copy whose length the compiler does not know:
+/// whether the object that it goes to is as long. A slice is.
+pub(crate) fn read_words(at: usize, words: &mut [u64]) -> Result {
+    let from = UserPtr::from_addr(at).as_const_ptr();
+    // SAFETY: The slice is as long as what is copied at most, and words may be any bytes.
+    let left = unsafe { bindings::_copy_from_user(words.as_mut_ptr().cast(), from, size_of_val(words)) };
+    if left == 0 {
+        Ok(())
+    } else {
+        Err(EFAULT)
+    }
+}
+
+/// The constants of the header, without the prefixes that bindgen gives them.
+pub(crate) mod consts {
+    use crate::sys;
+
+    pub(crate) const ABI_VERSION: u32 = sys::P2PMEM_ABI_VERSION;
+    pub(crate) const ABI_COMPATIBLE: u32 = sys::P2PMEM_ABI_COMPATIBLE;
+    pub(crate) const MAX_ELEMENT: u32 = sys::P2PMEM_MAX_ELEMENT;
+    pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
+    pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
+    pub(crate) const MAX_PARTS: usize = sys::P2PMEM_MAX_PARTS as usize;
+    pub(crate) const MAX_RULES: u32 = sys::P2PMEM_MAX_RULES;
+    pub(crate) const RULE_NAME: usize = sys::P2PMEM_RULE_NAME as usize;
+    pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
+    /// What this module can do.
+    pub(crate) const FEATURES: u64 = (sys::P2PMEM_FEATURE_MMAP_PAGED
+        | sys::P2PMEM_FEATURE_EVENTS
+        | sys::P2PMEM_FEATURE_ADOPT
+        | sys::P2PMEM_FEATURE_DMABUF
+        | sys::P2PMEM_FEATURE_PAGELESS
+        | sys::P2PMEM_FEATURE_RULES
+        | sys::P2PMEM_FEATURE_IMPORT
+        | sys::P2PMEM_FEATURE_STRIPE) as u64;
+    /// What it can do besides where programs can register mapped buffers.
+    pub(crate) fn feature_peer_memory(open: bool) -> u64 {
+        if open {
+            u64::from(sys::P2PMEM_FEATURE_PEER_MEMORY)
+        } else {
+            0
+        }
+    }
+    pub(crate) const PATHS_RESCAN: u32 = sys::P2PMEM_PATHS_RESCAN;
+    pub(crate) const PATH_ACS_REDIRECT: u32 = sys::P2PMEM_PATH_ACS_REDIRECT;
+    pub(crate) const PATH_BUS_ADDR: u32 = sys::P2PMEM_PATH_BUS_ADDR;
+    pub(crate) const ALLOC_PREFER: u32 = sys::P2PMEM_ALLOC_PREFER;
+    pub(crate) const EXPORT_PINNED: u32 = sys::P2PMEM_EXPORT_PINNED;
+    pub(crate) const EXPORT_MAPPED: u32 = sys::P2PMEM_EXPORT_MAPPED;
+    pub(crate) const EXPLAIN_LAST: u32 = sys::P2PMEM_EXPLAIN_LAST;
+    pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
+    pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
+    pub(crate) const KIND_REGISTERED: u32 = sys::p2pmem_kind_P2PMEM_KIND_REGISTERED;
+    pub(crate) const PROVIDER_LIVE: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_LIVE;
+    pub(crate) const PROVIDER_REVOKING: u32 = sys::p2pmem_provider_state_P2PMEM_PROVIDER_REVOKING;
+    pub(crate) const PROVIDER_PAGELESS: u32 = sys::P2PMEM_PROVIDER_PAGELESS;
+    pub(crate) const PROVIDER_EXPORTABLE: u32 = sys::P2PMEM_PROVIDER_EXPORTABLE;
+    pub(crate) const PROVIDER_PINNED_EXPORTS: u32 = sys::P2PMEM_PROVIDER_PINNED_EXPORTS;
+    pub(crate) const PROVIDER_CLEARING: u32 = sys::P2PMEM_PROVIDER_CLEARING;
+    pub(crate) const BUFFER_LIVE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_LIVE;
+    pub(crate) const BUFFER_REVOKING: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_REVOKING;
+    pub(crate) const BUFFER_GONE: u32 = sys::p2pmem_buffer_state_P2PMEM_BUFFER_GONE;
+    pub(crate) const STRATEGY_NEAREST: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_NEAREST;
+    pub(crate) const STRATEGY_UPSTREAM: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_UPSTREAM;
+    pub(crate) const STRATEGY_SPREAD: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_SPREAD;
+    pub(crate) const STRATEGY_PACK: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_PACK;
+    pub(crate) const STRATEGY_STRIPE: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_STRIPE;
+    pub(crate) const RULES_NONE: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_NONE;
+    pub(crate) const RULES_ADMIN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_ADMIN;
+    pub(crate) const RULES_OWN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_OWN;
+    pub(crate) const RULE_PROVIDER: u32 = sys::P2PMEM_RULE_PROVIDER;
+    pub(crate) const RULE_CLIENT: u32 = sys::P2PMEM_RULE_CLIENT;
+    pub(crate) const RULE_QUOTA: u32 = sys::P2PMEM_RULE_QUOTA;
+    pub(crate) const RULE_ALLOW: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_ALLOW;
+    pub(crate) const RULE_DENY: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_DENY;
+    pub(crate) const RULE_PREFER: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_PREFER;
+    pub(crate) const RULE_AVOID: u32 = sys::p2pmem_rule_action_P2PMEM_RULE_AVOID;
+    pub(crate) const EVENT_PROVIDER_ADDED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_ADDED;
+    pub(crate) const EVENT_PROVIDER_REMOVED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_REMOVED;
+    pub(crate) const EVENT_BUFFER_REVOKED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_BUFFER_REVOKED;
+    pub(crate) const EVENT_LOST: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_LOST;
+}
+
+/// The numbers of the ioctls.
+pub(crate) mod ioc {
+    use super::*;
+
+    const MAGIC: u32 = crate::sys::P2PMEM_IOC_MAGIC;
+    pub(crate) const INFO: u32 = _IOR::<Info>(MAGIC, 0x00);
+    pub(crate) const LIST: u32 = _IOWR::<List>(MAGIC, 0x01);
+    pub(crate) const PATHS: u32 = _IOWR::<Paths>(MAGIC, 0x02);
+    pub(crate) const ALLOC: u32 = _IOWR::<Alloc>(MAGIC, 0x03);
+    pub(crate) const FREE: u32 = _IOW::<Free>(MAGIC, 0x04);
+    pub(crate) const BUFFER: u32 = _IOWR::<Buffer>(MAGIC, 0x05);
+    pub(crate) const EXPLAIN: u32 = _IOWR::<Explain>(MAGIC, 0x06);
+    pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
+    pub(crate) const EXPORT_DMABUF: u32 = _IOWR::<Export>(MAGIC, 0x08);
+    pub(crate) const RULES: u32 = _IOW::<Rules>(MAGIC, 0x09);
+    pub(crate) const IMPORT: u32 = _IOWR::<Import>(MAGIC, 0x0a);
+    pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
+}
+
+/// An ioctl's number without the size in it, which is that of the caller's structure.
+pub(crate) const fn sizeless(cmd: u32) -> u32 {
+    cmd & !(bindings::_IOC_SIZEMASK << bindings::_IOC_SIZESHIFT)
+}
+
+/// The ioctls, as [`sizeless`] has them: direction, type and number.
+pub(crate) mod calls {
+    use super::{
+        ioc,
+        sizeless, //
+    };
+
+    pub(crate) const INFO: u32 = sizeless(ioc::INFO);
+    pub(crate) const LIST: u32 = sizeless(ioc::LIST);
+    pub(crate) const PATHS: u32 = sizeless(ioc::PATHS);
+    pub(crate) const ALLOC: u32 = sizeless(ioc::ALLOC);
+    pub(crate) const FREE: u32 = sizeless(ioc::FREE);
+    pub(crate) const BUFFER: u32 = sizeless(ioc::BUFFER);
+    pub(crate) const EXPLAIN: u32 = sizeless(ioc::EXPLAIN);
+    pub(crate) const STATS: u32 = sizeless(ioc::STATS);
+    pub(crate) const EXPORT_DMABUF: u32 = sizeless(ioc::EXPORT_DMABUF);
+    pub(crate) const RULES: u32 = sizeless(ioc::RULES);
+    pub(crate) const IMPORT: u32 = sizeless(ioc::IMPORT);
+    pub(crate) const STRIPE: u32 = sizeless(ioc::STRIPE);
+}
+
+/// Declares structures of the header: their sizes, and that they travel as bytes.
+macro_rules! travel {
+    ($($name:ident: $size:literal),* $(,)?) => {$(
+        // What the header has today. A structure may grow at its end, one inside of another by its spare fields.
+        const _: () = assert!(size_of::<$name>() == $size);
+        // SAFETY: The structure consists of integers, arrays of them and such structures, so every pattern of bits
+        // is a valid value.
+        unsafe impl FromBytes for $name {}
+        // SAFETY: The structure has no padding: -Wpadded finds none in the header, and the size is the sum of its
+        // fields' sizes.
+        unsafe impl AsBytes for $name {}
+    )*};
+}
+
+travel! {
+    PciAddress: 8, Info: 88, Provider: 136, List: 24, Path: 40, Paths: 40, Request: 88, Alloc: 128, Free: 8,
+    Buffer: 64, Verdict: 96, Explain: 128, Stats: 104, Event: 32,
+    Range: 16, Export: 32, Rule: 72, Rules: 24, Import: 40, Part: 48, Stripe: 120,
+}
+
+#[kernel::prelude::kunit_tests(p2pmem_uapi)]
+mod tests {
+    use super::*;
+    use kernel::ioctl::{_IOC_DIR, _IOC_NR, _IOC_SIZE, _IOC_TYPE};
+
+    #[test]
+    fn numbers_of_ioctls_say_what_they_are() {
+        const READ: u32 = 2;
+        const WRITE: u32 = 1;
+        let all = [
+            (ioc::INFO, READ, size_of::<Info>()),
+            (ioc::LIST, READ | WRITE, size_of::<List>()),
+            (ioc::PATHS, READ | WRITE, size_of::<Paths>()),
+            (ioc::ALLOC, READ | WRITE, size_of::<Alloc>()),
+            (ioc::FREE, WRITE, size_of::<Free>()),
+            (ioc::BUFFER, READ | WRITE, size_of::<Buffer>()),
+            (ioc::EXPLAIN, READ | WRITE, size_of::<Explain>()),
+            (ioc::STATS, READ | WRITE, size_of::<Stats>()),
+            (ioc::EXPORT_DMABUF, READ | WRITE, size_of::<Export>()),
+            (ioc::RULES, WRITE, size_of::<Rules>()),
+            (ioc::IMPORT, READ | WRITE, size_of::<Import>()),
+            (ioc::STRIPE, READ | WRITE, size_of::<Stripe>()),
+        ];
+        let mut next = 0;
+        for (number, dir, size) in all {
+            assert_eq!(_IOC_TYPE(number), crate::sys::P2PMEM_IOC_MAGIC);
+            assert_eq!(_IOC_NR(number), next);
+            assert_eq!(_IOC_DIR(number), dir);
+            assert_eq!(_IOC_SIZE(number), size);
+            next += 1;
+        }
+    }
+
+    #[test]
+    fn structures_travel_as_their_bytes() {
+        let sent = Range {
+            offset: 0x0102_0304_0506_0708,
+            size: u64::MAX,
+        };
+        let bytes = sent.as_bytes();
+        assert_eq!(bytes.len(), 16);
+        assert_eq!(bytes.first(), Some(&0x08));
+        let got = Range::from_bytes_copy(bytes);
+        assert!(got.is_some_and(|got| got.offset == sent.offset && got.size == sent.size));
+        // Neither less nor more.
+        assert!(bytes.get(1..).and_then(Range::from_bytes_copy).is_none());
+        assert!(Range::from_bytes_copy(&[0; 17]).is_none());
+    }
+
+    #[test]
+    fn errnos_that_have_no_name_are_their_numbers() {
+        for number in [EHOSTUNREACH, ENODATA, EOPNOTSUPP] {
+            assert_eq!(errno(number).to_errno(), -(number as i32));
+        }
+    }
+}

@@ -1,0 +1,969 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The choice of a provider for a buffer.
+//!
+//! [`decide`] gets a request and one [`Candidate`] per provider and answers two questions: which
+//! provider serves the request, and, for each of the others, why not. A verdict carries the numbers
+//! it was reached with, so that it can be checked by whoever reads it.
+//!
+//! The rules are written down in Documentation/design/placement.md. In short: a provider is
+//! *eligible* when it is the named one (if one is required), is not leaving, can be reached by
+//! every client over paths no farther than allowed, and has the space in one piece, and when no
+//! rule ([`crate::policy::rule`]) stands against it. Among the eligible ones the criteria of [`Rank`]
+//! decide, one after the other.
+//!
+//! Nothing is remembered and nothing is left to chance: equal input gives equal output, and the
+//! order of the candidates does not matter.
+//!
+//! The file is pure: it needs nothing but `core` and [`Path`], allocates nothing, cannot panic, and
+//! holds no `unsafe`. The same text is compiled into the module and into the host tests of
+//! tests/pure.
+
+use crate::policy::{
+    path::{
+        indexed,
+        Path,
+        PathClass, //
+    },
+    rule::{
+        Ref,
+        Ruling,
+        Stance, //
+    }, //
+};
+use core::cmp::{Ordering, Reverse};
+
+/// Which provider a request names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Named {
+    /// None: any will do.
+    Any,
+    /// This one or none.
+    Require(u32),
+    /// This one if it is eligible, else the best of the others.
+    Prefer(u32),
+}
+
+/// Who chooses among the eligible providers when naming one has not settled it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Strategy {
+    /// The criteria of [`Rank`].
+    Nearest,
+    /// The least loaded, and only then the criteria of [`Rank`].
+    Spread,
+    /// The most loaded, and only then the criteria of [`Rank`].
+    Pack,
+    /// The kernel: the provider that `pci_p2pmem_find_many()` returned, `None` where it returned
+    /// none.
+    Upstream(Option<u32>),
+}
+
+/// What is asked for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    /// Bytes, a multiple of the page size.
+    pub(crate) size: u64,
+    /// Alignment in bytes in the address space in which [`Candidate::start`] counts; 0 and 1 mean
+    /// none.
+    pub(crate) align: u64,
+    /// How many clients there are, that is, how many paths every candidate has to have.
+    pub(crate) clients: usize,
+    /// Which provider is named.
+    pub(crate) named: Named,
+    /// Who chooses.
+    pub(crate) strategy: Strategy,
+    /// Farthest path class allowed; `None` for any that is reachable.
+    pub(crate) max_class: Option<PathClass>,
+}
+
+/// A provider as far as the choice depends on it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Candidate<'a> {
+    /// Its number. Smaller numbers came earlier; no two candidates have the same.
+    pub(crate) id: u32,
+    /// Whether buffers can be allocated from it at all: `false` while it is being revoked.
+    pub(crate) live: bool,
+    /// Where its memory begins in the BAR, bytes, 0 where that is not known.
+    pub(crate) start: u64,
+    /// Bytes it manages.
+    pub(crate) size: u64,
+    /// Bytes of `size` that are free.
+    pub(crate) free: u64,
+    /// Largest contiguous piece, bytes, that an allocation with the request's alignment could get.
+    pub(crate) largest: u64,
+    /// Its path to each client, in the order of the clients. A path that is missing is one that
+    /// does not exist.
+    pub(crate) paths: &'a [Path],
+    /// What the rules say of it for this request.
+    pub(crate) ruling: Ruling,
+}
+
+impl Candidate<'_> {
+    /// Notes that an allocation of `size` bytes failed although the numbers had promised it
+    /// (another request was faster), so that the next [`decide`] looks elsewhere: the candidate
+    /// counts as having no such piece. Every call takes one candidate out of the race, so that
+    /// retrying ends after as many rounds as there are candidates.
+    pub(crate) fn refused(&mut self, size: u64) {
+        self.largest = self.largest.min(size.saturating_sub(1));
+    }
+
+    /// Whether it could hold the request were it empty.
+    fn could_hold(&self, request: &Request) -> bool {
+        let align = request.align.max(1);
+        let past = self.start.checked_rem(align).unwrap_or(0);
+        let skipped = if past == 0 { 0 } else { align.saturating_sub(past) };
+        self.size.checked_sub(skipped).is_some_and(|room| room >= request.size)
+    }
+
+    /// Share of its bytes that is in use, in permille.
+    fn load(&self) -> u64 {
+        load(self.size, self.free)
+    }
+}
+
+/// Share of `size` bytes that is not among the `free` ones, in permille, rounded down; 1000 of nothing.
+fn load(size: u64, free: u64) -> u64 {
+    let used = size.saturating_sub(free);
+    // A thousandfold has to fit; KiB do for providers of petabytes.
+    let unit = if size > u64::MAX / 1000 { 10 } else { 0 };
+    (used >> unit)
+        .saturating_mul(1000)
+        .checked_div(size >> unit)
+        .unwrap_or(1000)
+}
+
+/// What became of a candidate. The values are those of `enum p2pmem_verdict_code`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum VerdictCode {
+    /// It was chosen.
+    Chosen = 1,
+    /// A client cannot reach it.
+    Unreachable = 2,
+    /// A path is farther than allowed.
+    TooFar = 3,
+    /// It could not hold the buffer were it empty.
+    TooSmall = 4,
+    /// It has not enough free bytes.
+    Full = 5,
+    /// It has the bytes, but not in one piece with that alignment.
+    Fragmented = 6,
+    /// It is being revoked.
+    Leaving = 7,
+    /// The request names another one.
+    NotNamed = 8,
+    /// The chosen one's worst path class is nearer.
+    Class = 9,
+    /// The chosen one is fewer hops away, all clients taken together.
+    Hops = 10,
+    /// The chosen one's narrowest link is wider, or the only one known.
+    Bandwidth = 11,
+    /// The chosen one is nearer in NUMA distance, or the only one whose distance is known.
+    Numa = 12,
+    /// The chosen one is less loaded.
+    Load = 13,
+    /// The chosen one has a larger contiguous piece.
+    Space = 14,
+    /// Equal in everything to the chosen one, which came earlier.
+    Order = 15,
+    /// The kernel did not choose it.
+    Upstream = 16,
+    /// A rule denies it.
+    Denied = 17,
+    /// The buffer would break a quota.
+    Quota = 18,
+    /// Rules set aside for others what is free.
+    Reserved = 19,
+    /// A rule prefers the chosen one, or avoids this one.
+    Preference = 20,
+    /// The chosen one is more loaded, and memory was to be packed.
+    Packed = 21,
+    /// The buffer would break a limit of the dmem controller.
+    Cgroup = 22,
+    /// It could hold a part, but too few others can.
+    Alone = 23,
+}
+
+impl VerdictCode {
+    /// The number the ABI has for it.
+    pub(crate) fn as_raw(self) -> u32 {
+        self as u32
+    }
+}
+
+/// What a decision says of one candidate, and the numbers it says it from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Verdict {
+    /// [`Candidate::id`].
+    pub(crate) provider: u32,
+    /// What became of it.
+    pub(crate) code: VerdictCode,
+    /// The rule that decided it, where a rule did.
+    pub(crate) rule: Option<Ref>,
+    /// Index of the client with the farthest path, 0 without clients.
+    pub(crate) worst_client: u32,
+    /// Class of that path, `None` without clients.
+    pub(crate) class: Option<PathClass>,
+    /// Sum of the hops to all clients.
+    pub(crate) hops: u32,
+    /// Narrowest link on any of the paths, MB/s, 0 where none tells.
+    pub(crate) bandwidth: u32,
+    /// Largest NUMA distance to a client, 0 where none is known.
+    pub(crate) numa_distance: u32,
+    /// [`Candidate::size`].
+    pub(crate) size: u64,
+    /// [`Candidate::free`].
+    pub(crate) free: u64,
+    /// [`Candidate::largest`].
+    pub(crate) largest: u64,
+}
+
+impl Verdict {
+    /// Fills an array before [`decide`] overwrites it; it says nothing of any provider.
+    pub(crate) const EMPTY: Self = Self {
+        provider: 0,
+        code: VerdictCode::NotNamed,
+        rule: None,
+        worst_client: 0,
+        class: None,
+        hops: 0,
+        bandwidth: 0,
+        numa_distance: 0,
+        size: 0,
+        free: 0,
+        largest: 0,
+    };
+
+    /// The number the ABI has for the class: 0 without clients.
+    pub(crate) fn class_raw(&self) -> u32 {
+        self.class.map_or(0, PathClass::as_raw)
+    }
+}
+
+/// How a decision ended. Where no provider was chosen, the candidate that came nearest to being
+/// eligible gives the reason: the variants are in that order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Outcome {
+    /// There is no provider.
+    NoProvider,
+    /// The required provider is not there.
+    NoSuchProvider,
+    /// The kernel chose none, or one that is not a candidate.
+    NotUpstream,
+    /// All are leaving.
+    Leaving,
+    /// None can be reached by every client.
+    Unreachable,
+    /// Rules deny all that can be reached.
+    Denied,
+    /// None is near enough.
+    TooFar,
+    /// None is large enough.
+    TooSmall,
+    /// The buffer would break a quota wherever it were.
+    Quota,
+    /// The buffer would break a limit of the cgroup wherever it were.
+    Cgroup,
+    /// Those that could serve have not enough free bytes.
+    Full,
+    /// Those that could serve have the bytes, but set aside for others.
+    Reserved,
+    /// Those that could serve have the bytes, but not in one piece.
+    Fragmented,
+    /// A provider was chosen.
+    Chosen,
+}
+
+impl Outcome {
+    /// Whether the same request may succeed once memory has been freed (`ENOSPC`). For the other
+    /// failures something has to change in the machine or in the request (`ENODEV`).
+    pub(crate) fn is_out_of_space(self) -> bool {
+        matches!(self, Self::Full | Self::Reserved | Self::Fragmented)
+    }
+}
+
+/// What was decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Decision {
+    /// Index of the chosen candidate; `Some` exactly where `outcome` is [`Outcome::Chosen`].
+    pub(crate) chosen: Option<usize>,
+    /// How it ended.
+    pub(crate) outcome: Outcome,
+}
+
+/// What a candidate's paths amount to for all clients together.
+struct Reach {
+    worst_client: usize,
+    worst: Option<(PathClass, u32)>,
+    hops: u32,
+    bandwidth: u32,
+    numa_distance: u32,
+}
+
+impl Reach {
+    fn of(clients: usize, paths: &[Path]) -> Self {
+        let mut reach = Self {
+            worst_client: 0,
+            worst: None,
+            hops: 0,
+            bandwidth: 0,
+            numa_distance: 0,
+        };
+        for (client, path) in indexed(paths).take(clients) {
+            reach.note(client, (path.class, path.hops));
+            reach.hops = reach.hops.saturating_add(path.hops);
+            reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
+                (0, link) | (link, 0) => link,
+                (a, b) => a.min(b),
+            };
+            reach.numa_distance = reach.numa_distance.max(path.numa_distance);
+        }
+        if paths.len() < clients {
+            reach.note(paths.len(), (PathClass::Unreachable, u32::MAX));
+        }
+        reach
+    }
+
+    /// Keeps the farthest path, the first of several.
+    fn note(&mut self, client: usize, distance: (PathClass, u32)) {
+        if self.worst.is_none_or(|worst| distance > worst) {
+            self.worst = Some(distance);
+            self.worst_client = client;
+        }
+    }
+
+    fn class(&self) -> Option<PathClass> {
+        self.worst.map(|(class, _)| class)
+    }
+}
+
+/// How far a provider is from all clients together: the criteria of [`Rank`] that paths alone
+/// decide, in their order; the smaller distance wins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Distance {
+    /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
+    class: Option<PathClass>,
+    /// Sum of hops.
+    hops: u32,
+    /// Narrowest link: wider is better, unknown (0) is worst.
+    bandwidth: Reverse<u32>,
+    /// Largest NUMA distance: unknown (0) is worst.
+    numa: u32,
+}
+
+impl Distance {
+    /// From a provider with these paths to each of so many clients.
+    pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
+        Self::from(&Reach::of(clients, paths))
+    }
+
+    /// Whether every client can reach it.
+    pub(crate) fn is_reachable(&self) -> bool {
+        self.class != Some(PathClass::Unreachable)
+    }
+}
+
+impl From<&Reach> for Distance {
+    fn from(reach: &Reach) -> Self {
+        Self {
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: Reverse(reach.bandwidth),
+            numa: match reach.numa_distance {
+                0 => u32::MAX,
+                known => known,
+            },
+        }
+    }
+}
+
+/// The criteria that decide among eligible candidates, in the order in which they are looked at;
+/// the smaller rank wins.
+struct Rank {
+    /// What the administrator's rules want, then what the application's own want.
+    stance: (Stance, Stance),
+    /// What paths decide.
+    distance: Distance,
+    /// Load in permille.
+    load: u64,
+    /// Largest contiguous piece: larger is better, as it leaves more for the next one.
+    largest: Reverse<u64>,
+    /// Order in which the providers came.
+    id: u32,
+}
+
+impl Rank {
+    fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
+        Self {
+            stance: (candidate.ruling.stance, candidate.ruling.own_stance),
+            distance: Distance::from(reach),
+            load: candidate.load(),
+            largest: Reverse(candidate.largest),
+            id: candidate.id,
+        }
+    }
+
+    /// Compares, and names the criterion that decides.
+    fn compare(&self, other: &Self, strategy: Strategy) -> (Ordering, VerdictCode) {
+        let same = (Ordering::Equal, VerdictCode::Order);
+        let (here, there) = (&self.distance, &other.distance);
+        let criteria = [
+            (self.stance.cmp(&other.stance), VerdictCode::Preference),
+            match strategy {
+                Strategy::Spread => (self.load.cmp(&other.load), VerdictCode::Load),
+                Strategy::Pack => (other.load.cmp(&self.load), VerdictCode::Packed),
+                Strategy::Nearest | Strategy::Upstream(_) => same,
+            },
+            (here.class.cmp(&there.class), VerdictCode::Class),
+            (here.hops.cmp(&there.hops), VerdictCode::Hops),
+            (here.bandwidth.cmp(&there.bandwidth), VerdictCode::Bandwidth),
+            (here.numa.cmp(&there.numa), VerdictCode::Numa),
+            (self.load.cmp(&other.load), VerdictCode::Load),
+            (self.largest.cmp(&other.largest), VerdictCode::Space),
+        ];
+        criteria
+            .into_iter()
+            .find(|(ordering, _)| ordering.is_ne())
+            .unwrap_or((self.id.cmp(&other.id), VerdictCode::Order))
+    }
+}
+
+/// Why a candidate cannot serve.
+struct Objection {
+    code: VerdictCode,
+    rule: Option<Ref>,
+    reason: Outcome,
+}
+
+/// Whether a candidate can serve the request, and if not, the first rule that forbids it. The rules
+/// that no time will change come first: a provider that is out of reach *and* full is out of reach.
+fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), Objection> {
+    let class = reach.class();
+    let ruling = &candidate.ruling;
+    let (code, rule, reason) = if matches!(request.named, Named::Require(id) if id != candidate.id) {
+        (VerdictCode::NotNamed, None, Outcome::NoSuchProvider)
+    } else if !candidate.live {
+        (VerdictCode::Leaving, None, Outcome::Leaving)
+    } else if class == Some(PathClass::Unreachable) {
+        (VerdictCode::Unreachable, None, Outcome::Unreachable)
+    } else if ruling.denied.is_some() {
+        (VerdictCode::Denied, ruling.denied, Outcome::Denied)
+    } else if request.max_class.is_some_and(|max| class > Some(max)) {
+        (VerdictCode::TooFar, None, Outcome::TooFar)
+    } else if ruling.too_far.is_some() {
+        (VerdictCode::TooFar, ruling.too_far, Outcome::TooFar)
+    } else if !candidate.could_hold(request) {
+        (VerdictCode::TooSmall, None, Outcome::TooSmall)
+    } else if let Some(over) = ruling.over {
+        (VerdictCode::Quota, Some(over.rule), Outcome::Quota)
+    } else if ruling.over_cgroup {
+        (VerdictCode::Cgroup, None, Outcome::Cgroup)
+    } else if candidate.free < request.size {
+        (VerdictCode::Full, None, Outcome::Full)
+    } else if candidate.free.saturating_sub(ruling.withheld) < request.size {
+        (VerdictCode::Reserved, ruling.withheld_by, Outcome::Reserved)
+    } else if candidate.largest < request.size {
+        (VerdictCode::Fragmented, None, Outcome::Fragmented)
+    } else {
+        return Ok(());
+    };
+    Err(Objection { code, rule, reason })
+}
+
+/// On whose word a candidate may win; the earlier variant beats the later one.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum By {
+    /// The request prefers it.
+    Wish,
+    /// The kernel chose it.
+    Kernel,
+    /// Its rank.
+    Rank,
+}
+
+/// On whose word the candidate may win, `None` if it may not because the kernel wants another one.
+/// A required provider leaves the kernel nothing to choose.
+fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
+    match (request.named, request.strategy) {
+        (Named::Prefer(id), _) if id == candidate.id => Some(By::Wish),
+        (Named::Require(_), _) | (_, Strategy::Nearest | Strategy::Spread | Strategy::Pack) => Some(By::Rank),
+        (_, Strategy::Upstream(choice)) => (choice == Some(candidate.id)).then_some(By::Kernel),
+    }
+}
+
+/// The best candidate found so far.
+struct Winner {
+    index: usize,
+    rank: Rank,
+    by: By,
+    ruling: Ruling,
+}
+
+/// Whether the administrator wants a candidate only where no other serves, whoever else wants it.
+fn avoided(ruling: &Ruling) -> bool {
+    ruling.stance == Stance::Avoid
+}
+
+/// Why an eligible candidate lost, and the rule that decided where a rule did.
+fn lost(request: &Request, ruling: &Ruling, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<Ref>) {
+    if avoided(ruling) && !avoided(&winner.ruling) {
+        return (VerdictCode::Preference, ruling.stance_by);
+    }
+    match winner.by {
+        By::Wish => (VerdictCode::NotNamed, None),
+        By::Kernel => (VerdictCode::Upstream, None),
+        By::Rank => match rank.compare(&winner.rank, request.strategy).1 {
+            VerdictCode::Preference => {
+                // Either this one is avoided, or the other one preferred.
+                let (own, other, by, other_by) = if ruling.stance == winner.ruling.stance {
+                    let other = &winner.ruling;
+                    (
+                        ruling.own_stance,
+                        other.own_stance,
+                        ruling.own_stance_by,
+                        other.own_stance_by,
+                    )
+                } else {
+                    let other = &winner.ruling;
+                    (ruling.stance, other.stance, ruling.stance_by, other.stance_by)
+                };
+                let decided = if own == Stance::Avoid && other != Stance::Avoid {
+                    by
+                } else {
+                    other_by
+                };
+                (VerdictCode::Preference, decided)
+            }
+            code => (code, None),
+        },
+    }
+}
+
+/// Finds the best candidate that is not among `taken`, and with `shun` none that rules avoid; and how that ended.
+fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: bool) -> (Option<Winner>, Outcome) {
+    let mut winner: Option<Winner> = None;
+    let mut outcome = Outcome::NoProvider;
+
+    for (index, candidate) in indexed(candidates) {
+        if taken.contains(&index) || shun && avoided(&candidate.ruling) {
+            continue;
+        }
+        let Some(by) = contends(request, candidate) else {
+            outcome = outcome.max(Outcome::NotUpstream);
+            continue;
+        };
+        let reach = Reach::of(request.clients, candidate.paths);
+        if let Err(objection) = eligible(request, candidate, &reach) {
+            outcome = outcome.max(objection.reason);
+            continue;
+        }
+        let rank = Rank::of(candidate, &reach);
+        let claim = (avoided(&candidate.ruling), by);
+        let wins = winner
+            .as_ref()
+            .is_none_or(|winner| match claim.cmp(&(avoided(&winner.ruling), winner.by)) {
+                Ordering::Less => true,
+                Ordering::Equal => rank.compare(&winner.rank, request.strategy).0.is_lt(),
+                Ordering::Greater => false,
+            });
+        if wins {
+            winner = Some(Winner {
+                index,
+                rank,
+                by,
+                ruling: candidate.ruling,
+            });
+        }
+        outcome = Outcome::Chosen;
+    }
+    (winner, outcome)
+}
+
+/// Says of each candidate what became of it: `chosen` were chosen, of which `last` was the worst. Where `last` is none
+/// the kernel wanted another one, or, where there are some in `chosen`, too few could be.
+fn say(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    chosen: &[usize],
+    last: Option<&Winner>,
+    verdicts: &mut [Verdict],
+) {
+    for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
+        let reach = Reach::of(request.clients, candidate.paths);
+        let (code, rule) = match (eligible(request, candidate, &reach), last) {
+            (Err(objection), _) => (objection.code, objection.rule),
+            (Ok(()), Some(_)) if chosen.contains(&index) => {
+                let ruling = &candidate.ruling;
+                let preferred = ruling.stance == Stance::Prefer;
+                (VerdictCode::Chosen, ruling.stance_by.filter(|_| preferred))
+            }
+            (Ok(()), Some(last)) => lost(request, &candidate.ruling, &Rank::of(candidate, &reach), last),
+            (Ok(()), None) if !chosen.is_empty() => (VerdictCode::Alone, None),
+            // Eligible, and yet there is no winner: the kernel wants another one.
+            (Ok(()), None) => (VerdictCode::Upstream, None),
+        };
+        *slot = Verdict {
+            provider: candidate.id,
+            code,
+            rule,
+            worst_client: u32::try_from(reach.worst_client).unwrap_or(u32::MAX),
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: reach.bandwidth,
+            numa_distance: reach.numa_distance,
+            size: candidate.size,
+            free: candidate.free,
+            largest: candidate.largest,
+        };
+    }
+}
+
+/// Chooses a provider.
+///
+/// `verdicts[i]` is what the decision says of `candidates[i]`; where `verdicts` is shorter only
+/// that many are written, where it is longer the rest is left alone. The decision itself does not
+/// depend on it.
+///
+/// Takes time in proportion to candidates times clients, and a constant amount of stack.
+pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Decision {
+    let (winner, outcome) = best(request, candidates, &[], false);
+    let chosen = winner.as_ref().map(|winner| winner.index);
+    say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
+    Decision { chosen, outcome }
+}
+
+/// What a provider has that is not being revoked, as two numbers that may be of different moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Stock {
+    /// Free bytes, unless [`Self::largest`] is more.
+    pub(crate) free: u64,
+    /// [`Candidate::largest`].
+    pub(crate) largest: u64,
+}
+
+impl Stock {
+    /// Nothing.
+    pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
+
+    /// [`Candidate::free`]: a piece may have grown since the free bytes were counted.
+    pub(crate) fn free(&self) -> u64 {
+        self.free.max(self.largest)
+    }
+}
+
+/// What is said of a provider at a glance: what it has, and whether the request fits, its alignment
+/// thought of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Glance {
+    Fits(Stock),
+    Short(Stock),
+    Unknown,
+}
+
+/// A provider's turn to be looked at by [`nearest`]. `G` tells what it has.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn<G> {
+    /// Its index in the order of numbers.
+    pub(crate) index: usize,
+    /// [`Candidate::size`].
+    pub(crate) size: u64,
+    /// How much the administrator's rules want it; `None` where they forbid it, or a client cannot reach it.
+    pub(crate) stance: Option<Stance>,
+    /// How far it is.
+    pub(crate) distance: Distance,
+    /// How many are wanted as much and are as far, this one and those after it; see [`group`].
+    pub(crate) as_far: usize,
+    pub(crate) gauge: G,
+}
+
+/// Notes in turns that are in the order of [`Turn::order`] how many are as far.
+pub(crate) fn group<G>(turns: &mut [Turn<G>]) {
+    let mut after: Option<(Order, usize)> = None;
+    for turn in turns.iter_mut().rev() {
+        let order = turn.order();
+        let others = after.filter(|(other, _)| *other == order);
+        turn.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
+        after = Some((order, turn.as_far));
+    }
+}
+
+/// Where a turn stands among others: those without a stance come last.
+type Order = (bool, Option<Stance>, Distance);
+
+impl<G> Turn<G> {
+    /// The smaller, the earlier its turn.
+    pub(crate) fn order(&self) -> Order {
+        (self.stance.is_none(), self.stance, self.distance)
+    }
+
+    /// The number the ABI has for the class: 0 without clients.
+    pub(crate) fn class_raw(&self) -> u32 {
+        self.distance.class.map_or(0, PathClass::as_raw)
+    }
+}
+
+/// The provider that [`decide`] would choose where none is named,
+/// [`Strategy::Nearest`] chooses, and rules say no more than [`Turn::stance`]. `None` where none can
+/// serve, where rules want one that is too far more than one that can serve, or where `glance` cannot
+/// tell what one has. `turns` are in their [order](Turn::order), those of the same order in that of
+/// numbers, and [grouped](group).
+///
+/// Each gauge is asked once, and what it says is kept in `stock`, which is as long as `turns` and
+/// in their order.
+///
+/// Compares the first that can serve and those that are as far, and looks at no path. So this is
+/// for the many decisions nobody will ask about; who asks is told by [`decide`].
+pub(crate) fn nearest<'a, G>(
+    max_class: Option<PathClass>,
+    turns: &'a [Turn<G>],
+    stock: &mut [Stock],
+    mut glance: impl FnMut(&G) -> Glance,
+) -> Option<&'a Turn<G>> {
+    let mut best = None;
+    // The best one's load, its size and what it has; none has nothing, where no request fits.
+    let mut least = u64::MAX;
+    let mut whole = 0;
+    let mut its = Stock::EMPTY;
+    let mut left = turns;
+    let mut slots = stock;
+    while let Some(first) = left.first() {
+        let class = first.distance.class;
+        let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
+        if best.is_some() || too_far || first.stance.is_none() {
+            break;
+        }
+        let (tier, farther) = left.split_at_checked(first.as_far.max(1)).unwrap_or((left, &[]));
+        let (own, others) = slots.split_at_mut_checked(tier.len())?;
+        left = farther;
+        slots = others;
+        for (turn, slot) in tier.iter().zip(own) {
+            let has = match glance(&turn.gauge) {
+                Glance::Fits(has) => has,
+                Glance::Short(has) => {
+                    *slot = has;
+                    continue;
+                }
+                Glance::Unknown => return None,
+            };
+            *slot = has;
+            // No less a load, without a division: idle providers of one kind.
+            if has.free == its.free && turn.size == whole && has.largest <= its.largest {
+                continue;
+            }
+            let load = load(turn.size, has.free());
+            if load < least || load == least && has.largest > its.largest {
+                best = Some(turn);
+                least = load;
+                whole = turn.size;
+                its = has;
+            }
+        }
+    }
+    // The others are wanted less, or too far. What they have is kept for who asks.
+    for (turn, slot) in left.iter().zip(slots) {
+        *slot = match glance(&turn.gauge) {
+            Glance::Fits(has) | Glance::Short(has) => has,
+            Glance::Unknown => return None,
+        };
+    }
+    best
+}
+
+/// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either
+/// all are found or the answer says how many were, and why no other one is; with `shun` only such that rules do not
+/// avoid.
+///
+/// Takes as many times the time of [`decide`] as there are picks.
+pub(crate) fn decide_several(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    shun: bool,
+    picks: &mut [usize],
+    verdicts: &mut [Verdict],
+) -> (usize, Outcome) {
+    let mut found = 0;
+    let mut last = None;
+    let mut end = Outcome::NoProvider;
+    while found < picks.len() {
+        let taken = picks.get(..found).unwrap_or_default();
+        let (winner, outcome) = best(request, candidates, taken, shun);
+        end = outcome;
+        last = winner;
+        let (Some(winner), Some(slot)) = (&last, picks.get_mut(found)) else {
+            break;
+        };
+        *slot = winner.index;
+        found = found.saturating_add(1);
+    }
+    say(
+        request,
+        candidates,
+        picks.get(..found).unwrap_or_default(),
+        last.as_ref(),
+        verdicts,
+    );
+    (found, end)
+}
+
+#[cfg(any(test, CONFIG_KUNIT))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_placement))]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = 4096;
+    const NEAR: Path = Path {
+        class: PathClass::SameSwitch,
+        hops: 4,
+        distance: 4,
+        acs_redirect: false,
+        bus_addr: true,
+        bandwidth: 8_000,
+        numa_distance: 10,
+        bridge: None,
+    };
+
+    fn candidate(id: u32, paths: &[Path]) -> Candidate<'_> {
+        Candidate {
+            id,
+            live: true,
+            start: 0,
+            size: 64 * PAGE,
+            free: 32 * PAGE,
+            largest: 16 * PAGE,
+            paths,
+            ruling: Ruling::NONE,
+        }
+    }
+
+    const REQUEST: Request = Request {
+        size: 4 * PAGE,
+        align: PAGE,
+        clients: 1,
+        named: Named::Any,
+        strategy: Strategy::Nearest,
+        max_class: None,
+    };
+
+    /// The codes of two candidates, and which one was chosen.
+    fn codes(request: &Request, candidates: &[Candidate<'_>; 2]) -> (Option<usize>, [VerdictCode; 2]) {
+        let mut verdicts = [Verdict::EMPTY; 2];
+        let decision = decide(request, candidates, &mut verdicts);
+        (decision.chosen, verdicts.map(|verdict| verdict.code))
+    }
+
+    #[test]
+    fn each_criterion_decides_where_those_before_it_are_equal() {
+        let worse = |change: fn(&mut Path)| {
+            let mut path = NEAR;
+            change(&mut path);
+            [path]
+        };
+        let near = [NEAR];
+        for (paths, code) in [
+            (worse(|path| path.class = PathClass::Switches), VerdictCode::Class),
+            (worse(|path| path.hops += 1), VerdictCode::Hops),
+            (worse(|path| path.bandwidth -= 1), VerdictCode::Bandwidth),
+            (worse(|path| path.bandwidth = 0), VerdictCode::Bandwidth),
+            (worse(|path| path.numa_distance += 1), VerdictCode::Numa),
+            (near, VerdictCode::Order),
+        ] {
+            // The one that came earlier loses, except where nothing else decides.
+            let (lost, won) = if code == VerdictCode::Order { (1, 0) } else { (0, 1) };
+            let mut pair = [candidate(1, &near), candidate(2, &near)];
+            pair[lost].paths = &paths;
+            let (chosen, verdicts) = codes(&REQUEST, &pair);
+            assert_eq!(
+                (chosen, verdicts[lost], verdicts[won]),
+                (Some(won), code, VerdictCode::Chosen)
+            );
+        }
+        let mut pair = [candidate(1, &near), candidate(2, &near)];
+        pair[0].free -= PAGE;
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Load, VerdictCode::Chosen])
+        );
+        let pack = Request {
+            strategy: Strategy::Pack,
+            ..REQUEST
+        };
+        assert_eq!(
+            codes(&pack, &pair),
+            (Some(0), [VerdictCode::Chosen, VerdictCode::Packed])
+        );
+        let mut pair = [candidate(1, &near), candidate(2, &near)];
+        pair[0].largest -= PAGE;
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Space, VerdictCode::Chosen])
+        );
+    }
+
+    #[test]
+    fn each_rule_excludes() {
+        let near = [NEAR];
+        let gone = [Path {
+            class: PathClass::Unreachable,
+            ..NEAR
+        }];
+        type Spoil = fn(&mut Candidate<'_>);
+        let cases: [(Spoil, VerdictCode, Outcome); 5] = [
+            (|c| c.live = false, VerdictCode::Leaving, Outcome::Leaving),
+            (|c| c.paths = &[], VerdictCode::Unreachable, Outcome::Unreachable),
+            (|c| c.size = 3 * PAGE, VerdictCode::TooSmall, Outcome::TooSmall),
+            (|c| c.free = 3 * PAGE, VerdictCode::Full, Outcome::Full),
+            (|c| c.refused(4 * PAGE), VerdictCode::Fragmented, Outcome::Fragmented),
+        ];
+        for (spoil, code, outcome) in cases {
+            let mut pair = [candidate(1, &near), candidate(2, &near)];
+            spoil(&mut pair[0]);
+            assert_eq!(codes(&REQUEST, &pair), (Some(1), [code, VerdictCode::Chosen]));
+            spoil(&mut pair[1]);
+            let decision = decide(&REQUEST, &pair, &mut []);
+            assert!(decision.chosen.is_none() && decision.outcome == outcome);
+        }
+        let pair = [candidate(1, &gone), candidate(2, &near)];
+        assert_eq!(
+            codes(&REQUEST, &pair),
+            (Some(1), [VerdictCode::Unreachable, VerdictCode::Chosen])
+        );
+        let first = Request {
+            named: Named::Require(1),
+            ..REQUEST
+        };
+        assert_eq!(
+            codes(&first, &pair),
+            (None, [VerdictCode::Unreachable, VerdictCode::NotNamed])
+        );
+        assert!(decide(&REQUEST, &[], &mut []).outcome == Outcome::NoProvider);
+    }
+
+    #[test]
+    fn several_are_the_best_ones_in_their_order() {
+        let (near, far) = ([NEAR], [Path { hops: 9, ..NEAR }]);
+        let mut all = [candidate(1, &far), candidate(2, &near), candidate(3, &near)];
+        all[2].free -= PAGE;
+        let mut verdicts = [Verdict::EMPTY; 3];
+        let mut picks = [0; 2];
+        let answer = decide_several(&REQUEST, &all, false, &mut picks, &mut verdicts);
+        assert_eq!((answer, picks), ((2, Outcome::Chosen), [1, 2]));
+        let codes = verdicts.map(|verdict| verdict.code);
+        assert_eq!(codes, [VerdictCode::Hops, VerdictCode::Chosen, VerdictCode::Chosen]);
+        // One pick is what a plain decision chooses.
+        let mut one = [9];
+        assert_eq!(decide_several(&REQUEST, &all, false, &mut one, &mut []).0, 1);
+        assert_eq!(decide(&REQUEST, &all, &mut []).chosen, Some(one[0]));
+        // One is full: what the others could do is of no use.
+        all[0].free = 0;
+        let mut three = [0; 3];
+        let answer = decide_several(&REQUEST, &all, false, &mut three, &mut verdicts);
+        assert_eq!(answer, (2, Outcome::Full));
+        let codes = verdicts.map(|verdict| verdict.code);
+        assert_eq!(codes, [VerdictCode::Full, VerdictCode::Alone, VerdictCode::Alone]);
+        // One that rules avoid comes last, or not at all.
+        all[1].ruling.stance = Stance::Avoid;
+        assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);
+        assert_eq!(picks, [2, 1]);
+        assert_eq!(decide_several(&REQUEST, &all, true, &mut picks, &mut []).0, 1);
+    }
+}

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Own and registered providers: a BAR is published for the administrator, or for the driver of the device.
+
+use crate::{
+    alloc::orchestrator::{
+        Orchestrator,
+        PAGE, //
+    },
+    ext::{
+        bus,
+        driver,
+        p2pdma::{
+            self,
+            Backing, //
+        },
+        pci::Function,
+        publisher::{
+            Publication,
+            Publisher, //
+        },
+        refusal::{
+            refuse,
+            Answer, //
+        }, //
+    },
+    mem::{
+        buffer::Provider,
+        provider::Parts, //
+    },
+    policy::path::PciAddr, //
+};
+use kernel::{prelude::*, sync::Arc};
+
+/// What the kernel makes struct pages for at once (`SUBSECTION_SIZE`), bytes. It warns of anything else.
+const SECTION: u64 = 2 << 20;
+
+impl Orchestrator {
+    /// Publishes a BAR of a device that is bound to the module's driver.
+    pub(crate) fn publish(&self, wanted: &Publication) -> Answer<u32> {
+        let addr = wanted.addr;
+        driver::with_bound(addr, |device| self.publish_bound(wanted, device, None)).unwrap_or_else(|| {
+            Err(match Function::find(addr) {
+                None => refuse!(ENODEV, "{} is no PCI function of this machine", addr),
+                Some(_) => refuse!(
+                    ENODEV,
+                    "{} is not bound to the p2pmem driver: set its driver_override to p2pmem, unbind it, and probe it again",
+                    addr
+                ),
+            })
+        })
+    }
+
+    /// Publishes a BAR of a device for the driver that it is bound to.
+    pub(crate) fn publish_registered(
+        &self,
+        wanted: &Publication,
+        device: driver::Published<'_>,
+        publisher: Arc<Publisher>,
+    ) -> Answer<u32> {
+        self.publish_bound(wanted, device, Some(publisher))
+    }
+
+    /// Begins to take back what [`Self::publish`] made of a device. The result ends when that is done.
+    ///
+    /// Errors: `ENODEV` (the device is not bound to the module's driver any more), `ENOMEM` (nothing has changed).
+    pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
+        let function = driver::with_bound(addr, |device| {
+            let function = Function::of(device.device());
+            p2pdma::withdraw(device.device());
+            function
+        });
+        let function =
+            function.ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))?;
+        Ok(self.begin_retire(&function)?)
+    }
+
+    fn publish_bound(
+        &self,
+        wanted: &Publication,
+        mut device: driver::Published<'_>,
+        publisher: Option<Arc<Publisher>>,
+    ) -> Answer<u32> {
+        let function = Function::of(device.device());
+        let addr = wanted.addr;
+        if let Some(provider) = self.find(&function) {
+            return Err(if provider.is_leaving() {
+                refuse!(
+                    EBUSY,
+                    "{} is still being taken back: {}",
+                    addr,
+                    provider.progress().as_str()
+                )
+            } else {
+                refuse!(EEXIST, "{} is a provider already", addr)
+            });
+        }
+        // Its range cannot be published while it is kept.
+        self.end_lost(&function, true);
+        let (bar, len) = match wanted.bar {
+            Some(bar) => match function.bar(bar) {
+                Some((_, len)) => (bar, len),
+                None => return Err(refuse!(EINVAL, "{} has no memory BAR {}", addr, bar)),
+            },
+            None => (0..6)
+                .filter(|&bar| function.is_64bit(bar) && function.prefetchable(bar))
+                .filter_map(|bar| Some((bar, function.bar(bar)?.1)))
+                .max_by_key(|&(bar, len)| (len, core::cmp::Reverse(bar)))
+                .ok_or_else(|| {
+                    refuse!(
+                        EINVAL,
+                        "{} has no prefetchable 64-bit BAR: name the one to publish",
+                        addr
+                    )
+                })?,
+        };
+        let size = if wanted.size == 0 {
+            len.saturating_sub(wanted.offset)
+        } else {
+            wanted.size
+        };
+        if wanted.offset % PAGE != 0 || size % PAGE != 0 {
+            return Err(refuse!(
+                EINVAL,
+                "offset {} and size {} are not whole pages",
+                wanted.offset,
+                size
+            ));
+        }
+        if size == 0 || wanted.offset.checked_add(size).is_none_or(|end| end > len) {
+            return Err(refuse!(
+                EINVAL,
+                "{} bytes at offset {} do not fit into BAR {} of {}, which has {}",
+                size,
+                wanted.offset,
+                bar,
+                addr,
+                len
+            ));
+        }
+        if !wanted.pages {
+            return self.publish_window(wanted, &mut device, bar, size, publisher);
+        }
+        let at = function.bar(bar).map_or(0, |(start, _)| start);
+        if (at + wanted.offset) % SECTION != 0 || size % SECTION != 0 {
+            return Err(refuse!(
+                EINVAL,
+                "the kernel makes struct pages for pieces of {} bytes alone: {} bytes at offset {} of BAR {} of {} are none; do without pages",
+                SECTION,
+                size,
+                wanted.offset,
+                bar,
+                addr
+            ));
+        }
+        let by_rule = self.rules().kernel_reserve(&function.party());
+        let reserve = wanted
+            .kernel_reserve
+            .or(by_rule.map(|bytes| bytes.next_multiple_of(PAGE)))
+            .unwrap_or_else(|| (size / 16).min(16 << 20) / PAGE * PAGE);
+        if reserve % PAGE != 0 || reserve >= size {
+            return Err(refuse!(
+                EINVAL,
+                "a kernel_reserve of {} is not a whole number of pages below the {} published",
+                reserve,
+                size
+            ));
+        }
+        claim(&mut device, bar, addr)?;
+        device.add_range(bar, wanted.offset, size).map_err(|e| match e {
+            e if e == EBUSY => refuse!(
+                e,
+                "another range of {} was published since it was bound: unbind it to change that, or another driver has the range",
+                addr
+            ),
+            e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
+        })?;
+        device.offer()?;
+        let made = self.make_own(wanted, &function, bar, (size, reserve), publisher);
+        if reserve == 0 || made.is_err() {
+            // There is nothing to be had for other drivers.
+            p2pdma::withdraw(device.device());
+        }
+        made
+    }
+
+    /// Makes a provider of what was given pages just now.
+    fn make_own(
+        &self,
+        wanted: &Publication,
+        function: &Function,
+        bar: u32,
+        (size, reserve): (u64, u64),
+        publisher: Option<Arc<Publisher>>,
+    ) -> Answer<u32> {
+        let addr = function.address();
+        let pool = bus::pool(function)?.ok_or_else(|| {
+            refuse!(
+                EIO,
+                "the kernel does not find the memory of {} that was just published",
+                addr
+            )
+        })?;
+        let slab = pool.take(size - reserve).ok_or_else(|| {
+            refuse!(
+                EBUSY,
+                "other drivers use memory of {} that should be handed out: raise kernel_reserve",
+                addr
+            )
+        })?;
+        let at = function.bar(bar).map_or(0, |(at, _)| at);
+        if slab.phys() != at + wanted.offset {
+            return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
+        }
+        self.add_own(wanted, function, (bar, reserve), Backing::Pages(slab), publisher)
+    }
+
+    /// Makes a provider of a range that gets no pages.
+    fn publish_window(
+        &self,
+        wanted: &Publication,
+        device: &mut driver::Published<'_>,
+        bar: u32,
+        size: u64,
+        publisher: Option<Arc<Publisher>>,
+    ) -> Answer<u32> {
+        let addr = wanted.addr;
+        if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) {
+            return Err(refuse!(
+                EINVAL,
+                "without pages {} has no pool of the kernel's that a kernel_reserve could be in: set it to 0 or auto",
+                addr
+            ));
+        }
+        claim(device, bar, addr)?;
+        let window = device
+            .window(bar, wanted.offset, size, self.space())
+            .map_err(|e| match e {
+                e if e == EBUSY => refuse!(
+                    e,
+                    "{} was given pages since it was bound: unbind it to publish it without",
+                    addr
+                ),
+                e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
+            })?;
+        let function = Function::of(device.device());
+        self.add_own(wanted, &function, (bar, 0), Backing::Window(window), publisher)
+    }
+
+    /// Makes a provider of memory of a device that is bound to the driver, or to the one that publishes it.
+    fn add_own(
+        &self,
+        wanted: &Publication,
+        function: &Function,
+        (bar, reserve): (u32, u64),
+        backing: Backing,
+        publisher: Option<Arc<Publisher>>,
+    ) -> Answer<u32> {
+        let parts = Parts {
+            id: self.new_id(),
+            function: function.clone(),
+            bar: Some(bar),
+            start: wanted.offset,
+            kernel_reserve: reserve,
+            combine: function.prefetchable(bar),
+            pinned_exports: wanted.pinned_exports,
+            publisher,
+        };
+        let provider = Provider::own(parts, backing)?;
+        self.add(&provider)?;
+        pr_info!(
+            "{}: published {} bytes of BAR {} at offset {}{}\n",
+            provider.addr,
+            provider.size,
+            bar,
+            wanted.offset,
+            if provider.has_pages() { "" } else { ", without pages" }
+        );
+        Ok(provider.id)
+    }
+}
+
+/// Claims the BAR that is to be published.
+fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<()> {
+    device.claim(bar).map_err(|e| match e {
+        e if e == EBUSY => refuse!(
+            e,
+            "BAR {} of {} is claimed by somebody else, whom /proc/iomem names",
+            bar,
+            addr
+        ),
+        e => refuse!(e, "BAR {} of {} cannot be claimed", bar, addr),
+    })
+}

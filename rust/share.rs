@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Sharing buffers with devices: the dma-buf exporter and the peer-memory client.
+
+pub(crate) mod dmabuf;
+pub(crate) mod export_count;
+#[cfg_attr(not(p2pmem_peer), path = "share/absent.rs")]
+pub(crate) mod peer_client;
+#[cfg(p2pmem_peer)]
+pub(crate) mod peer_registration;

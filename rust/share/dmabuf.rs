@@ -1,0 +1,757 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Exports: dma-bufs of buffers, and the importers that are attached to them.
+//!
+//! An export holds its buffer like a handle or a mapping does, until its last reference is gone. It is *revoked* when its
+//! provider leaves: from then on nothing can be mapped, all importers are told to let go, and whoever ends the
+//! provider waits until they have. See Documentation/design/dmabuf.md.
+
+use crate::{
+    alloc::orchestrator::Orchestrator,
+    ext::{
+        abi::{
+            self,
+            consts, //
+        },
+        compat,
+        completion::Completion,
+        dma_buf::{
+            DeviceName,
+            DmaBuf,
+            Exporter,
+            Got,
+            Importer,
+            Lease,
+            Link,
+            Operations,
+            Piece, //
+        },
+        log::{
+            self,
+            Owner, //
+        },
+        p2pdma::Target,
+        pci::Function,
+        refusal::{
+            refuse,
+            Answer,
+            Refusal, //
+        },
+        trace::{
+            self,
+            Road, //
+        },
+        workqueue, //
+    },
+    mem::{
+        buffer::{
+            Buffer,
+            Holder,
+            Provider, //
+        },
+        traits::{
+            Revocable,
+            RevokeDeadline, //
+        }, //
+    },
+    policy::{
+        ranges::{
+            self,
+            Fault,
+            Range, //
+        },
+        rule::Subject as _, //
+    },
+    share::export_count::ExportSlot, //
+};
+use kernel::{
+    fmt, new_mutex, new_work,
+    page::PAGE_SIZE,
+    prelude::*,
+    rbtree::{RBTree, RBTreeNode},
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, ArcBorrow, Mutex,
+    },
+    workqueue::{impl_has_work, Work, WorkItem},
+};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Numbers of exports and of importers, never used twice.
+static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
+
+/// What is known of an importer that is attached.
+struct Attached {
+    name: DeviceName,
+    owner: Owner,
+    /// When it attached, `CLOCK_MONOTONIC` in ns.
+    since: u64,
+    revocable: bool,
+    mappings: u32,
+    pins: u32,
+}
+
+impl Attached {
+    /// How it holds the memory, as the log and debugfs have it.
+    fn kind(&self) -> &'static str {
+        match (self.revocable, self.pins) {
+            (true, 0) => "revocable",
+            (true, _) => "revocable, pinned",
+            (false, _) => "not revocable",
+        }
+    }
+}
+
+struct State {
+    /// What is mapped; gone with the last mapping after the revocation.
+    target: Option<Target>,
+    revoked: bool,
+    /// Whether the buffer knows of the export.
+    registered: bool,
+    /// Mappings of all importers.
+    mappings: u32,
+    importers: RBTree<u64, Attached>,
+}
+
+/// A dma-buf of ours.
+#[pin_data]
+pub(crate) struct Export {
+    pub(crate) id: u64,
+    buffer: Arc<Buffer>,
+    /// What it consists of, as parts of the buffer.
+    ranges: KVec<Range>,
+    /// The same, as physical memory.
+    pieces: KVec<Piece>,
+    pinned: bool,
+    /// The file that exported it.
+    file: u64,
+    _counted: ExportSlot,
+    owner: Owner,
+    #[pin]
+    link: Link,
+    #[pin]
+    state: Mutex<State>,
+    /// It was revoked and the last mapping is gone.
+    #[pin]
+    idle: Completion,
+    #[pin]
+    work: Work<Export>,
+}
+
+impl_has_work! {
+    impl HasWork<Export> for Export { self.work }
+}
+
+impl WorkItem for Export {
+    type Pointer = Arc<Self>;
+
+    fn run(this: Arc<Self>) {
+        this.invalidate();
+    }
+}
+
+impl Export {
+    /// Exports ranges of a buffer.
+    ///
+    /// Errors: those of `P2PMEM_IOC_EXPORT_DMABUF` that concern the buffer and the ranges.
+    pub(crate) fn new(
+        buffer: Arc<Buffer>,
+        ranges: KVec<Range>,
+        pinned: bool,
+        file: u64,
+        counted: ExportSlot,
+    ) -> Answer<DmaBuf<Self>> {
+        let provider = &buffer.provider;
+        let size = check(&ranges, buffer.size)?;
+        if pinned && !provider.pinned_exports() {
+            return Err(refuse!(
+                EPERM,
+                "the administrator does not allow pinned exports of {}: pinned_exports in its configfs directory is 0",
+                provider.addr
+            ));
+        }
+        let (target, start) = buffer.target()?;
+        if !target.is_for_dma() {
+            return Err(refuse!(
+                abi::errno(abi::EOPNOTSUPP),
+                "memory of {} cannot be exported: its driver published it, and it lies in none of its BARs",
+                provider.addr
+            ));
+        }
+        let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL_ACCOUNT)?;
+        for range in &ranges {
+            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
+        }
+        let for_export = buffer.clone();
+        let export = Arc::pin_init(
+            pin_init!(Self {
+                id: NEXT_ID.fetch_add(1, Relaxed),
+                buffer: for_export,
+                ranges,
+                pieces,
+                pinned,
+                file,
+                _counted: counted,
+                owner: Owner::current(),
+                link <- Link::new(),
+                state <- new_mutex!(State {
+                    target: Some(target),
+                    revoked: false,
+                    registered: false,
+                    mappings: 0,
+                    importers: RBTree::new(),
+                }),
+                idle <- Completion::new(),
+                work <- new_work!("p2pmem_invalidation"),
+            }),
+            GFP_KERNEL_ACCOUNT,
+        )?;
+        let revocable: Arc<dyn Revocable> = export.clone();
+        let node = RBTreeNode::new(export.id, revocable, GFP_KERNEL_ACCOUNT)?;
+        let made = DmaBuf::new(export.clone(), size, compat::this_module())?;
+        buffer.add_export(node).map_err(|_| export.revoked())?;
+        // It cannot be released before this: the reference to it is ours.
+        export.state.lock().registered = true;
+        Ok(made)
+    }
+
+    /// Makes one of these dma-bufs of a whole buffer a handle again, of a file.
+    ///
+    /// Errors: those of `P2PMEM_IOC_IMPORT` that concern the descriptor and the buffer.
+    pub(crate) fn import(fd: i32, file: u64) -> Answer<Holder> {
+        let dma_buf = match DmaBuf::<Self>::get(fd) {
+            Ok(Got::Ours(dma_buf)) => dma_buf,
+            Ok(Got::Foreign(name)) => {
+                return Err(refuse!(
+                    EXDEV,
+                    "descriptor {} is a dma-buf of {}, not of p2pmem: it is no buffer",
+                    fd,
+                    name
+                ));
+            }
+            Err(e) if e == EBADF => return Err(refuse!(e, "{} is no descriptor of this process", fd)),
+            Err(e) => return Err(refuse!(e, "descriptor {} is no dma-buf", fd)),
+        };
+        let export = dma_buf.exporter();
+        let buffer = &export.buffer;
+        let whole = Range {
+            offset: 0,
+            size: buffer.size,
+        };
+        if export.ranges[..] != [whole] {
+            return Err(refuse!(
+                EACCES,
+                "the dma-buf is of parts of a buffer: one of the whole buffer has to be exported for an import"
+            ));
+        }
+        buffer.hold(file).map_err(|e| match e {
+            e if e == ENODEV => export.revoked(),
+            e => e.into(),
+        })
+    }
+
+    /// Nothing is mapped any more from here on, and importers were told to let go, by this call or by one before it. Most have
+    /// done so when this returns.
+    fn invalidate(&self) {
+        self.link
+            .invalidate(|| !core::mem::replace(&mut self.state.lock().revoked, true));
+    }
+
+    /// Whether no mapping is left after the revocation.
+    fn is_idle(&self) -> bool {
+        let mut state = self.state.lock();
+        if state.mappings > 0 {
+            return false;
+        }
+        let target = state.target.take();
+        drop(state);
+        drop(target);
+        true
+    }
+
+    /// Says in the log who has mappings after `waited` seconds.
+    fn name_holders(&self, waited: u64) {
+        let state = self.state.lock();
+        for importer in state.importers.values().filter(|i| i.mappings > 0) {
+            pr_warn!(
+                "{}: waiting for {} of {} to let go of dma-buf {} since {} s: {} mappings, {}\n",
+                self.buffer.provider.addr,
+                importer.name,
+                importer.owner,
+                self.id,
+                waited,
+                importer.mappings,
+                importer.kind()
+            );
+        }
+    }
+
+    /// Whether an importer may attach.
+    fn admit(&self, importer: &Importer<'_>, name: &DeviceName) -> Answer {
+        let provider = &self.buffer.provider;
+        if !importer.peer_to_peer() {
+            return Err(refuse!(
+                abi::errno(abi::EOPNOTSUPP),
+                "{} cannot do DMA to a peer's memory: its driver does not allow peer-to-peer for this dma-buf",
+                name
+            ));
+        }
+        let revocable = importer.revocable();
+        if !revocable && !self.pinned {
+            return Err(refuse!(
+                abi::errno(abi::EOPNOTSUPP),
+                "{} cannot be made to let go of a dma-buf: export it with P2PMEM_EXPORT_PINNED, which the administrator has to allow",
+                name
+            ));
+        }
+        if !revocable && !provider.pinned_exports() {
+            return Err(refuse!(
+                EPERM,
+                "{} cannot be made to let go of a dma-buf, and the administrator does not allow that of {} any more",
+                name,
+                provider.addr
+            ));
+        }
+        if importer.reaches(provider.function()) {
+            return allowed(&self.buffer, importer.function(), name);
+        }
+        Err(unreachable(provider, name, importer.function()))
+    }
+
+    /// Takes an importer into the books.
+    fn enter(&self, importer: &Importer<'_>) -> Answer<u64> {
+        // Kept until it was admitted: what is asked about the provider is asked of one that has not left.
+        let state = self.state.lock();
+        let target = state.target.clone().filter(|_| !state.revoked);
+        drop(state);
+        let Some(target) = target else {
+            return Err(self.revoked());
+        };
+        let name = importer.name();
+        self.admit(importer, &name)?;
+        drop(target);
+        let number = NEXT_ID.fetch_add(1, Relaxed);
+        let attached = Attached {
+            name,
+            owner: Owner::current(),
+            since: log::now_ns(),
+            revocable: importer.revocable(),
+            mappings: 0,
+            pins: 0,
+        };
+        let node = RBTreeNode::new(number, attached, GFP_KERNEL_ACCOUNT)?;
+        let mut state = self.state.lock();
+        if state.revoked {
+            drop(state);
+            return Err(self.revoked());
+        }
+        state.importers.insert(node);
+        Ok(number)
+    }
+
+    fn revoked(&self) -> Refusal {
+        refuse!(
+            ENODEV,
+            "the dma-buf was revoked: its provider {} left",
+            self.buffer.provider.addr
+        )
+    }
+
+    /// Tells the exporting file of a refusal that its own calls do not show.
+    fn refused(&self, what: &str, refusal: &Refusal) {
+        match Orchestrator::get().ok().and_then(|o| o.file(self.file)) {
+            Some(file) => file.refused(what, refusal),
+            None => refusal.log(what),
+        }
+    }
+
+    /// Changes what is known of an importer.
+    fn change(&self, importer: u64, change: impl FnOnce(&mut Attached)) {
+        if let Some(attached) = self.state.lock().importers.get_mut(&importer) {
+            change(attached);
+        }
+    }
+}
+
+/// What tells dma-bufs of ours from others.
+static OPERATIONS: Operations<Export> = Operations::new();
+
+impl Revocable for Export {
+    /// First part of a revocation, which begins to tell importers to let go. That is done on the module's workqueue: an importer's
+    /// driver may wait for its device, and the waits for many dma-bufs are to be one.
+    fn revoke(self: Arc<Self>) {
+        if !workqueue::enqueue(self.clone()) {
+            self.invalidate();
+        }
+    }
+
+    /// Second part: tells them if that is not done yet, and waits until no importer can reach the memory. For DMA that importers
+    /// said was under way there is a limit; for mappings there is none, as the memory cannot be anybody else's before, but a line
+    /// in the log that names who holds on.
+    fn await_idle(&self, deadline: &mut RevokeDeadline) {
+        self.invalidate();
+        let mut wait = log::LoggedWait::new();
+        while !self.is_idle() {
+            if let Some(seconds) = wait.due() {
+                self.name_holders(seconds);
+            }
+            self.idle.wait(1_000);
+        }
+        // Without a mapping nobody can use the memory; a fence that is left is one that a program put there, or of an
+        // importer that is slow to tell that it is done.
+        loop {
+            let ms = deadline.next(100);
+            if self.link.wait_fences(ms) {
+                break;
+            }
+            deadline.spend(ms);
+            if ms == 0 {
+                pr_warn!(
+                    "{}: going on with fences of dma-buf {} of {} that are not signalled: nobody has it mapped\n",
+                    self.buffer.provider.addr,
+                    self.id,
+                    self.owner
+                );
+                break;
+            }
+        }
+    }
+
+    /// Importers that are attached.
+    fn attachments(&self) -> u32 {
+        self.state.lock().importers.values().count() as u32
+    }
+
+    /// One line about the dma-buf and one about each importer, for debugfs.
+    fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_fmt(fmt!(
+            "dma-buf {} of buffer {} in {}:",
+            self.id,
+            self.buffer.id,
+            self.buffer.provider.addr
+        ))?;
+        for range in &self.ranges {
+            f.write_fmt(fmt!(" {:#x}+{:#x}", range.offset, range.size))?;
+        }
+        let now = log::now_ns();
+        let state = self.state.lock();
+        f.write_fmt(fmt!(
+            ", {}, {}, exported by {}\n",
+            if self.pinned { "pinned" } else { "revocable" },
+            if state.revoked { "revoked" } else { "live" },
+            self.owner
+        ))?;
+        for importer in state.importers.values() {
+            f.write_fmt(fmt!(
+                "  importer {} of {}: {} mappings, {}, since {} s\n",
+                importer.name,
+                importer.owner,
+                importer.mappings,
+                importer.kind(),
+                now.saturating_sub(importer.since) / 1_000_000_000
+            ))?;
+        }
+        Ok(())
+    }
+}
+
+impl Exporter for Export {
+    fn operations() -> &'static Operations<Self> {
+        &OPERATIONS
+    }
+
+    fn link(&self) -> &Link {
+        &self.link
+    }
+
+    fn attach(this: ArcBorrow<'_, Self>, importer: &Importer<'_>) -> Result<u64> {
+        let counters = &this.buffer.provider.counters;
+        match this.enter(importer) {
+            Ok(number) => {
+                counters.attaches.fetch_add(1, Relaxed);
+                let name = importer.name();
+                trace::register(Road::DmaBuf, || {
+                    let length = this.ranges.iter().map(|range| range.size).sum();
+                    (this.buffer.about(), this.id, length, name.device())
+                });
+                Ok(number)
+            }
+            Err(refusal) => {
+                counters.attach_failed.fetch_add(1, Relaxed);
+                this.refused("attach", &refusal);
+                Err(refusal.error)
+            }
+        }
+    }
+
+    fn detach(this: ArcBorrow<'_, Self>, importer: u64) {
+        this.state.lock().importers.remove(&importer);
+    }
+
+    fn pin(this: ArcBorrow<'_, Self>, importer: u64) -> Result {
+        // The memory never moves. An importer that attached may pin: it can be revoked, or is allowed not to be.
+        this.change(importer, |attached| attached.pins += 1);
+        Ok(())
+    }
+
+    fn unpin(this: ArcBorrow<'_, Self>, importer: u64) {
+        this.change(importer, |attached| attached.pins = attached.pins.saturating_sub(1));
+    }
+
+    fn map(&self, importer: u64) -> Result<Lease<'_>> {
+        let mut state = self.state.lock();
+        if state.revoked {
+            return Err(ENODEV);
+        }
+        let target = state.target.clone().ok_or(ENODEV)?;
+        state.mappings += 1;
+        if let Some(attached) = state.importers.get_mut(&importer) {
+            attached.mappings += 1;
+        }
+        drop(state);
+        Ok(Lease {
+            target,
+            pieces: &self.pieces,
+        })
+    }
+
+    fn unmapped(this: ArcBorrow<'_, Self>, importer: u64) {
+        let mut state = this.state.lock();
+        state.mappings -= 1;
+        if let Some(attached) = state.importers.get_mut(&importer) {
+            attached.mappings -= 1;
+        }
+        if state.revoked && state.mappings == 0 {
+            this.idle.complete();
+        }
+    }
+
+    fn mmap(this: ArcBorrow<'_, Self>) -> Error {
+        let refusal = refuse!(
+            abi::errno(abi::EOPNOTSUPP),
+            "a dma-buf of p2pmem is for devices: map the buffer itself, through /dev/p2pmem"
+        );
+        this.refused("mmap of a dma-buf", &refusal);
+        refusal.error
+    }
+
+    fn released(this: Arc<Self>) {
+        let mut state = this.state.lock();
+        let registered = core::mem::replace(&mut state.registered, false);
+        let target = state.target.take();
+        drop(state);
+        drop(target);
+        if registered {
+            this.buffer.end_export(this.id);
+        }
+    }
+}
+
+/// Whether rules let a device reach a buffer, which was not necessarily allocated for it. What is no PCI function is no client
+/// of any rule.
+pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
+    let Some(function) = function else {
+        return Ok(());
+    };
+    let orchestrator = Orchestrator::get()?;
+    let path = orchestrator.path(&buffer.provider, &function)?;
+    let rules = orchestrator.rules();
+    match rules.objection(&buffer.who, &buffer.provider, &function.party(), &path) {
+        None => Ok(()),
+        Some((rule, far)) => Err(refuse!(
+            EACCES,
+            "{} may not reach the memory of {} that uid {} has: rule {}{}",
+            name,
+            buffer.provider.addr,
+            buffer.who.uid(),
+            rule.as_str(),
+            if far { ", for the path is too far" } else { "" }
+        )),
+    }
+}
+
+/// Why the kernel says that a device, which is a PCI function or not, does not reach a provider.
+pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
+    let unreachable = abi::errno(abi::EHOSTUNREACH);
+    let Some(function) = function else {
+        return refuse!(
+            unreachable,
+            "{} is no PCI function, so there is no way to {}",
+            name,
+            provider.addr
+        );
+    };
+    let path = match Orchestrator::get().and_then(|o| o.path(provider, &function)) {
+        Ok(path) => path,
+        Err(e) => return e.into(),
+    };
+    if path.acs_redirect {
+        refuse!(
+            unreachable,
+            "{} cannot reach {}: a port on the way redirects peer traffic (ACS), and the kernel does not know that this host bridge forwards it",
+            name,
+            provider.addr
+        )
+    } else {
+        refuse!(
+            unreachable,
+            "{} cannot reach {}: the way is through the host bridge, of which the kernel does not know that it forwards peer traffic",
+            name,
+            provider.addr
+        )
+    }
+}
+
+/// Whether ranges can be a dma-buf of a buffer of `size` bytes. Returns their sum.
+pub(crate) fn check(list: &[Range], size: u64) -> Answer<u64> {
+    ranges::check(list, size, PAGE).map_err(|fault| explain(fault, list, size))
+}
+
+/// Whether a range of addresses can be looked up.
+pub(crate) fn check_address(list: &[Range], at: usize) -> Answer<Range> {
+    let range = list.get(at).copied().ok_or(EINVAL)?;
+    range.check_pages(PAGE, at).map_err(|fault| explain(fault, list, 0))?;
+    match range.end() {
+        Some(_) => Ok(range),
+        None => Err(refuse!(EINVAL, "range {} ends behind the last address", at)),
+    }
+}
+
+/// Appends a range, or makes the last one longer. Errors: `E2BIG`.
+pub(crate) fn append(list: &mut KVec<Range>, range: Range) -> Answer {
+    if let Some(last) = list.last_mut() {
+        if let Some(both) = last.join(range) {
+            *last = both;
+            return Ok(());
+        }
+    }
+    if list.len() >= consts::MAX_RANGES as usize {
+        return Err(too_many(list.len() as u64 + 1));
+    }
+    Ok(list.push(range, GFP_KERNEL_ACCOUNT)?)
+}
+
+pub(crate) fn too_many(count: u64) -> Refusal {
+    refuse!(
+        E2BIG,
+        "{} ranges, at most {} are possible in one dma-buf",
+        count,
+        consts::MAX_RANGES
+    )
+}
+
+/// Puts what is wrong with a list into words.
+fn explain(fault: Fault, list: &[Range], size: u64) -> Refusal {
+    let of = |at: usize| {
+        let none = Range { offset: 0, size: 0 };
+        let range = list.get(at).copied().unwrap_or(none);
+        (range.offset, range.size)
+    };
+    match fault {
+        Fault::None => refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0"),
+        Fault::Empty(at) => refuse!(EINVAL, "range {} has 0 bytes", at),
+        Fault::Unaligned(at) => {
+            let (offset, len) = of(at);
+            refuse!(EINVAL, "range {} ({:#x}+{:#x}) is not whole pages", at, offset, len)
+        }
+        Fault::Outside(at) => {
+            let (offset, len) = of(at);
+            refuse!(
+                EINVAL,
+                "range {} ({:#x}+{:#x}) reaches past the end of a buffer of {} bytes",
+                at,
+                offset,
+                len,
+                size
+            )
+        }
+        Fault::Overlap(at, before) => refuse!(EINVAL, "ranges {} and {} overlap", before, at),
+    }
+}
+
+/// All dma-bufs there are, for debugfs.
+pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut result = Ok(());
+    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
+        provider.for_each_buffer(|buffer| {
+            buffer.for_each_export(|export| {
+                result = result.and_then(|()| export.describe(f));
+            });
+        });
+    }
+    result
+}
+
+#[kunit_tests(p2pmem_dmabuf)]
+mod tests {
+    use super::*;
+
+    fn pages(offset: u64, count: u64) -> Range {
+        Range {
+            offset: offset * PAGE,
+            size: count * PAGE,
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_list_is_put_into_words() {
+        let size = 4 * PAGE;
+        assert!(check(&[pages(1, 2)], size).is_ok_and(|sum| sum == 2 * PAGE));
+        let wrong: [(&[Range], &str); 5] = [
+            (&[], "a dma-buf of no range at all: nr_ranges is 0"),
+            (&[pages(0, 1), pages(1, 0)], "range 1 has 0 bytes"),
+            (
+                &[Range { offset: 1, size: PAGE }],
+                "range 0 (0x1+0x1000) is not whole pages",
+            ),
+            (
+                &[pages(3, 2)],
+                "range 0 (0x3000+0x2000) reaches past the end of a buffer of 16384 bytes",
+            ),
+            (&[pages(0, 2), pages(3, 1), pages(1, 1)], "ranges 0 and 2 overlap"),
+        ];
+        for (list, said) in wrong {
+            let refusal = check(list, size).err();
+            assert!(refusal.is_some_and(|r| r.error == EINVAL && r.text().as_str() == said));
+        }
+    }
+
+    #[test]
+    fn ranges_of_addresses_end_where_addresses_do() {
+        let top = u64::MAX - PAGE + 1;
+        assert!(check_address(&[pages(1, 1)], 0).is_ok_and(|r| r == pages(1, 1)));
+        assert!(check_address(&[pages(1, 1)], 1).is_err_and(|r| r.error == EINVAL));
+        assert!(check_address(&[pages(1, 0)], 0).is_err_and(|r| r.text().as_str() == "range 0 has 0 bytes"));
+        let last = Range {
+            offset: top,
+            size: PAGE,
+        };
+        let refusal = check_address(&[last], 0).err();
+        assert!(refusal.is_some_and(|r| r.text().as_str() == "range 0 ends behind the last address"));
+    }
+
+    #[test]
+    fn neighbours_are_one_piece_and_there_is_a_most() -> Result {
+        let mut list = KVec::new();
+        for at in 0..4 {
+            assert!(append(&mut list, pages(at, 1)).is_ok());
+        }
+        assert_eq!(list.len(), 1);
+        assert!(list.last() == Some(&pages(0, 4)));
+        // Downwards nothing joins.
+        list.clear();
+        let most = u64::from(consts::MAX_RANGES);
+        for at in 0..most {
+            assert!(append(&mut list, pages(2 * (most - at), 1)).is_ok());
+        }
+        assert_eq!(list.len() as u64, most);
+        let refusal = append(&mut list, pages(4 * most, 1)).err();
+        assert!(refusal.is_some_and(|r| r.error == E2BIG));
+        assert_eq!(list.len() as u64, most);
+        // What continues the last one fits all the same.
+        assert!(append(&mut list, pages(3, 7)).is_ok());
+        assert!(list.last() == Some(&pages(2, 8)));
+        Ok(())
+    }
+}

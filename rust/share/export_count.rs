@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! How many dma-bufs a file has that are not released yet, and the limit of that.
+
+use crate::ext::refusal::{
+    refuse,
+    Answer, //
+};
+use kernel::{
+    prelude::*,
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc,
+    },
+};
+
+/// Most dma-bufs that a file has at a time. The limit of descriptors does not count those that importers keep.
+const MOST_EXPORTS: i32 = 1 << 16;
+
+/// Counts the dma-bufs of a file that are not released yet.
+pub(crate) struct ExportCount(Arc<Atomic<i32>>);
+
+/// One dma-buf in an [`ExportCount`]. Dropping it counts one less.
+pub(crate) struct ExportSlot(Arc<Atomic<i32>>);
+
+impl ExportCount {
+    pub(crate) fn new() -> Result<Self> {
+        Ok(Self(Arc::new(Atomic::<i32>::new(0), GFP_KERNEL_ACCOUNT)?))
+    }
+
+    /// Counts one dma-buf more. Errors: `EMFILE` when the file has as many as it can have.
+    pub(crate) fn take(&self) -> Answer<ExportSlot> {
+        self.take_of(MOST_EXPORTS)
+    }
+
+    fn take_of(&self, most: i32) -> Answer<ExportSlot> {
+        let before = self.0.fetch_add(1, Relaxed);
+        let slot = ExportSlot(self.0.clone());
+        if before >= most {
+            return Err(refuse!(
+                EMFILE,
+                "this file has {} dma-bufs that are not released: no more are possible on one file",
+                most
+            ));
+        }
+        Ok(slot)
+    }
+}
+
+impl Drop for ExportSlot {
+    fn drop(&mut self) {
+        self.0.fetch_add(-1, Relaxed);
+    }
+}
+
+#[kernel::prelude::kunit_tests(p2pmem_export_count)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_has_so_many_dma_bufs_and_no_more() -> Result {
+        let count = ExportCount::new()?;
+        let take = || count.take_of(2).map_err(|refusal| refusal.error);
+        let (first, second) = (take()?, take()?);
+        assert_eq!(take().err(), Some(EMFILE));
+        drop(first);
+        let third = take()?;
+        assert_eq!(take().err(), Some(EMFILE));
+        // The file may be closed before its dma-bufs are released.
+        drop(count);
+        drop((second, third));
+        Ok(())
+    }
+}

@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The peer-memory client: `ibv_reg_mr()` of mapped buffers, where the RDMA core has the interface for it.
+//!
+//! The core asks what memory a program registers that it cannot pin itself. Ours is what lies in mappings of one buffer,
+//! as many of them as it takes. See Documentation/design/peer-memory.md.
+//!
+//! What is wrong with a range that begins in a buffer is said when the core wants the pages, not when it asks: cores
+//! differ in whether an error of the first call reaches the program.
+
+use crate::{
+    alloc::orchestrator::Orchestrator,
+    ext::{
+        abi::consts,
+        global,
+        peer_mem::{
+            self,
+            Adapter,
+            Asked,
+            Form,
+            ModuleRef,
+            Slot, //
+        },
+        refusal::{
+            refuse,
+            Answer,
+            Refusal, //
+        },
+        vma::AddressSpace, //
+    },
+    mem::buffer::Buffer,
+    policy::ranges::Range,
+    share::peer_registration::{
+        Call,
+        Found,
+        Registration,
+        Registrations, //
+    }, //
+};
+use kernel::{
+    fmt,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    sync::Arc,
+};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Whether programs can register mapped buffers.
+pub(crate) fn is_open() -> bool {
+    peer_mem::registered().is_some()
+}
+
+/// The client as the core knows it, and its registrations; it does no more when this is dropped.
+pub(crate) struct ClientRegistration {
+    _client: Option<peer_mem::Registration<Client>>,
+    _registrations: global::Registered<Registrations>,
+}
+
+/// Registers the client in the form that the administrator chose. A core that does not take it does not keep the module
+/// from its other work.
+pub(crate) fn register() -> Result<ClientRegistration> {
+    let registrations = global::Registered::new(Arc::pin_init(Registrations::new(), GFP_KERNEL)?)?;
+    let client = Form::chosen().and_then(|form| match peer_mem::Registration::new(c"p2pmem", form) {
+        Ok(client) => {
+            pr_info!("ibv_reg_mr() takes mapped buffers (peer_memory={})\n", form.name());
+            Some(client)
+        }
+        Err(e) => {
+            pr_warn!(
+                "ibv_reg_mr() does not take mapped buffers: the RDMA core refuses the client (errno {})\n",
+                -e.to_errno()
+            );
+            None
+        }
+    });
+    Ok(ClientRegistration {
+        _client: client,
+        _registrations: registrations,
+    })
+}
+
+/// What debugfs shows of the interface and of the calls.
+pub(crate) fn describe(f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    Registrations::get().map_or(Ok(()), |registrations| registrations.describe(f))
+}
+
+/// What debugfs shows of the registrations.
+pub(crate) fn list(f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    Registrations::get().map_or(Ok(()), |registrations| registrations.list(f))
+}
+
+/// What is at the addresses that a program named. None where the first of them is not in a buffer.
+fn look_up(space: &AddressSpace<Buffer>, asked: Asked) -> Option<Found> {
+    let mut at = asked.address / PAGE * PAGE;
+    let first = space.mapped_at(at, PAGE)?;
+    let mut found = Found {
+        buffer: first.object,
+        ranges: KVec::new(),
+        may_write: true,
+        wrong: None,
+    };
+    if let Err(refusal) = collect(space, asked, &mut at, &mut found) {
+        found.wrong = Some(refusal);
+    }
+    Some(found)
+}
+
+/// Collects the parts of the buffer that are mapped from `at` on. Stops with `at` where something is wrong.
+fn collect(space: &AddressSpace<Buffer>, asked: Asked, at: &mut u64, found: &mut Found) -> Answer {
+    if asked.size == 0 {
+        return Err(refuse!(EINVAL, "a registration of 0 bytes at {:#x}", asked.address));
+    }
+    let end = asked.address.checked_add(asked.size);
+    let Some(end) = end.and_then(|end| end.checked_next_multiple_of(PAGE)) else {
+        return Err(refuse!(
+            EINVAL,
+            "{:#x} bytes at {:#x} end behind the last address",
+            asked.size,
+            asked.address
+        ));
+    };
+    while *at < end {
+        let Some(part) = space.mapped_at(*at, end - *at) else {
+            return Err(refuse!(
+                EFAULT,
+                "{:#x} bytes at {:#x} begin in a buffer, and at {:#x} there is something else, or nothing",
+                asked.size,
+                asked.address,
+                *at
+            ));
+        };
+        if part.object.id != found.buffer.id {
+            return Err(refuse!(
+                EXDEV,
+                "{:#x} bytes at {:#x} reach from one buffer into another one at {:#x}: register each by itself",
+                asked.size,
+                asked.address,
+                *at
+            ));
+        }
+        found.may_write &= part.may_write;
+        let next = Range {
+            offset: part.offset - (part.object.page_offset << PAGE_SHIFT),
+            size: part.size,
+        };
+        *at += part.size;
+        if let Some((both, last)) = found.ranges.last_mut().and_then(|last| Some((last.join(next)?, last))) {
+            *last = both;
+            continue;
+        }
+        if found.ranges.len() >= consts::MAX_RANGES as usize {
+            return Err(refuse!(
+                E2BIG,
+                "{:#x} bytes at {:#x} are more than {} pieces of a buffer",
+                asked.size,
+                asked.address,
+                consts::MAX_RANGES
+            ));
+        }
+        found.ranges.push(next, GFP_KERNEL_ACCOUNT)?;
+    }
+    Ok(())
+}
+
+/// The client.
+pub(crate) struct Client;
+
+impl Client {
+    /// Tells the program that was refused, by the file that has the buffer, and the log.
+    fn refused(context: &Registration, refusal: Refusal) -> Error {
+        if let Ok(registrations) = Registrations::get() {
+            registrations.count_refusal();
+        }
+        let Ok(orchestrator) = Orchestrator::get() else {
+            return refusal.error;
+        };
+        const WHAT: &str = "ibv_reg_mr";
+        match orchestrator.file(context.buffer().file) {
+            Some(file) => file.refused(WHAT, &refusal),
+            None => refusal.log(WHAT),
+        }
+        refusal.error
+    }
+
+    /// False where the memory is not ours, or the module is being unloaded.
+    fn enter(orchestrator: &Orchestrator, id: u64, asked: Asked) -> Result<bool> {
+        let Some(found) = look_up(orchestrator.space(), asked) else {
+            return Ok(false);
+        };
+        // While a program has a registration the module is not unloaded, whatever else the program has closed.
+        let Some(module) = ModuleRef::get() else {
+            return Ok(false);
+        };
+        let registration = Registration::new(id, asked, found, module)?;
+        Registrations::get()?.add(id, &registration)?;
+        registration.count(Call::Acquire);
+        Ok(true)
+    }
+}
+
+impl peer_mem::Client for Client {
+    type Context = Registration;
+
+    fn acquire(number: u64, asked: Asked) -> Result<bool> {
+        match Orchestrator::get() {
+            Ok(orchestrator) => Self::enter(&orchestrator, number, asked),
+            Err(_) => Ok(false),
+        }
+    }
+
+    fn find(number: u64) -> Option<Arc<Registration>> {
+        Registrations::get().ok()?.find(number)
+    }
+
+    fn get_pages(context: &Arc<Registration>, write: bool) -> Result {
+        context.count(Call::GetPages);
+        context.hold(write).map_err(|refusal| Self::refused(context, refusal))
+    }
+
+    fn dma_map(context: &Registration, adapter: &Adapter<'_>) -> Result {
+        context.count(Call::DmaMap);
+        context.map(adapter).map_err(|refusal| Self::refused(context, refusal))
+    }
+
+    fn slot(context: &Registration) -> &Slot {
+        context.slot()
+    }
+
+    fn dma_unmap(context: &Registration) {
+        context.count(Call::DmaUnmap);
+        context.unmapped();
+    }
+
+    fn put_pages(context: &Registration) {
+        context.count(Call::PutPages);
+        context.let_go();
+    }
+
+    fn release(number: u64) {
+        let Ok(registrations) = Registrations::get() else {
+            return;
+        };
+        // Outside the lock: what was not ended ends now.
+        if let Some(registration) = registrations.remove(number) {
+            registration.count(Call::Release);
+            registration.let_go();
+        }
+    }
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! An application's own rules, as it hands them over.
+
+use crate::{
+    alloc::rules::Book,
+    ext::{
+        abi::{
+            self,
+            consts, //
+        },
+        pci::Function,
+        refusal::{
+            refuse,
+            Answer, //
+        }, //
+    },
+    policy::{
+        path::{
+            PathClass,
+            PciAddr, //
+        },
+        rule::{
+            Action,
+            Device,
+            Name,
+            Rule, //
+        }, //
+    },
+    uapi::request::{
+        no_flags,
+        no_reserved,
+        ArrayReader, //
+    }, //
+};
+use kernel::{
+    prelude::*,
+    sync::Arc, //
+};
+
+/// Reads and checks a file's own rules; none where there are to be none.
+pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<Book>>> {
+    if ask.count > consts::MAX_RULES {
+        return Err(refuse!(
+            E2BIG,
+            "{} rules, a file has at most {}",
+            ask.count,
+            consts::MAX_RULES
+        ));
+    }
+    let mut reader = ArrayReader::new(ask.rules, ask.count, ask.rule_size)?;
+    let mut rules: KVec<Rule> = KVec::with_capacity(ask.count as usize, GFP_KERNEL_ACCOUNT)?;
+    for index in 0..ask.count {
+        let rule = one(&reader.read()?, index)?;
+        if rules.iter().any(|other| other.name == rule.name) {
+            return Err(refuse!(
+                EINVAL,
+                "rule {}: there are two of the name {}",
+                index,
+                rule.name.as_str()
+            ));
+        }
+        rules.push(rule, GFP_KERNEL_ACCOUNT)?;
+    }
+    if rules.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(Book::new(rules)?))
+}
+
+fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
+    const KNOWN: u32 = consts::RULE_PROVIDER | consts::RULE_CLIENT | consts::RULE_QUOTA;
+    no_flags(raw.flags, KNOWN)?;
+    no_reserved(raw.reserved)?;
+    let mut bytes = [0u8; consts::RULE_NAME];
+    for (to, from) in bytes.iter_mut().zip(raw.name) {
+        *to = from;
+    }
+    let name = bytes
+        .split(|&c| c == 0)
+        .next()
+        .filter(|name| name.len() < consts::RULE_NAME)
+        .and_then(Name::new)
+        .ok_or_else(|| {
+            refuse!(
+                EINVAL,
+                "rule {}: its name is not 1 to {} letters, digits, dots, dashes and underscores",
+                index,
+                Name::MOST
+            )
+        })?;
+    let set = |flag| raw.flags & flag != 0;
+    let unset = || refuse!(EINVAL, "rule {}: a field is given whose flag is not set", name.as_str());
+    let quota = match (set(consts::RULE_QUOTA), raw.quota) {
+        (true, bytes) => Some(bytes),
+        (false, 0) => None,
+        (false, _) => return Err(unset()),
+    };
+    let action = match raw.action {
+        0 => None,
+        consts::RULE_ALLOW => Some(Action::Allow),
+        consts::RULE_DENY => Some(Action::Deny),
+        consts::RULE_PREFER => Some(Action::Prefer),
+        consts::RULE_AVOID => Some(Action::Avoid),
+        other => return Err(refuse!(EINVAL, "rule {}: {} is no action", name.as_str(), other)),
+    };
+    let max_class = match raw.max_class {
+        0 => None,
+        number => match PathClass::from_raw(number) {
+            Some(PathClass::Unreachable) | None => {
+                return Err(refuse!(EINVAL, "rule {}: {} is no max_class", name.as_str(), number));
+            }
+            class => class,
+        },
+    };
+    let device = |given: bool, raw: &abi::PciAddress| -> Answer<Device> {
+        no_reserved(raw.reserved.into())?;
+        let addr = PciAddr {
+            domain: raw.domain,
+            bus: raw.bus,
+            devfn: raw.devfn,
+        };
+        match (given, addr) {
+            (true, addr) => match Function::find(addr) {
+                Some(_) => Ok(Device::At(addr)),
+                None => Err(refuse!(
+                    ENODEV,
+                    "rule {}: {} is no PCI function of this machine",
+                    name.as_str(),
+                    addr
+                )),
+            },
+            (
+                false,
+                PciAddr {
+                    domain: 0,
+                    bus: 0,
+                    devfn: 0,
+                },
+            ) => Ok(Device::Any),
+            (false, _) => Err(unset()),
+        }
+    };
+    let rule = Rule {
+        provider: device(set(consts::RULE_PROVIDER), &raw.provider)?,
+        client: device(set(consts::RULE_CLIENT), &raw.client)?,
+        action,
+        max_class,
+        quota,
+        ..Rule::new(name)
+    };
+    rule.check_own()
+        .map_err(|flaw| refuse!(EINVAL, "rule {}: {}", name.as_str(), flaw.text()))?;
+    Ok(rule)
+}
