@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Bed, Case, alloc, errno, free, open, read};
+use super::{Bed, Case, alloc, errno, free, open, read, write};
 use crate::in_time;
 use crate::patience::patiently;
 use crate::sys::Mapping;
@@ -128,12 +128,15 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
             Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)
         })
         .collect::<Result<Vec<_>>>()?;
+    let before = pinned_pages()?;
     let waited = thread::scope(|scope| -> Result<Duration> {
         let reads: Vec<_> = maps
             .iter()
             .map(|map| scope.spawn(|| map.fill_from(&drive, 0, 0, IO)))
             .collect();
-        until("the drive has begun", || busy(&block))?;
+        // A read that begins later finds no memory any more.
+        let pages = (maps.len() * IO / 4096) as u64;
+        until("all reads have their pages", || Ok(pinned_pages()? >= before + pages))?;
         let began = Instant::now();
         bed.unbind("accel0")?;
         let waited = began.elapsed();
@@ -156,6 +159,17 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     in_time!(said, "{waited:?} were waited, and the log does not say for whom");
     println!("unbinding took {waited:?}");
     Ok(())
+}
+
+/// How many pages were pinned since the guest's start, for I/O and otherwise.
+fn pinned_pages() -> Result<u64> {
+    // Each processor counts for itself, and adds that up once in a while.
+    write(Path::new("/proc/sys/vm/stat_refresh"), "1")?;
+    let counts = read(Path::new("/proc/vmstat"))?;
+    let pinned = counts
+        .lines()
+        .find_map(|line| line.strip_prefix("nr_foll_pin_acquired "));
+    Ok(pinned.context("nr_foll_pin_acquired")?.parse()?)
 }
 
 /// The kernel's log.
