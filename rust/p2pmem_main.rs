@@ -68,7 +68,7 @@ struct P2pmem {
     #[pin]
     chardev: chrdev::Registration<File>,
     #[pin]
-    configfs: Tree<providers::Root, rules::RuleSet, providers::Providers>,
+    configfs: Tree<rules::RuleSet, providers::Providers>,
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
@@ -139,11 +139,7 @@ impl kernel::InPlaceModule for P2pmem {
                 power <- power::Notifier::new(for_power),
                 retire: Retire::new(last)?,
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
-                configfs <- Tree::new(
-                    providers::subsystem(),
-                    rules::rules()?,
-                    providers::providers()?,
-                ),
+                configfs <- Tree::new(c"p2pmem", module, rules::rules()?, providers::providers()?),
                 chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
                 debugfs <- debugfs::files(for_debugfs),
                 peer_client: peer_client::register()?,

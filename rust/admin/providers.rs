@@ -23,16 +23,13 @@ use crate::{
 };
 use core::fmt::Write as _;
 use kernel::{
-    configfs::{AttributeOperations, Group, GroupOperations, Subsystem},
+    configfs::{AttributeOperations, Group, GroupOperations},
     new_mutex,
     page::PAGE_SIZE,
     prelude::*,
     str::Formatter,
     sync::{Arc, Mutex},
 };
-
-/// The subsystem's own directory. It has no attributes and no `mkdir`.
-pub(crate) struct Root;
 
 /// The directory `providers`.
 #[pin_data]
@@ -54,17 +51,7 @@ struct Settings {
     status: Text,
 }
 
-/// The subsystem's registration.
-pub(crate) fn subsystem() -> impl PinInit<Subsystem<Root>, Error> {
-    let root = configfs_attrs! {
-        container: Subsystem<Root>,
-        data: Root,
-        attributes: [],
-    };
-    Subsystem::new(c"p2pmem", root, Ok::<Root, Error>(Root))
-}
-
-/// The directory `providers` below it.
+/// The directory `providers` below the subsystem.
 pub(crate) fn providers() -> Result<impl PinInit<Group<Providers>, Error>> {
     let item = configfs_attrs! {
         container: Group<Providers>,

@@ -2,6 +2,7 @@
 /* The C side of rust/sys: inline functions and macros of the kernel, wrapped so that Rust can call them. */
 
 #include <linux/capability.h>
+#include <linux/configfs.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
 #include <linux/gpu_buddy.h>
@@ -482,6 +483,19 @@ u32 p2pmem_node_distance(int a, int b)
 void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers)
 {
 	WRITE_ONCE(pdev->driver->err_handler, handlers);
+}
+
+/*
+ * Ends mkdir() in the directory of a registered group, waiting for calls that are under way. configfs_unregister_group() does not
+ * take the lock of that directory: configfs_mkdir() would find it unhashed, and use its group, which is NULL then.
+ */
+void p2pmem_configfs_close(struct config_group *group)
+{
+	struct inode *dir = d_inode(group->cg_item.ci_dentry);
+
+	inode_lock(dir);
+	dir->i_flags |= S_DEAD;
+	inode_unlock(dir);
 }
 
 int p2pmem_pm_register(struct notifier_block *block)

@@ -68,6 +68,9 @@ const struct bus_type *p2pmem_pci_bus_type(void);
 struct pci_error_handlers;
 void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers);
 
+struct config_group;
+void p2pmem_configfs_close(struct config_group *group);
+
 struct notifier_block;
 int p2pmem_pm_register(struct notifier_block *block);
 void p2pmem_pm_unregister(struct notifier_block *block);
