@@ -29,6 +29,7 @@ mod busy;
 mod dmabuf;
 mod dmabuf_end;
 mod faults;
+mod faults_load;
 mod good;
 mod growth;
 mod hostile;
@@ -118,6 +119,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(peer_iommu::CASES)
         .chain(stray::CASES)
         .chain(faults::CASES)
+        .chain(faults_load::CASES)
 }
 
 /// On which kernels a test runs.
@@ -156,7 +158,7 @@ pub fn kernels(case: &Case) -> Kernels<'static> {
     if one_of(&[peer::CASES, peer_bad::CASES, peer_end::CASES, peer_iommu::CASES]) {
         return Kernels::Debug("the stock kernel's RDMA core lacks the peer-memory interface");
     }
-    if one_of(&[faults::CASES]) {
+    if one_of(&[faults::CASES, faults_load::CASES]) {
         return Kernels::Debug("the stock kernel's allocations cannot be made to fail");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);

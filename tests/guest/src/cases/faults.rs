@@ -128,21 +128,21 @@ fn sweep_after<S, T>(
     prepare: impl FnMut() -> Result<S>,
     thing: impl FnMut(S) -> Result<T, i32>,
 ) -> Result<Swept> {
-    sweep_checked(MANY, what, others, prepare, thing, |_, _| Ok(()))
+    sweep_checked(1..MANY, what, others, prepare, thing, |_, _| Ok(()))
 }
 
 /// What came of a sweep.
-struct Swept {
-    /// How many allocations there are, each of which failed once.
-    allocations: u32,
+pub(super) struct Swept {
+    /// How many allocations failed, each of them once.
+    pub(super) allocations: u32,
     /// How often the thing failed with that.
-    failures: u32,
+    pub(super) failures: u32,
 }
 
-/// As [`sweep_after`], with at most `many` allocations. Each time `check` is told the answer and whether an allocation failed; none
-/// fails in it.
-fn sweep_checked<S, T>(
-    many: u32,
+/// As [`sweep_after`], of the allocations with the numbers `points`, which go beyond the last one. Each time `check` is told the
+/// answer and whether an allocation failed; none fails in it.
+pub(super) fn sweep_checked<S, T>(
+    points: impl IntoIterator<Item = u32>,
     what: &str,
     others: &[i32],
     mut prepare: impl FnMut() -> Result<S>,
@@ -150,8 +150,8 @@ fn sweep_checked<S, T>(
     mut check: impl FnMut(&Result<T, i32>, bool) -> Result<()>,
 ) -> Result<Swept> {
     let path = "/proc/thread-self/fail-nth";
-    let mut failures = 0;
-    for n in 1..many {
+    let (mut allocations, mut failures) = (0, 0);
+    for n in points {
         let prepared = prepare().with_context(|| format!("before {what}, {n}"))?;
         let mut nth = OpenOptions::new().read(true).write(true).open(path).context(path)?;
         nth.write_all(n.to_string().as_bytes()).context(path)?;
@@ -168,18 +168,18 @@ fn sweep_checked<S, T>(
             Err(code) => bail!("{what}, its allocation {n} failing: {}", errno(code)),
         }
         if !reached {
-            let allocations = n - 1;
             println!("{what}: {allocations} allocations, {failures} of which it cannot do without");
             println!("hardening-report: {{\"injection_points\": {allocations}}}");
             return Ok(Swept { allocations, failures });
         }
+        allocations += 1;
     }
-    bail!("{what}: more than {many} allocations")
+    bail!("{what}: more allocations than expected")
 }
 
 /// The kernel's function whose allocations are spared. Where it cannot split a block for want of memory, it frees one that is
 /// free already and so corrupts its trees; the module does not call it where such small allocations can fail.
-const SPARED: &str = "gpu_buddy_alloc_blocks";
+pub(super) const SPARED: &str = "gpu_buddy_alloc_blocks";
 
 /// Where a function of the kernel begins, and where the next one does.
 fn text_of(function: &str) -> Result<(u64, u64)> {
@@ -217,21 +217,40 @@ fn functions() -> Result<Vec<(u64, String)>> {
     Ok(all)
 }
 
-/// Lets allocations of all kinds fail where `fail-nth` says so, without a trace of it in the log.
-fn arm() -> Result<()> {
-    arm_sparing(SPARED)
+/// Which allocations can fail.
+pub(super) enum Within<'a> {
+    /// All.
+    Anything,
+    /// Those under a function of the kernel.
+    Function(&'a str),
 }
 
-/// As [`arm`], without those under the function `spared`.
-fn arm_sparing(spared: &str) -> Result<()> {
-    let (start, end) = text_of(spared)?;
-    let (start, end) = (format!("{start:#x}"), format!("{end:#x}"));
+impl Within<'_> {
+    fn range(&self) -> Result<(u64, u64)> {
+        match self {
+            Within::Anything => Ok((0, u64::MAX)),
+            Within::Function(name) => text_of(name),
+        }
+    }
+}
+
+/// Lets allocations of all kinds fail where `fail-nth` says so, without a trace of it in the log.
+fn arm() -> Result<()> {
+    arm_within(&Within::Anything, SPARED)
+}
+
+/// As [`arm`], some allocations. Those under the function `spared` do not fail.
+pub(super) fn arm_within(within: &Within<'_>, spared: &str) -> Result<()> {
+    let ((start, end), (first, last)) = (text_of(spared)?, within.range()?);
+    let [start, end, first, last] = [start, end, first, last].map(|address| format!("{address:#x}"));
     let settings = [
         ("ignore-gfp-wait", "N"),
         ("verbose", "0"),
         ("stacktrace-depth", "32"),
         ("reject-start", &start),
         ("reject-end", &end),
+        ("require-start", &first),
+        ("require-end", &last),
     ];
     for (name, value) in settings {
         for kind in ["failslab", "fail_page_alloc"] {
@@ -573,7 +592,7 @@ fn registration(bed: &mut Bed) -> Result<()> {
     // The core asks once, and the memory is the module's whether or not there is memory to register it. EREMOTEIO would be the
     // core's answer for memory that is no client's.
     let swept = sweep_checked(
-        MANY,
+        1..MANY,
         "ibv_reg_mr()",
         &[],
         || write(&log, "clear"),
@@ -623,7 +642,7 @@ fn events(bed: &mut Bed) -> Result<()> {
         false => Err(libc::ENOTRECOVERABLE),
     })?;
     sweep_checked(
-        MANY,
+        1..MANY,
         "read()",
         &[],
         pending,
@@ -661,7 +680,7 @@ fn touching(_: &mut Bed) -> Result<()> {
     let mut allocations = 0;
     for small in [true, false] {
         let swept = sweep_checked(
-            MANY,
+            1..MANY,
             if small { "a fault" } else { "a fault of a large entry" },
             &[],
             || new_mapping(small),
@@ -692,7 +711,7 @@ fn stripes(bed: &mut Bed) -> Result<()> {
     let buffers = || -> Result<u32> { Ok(super::providers(file.as_fd())?.iter().map(|row| row.buffers).sum()) };
     for count in [3, 4] {
         let swept = sweep_checked(
-            MANY,
+            1..MANY,
             &format!("STRIPE of {count} parts"),
             &[],
             || Ok(()),
@@ -761,7 +780,7 @@ fn registering(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
     // pci_p2pdma_add_resource() does not survive it: init_memory_mapping() on x86 uses page tables that it did not get, and what
     // fails after the action for the device's end was added frees what that uses.
-    arm_sparing("pci_p2pdma_add_resource")?;
+    arm_within(&Within::Anything, "pci_p2pdma_add_resource")?;
     for how in ["paged", "pageless"] {
         // What was given pages keeps them until the driver is unbound.
         let bind_again = || {
@@ -769,7 +788,7 @@ fn registering(bed: &mut Bed) -> Result<()> {
             publisher.bind()
         };
         let swept = sweep_checked(
-            MANY,
+            1..MANY,
             &format!("p2pmem_register_provider() {how}"),
             // The kernel's search for the pool finds nothing where it gets no memory.
             &[libc::EIO],
