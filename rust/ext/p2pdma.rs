@@ -89,9 +89,15 @@ pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     Ok(Some(Function::of(&found)))
 }
 
-/// Whether a driver published memory of this function: nothing else is at distance 0 of it.
-fn has_published(function: &Function) -> bool {
-    find_many(core::slice::from_ref(function)).is_ok_and(|found| found.is_some_and(|f| f.same(function)))
+/// Whether a driver published memory of this function: nothing else is at distance 0 of it. Errors: `ENOMEM`.
+fn has_published(function: &Function) -> Result<bool> {
+    let ask = || -> Result<bool> {
+        let found = find_many(core::slice::from_ref(function))?;
+        Ok(found.is_some_and(|f| f.same(function)))
+    };
+    // The kernel's answer is the same where it gets no page for its list of candidates. It is asked twice, as it seldom fails to
+    // get one twice in a row.
+    Ok(ask()? || ask()?)
 }
 
 /// The kernel's pool of a device's published memory.
@@ -111,7 +117,7 @@ pub(crate) struct Pool {
 impl Pool {
     /// The pool of a device, if its driver has published one.
     pub(super) fn find(function: &Function) -> Result<Option<Arc<Self>>> {
-        if !has_published(function) {
+        if !has_published(function)? {
             return Ok(None);
         }
         // INVARIANT: What is published has a pool: other drivers publish what they added to theirs, and so does `offer()`.
