@@ -88,6 +88,11 @@ pub fn is_quick() -> bool {
     *FACTOR == 1
 }
 
+/// Whether this is a long run, with more rounds than usual.
+pub fn is_long() -> bool {
+    *MORE > 1
+}
+
 /// How much of a kind a test has on this kernel: about as much as takes the same time, and at least one.
 pub fn amount(count: u32) -> u32 {
     count.div_ceil(*FACTOR)

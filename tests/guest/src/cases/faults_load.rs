@@ -18,6 +18,7 @@ use super::dmabuf_end::Log;
 use super::faults::{SPARED, Within, arm_within, sweep_checked};
 use super::inflight::until;
 use super::{Bed, Case, NODE, PROVIDERS, alloc, errno, free, open, providers, write};
+use crate::patience::is_long;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "allocation-failures-load",
@@ -29,8 +30,8 @@ pub(super) const CASES: &[Case] = &[Case {
 
 /// More allocations than loading the module makes.
 const MANY: u32 = 5000;
-/// Every third of them fails: there are about 280, and the debug kernel takes half a second or more to load and unload the module.
-/// What the module registers takes several allocations each time, so that each registration fails all the same.
+/// Every third of them fails, in a long run each: there are about 280, and the debug kernel takes half a second or more to load and
+/// unload the module.
 const STEP: usize = 3;
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
 /// All that there is of a module that is loaded.
@@ -115,7 +116,7 @@ fn loading(bed: &mut Bed) -> Result<()> {
     let swept = thread::scope(|scope| -> Result<_> {
         let user = scope.spawn(|| users.go_on());
         let swept = sweep_checked(
-            (1..MANY).step_by(STEP),
+            (1..MANY).step_by(if is_long() { 1 } else { STEP }),
             "loading the module",
             &[libc::EINVAL],
             || Ok(()),
