@@ -58,17 +58,17 @@ module! {
     license: "GPL",
 }
 
-/// The module. Its fields are dropped in this order: first the doors are closed through which new work comes, then
-/// providers leave, then what they were made of goes.
+/// The module. Its fields are dropped in this order: first everything is unregistered that brings new work, then the providers
+/// are removed, then what they are made of goes.
 #[pin_data]
 struct P2pmem {
     peer_client: peer_client::ClientRegistration,
     #[pin]
     debugfs: debugfs::Files,
     #[pin]
-    chardev: chrdev::Registration<File>,
+    chardev: chrdev::CharDeviceRegistration<File>,
     #[pin]
-    configfs: Tree<rules::RuleSet, providers::Providers>,
+    configfs: Tree<rules::Rules, providers::Providers>,
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
     /// Ends adopted providers, while the bus still tells of drivers that are unbound.
@@ -77,8 +77,8 @@ struct P2pmem {
     power: power::Notifier<PowerEvents>,
     #[pin]
     notifier: Notifier<BusEvents>,
-    /// Last: waits for the janitors of all providers.
-    janitors: Janitors,
+    /// Last: waits for the scrubbers of all providers.
+    scrubber: Scrubber,
 }
 
 /// The orchestrator as callbacks and drivers find it. All providers are removed when this is dropped.
@@ -105,18 +105,18 @@ impl Drop for Retire {
     }
 }
 
-struct Janitors;
+struct Scrubber;
 
-impl Janitors {
-    /// Sends the janitors to what came back.
+impl Scrubber {
+    /// Has memory that came back cleared.
     fn send() {
         if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.send_janitors();
+            orchestrator.send_scrubbers();
         }
     }
 }
 
-impl Drop for Janitors {
+impl Drop for Scrubber {
     fn drop(&mut self) {
         workqueue::set_queue(None);
     }
@@ -131,16 +131,16 @@ impl kernel::InPlaceModule for P2pmem {
             let for_bus = Arc::new(BusEvents(orchestrator.clone()), GFP_KERNEL)?;
             let for_power = Arc::new(PowerEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
-                janitors: {
-                    workqueue::set_queue(Some(OwnQueue::new(c"p2pmem", Janitors::send)?));
-                    Janitors
+                scrubber: {
+                    workqueue::set_queue(Some(OwnQueue::new(c"p2pmem", Scrubber::send)?));
+                    Scrubber
                 },
                 notifier <- Notifier::new(for_bus),
                 power <- power::Notifier::new(for_power),
                 retire: Retire::new(last)?,
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
                 configfs <- Tree::new(c"p2pmem", module, rules::rules()?, providers::providers()?),
-                chardev <- chrdev::Registration::new(c"p2pmem", 0o660, module),
+                chardev <- chrdev::CharDeviceRegistration::new(c"p2pmem", 0o660, module),
                 debugfs <- debugfs::files(for_debugfs),
                 peer_client: peer_client::register()?,
                 // Nothing fails from here on.

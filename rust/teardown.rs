@@ -28,7 +28,7 @@ use crate::{
         },
         memory::Stack,
         provider::{
-            Leave,
+            RemovalKind,
             Stopped, //
         },
         traits::RevokeDeadline, //
@@ -55,7 +55,7 @@ struct Removal {
     orchestrator: Arc<Orchestrator>,
     provider: Arc<Provider>,
     stopped: Stopped,
-    leave: Leave,
+    leave: RemovalKind,
 }
 
 /// A removal on the module's workqueue.
@@ -111,7 +111,7 @@ impl Orchestrator {
                 orchestrator: self.clone(),
                 provider: provider.clone(),
                 stopped,
-                leave: Leave::Retire,
+                leave: RemovalKind::Retire,
             });
             if !workqueue::enqueue(work.clone()) {
                 work.finish();
@@ -122,7 +122,7 @@ impl Orchestrator {
 
     /// Removes the provider that a function is, if it is one. When this returns nobody can reach its memory through
     /// p2pmem any more, and the driver that published it was told.
-    pub(crate) fn remove(self: &Arc<Self>, function: &Function, leave: Leave) {
+    pub(crate) fn remove(self: &Arc<Self>, function: &Function, leave: RemovalKind) {
         let Some(provider) = self.find(function) else {
             return;
         };
@@ -147,7 +147,14 @@ impl Orchestrator {
     pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
             pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
-            self.remove(function, if answers { Leave::Retire } else { Leave::Lost });
+            self.remove(
+                function,
+                if answers {
+                    RemovalKind::Retire
+                } else {
+                    RemovalKind::Lost
+                },
+            );
         }
     }
 
@@ -186,7 +193,7 @@ impl Orchestrator {
     /// Removes all providers, as the module is going away.
     pub(crate) fn shutdown(self: &Arc<Self>) {
         while let Some(provider) = self.first() {
-            self.remove(provider.function(), Leave::Retire);
+            self.remove(provider.function(), RemovalKind::Retire);
         }
     }
 
@@ -206,7 +213,7 @@ impl Orchestrator {
             buffer.for_each_registration(|registration| registration.clone().revoke());
         }
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
-        self.tell_revoked(buffer);
+        self.notify_revoked(buffer);
         if log::allowed() {
             pr_info!(
                 "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
@@ -250,7 +257,7 @@ impl Removal {
         provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut deadline));
         provider.await_hands();
         let mut returned = await_pins(&provider);
-        if leave == Leave::Retire {
+        if leave == RemovalKind::Retire {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
             while let Some(mut memory) = returned.pop() {
                 provider.clear_stopped(&mut memory);
@@ -259,17 +266,17 @@ impl Removal {
             provider.scrub_stopped(&stopped);
         }
         drop(returned);
-        // The backing goes with this: a slab goes back to the pool.
+        // The backing goes with this: a chunk goes back to the pool.
         match leave {
-            Leave::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
-            Leave::Unbind | Leave::Retire => drop(stopped),
+            RemovalKind::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
+            RemovalKind::Unbind | RemovalKind::Retire => drop(stopped),
         }
         // The driver is told while the provider is in the list: one that unregisters now waits for this.
-        provider.tell_publisher();
+        provider.notify_publisher();
         orchestrator.forget(&provider);
         provider.ended();
         orchestrator.forget_paths();
-        orchestrator.tell(consts::EVENT_PROVIDER_REMOVED, provider.id);
+        orchestrator.notify(consts::EVENT_PROVIDER_REMOVED, provider.id);
         pr_info!(
             "{}: no provider any more, {} buffers were revoked\n",
             provider.addr,

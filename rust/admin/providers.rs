@@ -229,7 +229,11 @@ impl Settings {
     fn describe(&mut self) -> Text {
         self.enabled();
         let by_others = self.enabled.and_then(|id| Orchestrator::get().ok()?.provider(id));
-        match self.leaving.as_ref().or(by_others.as_ref().filter(|p| p.is_leaving())) {
+        match self
+            .leaving
+            .as_ref()
+            .or(by_others.as_ref().filter(|p| p.is_being_removed()))
+        {
             Some(provider) => Text::new(fmt!("being taken back: {}", provider.progress().as_str())),
             None => self.status,
         }

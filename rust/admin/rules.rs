@@ -46,7 +46,7 @@ use kernel::{
 
 /// The directory `rules`.
 #[pin_data]
-pub(crate) struct RuleSet {}
+pub(crate) struct Rules {}
 
 /// The directory of one rule.
 #[pin_data(PinnedDrop)]
@@ -64,18 +64,18 @@ struct Settings {
 }
 
 /// The directory `rules` below the subsystem.
-pub(crate) fn rules() -> Result<impl PinInit<Group<RuleSet>, Error>> {
+pub(crate) fn rules() -> Result<impl PinInit<Group<Rules>, Error>> {
     let item = configfs_attrs! {
-        container: Group<RuleSet>,
-        data: RuleSet,
+        container: Group<Rules>,
+        data: Rules,
         child: RuleDir,
         attributes: [],
     };
-    Ok(Group::new(c"rules".try_into()?, item, try_pin_init!(RuleSet {}? Error)))
+    Ok(Group::new(c"rules".try_into()?, item, try_pin_init!(Rules {}? Error)))
 }
 
 #[vtable]
-impl GroupOperations for RuleSet {
+impl GroupOperations for Rules {
     type Child = RuleDir;
 
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<RuleDir>, Error>> {

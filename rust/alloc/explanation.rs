@@ -4,12 +4,12 @@
 
 use crate::{
     alloc::{
-        request::Wish,
+        request::AllocRequest,
         rules::Source,
         snapshot::{
-            Facts,
-            Known,
-            Ruled, //
+            ProviderInfo,
+            RankedByRules,
+            SnapshotParts, //
         }, //
     },
     ext::{
@@ -18,7 +18,7 @@ use crate::{
             consts, //
         },
         free_hint::{
-            Gauge,
+            FreeHint,
             Need, //
         },
         refusal::{
@@ -27,27 +27,24 @@ use crate::{
         },
         trace, //
     },
-    mem::{
-        buffer::Provider,
-        provider::Room, //
-    },
+    mem::buffer::Provider,
     policy::{
         path::PathClass,
         placement::{
             self,
             Candidate,
+            Capacity,
             Named,
             Outcome,
-            Stock,
+            RankedProvider,
             Strategy,
-            Turn,
             Verdict,
             VerdictCode, //
         },
         rule::{
             Name,
             Ref,
-            Ruling,
+            RuleEffect,
             Set, //
         }, //
     }, //
@@ -55,7 +52,7 @@ use crate::{
 use kernel::{ffi, prelude::*, sync::Arc};
 
 /// What was decided: a verdict per provider and a sentence.
-pub(crate) struct Account {
+pub(crate) struct Explanation {
     pub(crate) verdicts: KVec<abi::Verdict>,
     pub(crate) chosen: u32,
     pub(crate) class: u32,
@@ -64,7 +61,7 @@ pub(crate) struct Account {
     pub(crate) text: Text,
 }
 
-impl Account {
+impl Explanation {
     /// Of what was refused before there was anything to decide.
     pub(crate) fn of_refusal(error: i32, text: Text) -> Self {
         Self {
@@ -90,82 +87,85 @@ impl Account {
 }
 
 /// A decision that was made from little, and what it takes to say all of it to who asks.
-pub(crate) struct Brief {
+pub(crate) struct QuickDecision {
     size: u64,
     align: u64,
     max_class: Option<PathClass>,
-    facts: Arc<Facts>,
+    parts: Arc<SnapshotParts>,
     /// What rules said; none where there were none.
-    ruled: Option<Arc<Ruled>>,
-    /// What the providers had, in the order of [`Self::turns`].
-    stock: KVec<Stock>,
+    ruled: Option<Arc<RankedByRules>>,
+    /// What the providers had, in the order of [`Self::ranking`].
+    capacities: KVec<Capacity>,
     /// The provider that was chosen, by its place in that order.
     chosen: usize,
     class: u32,
 }
 
-impl Brief {
+impl QuickDecision {
     /// Decides a request for the nearest, of which no rules but `ruled` have a word, without looking at any path. None where
     /// that cannot tell: nobody may be able to serve it, or only asking the allocator says whether one can.
     /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
     pub(crate) fn decide(
-        wish: &Wish,
-        ruled: Option<&Arc<Ruled>>,
+        wanted: &AllocRequest,
+        ruled: Option<&Arc<RankedByRules>>,
         spare: Option<KBox<Self>>,
     ) -> Result<Option<KBox<Self>>> {
-        let (view, size) = (&*wish.view, wish.size);
-        let Some(need) = Need::of(size, wish.align) else {
+        let (snapshot, size) = (&*wanted.snapshot, wanted.size);
+        let Some(need) = Need::of(size, wanted.align) else {
             return Ok(None);
         };
-        let facts = &view.facts;
-        let mut brief = match spare {
-            Some(brief) => brief,
+        let parts = &snapshot.parts;
+        let mut quick = match spare {
+            Some(quick) => quick,
             None => KBox::new(
                 Self {
                     size,
-                    align: wish.align,
-                    max_class: wish.max_class,
-                    facts: facts.clone(),
+                    align: wanted.align,
+                    max_class: wanted.max_class,
+                    parts: parts.clone(),
                     ruled: None,
-                    stock: KVec::new(),
+                    capacities: KVec::new(),
                     chosen: 0,
                     class: 0,
                 },
                 GFP_KERNEL_ACCOUNT,
             )?,
         };
-        brief
-            .stock
-            .resize(facts.turns.len(), Stock::EMPTY, GFP_KERNEL_ACCOUNT)?;
-        let glance = |gauge: &Arc<Gauge>| gauge.glance(&need);
-        let turns = Self::turns_of(facts, ruled);
-        let chosen = placement::nearest(wish.max_class, turns, &mut brief.stock, glance);
-        let Some(turn) = chosen else {
+        quick
+            .capacities
+            .resize(parts.ranking.len(), Capacity::EMPTY, GFP_KERNEL_ACCOUNT)?;
+        let glance = |hint: &Arc<FreeHint>| hint.glance(&need);
+        let ranking = Self::ranking_of(parts, ruled);
+        let chosen = placement::nearest(wanted.max_class, ranking, &mut quick.capacities, glance);
+        let Some(ranked) = chosen else {
             return Ok(None);
         };
-        (brief.size, brief.align, brief.max_class) = (size, wish.align, wish.max_class);
-        (brief.chosen, brief.class) = (turn.index, turn.class_raw());
-        if !Arc::ptr_eq(&brief.facts, facts) {
-            brief.facts = facts.clone();
+        (quick.size, quick.align, quick.max_class) = (size, wanted.align, wanted.max_class);
+        (quick.chosen, quick.class) = (ranked.index, ranked.class_raw());
+        if !Arc::ptr_eq(&quick.parts, parts) {
+            quick.parts = parts.clone();
         }
-        if brief.ruled.as_ref().map(Arc::as_ptr) != ruled.map(Arc::as_ptr) {
-            brief.ruled = ruled.cloned();
+        if quick.ruled.as_ref().map(Arc::as_ptr) != ruled.map(Arc::as_ptr) {
+            quick.ruled = ruled.cloned();
         }
-        Ok(Some(brief))
+        Ok(Some(quick))
     }
 
-    fn turns_of<'a>(facts: &'a Facts, ruled: Option<&'a Arc<Ruled>>) -> &'a [Turn<Arc<Gauge>>] {
-        ruled.map_or(&facts.turns, |ruled| &ruled.turns)
+    fn ranking_of<'a>(
+        parts: &'a SnapshotParts,
+        ruled: Option<&'a Arc<RankedByRules>>,
+    ) -> &'a [RankedProvider<Arc<FreeHint>>] {
+        ruled.map_or(&parts.ranking, |ruled| &ruled.ranking)
     }
 
     /// The providers, in the order in which they were looked at.
-    fn turns(&self) -> &[Turn<Arc<Gauge>>] {
-        Self::turns_of(&self.facts, self.ruled.as_ref())
+    fn ranking(&self) -> &[RankedProvider<Arc<FreeHint>>] {
+        Self::ranking_of(&self.parts, self.ruled.as_ref())
     }
 
-    fn ruling(&self, provider: usize) -> Ruling {
-        let ruling = self.ruled.as_ref().and_then(|ruled| ruled.rulings.get(provider));
-        ruling.copied().unwrap_or(Ruling::NONE)
+    fn effect(&self, provider: usize) -> RuleEffect {
+        let effect = self.ruled.as_ref().and_then(|ruled| ruled.effects.get(provider));
+        effect.copied().unwrap_or(RuleEffect::NONE)
     }
 
     /// Place of the chosen provider among those of the view.
@@ -175,80 +175,79 @@ impl Brief {
 
     /// Its number.
     pub(crate) fn provider(&self) -> u32 {
-        self.facts.known.get(self.chosen).map_or(0, |known| known.id)
+        self.parts.known.get(self.chosen).map_or(0, |known| known.id)
     }
 
     /// All there is to say, from the same numbers.
-    pub(crate) fn account(&self) -> Result<Account> {
-        let facts = &*self.facts;
-        let mut rooms = KVec::from_elem(Room::NONE, facts.known.len(), GFP_KERNEL_ACCOUNT)?;
-        for (turn, has) in self.turns().iter().zip(&self.stock) {
-            if let Some(room) = rooms.get_mut(turn.index) {
-                *room = Room {
-                    live: true,
+    pub(crate) fn explanation(&self) -> Result<Explanation> {
+        let parts = &*self.parts;
+        let mut capacities = KVec::from_elem(None, parts.known.len(), GFP_KERNEL_ACCOUNT)?;
+        for (ranked, has) in self.ranking().iter().zip(&self.capacities) {
+            if let Some(capacity) = capacities.get_mut(ranked.index) {
+                *capacity = Some(Capacity {
                     free: has.free(),
                     largest: has.largest,
-                };
+                });
             }
         }
-        let mut candidates = KVec::with_capacity(rooms.len(), GFP_KERNEL_ACCOUNT)?;
-        for (i, room) in rooms.iter().enumerate() {
-            candidates.push(facts.candidate(i, *room, self.ruling(i)), GFP_KERNEL_ACCOUNT)?;
+        let mut candidates = KVec::with_capacity(capacities.len(), GFP_KERNEL_ACCOUNT)?;
+        for (i, capacity) in capacities.iter().enumerate() {
+            candidates.push(parts.candidate(i, *capacity, self.effect(i)), GFP_KERNEL_ACCOUNT)?;
         }
         let request = placement::Request {
             size: self.size,
             align: self.align,
-            clients: facts.clients,
+            clients: parts.clients,
             named: Named::Any,
             strategy: Strategy::Nearest,
             max_class: self.max_class,
         };
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
-        let decision = placement::decide(&request, &candidates, &mut verdicts);
+        let choice = placement::decide(&request, &candidates, &mut verdicts);
         Decided {
             size: self.size,
-            clients: facts.clients,
+            clients: parts.clients,
             rules: self
                 .ruled
                 .as_ref()
                 .map_or(Source::NONE, |ruled| ruled.standing.source()),
-            providers: &facts.known,
+            providers: &parts.known,
             candidates: &candidates,
             verdicts: &verdicts,
-            outcome: decision.outcome,
+            outcome: choice.outcome,
         }
-        .account(facts.known.get(self.chosen))
+        .explanation(parts.known.get(self.chosen))
     }
 }
 
-impl Wish {
+impl AllocRequest {
     /// Decides, if the nearest is wanted and one can serve, as if there were no rules but `ruled`.
-    pub(crate) fn brief(
+    pub(crate) fn quick(
         &self,
-        ruled: Option<&Arc<Ruled>>,
-        spare: Option<KBox<Brief>>,
-    ) -> Result<Option<(KBox<Brief>, &Arc<Provider>)>> {
-        if !self.is_brief() {
+        ruled: Option<&Arc<RankedByRules>>,
+        spare: Option<KBox<QuickDecision>>,
+    ) -> Result<Option<(KBox<QuickDecision>, &Arc<Provider>)>> {
+        if !self.is_quick() {
             return Ok(None);
         }
-        let Some(brief) = Brief::decide(self, ruled, spare)? else {
+        let Some(quick) = QuickDecision::decide(self, ruled, spare)? else {
             return Ok(None);
         };
-        let provider = self.view.providers.get(brief.index());
-        Ok(provider.map(|provider| (brief, provider)))
+        let provider = self.snapshot.providers.get(quick.index());
+        Ok(provider.map(|provider| (quick, provider)))
     }
 }
 
 /// Tells who traces decisions of one: the provider that was chosen and the errno, each 0 for none; `dry` where nothing
 /// was to be allocated.
-pub(crate) fn traced(wish: &Wish, file: u64, (chosen, error): (u32, i32), dry: bool) {
-    trace::decision(|| trace::Decision {
-        size: wish.size,
-        align: wish.align,
+pub(crate) fn traced(wanted: &AllocRequest, file: u64, (chosen, error): (u32, i32), dry: bool) {
+    trace::decision(|| trace::DecisionEvent {
+        size: wanted.size,
+        align: wanted.align,
         file,
-        clients: wish.view.clients.len(),
-        providers: wish.view.providers.len(),
-        strategy: wish.strategy,
+        clients: wanted.snapshot.clients.len(),
+        providers: wanted.snapshot.providers.len(),
+        strategy: wanted.strategy,
         chosen,
         error: error as u32,
         dry,
@@ -256,26 +255,26 @@ pub(crate) fn traced(wish: &Wish, file: u64, (chosen, error): (u32, i32), dry: b
 }
 
 /// What was decided, said or to be said.
-pub(crate) enum Told {
-    Account(KBox<Account>),
+pub(crate) enum Decision {
+    Explanation(KBox<Explanation>),
     /// Said when someone asks.
-    Brief(KBox<Brief>),
+    QuickDecision(KBox<QuickDecision>),
 }
 
-impl Told {
+impl Decision {
     /// The number of the chosen provider, 0 for none.
     pub(crate) fn chosen(&self) -> u32 {
         match self {
-            Self::Account(account) => account.chosen,
-            Self::Brief(brief) => brief.provider(),
+            Self::Explanation(explanation) => explanation.chosen,
+            Self::QuickDecision(quick) => quick.provider(),
         }
     }
 
     /// The class of its path, 0 without clients.
     pub(crate) fn class(&self) -> u32 {
         match self {
-            Self::Account(account) => account.class,
-            Self::Brief(brief) => brief.class,
+            Self::Explanation(explanation) => explanation.class,
+            Self::QuickDecision(quick) => quick.class,
         }
     }
 }
@@ -287,14 +286,14 @@ pub(crate) struct Decided<'a> {
     /// How many clients there are.
     pub(crate) clients: usize,
     pub(crate) rules: Source<'a>,
-    pub(crate) providers: &'a [Known],
+    pub(crate) providers: &'a [ProviderInfo],
     pub(crate) candidates: &'a [Candidate<'a>],
     pub(crate) verdicts: &'a [Verdict],
     pub(crate) outcome: Outcome,
 }
 
 impl Decided<'_> {
-    pub(crate) fn account(&self, chosen: Option<&Known>) -> Result<Account> {
+    pub(crate) fn explanation(&self, chosen: Option<&ProviderInfo>) -> Result<Explanation> {
         let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
         let mut class = 0;
         for (verdict, provider) in self.verdicts.iter().zip(self.providers) {
@@ -311,7 +310,7 @@ impl Decided<'_> {
             Some(_) => 0,
             None => -self.error().to_errno(),
         };
-        Ok(Account {
+        Ok(Explanation {
             verdicts: rows,
             chosen: chosen.map_or(0, |p| p.id),
             class,
@@ -320,7 +319,7 @@ impl Decided<'_> {
         })
     }
 
-    fn row(&self, verdict: &Verdict, provider: &Known) -> abi::Verdict {
+    fn row(&self, verdict: &Verdict, provider: &ProviderInfo) -> abi::Verdict {
         let mut row = abi::Verdict {
             provider: verdict.provider,
             code: verdict.code.as_raw(),
@@ -368,7 +367,7 @@ impl Decided<'_> {
     }
 
     /// The first provider with a verdict that a rule decided, and how many more there are.
-    fn first(&self, code: VerdictCode) -> Option<(Ref, &Known, &Candidate<'_>)> {
+    fn first(&self, code: VerdictCode) -> Option<(Ref, &ProviderInfo, &Candidate<'_>)> {
         self.verdicts
             .iter()
             .zip(self.providers)
@@ -379,16 +378,16 @@ impl Decided<'_> {
 
     /// What was decided of a stripe: a part in each of the providers at `picks`, the first one first. With none, why:
     /// `found` of `wanted` providers could have been chosen.
-    pub(crate) fn stripe_account(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Account> {
-        let mut account = self.account(picks.first().and_then(|&at| self.providers.get(at)))?;
+    pub(crate) fn stripe_explanation(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Explanation> {
+        let mut explanation = self.explanation(picks.first().and_then(|&at| self.providers.get(at)))?;
         let worst = picks
             .iter()
             .filter_map(|&at| self.verdicts.get(at))
             .map(|v| v.class_raw())
             .max();
-        account.class = worst.unwrap_or(0);
-        account.text = match picks.len() {
-            0 if wanted == 1 => account.text,
+        explanation.class = worst.unwrap_or(0);
+        explanation.text = match picks.len() {
+            0 if wanted == 1 => explanation.text,
             0 => Text::new(fmt!(
                 "of {} parts of {} bytes {} would find a provider; for the next one: {}",
                 wanted,
@@ -396,7 +395,7 @@ impl Decided<'_> {
                 found,
                 match self.outcome {
                     Outcome::NoProvider => "there is no other provider",
-                    _ => account.text.as_str(),
+                    _ => explanation.text.as_str(),
                 }
             )),
             parts => Text::new(fmt!(
@@ -406,7 +405,7 @@ impl Decided<'_> {
                 self.size
             )),
         };
-        Ok(account)
+        Ok(explanation)
     }
 
     /// Why there is none.
@@ -451,7 +450,7 @@ impl Decided<'_> {
             Outcome::Quota => match self.first(VerdictCode::Quota) {
                 Some((rule, _, candidate)) => {
                     let (used, limit, group) = candidate
-                        .ruling
+                        .effect
                         .over
                         .map_or((0, 0, false), |over| (over.used, over.limit, over.group));
                     let name = self.name(rule);

@@ -6,21 +6,21 @@ use crate::{
     alloc::{
         explanation::{
             traced,
-            Brief,
             Decided,
-            Told, //
+            Decision,
+            QuickDecision, //
         },
-        request::Wish,
+        request::AllocRequest,
         rules::{
             breaks,
-            Judge,
-            Rules,
-            Uncharged, //
+            NotCharged,
+            RuleCheck,
+            Rules, //
         },
         snapshot::{
             self,
-            View,
-            Views, //
+            SnapshotCache,
+            TopologySnapshot, //
         },
         topology::{
             Cache,
@@ -82,14 +82,14 @@ pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Notes why a candidate that was chosen gave no memory, so that the next decision looks elsewhere. Errors: where that
 /// is nothing of the candidate's.
-pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: Uncharged) -> Result {
+pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: NotCharged) -> Result {
     match why {
-        Uncharged::Broken(broken) => breaks(&mut candidate.ruling, broken),
-        Uncharged::Cgroup => candidate.ruling.over_cgroup = true,
-        Uncharged::Error(e) if e == ENOSPC => candidate.refused(size),
-        Uncharged::Error(e) if e == ENODEV => candidate.live = false,
-        Uncharged::Error(e) => return Err(e),
-        Uncharged::Stale => return Err(EAGAIN),
+        NotCharged::Broken(broken) => breaks(&mut candidate.effect, broken),
+        NotCharged::Cgroup => candidate.effect.over_cgroup = true,
+        NotCharged::Error(e) if e == ENOSPC => candidate.refused(size),
+        NotCharged::Error(e) if e == ENODEV => candidate.live = false,
+        NotCharged::Error(e) => return Err(e),
+        NotCharged::Stale => return Err(EAGAIN),
     }
     Ok(())
 }
@@ -97,9 +97,9 @@ pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: Uncharg
 /// An open file of the device node, as those know it who have something to tell it.
 pub(crate) trait OpenFile: Send + Sync {
     /// A provider came or left: `kind` is one of `P2PMEM_EVENT_*`.
-    fn tell(&self, kind: u32, provider: u32);
+    fn notify(&self, kind: u32, provider: u32);
     /// A buffer that it has handles of was revoked.
-    fn tell_revoked(&self, buffer: &Buffer);
+    fn notify_revoked(&self, buffer: &Buffer);
     /// Something was refused to it that is no call on the file: it can ask why, and the log has it.
     fn refused(&self, what: &str, refusal: &Refusal);
 }
@@ -127,7 +127,7 @@ pub(crate) struct Orchestrator {
     #[pin]
     registry: Mutex<Registry>,
     #[pin]
-    views: Mutex<Views>,
+    snapshots: Mutex<SnapshotCache>,
     #[pin]
     files: Mutex<RBTree<u64, Arc<dyn OpenFile>>>,
 }
@@ -155,7 +155,7 @@ impl Orchestrator {
                     lost: KVec::new(),
                     asleep: false,
                 }),
-                views <- new_mutex!(Views::new()),
+                snapshots <- new_mutex!(SnapshotCache::new()),
                 files <- new_mutex!(RBTree::new()),
             }),
             GFP_KERNEL,
@@ -197,16 +197,16 @@ impl Orchestrator {
     }
 
     /// Tells all files that a provider came or left.
-    pub(crate) fn tell(&self, kind: u32, provider: u32) {
+    pub(crate) fn notify(&self, kind: u32, provider: u32) {
         let next = |from| walk::at_or_after(&self.files.lock(), from);
-        walk::one_by_one(next, |file| file.tell(kind, provider));
+        walk::one_by_one(next, |file| file.notify(kind, provider));
     }
 
     /// Tells all files that hold a buffer that it was revoked.
-    pub(crate) fn tell_revoked(&self, buffer: &Buffer) {
+    pub(crate) fn notify_revoked(&self, buffer: &Buffer) {
         buffer.for_each_file(|id| {
             if let Some(file) = self.file(id) {
-                file.tell_revoked(buffer);
+                file.notify_revoked(buffer);
             }
         });
     }
@@ -222,7 +222,7 @@ impl Orchestrator {
     }
 
     /// Has memory that came back cleared, in all providers. It takes no memory, without which nothing would be cleared.
-    pub(crate) fn send_janitors(&self) {
+    pub(crate) fn send_scrubbers(&self) {
         let mut last = 0;
         loop {
             let next = self.registry.lock().providers.iter().find(|p| p.id > last).cloned();
@@ -230,7 +230,7 @@ impl Orchestrator {
                 return;
             };
             last = provider.id;
-            provider.send_janitor();
+            provider.send_scrubber();
         }
     }
 
@@ -259,12 +259,12 @@ impl Orchestrator {
     pub(crate) fn forget_paths(&self) {
         self.generation.fetch_add(1, Relaxed);
         // They keep clients and providers, which may be gone.
-        snapshot::forget(&self.views);
+        snapshot::forget(&self.snapshots);
     }
 
     /// The machine as these clients see it, which are a slice of [`Names`](crate::uapi::request::Names). Errors: `ENODEV` (no
     /// such function), `EINVAL` (what is no address).
-    pub(crate) fn view(&self, names: &[u64]) -> Answer<Arc<View>> {
+    pub(crate) fn snapshot(&self, names: &[u64]) -> Answer<Arc<TopologySnapshot>> {
         let make = |generation| {
             let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL_ACCOUNT)?;
             for &name in names {
@@ -276,9 +276,9 @@ impl Orchestrator {
             }
             let providers = self.providers()?;
             let paths = self.paths(&providers, &clients)?;
-            Ok(View::new(generation, names, clients, providers, paths)?)
+            Ok(TopologySnapshot::new(generation, names, clients, providers, paths)?)
         };
-        snapshot::view(&self.views, names, || self.generation(), make)
+        snapshot::snapshot(&self.snapshots, names, || self.generation(), make)
     }
 
     /// The paths from each provider to each client, all clients of the first provider first.
@@ -300,7 +300,7 @@ impl Orchestrator {
         if missing > 0 {
             self.compute(generation, providers, clients, &mut paths)?;
         }
-        // Views keep them, on behalf of who asked.
+        // SnapshotCache keep them, on behalf of who asked.
         let mut all = KVec::with_capacity(paths.len(), GFP_KERNEL_ACCOUNT)?;
         for path in paths.iter().flatten() {
             all.push(*path, GFP_KERNEL_ACCOUNT)?;
@@ -352,23 +352,29 @@ impl Orchestrator {
     pub(crate) const RULE_CHANGES: u32 = 16;
 
     /// Decides, and with `take` allocates as well.
-    fn choose(&self, wish: &Wish, file: u64, take: bool, spare: Option<KBox<Brief>>) -> Answer<(Option<Holder>, Told)> {
+    fn choose(
+        &self,
+        wanted: &AllocRequest,
+        file: u64,
+        take: bool,
+        spare: Option<KBox<QuickDecision>>,
+    ) -> Answer<(Option<Holder>, Decision)> {
         let mut spare = spare;
         // Where there is no rule, and nothing to charge, nobody has to know who asks.
-        if !take && self.rules.are_none() && wish.own.as_ref().is_none_or(|own| own.is_empty()) {
-            if let Some((brief, provider)) = wish.brief(None, spare.take())? {
-                if provider.charge_cgroup(wish.size).is_ok() {
-                    traced(wish, file, (provider.id, 0), true);
-                    return Ok((None, Told::Brief(brief)));
+        if !take && self.rules.are_none() && wanted.own.as_ref().is_none_or(|own| own.is_empty()) {
+            if let Some((quick, provider)) = wanted.quick(None, spare.take())? {
+                if provider.charge_cgroup(wanted.size).is_ok() {
+                    traced(wanted, file, (provider.id, 0), true);
+                    return Ok((None, Decision::QuickDecision(quick)));
                 }
             }
         }
         for _ in 0..Self::RULE_CHANGES {
-            let judge = Judge::new(&self.rules, wish.own.clone(), file);
-            if let Some((held, brief)) = self.choose_fast(&judge, wish, take.then_some(file), spare.take())? {
-                return Ok((held, Told::Brief(brief)));
+            let rule_check = RuleCheck::new(&self.rules, wanted.own.clone(), file);
+            if let Some((held, quick)) = self.choose_fast(&rule_check, wanted, take.then_some(file), spare.take())? {
+                return Ok((held, Decision::QuickDecision(quick)));
             }
-            if let Some(chosen) = self.choose_by(&judge, wish, take.then_some(file))? {
+            if let Some(chosen) = self.choose_by(&rule_check, wanted, take.then_some(file))? {
                 return Ok(chosen);
             }
         }
@@ -379,52 +385,57 @@ impl Orchestrator {
     /// is left to [`Self::choose_by`], which can say of what.
     fn choose_fast(
         &self,
-        judge: &Judge<'_>,
-        wish: &Wish,
+        rule_check: &RuleCheck<'_>,
+        wanted: &AllocRequest,
         take: Option<u64>,
-        spare: Option<KBox<Brief>>,
-    ) -> Result<Option<(Option<Holder>, KBox<Brief>)>> {
-        if !wish.is_brief() {
+        spare: Option<KBox<QuickDecision>>,
+    ) -> Result<Option<(Option<Holder>, KBox<QuickDecision>)>> {
+        if !wanted.is_quick() {
             return Ok(None);
         }
-        let ruled = match judge.standing() {
-            _ if judge.is_silent() => None,
-            Some(standing) => Some(wish.view.ruled(standing)?),
+        let ruled = match rule_check.standing() {
+            _ if rule_check.is_silent() => None,
+            Some(standing) => Some(wanted.snapshot.ruled(standing)?),
             None => return Ok(None),
         };
-        let Some((brief, provider)) = wish.brief(ruled.as_ref(), spare)? else {
+        let Some((quick, provider)) = wanted.quick(ruled.as_ref(), spare)? else {
             return Ok(None);
         };
         let held = match take {
-            Some(file) => match self.take(judge, (wish.size, wish.align, wish.clearing), provider, file) {
+            Some(file) => match self.take(rule_check, (wanted.size, wanted.align, wanted.clearing), provider, file) {
                 Ok(holder) => Some(holder),
                 Err(_) => return Ok(None),
             },
             // Whether the cgroup may is known when it is charged.
-            None if provider.charge_cgroup(wish.size).is_err() => return Ok(None),
+            None if provider.charge_cgroup(wanted.size).is_err() => return Ok(None),
             None => None,
         };
-        traced(wish, judge.file(), (provider.id, 0), take.is_none());
-        Ok(Some((held, brief)))
+        traced(wanted, rule_check.file(), (provider.id, 0), take.is_none());
+        Ok(Some((held, quick)))
     }
 
     /// As [`Self::choose`]; none where the rules have become others.
-    fn choose_by(&self, judge: &Judge<'_>, wish: &Wish, take: Option<u64>) -> Answer<Option<(Option<Holder>, Told)>> {
-        let view = &*wish.view;
-        let providers = &view.providers;
-        let mut candidates = view.candidates(judge, wish.size, wish.align)?;
-        let strategy = match wish.strategy {
-            consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(view)?),
+    fn choose_by(
+        &self,
+        rule_check: &RuleCheck<'_>,
+        wanted: &AllocRequest,
+        take: Option<u64>,
+    ) -> Answer<Option<(Option<Holder>, Decision)>> {
+        let snapshot = &*wanted.snapshot;
+        let providers = &snapshot.providers;
+        let mut candidates = snapshot.candidates(rule_check, wanted.size, wanted.align)?;
+        let strategy = match wanted.strategy {
+            consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(snapshot)?),
             consts::STRATEGY_SPREAD => Strategy::Spread,
             consts::STRATEGY_PACK => Strategy::Pack,
             _ => Strategy::Nearest,
         };
-        let request = wish.request(strategy);
+        let request = wanted.request(strategy);
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
         // Each round that ends without memory takes one candidate out of the race.
         loop {
-            let decision = placement::decide(&request, &candidates, &mut verdicts);
-            let chosen = decision.chosen.and_then(|at| Some((at, providers.get(at)?)));
+            let choice = placement::decide(&request, &candidates, &mut verdicts);
+            let chosen = choice.chosen.and_then(|at| Some((at, providers.get(at)?)));
             if chosen.is_none() && take.is_some() {
                 for provider in providers {
                     provider.counters.failed.fetch_add(1, Relaxed);
@@ -432,69 +443,87 @@ impl Orchestrator {
             }
             if let (None, Some((at, provider))) = (take, chosen) {
                 // Whether the cgroup may is known when it is charged.
-                if provider.charge_cgroup(wish.size).is_err_and(|e| e == EAGAIN) {
-                    candidates[at].ruling.over_cgroup = true;
+                if provider.charge_cgroup(wanted.size).is_err_and(|e| e == EAGAIN) {
+                    candidates[at].effect.over_cgroup = true;
                     continue;
                 }
             }
             let mut held = None;
             if let (Some(file), Some((at, provider))) = (take, chosen) {
-                match self.take(judge, (wish.size, wish.align, wish.clearing), provider, file) {
+                match self.take(rule_check, (wanted.size, wanted.align, wanted.clearing), provider, file) {
                     Ok(holder) => held = Some(holder),
-                    Err(Uncharged::Stale) => return Ok(None),
+                    Err(NotCharged::Stale) => return Ok(None),
                     Err(why) => {
-                        passed_over(&mut candidates[at], wish.size, why)?;
+                        passed_over(&mut candidates[at], wanted.size, why)?;
                         continue;
                     }
                 }
             }
             let decided = Decided {
-                size: wish.size,
-                clients: view.clients.len(),
-                rules: judge.source(),
-                providers: &view.facts.known,
+                size: wanted.size,
+                clients: snapshot.clients.len(),
+                rules: rule_check.source(),
+                providers: &snapshot.parts.known,
                 candidates: &candidates,
                 verdicts: &verdicts,
-                outcome: decision.outcome,
+                outcome: choice.outcome,
             };
-            let account = decided.account(chosen.and_then(|(at, _)| view.facts.known.get(at)))?;
-            traced(wish, judge.file(), (account.chosen, account.error), take.is_none());
-            return Ok(Some((held, Told::Account(KBox::new(account, GFP_KERNEL_ACCOUNT)?))));
+            let explanation = decided.explanation(chosen.and_then(|(at, _)| snapshot.parts.known.get(at)))?;
+            traced(
+                wanted,
+                rule_check.file(),
+                (explanation.chosen, explanation.error),
+                take.is_none(),
+            );
+            return Ok(Some((
+                held,
+                Decision::Explanation(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?),
+            )));
         }
     }
 
     /// Allocates a buffer in a provider, and charges it.
     pub(crate) fn take(
         &self,
-        judge: &Judge<'_>,
+        rule_check: &RuleCheck<'_>,
         (size, align, clearing): (u64, u64, Clearing),
         provider: &Arc<Provider>,
         file: u64,
-    ) -> core::result::Result<Holder, Uncharged> {
-        let charge = judge.charge(provider, size)?;
+    ) -> core::result::Result<Holder, NotCharged> {
+        let charge = rule_check.charge(provider, size)?;
         provider
             .alloc(size, align, clearing)
             .and_then(|mut memory| {
                 memory.charge = Some(charge);
                 Buffer::create(provider.clone(), memory, size, file)
             })
-            .map_err(Uncharged::Error)
+            .map_err(NotCharged::Error)
     }
 
     /// What the kernel itself would choose, if that is a provider of ours.
-    fn upstream_choice(view: &View) -> Result<Option<u32>> {
-        let found = p2pdma::find_many(&view.clients)?;
-        Ok(found.and_then(|f| view.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
+    fn upstream_choice(snapshot: &TopologySnapshot) -> Result<Option<u32>> {
+        let found = p2pdma::find_many(&snapshot.clients)?;
+        Ok(found.and_then(|f| snapshot.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
     }
 
     /// Allocates a buffer for a file. With a `spare` that nobody needs any more the decision takes no memory of its own.
-    pub(crate) fn alloc(&self, wish: &Wish, file: u64, spare: Option<KBox<Brief>>) -> Answer<(Option<Holder>, Told)> {
-        self.choose(wish, file, true, spare)
+    pub(crate) fn alloc(
+        &self,
+        wanted: &AllocRequest,
+        file: u64,
+        spare: Option<KBox<QuickDecision>>,
+    ) -> Answer<(Option<Holder>, Decision)> {
+        self.choose(wanted, file, true, spare)
     }
 
     /// Says what [`Self::alloc`] would do.
-    pub(crate) fn explain(&self, wish: &Wish, file: u64, spare: Option<KBox<Brief>>) -> Answer<Told> {
-        Ok(self.choose(wish, file, false, spare)?.1)
+    pub(crate) fn explain(
+        &self,
+        wanted: &AllocRequest,
+        file: u64,
+        spare: Option<KBox<QuickDecision>>,
+    ) -> Answer<Decision> {
+        Ok(self.choose(wanted, file, false, spare)?.1)
     }
 
     // Providers that come.
@@ -534,7 +563,7 @@ impl Orchestrator {
         let _ = registry.providers.insert_within_capacity(at, provider.clone());
         drop(registry);
         self.forget_paths();
-        self.tell(consts::EVENT_PROVIDER_ADDED, provider.id);
+        self.notify(consts::EVENT_PROVIDER_ADDED, provider.id);
         Ok(())
     }
 

@@ -33,12 +33,12 @@ use crate::{
             charge_unlimited,
             uncharge,
             withheld,
-            Account,
             Broken,
+            ChargeKey,
+            ChargeSet,
+            ChargeTarget,
             Charged,
-            Fund,
-            Levy,
-            Payer, //
+            Requester, //
         },
         rule::{
             self,
@@ -48,7 +48,7 @@ use crate::{
             Party,
             Ref,
             Rule,
-            Ruling,
+            RuleEffect,
             Set,
             Subject as _, //
         }, //
@@ -66,7 +66,7 @@ use kernel::{
 };
 
 /// A list of rules, in the order in which they are looked at. It does not change.
-pub(crate) struct Book {
+pub(crate) struct RuleSet {
     rules: KVec<Rule>,
     /// Those that limit what who they are for may hold.
     limiting: Applicable,
@@ -74,16 +74,16 @@ pub(crate) struct Book {
     reserves: bool,
 }
 
-impl Book {
+impl RuleSet {
     pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
         let limiting = Applicable::of(&rules, Rule::limits_holders);
         let reserves = rules.iter().any(|rule| rule.reserve.is_some());
-        let book = Self {
+        let rule_set = Self {
             rules,
             limiting,
             reserves,
         };
-        Ok(Arc::new(book, GFP_KERNEL_ACCOUNT)?)
+        Ok(Arc::new(rule_set, GFP_KERNEL_ACCOUNT)?)
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -92,22 +92,22 @@ impl Book {
 }
 
 /// The numbers.
-struct Numbers(RBTree<Account, u64>);
+struct Numbers(RBTree<ChargeKey, u64>);
 
 impl quota::Store for Numbers {
     type Error = Error;
 
-    fn used(&self, account: Account) -> u64 {
-        self.0.get(&account).copied().unwrap_or(0)
+    fn used(&self, key: ChargeKey) -> u64 {
+        self.0.get(&key).copied().unwrap_or(0)
     }
 
-    fn set(&mut self, account: Account, bytes: u64) -> Result {
+    fn set(&mut self, key: ChargeKey, bytes: u64) -> Result {
         if bytes == 0 {
-            self.0.remove(&account);
-        } else if let Some(used) = self.0.get_mut(&account) {
+            self.0.remove(&key);
+        } else if let Some(used) = self.0.get_mut(&key) {
             *used = bytes;
         } else {
-            self.0.try_create_and_insert(account, bytes, GFP_KERNEL_ACCOUNT)?;
+            self.0.try_create_and_insert(key, bytes, GFP_KERNEL_ACCOUNT)?;
         }
         Ok(())
     }
@@ -132,8 +132,8 @@ impl Place {
         }
     }
 
-    fn fund(&self) -> Fund<'_> {
-        Fund {
+    fn charge_target(&self) -> ChargeTarget<'_> {
+        ChargeTarget {
             id: self.id,
             party: &self.party,
             size: self.size,
@@ -155,7 +155,7 @@ struct Record {
 }
 
 struct State {
-    book: Arc<Book>,
+    rule_set: Arc<RuleSet>,
     numbers: Numbers,
     /// By numbers with their bits reversed: a tree in which each new number is the largest is twice as deep as it has to be.
     charges: RBTree<u64, Record>,
@@ -185,7 +185,7 @@ impl Ledger for Rules {
 }
 
 /// Why a buffer was not charged.
-pub(crate) enum Uncharged {
+pub(crate) enum NotCharged {
     /// It would break a limit.
     Broken(Broken),
     /// It would break a limit of the caller's cgroup.
@@ -197,11 +197,11 @@ pub(crate) enum Uncharged {
 
 impl Rules {
     pub(crate) fn new() -> Result<Arc<Self>> {
-        let book = Book::new(KVec::new())?;
+        let rule_set = RuleSet::new(KVec::new())?;
         Arc::pin_init(
             pin_init!(Self {
                 state <- new_mutex!(State {
-                    book,
+                    rule_set,
                     numbers: Numbers(RBTree::new()),
                     charges: RBTree::new(),
                     next_charge: 1,
@@ -214,8 +214,8 @@ impl Rules {
     }
 
     /// The administrator's rules as they are now.
-    pub(crate) fn book(&self) -> Arc<Book> {
-        self.state.lock().book.clone()
+    pub(crate) fn rule_set(&self) -> Arc<RuleSet> {
+        self.state.lock().rule_set.clone()
     }
 
     /// Whether none is in force at this moment.
@@ -224,9 +224,9 @@ impl Rules {
     }
 
     /// Makes other rules those in force. With an error all is as it was.
-    fn enforce(&self, state: &mut State, book: Arc<Book>) -> Result {
-        let some = !book.is_empty();
-        state.enforce(book)?;
+    fn enforce(&self, state: &mut State, rule_set: Arc<RuleSet>) -> Result {
+        let some = !rule_set.is_empty();
+        state.enforce(rule_set)?;
         self.some.store(some, Relaxed);
         Ok(())
     }
@@ -235,10 +235,10 @@ impl Rules {
     pub(crate) fn put(&self, rule: &Rule, old: Option<u64>) -> Answer<u64> {
         rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
         let mut state = self.state.lock();
-        let mut rules = KVec::with_capacity(state.book.rules.len() + 1, GFP_KERNEL)?;
+        let mut rules = KVec::with_capacity(state.rule_set.rules.len() + 1, GFP_KERNEL)?;
         let id = state.next_rule;
         let mut new = Some(Rule { id, ..*rule });
-        for other in state.book.rules.iter().filter(|other| Some(other.id) != old) {
+        for other in state.rule_set.rules.iter().filter(|other| Some(other.id) != old) {
             if let Some(rule) = new.take_if(|rule| rule.name < other.name) {
                 rules.push(rule, GFP_KERNEL)?;
             }
@@ -254,7 +254,7 @@ impl Rules {
                 rule::MOST
             ));
         }
-        self.enforce(&mut state, Book::new(rules)?)?;
+        self.enforce(&mut state, RuleSet::new(rules)?)?;
         state.next_rule += 1;
         Ok(id)
     }
@@ -262,16 +262,16 @@ impl Rules {
     /// Ends a rule. What was charged under it counts under those that come next. Errors: `ENOMEM`: it stays in force.
     pub(crate) fn remove(&self, id: u64) -> Answer {
         let mut state = self.state.lock();
-        let mut rules = KVec::with_capacity(state.book.rules.len(), GFP_KERNEL)?;
-        for rule in state.book.rules.iter().filter(|rule| rule.id != id) {
+        let mut rules = KVec::with_capacity(state.rule_set.rules.len(), GFP_KERNEL)?;
+        for rule in state.rule_set.rules.iter().filter(|rule| rule.id != id) {
             rules.push(*rule, GFP_KERNEL)?;
         }
-        Ok(self.enforce(&mut state, Book::new(rules)?)?)
+        Ok(self.enforce(&mut state, RuleSet::new(rules)?)?)
     }
 
     /// Bytes that a rule sets aside for the kernel in a function's memory.
     pub(crate) fn kernel_reserve(&self, party: &Party) -> Option<u64> {
-        rule::kernel_reserve(&self.book().rules, party)
+        rule::kernel_reserve(&self.rule_set().rules, party)
     }
 
     /// The rule that does not want a buffer of `who`'s in a provider to be reached by a client over a path, and whether
@@ -283,36 +283,36 @@ impl Rules {
         client: &Party,
         path: &Path,
     ) -> Option<(Name, bool)> {
-        let book = self.book();
-        if book.is_empty() {
+        let rule_set = self.rule_set();
+        if rule_set.is_empty() {
             return None;
         }
         let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
-        let applicable = Applicable::to(&book.rules, who);
-        let standing = Standing { book, applicable };
-        let ruling = standing.ruling(&provider.party(), client, path);
-        let rule = ruling.denied.or(ruling.too_far)?;
-        Some((standing.source().name(rule), ruling.denied.is_none()))
+        let applicable = Applicable::to(&rule_set.rules, who);
+        let standing = ApplicableRules { rule_set, applicable };
+        let effect = standing.effect(&provider.party(), client, path);
+        let rule = effect.denied.or(effect.too_far)?;
+        Some((standing.source().name(rule), effect.denied.is_none()))
     }
 
     /// What there is to say of a rule in force.
     pub(crate) fn condition(&self, id: u64) -> Text {
         let state = self.state.lock();
-        let Some(at) = state.book.rules.iter().position(|rule| rule.id == id) else {
+        let Some(at) = state.rule_set.rules.iter().position(|rule| rule.id == id) else {
             return Text::new(fmt!("not in force: write 1 to enable"));
         };
-        let rule = &state.book.rules[at];
-        if let Some((attribute, before)) = shadowed(&state.book.rules, at) {
-            let name = &state.book.rules[before].name;
+        let rule = &state.rule_set.rules[at];
+        if let Some((attribute, before)) = shadowed(&state.rule_set.rules, at) {
+            let name = &state.rule_set.rules[before].name;
             return Text::new(fmt!(
                 "in force, but its {} never decides: {} always comes first",
                 attribute.as_str(),
                 name.as_str()
             ));
         }
-        for (account, &used) in state.numbers.0.iter() {
-            match (account, rule.quota, rule.group_quota) {
-                (Account::User(of, uid), Some(limit), _) if *of == id && used > limit => {
+        for (key, &used) in state.numbers.0.iter() {
+            match (key, rule.quota, rule.group_quota) {
+                (ChargeKey::User(of, uid), Some(limit), _) if *of == id && used > limit => {
                     return Text::new(fmt!(
                         "in force; uid {} holds {} bytes of {}: it keeps them, and gets no more",
                         uid,
@@ -320,7 +320,7 @@ impl Rules {
                         limit
                     ));
                 }
-                (Account::Group(of), _, Some(limit)) if *of == id && used > limit => {
+                (ChargeKey::Group(of), _, Some(limit)) if *of == id && used > limit => {
                     return Text::new(fmt!(
                         "in force; those it is for hold {} bytes of {} together: they keep them, and get no more",
                         used,
@@ -336,11 +336,13 @@ impl Rules {
     /// Writes a line for each account that counts under a rule, as many as fit.
     pub(crate) fn usage(&self, id: u64, out: &mut kernel::str::Formatter<'_>) {
         let state = self.state.lock();
-        for (account, used) in state.numbers.0.iter() {
-            let line = match account {
-                Account::User(of, uid) if *of == id => out.write_fmt(fmt!("uid {} {}\n", uid, used)),
-                Account::Group(of) if *of == id => out.write_fmt(fmt!("group {}\n", used)),
-                Account::Reserve(of, provider) if *of == id => out.write_fmt(fmt!("provider {} {}\n", provider, used)),
+        for (key, used) in state.numbers.0.iter() {
+            let line = match key {
+                ChargeKey::User(of, uid) if *of == id => out.write_fmt(fmt!("uid {} {}\n", uid, used)),
+                ChargeKey::Group(of) if *of == id => out.write_fmt(fmt!("group {}\n", used)),
+                ChargeKey::Reserve(of, provider) if *of == id => {
+                    out.write_fmt(fmt!("provider {} {}\n", provider, used))
+                }
                 _ => Ok(()),
             };
             if line.is_err() {
@@ -351,13 +353,13 @@ impl Rules {
 }
 
 /// What buffers of the same credentials in the same provider count against: those looked at last.
-struct Levies {
-    known: KVec<(Who, u32, Levy)>,
+struct ChargeSets {
+    known: KVec<(Who, u32, ChargeSet)>,
     /// The one that goes next.
     oldest: usize,
 }
 
-impl Levies {
+impl ChargeSets {
     /// Pairs that are remembered: most buffers are of few programs.
     const MOST: usize = 16;
 
@@ -369,21 +371,22 @@ impl Levies {
     }
 
     /// What a buffer counts against under other rules than it was charged by.
-    fn of(&mut self, book: &Book, record: &Record) -> Levy {
-        let same = |(who, provider, _): &&(Who, u32, Levy)| who.is_same(&record.who) && *provider == record.place.id;
-        if let Some((_, _, levy)) = self.known.iter().find(same) {
-            return levy.for_file(record.file);
+    fn of(&mut self, rule_set: &RuleSet, record: &Record) -> ChargeSet {
+        let same =
+            |(who, provider, _): &&(Who, u32, ChargeSet)| who.is_same(&record.who) && *provider == record.place.id;
+        if let Some((_, _, charge_set)) = self.known.iter().find(same) {
+            return charge_set.for_file(record.file);
         }
-        let payer = Payer {
-            rules: &book.rules,
-            who: Applicable::to(&book.rules, &record.who),
+        let requester = Requester {
+            rules: &rule_set.rules,
+            who: Applicable::to(&rule_set.rules, &record.who),
             uid: record.who.uid(),
             file: record.file,
             own: &[],
         };
         // Whatever others hold: limits do not count here, and no account depends on it.
-        let levy = Levy::of(&Numbers(RBTree::new()), &payer, &record.place.fund());
-        let new = (record.who.clone(), record.place.id, levy);
+        let charge_set = ChargeSet::of(&Numbers(RBTree::new()), &requester, &record.place.charge_target());
+        let new = (record.who.clone(), record.place.id, charge_set);
         if self.known.len() < Self::MOST {
             // There is room for that many.
             let _ = self.known.push_within_capacity(new);
@@ -391,7 +394,7 @@ impl Levies {
             *old = new;
             self.oldest = (self.oldest + 1) % Self::MOST;
         }
-        levy
+        charge_set
     }
 }
 
@@ -399,12 +402,12 @@ impl State {
     /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was. It takes memory for each
     /// account, and none for each buffer; and it looks at all rules once for each user and provider, not for each buffer, as everybody
     /// who allocates waits meanwhile.
-    fn enforce(&mut self, book: Arc<Book>) -> Result {
+    fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
         let mut numbers = Numbers(RBTree::new());
-        let mut levies = Levies::new()?;
+        let mut charge_sets = ChargeSets::new()?;
         let charged = self.charges.values_mut().try_for_each(|record| {
-            let levy = levies.of(&book, record);
-            record.anew = Some(charge_unlimited(&mut numbers, &levy, record.bytes)?);
+            let charge_set = charge_sets.of(&rule_set, record);
+            record.anew = Some(charge_unlimited(&mut numbers, &charge_set, record.bytes)?);
             Ok::<(), Error>(())
         });
         if let Err(e) = charged {
@@ -417,45 +420,52 @@ impl State {
             record.charged = record.anew.take();
         }
         self.numbers = numbers;
-        self.book = book;
+        self.rule_set = rule_set;
         Ok(())
     }
 }
 
 /// The administrator's rules, and which of them are for who asks: what they say of a provider and its paths stays the same.
 #[derive(Clone)]
-pub(crate) struct Standing {
-    book: Arc<Book>,
+pub(crate) struct ApplicableRules {
+    rule_set: Arc<RuleSet>,
     applicable: Applicable,
 }
 
-impl Standing {
+impl ApplicableRules {
     /// Whether these are the same rules, for the same.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.has_book_of(other) && self.applicable == other.applicable
+        self.has_rules_of(other) && self.applicable == other.applicable
     }
 
     /// Whether these are the same rules.
-    pub(crate) fn has_book_of(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.book, &other.book)
+    pub(crate) fn has_rules_of(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.rule_set, &other.rule_set)
     }
 
     /// Whether bytes count under them.
     fn counts(&self) -> bool {
-        self.book.reserves || self.book.limiting.meets(&self.applicable)
+        self.rule_set.reserves || self.rule_set.limiting.meets(&self.applicable)
     }
 
     /// What they say of a provider for `clients`, but for the bytes it may give.
-    pub(crate) fn ruling(&self, provider: &Party, clients: &[Party], paths: &[Path]) -> Ruling {
-        let mut ruling = Ruling::NONE;
-        ruling.add(Set::Admin, &self.book.rules, &self.applicable, provider, clients, paths);
-        ruling
+    pub(crate) fn effect(&self, provider: &Party, clients: &[Party], paths: &[Path]) -> RuleEffect {
+        let mut effect = RuleEffect::NONE;
+        effect.add(
+            Set::Admin,
+            &self.rule_set.rules,
+            &self.applicable,
+            provider,
+            clients,
+            paths,
+        );
+        effect
     }
 
     /// The rules, for whoever wants to know their names.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
-            admin: &self.book.rules,
+            admin: &self.rule_set.rules,
             ..Source::NONE
         }
     }
@@ -488,23 +498,23 @@ impl Source<'_> {
 }
 
 /// The rules as they are for one request: the same from its beginning to its end.
-pub(crate) struct Judge<'a> {
+pub(crate) struct RuleCheck<'a> {
     rules: &'a Arc<Rules>,
-    standing: Standing,
-    own: Option<Arc<Book>>,
+    standing: ApplicableRules,
+    own: Option<Arc<RuleSet>>,
     who: Who,
     file: u64,
 }
 
-impl<'a> Judge<'a> {
+impl<'a> RuleCheck<'a> {
     /// For a request of the calling task's through a file with rules `own`.
-    pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<Book>>, file: u64) -> Self {
-        let book = rules.book();
+    pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<RuleSet>>, file: u64) -> Self {
+        let rule_set = rules.rule_set();
         let who = Who::current();
-        let applicable = Applicable::to(&book.rules, &who);
+        let applicable = Applicable::to(&rule_set.rules, &who);
         Self {
             rules,
-            standing: Standing { book, applicable },
+            standing: ApplicableRules { rule_set, applicable },
             own,
             who,
             file,
@@ -517,11 +527,11 @@ impl<'a> Judge<'a> {
 
     /// Whether no rule can have a word.
     pub(crate) fn is_silent(&self) -> bool {
-        self.standing.book.is_empty() && self.own().is_empty()
+        self.standing.rule_set.is_empty() && self.own().is_empty()
     }
 
     /// What stays the same of what the rules say; none where they count bytes, or the file has rules of its own.
-    pub(crate) fn standing(&self) -> Option<&Standing> {
+    pub(crate) fn standing(&self) -> Option<&ApplicableRules> {
         (self.own().is_empty() && !self.standing.counts()).then_some(&self.standing)
     }
 
@@ -539,11 +549,11 @@ impl<'a> Judge<'a> {
         self.file
     }
 
-    fn payer(&self) -> Payer<'_> {
-        let Standing { book, applicable } = &self.standing;
-        Payer {
+    fn requester(&self) -> Requester<'_> {
+        let ApplicableRules { rule_set, applicable } = &self.standing;
+        Requester {
             // Rules that count nothing need not be looked through.
-            rules: if self.standing.counts() { &book.rules } else { &[] },
+            rules: if self.standing.counts() { &rule_set.rules } else { &[] },
             who: *applicable,
             uid: self.who.uid(),
             file: self.file,
@@ -552,30 +562,30 @@ impl<'a> Judge<'a> {
     }
 
     /// What the rules say of a provider for `clients`, and a buffer of `size` bytes.
-    pub(crate) fn ruling(&self, provider: &Provider, clients: &[Party], paths: &[Path], size: u64) -> Ruling {
+    pub(crate) fn effect(&self, provider: &Provider, clients: &[Party], paths: &[Path], size: u64) -> RuleEffect {
         if self.is_silent() {
-            return Ruling::NONE;
+            return RuleEffect::NONE;
         }
         let place = Place::of(provider);
         let everyone = Applicable::ALL;
-        let mut ruling = self.standing.ruling(&place.party, clients, paths);
-        ruling.add(Set::Own, self.own(), &everyone, &place.party, clients, paths);
-        let payer = self.payer();
+        let mut effect = self.standing.effect(&place.party, clients, paths);
+        effect.add(Set::Own, self.own(), &everyone, &place.party, clients, paths);
+        let requester = self.requester();
         let state = self.rules.state.lock();
-        (ruling.withheld, ruling.withheld_by) = withheld(&state.numbers, &payer, &place.fund());
-        let broken = Levy::of(&state.numbers, &payer, &place.fund()).broken(&state.numbers, size);
+        (effect.withheld, effect.withheld_by) = withheld(&state.numbers, &requester, &place.charge_target());
+        let broken = ChargeSet::of(&state.numbers, &requester, &place.charge_target()).broken(&state.numbers, size);
         drop(state);
         if let Some(broken) = broken {
-            breaks(&mut ruling, broken);
+            breaks(&mut effect, broken);
         }
-        ruling
+        effect
     }
 
     /// Charges a buffer of `size` bytes in a provider.
-    pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, Uncharged> {
+    pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, NotCharged> {
         let held = provider.charge_cgroup(size).map_err(|e| match e {
-            e if e == EAGAIN => Uncharged::Cgroup,
-            e => Uncharged::Error(e),
+            e if e == EAGAIN => NotCharged::Cgroup,
+            e => NotCharged::Error(e),
         })?;
         let place = Place::of(provider);
         let record = Record {
@@ -587,15 +597,15 @@ impl<'a> Judge<'a> {
             anew: None,
         };
         // What may fail is done first, and outside the lock.
-        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(Uncharged::Error)?;
+        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
         let mut state = self.rules.state.lock();
-        if !Arc::ptr_eq(&state.book, &self.standing.book) {
-            return Err(Uncharged::Stale);
+        if !Arc::ptr_eq(&state.rule_set, &self.standing.rule_set) {
+            return Err(NotCharged::Stale);
         }
-        let levy = Levy::of(&state.numbers, &self.payer(), &place.fund());
-        let charged = charge(&mut state.numbers, &levy, size).map_err(|e| match e {
-            quota::Uncharged::Broken(broken) => Uncharged::Broken(broken),
-            quota::Uncharged::Store(e) => Uncharged::Error(e),
+        let charge_set = ChargeSet::of(&state.numbers, &self.requester(), &place.charge_target());
+        let charged = charge(&mut state.numbers, &charge_set, size).map_err(|e| match e {
+            quota::ChargeError::Broken(broken) => NotCharged::Broken(broken),
+            quota::ChargeError::Store(e) => NotCharged::Error(e),
         })?;
         let id = state.next_charge.reverse_bits();
         state.next_charge += 1;
@@ -613,9 +623,9 @@ impl<'a> Judge<'a> {
 }
 
 /// Notes that a request would break a limit.
-pub(crate) fn breaks(ruling: &mut Ruling, broken: Broken) {
+pub(crate) fn breaks(effect: &mut RuleEffect, broken: Broken) {
     match broken {
-        Broken::Quota(over) => ruling.over = Some(over),
-        Broken::Reserve(rule) => (ruling.withheld, ruling.withheld_by) = (u64::MAX, Some(rule)),
+        Broken::Quota(over) => effect.over = Some(over),
+        Broken::Reserve(rule) => (effect.withheld, effect.withheld_by) = (u64::MAX, Some(rule)),
     }
 }

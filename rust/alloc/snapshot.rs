@@ -8,18 +8,15 @@
 
 use crate::{
     alloc::rules::{
-        Judge,
-        Standing, //
+        ApplicableRules,
+        RuleCheck, //
     },
     ext::{
-        free_hint::Gauge,
+        free_hint::FreeHint,
         pci::Function,
         refusal::Answer, //
     },
-    mem::{
-        buffer::Provider,
-        provider::Room, //
-    },
+    mem::buffer::Provider,
     policy::{
         path::{
             Path,
@@ -28,13 +25,14 @@ use crate::{
         placement::{
             self,
             Candidate,
+            Capacity,
             Distance,
-            Turn, //
+            RankedProvider, //
         },
         rule::{
             Party,
-            Ruling,
-            Stance, //
+            Preference,
+            RuleEffect, //
         }, //
     }, //
 };
@@ -46,7 +44,7 @@ use kernel::{
 
 /// What does not change of a provider.
 #[derive(Clone, Copy)]
-pub(crate) struct Known {
+pub(crate) struct ProviderInfo {
     pub(crate) id: u32,
     pub(crate) addr: PciAddr,
     /// First published byte in the BAR.
@@ -56,23 +54,23 @@ pub(crate) struct Known {
 }
 
 /// What is known of a view for as long as anyone asks, when its providers and clients may be gone.
-pub(crate) struct Facts {
+pub(crate) struct SnapshotParts {
     /// The providers, in the order of their numbers.
-    pub(crate) known: KVec<Known>,
+    pub(crate) known: KVec<ProviderInfo>,
     /// From each provider to each client, all clients of the first provider first.
     pub(crate) paths: KVec<Path>,
     /// The providers, the nearest first, and what each of them has.
-    pub(crate) turns: KVec<Turn<Arc<Gauge>>>,
+    pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
     /// How many clients there are.
     pub(crate) clients: usize,
 }
 
-impl Facts {
+impl SnapshotParts {
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
         let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
             known.push(
-                Known {
+                ProviderInfo {
                     id: provider.id,
                     addr: provider.addr,
                     start: provider.start,
@@ -81,27 +79,27 @@ impl Facts {
                 GFP_KERNEL_ACCOUNT,
             )?;
         }
-        let turns = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
-        let mut facts = Self {
+        let ranking = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut parts = Self {
             known,
             paths,
-            turns,
+            ranking,
             clients,
         };
         for (index, provider) in providers.iter().enumerate() {
-            let distance = Distance::of(clients, facts.paths_of(index));
-            let turn = Turn {
+            let distance = Distance::of(clients, parts.paths_of(index));
+            let ranked = RankedProvider {
                 index,
                 size: provider.size,
-                stance: distance.is_reachable().then_some(Stance::Neutral),
+                preference: distance.is_reachable().then_some(Preference::Neutral),
                 distance,
                 as_far: 0,
-                gauge: provider.gauge(),
+                hint: provider.hint(),
             };
-            add_turn(&mut facts.turns, turn)?;
+            add_ranked(&mut parts.ranking, ranked)?;
         }
-        placement::group(&mut facts.turns);
-        Ok(Arc::new(facts, GFP_KERNEL_ACCOUNT)?)
+        placement::group(&mut parts.ranking);
+        Ok(Arc::new(parts, GFP_KERNEL_ACCOUNT)?)
     }
 
     /// The paths from one provider, by its place in the list.
@@ -110,67 +108,75 @@ impl Facts {
         self.paths.get(from..from + self.clients).unwrap_or_default()
     }
 
-    /// A provider, by its place in the list, as a candidate that has this room and of which rules say that.
-    pub(crate) fn candidate(&self, provider: usize, room: Room, ruling: Ruling) -> Candidate<'_> {
+    /// A provider, by its place in the list, as a candidate with this capacity, on which rules have this effect. None: the provider
+    /// is being removed.
+    pub(crate) fn candidate(&self, provider: usize, capacity: Option<Capacity>, effect: RuleEffect) -> Candidate<'_> {
         let known = &self.known[provider];
+        let Capacity { free, largest } = capacity.unwrap_or(Capacity::EMPTY);
         Candidate {
             id: known.id,
-            live: room.live,
+            live: capacity.is_some(),
             start: known.start,
             size: known.size,
-            free: room.free,
-            largest: room.largest,
+            free,
+            largest,
             paths: self.paths_of(provider),
-            ruling,
+            effect,
         }
     }
 }
 
-/// Adds a turn in its place, after those of the same order.
-fn add_turn(turns: &mut KVec<Turn<Arc<Gauge>>>, turn: Turn<Arc<Gauge>>) -> Result {
-    let order = turn.order();
-    turns.push(turn, GFP_KERNEL_ACCOUNT)?;
+/// Adds a provider to a ranking, after those of the same order.
+fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedProvider<Arc<FreeHint>>) -> Result {
+    let order = ranked.order();
+    ranking.push(ranked, GFP_KERNEL_ACCOUNT)?;
     // Core's own sort has a way out that objtool takes for a flaw.
-    for at in (1..turns.len()).rev() {
-        if turns[at - 1].order() <= order {
+    for at in (1..ranking.len()).rev() {
+        if ranking[at - 1].order() <= order {
             break;
         }
-        turns.swap(at - 1, at);
+        ranking.swap(at - 1, at);
     }
     Ok(())
 }
 
 /// What the administrator's rules say of the providers of a view, where none of them counts bytes.
-pub(crate) struct Ruled {
-    pub(crate) standing: Standing,
+pub(crate) struct RankedByRules {
+    pub(crate) standing: ApplicableRules,
     /// Of each provider, in the order of their numbers.
-    pub(crate) rulings: KVec<Ruling>,
-    /// As [`Facts::turns`], those first that rules want.
-    pub(crate) turns: KVec<Turn<Arc<Gauge>>>,
+    pub(crate) effects: KVec<RuleEffect>,
+    /// As [`SnapshotParts::ranking`], those first that rules want.
+    pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
 }
 
-impl Ruled {
-    fn new(view: &View, standing: Standing) -> Result<Arc<Self>> {
-        let mut rulings = KVec::with_capacity(view.providers.len(), GFP_KERNEL_ACCOUNT)?;
-        for (index, provider) in view.providers.iter().enumerate() {
-            let paths = view.facts.paths_of(index);
-            rulings.push(
-                standing.ruling(&provider.party(), &view.parties, paths),
+impl RankedByRules {
+    fn new(snapshot: &TopologySnapshot, standing: ApplicableRules) -> Result<Arc<Self>> {
+        let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
+        for (index, provider) in snapshot.providers.iter().enumerate() {
+            let paths = snapshot.parts.paths_of(index);
+            effects.push(
+                standing.effect(&provider.party(), &snapshot.parties, paths),
                 GFP_KERNEL_ACCOUNT,
             )?;
         }
-        let mut turns = KVec::with_capacity(rulings.len(), GFP_KERNEL_ACCOUNT)?;
-        for turn in &view.facts.turns {
-            let ruling = &rulings[turn.index];
-            let allowed = ruling.denied.is_none() && ruling.too_far.is_none();
-            let stance = turn.stance.filter(|_| allowed).map(|_| ruling.stance);
-            add_turn(&mut turns, Turn { stance, ..turn.clone() })?;
+        let mut ranking = KVec::with_capacity(effects.len(), GFP_KERNEL_ACCOUNT)?;
+        for ranked in &snapshot.parts.ranking {
+            let effect = &effects[ranked.index];
+            let allowed = effect.denied.is_none() && effect.too_far.is_none();
+            let preference = ranked.preference.filter(|_| allowed).map(|_| effect.preference);
+            add_ranked(
+                &mut ranking,
+                RankedProvider {
+                    preference,
+                    ..ranked.clone()
+                },
+            )?;
         }
-        placement::group(&mut turns);
+        placement::group(&mut ranking);
         let ruled = Self {
             standing,
-            rulings,
-            turns,
+            effects,
+            ranking,
         };
         Ok(Arc::new(ruled, GFP_KERNEL_ACCOUNT)?)
     }
@@ -178,7 +184,7 @@ impl Ruled {
 
 /// The providers there are, and how far each is from each of the clients.
 #[pin_data]
-pub(crate) struct View {
+pub(crate) struct TopologySnapshot {
     generation: u64,
     /// The clients as they were named, see [`Names`](crate::uapi::request::Names).
     names: KVec<u64>,
@@ -187,13 +193,13 @@ pub(crate) struct View {
     parties: KVec<Party>,
     /// In the order of their numbers. One that has begun to leave since is among them.
     pub(crate) providers: KVec<Arc<Provider>>,
-    pub(crate) facts: Arc<Facts>,
+    pub(crate) parts: Arc<SnapshotParts>,
     /// What rules said of it lately, the latest first.
     #[pin]
-    ruled: Mutex<KVec<Arc<Ruled>>>,
+    ruled: Mutex<KVec<Arc<RankedByRules>>>,
 }
 
-impl View {
+impl TopologySnapshot {
     /// How many of [`Self::ruled`] are remembered: users to whom different rules apply.
     const MOST_RULED: usize = 4;
 
@@ -211,7 +217,7 @@ impl View {
         for client in &clients {
             parties.push(client.party(), GFP_KERNEL_ACCOUNT)?;
         }
-        let facts = Facts::new(&providers, paths, clients.len())?;
+        let parts = SnapshotParts::new(&providers, paths, clients.len())?;
         Arc::pin_init(
             pin_init!(Self {
                 generation,
@@ -219,7 +225,7 @@ impl View {
                 clients,
                 parties,
                 providers,
-                facts,
+                parts,
                 ruled <- new_mutex!(KVec::new()),
             }),
             GFP_KERNEL_ACCOUNT,
@@ -227,18 +233,18 @@ impl View {
     }
 
     /// What these rules say of the providers, from memory or else by asking them.
-    pub(crate) fn ruled(&self, standing: &Standing) -> Result<Arc<Ruled>> {
-        let known = |ruled: &&Arc<Ruled>| ruled.standing.is_same(standing);
+    pub(crate) fn ruled(&self, standing: &ApplicableRules) -> Result<Arc<RankedByRules>> {
+        let known = |ruled: &&Arc<RankedByRules>| ruled.standing.is_same(standing);
         let found = self.ruled.lock().iter().find(known).cloned();
         if let Some(ruled) = found {
             return Ok(ruled);
         }
-        let new = Ruled::new(self, standing.clone())?;
+        let new = RankedByRules::new(self, standing.clone())?;
         let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
         remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut ruled = self.ruled.lock();
         // Somebody else may have been as fast, and rules that are in force no more are of no use.
-        let useful = |old: &&Arc<Ruled>| old.standing.has_book_of(standing) && !old.standing.is_same(standing);
+        let useful = |old: &&Arc<RankedByRules>| old.standing.has_rules_of(standing) && !old.standing.is_same(standing);
         for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
             remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
         }
@@ -249,73 +255,73 @@ impl View {
     }
 
     /// The providers as candidates for a buffer of that size and alignment.
-    pub(crate) fn candidates(&self, judge: &Judge<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
+    pub(crate) fn candidates(&self, rule_check: &RuleCheck<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
         let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, provider) in self.providers.iter().enumerate() {
-            let room = provider.room(size, align);
-            let ruling = judge.ruling(provider, &self.parties, self.facts.paths_of(i), size);
-            candidates.push(self.facts.candidate(i, room, ruling), GFP_KERNEL_ACCOUNT)?;
+            let capacity = provider.capacity(size, align);
+            let effect = rule_check.effect(provider, &self.parties, self.parts.paths_of(i), size);
+            candidates.push(self.parts.candidate(i, capacity, effect), GFP_KERNEL_ACCOUNT)?;
         }
         Ok(candidates)
     }
 }
 
 /// The views that were asked for last.
-pub(crate) struct Views {
-    views: KVec<Arc<View>>,
+pub(crate) struct SnapshotCache {
+    snapshots: KVec<Arc<TopologySnapshot>>,
     /// The one that goes next.
     oldest: usize,
 }
 
-impl Views {
+impl SnapshotCache {
     /// Lists of clients that are remembered.
     const MOST: usize = 32;
 
     pub(crate) const fn new() -> Self {
         Self {
-            views: KVec::new(),
+            snapshots: KVec::new(),
             oldest: 0,
         }
     }
 
     /// The view of these clients, if it was made at `generation`.
-    fn get(&self, generation: u64, names: &[u64]) -> Option<Arc<View>> {
+    fn get(&self, generation: u64, names: &[u64]) -> Option<Arc<TopologySnapshot>> {
         // Word by word: a call of memcmp() would compare bytes.
-        let same = |view: &View| view.names.len() == names.len() && view.names.iter().eq(names);
-        let fits = |view: &&Arc<View>| view.generation == generation && same(view);
-        self.views.iter().find(fits).cloned()
+        let same = |snapshot: &TopologySnapshot| snapshot.names.len() == names.len() && snapshot.names.iter().eq(names);
+        let fits = |snapshot: &&Arc<TopologySnapshot>| snapshot.generation == generation && same(snapshot);
+        self.snapshots.iter().find(fits).cloned()
     }
 
     /// Remembers a view in the place of the oldest, or of one of the same clients, which is returned.
-    fn put(&mut self, view: Arc<View>) -> Result<Option<Arc<View>>> {
-        let same = self.views.iter().position(|old| *old.names == *view.names);
-        if same.is_none() && self.views.len() < Self::MOST {
-            self.views.push(view, GFP_KERNEL)?;
+    fn put(&mut self, snapshot: Arc<TopologySnapshot>) -> Result<Option<Arc<TopologySnapshot>>> {
+        let same = self.snapshots.iter().position(|old| *old.names == *snapshot.names);
+        if same.is_none() && self.snapshots.len() < Self::MOST {
+            self.snapshots.push(snapshot, GFP_KERNEL)?;
             return Ok(None);
         }
         let at = same.unwrap_or(self.oldest);
         if same.is_none() {
             self.oldest = (self.oldest + 1) % Self::MOST;
         }
-        Ok(self.views.get_mut(at).map(|old| core::mem::replace(old, view)))
+        Ok(self.snapshots.get_mut(at).map(|old| core::mem::replace(old, snapshot)))
     }
 }
 
 /// The view of these clients, from memory or else made by `make`. `generation` says what it is now.
-pub(crate) fn view(
-    views: &Mutex<Views>,
+pub(crate) fn snapshot(
+    snapshots: &Mutex<SnapshotCache>,
     names: &[u64],
     generation: impl Fn() -> u64,
-    make: impl FnOnce(u64) -> Answer<Arc<View>>,
-) -> Answer<Arc<View>> {
+    make: impl FnOnce(u64) -> Answer<Arc<TopologySnapshot>>,
+) -> Answer<Arc<TopologySnapshot>> {
     let now = generation();
-    let known = views.lock().get(now, names);
-    if let Some(view) = known {
-        return Ok(view);
+    let known = snapshots.lock().get(now, names);
+    if let Some(snapshot) = known {
+        return Ok(snapshot);
     }
     let made = make(now)?;
-    let mut locked = views.lock();
-    // Views are forgotten after the generation changed: one from before must not come after that.
+    let mut locked = snapshots.lock();
+    // SnapshotCache are forgotten after the generation changed: one from before must not come after that.
     let old = if generation() == now {
         locked.put(made.clone())?
     } else {
@@ -327,8 +333,8 @@ pub(crate) fn view(
 }
 
 /// Forgets all views.
-pub(crate) fn forget(views: &Mutex<Views>) {
-    let old = core::mem::replace(&mut *views.lock(), Views::new());
+pub(crate) fn forget(snapshots: &Mutex<SnapshotCache>) {
+    let old = core::mem::replace(&mut *snapshots.lock(), SnapshotCache::new());
     drop(old);
 }
 
@@ -340,37 +346,39 @@ mod tests {
         [bus.into()]
     }
 
-    fn empty(generation: u64, bus: u8) -> Result<Arc<View>> {
-        View::new(generation, &names(bus), KVec::new(), KVec::new(), KVec::new())
+    fn empty(generation: u64, bus: u8) -> Result<Arc<TopologySnapshot>> {
+        TopologySnapshot::new(generation, &names(bus), KVec::new(), KVec::new(), KVec::new())
     }
 
     #[test]
     fn views_are_those_of_their_clients_and_their_time() -> Result {
-        let mut views = Views::new();
-        assert!(views.put(empty(1, 5)?)?.is_none());
-        assert!(views.put(empty(1, 6)?)?.is_none());
-        assert!(views.get(1, &names(5)).is_some_and(|view| *view.names == names(5)));
-        assert!(views.get(2, &names(5)).is_none());
-        assert!(views.get(1, &names(7)).is_none() && views.get(1, &[]).is_none());
+        let mut snapshots = SnapshotCache::new();
+        assert!(snapshots.put(empty(1, 5)?)?.is_none());
+        assert!(snapshots.put(empty(1, 6)?)?.is_none());
+        assert!(snapshots
+            .get(1, &names(5))
+            .is_some_and(|snapshot| *snapshot.names == names(5)));
+        assert!(snapshots.get(2, &names(5)).is_none());
+        assert!(snapshots.get(1, &names(7)).is_none() && snapshots.get(1, &[]).is_none());
         // A newer one of the same clients takes the place of the older.
-        assert!(views.put(empty(2, 5)?)?.is_some_and(|old| old.generation == 1));
-        assert!(views.get(1, &names(5)).is_none() && views.get(2, &names(5)).is_some());
-        assert_eq!(views.views.len(), 2);
+        assert!(snapshots.put(empty(2, 5)?)?.is_some_and(|old| old.generation == 1));
+        assert!(snapshots.get(1, &names(5)).is_none() && snapshots.get(2, &names(5)).is_some());
+        assert_eq!(snapshots.snapshots.len(), 2);
         Ok(())
     }
 
     #[test]
     fn the_oldest_goes_first() -> Result {
-        let mut views = Views::new();
-        for bus in 0..Views::MOST as u8 {
-            assert!(views.put(empty(1, bus)?)?.is_none());
+        let mut snapshots = SnapshotCache::new();
+        for bus in 0..SnapshotCache::MOST as u8 {
+            assert!(snapshots.put(empty(1, bus)?)?.is_none());
         }
         for bus in 0..4 {
-            let gone = views.put(empty(1, 100 + bus)?)?;
+            let gone = snapshots.put(empty(1, 100 + bus)?)?;
             assert!(gone.is_some_and(|old| *old.names == names(bus)));
         }
-        assert_eq!(views.views.len(), Views::MOST);
-        assert!(views.get(1, &names(3)).is_none() && views.get(1, &names(4)).is_some());
+        assert_eq!(snapshots.snapshots.len(), SnapshotCache::MOST);
+        assert!(snapshots.get(1, &names(3)).is_none() && snapshots.get(1, &names(4)).is_some());
         Ok(())
     }
 }

@@ -9,7 +9,7 @@
 
 use crate::{
     ext::{
-        free_hint::Gauge,
+        free_hint::FreeHint,
         task::is_killed, //
     },
     sys, //
@@ -49,7 +49,7 @@ pub(crate) struct Buddy {
     lock: Mutex<Locked>,
     /// The largest piece, or [`UNKNOWN`] since the last change. Touched only with `lock` held.
     longest: Atomic<u64>,
-    gauge: Arc<Gauge>,
+    hint: Arc<FreeHint>,
 }
 
 // SAFETY: The C structure is not bound to a thread.
@@ -108,7 +108,7 @@ impl Buddy {
             block: Cell::new(0),
             lost: Cell::new(false),
         };
-        let gauge = Gauge::new()?;
+        let hint = FreeHint::new()?;
         let buddy: Arc<Self> = Arc::pin_init(
             // INVARIANT: `gpu_buddy_init()` initialised the structure.
             try_pin_init!(Self {
@@ -118,7 +118,7 @@ impl Buddy {
                 }),
                 lock <- new_mutex!(lock),
                 longest: Atomic::new(UNKNOWN),
-                gauge,
+                hint,
             }? Error),
             GFP_KERNEL,
         )?;
@@ -163,7 +163,7 @@ impl Buddy {
         if size == 0 {
             return Ok(None);
         }
-        // Without the wish for clear memory it looks among the other first.
+        // Where no clear memory is asked for it looks among the other first.
         self.ask(&guard, &blocks, self.end(), size, PAGE_SIZE as u64, 0)?;
         let (mut offset, mut len, mut clear) = (0, 0, false);
         // SAFETY: As above; the list holds the blocks of one allocation.
@@ -322,16 +322,16 @@ impl Buddy {
     }
 
     /// What it has, without its lock.
-    pub(crate) fn gauge(&self) -> Arc<Gauge> {
-        self.gauge.clone()
+    pub(crate) fn hint(&self) -> Arc<FreeHint> {
+        self.hint.clone()
     }
 
-    /// Tells the gauge how things are.
+    /// Updates the hint.
     fn note(&self, guard: &MutexGuard<'_, Locked>) {
         let block = self.largest_block(guard);
         self.longest.store(UNKNOWN, Relaxed);
         guard.block.set(block);
-        self.gauge.set(self.free_bytes(guard), block);
+        self.hint.set(self.free_bytes(guard), block);
     }
 
     /// Free bytes.
@@ -445,8 +445,8 @@ mod tests {
     use crate::{
         ext::free_hint::Need,
         policy::placement::{
-            Glance,
-            Stock, //
+            Capacity,
+            Glance, //
         }, //
     };
 
@@ -588,13 +588,13 @@ mod tests {
     #[test]
     fn the_gauge_says_what_the_allocator_has() -> Result {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
-        let gauge = buddy.gauge();
+        let hint = buddy.hint();
         let one = Need::of(PAGE, PAGE).ok_or(EINVAL)?;
-        let has = |free: u64, largest: u64| Stock {
+        let has = |free: u64, largest: u64| Capacity {
             free: free * PAGE,
             largest: largest * PAGE,
         };
-        let is = |free, largest| gauge.glance(&one) == Glance::Fits(has(free, largest));
+        let is = |free, largest| hint.glance(&one) == Glance::Fits(has(free, largest));
         assert!(is(63, 32));
         let half = buddy.alloc(32 * PAGE, PAGE)?;
         assert!(is(31, 16));

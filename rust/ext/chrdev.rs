@@ -43,11 +43,11 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     /// What the kernel calls for such files: a static of the implementor.
     fn table() -> &'static Table<Self>;
     /// What is mapped through it.
-    type Mapped: Mappable;
+    type Object: Mappable;
     /// A file is opened, which keeps the module. Also tells the address space its mappings belong to.
     fn open() -> Result<Arc<Self>>;
     /// The address space that all mappings of all files belong to.
-    fn address_space(&self) -> &AddressSpace<Self::Mapped>;
+    fn address_space(&self) -> &AddressSpace<Self::Object>;
     /// Its last descriptor and its last mapping are gone.
     fn close(this: Arc<Self>);
     /// An ioctl; `arg` is its argument as it came.
@@ -57,7 +57,7 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     /// Registers with `table` and tells what can be done now.
     fn poll(this: ArcBorrow<'_, Self>, file: &File, table: PollTable<'_>) -> u32;
     /// Maps.
-    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Self::Mapped>) -> Result;
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Self::Object>) -> Result;
 }
 
 /// What the kernel calls for the files of a character device. Open files refer to it, and keep the module, of which it is a
@@ -77,13 +77,13 @@ impl<T: Operations> Table<T> {
     pub(crate) const fn new() -> Self {
         Self {
             operations: UnsafeCell::new(bindings::file_operations {
-                open: Some(Registration::<T>::open),
-                release: Some(Registration::<T>::release),
-                read: Some(Registration::<T>::read),
-                poll: Some(Registration::<T>::poll),
-                unlocked_ioctl: Some(Registration::<T>::ioctl),
+                open: Some(CharDeviceRegistration::<T>::open),
+                release: Some(CharDeviceRegistration::<T>::release),
+                read: Some(CharDeviceRegistration::<T>::read),
+                poll: Some(CharDeviceRegistration::<T>::poll),
+                unlocked_ioctl: Some(CharDeviceRegistration::<T>::ioctl),
                 compat_ioctl: bindings::compat_ptr_ioctl,
-                mmap: Some(Registration::<T>::mmap),
+                mmap: Some(CharDeviceRegistration::<T>::mmap),
                 get_unmapped_area: Some(unmapped_area),
                 llseek: Some(bindings::noop_llseek),
                 ..pin_init::zeroed()
@@ -111,18 +111,18 @@ impl<T: Operations> Table<T> {
 ///
 /// `device` is registered.
 #[pin_data(PinnedDrop)]
-pub(crate) struct Registration<T: Operations> {
+pub(crate) struct CharDeviceRegistration<T: Operations> {
     #[pin]
     device: Opaque<bindings::miscdevice>,
     _files: PhantomData<T>,
 }
 
 // SAFETY: The device can be deregistered from any thread.
-unsafe impl<T: Operations> Send for Registration<T> {}
+unsafe impl<T: Operations> Send for CharDeviceRegistration<T> {}
 // SAFETY: There are no methods on a shared reference.
-unsafe impl<T: Operations> Sync for Registration<T> {}
+unsafe impl<T: Operations> Sync for CharDeviceRegistration<T> {}
 
-impl<T: Operations> Registration<T> {
+impl<T: Operations> CharDeviceRegistration<T> {
     /// Registers a device node of the given name and mode. Errors: `EBUSY` the second time, and those of the kernel.
     pub(crate) fn new(name: &'static CStr, mode: u16, module: &'static ThisModule) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
@@ -237,7 +237,7 @@ impl<T: Operations> Registration<T> {
 }
 
 #[pinned_drop]
-impl<T: Operations> PinnedDrop for Registration<T> {
+impl<T: Operations> PinnedDrop for CharDeviceRegistration<T> {
     fn drop(self: Pin<&mut Self>) {
         // SAFETY: By the type invariant the device is registered.
         unsafe { bindings::misc_deregister(self.device.get()) };

@@ -33,9 +33,9 @@ use kernel::{
 /// A piece of a dma-buf: where it is in physical memory.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(crate) struct Piece(bindings::phys_vec);
+pub(crate) struct PhysRange(bindings::phys_vec);
 
-impl Piece {
+impl PhysRange {
     /// `size` bytes at a physical address.
     pub(crate) fn new(phys: u64, size: u64) -> Result<Self> {
         Ok(Self(bindings::phys_vec {
@@ -51,9 +51,9 @@ impl Piece {
 }
 
 /// What an importer is to map: pieces of memory, which is there as long as the target is.
-pub(crate) struct Lease<'a> {
+pub(crate) struct MapSource<'a> {
     pub(crate) target: Target,
-    pub(crate) pieces: &'a [Piece],
+    pub(crate) pieces: &'a [PhysRange],
 }
 
 /// The object behind a dma-buf. An importer that attached is known by a number that the object chose.
@@ -72,7 +72,7 @@ pub(crate) trait Exporter: Send + Sync + Sized + 'static {
     fn unpin(this: ArcBorrow<'_, Self>, importer: u64);
     /// It wants to map. Called with the reservation locked, and followed by [`Self::unmapped`], at once where mapping
     /// fails.
-    fn map(&self, importer: u64) -> Result<Lease<'_>>;
+    fn map(&self, importer: u64) -> Result<MapSource<'_>>;
     /// One of its mappings is gone. Called with the reservation locked.
     fn unmapped(this: ArcBorrow<'_, Self>, importer: u64);
     /// A program wants to map the descriptor. Why it cannot.
@@ -466,7 +466,7 @@ impl<T: Exporter> DmaBuf<T> {
     ) -> *mut bindings::sg_table {
         // SAFETY: It was attached.
         let (object, importer) = unsafe { Self::parts(attachment) };
-        let Lease { target, pieces } = match object.map(importer) {
+        let MapSource { target, pieces } = match object.map(importer) {
             Ok(what) => what,
             Err(e) => return e.to_ptr(),
         };

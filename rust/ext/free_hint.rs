@@ -3,8 +3,8 @@
 //! What a provider has, for those who do not want to wait for its locks.
 
 use crate::policy::placement::{
-    Glance,
-    Stock, //
+    Capacity,
+    Glance, //
 };
 use kernel::{
     page::PAGE_SIZE,
@@ -41,7 +41,7 @@ impl Need {
 }
 
 /// What a provider has: true unless something changes at this moment.
-pub(crate) struct Gauge {
+pub(crate) struct FreeHint {
     free: Atomic<u64>,
     piece: Atomic<u64>,
     /// Or [`CLOSED`].
@@ -60,15 +60,15 @@ fn peek(word: &Atomic<u64>) -> u64 {
     unsafe { word.as_ptr().read_volatile() }
 }
 
-impl Gauge {
+impl FreeHint {
     pub(crate) fn new() -> Result<Arc<Self>> {
-        let gauge = Self {
+        let hint = Self {
             free: Atomic::new(0),
             piece: Atomic::new(0),
             returning: Atomic::new(0),
             returns: Atomic::new(0),
         };
-        Ok(Arc::new(gauge, GFP_KERNEL)?)
+        Ok(Arc::new(hint, GFP_KERNEL)?)
     }
 
     /// Free bytes, and the largest piece that is known: it begins anywhere, or is a block that begins at a multiple of its
@@ -102,11 +102,11 @@ impl Gauge {
             return Glance::Unknown;
         }
         if need.enough <= largest {
-            return Glance::Fits(Stock { free, largest });
+            return Glance::Fits(Capacity { free, largest });
         }
         if free <= need.short && self.is_short(need) {
             let largest = largest.min(need.short);
-            return Glance::Short(Stock { free, largest });
+            return Glance::Short(Capacity { free, largest });
         }
         Glance::Unknown
     }
@@ -134,44 +134,44 @@ mod tests {
     }
 
     fn fits(free: u64, largest: u64) -> Glance {
-        Glance::Fits(Stock { free, largest })
+        Glance::Fits(Capacity { free, largest })
     }
 
     fn short(free: u64, largest: u64) -> Glance {
-        Glance::Short(Stock { free, largest })
+        Glance::Short(Capacity { free, largest })
     }
 
     #[test]
     fn what_fits_for_sure_is_said() -> Result {
-        let gauge = Gauge::new()?;
-        gauge.set(12 * PAGE, 8 * PAGE);
+        let hint = FreeHint::new()?;
+        hint.set(12 * PAGE, 8 * PAGE);
         for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
-            assert_eq!(gauge.glance(&small), fits(12 * PAGE, 8 * PAGE));
+            assert_eq!(hint.glance(&small), fits(12 * PAGE, 8 * PAGE));
         }
         // It may fit into blocks side by side, or into the piece as it lies, or not.
         for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
-            assert_eq!(gauge.glance(&unknown), Glance::Unknown);
+            assert_eq!(hint.glance(&unknown), Glance::Unknown);
         }
         // For sure it does not.
-        assert_eq!(gauge.glance(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
-        gauge.set(3 * PAGE, 8 * PAGE);
-        assert_eq!(gauge.glance(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
+        assert_eq!(hint.glance(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
+        hint.set(3 * PAGE, 8 * PAGE);
+        assert_eq!(hint.glance(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
         Ok(())
     }
 
     #[test]
     fn what_comes_back_counts_and_what_is_closed_has_nothing() -> Result {
-        let gauge = Gauge::new()?;
-        gauge.set(PAGE, PAGE);
-        gauge.set_returning(3 * PAGE, 1);
-        assert_eq!(gauge.glance(&need(1, 1)?), fits(4 * PAGE, PAGE));
-        assert_eq!(gauge.glance(&need(2, 1)?), Glance::Unknown);
-        assert_eq!(gauge.glance(&need(5, 1)?), short(4 * PAGE, PAGE));
-        gauge.close();
-        assert_eq!(gauge.glance(&need(1, 1)?), Glance::Unknown);
+        let hint = FreeHint::new()?;
+        hint.set(PAGE, PAGE);
+        hint.set_returning(3 * PAGE, 1);
+        assert_eq!(hint.glance(&need(1, 1)?), fits(4 * PAGE, PAGE));
+        assert_eq!(hint.glance(&need(2, 1)?), Glance::Unknown);
+        assert_eq!(hint.glance(&need(5, 1)?), short(4 * PAGE, PAGE));
+        hint.close();
+        assert_eq!(hint.glance(&need(1, 1)?), Glance::Unknown);
         // Numbers that come late open nothing.
-        gauge.set(9 * PAGE, 8 * PAGE);
-        assert_eq!(gauge.glance(&need(1, 1)?), Glance::Unknown);
+        hint.set(9 * PAGE, 8 * PAGE);
+        assert_eq!(hint.glance(&need(1, 1)?), Glance::Unknown);
         assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());
         Ok(())
     }

@@ -141,7 +141,7 @@ impl Pool {
     }
 
     /// Takes `size` bytes, a multiple of the page size. None where the pool has not that much in one piece, or is gone.
-    pub(crate) fn take(&self, size: u64) -> Option<Slab> {
+    pub(crate) fn take(&self, size: u64) -> Option<PoolChunk> {
         let size = usize::try_from(size).ok().filter(|&n| n > 0 && n % PAGE_SIZE == 0)?;
         let open = self.open.lock();
         if !*open {
@@ -150,7 +150,7 @@ impl Pool {
         // SAFETY: By the type invariant, and as `open` is locked and true, there is a pool or no p2pdma data.
         let kaddr = unsafe { bindings::pci_alloc_p2pmem(self.function.as_raw(), size) } as usize;
         // INVARIANT: The pool handed out these pages with one reference to their page map.
-        (kaddr != 0).then(|| Slab {
+        (kaddr != 0).then(|| PoolChunk {
             function: self.function.clone(),
             kaddr,
             pages: size / PAGE_SIZE,
@@ -165,19 +165,19 @@ impl Pool {
 /// `pages` pages, mapped in the kernel at `kaddr`, belong to this object alone, and so does the one reference to their
 /// page map that came with them. The core waits for that reference before it takes the pages away, so they are there
 /// as long as this object is.
-pub(crate) struct Slab {
+pub(crate) struct PoolChunk {
     function: Function,
     kaddr: usize,
     pages: usize,
 }
 
-impl Slab {
+impl PoolChunk {
     /// Bytes.
     pub(crate) fn size(&self) -> u64 {
         (self.pages * PAGE_SIZE) as u64
     }
 
-    /// Page number and count of a byte range of the slab, cut to the slab.
+    /// Page number and count of a byte range of the chunk, cut to the chunk.
     fn part(&self, offset: u64, size: u64) -> (usize, usize) {
         let first = usize::try_from(offset / PAGE_SIZE as u64)
             .unwrap_or(usize::MAX)
@@ -234,7 +234,7 @@ impl Slab {
         unsafe { sys::p2pmem_page_phys(self.kaddr) }
     }
 
-    /// What the kernel maps the slab for DMA with; none where it lies in no BAR of the function.
+    /// What the kernel maps the chunk for DMA with; none where it lies in no BAR of the function.
     fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
         let phys = self.phys();
         let bar = (0..6).find(|&bar| {
@@ -256,7 +256,7 @@ impl Slab {
 
 /// Memory of a provider: pages of its pool, or a window that has none.
 pub(crate) enum Backing {
-    Pages(Slab),
+    Pages(PoolChunk),
     Window(Window),
 }
 
@@ -264,7 +264,7 @@ impl Backing {
     /// Bytes.
     pub(crate) fn size(&self) -> u64 {
         match self {
-            Self::Pages(slab) => slab.size(),
+            Self::Pages(chunk) => chunk.size(),
             Self::Window(window) => window.size(),
         }
     }
@@ -272,7 +272,7 @@ impl Backing {
     /// Physical address of the first byte.
     pub(crate) fn phys(&self) -> u64 {
         match self {
-            Self::Pages(slab) => slab.phys(),
+            Self::Pages(chunk) => chunk.phys(),
             Self::Window(window) => window.phys(),
         }
     }
@@ -280,22 +280,22 @@ impl Backing {
     /// The address of a byte on the device's PCI bus.
     pub(crate) fn bus_addr(&self, offset: u64) -> u64 {
         match self {
-            Self::Pages(slab) => slab.bus_addr(offset),
+            Self::Pages(chunk) => chunk.bus_addr(offset),
             Self::Window(window) => window.bus_addr(offset),
         }
     }
 
     /// Takes our reference on each page of a range, once, before its first user mapping.
     pub(crate) fn hold(&self, offset: u64, size: u64) {
-        if let Self::Pages(slab) = self {
-            slab.hold(offset, size);
+        if let Self::Pages(chunk) = self {
+            chunk.hold(offset, size);
         }
     }
 
     /// How many pages of a range others hold references to.
     pub(crate) fn busy(&self, offset: u64, size: u64) -> usize {
         match self {
-            Self::Pages(slab) => slab.busy(offset, size),
+            Self::Pages(chunk) => chunk.busy(offset, size),
             Self::Window(_) => 0,
         }
     }
@@ -303,7 +303,7 @@ impl Backing {
     /// Zeroes a range. No one else may be using it.
     pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
         match self {
-            Self::Pages(slab) => slab.clear(offset, size, combine),
+            Self::Pages(chunk) => chunk.clear(offset, size, combine),
             Self::Window(window) => window.clear(offset, size),
         }
     }
@@ -311,7 +311,7 @@ impl Backing {
     /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
     pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         match self {
-            Self::Pages(slab) => slab.insert(fault, offset, size),
+            Self::Pages(chunk) => chunk.insert(fault, offset, size),
             Self::Window(window) => window.insert(fault, offset, size),
         }
     }
@@ -328,7 +328,7 @@ impl Backing {
     /// What mappings of it for devices are made with.
     pub(crate) fn target(self: &Arc<Self>) -> Target {
         let provider = match &**self {
-            Self::Pages(slab) => slab.provider(),
+            Self::Pages(chunk) => chunk.provider(),
             Self::Window(window) => Some(window.provider()),
         };
         // INVARIANT: The backing keeps the provider.
@@ -343,7 +343,7 @@ impl Backing {
 ///
 /// # Invariants
 ///
-/// `provider`, where there is one, is valid as long as `backing` is there: the kernel frees it after the page map of a slab, and when the
+/// `provider`, where there is one, is valid as long as `backing` is there: the kernel frees it after the page map of a chunk, and when the
 /// driver is unbound from a device with windows, which waits for them.
 #[derive(Clone)]
 pub(crate) struct Target {
@@ -384,7 +384,7 @@ fn covers((first, has): (u64, u64), phys: u64, size: u64) -> bool {
     size > 0 && (phys | size) % PAGE_SIZE as u64 == 0 && left.is_some_and(|left| size <= left)
 }
 
-impl Drop for Slab {
+impl Drop for PoolChunk {
     /// Gives all back to the pool. Pages that others still hold go back when they let go.
     fn drop(&mut self) {
         // SAFETY: By the type invariant the pages came from one allocation from this device's pool and are ours.

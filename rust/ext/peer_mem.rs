@@ -15,7 +15,7 @@
 use crate::ext::{
     dma_buf::{
         DeviceName,
-        Piece, //
+        PhysRange, //
     },
     global::initialised,
     p2pdma::{
@@ -132,7 +132,7 @@ impl Adapter<'_> {
 /// # Invariants
 ///
 /// `raw` is a mapping that is ours, for `device`, which it keeps, of memory that `target` keeps while the mapping is live.
-struct Mapped {
+struct PeerMapping {
     raw: NonNull<sys::p2pmem_peer_map>,
     /// Null for an adapter that has none.
     device: *mut bindings::device,
@@ -142,9 +142,9 @@ struct Mapped {
 }
 
 // SAFETY: A mapping is not bound to a thread.
-unsafe impl Send for Mapped {}
+unsafe impl Send for PeerMapping {}
 
-impl Drop for Mapped {
+impl Drop for PeerMapping {
     fn drop(&mut self) {
         // SAFETY: By the type invariant the mapping is ours.
         unsafe { sys::p2pmem_peer_free(self.raw.as_ptr()) };
@@ -156,8 +156,8 @@ trait Keep: Send + Sync {}
 
 impl<C: Send + Sync> Keep for C {}
 
-struct Room {
-    mapped: Option<Mapped>,
+struct SlotState {
+    mapped: Option<PeerMapping>,
     closed: bool,
     /// The registration's number, and what the core knows it by.
     owner: Option<(u64, CoreContext)>,
@@ -171,13 +171,13 @@ struct Room {
 pub(crate) struct Slot {
     /// Held while the mapping is made and ended, and never while the core is called.
     #[pin]
-    room: Mutex<Room>,
+    room: Mutex<SlotState>,
 }
 
 impl Slot {
     pub(crate) fn new() -> impl PinInit<Self> {
         pin_init!(Self {
-            room <- new_mutex!(Room {
+            room <- new_mutex!(SlotState {
                 mapped: None,
                 closed: false,
                 owner: None,
@@ -191,7 +191,7 @@ impl Slot {
     ///
     /// Errors: `ENODEV` when it is closed, `EBUSY` when there is or was a mapping, `EINVAL` where a piece is not the target's, or
     /// the target is nothing for such an adapter, and those of the kernel.
-    pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[Piece]) -> Result<u32> {
+    pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[PhysRange]) -> Result<u32> {
         let serves = match adapter.is_virtual() {
             true => target.has_pages(),
             false => target.is_for_dma(),
@@ -209,7 +209,7 @@ impl Slot {
     ///
     /// All pieces must lie in the memory of the target, which can be mapped for such an adapter; or without a target, the adapter
     /// must be a virtual one, and nothing may use the entries.
-    unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[Piece]) -> Result<u32> {
+    unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[PhysRange]) -> Result<u32> {
         let provider = target
             .as_ref()
             .filter(|_| !adapter.is_virtual())
@@ -228,7 +228,7 @@ impl Slot {
         let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
         let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
         // INVARIANT: Made just now, of the target's memory.
-        let mapped = room.mapped.insert(Mapped {
+        let mapped = room.mapped.insert(PeerMapping {
             raw,
             device: adapter.device(),
             target,
@@ -543,7 +543,7 @@ impl Drop for Place {
 /// # Invariants
 ///
 /// `handle` is what the core returned for `client`, which stays where it is.
-pub(crate) struct Registration<T: Client> {
+pub(crate) struct PeerMemoryRegistration<T: Client> {
     place: Place,
     handle: NonNull<ffi::c_void>,
     #[allow(dead_code, reason = "the core has a pointer to it")]
@@ -552,11 +552,11 @@ pub(crate) struct Registration<T: Client> {
 }
 
 // SAFETY: A registered client is not bound to a thread.
-unsafe impl<T: Client> Send for Registration<T> {}
+unsafe impl<T: Client> Send for PeerMemoryRegistration<T> {}
 // SAFETY: There is nothing to be done with a shared reference.
-unsafe impl<T: Client> Sync for Registration<T> {}
+unsafe impl<T: Client> Sync for PeerMemoryRegistration<T> {}
 
-impl<T: Client> Registration<T> {
+impl<T: Client> PeerMemoryRegistration<T> {
     /// Registers the client. Errors: `EINVAL` when the core does not take it, `EBUSY` while there is another one.
     pub(crate) fn new(name: &CStr, form: Form) -> Result<Self> {
         let place = Place::take(form)?;
@@ -745,7 +745,7 @@ impl<T: Client> Registration<T> {
     }
 }
 
-impl<T: Client> Drop for Registration<T> {
+impl<T: Client> Drop for PeerMemoryRegistration<T> {
     fn drop(&mut self) {
         self.place.0.close();
         // SAFETY: By the type invariant the handle is the core's, of a client that is registered, and nobody calls it with it any
@@ -839,7 +839,7 @@ mod tests {
     #[test]
     fn a_slot_takes_one_mapping_and_none_when_closed() -> Result {
         let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
-        let piece = [Piece::new(1 << 38, PAGE)?];
+        let piece = [PhysRange::new(1 << 38, PAGE)?];
         let mut table = bindings::sg_table::default();
         // SAFETY: The table is ours.
         assert!(unsafe { slot.show(&mut table) }.is_err_and(|e| e == EINVAL));
@@ -864,7 +864,7 @@ mod tests {
         slot.give_to(1, CoreContext(12))?;
         assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
         assert!(slot.give_to(2, CoreContext(21)).is_err_and(|e| e == EBUSY));
-        assert_eq!(untouched(&slot, &[Piece::new(1 << 38, PAGE)?])?, 1);
+        assert_eq!(untouched(&slot, &[PhysRange::new(1 << 38, PAGE)?])?, 1);
         assert!(slot.keep(2, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
         // Nothing looks at this device.
         let other = Adapter(Some(NonNull::dangling()), PhantomData);
@@ -918,7 +918,7 @@ mod tests {
     }
 
     /// Maps for an adapter that works with the CPU.
-    fn untouched(slot: &Slot, pieces: &[Piece]) -> Result<u32> {
+    fn untouched(slot: &Slot, pieces: &[PhysRange]) -> Result<u32> {
         // SAFETY: Nothing here uses the entries, but to compare them.
         unsafe { slot.map_unchecked(&CPU, None, pieces) }
     }
@@ -947,7 +947,7 @@ mod tests {
         let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
         let mut list = KVec::new();
         for &(phys, size) in pieces {
-            list.push(Piece::new(phys, size)?, GFP_KERNEL)?;
+            list.push(PhysRange::new(phys, size)?, GFP_KERNEL)?;
         }
         let count = untouched(&slot, &list)?;
         assert!(slot.is_mapped());

@@ -174,7 +174,7 @@ impl Publisher {
 }
 
 /// What a driver gets for what it registered, and gives back when it unregisters.
-struct Registration {
+struct DriverRegistration {
     registrar: Arc<dyn Registrar>,
     function: Function,
     provider: u32,
@@ -202,7 +202,7 @@ pub(super) fn forget(function: &Function) {
 }
 
 /// Publishes a part of a BAR of a bound device.
-fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answer<KBox<Registration>> {
+fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answer<KBox<DriverRegistration>> {
     const KNOWN: u32 = sys::P2PMEM_PUBLISH_PAGELESS | sys::P2PMEM_PUBLISH_PINNED;
     let function = Function::of(device);
     if what.flags & !KNOWN != 0 {
@@ -225,7 +225,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     let registrar = REGISTRAR.lock().clone().ok_or(ENODEV)?;
     let windows = Windows::new()?;
     // What may fail is done first.
-    let registration = KBox::<Registration>::new_uninit(GFP_KERNEL)?;
+    let registration = KBox::<DriverRegistration>::new_uninit(GFP_KERNEL)?;
     // SAFETY: The driver promises that of the callback until it has unregistered, see the header. It is told there at the
     // latest; where registering fails, it is disarmed below, or nobody else has it.
     let publisher = unsafe { Publisher::new(what.revoked, what.context, windows.clone()) }?;
@@ -243,7 +243,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         p2pdma::withdraw(device);
         publisher.disarm();
     }
-    Ok(registration.write(Registration {
+    Ok(registration.write(DriverRegistration {
         registrar,
         function,
         provider: made?,
@@ -284,7 +284,7 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
         return;
     }
     // SAFETY: The caller promises what `p2pmem_rust_register` returned, and gives it back.
-    let registration = unsafe { KBox::from_raw(registration.cast::<Registration>()) };
+    let registration = unsafe { KBox::from_raw(registration.cast::<DriverRegistration>()) };
     // SAFETY: The caller promises that the function is bound to his driver until he has unregistered. `pci::Device` is
     // a transparent wrapper of the C structure in every context.
     let device = unsafe { &*registration.function.as_raw().cast::<pci::Device<Bound>>() };
@@ -302,7 +302,7 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
 #[no_mangle]
 unsafe extern "C" fn p2pmem_rust_registration_id(registration: *const sys::p2pmem_registration) -> u32 {
     // SAFETY: The caller's promise.
-    unsafe { (*registration.cast::<Registration>()).provider }
+    unsafe { (*registration.cast::<DriverRegistration>()).provider }
 }
 
 #[kunit_tests(p2pmem_publisher)]
@@ -317,7 +317,7 @@ mod tests {
 
     /// A driver whose callback takes its time.
     #[pin_data]
-    struct Told {
+    struct FakeDriver {
         #[pin]
         begun: Completion,
         #[pin]
@@ -326,7 +326,7 @@ mod tests {
         ended: Atomic<u32>,
     }
 
-    impl Told {
+    impl FakeDriver {
         fn new() -> Result<Arc<Self>> {
             Arc::pin_init(
                 pin_init!(Self {
@@ -348,10 +348,10 @@ mod tests {
 
     /// # Safety
     ///
-    /// `context` is a `Told`.
+    /// `context` is a `FakeDriver`.
     unsafe extern "C" fn revoked(context: *mut ffi::c_void) {
         // SAFETY: By the requirement.
-        let told = unsafe { &*context.cast::<Told>() };
+        let told = unsafe { &*context.cast::<FakeDriver>() };
         told.calls.fetch_add(1, Relaxed);
         told.begun.complete();
         told.end.wait(60_000);
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn who_comes_second_waits_for_the_callback() -> Result {
-        let told = Told::new()?;
+        let told = FakeDriver::new()?;
         let publisher = told.publisher()?;
         let returned = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
         // Two works of one queue run at once, as neither needs the processor while it waits.
@@ -386,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_is_let_go_is_not_told() -> Result {
-        let told = Told::new()?;
+        let told = FakeDriver::new()?;
         let publisher = told.publisher()?;
         publisher.disarm();
         publisher.revoked();

@@ -41,7 +41,7 @@ impl About {
 }
 
 /// What the event of a decision says.
-pub(crate) struct Decision {
+pub(crate) struct DecisionEvent {
     pub(crate) size: u64,
     pub(crate) align: u64,
     pub(crate) file: u64,
@@ -102,7 +102,7 @@ pub(crate) fn map(event: impl FnOnce() -> (About, u64, u64)) {
 
 /// What made a device able to reach a buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Road {
+pub(crate) enum RegistrationMethod {
     DmaBuf,
     #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
     PeerMemory,
@@ -111,10 +111,10 @@ pub(crate) enum Road {
 /// A device attached to a dma-buf of a buffer, or registered it: the number of the dma-buf or registration, its bytes, and
 /// the device's name.
 #[inline(always)]
-pub(crate) fn register<'a>(road: Road, event: impl FnOnce() -> (About, u64, u64, &'a CStr)) {
+pub(crate) fn register<'a>(method: RegistrationMethod, event: impl FnOnce() -> (About, u64, u64, &'a CStr)) {
     if is_on!(__tracepoint_p2pmem_register) {
         let (about, id, length, device) = event();
-        let peer = road == Road::PeerMemory;
+        let peer = method == RegistrationMethod::PeerMemory;
         // SAFETY: The structure and the string are read before the call returns.
         unsafe { sys::p2pmem_trace_register(&about.raw(), id, length, device.as_char_ptr(), peer) };
     }
@@ -132,7 +132,7 @@ pub(crate) fn revoke(event: impl FnOnce() -> (About, u32, u32)) {
 
 /// Something was decided.
 #[inline(always)]
-pub(crate) fn decision(event: impl FnOnce() -> Decision) {
+pub(crate) fn decision(event: impl FnOnce() -> DecisionEvent) {
     if is_on!(__tracepoint_p2pmem_decision) {
         let of = event();
         let raw = sys::p2pmem_trace_decision {

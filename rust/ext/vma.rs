@@ -386,7 +386,7 @@ unsafe impl<T: Mappable> Send for AddressSpace<T> {}
 unsafe impl<T: Mappable> Sync for AddressSpace<T> {}
 
 /// Part of a mapping of the calling process.
-pub(crate) struct Mapped<T> {
+pub(crate) struct MappedPart<T> {
     pub(crate) object: Arc<T>,
     /// The first byte's place in the common address space.
     pub(crate) offset: u64,
@@ -412,7 +412,7 @@ impl<T: Mappable> AddressSpace<T> {
 
     /// What of this address space the calling process has mapped at an address, `size` bytes at most. None where there
     /// is no mapping, or one of something else.
-    pub(crate) fn mapped_at(&self, address: u64, size: u64) -> Option<Mapped<T>> {
+    pub(crate) fn mapped_at(&self, address: u64, size: u64) -> Option<MappedPart<T>> {
         let address = usize::try_from(address).ok()?;
         let task = current!();
         let mm = task.mm()?;
@@ -428,7 +428,7 @@ impl<T: Mappable> AddressSpace<T> {
         // SAFETY: By the type invariant, and as it has an object, the area owns a reference to a `T`.
         let object = unsafe { ArcBorrow::from_raw(object.cast::<T>().cast_const()) };
         let into = address - area.start();
-        Some(Mapped {
+        Some(MappedPart {
             object: object.into(),
             offset: ((first as u64) << PAGE_SHIFT) + into as u64,
             size: size.min((area.end() - address) as u64),

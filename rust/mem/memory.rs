@@ -16,7 +16,7 @@ use kernel::{prelude::*, sync::Arc};
 
 /// A piece of a provider's memory.
 pub(crate) struct Memory {
-    piece: Piece,
+    piece: Origin,
     /// Bytes that were asked for.
     pub(crate) size: u64,
     /// Whether it is all zeroes for its present owner, but for what that one wrote.
@@ -40,7 +40,7 @@ pub(crate) enum Clearing {
     AtFirstUse,
 }
 
-pub(crate) enum Piece {
+pub(crate) enum Origin {
     /// Part of the provider's backing, which begins at `start` in the BAR.
     Own {
         extent: Extent,
@@ -53,7 +53,7 @@ pub(crate) enum Piece {
 
 impl Memory {
     /// A piece for the calling process; `clear` says whether nobody has touched it since it was cleared.
-    pub(crate) fn new(piece: Piece, size: u64, clear: bool) -> Result<KBox<Self>> {
+    pub(crate) fn new(piece: Origin, size: u64, clear: bool) -> Result<KBox<Self>> {
         let memory = Self {
             piece,
             size,
@@ -66,7 +66,7 @@ impl Memory {
         Ok(KBox::new(memory, GFP_KERNEL_ACCOUNT)?)
     }
 
-    pub(crate) fn piece(&self) -> &Piece {
+    pub(crate) fn piece(&self) -> &Origin {
         &self.piece
     }
 
@@ -78,16 +78,16 @@ impl Memory {
     /// The backing, and where in it the piece begins.
     fn place(&self) -> (&Arc<Backing>, u64) {
         match &self.piece {
-            Piece::Own { extent, backing, start } => (backing, extent.offset() - start),
-            Piece::Adopted { backing, skip } => (backing, *skip),
+            Origin::Own { extent, backing, start } => (backing, extent.offset() - start),
+            Origin::Adopted { backing, skip } => (backing, *skip),
         }
     }
 
     /// What it takes from its provider, bytes.
     pub(crate) fn footprint(&self) -> u64 {
         match &self.piece {
-            Piece::Own { extent, .. } => extent.size(),
-            Piece::Adopted { backing, .. } => backing.size(),
+            Origin::Own { extent, .. } => extent.size(),
+            Origin::Adopted { backing, .. } => backing.size(),
         }
     }
 
@@ -153,8 +153,8 @@ impl Memory {
     pub(crate) fn clear(&mut self, combine: bool, step: u64, go_on: impl Fn() -> Result) -> Result {
         let size = self.footprint();
         let (backing, start) = match &self.piece {
-            Piece::Own { extent, backing, start } => (backing, extent.offset() - *start),
-            Piece::Adopted { backing, .. } => (backing, 0),
+            Origin::Own { extent, backing, start } => (backing, extent.offset() - *start),
+            Origin::Adopted { backing, .. } => (backing, 0),
         };
         let mut done = 0;
         while done < size {
@@ -169,7 +169,7 @@ impl Memory {
 
     /// It goes back, all zeroes: nobody has it, and nothing is charged for it.
     pub(crate) fn returned_clear(&mut self) {
-        if let Piece::Own { extent, .. } = &mut self.piece {
+        if let Origin::Own { extent, .. } = &mut self.piece {
             extent.set_clear(true);
         }
         self.touched = false;

@@ -6,11 +6,11 @@
 //! struct pages, divided by a buddy allocator. An adopted provider belongs to another driver: from its pool a piece is
 //! taken for each buffer and given back with it.
 //!
-//! Memory that comes back is *dirty* until it has been cleared, and *parked* while someone still refers to its pages
-//! (O_DIRECT that was under way when the mapping ended). The janitor, a work item of each provider, moves it on.
+//! Memory that comes back is *dirty* until it has been cleared, and *pinned* while someone still refers to its pages
+//! (O_DIRECT that was under way when the mapping ended). The scrubber, a work item of each provider, moves it on.
 //!
 //! Clearing goes in steps of [`STEP`] bytes. Between two steps it looks whether the provider is being removed; an allocation
-//! also whether its task was killed, and the janitor whether an allocation needs the memory as it is: so none of them waits
+//! also whether its task was killed, and the scrubber whether an allocation needs the memory as it is: so none of them waits
 //! for more than one step.
 
 use crate::{
@@ -27,7 +27,7 @@ use crate::{
         },
         free_hint::{
             padded,
-            Gauge, //
+            FreeHint, //
         },
         p2pdma::{
             Backing,
@@ -43,13 +43,14 @@ use crate::{
         memory::{
             Clearing,
             Memory,
-            Piece,
+            Origin,
             Stack, //
         },
         walk, //
     },
     policy::{
         path::PciAddr,
+        placement::Capacity,
         rule::Party, //
     }, //
 };
@@ -71,7 +72,7 @@ const STEP: u64 = 2 << 20;
 
 /// How a provider came to be one.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum ProviderKind {
     Own,
     Adopted,
     /// Its driver handed the memory to p2pmem, by the functions of include/linux/p2pmem.h.
@@ -94,7 +95,7 @@ struct Inner<B> {
     buffers: RBTree<u64, Arc<B>>,
     count: u32,
     dirty: Stack,
-    parked: Stack,
+    pinned: Stack,
     /// Bytes that were dirty and are being cleared now.
     clearing: u64,
     /// Whether the allocator has memory that was in use and was not cleared since: an allocation needed it at once.
@@ -162,27 +163,9 @@ counters!(
     attach_failed,
 );
 
-/// What a decision wants to know of a provider.
-#[derive(Clone, Copy)]
-pub(crate) struct Room {
-    pub(crate) live: bool,
-    pub(crate) free: u64,
-    /// A lower bound that is exact as to whether the request fits.
-    pub(crate) largest: u64,
-}
-
-impl Room {
-    /// Of one that is leaving.
-    pub(crate) const NONE: Self = Self {
-        live: false,
-        free: 0,
-        largest: 0,
-    };
-}
-
 /// How a provider ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Leave {
+pub(crate) enum RemovalKind {
     /// Its driver is unbound: the pool ends with it.
     Unbind,
     /// Only p2pmem lets go: the pool stays, and what goes back to it has to be cleared.
@@ -196,7 +179,7 @@ pub(crate) enum Leave {
 pub(crate) struct Provider<B: Send + Sync + 'static> {
     /// Its number, never 0, never used twice.
     pub(crate) id: u32,
-    pub(crate) kind: Kind,
+    pub(crate) kind: ProviderKind,
     pub(crate) addr: PciAddr,
     pub(crate) bar: Option<u32>,
     /// First published byte in the BAR.
@@ -230,16 +213,16 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     #[pin]
     settled: CondVar,
     /// What [`Self::glance`] goes by.
-    gauge: Arc<Gauge>,
+    hint: Arc<FreeHint>,
     /// Whoever ended the provider is done.
     #[pin]
     gone: Completion,
     #[pin]
-    janitor: Work<Provider<B>>,
+    scrubber: Work<Provider<B>>,
 }
 
 impl_has_work! {
-    impl{B: Send + Sync + 'static} HasWork<Provider<B>> for Provider<B> { self.janitor }
+    impl{B: Send + Sync + 'static} HasWork<Provider<B>> for Provider<B> { self.scrubber }
 }
 
 /// What a provider is made from.
@@ -266,8 +249,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         };
         let backing = Arc::new(backing, GFP_KERNEL)?;
         let kind = match parts.publisher {
-            None => Kind::Own,
-            Some(_) => Kind::Registered,
+            None => ProviderKind::Own,
+            Some(_) => ProviderKind::Registered,
         };
         Self::new(parts, kind, size, flags, Source::Own { backing, buddy })
     }
@@ -279,21 +262,21 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let (held, ceiling) = (0, size);
         Self::new(
             parts,
-            Kind::Adopted,
+            ProviderKind::Adopted,
             size,
             flags,
             Source::Adopted { pool, held, ceiling },
         )
     }
 
-    fn new(parts: Parts, kind: Kind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
+    fn new(parts: Parts, kind: ProviderKind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
         let region = Arc::new(Region::new(size, parts.function.address())?, GFP_KERNEL)?;
-        let gauge = match &source {
-            Source::Own { buddy, .. } => buddy.gauge(),
+        let hint = match &source {
+            Source::Own { buddy, .. } => buddy.hint(),
             Source::Adopted { ceiling, .. } => {
-                let gauge = Gauge::new()?;
-                gauge.set(size, size.min(*ceiling));
-                gauge
+                let hint = FreeHint::new()?;
+                hint.set(size, size.min(*ceiling));
+                hint
             }
         };
         Arc::pin_init(
@@ -322,15 +305,15 @@ impl<B: Send + Sync + 'static> Provider<B> {
                     buffers: RBTree::new(),
                     count: 0,
                     dirty: Stack::EMPTY,
-                    parked: Stack::EMPTY,
+                    pinned: Stack::EMPTY,
                     clearing: 0,
                     unscrubbed: false,
                     returns: 0,
                 }),
                 settled <- new_condvar!(),
-                gauge,
+                hint,
                 gone <- Completion::new(),
-                janitor <- new_work!("p2pmem_janitor"),
+                scrubber <- new_work!("p2pmem_scrubber"),
             }),
             GFP_KERNEL,
         )
@@ -362,8 +345,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// it is published.
     pub(crate) fn kernel_has(&self) -> u64 {
         match self.kind {
-            Kind::Own | Kind::Registered => u64::MAX,
-            Kind::Adopted => self.kernel_reserve,
+            ProviderKind::Own | ProviderKind::Registered => u64::MAX,
+            ProviderKind::Adopted => self.kernel_reserve,
         }
     }
 
@@ -384,29 +367,30 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Tells those who glance how things are.
     fn note(&self, inner: &Inner<B>) {
         match &inner.source {
-            None => self.gauge.close(),
-            Some(Source::Own { .. }) => self.gauge.set_returning(inner.returning(), inner.returns),
+            None => self.hint.close(),
+            Some(Source::Own { .. }) => self.hint.set_returning(inner.returning(), inner.returns),
             Some(Source::Adopted { held, ceiling, .. }) => {
                 let free = self.size - held;
-                self.gauge.set_returning(inner.returning(), inner.returns);
-                self.gauge.set(free, free.min(*ceiling));
+                self.hint.set_returning(inner.returning(), inner.returns);
+                self.hint.set(free, free.min(*ceiling));
             }
         }
     }
 
-    /// What tells as [`Self::room`] does, without a lock.
-    pub(crate) fn gauge(&self) -> Arc<Gauge> {
-        self.gauge.clone()
+    /// What tells as [`Self::capacity`] does, without a lock.
+    pub(crate) fn hint(&self) -> Arc<FreeHint> {
+        self.hint.clone()
     }
 
-    /// What there is for a request, without taking it.
-    pub(crate) fn room(&self, size: u64, align: u64) -> Room {
+    /// What there is for a request, without taking it: its `largest` is exact as to whether the request fits. None where the
+    /// provider is being removed.
+    pub(crate) fn capacity(&self, size: u64, align: u64) -> Option<Capacity> {
         let inner = self.inner.lock();
         let (free, largest) = match &inner.source {
-            None => return Room::NONE,
+            None => return None,
             Some(Source::Own { buddy, .. }) => {
                 let buddy = buddy.clone();
-                // What is being cleared is as good as free: an allocation waits for it. The janitor says so of what it takes
+                // What is being cleared is as good as free: an allocation waits for it. The scrubber says so of what it takes
                 // from the allocator before it does, so none of it is missed.
                 let free = buddy.free() + inner.returning();
                 let (clearing, returns) = (inner.is_clearing(), inner.returns);
@@ -432,11 +416,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 )
             }
         };
-        Room {
-            live: true,
-            free,
-            largest,
-        }
+        Some(Capacity { free, largest })
     }
 
     /// Whether memory came back since it had done so `returns` times, or is about to.
@@ -455,7 +435,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 self.wanting.fetch_add(1, Relaxed);
                 let memory = self.alloc_dirty(size, align, clearing);
                 self.wanting.fetch_sub(1, Relaxed);
-                // The janitor goes on.
+                // The scrubber goes on.
                 self.settled.notify_all();
                 memory?
             }
@@ -552,7 +532,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         // From here on it has an owner, who may write to it.
         extent.set_clear(false);
         let start = self.start;
-        Memory::new(Piece::Own { extent, backing, start }, size, clear)
+        Memory::new(Origin::Own { extent, backing, start }, size, clear)
     }
 
     /// Clears memory that was just allocated, where that is still to do.
@@ -579,11 +559,11 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     fn alloc_adopted(&self, pool: &Pool, size: u64, align: u64) -> Result<KBox<Memory>> {
         let taken = padded(size, align);
-        let memory = pool.take(taken).ok_or(ENOSPC).and_then(|slab| {
-            let at = slab.phys() - self.bar_start();
+        let memory = pool.take(taken).ok_or(ENOSPC).and_then(|chunk| {
+            let at = chunk.phys() - self.bar_start();
             let skip = at.next_multiple_of(align) - at;
-            let backing = Arc::new(Backing::Pages(slab), GFP_KERNEL_ACCOUNT)?;
-            Memory::new(Piece::Adopted { backing, skip }, size, false)
+            let backing = Arc::new(Backing::Pages(chunk), GFP_KERNEL_ACCOUNT)?;
+            Memory::new(Origin::Adopted { backing, skip }, size, false)
         });
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;
@@ -611,8 +591,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
     pub(crate) fn bar_offset_of(&self, memory: &Memory) -> Option<u64> {
         self.bar?;
         Some(match memory.piece() {
-            Piece::Own { extent, .. } => extent.offset(),
-            Piece::Adopted { .. } => memory.phys() - self.bar_start(),
+            Origin::Own { extent, .. } => extent.offset(),
+            Origin::Adopted { .. } => memory.phys() - self.bar_start(),
         })
     }
 
@@ -655,7 +635,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Has memory that came back cleared.
-    pub(crate) fn send_janitor(self: &Arc<Self>) {
+    pub(crate) fn send_scrubber(self: &Arc<Self>) {
         let inner = self.inner.lock();
         let work = !inner.dirty.is_empty() || inner.unscrubbed;
         drop(inner);
@@ -665,7 +645,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Takes a piece that came back and that nobody refers to any more: it is in the caller's hands until
-    /// [`Self::put_down`]. Pieces that somebody refers to are parked on the way.
+    /// [`Self::put_down`]. Pieces that somebody refers to become pinned on the way.
     fn pick_up(&self) -> Option<KBox<Memory>> {
         loop {
             let mut inner = self.inner.lock();
@@ -680,7 +660,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             let mut inner = self.inner.lock();
             inner.outstanding -= 1;
             inner.clearing -= memory.footprint();
-            inner.parked.push(memory);
+            inner.pinned.push(memory);
             self.note(&inner);
             drop(inner);
             self.settled.notify_all();
@@ -723,12 +703,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
         Ok(taken)
     }
 
-    /// Takes pieces that nobody refers to any more out of those that are parked. Returns whether there were any.
-    fn unpark(&self) -> bool {
+    /// Takes pieces that nobody refers to any more out of those that were pinned. Returns whether there were any.
+    fn take_unpinned(&self) -> bool {
         let mut inner = self.inner.lock();
         // Others may park more meanwhile: that is for the next time.
         let mut looked_at = Stack::EMPTY;
-        core::mem::swap(&mut looked_at, &mut inner.parked);
+        core::mem::swap(&mut looked_at, &mut inner.pinned);
         let count = looked_at.len();
         inner.outstanding += count;
         drop(inner);
@@ -742,7 +722,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         }
         let any = !idle.is_empty();
         let mut inner = self.inner.lock();
-        inner.parked.append(still);
+        inner.pinned.append(still);
         inner.dirty.append(idle);
         inner.outstanding -= count;
         self.note(&inner);
@@ -797,7 +777,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 Ok(())
             }
         };
-        self.unpark();
+        self.take_unpinned();
         let mut done = false;
         while go_on().is_ok() && matches!(self.clean_one(go_on), Ok(1..)) {
             done = true;
@@ -808,13 +788,13 @@ impl<B: Send + Sync + 'static> Provider<B> {
         done
     }
 
-    /// Makes room for a request of `size` bytes that found none: memory that waits for the janitor goes to the allocator
-    /// as it is, until it has as many bytes; the allocation clears what it gets of them, and the janitor the rest. What
+    /// Makes room for a request of `size` bytes that found none: memory that waits for the scrubber goes to the allocator
+    /// as it is, until it has as many bytes; the allocation clears what it gets of them, and the scrubber the rest. What
     /// goes back to another driver's pool is cleared before. Returns how many bytes were released.
     ///
     /// Errors: `EINTR` (the task was killed), `ENODEV` (being removed).
     fn release_dirty(self: &Arc<Self>, size: u64) -> Result<u64> {
-        self.unpark();
+        self.take_unpinned();
         let buddy = match &self.inner.lock().source {
             None => return Err(ENODEV),
             Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
@@ -872,9 +852,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let mut row = abi::Provider {
             id: self.id,
             kind: match self.kind {
-                Kind::Own => consts::KIND_OWN,
-                Kind::Adopted => consts::KIND_ADOPTED,
-                Kind::Registered => consts::KIND_REGISTERED,
+                ProviderKind::Own => consts::KIND_OWN,
+                ProviderKind::Adopted => consts::KIND_ADOPTED,
+                ProviderKind::Registered => consts::KIND_REGISTERED,
             },
             addr: self.addr.into(),
             bar: self.bar.map_or(-1, |bar| bar as i32),
@@ -898,7 +878,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             row.flags |= consts::PROVIDER_CLEARING;
         }
         row.buffers = inner.count;
-        row.parked = inner.parked.bytes;
+        row.parked = inner.pinned.bytes;
         row.scrubbing = inner.returning();
         row.state = if inner.source.is_some() {
             consts::PROVIDER_LIVE
@@ -975,12 +955,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.note(&inner);
         drop(inner);
         drop(region);
-        // The janitor sleeps while memory is parked.
+        // The scrubber sleeps while memory is pinned.
         self.settled.notify_all();
         Some(Stopped(source))
     }
 
-    /// Waits until no memory is in anybody's hands: that of an allocation or of the janitor, which end at their next step.
+    /// Waits until no memory is in anybody's hands: that of an allocation or of the scrubber, which end at their next step.
     pub(crate) fn await_hands(&self) {
         let mut inner = self.inner.lock();
         while inner.outstanding > 0 {
@@ -992,7 +972,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     pub(crate) fn take_returned(&self) -> Stack {
         let mut inner = self.inner.lock();
         let mut all = core::mem::replace(&mut inner.dirty, Stack::EMPTY);
-        all.append(core::mem::replace(&mut inner.parked, Stack::EMPTY));
+        all.append(core::mem::replace(&mut inner.pinned, Stack::EMPTY));
         all
     }
 
@@ -1034,12 +1014,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Whether it is being removed, or was.
-    pub(crate) fn is_leaving(&self) -> bool {
+    pub(crate) fn is_being_removed(&self) -> bool {
         self.leaving.load(Relaxed)
     }
 
     /// Tells the driver that published it, if one did, that nobody can reach the memory any more.
-    pub(crate) fn tell_publisher(&self) {
+    pub(crate) fn notify_publisher(&self) {
         if let Some(publisher) = &self.publisher {
             publisher.revoked();
         }
@@ -1066,7 +1046,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 }
 
-/// What a provider had when it stopped. Dropping it gives the memory back: a slab goes to the device's pool.
+/// What a provider had when it stopped. Dropping it gives the memory back: a chunk goes back to the device's pool.
 pub(crate) struct Stopped(Source);
 
 /// Memory of a device that did not answer when its provider was removed: nobody's, until it can be cleared.
@@ -1096,7 +1076,7 @@ impl<B: Send + Sync + 'static> Lost<B> {
 impl<B: Send + Sync + 'static> WorkItem for Provider<B> {
     type Pointer = Arc<Self>;
 
-    /// The janitor: works until nothing is dirty and nothing parked, or the provider leaves.
+    /// The scrubber: works until nothing is dirty and nothing pinned, or the provider is being removed.
     fn run(this: Arc<Self>) {
         let mut pause = 10;
         loop {
@@ -1104,7 +1084,7 @@ impl<B: Send + Sync + 'static> WorkItem for Provider<B> {
                 pause = 10;
             }
             let mut inner = this.inner.lock();
-            if inner.source.is_none() || (inner.parked.is_empty() && inner.dirty.is_empty() && !inner.unscrubbed) {
+            if inner.source.is_none() || (inner.pinned.is_empty() && inner.dirty.is_empty() && !inner.unscrubbed) {
                 return;
             }
             if inner.dirty.is_empty() || this.wanting.load(Relaxed) > 0 {

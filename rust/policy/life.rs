@@ -184,7 +184,7 @@ mod tests {
         Join(Hold),
         Copy(Hold),
         Touch,
-        Leave(Hold),
+        RemovalKind(Hold),
         Revoke,
         Finish,
     }
@@ -194,21 +194,21 @@ mod tests {
         Step::Join(Hold::Mapping),
         Step::Touch,
         Step::Copy(Hold::Mapping),
-        Step::Leave(Hold::Mapping),
+        Step::RemovalKind(Hold::Mapping),
         Step::Touch,
-        Step::Leave(Hold::Mapping),
-        Step::Leave(Hold::Handle),
+        Step::RemovalKind(Hold::Mapping),
+        Step::RemovalKind(Hold::Handle),
     ];
     /// One that was passed the buffer: exports it, and has a device touch it.
-    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::Leave(Hold::Export)];
+    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::RemovalKind(Hold::Export)];
     /// The RDMA core, for a program that registers what it mapped and lets go of the mapping first.
     const REGISTRAR: [Step; 6] = [
         Step::Join(Hold::Mapping),
         Step::Join(Hold::Registration),
-        Step::Leave(Hold::Mapping),
+        Step::RemovalKind(Hold::Mapping),
         Step::Touch,
-        Step::Leave(Hold::Registration),
-        Step::Leave(Hold::Handle),
+        Step::RemovalKind(Hold::Registration),
+        Step::RemovalKind(Hold::Handle),
     ];
     const PROVIDER: [Step; 2] = [Step::Revoke, Step::Finish];
     const NOBODY: [Step; 0] = [];
@@ -246,7 +246,7 @@ mod tests {
                     true
                 }
                 Step::Touch => self.held[thread] == 0 || self.life.is_live() == usable,
-                Step::Leave(hold) => {
+                Step::RemovalKind(hold) => {
                     if hold == Hold::Handle {
                         self.handles -= 1;
                     } else if self.held[thread] > 0 {

@@ -26,9 +26,9 @@ use crate::policy::{
         PathClass, //
     },
     rule::{
+        Preference,
         Ref,
-        Ruling,
-        Stance, //
+        RuleEffect, //
     }, //
 };
 use core::cmp::{Ordering, Reverse};
@@ -95,7 +95,7 @@ pub(crate) struct Candidate<'a> {
     /// does not exist.
     pub(crate) paths: &'a [Path],
     /// What the rules say of it for this request.
-    pub(crate) ruling: Ruling,
+    pub(crate) effect: RuleEffect,
 }
 
 impl Candidate<'_> {
@@ -284,7 +284,7 @@ impl Outcome {
 
 /// What was decided.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Decision {
+pub(crate) struct Choice {
     /// Index of the chosen candidate; `Some` exactly where `outcome` is [`Outcome::Chosen`].
     pub(crate) chosen: Option<usize>,
     /// How it ended.
@@ -381,7 +381,7 @@ impl From<&Reach> for Distance {
 /// the smaller rank wins.
 struct Rank {
     /// What the administrator's rules want, then what the application's own want.
-    stance: (Stance, Stance),
+    preference: (Preference, Preference),
     /// What paths decide.
     distance: Distance,
     /// Load in permille.
@@ -395,7 +395,7 @@ struct Rank {
 impl Rank {
     fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
         Self {
-            stance: (candidate.ruling.stance, candidate.ruling.own_stance),
+            preference: (candidate.effect.preference, candidate.effect.own_preference),
             distance: Distance::from(reach),
             load: candidate.load(),
             largest: Reverse(candidate.largest),
@@ -408,7 +408,7 @@ impl Rank {
         let same = (Ordering::Equal, VerdictCode::Order);
         let (here, there) = (&self.distance, &other.distance);
         let criteria = [
-            (self.stance.cmp(&other.stance), VerdictCode::Preference),
+            (self.preference.cmp(&other.preference), VerdictCode::Preference),
             match strategy {
                 Strategy::Spread => (self.load.cmp(&other.load), VerdictCode::Load),
                 Strategy::Pack => (other.load.cmp(&self.load), VerdictCode::Packed),
@@ -439,29 +439,29 @@ struct Objection {
 /// that no time will change come first: a provider that is out of reach *and* full is out of reach.
 fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), Objection> {
     let class = reach.class();
-    let ruling = &candidate.ruling;
+    let effect = &candidate.effect;
     let (code, rule, reason) = if matches!(request.named, Named::Require(id) if id != candidate.id) {
         (VerdictCode::NotNamed, None, Outcome::NoSuchProvider)
     } else if !candidate.live {
         (VerdictCode::Leaving, None, Outcome::Leaving)
     } else if class == Some(PathClass::Unreachable) {
         (VerdictCode::Unreachable, None, Outcome::Unreachable)
-    } else if ruling.denied.is_some() {
-        (VerdictCode::Denied, ruling.denied, Outcome::Denied)
+    } else if effect.denied.is_some() {
+        (VerdictCode::Denied, effect.denied, Outcome::Denied)
     } else if request.max_class.is_some_and(|max| class > Some(max)) {
         (VerdictCode::TooFar, None, Outcome::TooFar)
-    } else if ruling.too_far.is_some() {
-        (VerdictCode::TooFar, ruling.too_far, Outcome::TooFar)
+    } else if effect.too_far.is_some() {
+        (VerdictCode::TooFar, effect.too_far, Outcome::TooFar)
     } else if !candidate.could_hold(request) {
         (VerdictCode::TooSmall, None, Outcome::TooSmall)
-    } else if let Some(over) = ruling.over {
+    } else if let Some(over) = effect.over {
         (VerdictCode::Quota, Some(over.rule), Outcome::Quota)
-    } else if ruling.over_cgroup {
+    } else if effect.over_cgroup {
         (VerdictCode::Cgroup, None, Outcome::Cgroup)
     } else if candidate.free < request.size {
         (VerdictCode::Full, None, Outcome::Full)
-    } else if candidate.free.saturating_sub(ruling.withheld) < request.size {
-        (VerdictCode::Reserved, ruling.withheld_by, Outcome::Reserved)
+    } else if candidate.free.saturating_sub(effect.withheld) < request.size {
+        (VerdictCode::Reserved, effect.withheld_by, Outcome::Reserved)
     } else if candidate.largest < request.size {
         (VerdictCode::Fragmented, None, Outcome::Fragmented)
     } else {
@@ -474,7 +474,7 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum By {
     /// The request prefers it.
-    Wish,
+    AllocRequest,
     /// The kernel chose it.
     Kernel,
     /// Its rank.
@@ -485,7 +485,7 @@ enum By {
 /// A required provider leaves the kernel nothing to choose.
 fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
     match (request.named, request.strategy) {
-        (Named::Prefer(id), _) if id == candidate.id => Some(By::Wish),
+        (Named::Prefer(id), _) if id == candidate.id => Some(By::AllocRequest),
         (Named::Require(_), _) | (_, Strategy::Nearest | Strategy::Spread | Strategy::Pack) => Some(By::Rank),
         (_, Strategy::Upstream(choice)) => (choice == Some(candidate.id)).then_some(By::Kernel),
     }
@@ -496,38 +496,43 @@ struct Winner {
     index: usize,
     rank: Rank,
     by: By,
-    ruling: Ruling,
+    effect: RuleEffect,
 }
 
 /// Whether the administrator wants a candidate only where no other serves, whoever else wants it.
-fn avoided(ruling: &Ruling) -> bool {
-    ruling.stance == Stance::Avoid
+fn avoided(effect: &RuleEffect) -> bool {
+    effect.preference == Preference::Avoid
 }
 
 /// Why an eligible candidate lost, and the rule that decided where a rule did.
-fn lost(request: &Request, ruling: &Ruling, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<Ref>) {
-    if avoided(ruling) && !avoided(&winner.ruling) {
-        return (VerdictCode::Preference, ruling.stance_by);
+fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<Ref>) {
+    if avoided(effect) && !avoided(&winner.effect) {
+        return (VerdictCode::Preference, effect.preference_by);
     }
     match winner.by {
-        By::Wish => (VerdictCode::NotNamed, None),
+        By::AllocRequest => (VerdictCode::NotNamed, None),
         By::Kernel => (VerdictCode::Upstream, None),
         By::Rank => match rank.compare(&winner.rank, request.strategy).1 {
             VerdictCode::Preference => {
                 // Either this one is avoided, or the other one preferred.
-                let (own, other, by, other_by) = if ruling.stance == winner.ruling.stance {
-                    let other = &winner.ruling;
+                let (own, other, by, other_by) = if effect.preference == winner.effect.preference {
+                    let other = &winner.effect;
                     (
-                        ruling.own_stance,
-                        other.own_stance,
-                        ruling.own_stance_by,
-                        other.own_stance_by,
+                        effect.own_preference,
+                        other.own_preference,
+                        effect.own_preference_by,
+                        other.own_preference_by,
                     )
                 } else {
-                    let other = &winner.ruling;
-                    (ruling.stance, other.stance, ruling.stance_by, other.stance_by)
+                    let other = &winner.effect;
+                    (
+                        effect.preference,
+                        other.preference,
+                        effect.preference_by,
+                        other.preference_by,
+                    )
                 };
-                let decided = if own == Stance::Avoid && other != Stance::Avoid {
+                let decided = if own == Preference::Avoid && other != Preference::Avoid {
                     by
                 } else {
                     other_by
@@ -545,7 +550,7 @@ fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: 
     let mut outcome = Outcome::NoProvider;
 
     for (index, candidate) in indexed(candidates) {
-        if taken.contains(&index) || shun && avoided(&candidate.ruling) {
+        if taken.contains(&index) || shun && avoided(&candidate.effect) {
             continue;
         }
         let Some(by) = contends(request, candidate) else {
@@ -558,10 +563,10 @@ fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: 
             continue;
         }
         let rank = Rank::of(candidate, &reach);
-        let claim = (avoided(&candidate.ruling), by);
+        let claim = (avoided(&candidate.effect), by);
         let wins = winner
             .as_ref()
-            .is_none_or(|winner| match claim.cmp(&(avoided(&winner.ruling), winner.by)) {
+            .is_none_or(|winner| match claim.cmp(&(avoided(&winner.effect), winner.by)) {
                 Ordering::Less => true,
                 Ordering::Equal => rank.compare(&winner.rank, request.strategy).0.is_lt(),
                 Ordering::Greater => false,
@@ -571,7 +576,7 @@ fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: 
                 index,
                 rank,
                 by,
-                ruling: candidate.ruling,
+                effect: candidate.effect,
             });
         }
         outcome = Outcome::Chosen;
@@ -593,11 +598,11 @@ fn say(
         let (code, rule) = match (eligible(request, candidate, &reach), last) {
             (Err(objection), _) => (objection.code, objection.rule),
             (Ok(()), Some(_)) if chosen.contains(&index) => {
-                let ruling = &candidate.ruling;
-                let preferred = ruling.stance == Stance::Prefer;
-                (VerdictCode::Chosen, ruling.stance_by.filter(|_| preferred))
+                let effect = &candidate.effect;
+                let preferred = effect.preference == Preference::Prefer;
+                (VerdictCode::Chosen, effect.preference_by.filter(|_| preferred))
             }
-            (Ok(()), Some(last)) => lost(request, &candidate.ruling, &Rank::of(candidate, &reach), last),
+            (Ok(()), Some(last)) => lost(request, &candidate.effect, &Rank::of(candidate, &reach), last),
             (Ok(()), None) if !chosen.is_empty() => (VerdictCode::Alone, None),
             // Eligible, and yet there is no winner: the kernel wants another one.
             (Ok(()), None) => (VerdictCode::Upstream, None),
@@ -625,23 +630,23 @@ fn say(
 /// depend on it.
 ///
 /// Takes time in proportion to candidates times clients, and a constant amount of stack.
-pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Decision {
+pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Choice {
     let (winner, outcome) = best(request, candidates, &[], false);
     let chosen = winner.as_ref().map(|winner| winner.index);
     say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
-    Decision { chosen, outcome }
+    Choice { chosen, outcome }
 }
 
 /// What a provider has that is not being revoked, as two numbers that may be of different moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Stock {
+pub(crate) struct Capacity {
     /// Free bytes, unless [`Self::largest`] is more.
     pub(crate) free: u64,
     /// [`Candidate::largest`].
     pub(crate) largest: u64,
 }
 
-impl Stock {
+impl Capacity {
     /// Nothing.
     pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
 
@@ -655,45 +660,45 @@ impl Stock {
 /// thought of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Glance {
-    Fits(Stock),
-    Short(Stock),
+    Fits(Capacity),
+    Short(Capacity),
     Unknown,
 }
 
-/// A provider's turn to be looked at by [`nearest`]. `G` tells what it has.
+/// A provider in the ranking that [`nearest`] goes through. `G` tells what it has.
 #[derive(Clone, Debug)]
-pub(crate) struct Turn<G> {
+pub(crate) struct RankedProvider<G> {
     /// Its index in the order of numbers.
     pub(crate) index: usize,
     /// [`Candidate::size`].
     pub(crate) size: u64,
     /// How much the administrator's rules want it; `None` where they forbid it, or a client cannot reach it.
-    pub(crate) stance: Option<Stance>,
+    pub(crate) preference: Option<Preference>,
     /// How far it is.
     pub(crate) distance: Distance,
     /// How many are wanted as much and are as far, this one and those after it; see [`group`].
     pub(crate) as_far: usize,
-    pub(crate) gauge: G,
+    pub(crate) hint: G,
 }
 
-/// Notes in turns that are in the order of [`Turn::order`] how many are as far.
-pub(crate) fn group<G>(turns: &mut [Turn<G>]) {
+/// Notes in a ranking that is in the order of [`RankedProvider::order`] how many are as far.
+pub(crate) fn group<G>(ranking: &mut [RankedProvider<G>]) {
     let mut after: Option<(Order, usize)> = None;
-    for turn in turns.iter_mut().rev() {
-        let order = turn.order();
+    for ranked in ranking.iter_mut().rev() {
+        let order = ranked.order();
         let others = after.filter(|(other, _)| *other == order);
-        turn.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
-        after = Some((order, turn.as_far));
+        ranked.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
+        after = Some((order, ranked.as_far));
     }
 }
 
-/// Where a turn stands among others: those without a stance come last.
-type Order = (bool, Option<Stance>, Distance);
+/// Where a provider stands in the ranking: those without a preference come last.
+type Order = (bool, Option<Preference>, Distance);
 
-impl<G> Turn<G> {
-    /// The smaller, the earlier its turn.
+impl<G> RankedProvider<G> {
+    /// The smaller, the earlier in the ranking.
     pub(crate) fn order(&self) -> Order {
-        (self.stance.is_none(), self.stance, self.distance)
+        (self.preference.is_none(), self.preference, self.distance)
     }
 
     /// The number the ABI has for the class: 0 without clients.
@@ -703,41 +708,41 @@ impl<G> Turn<G> {
 }
 
 /// The provider that [`decide`] would choose where none is named,
-/// [`Strategy::Nearest`] chooses, and rules say no more than [`Turn::stance`]. `None` where none can
+/// [`Strategy::Nearest`] chooses, and rules say no more than [`RankedProvider::preference`]. `None` where none can
 /// serve, where rules want one that is too far more than one that can serve, or where `glance` cannot
-/// tell what one has. `turns` are in their [order](Turn::order), those of the same order in that of
+/// tell what one has. `ranking` are in their [order](RankedProvider::order), those of the same order in that of
 /// numbers, and [grouped](group).
 ///
-/// Each gauge is asked once, and what it says is kept in `stock`, which is as long as `turns` and
+/// Each hint is asked once, and what it says is kept in `capacities`, which is as long as `ranking` and
 /// in their order.
 ///
 /// Compares the first that can serve and those that are as far, and looks at no path. So this is
 /// for the many decisions nobody will ask about; who asks is told by [`decide`].
 pub(crate) fn nearest<'a, G>(
     max_class: Option<PathClass>,
-    turns: &'a [Turn<G>],
-    stock: &mut [Stock],
+    ranking: &'a [RankedProvider<G>],
+    capacities: &mut [Capacity],
     mut glance: impl FnMut(&G) -> Glance,
-) -> Option<&'a Turn<G>> {
+) -> Option<&'a RankedProvider<G>> {
     let mut best = None;
     // The best one's load, its size and what it has; none has nothing, where no request fits.
     let mut least = u64::MAX;
     let mut whole = 0;
-    let mut its = Stock::EMPTY;
-    let mut left = turns;
-    let mut slots = stock;
+    let mut its = Capacity::EMPTY;
+    let mut left = ranking;
+    let mut slots = capacities;
     while let Some(first) = left.first() {
         let class = first.distance.class;
         let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
-        if best.is_some() || too_far || first.stance.is_none() {
+        if best.is_some() || too_far || first.preference.is_none() {
             break;
         }
         let (tier, farther) = left.split_at_checked(first.as_far.max(1)).unwrap_or((left, &[]));
         let (own, others) = slots.split_at_mut_checked(tier.len())?;
         left = farther;
         slots = others;
-        for (turn, slot) in tier.iter().zip(own) {
-            let has = match glance(&turn.gauge) {
+        for (ranked, slot) in tier.iter().zip(own) {
+            let has = match glance(&ranked.hint) {
                 Glance::Fits(has) => has,
                 Glance::Short(has) => {
                     *slot = has;
@@ -747,21 +752,21 @@ pub(crate) fn nearest<'a, G>(
             };
             *slot = has;
             // No less a load, without a division: idle providers of one kind.
-            if has.free == its.free && turn.size == whole && has.largest <= its.largest {
+            if has.free == its.free && ranked.size == whole && has.largest <= its.largest {
                 continue;
             }
-            let load = load(turn.size, has.free());
+            let load = load(ranked.size, has.free());
             if load < least || load == least && has.largest > its.largest {
-                best = Some(turn);
+                best = Some(ranked);
                 least = load;
-                whole = turn.size;
+                whole = ranked.size;
                 its = has;
             }
         }
     }
     // The others are wanted less, or too far. What they have is kept for who asks.
-    for (turn, slot) in left.iter().zip(slots) {
-        *slot = match glance(&turn.gauge) {
+    for (ranked, slot) in left.iter().zip(slots) {
+        *slot = match glance(&ranked.hint) {
             Glance::Fits(has) | Glance::Short(has) => has,
             Glance::Unknown => return None,
         };
@@ -831,7 +836,7 @@ mod tests {
             free: 32 * PAGE,
             largest: 16 * PAGE,
             paths,
-            ruling: Ruling::NONE,
+            effect: RuleEffect::NONE,
         }
     }
 
@@ -961,7 +966,7 @@ mod tests {
         let codes = verdicts.map(|verdict| verdict.code);
         assert_eq!(codes, [VerdictCode::Full, VerdictCode::Alone, VerdictCode::Alone]);
         // One that rules avoid comes last, or not at all.
-        all[1].ruling.stance = Stance::Avoid;
+        all[1].effect.preference = Preference::Avoid;
         assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);
         assert_eq!(picks, [2, 1]);
         assert_eq!(decide_several(&REQUEST, &all, true, &mut picks, &mut []).0, 1);

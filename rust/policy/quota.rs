@@ -2,7 +2,7 @@
 
 //! Accounts: the bytes that users, groups and files hold, against the limits that rules set.
 //!
-//! A buffer is charged to the accounts of its [`Levy`] when it is allocated, all of them or none, and what it was
+//! A buffer is charged to the accounts of its [`ChargeSet`] when it is allocated, all of them or none, and what it was
 //! charged is a [`Charged`], which cannot be copied and is used up by [`uncharge`]: nothing can be given back twice.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
@@ -22,7 +22,7 @@ use crate::policy::rule::{
 
 /// Whose bytes are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Account {
+pub(crate) enum ChargeKey {
     /// All that is held in a provider, by its id.
     Provider(u32),
     /// What a user holds under a rule's quota: the rule's id, the uid.
@@ -40,15 +40,15 @@ pub(crate) trait Store {
     /// Why a number cannot be kept.
     type Error;
     /// Bytes of an account, 0 where there is none.
-    fn used(&self, account: Account) -> u64;
+    fn used(&self, key: ChargeKey) -> u64;
     /// Sets the bytes of an account. With 0, or with an account that has bytes already, it cannot fail.
-    fn set(&mut self, account: Account, bytes: u64) -> Result<(), Self::Error>;
+    fn set(&mut self, key: ChargeKey, bytes: u64) -> Result<(), Self::Error>;
 }
 
 /// One account that a buffer counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
-    account: Account,
+    key: ChargeKey,
     /// Bytes that may be in it, and the rule that says so.
     limit: Option<(u64, Ref)>,
 }
@@ -58,10 +58,10 @@ const ENTRIES: usize = 5;
 
 /// The accounts that a buffer counts against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Levy([Option<Entry>; ENTRIES]);
+pub(crate) struct ChargeSet([Option<Entry>; ENTRIES]);
 
 /// Who pays, and for what.
-pub(crate) struct Payer<'a> {
+pub(crate) struct Requester<'a> {
     /// The administrator's rules, and which of them are for the payer.
     pub(crate) rules: &'a [Rule],
     pub(crate) who: Applicable,
@@ -72,7 +72,7 @@ pub(crate) struct Payer<'a> {
 }
 
 /// A provider as far as accounts depend on it.
-pub(crate) struct Fund<'a> {
+pub(crate) struct ChargeTarget<'a> {
     pub(crate) id: u32,
     pub(crate) party: &'a Party,
     /// Bytes it has to give.
@@ -82,13 +82,17 @@ pub(crate) struct Fund<'a> {
 }
 
 /// Bytes of a provider that are set aside for others than the payer, and the first rule that does it.
-pub(crate) fn withheld(store: &impl Store, payer: &Payer<'_>, fund: &Fund<'_>) -> (u64, Option<Ref>) {
+pub(crate) fn withheld(
+    store: &impl Store,
+    requester: &Requester<'_>,
+    charge_target: &ChargeTarget<'_>,
+) -> (u64, Option<Ref>) {
     let mut sum = (0u64, None);
-    for (at, rule, bytes) in reserves(payer.rules, fund.party) {
+    for (at, rule, bytes) in reserves(requester.rules, charge_target.party) {
         let left = match rule.reserve_for {
-            Some(Beneficiary::Group) if payer.who.has(at) => 0,
-            Some(Beneficiary::Group) => bytes.saturating_sub(store.used(Account::Reserve(rule.id, fund.id))),
-            _ => bytes.saturating_sub(fund.kernel_has),
+            Some(Beneficiary::Group) if requester.who.has(at) => 0,
+            Some(Beneficiary::Group) => bytes.saturating_sub(store.used(ChargeKey::Reserve(rule.id, charge_target.id))),
+            _ => bytes.saturating_sub(charge_target.kernel_has),
         };
         if left > 0 {
             let set = Set::Admin;
@@ -98,33 +102,37 @@ pub(crate) fn withheld(store: &impl Store, payer: &Payer<'_>, fund: &Fund<'_>) -
     sum
 }
 
-impl Levy {
+impl ChargeSet {
     /// What a buffer of the payer's in the provider counts against.
-    pub(crate) fn of(store: &impl Store, payer: &Payer<'_>, fund: &Fund<'_>) -> Self {
+    pub(crate) fn of(store: &impl Store, requester: &Requester<'_>, charge_target: &ChargeTarget<'_>) -> Self {
         let limit = |set, at, bytes| Some((bytes, Ref { set, at }));
-        let (aside, by) = withheld(store, payer, fund);
+        let (aside, by) = withheld(store, requester, charge_target);
         let provider = Entry {
-            account: Account::Provider(fund.id),
-            limit: by.map(|by| (fund.size.saturating_sub(aside), by)),
+            key: ChargeKey::Provider(charge_target.id),
+            limit: by.map(|by| (charge_target.size.saturating_sub(aside), by)),
         };
-        let rule_id = |at: usize| payer.rules.get(at).map_or(0, |rule| rule.id);
-        let user = first(payer.rules, &payer.who, fund.party, |rule| rule.quota).map(|(at, bytes)| Entry {
-            account: Account::User(rule_id(at), payer.uid),
+        let rule_id = |at: usize| requester.rules.get(at).map_or(0, |rule| rule.id);
+        let user =
+            first(requester.rules, &requester.who, charge_target.party, |rule| rule.quota).map(|(at, bytes)| Entry {
+                key: ChargeKey::User(rule_id(at), requester.uid),
+                limit: limit(Set::Admin, at, bytes),
+            });
+        let group = first(requester.rules, &requester.who, charge_target.party, |rule| {
+            rule.group_quota
+        })
+        .map(|(at, bytes)| Entry {
+            key: ChargeKey::Group(rule_id(at)),
             limit: limit(Set::Admin, at, bytes),
         });
-        let group = first(payer.rules, &payer.who, fund.party, |rule| rule.group_quota).map(|(at, bytes)| Entry {
-            account: Account::Group(rule_id(at)),
-            limit: limit(Set::Admin, at, bytes),
-        });
-        let reserve = reserves(payer.rules, fund.party)
-            .find(|(at, rule, _)| rule.reserve_for == Some(Beneficiary::Group) && payer.who.has(*at))
+        let reserve = reserves(requester.rules, charge_target.party)
+            .find(|(at, rule, _)| rule.reserve_for == Some(Beneficiary::Group) && requester.who.has(*at))
             .map(|(_, rule, _)| Entry {
-                account: Account::Reserve(rule.id, fund.id),
+                key: ChargeKey::Reserve(rule.id, charge_target.id),
                 limit: None,
             });
         let file = Entry {
-            account: Account::File(payer.file),
-            limit: first(payer.own, &Applicable::ALL, fund.party, |rule| rule.quota)
+            key: ChargeKey::File(requester.file),
+            limit: first(requester.own, &Applicable::ALL, charge_target.party, |rule| rule.quota)
                 .and_then(|(at, bytes)| limit(Set::Own, at, bytes)),
         };
         Self([user, group, Some(file), Some(provider), reserve])
@@ -133,8 +141,8 @@ impl Levy {
     /// The same for a buffer of another file, whose own rules do not matter.
     pub(crate) fn for_file(mut self, file: u64) -> Self {
         for entry in self.0.iter_mut().flatten() {
-            if let Account::File(_) = entry.account {
-                entry.account = Account::File(file);
+            if let ChargeKey::File(_) = entry.key {
+                entry.key = ChargeKey::File(file);
             }
         }
         self
@@ -144,14 +152,14 @@ impl Levy {
     pub(crate) fn broken(&self, store: &impl Store, bytes: u64) -> Option<Broken> {
         self.0.iter().flatten().find_map(|entry| {
             let (limit, rule) = entry.limit?;
-            let used = store.used(entry.account);
+            let used = store.used(entry.key);
             if used.checked_add(bytes).is_some_and(|sum| sum <= limit) {
                 return None;
             }
-            let group = match entry.account {
-                Account::Provider(_) | Account::Reserve(..) => return Some(Broken::Reserve(rule)),
-                Account::Group(_) => true,
-                Account::User(..) | Account::File(_) => false,
+            let group = match entry.key {
+                ChargeKey::Provider(_) | ChargeKey::Reserve(..) => return Some(Broken::Reserve(rule)),
+                ChargeKey::Group(_) => true,
+                ChargeKey::User(..) | ChargeKey::File(_) => false,
             };
             Some(Broken::Quota(Over {
                 rule,
@@ -174,7 +182,7 @@ pub(crate) enum Broken {
 
 /// Why a buffer was not charged.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Uncharged<E> {
+pub(crate) enum ChargeError<E> {
     /// It would break a limit.
     Broken(Broken),
     /// The numbers could not be kept.
@@ -184,45 +192,53 @@ pub(crate) enum Uncharged<E> {
 /// What a buffer was charged.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Charged {
-    accounts: [Option<Account>; ENTRIES],
+    keys: [Option<ChargeKey>; ENTRIES],
     bytes: u64,
 }
 
 /// Charges a buffer, within all limits or not at all.
-pub(crate) fn charge<S: Store>(store: &mut S, levy: &Levy, bytes: u64) -> Result<Charged, Uncharged<S::Error>> {
-    match levy.broken(store, bytes) {
-        Some(broken) => Err(Uncharged::Broken(broken)),
-        None => charge_unlimited(store, levy, bytes).map_err(Uncharged::Store),
+pub(crate) fn charge<S: Store>(
+    store: &mut S,
+    charge_set: &ChargeSet,
+    bytes: u64,
+) -> Result<Charged, ChargeError<S::Error>> {
+    match charge_set.broken(store, bytes) {
+        Some(broken) => Err(ChargeError::Broken(broken)),
+        None => charge_unlimited(store, charge_set, bytes).map_err(ChargeError::Store),
     }
 }
 
 /// Charges a buffer that is there already, whatever the limits are now.
-pub(crate) fn charge_unlimited<S: Store>(store: &mut S, levy: &Levy, bytes: u64) -> Result<Charged, S::Error> {
+pub(crate) fn charge_unlimited<S: Store>(
+    store: &mut S,
+    charge_set: &ChargeSet,
+    bytes: u64,
+) -> Result<Charged, S::Error> {
     let mut charged = Charged {
-        accounts: [None; ENTRIES],
+        keys: [None; ENTRIES],
         bytes,
     };
     if bytes == 0 {
         return Ok(charged);
     }
-    for (entry, slot) in levy.0.iter().zip(charged.accounts.iter_mut()) {
+    for (entry, slot) in charge_set.0.iter().zip(charged.keys.iter_mut()) {
         let Some(entry) = entry else { continue };
-        let sum = store.used(entry.account).saturating_add(bytes);
-        if let Err(e) = store.set(entry.account, sum) {
+        let sum = store.used(entry.key).saturating_add(bytes);
+        if let Err(e) = store.set(entry.key, sum) {
             uncharge(store, charged);
             return Err(e);
         }
-        *slot = Some(entry.account);
+        *slot = Some(entry.key);
     }
     Ok(charged)
 }
 
 /// Gives back what was charged.
 pub(crate) fn uncharge<S: Store>(store: &mut S, charged: Charged) {
-    for account in charged.accounts.into_iter().flatten() {
-        let left = store.used(account).saturating_sub(charged.bytes);
+    for key in charged.keys.into_iter().flatten() {
+        let left = store.used(key).saturating_sub(charged.bytes);
         // An account that is there cannot fail to be set.
-        let _ = store.set(account, left);
+        let _ = store.set(key, left);
     }
 }
 
@@ -232,35 +248,35 @@ mod tests {
     use super::*;
 
     /// Few accounts, of which the last one cannot be kept.
-    struct Few([(Option<Account>, u64); 4], usize);
+    struct Few([(Option<ChargeKey>, u64); 4], usize);
 
     impl Store for Few {
         type Error = ();
 
-        fn used(&self, account: Account) -> u64 {
+        fn used(&self, key: ChargeKey) -> u64 {
             self.0
                 .iter()
-                .find(|(a, _)| *a == Some(account))
+                .find(|(a, _)| *a == Some(key))
                 .map_or(0, |(_, bytes)| *bytes)
         }
 
-        fn set(&mut self, account: Account, bytes: u64) -> Result<(), ()> {
-            let known = self.0.iter().position(|(a, _)| *a == Some(account));
+        fn set(&mut self, key: ChargeKey, bytes: u64) -> Result<(), ()> {
+            let known = self.0.iter().position(|(a, _)| *a == Some(key));
             let room = self.0.iter().take(self.1).position(|(a, _)| a.is_none());
             let at = known.or(room).ok_or(())?;
-            self.0[at] = ((bytes > 0).then_some(account), bytes);
+            self.0[at] = ((bytes > 0).then_some(key), bytes);
             Ok(())
         }
     }
 
-    fn levy(limit: u64) -> Levy {
-        let entry = |account, limit| Some(Entry { account, limit });
+    fn charge_set(limit: u64) -> ChargeSet {
+        let entry = |key, limit| Some(Entry { key, limit });
         let rule = Ref { set: Set::Admin, at: 0 };
-        Levy([
-            entry(Account::User(1, 1000), Some((limit, rule))),
+        ChargeSet([
+            entry(ChargeKey::User(1, 1000), Some((limit, rule))),
             None,
-            entry(Account::File(5), None),
-            entry(Account::Provider(2), None),
+            entry(ChargeKey::File(5), None),
+            entry(ChargeKey::Provider(2), None),
             None,
         ])
     }
@@ -268,18 +284,18 @@ mod tests {
     #[test]
     fn a_limit_is_kept_to_the_byte() {
         let mut store = Few([(None, 0); 4], 4);
-        let levy = levy(100);
-        let first = charge(&mut store, &levy, 60);
+        let charge_set = charge_set(100);
+        let first = charge(&mut store, &charge_set, 60);
         assert!(first.is_ok());
         assert!(matches!(
-            charge(&mut store, &levy, 41),
-            Err(Uncharged::Broken(Broken::Quota(over))) if over.used == 60 && over.limit == 100
+            charge(&mut store, &charge_set, 41),
+            Err(ChargeError::Broken(Broken::Quota(over))) if over.used == 60 && over.limit == 100
         ));
-        let second = charge(&mut store, &levy, 40);
-        assert_eq!(store.used(Account::User(1, 1000)), 100);
-        assert_eq!(store.used(Account::Provider(2)), 100);
+        let second = charge(&mut store, &charge_set, 40);
+        assert_eq!(store.used(ChargeKey::User(1, 1000)), 100);
+        assert_eq!(store.used(ChargeKey::Provider(2)), 100);
         // More than there are numbers.
-        assert!(charge(&mut store, &levy, u64::MAX).is_err());
+        assert!(charge(&mut store, &charge_set, u64::MAX).is_err());
         for charged in [first, second].into_iter().flatten() {
             uncharge(&mut store, charged);
         }
@@ -289,7 +305,10 @@ mod tests {
     #[test]
     fn what_cannot_be_kept_is_not_charged_at_all() {
         let mut store = Few([(None, 0); 4], 2);
-        assert!(matches!(charge(&mut store, &levy(100), 60), Err(Uncharged::Store(()))));
+        assert!(matches!(
+            charge(&mut store, &charge_set(100), 60),
+            Err(ChargeError::Store(()))
+        ));
         assert!(store.0.iter().all(|slot| *slot == (None, 0)));
     }
 }

@@ -16,7 +16,7 @@ pub(crate) struct Range {
 
 /// What is wrong with a list of ranges, and with which of them (an index).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
+pub(crate) enum RangeError {
     /// There is none.
     None,
     /// It has no bytes.
@@ -47,33 +47,33 @@ impl Range {
     }
 
     /// Whether it has bytes and consists of whole pages. `at` is its index, for the answer.
-    pub(crate) fn check_pages(self, page: u64, at: usize) -> Result<(), Fault> {
+    pub(crate) fn check_pages(self, page: u64, at: usize) -> Result<(), RangeError> {
         if self.size == 0 {
-            return Err(Fault::Empty(at));
+            return Err(RangeError::Empty(at));
         }
         let aligned = |n: u64| n.checked_rem(page) == Some(0);
         if aligned(self.offset) && aligned(self.size) {
             Ok(())
         } else {
-            Err(Fault::Unaligned(at))
+            Err(RangeError::Unaligned(at))
         }
     }
 }
 
 /// Whether all ranges are whole pages of something that is `size` bytes long, and no two overlap. Returns their sum.
-pub(crate) fn check(ranges: &[Range], size: u64, page: u64) -> Result<u64, Fault> {
+pub(crate) fn check(ranges: &[Range], size: u64, page: u64) -> Result<u64, RangeError> {
     if ranges.is_empty() {
-        return Err(Fault::None);
+        return Err(RangeError::None);
     }
     let mut sum = 0_u64;
     for (at, range) in ranges.iter().enumerate() {
         range.check_pages(page, at)?;
-        let end = range.end().filter(|&end| end <= size).ok_or(Fault::Outside(at))?;
+        let end = range.end().filter(|&end| end <= size).ok_or(RangeError::Outside(at))?;
         for (before, other) in ranges.iter().enumerate().take(at) {
             // The earlier ones were found to end somewhere.
             let other_end = other.end().unwrap_or(u64::MAX);
             if range.offset < other_end && other.offset < end {
-                return Err(Fault::Overlap(at, before));
+                return Err(RangeError::Overlap(at, before));
             }
         }
         // They do not overlap, so that the sum is at most `size`.
@@ -101,20 +101,20 @@ mod tests {
     fn each_fault_names_its_range() {
         let size = 16 * PAGE;
         let top = u64::MAX / PAGE * PAGE;
-        let cases: [(&[Range], Result<u64, Fault>); 13] = [
-            (&[], Err(Fault::None)),
+        let cases: [(&[Range], Result<u64, RangeError>); 13] = [
+            (&[], Err(RangeError::None)),
             (&[pages(0, 16)], Ok(size)),
             (&[pages(3, 2), pages(0, 3)], Ok(5 * PAGE)),
-            (&[pages(0, 1), pages(1, 0)], Err(Fault::Empty(1))),
-            (&[range(0, PAGE), range(PAGE + 1, PAGE)], Err(Fault::Unaligned(1))),
-            (&[range(0, PAGE - 1)], Err(Fault::Unaligned(0))),
-            (&[pages(15, 1), pages(16, 1)], Err(Fault::Outside(1))),
-            (&[pages(0, 17)], Err(Fault::Outside(0))),
-            (&[range(top, PAGE)], Err(Fault::Outside(0))),
-            (&[range(top, top)], Err(Fault::Outside(0))),
-            (&[range(PAGE, top)], Err(Fault::Outside(0))),
-            (&[pages(0, 4), pages(8, 1), pages(3, 2)], Err(Fault::Overlap(2, 0))),
-            (&[pages(0, 1), pages(4, 1), pages(4, 1)], Err(Fault::Overlap(2, 1))),
+            (&[pages(0, 1), pages(1, 0)], Err(RangeError::Empty(1))),
+            (&[range(0, PAGE), range(PAGE + 1, PAGE)], Err(RangeError::Unaligned(1))),
+            (&[range(0, PAGE - 1)], Err(RangeError::Unaligned(0))),
+            (&[pages(15, 1), pages(16, 1)], Err(RangeError::Outside(1))),
+            (&[pages(0, 17)], Err(RangeError::Outside(0))),
+            (&[range(top, PAGE)], Err(RangeError::Outside(0))),
+            (&[range(top, top)], Err(RangeError::Outside(0))),
+            (&[range(PAGE, top)], Err(RangeError::Outside(0))),
+            (&[pages(0, 4), pages(8, 1), pages(3, 2)], Err(RangeError::Overlap(2, 0))),
+            (&[pages(0, 1), pages(4, 1), pages(4, 1)], Err(RangeError::Overlap(2, 1))),
         ];
         for (ranges, answer) in cases {
             assert_eq!(check(ranges, size, PAGE), answer);
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_page_of_no_bytes_aligns_nothing() {
-        assert_eq!(check(&[pages(0, 1)], PAGE, 0), Err(Fault::Unaligned(0)));
+        assert_eq!(check(&[pages(0, 1)], PAGE, 0), Err(RangeError::Unaligned(0)));
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //!
 //! A [`Rule`] matches pairs of a provider and a client, for a user, and sets attributes. Rules are looked at in the
 //! order of their names, and for each attribute the first rule that matches and sets it decides. What a request's
-//! pairs come to together, for one provider, is a [`Ruling`]; what a buffer in it counts against is a
-//! [`crate::policy::quota::Levy`]. All of it is written down in Documentation/design/rules.md.
+//! pairs come to together, for one provider, is a [`RuleEffect`]; what a buffer in it counts against is a
+//! [`crate::policy::quota::ChargeSet`]. All of it is written down in Documentation/design/rules.md.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
 //! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
@@ -459,7 +459,7 @@ pub(crate) struct Ref {
 
 /// How much a candidate is wanted; the smaller the more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Stance {
+pub(crate) enum Preference {
     Prefer,
     Neutral,
     Avoid,
@@ -480,7 +480,7 @@ pub(crate) struct Over {
 
 /// What the rules say of one provider for one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ruling {
+pub(crate) struct RuleEffect {
     /// The rule that denies it.
     pub(crate) denied: Option<Ref>,
     /// The rule whose farthest class a path exceeds.
@@ -493,13 +493,13 @@ pub(crate) struct Ruling {
     pub(crate) withheld: u64,
     pub(crate) withheld_by: Option<Ref>,
     /// What the administrator wants, and what the application wants.
-    pub(crate) stance: Stance,
-    pub(crate) stance_by: Option<Ref>,
-    pub(crate) own_stance: Stance,
-    pub(crate) own_stance_by: Option<Ref>,
+    pub(crate) preference: Preference,
+    pub(crate) preference_by: Option<Ref>,
+    pub(crate) own_preference: Preference,
+    pub(crate) own_preference_by: Option<Ref>,
 }
 
-impl Ruling {
+impl RuleEffect {
     /// What no rule says.
     pub(crate) const NONE: Self = Self {
         denied: None,
@@ -508,10 +508,10 @@ impl Ruling {
         over_cgroup: false,
         withheld: 0,
         withheld_by: None,
-        stance: Stance::Neutral,
-        stance_by: None,
-        own_stance: Stance::Neutral,
-        own_stance_by: None,
+        preference: Preference::Neutral,
+        preference_by: None,
+        own_preference: Preference::Neutral,
+        own_preference_by: None,
     };
 
     /// Adds what a set of rules says of `provider` for `clients`, whose paths to it are `paths`. A rule of the second
@@ -528,7 +528,7 @@ impl Ruling {
         if rules.is_empty() {
             return;
         }
-        let (mut stance, mut by) = (Stance::Neutral, None);
+        let (mut preference, mut by) = (Preference::Neutral, None);
         let mut pair = |client: Option<&Party>, path: Option<&Path>| {
             let first = |sets: fn(&Rule) -> bool| {
                 indexed(rules).find(|(at, rule)| sets(rule) && who.has(*at) && rule.matches(provider, client))
@@ -538,8 +538,12 @@ impl Ruling {
                 match rule.action {
                     Some(Action::Deny) => self.denied = self.denied.or(rule_ref),
                     // One client's need to avoid it counts for all.
-                    Some(Action::Avoid) if stance != Stance::Avoid => (stance, by) = (Stance::Avoid, rule_ref),
-                    Some(Action::Prefer) if stance == Stance::Neutral => (stance, by) = (Stance::Prefer, rule_ref),
+                    Some(Action::Avoid) if preference != Preference::Avoid => {
+                        (preference, by) = (Preference::Avoid, rule_ref)
+                    }
+                    Some(Action::Prefer) if preference == Preference::Neutral => {
+                        (preference, by) = (Preference::Prefer, rule_ref)
+                    }
                     _ => {}
                 }
             }
@@ -556,8 +560,8 @@ impl Ruling {
             pair(Some(client), paths.get(at));
         }
         match set {
-            Set::Admin => (self.stance, self.stance_by) = (stance, by),
-            Set::Own => (self.own_stance, self.own_stance_by) = (stance, by),
+            Set::Admin => (self.preference, self.preference_by) = (preference, by),
+            Set::Own => (self.own_preference, self.own_preference_by) = (preference, by),
         }
     }
 }
@@ -645,12 +649,12 @@ mod tests {
         }
     }
 
-    fn ruled(rules: &[Rule], uid: u32) -> Ruling {
-        let mut ruling = Ruling::NONE;
+    fn ruled(rules: &[Rule], uid: u32) -> RuleEffect {
+        let mut effect = RuleEffect::NONE;
         let who = Applicable::to(rules, &User(uid));
         let paths = [path(PathClass::HostBridge)];
-        ruling.add(Set::Admin, rules, &who, &PROVIDER, &[CLIENT], &paths);
-        ruling
+        effect.add(Set::Admin, rules, &who, &PROVIDER, &[CLIENT], &paths);
+        effect
     }
 
     #[test]
@@ -682,13 +686,13 @@ mod tests {
         let by = |at| Some(Ref { set: Set::Admin, at });
         let denied = ruled(&rules, 7);
         assert_eq!((denied.denied, denied.too_far), (by(0), None));
-        assert_eq!(denied.stance, Stance::Neutral);
+        assert_eq!(denied.preference, Preference::Neutral);
         let far = ruled(&rules, 8);
         assert_eq!((far.denied, far.too_far), (None, by(1)));
-        assert_eq!((far.stance, far.stance_by), (Stance::Prefer, by(3)));
+        assert_eq!((far.preference, far.preference_by), (Preference::Prefer, by(3)));
         let fine = ruled(&rules, 1);
         assert_eq!((fine.denied, fine.too_far), (None, None));
-        assert_eq!(ruled(&[], 7), Ruling::NONE);
+        assert_eq!(ruled(&[], 7), RuleEffect::NONE);
     }
 
     #[test]

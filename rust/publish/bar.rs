@@ -84,7 +84,7 @@ impl Orchestrator {
         let function = Function::of(device.device());
         let addr = wanted.addr;
         if let Some(provider) = self.find(&function) {
-            return Err(if provider.is_leaving() {
+            return Err(if provider.is_being_removed() {
                 refuse!(
                     EBUSY,
                     "{} is still being taken back: {}",
@@ -201,7 +201,7 @@ impl Orchestrator {
                 addr
             )
         })?;
-        let slab = pool.take(size - reserve).ok_or_else(|| {
+        let chunk = pool.take(size - reserve).ok_or_else(|| {
             refuse!(
                 EBUSY,
                 "other drivers use memory of {} that should be handed out: raise kernel_reserve",
@@ -209,10 +209,10 @@ impl Orchestrator {
             )
         })?;
         let at = function.bar(bar).map_or(0, |(at, _)| at);
-        if slab.phys() != at + wanted.offset {
+        if chunk.phys() != at + wanted.offset {
             return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
         }
-        self.add_own(wanted, function, (bar, reserve), Backing::Pages(slab), publisher)
+        self.add_own(wanted, function, (bar, reserve), Backing::Pages(chunk), publisher)
     }
 
     /// Makes a provider of a range that gets no pages.

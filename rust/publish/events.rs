@@ -17,8 +17,8 @@ use crate::{
         refusal::Answer, //
     },
     mem::provider::{
-        Kind,
-        Leave, //
+        ProviderKind,
+        RemovalKind, //
     }, //
 };
 use kernel::{prelude::*, sync::Arc};
@@ -33,8 +33,8 @@ impl bus::Listener for BusEvents {
 
     fn unbinding(&self, function: &Function) {
         // An own provider leaves in the driver's own call, which comes next.
-        if self.0.find(function).is_some_and(|p| p.kind != Kind::Own) {
-            self.0.remove(function, Leave::Unbind);
+        if self.0.find(function).is_some_and(|p| p.kind != ProviderKind::Own) {
+            self.0.remove(function, RemovalKind::Unbind);
         }
     }
 
@@ -73,7 +73,7 @@ impl Registrar for DriverMemory {
 
     fn unregister(&self, function: &Function, provider: u32) {
         if self.0.find(function).is_some_and(|found| found.id == provider) {
-            self.0.remove(function, Leave::Retire);
+            self.0.remove(function, RemovalKind::Retire);
         }
     }
 }
@@ -84,7 +84,7 @@ pub(crate) struct DriverEvents;
 impl driver::Hooks for DriverEvents {
     fn unbinding(function: &Function) {
         if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.remove(function, Leave::Unbind);
+            orchestrator.remove(function, RemovalKind::Unbind);
             orchestrator.end_lost(function, false);
         }
     }

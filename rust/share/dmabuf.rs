@@ -21,10 +21,10 @@ use crate::{
             Exporter,
             Got,
             Importer,
-            Lease,
             Link,
+            MapSource,
             Operations,
-            Piece, //
+            PhysRange, //
         },
         log::{
             self,
@@ -39,7 +39,7 @@ use crate::{
         },
         trace::{
             self,
-            Road, //
+            RegistrationMethod, //
         },
         workqueue, //
     },
@@ -57,8 +57,8 @@ use crate::{
     policy::{
         ranges::{
             self,
-            Fault,
-            Range, //
+            Range,
+            RangeError, //
         },
         rule::Subject as _, //
     },
@@ -122,7 +122,7 @@ pub(crate) struct Export {
     /// What it consists of, as parts of the buffer.
     ranges: KVec<Range>,
     /// The same, as physical memory.
-    pieces: KVec<Piece>,
+    pieces: KVec<PhysRange>,
     pinned: bool,
     /// The file that exported it.
     file: u64,
@@ -181,7 +181,7 @@ impl Export {
         }
         let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &ranges {
-            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
+            pieces.push(PhysRange::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
         }
         let for_export = buffer.clone();
         let export = Arc::pin_init(
@@ -471,7 +471,7 @@ impl Exporter for Export {
             Ok(number) => {
                 counters.attaches.fetch_add(1, Relaxed);
                 let name = importer.name();
-                trace::register(Road::DmaBuf, || {
+                trace::register(RegistrationMethod::DmaBuf, || {
                     let length = this.ranges.iter().map(|range| range.size).sum();
                     (this.buffer.about(), this.id, length, name.device())
                 });
@@ -499,7 +499,7 @@ impl Exporter for Export {
         this.change(importer, |attached| attached.pins = attached.pins.saturating_sub(1));
     }
 
-    fn map(&self, importer: u64) -> Result<Lease<'_>> {
+    fn map(&self, importer: u64) -> Result<MapSource<'_>> {
         let mut state = self.state.lock();
         if state.revoked {
             return Err(ENODEV);
@@ -510,7 +510,7 @@ impl Exporter for Export {
             attached.mappings += 1;
         }
         drop(state);
-        Ok(Lease {
+        Ok(MapSource {
             target,
             pieces: &self.pieces,
         })
@@ -642,20 +642,20 @@ pub(crate) fn too_many(count: u64) -> Refusal {
 }
 
 /// Puts what is wrong with a list into words.
-fn explain(fault: Fault, list: &[Range], size: u64) -> Refusal {
+fn explain(fault: RangeError, list: &[Range], size: u64) -> Refusal {
     let of = |at: usize| {
         let none = Range { offset: 0, size: 0 };
         let range = list.get(at).copied().unwrap_or(none);
         (range.offset, range.size)
     };
     match fault {
-        Fault::None => refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0"),
-        Fault::Empty(at) => refuse!(EINVAL, "range {} has 0 bytes", at),
-        Fault::Unaligned(at) => {
+        RangeError::None => refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0"),
+        RangeError::Empty(at) => refuse!(EINVAL, "range {} has 0 bytes", at),
+        RangeError::Unaligned(at) => {
             let (offset, len) = of(at);
             refuse!(EINVAL, "range {} ({:#x}+{:#x}) is not whole pages", at, offset, len)
         }
-        Fault::Outside(at) => {
+        RangeError::Outside(at) => {
             let (offset, len) = of(at);
             refuse!(
                 EINVAL,
@@ -666,7 +666,7 @@ fn explain(fault: Fault, list: &[Range], size: u64) -> Refusal {
                 size
             )
         }
-        Fault::Overlap(at, before) => refuse!(EINVAL, "ranges {} and {} overlap", before, at),
+        RangeError::Overlap(at, before) => refuse!(EINVAL, "ranges {} and {} overlap", before, at),
     }
 }
 

@@ -33,7 +33,7 @@ use crate::{
     share::peer_registration::{
         Call,
         Found,
-        Registration,
+        PeerRegistration,
         Registrations, //
     }, //
 };
@@ -53,7 +53,7 @@ pub(crate) fn is_open() -> bool {
 
 /// The client as the core knows it, and its registrations; it does no more when this is dropped.
 pub(crate) struct ClientRegistration {
-    _client: Option<peer_mem::Registration<Client>>,
+    _client: Option<peer_mem::PeerMemoryRegistration<Client>>,
     _registrations: global::Registered<Registrations>,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct ClientRegistration {
 /// from its other work.
 pub(crate) fn register() -> Result<ClientRegistration> {
     let registrations = global::Registered::new(Arc::pin_init(Registrations::new(), GFP_KERNEL)?)?;
-    let client = Form::chosen().and_then(|form| match peer_mem::Registration::new(c"p2pmem", form) {
+    let client = Form::chosen().and_then(|form| match peer_mem::PeerMemoryRegistration::new(c"p2pmem", form) {
         Ok(client) => {
             pr_info!("ibv_reg_mr() takes mapped buffers (peer_memory={})\n", form.name());
             Some(client)
@@ -168,7 +168,7 @@ pub(crate) struct Client;
 
 impl Client {
     /// Tells the program that was refused, by the file that has the buffer, and the log.
-    fn refused(context: &Registration, refusal: Refusal) -> Error {
+    fn refused(context: &PeerRegistration, refusal: Refusal) -> Error {
         if let Ok(registrations) = Registrations::get() {
             registrations.count_refusal();
         }
@@ -192,7 +192,7 @@ impl Client {
         let Some(module) = ModuleRef::get() else {
             return Ok(false);
         };
-        let registration = Registration::new(id, asked, found, module)?;
+        let registration = PeerRegistration::new(id, asked, found, module)?;
         Registrations::get()?.add(id, &registration)?;
         registration.count(Call::Acquire);
         Ok(true)
@@ -200,7 +200,7 @@ impl Client {
 }
 
 impl peer_mem::Client for Client {
-    type Context = Registration;
+    type Context = PeerRegistration;
 
     fn acquire(number: u64, asked: Asked) -> Result<bool> {
         match Orchestrator::get() {
@@ -209,30 +209,30 @@ impl peer_mem::Client for Client {
         }
     }
 
-    fn find(number: u64) -> Option<Arc<Registration>> {
+    fn find(number: u64) -> Option<Arc<PeerRegistration>> {
         Registrations::get().ok()?.find(number)
     }
 
-    fn get_pages(context: &Arc<Registration>, write: bool) -> Result {
+    fn get_pages(context: &Arc<PeerRegistration>, write: bool) -> Result {
         context.count(Call::GetPages);
         context.hold(write).map_err(|refusal| Self::refused(context, refusal))
     }
 
-    fn dma_map(context: &Registration, adapter: &Adapter<'_>) -> Result {
+    fn dma_map(context: &PeerRegistration, adapter: &Adapter<'_>) -> Result {
         context.count(Call::DmaMap);
         context.map(adapter).map_err(|refusal| Self::refused(context, refusal))
     }
 
-    fn slot(context: &Registration) -> &Slot {
+    fn slot(context: &PeerRegistration) -> &Slot {
         context.slot()
     }
 
-    fn dma_unmap(context: &Registration) {
+    fn dma_unmap(context: &PeerRegistration) {
         context.count(Call::DmaUnmap);
         context.unmapped();
     }
 
-    fn put_pages(context: &Registration) {
+    fn put_pages(context: &PeerRegistration) {
         context.count(Call::PutPages);
         context.let_go();
     }

@@ -11,7 +11,7 @@ use crate::{
         completion::Completion,
         dma_buf::{
             DeviceName,
-            Piece, //
+            PhysRange, //
         },
         global,
         log::{
@@ -33,7 +33,7 @@ use crate::{
         },
         trace::{
             self,
-            Road, //
+            RegistrationMethod, //
         }, //
     },
     mem::{
@@ -133,7 +133,7 @@ struct State {
 
 /// A registration.
 #[pin_data]
-pub(crate) struct Registration {
+pub(crate) struct PeerRegistration {
     id: u64,
     owner: Owner,
     asked: Asked,
@@ -148,7 +148,7 @@ pub(crate) struct Registration {
     _module: ModuleRef,
 }
 
-impl Registration {
+impl PeerRegistration {
     /// `id` is a number that is used once.
     pub(super) fn new(id: u64, asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
         Arc::pin_init(
@@ -264,7 +264,7 @@ impl Registration {
         }
         let mut pieces = KVec::with_capacity(self.found.ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &self.found.ranges {
-            pieces.push(Piece::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
+            pieces.push(PhysRange::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
         }
         let entries = self.place.map(adapter, target, &pieces).map_err(|e| match e {
             e if e == ENODEV => self.gone(),
@@ -275,7 +275,7 @@ impl Registration {
                 provider.addr
             ),
         })?;
-        trace::register(Road::PeerMemory, || {
+        trace::register(RegistrationMethod::PeerMemory, || {
             let length = self.found.ranges.iter().map(|range| range.size).sum();
             let device = name.as_ref().map_or(c"virtual", DeviceName::device);
             (buffer.about(), self.id, length, device)
@@ -308,7 +308,7 @@ impl Registration {
     }
 }
 
-impl Revocable for Registration {
+impl Revocable for PeerRegistration {
     /// First part of a revocation: nothing is mapped any more from here on, and the adapter forgets what was, unless the
     /// administrator chose that it need not.
     fn revoke(self: Arc<Self>) {
@@ -380,7 +380,7 @@ impl Revocable for Registration {
 #[pin_data]
 pub(crate) struct Registrations {
     #[pin]
-    all: Mutex<RBTree<u64, Arc<Registration>>>,
+    all: Mutex<RBTree<u64, Arc<PeerRegistration>>>,
     /// Calls, in the order of [`Call`].
     calls: [Atomic<u64>; Call::NAMES.len()],
     /// Calls that came again, and that came before an earlier one of their order.
@@ -400,12 +400,12 @@ impl Registrations {
         })
     }
 
-    pub(super) fn find(&self, id: u64) -> Option<Arc<Registration>> {
+    pub(super) fn find(&self, id: u64) -> Option<Arc<PeerRegistration>> {
         self.all.lock().get(&id).cloned()
     }
 
     /// Calls `f` with each registration, one after the other and without a lock.
-    fn for_each(&self, mut f: impl FnMut(&Registration)) {
+    fn for_each(&self, mut f: impl FnMut(&PeerRegistration)) {
         let next = |from| walk::at_or_after(&self.all.lock(), from);
         walk::one_by_one(next, |registration| f(registration));
     }
@@ -440,19 +440,19 @@ impl Registrations {
     }
 
     /// Takes in a registration. Errors: `ENOMEM`.
-    pub(super) fn add(&self, id: u64, registration: &Arc<Registration>) -> Result {
+    pub(super) fn add(&self, id: u64, registration: &Arc<PeerRegistration>) -> Result {
         let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT)?;
         self.all.lock().insert(node);
         Ok(())
     }
 
     /// Forgets a registration. The last reference may be the caller's.
-    pub(super) fn remove(&self, id: u64) -> Option<Arc<Registration>> {
+    pub(super) fn remove(&self, id: u64) -> Option<Arc<PeerRegistration>> {
         self.all.lock().remove(&id)
     }
 
     /// Counts a call.
-    pub(super) fn count(&self, registration: &Registration, call: Call) {
+    pub(super) fn count(&self, registration: &PeerRegistration, call: Call) {
         let note = registration.note(call);
         self.calls[call as usize].fetch_add(1, Relaxed);
         self.repeated.fetch_add(u64::from(note.repeated), Relaxed);

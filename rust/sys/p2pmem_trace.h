@@ -106,7 +106,7 @@ TRACE_EVENT(p2pmem_register,
 		__entry->peer = peer;
 		__assign_str(device);
 	),
-	TP_printk(P2PMEM_BUFFER_FORMAT " road=%s id=%llu length=%llu device=%s",
+	TP_printk(P2PMEM_BUFFER_FORMAT " method=%s id=%llu length=%llu device=%s",
 		  P2PMEM_BUFFER_PRINT, __entry->peer ? "peer-memory" : "dma-buf", __entry->id,
 		  __entry->length, __get_str(device))
 );

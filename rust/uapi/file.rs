@@ -10,17 +10,17 @@
 use crate::{
     alloc::{
         explanation::{
-            Account,
-            Brief,
-            Told, //
+            Decision,
+            Explanation,
+            QuickDecision, //
         },
         orchestrator::{
             visible_bus_addr,
             OpenFile,
             Orchestrator, //
         },
-        request::Wish,
-        rules::Book, //
+        request::AllocRequest,
+        rules::RuleSet, //
     },
     ext::{
         abi::{
@@ -157,9 +157,9 @@ impl Events {
 /// What is kept of decisions.
 struct Last {
     /// The last decision or refusal.
-    told: Option<Told>,
+    decision: Option<Decision>,
     /// One that nobody needs any more.
-    spare: Option<KBox<Brief>>,
+    spare: Option<KBox<QuickDecision>>,
 }
 
 /// An open file.
@@ -172,7 +172,7 @@ pub(crate) struct File {
     exports: ExportCount,
     /// The file's own rules.
     #[pin]
-    rules: Mutex<Option<Arc<Book>>>,
+    rules: Mutex<Option<Arc<RuleSet>>>,
     #[pin]
     last: Mutex<Last>,
     #[pin]
@@ -235,25 +235,25 @@ impl File {
     }
 
     /// Remembers what was decided; without a buffer the decision is a refusal.
-    fn settle(&self, holder: Option<Holder>, told: Told) -> Answer<Holder> {
-        let refusal = match &told {
-            Told::Account(account) if holder.is_none() => account.refusal(),
+    fn settle(&self, holder: Option<Holder>, decision: Decision) -> Answer<Holder> {
+        let refusal = match &decision {
+            Decision::Explanation(explanation) if holder.is_none() => explanation.refusal(),
             _ => Refusal::from(EINVAL),
         };
-        self.remember(Some(told));
+        self.remember(Some(decision));
         holder.ok_or(refusal)
     }
 
     /// What a decision can be made in without allocating memory.
-    fn spare(&self) -> Option<KBox<Brief>> {
+    fn spare(&self) -> Option<KBox<QuickDecision>> {
         self.last.lock().spare.take()
     }
 
     /// Remembers what was decided, or that there was no memory to remember it in.
-    fn remember(&self, told: Option<Told>) {
+    fn remember(&self, decision: Option<Decision>) {
         let mut last = self.last.lock();
-        let old = match core::mem::replace(&mut last.told, told) {
-            Some(Told::Brief(brief)) => last.spare.replace(brief).map(Told::Brief),
+        let old = match core::mem::replace(&mut last.decision, decision) {
+            Some(Decision::QuickDecision(quick)) => last.spare.replace(quick).map(Decision::QuickDecision),
             other => other,
         };
         drop(last);
@@ -312,8 +312,8 @@ impl File {
             self.orchestrator.forget_paths();
         }
         let clients = names.as_slice();
-        let view = self.orchestrator.view(clients)?;
-        let (known, all) = (&view.facts.known, &view.facts.paths);
+        let snapshot = self.orchestrator.snapshot(clients)?;
+        let (known, all) = (&snapshot.parts.known, &snapshot.parts.paths);
         let mut out = ArrayWriter::new(paths.paths, paths.nr_paths, paths.path_size)?;
         for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
             out.write(&abi::Path {
@@ -338,16 +338,16 @@ impl File {
 
     fn alloc(&self, alloc: &mut abi::Alloc) -> Answer {
         no_reserved(alloc.reserved)?;
-        let wish = self.wish(&alloc.req)?;
-        if wish.strategy == consts::STRATEGY_STRIPE {
+        let wanted = self.wanted(&alloc.req)?;
+        if wanted.strategy == consts::STRATEGY_STRIPE {
             return Err(refuse!(
                 EINVAL,
                 "a stripe is a buffer in each of several providers: allocate it by P2PMEM_IOC_STRIPE"
             ));
         }
-        let (holder, told) = self.orchestrator.alloc(&wish, self.id, self.spare())?;
-        let (provider, class) = (told.chosen(), told.class());
-        let holder = self.settle(holder, told)?;
+        let (holder, decision) = self.orchestrator.alloc(&wanted, self.id, self.spare())?;
+        let (provider, class) = (decision.chosen(), decision.class());
+        let holder = self.settle(holder, decision)?;
         alloc.provider = provider;
         alloc.size = holder.size;
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
@@ -361,26 +361,26 @@ impl File {
     fn stripe(&self, ask: &mut abi::Stripe) -> Answer<KVec<abi::Part>> {
         no_flags(ask.flags, 0)?;
         no_reserved(ask.reserved)?;
-        let wish = self.wish(&ask.req)?;
-        if wish.strategy != consts::STRATEGY_STRIPE {
+        let wanted = self.wanted(&ask.req)?;
+        if wanted.strategy != consts::STRATEGY_STRIPE {
             return Err(refuse!(
                 EINVAL,
                 "a stripe takes P2PMEM_STRATEGY_STRIPE, not strategy {}",
-                wish.strategy
+                wanted.strategy
             ));
         }
         let room = ask.nr_parts as usize;
-        if room < wish.parts.max(1) {
+        if room < wanted.parts.max(1) {
             return Err(refuse!(
                 EINVAL,
                 "there is room for {} parts, {} are wanted",
                 room,
-                wish.parts.max(1)
+                wanted.parts.max(1)
             ));
         }
-        let (made, account) = self.orchestrator.stripe(&wish, room, self.id)?;
-        let refusal = made.is_empty().then(|| account.refusal());
-        self.remember(Some(Told::Account(KBox::new(account, GFP_KERNEL_ACCOUNT)?)));
+        let (made, explanation) = self.orchestrator.stripe(&wanted, room, self.id)?;
+        let refusal = made.is_empty().then(|| explanation.refusal());
+        self.remember(Some(Decision::Explanation(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?)));
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
@@ -407,7 +407,7 @@ impl File {
             }
         }
         ask.nr_parts = parts.len() as u32;
-        ask.size = wish.size;
+        ask.size = wanted.size;
         Ok(parts)
     }
 
@@ -536,28 +536,28 @@ impl File {
         let said = if explain.flags & consts::EXPLAIN_LAST != 0 {
             self.last_said()?
         } else {
-            let wish = self.wish(&explain.req)?;
-            let told = if wish.strategy == consts::STRATEGY_STRIPE {
-                Told::Account(KBox::new(
-                    self.orchestrator.explain_stripe(&wish, self.id)?,
+            let wanted = self.wanted(&explain.req)?;
+            let decision = if wanted.strategy == consts::STRATEGY_STRIPE {
+                Decision::Explanation(KBox::new(
+                    self.orchestrator.explain_stripe(&wanted, self.id)?,
                     GFP_KERNEL_ACCOUNT,
                 )?)
             } else {
-                self.orchestrator.explain(&wish, self.id, self.spare())?
+                self.orchestrator.explain(&wanted, self.id, self.spare())?
             };
             let silent = explain.nr_verdicts == 0 && explain.text_len == 0;
-            match told {
-                Told::Brief(brief) if silent => {
-                    explain.nr_verdicts = wish.view.providers.len() as u32;
+            match decision {
+                Decision::QuickDecision(quick) if silent => {
+                    explain.nr_verdicts = wanted.snapshot.providers.len() as u32;
                     explain.text_len = Text::LONGEST;
                     explain.error = 0;
-                    explain.chosen = brief.provider();
-                    let old = self.last.lock().spare.replace(brief);
+                    explain.chosen = quick.provider();
+                    let old = self.last.lock().spare.replace(quick);
                     drop(old);
                     return Ok(());
                 }
-                Told::Brief(brief) => KBox::new(brief.account()?, GFP_KERNEL_ACCOUNT)?,
-                Told::Account(account) => account,
+                Decision::QuickDecision(quick) => KBox::new(quick.explanation()?, GFP_KERNEL_ACCOUNT)?,
+                Decision::Explanation(explanation) => explanation,
             }
         };
         let mut out = ArrayWriter::new(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
@@ -582,23 +582,23 @@ impl File {
     }
 
     /// What there is to say of this file's last decision or refusal.
-    fn last_said(&self) -> Answer<KBox<Account>> {
+    fn last_said(&self) -> Answer<KBox<Explanation>> {
         let last = self.last.lock();
         // Nothing to explain is itself nothing to remember.
-        let account = match last.told.as_ref().ok_or(Refusal::from(abi::errno(abi::ENODATA)))? {
-            Told::Brief(brief) => brief.account()?,
-            Told::Account(account) => account.again()?,
+        let explanation = match last.decision.as_ref().ok_or(Refusal::from(abi::errno(abi::ENODATA)))? {
+            Decision::QuickDecision(quick) => quick.explanation()?,
+            Decision::Explanation(explanation) => explanation.again()?,
         };
-        Ok(KBox::new(account, GFP_KERNEL_ACCOUNT)?)
+        Ok(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?)
     }
 
-    fn own_rules(&self) -> Option<Arc<Book>> {
+    fn own_rules(&self) -> Option<Arc<RuleSet>> {
         self.rules.lock().clone()
     }
 
     /// Checks a request.
-    fn wish(&self, req: &abi::Request) -> Answer<Wish> {
-        request::wish(req, self.own_rules(), &self.orchestrator)
+    fn wanted(&self, req: &abi::Request) -> Answer<AllocRequest> {
+        request::wanted(req, self.own_rules(), &self.orchestrator)
     }
 
     /// Replaces the file's own rules.
@@ -631,10 +631,10 @@ impl File {
         }
         let (page, len) = (area.page_offset(), area.len());
         if page == 0 {
-            let wish = Wish {
+            let wanted = AllocRequest {
                 size: len,
                 align: PAGE_SIZE as u64,
-                view: self.orchestrator.view(&[])?,
+                snapshot: self.orchestrator.snapshot(&[])?,
                 named: Named::Any,
                 strategy: consts::STRATEGY_NEAREST,
                 max_class: None,
@@ -643,8 +643,8 @@ impl File {
                 // The kernel holds the mmap lock, which whoever looks at the process waits for.
                 clearing: Clearing::AtFirstUse,
             };
-            let (holder, told) = self.orchestrator.alloc(&wish, self.id, self.spare())?;
-            let holder = self.settle(holder, told)?;
+            let (holder, decision) = self.orchestrator.alloc(&wanted, self.id, self.spare())?;
+            let holder = self.settle(holder, decision)?;
             // The handle ends here, the mapping keeps the buffer.
             return attach(area, holder.buffer(), holder.page_offset);
         }
@@ -759,12 +759,12 @@ impl Argument {
 static TABLE: chrdev::Table<File> = chrdev::Table::new();
 
 impl OpenFile for File {
-    fn tell(&self, kind: u32, provider: u32) {
+    fn notify(&self, kind: u32, provider: u32) {
         self.push_event(kind, provider, 0);
     }
 
     /// Tells of a buffer that was revoked, once for each of its handles.
-    fn tell_revoked(&self, buffer: &Buffer) {
+    fn notify_revoked(&self, buffer: &Buffer) {
         let provider = buffer.provider.id;
         let mut last = 0;
         loop {
@@ -788,20 +788,20 @@ impl OpenFile for File {
             return;
         }
         let error = -refusal.error.to_errno();
-        let known = match &self.last.lock().told {
+        let known = match &self.last.lock().decision {
             // A decision that found no provider was remembered with its verdicts just before.
-            Some(Told::Account(last)) => last.error == error && last.text.as_str() == refusal.text().as_str(),
+            Some(Decision::Explanation(last)) => last.error == error && last.text.as_str() == refusal.text().as_str(),
             _ => false,
         };
         if !known {
-            let account = KBox::new(Account::of_refusal(error, *refusal.text()), GFP_KERNEL_ACCOUNT);
-            self.remember(account.ok().map(Told::Account));
+            let explanation = KBox::new(Explanation::of_refusal(error, *refusal.text()), GFP_KERNEL_ACCOUNT);
+            self.remember(explanation.ok().map(Decision::Explanation));
         }
     }
 }
 
 impl chrdev::Operations for File {
-    type Mapped = Buffer;
+    type Object = Buffer;
 
     fn table() -> &'static chrdev::Table<Self> {
         &TABLE
@@ -819,7 +819,7 @@ impl chrdev::Operations for File {
                 exports,
                 rules <- new_mutex!(None),
                 last <- new_mutex!(Last {
-                    told: None,
+                    decision: None,
                     spare: None,
                 }),
                 events <- new_mutex!(Events {

@@ -3,7 +3,7 @@
 //! An application's own rules, as it hands them over.
 
 use crate::{
-    alloc::rules::Book,
+    alloc::rules::RuleSet,
     ext::{
         abi::{
             self,
@@ -39,7 +39,7 @@ use kernel::{
 };
 
 /// Reads and checks a file's own rules; none where there are to be none.
-pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<Book>>> {
+pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<RuleSet>>> {
     if ask.count > consts::MAX_RULES {
         return Err(refuse!(
             E2BIG,
@@ -65,7 +65,7 @@ pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<Book>>> {
     if rules.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Book::new(rules)?))
+    Ok(Some(RuleSet::new(rules)?))
 }
 
 fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {

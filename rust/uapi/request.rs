@@ -5,8 +5,8 @@
 use crate::{
     alloc::{
         orchestrator::Orchestrator,
-        request::Wish,
-        rules::Book, //
+        request::AllocRequest,
+        rules::RuleSet, //
     },
     ext::{
         abi::{
@@ -242,7 +242,11 @@ pub(crate) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
 }
 
 /// Checks a request.
-pub(crate) fn wish(req: &abi::Request, own: Option<Arc<Book>>, orchestrator: &Orchestrator) -> Answer<Wish> {
+pub(crate) fn wanted(
+    req: &abi::Request,
+    own: Option<Arc<RuleSet>>,
+    orchestrator: &Orchestrator,
+) -> Answer<AllocRequest> {
     const PAGE: u64 = PAGE_SIZE as u64;
     no_flags(req.flags, consts::ALLOC_PREFER)?;
     no_reserved(req.reserved)?;
@@ -289,10 +293,10 @@ pub(crate) fn wish(req: &abi::Request, own: Option<Arc<Book>>, orchestrator: &Or
         },
     };
     let names = Names::read(req.clients, req.nr_clients, req.client_size)?;
-    Ok(Wish {
+    Ok(AllocRequest {
         size,
         align,
-        view: orchestrator.view(names.as_slice())?,
+        snapshot: orchestrator.snapshot(names.as_slice())?,
         named,
         strategy,
         max_class,

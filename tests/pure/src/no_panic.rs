@@ -23,10 +23,10 @@ pub struct Numbers(u64);
 
 impl quota::Store for Numbers {
     type Error = ();
-    fn used(&self, _: quota::Account) -> u64 {
+    fn used(&self, _: quota::ChargeKey) -> u64 {
         self.0
     }
-    fn set(&mut self, _: quota::Account, bytes: u64) -> Result<(), ()> {
+    fn set(&mut self, _: quota::ChargeKey, bytes: u64) -> Result<(), ()> {
         self.0 = bytes;
         if bytes & 1 == 1 { Err(()) } else { Ok(()) }
     }
@@ -44,20 +44,20 @@ pub fn entry_points(
     rules: (&[rule::Rule], &[rule::Rule], &Who),
     parties: &[rule::Party],
     paths: &[path::Path],
-    line: (&mut [placement::Turn<u64>], &mut [placement::Stock]),
+    line: (&mut [placement::RankedProvider<u64>], &mut [placement::Capacity]),
     text: &str,
-) -> (placement::Decision, path::Path, u64, Option<path::PathClass>, path::PortKind) {
+) -> (placement::Choice, path::Path, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     let (admin, own, subject) = rules;
     let who = rule::Applicable::to(admin, subject);
     let mut shadowed = 0;
     for (party, candidate) in parties.iter().zip(candidates.iter_mut()) {
-        candidate.ruling.add(rule::Set::Admin, admin, &who, party, parties, paths);
-        candidate.ruling.add(rule::Set::Own, own, &rule::Applicable::ALL, party, parties, paths);
-        let payer = quota::Payer { rules: admin, who, uid: n, file: u64::from(m), own };
-        let fund = quota::Fund { id: o, party, size: candidate.size, kernel_has: u64::from(p) };
+        candidate.effect.add(rule::Set::Admin, admin, &who, party, parties, paths);
+        candidate.effect.add(rule::Set::Own, own, &rule::Applicable::ALL, party, parties, paths);
+        let payer = quota::Requester { rules: admin, who, uid: n, file: u64::from(m), own };
+        let fund = quota::ChargeTarget { id: o, party, size: candidate.size, kernel_has: u64::from(p) };
         let mut store = Numbers(candidate.free);
-        let levy = quota::Levy::of(&store, &payer, &fund);
+        let levy = quota::ChargeSet::of(&store, &payer, &fund);
         if let Ok(charged) = quota::charge(&mut store, &levy, u64::from(n)) {
             quota::uncharge(&mut store, charged);
         }
@@ -81,7 +81,7 @@ pub fn entry_points(
     let wanted = picks.get_mut(..(p & 7) as usize).unwrap_or_default();
     shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
     placement::group(line.0);
-    let glance = |gauge: &u64| match (*gauge, placement::Stock { free: *gauge, largest: *gauge }) {
+    let glance = |gauge: &u64| match (*gauge, placement::Capacity { free: *gauge, largest: *gauge }) {
         (..9, _) => placement::Glance::Unknown,
         (9..99, has) => placement::Glance::Short(has),
         (_, has) => placement::Glance::Fits(has),

@@ -14,8 +14,8 @@ use crate::policy::placement::{
     VerdictCode, //
 };
 use crate::policy::rule::{
-    Ruling,
-    Stance, //
+    Preference, //
+    RuleEffect,
 };
 
 const KIB: u64 = 1024;
@@ -30,7 +30,7 @@ pub(crate) struct Provider {
     pub(crate) free: u64,
     pub(crate) largest: u64,
     pub(crate) paths: Vec<Path>,
-    pub(crate) ruling: Ruling,
+    pub(crate) effect: RuleEffect,
 }
 
 impl Provider {
@@ -43,7 +43,7 @@ impl Provider {
             free: self.free,
             largest: self.largest,
             paths: &self.paths,
-            ruling: self.ruling,
+            effect: self.effect,
         }
     }
 
@@ -71,10 +71,10 @@ impl Provider {
         if unreachable {
             broken.push(VerdictCode::Unreachable);
         }
-        if self.ruling.denied.is_some() {
+        if self.effect.denied.is_some() {
             broken.push(VerdictCode::Denied);
         }
-        if self.ruling.too_far.is_some() {
+        if self.effect.too_far.is_some() {
             broken.push(VerdictCode::TooFar);
         }
         if let Some(max) = request.max_class {
@@ -85,16 +85,16 @@ impl Provider {
         if !self.could_hold(request) {
             broken.push(VerdictCode::TooSmall);
         }
-        if self.ruling.over.is_some() {
+        if self.effect.over.is_some() {
             broken.push(VerdictCode::Quota);
         }
-        if self.ruling.over_cgroup {
+        if self.effect.over_cgroup {
             broken.push(VerdictCode::Cgroup);
         }
         if self.free < request.size {
             broken.push(VerdictCode::Full);
         }
-        let set_aside = u128::from(self.free) < u128::from(request.size) + u128::from(self.ruling.withheld);
+        let set_aside = u128::from(self.free) < u128::from(request.size) + u128::from(self.effect.withheld);
         if request.size > 0 && set_aside {
             broken.push(VerdictCode::Reserved);
         }
@@ -129,10 +129,10 @@ impl Provider {
         let used = u128::from(self.size.saturating_sub(self.free) / unit);
         let load = (used * 1000).checked_div(u128::from(self.size / unit)).unwrap_or(1000);
         let load = i128::try_from(load).unwrap();
-        let stance = |stance: Stance| match stance {
-            Stance::Prefer => 0,
-            Stance::Neutral => 1,
-            Stance::Avoid => 2,
+        let preference = |preference: Preference| match preference {
+            Preference::Prefer => 0,
+            Preference::Neutral => 1,
+            Preference::Avoid => 2,
         };
         let first = match strategy {
             Strategy::Spread => Some((VerdictCode::Load, load)),
@@ -140,8 +140,8 @@ impl Provider {
             Strategy::Nearest | Strategy::Upstream(_) => None,
         };
         let wanted = [
-            (VerdictCode::Preference, stance(self.ruling.stance)),
-            (VerdictCode::Preference, stance(self.ruling.own_stance)),
+            (VerdictCode::Preference, preference(self.effect.preference)),
+            (VerdictCode::Preference, preference(self.effect.own_preference)),
         ];
         let rest = vec![
             (VerdictCode::Class, i128::from(class)),
@@ -168,9 +168,9 @@ pub(crate) fn choose(request: &Request, providers: &[Provider]) -> Option<u32> {
     if eligible
         .iter()
         .filter(|p| choices(p))
-        .any(|p| p.ruling.stance != Stance::Avoid)
+        .any(|p| p.effect.preference != Preference::Avoid)
     {
-        eligible.retain(|provider| provider.ruling.stance != Stance::Avoid);
+        eligible.retain(|provider| provider.effect.preference != Preference::Avoid);
     }
     eligible.sort_by_key(|provider| {
         provider

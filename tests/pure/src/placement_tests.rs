@@ -13,15 +13,15 @@ use crate::policy::path::{
 };
 use crate::policy::placement::{
     Candidate,
-    Decision,
+    Capacity,
+    Choice,
     Distance,
     Glance,
     Named,
     Outcome,
+    RankedProvider,
     Request,
-    Stock,
     Strategy as Chooser,
-    Turn,
     Verdict,
     VerdictCode,
     decide,
@@ -30,10 +30,10 @@ use crate::policy::placement::{
 };
 use crate::policy::rule::{
     Over,
+    Preference, //
     Ref,
-    Ruling,
+    RuleEffect,
     Set,
-    Stance, //
 };
 use crate::tree::tree;
 use p2pmem_proptest::config;
@@ -44,7 +44,7 @@ const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 
-fn run(request: &Request, providers: &[Provider]) -> (Decision, Vec<Verdict>) {
+fn run(request: &Request, providers: &[Provider]) -> (Choice, Vec<Verdict>) {
     let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
     let mut verdicts = vec![Verdict::EMPTY; providers.len()];
     let decision = decide(request, &candidates, &mut verdicts);
@@ -77,7 +77,7 @@ fn provider(id: u32, paths: &[Path]) -> Provider {
         free: 256 * MIB,
         largest: 256 * MIB,
         paths: paths.to_vec(),
-        ruling: Ruling::NONE,
+        effect: RuleEffect::NONE,
     }
 }
 
@@ -124,12 +124,12 @@ fn each_criterion_decides_in_its_turn() {
         (V::Load, |p| p.free -= p.size / 1000 + 1),
         (V::Space, |p| p.largest -= 4 * KIB),
     ];
-    for (turn, (code, worsen)) in spoil.iter().enumerate() {
+    for (ranked, (code, worsen)) in spoil.iter().enumerate() {
         let mut other = provider(3, &[path(NEAR, 4)]);
         worsen(&mut other);
         // The other one is better in all that comes after: none of it counts.
         let mut chosen = chosen.clone();
-        for (_, worsen) in &spoil[turn + 1..] {
+        for (_, worsen) in &spoil[ranked + 1..] {
             worsen(&mut chosen);
         }
         check(
@@ -635,43 +635,45 @@ fn paths(clients: usize) -> impl Strategy<Value = Vec<Path>> {
     ]
 }
 
-fn stance() -> impl Strategy<Value = Stance> {
-    prop_oneof![1 => Just(Stance::Prefer), 6 => Just(Stance::Neutral), 1 => Just(Stance::Avoid)]
+fn preference() -> impl Strategy<Value = Preference> {
+    prop_oneof![1 => Just(Preference::Prefer), 6 => Just(Preference::Neutral), 1 => Just(Preference::Avoid)]
 }
 
 /// What rules may say of a provider; often nothing.
-fn ruling() -> impl Strategy<Value = Ruling> {
+fn effect() -> impl Strategy<Value = RuleEffect> {
     let rule = |set| prop::option::weighted(0.08, (0usize..9).prop_map(move |at| Ref { set, at }));
     let some = (
         rule(Set::Admin),
         rule(Set::Own),
         (rule(Set::Admin), prop::bool::weighted(0.05)),
         (rule(Set::Admin), prop_oneof![3 => Just(0u64), 1 => few(u64::MAX)]),
-        (stance(), stance()),
+        (preference(), preference()),
     )
         .prop_map(
-            |(denied, too_far, (over, over_cgroup), (withheld_by, withheld), (stance, own_stance))| Ruling {
-                denied,
-                too_far,
-                over: over.map(|rule| Over {
-                    rule,
-                    group: false,
-                    used: 1,
-                    limit: 1,
-                }),
-                over_cgroup,
-                withheld,
-                withheld_by,
-                stance,
-                stance_by: Some(Ref {
-                    set: Set::Admin,
-                    at: 77,
-                }),
-                own_stance,
-                own_stance_by: Some(Ref { set: Set::Own, at: 78 }),
+            |(denied, too_far, (over, over_cgroup), (withheld_by, withheld), (preference, own_preference))| {
+                RuleEffect {
+                    denied,
+                    too_far,
+                    over: over.map(|rule| Over {
+                        rule,
+                        group: false,
+                        used: 1,
+                        limit: 1,
+                    }),
+                    over_cgroup,
+                    withheld,
+                    withheld_by,
+                    preference,
+                    preference_by: Some(Ref {
+                        set: Set::Admin,
+                        at: 77,
+                    }),
+                    own_preference,
+                    own_preference_by: Some(Ref { set: Set::Own, at: 78 }),
+                }
             },
         );
-    prop_oneof![1 => Just(Ruling::NONE), 1 => some]
+    prop_oneof![1 => Just(RuleEffect::NONE), 1 => some]
 }
 
 /// Providers with ids in a random order, some with the same figures.
@@ -683,12 +685,12 @@ fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
         few(u64::MAX),
         few(u64::MAX),
         paths(clients),
-        ruling(),
+        effect(),
     );
     vec((shape, any::<prop::sample::Index>(), prop::bool::weighted(0.3)), 0..12)
         .prop_map(|raw| {
             let mut made: Vec<Provider> = Vec::new();
-            for ((live, start, size, free, largest, paths, ruling), twin, copies) in raw {
+            for ((live, start, size, free, largest, paths, effect), twin, copies) in raw {
                 let id = u32::try_from(made.len() + 1).unwrap();
                 let next = if copies && !made.is_empty() {
                     Provider {
@@ -705,7 +707,7 @@ fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
                         free,
                         largest: largest.min(free),
                         paths,
-                        ruling,
+                        effect,
                     }
                 };
                 made.push(next);
@@ -796,12 +798,12 @@ fn verdict_is_true(
         | V::Reserved
         | V::Cgroup => {
             prop_assert_eq!(Some(&verdict.code), broken.first());
-            let ruling = &provider.ruling;
+            let effect = &provider.effect;
             match verdict.code {
-                V::Denied => prop_assert_eq!(verdict.rule, ruling.denied),
-                V::Quota => prop_assert_eq!(verdict.rule, ruling.over.map(|over| over.rule)),
-                V::Reserved => prop_assert_eq!(verdict.rule, ruling.withheld_by),
-                V::TooFar => prop_assert!(verdict.rule.is_none() || verdict.rule == ruling.too_far),
+                V::Denied => prop_assert_eq!(verdict.rule, effect.denied),
+                V::Quota => prop_assert_eq!(verdict.rule, effect.over.map(|over| over.rule)),
+                V::Reserved => prop_assert_eq!(verdict.rule, effect.withheld_by),
+                V::TooFar => prop_assert!(verdict.rule.is_none() || verdict.rule == effect.too_far),
                 _ => prop_assert_eq!(verdict.rule, None),
             }
         }
@@ -828,17 +830,17 @@ fn verdict_is_true(
                 provider.figures(request.strategy),
                 chosen.unwrap().figures(request.strategy),
             );
-            let turns = mine
+            let ranking = mine
                 .iter()
                 .zip(&its)
                 .position(|((criterion, a), (_, b))| *criterion == code && a != b);
-            let Some(turn) = turns else {
+            let Some(ranked) = ranking else {
                 return Err(TestCaseError::fail(format!("{mine:?} ties on {code:?}")));
             };
             // What the rules want is said with the rule that wants it; all else no rule decides.
             prop_assert_eq!(verdict.rule.is_some(), code == V::Preference);
-            prop_assert_eq!(&mine[..turn], &its[..turn]);
-            prop_assert!(mine[turn].1 > its[turn].1, "{:?} does not lose on {:?}", mine, code);
+            prop_assert_eq!(&mine[..ranked], &its[..ranked]);
+            prop_assert!(mine[ranked].1 > its[ranked].1, "{:?} does not lose on {:?}", mine, code);
         }
     }
     Ok(())
@@ -871,11 +873,12 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
             prop_assert!(path.class != PathClass::Unreachable);
             prop_assert!(request.max_class.is_none_or(|max| path.class <= max));
         }
-        prop_assert!(chosen.ruling.denied.is_none() && chosen.ruling.over.is_none());
+        prop_assert!(chosen.effect.denied.is_none() && chosen.effect.over.is_none());
         if request.named == Named::Any && request.strategy == Chooser::Nearest {
             let far = |provider: &Provider| provider.paths.iter().map(|path| path.class).max();
             let as_wanted = |other: &&Provider| {
-                (other.ruling.stance, other.ruling.own_stance) == (chosen.ruling.stance, chosen.ruling.own_stance)
+                (other.effect.preference, other.effect.own_preference)
+                    == (chosen.effect.preference, chosen.effect.own_preference)
             };
             for other in providers
                 .iter()
@@ -900,15 +903,15 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
 }
 
 /// What a provider has.
-fn has(provider: &Provider) -> Stock {
-    Stock {
+fn has(provider: &Provider) -> Capacity {
+    Capacity {
         free: provider.free,
         largest: provider.largest,
     }
 }
 
 /// What a glance at one tells that has that, for a request of `size` bytes.
-fn glance(has: Stock, size: u64) -> Glance {
+fn glance(has: Capacity, size: u64) -> Glance {
     if has.largest < size {
         Glance::Short(has)
     } else {
@@ -917,28 +920,29 @@ fn glance(has: Stock, size: u64) -> Glance {
 }
 
 /// The turns of providers that are in the order of their numbers; a gauge is a place in that order.
-fn turns(request: &Request, providers: &[Provider]) -> Vec<Turn<usize>> {
-    let turn = |(index, provider): (usize, &Provider)| {
-        let (ruling, distance) = (&provider.ruling, Distance::of(request.clients, &provider.paths));
-        let allowed = ruling.denied.is_none() && ruling.too_far.is_none() && distance.is_reachable();
-        Turn {
+fn ranking(request: &Request, providers: &[Provider]) -> Vec<RankedProvider<usize>> {
+    let ranked = |(index, provider): (usize, &Provider)| {
+        let (effect, distance) = (&provider.effect, Distance::of(request.clients, &provider.paths));
+        let allowed = effect.denied.is_none() && effect.too_far.is_none() && distance.is_reachable();
+        RankedProvider {
             index,
             size: provider.size,
-            stance: allowed.then_some(ruling.stance),
+            preference: allowed.then_some(effect.preference),
             distance,
             as_far: 0,
-            gauge: index,
+            hint: index,
         }
     };
-    let mut turns: Vec<_> = providers.iter().enumerate().map(turn).collect();
-    turns.sort_by_key(|turn| (turn.order(), turn.index));
-    group(&mut turns);
-    for (at, turn) in turns.iter().enumerate() {
-        let same = |other: &&Turn<usize>| (other.stance, other.distance) == (turn.stance, turn.distance);
-        let others = turns[at..].iter().take_while(same);
-        assert_eq!(turn.as_far, others.count());
+    let mut ranking: Vec<_> = providers.iter().enumerate().map(ranked).collect();
+    ranking.sort_by_key(|ranked| (ranked.order(), ranked.index));
+    group(&mut ranking);
+    for (at, ranked) in ranking.iter().enumerate() {
+        let same =
+            |other: &&RankedProvider<usize>| (other.preference, other.distance) == (ranked.preference, ranked.distance);
+        let others = ranking[at..].iter().take_while(same);
+        assert_eq!(ranked.as_far, others.count());
     }
-    turns
+    ranking
 }
 
 proptest! {
@@ -976,8 +980,8 @@ proptest! {
         let mut providers = providers;
         providers.sort_by_key(|provider| provider.id);
         for provider in &mut providers {
-            let Ruling { denied, too_far, stance, stance_by, .. } = provider.ruling;
-            provider.ruling = Ruling { denied, too_far, stance, stance_by, ..Ruling::NONE };
+            let RuleEffect { denied, too_far, preference, preference_by, .. } = provider.effect;
+            provider.effect = RuleEffect { denied, too_far, preference, preference_by, ..RuleEffect::NONE };
             // No allocator has a piece that would not fit were all of it free.
             if !provider.could_hold(&request) {
                 provider.largest = provider.largest.min(size - 1);
@@ -985,32 +989,32 @@ proptest! {
         }
         // One that is leaving is none that anyone glances at.
         providers.retain(|provider| provider.live);
-        let mut kept = vec![Stock::EMPTY; providers.len()];
-        let stocks: Vec<Stock> = providers.iter().map(has).collect();
+        let mut kept = vec![Capacity::EMPTY; providers.len()];
+        let stocks: Vec<Capacity> = providers.iter().map(has).collect();
         // Whoever is asked counts them so.
         for (provider, has) in providers.iter_mut().zip(&stocks) {
             provider.free = has.free();
         }
-        let turns = turns(&request, &providers);
+        let ranking = ranking(&request, &providers);
         let (decision, verdicts) = run(&request, &providers);
         let mut asked = vec![0; providers.len()];
-        let turn = nearest(request.max_class, &turns, &mut kept, |&index| {
+        let ranked = nearest(request.max_class, &ranking, &mut kept, |&index| {
             asked[index] += 1;
             glance(stocks[index], size)
         });
-        let stance = |at: usize| turns.iter().find(|turn| turn.index == at).and_then(|turn| turn.stance);
-        let left_to_the_other = turn.is_none() && decision.chosen.is_some_and(|chosen| {
+        let preference = |at: usize| ranking.iter().find(|ranked| ranked.index == at).and_then(|ranked| ranked.preference);
+        let left_to_the_other = ranked.is_none() && decision.chosen.is_some_and(|chosen| {
             (0..verdicts.len()).any(|at| {
-                verdicts[at].code == VerdictCode::TooFar && stance(at).is_some() && stance(at) < stance(chosen)
+                verdicts[at].code == VerdictCode::TooFar && preference(at).is_some() && preference(at) < preference(chosen)
             })
         });
-        prop_assert!(left_to_the_other || turn.map(|turn| turn.index) == decision.chosen);
-        if let Some(turn) = turn {
-            prop_assert_eq!(turn.class_raw(), verdicts[turn.index].class_raw());
+        prop_assert!(left_to_the_other || ranked.map(|ranked| ranked.index) == decision.chosen);
+        if let Some(ranked) = ranked {
+            prop_assert_eq!(ranked.class_raw(), verdicts[ranked.index].class_raw());
         }
         // Each was asked once, and what it had is kept, in the order of turns.
         prop_assert!(asked.iter().all(|&times| times == 1));
-        let had: Vec<Stock> = turns.iter().map(|turn| stocks[turn.index]).collect();
+        let had: Vec<Capacity> = ranking.iter().map(|ranked| stocks[ranked.index]).collect();
         prop_assert_eq!(kept, had);
     }
 
@@ -1019,14 +1023,14 @@ proptest! {
     fn the_short_way_ends_at_one_that_cannot_tell((request, providers) in cases(), silent: prop::sample::Index) {
         if !providers.is_empty() {
             let silent = silent.index(providers.len());
-            let turns = turns(&request, &providers);
-            let mut kept = vec![Stock::EMPTY; providers.len()];
+            let ranking = ranking(&request, &providers);
+            let mut kept = vec![Capacity::EMPTY; providers.len()];
             let size = request.size.max(1);
             let tell = |&index: &usize| match index == silent {
                 true => Glance::Unknown,
                 false => glance(has(&providers[index]), size),
             };
-            prop_assert!(nearest(request.max_class, &turns, &mut kept, tell).is_none());
+            prop_assert!(nearest(request.max_class, &ranking, &mut kept, tell).is_none());
         }
     }
 
@@ -1095,7 +1099,7 @@ proptest! {
                         classify(&tree.chain(node, &walk), &tree.chain(client, &other), kernel, numa)
                     })
                     .collect();
-                Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths, ruling: Ruling::NONE }
+                Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths, effect: RuleEffect::NONE }
             })
             .collect();
         decision_is_right(&request, &providers)?;

@@ -26,11 +26,11 @@ use crate::policy::rule::{
     Flaw,
     Name,
     Party,
+    Preference,
     Ref,
     Rule,
-    Ruling,
+    RuleEffect,
     Set,
-    Stance,
     Subject,
     Users,
     kernel_reserve,
@@ -89,13 +89,13 @@ impl Subject for User {
     }
 }
 
-fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)]) -> Ruling {
+fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)]) -> RuleEffect {
     let parties: Vec<Party> = clients.iter().map(|(bus, _)| party(*bus)).collect();
     let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
-    let mut ruling = Ruling::NONE;
+    let mut effect = RuleEffect::NONE;
     let who = Applicable::to(rules, user);
-    ruling.add(Set::Admin, rules, &who, &party(provider), &parties, &paths);
-    ruling
+    effect.add(Set::Admin, rules, &who, &party(provider), &parties, &paths);
+    effect
 }
 
 const NEAR: PathClass = PathClass::SameSwitch;
@@ -277,7 +277,7 @@ fn the_first_rule_decides_each_attribute() {
     ];
     let admin = |at| Some(Ref { set: Set::Admin, at });
     let (seven, eight) = (User(7, vec![]), User(8, vec![]));
-    assert_eq!(ruled(&rules, &seven, 1, &[]), Ruling::NONE);
+    assert_eq!(ruled(&rules, &seven, 1, &[]), RuleEffect::NONE);
     assert_eq!(ruled(&rules, &eight, 1, &[]).denied, admin(2));
     assert_eq!(ruled(&rules, &eight, 2, &[]).denied, None);
     let far = ruled(&rules, &seven, 2, &[(9, PathClass::HostBridge)]);
@@ -321,15 +321,15 @@ fn every_client_counts() {
         let clients: Vec<(u8, PathClass)> = clients.iter().map(|bus| (*bus, NEAR)).collect();
         ruled(&rules, &anyone, 5, &clients)
     };
-    assert_eq!(of(&[1]), Ruling::NONE);
+    assert_eq!(of(&[1]), RuleEffect::NONE);
     // Company does not let another one in.
     assert_eq!(of(&[1, 4]).denied, Some(Ref { set: Set::Admin, at: 3 }));
     assert_eq!(of(&[]).denied, Some(Ref { set: Set::Admin, at: 3 }));
     assert_eq!(
-        (of(&[1, 2]).stance, of(&[3, 2]).stance, of(&[2, 3]).stance),
-        (Stance::Prefer, Stance::Avoid, Stance::Avoid)
+        (of(&[1, 2]).preference, of(&[3, 2]).preference, of(&[2, 3]).preference),
+        (Preference::Prefer, Preference::Avoid, Preference::Avoid)
     );
-    assert_eq!(of(&[2, 3]).stance_by, Some(Ref { set: Set::Admin, at: 2 }));
+    assert_eq!(of(&[2, 3]).preference_by, Some(Ref { set: Set::Admin, at: 2 }));
 }
 
 #[test]
@@ -532,7 +532,7 @@ proptest! {
         clients in vec((1u8..5, class()), 0..4),
     ) {
         let user = User(uid, groups);
-        let ruling = ruled(&rules, &user, provider, &clients);
+        let effect = ruled(&rules, &user, provider, &clients);
         let pairs: Vec<(Option<u8>, Option<PathClass>)> = if clients.is_empty() {
             vec![(None, None)]
         } else {
@@ -544,18 +544,18 @@ proptest! {
         let actions: Vec<Option<usize>> = pairs.iter().map(|(client, _)| deciding(*client, |rule| rule.action.is_some())).collect();
         let said = |what| actions.iter().flatten().copied().find(|at| rules[*at].action == Some(what));
         let admin = |at: usize| Ref { set: Set::Admin, at };
-        prop_assert_eq!(ruling.denied, said(Action::Deny).map(admin));
-        let (stance, by) = match (said(Action::Avoid), said(Action::Prefer)) {
-            (Some(at), _) => (Stance::Avoid, Some(admin(at))),
-            (None, Some(at)) => (Stance::Prefer, Some(admin(at))),
-            (None, None) => (Stance::Neutral, None),
+        prop_assert_eq!(effect.denied, said(Action::Deny).map(admin));
+        let (preference, by) = match (said(Action::Avoid), said(Action::Prefer)) {
+            (Some(at), _) => (Preference::Avoid, Some(admin(at))),
+            (None, Some(at)) => (Preference::Prefer, Some(admin(at))),
+            (None, None) => (Preference::Neutral, None),
         };
-        prop_assert_eq!((ruling.stance, ruling.stance_by), (stance, by));
+        prop_assert_eq!((effect.preference, effect.preference_by), (preference, by));
         let too_far = pairs.iter().find_map(|(client, class)| {
             let at = deciding(*client, |rule| rule.max_class.is_some())?;
             (*class > rules[at].max_class).then_some(admin(at))
         });
-        prop_assert_eq!(ruling.too_far, too_far);
+        prop_assert_eq!(effect.too_far, too_far);
     }
 
     /// With rules of its own a file gets no provider that it would not get without, were it the only one; and nothing
@@ -575,13 +575,13 @@ proptest! {
         let who = Applicable::to(&rules, &user);
         let candidates = |with_own: bool| -> Vec<Candidate<'_>> {
             (1u8..4).map(|bus| {
-                let mut ruling = Ruling::NONE;
-                ruling.add(Set::Admin, &rules, &who, &party(bus), &parties, &paths);
+                let mut effect = RuleEffect::NONE;
+                effect.add(Set::Admin, &rules, &who, &party(bus), &parties, &paths);
                 if with_own {
-                    ruling.add(Set::Own, &own, &Applicable::ALL, &party(bus), &parties, &paths);
+                    effect.add(Set::Own, &own, &Applicable::ALL, &party(bus), &parties, &paths);
                 }
                 let free = free[usize::from(bus) - 1];
-                Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, paths: &paths, ruling }
+                Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, paths: &paths, effect }
             }).collect()
         };
         let request = Request { size: 1, align: 1, clients: clients.len(), named: Named::Any, strategy, max_class: None };
@@ -589,13 +589,13 @@ proptest! {
         let serves = |candidate: &Candidate<'_>| decide(&request, std::slice::from_ref(candidate), &mut []).chosen.is_some();
         for (narrow, wide) in with.iter().zip(&without) {
             prop_assert!(!serves(narrow) || serves(wide));
-            prop_assert_eq!(narrow.ruling.stance, wide.ruling.stance);
+            prop_assert_eq!(narrow.effect.preference, wide.effect.preference);
         }
         let mut verdicts = [Verdict::EMPTY; 3];
         let decision = decide(&request, &with, &mut verdicts);
         if let Some(chosen) = decision.chosen {
-            let best = with.iter().filter(|candidate| serves(candidate)).map(|candidate| candidate.ruling.stance).min();
-            prop_assert_eq!(Some(with[chosen].ruling.stance), best);
+            let best = with.iter().filter(|candidate| serves(candidate)).map(|candidate| candidate.effect.preference).min();
+            prop_assert_eq!(Some(with[chosen].effect.preference), best);
         } else {
             prop_assert!(matches!(decision.outcome, Outcome::Denied | Outcome::TooFar), "{:?}", decision.outcome);
             // Every refusal names the rule that made it.

@@ -4,14 +4,14 @@
 
 use crate::policy::path::PciAddr;
 use crate::policy::quota::{
-    Account,
     Broken,
+    ChargeError,
+    ChargeKey,
+    ChargeSet,
+    ChargeTarget,
     Charged,
-    Fund,
-    Levy,
-    Payer,
+    Requester,
     Store,
-    Uncharged,
     charge,
     charge_unlimited,
     uncharge,
@@ -39,30 +39,30 @@ const MIB: u64 = 1 << 20;
 /// Numbers that can run out of memory: `fails` counts down to the new account that cannot be kept.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Books {
-    accounts: BTreeMap<Account, u64>,
+    keys: BTreeMap<ChargeKey, u64>,
     fails: Option<u32>,
 }
 
 impl Store for Books {
     type Error = &'static str;
 
-    fn used(&self, account: Account) -> u64 {
-        self.accounts.get(&account).copied().unwrap_or(0)
+    fn used(&self, key: ChargeKey) -> u64 {
+        self.keys.get(&key).copied().unwrap_or(0)
     }
 
-    fn set(&mut self, account: Account, bytes: u64) -> Result<(), Self::Error> {
+    fn set(&mut self, key: ChargeKey, bytes: u64) -> Result<(), Self::Error> {
         if bytes == 0 {
-            self.accounts.remove(&account);
+            self.keys.remove(&key);
             return Ok(());
         }
-        if !self.accounts.contains_key(&account) {
+        if !self.keys.contains_key(&key) {
             match &mut self.fails {
                 Some(0) => return Err("no memory"),
                 Some(left) => *left -= 1,
                 None => {}
             }
         }
-        self.accounts.insert(account, bytes);
+        self.keys.insert(key, bytes);
         Ok(())
     }
 }
@@ -95,8 +95,8 @@ fn party(id: u32) -> Party {
     }
 }
 
-fn fund(id: u32, party: &Party, size: u64) -> Fund<'_> {
-    Fund {
+fn charge_target(id: u32, party: &Party, size: u64) -> ChargeTarget<'_> {
+    ChargeTarget {
         id,
         party,
         size,
@@ -111,8 +111,8 @@ fn rule(id: u64, name: &str) -> Rule {
     }
 }
 
-fn payer<'a>(rules: &'a [Rule], user: &User) -> Payer<'a> {
-    Payer {
+fn requester<'a>(rules: &'a [Rule], user: &User) -> Requester<'a> {
+    Requester {
         rules,
         who: Applicable::to(rules, user),
         uid: user.uid,
@@ -138,18 +138,18 @@ fn a_quota_is_each_users_own() {
     let p = party(1);
     for uid in [1000, 1001] {
         let user = user(uid, &[]);
-        let levy = Levy::of(&books, &payer(&rules, &user), &fund(1, &p, 8 * MIB));
-        let first = charge(&mut books, &levy, 2 * MIB).expect("the first two");
-        let Err(Uncharged::Broken(Broken::Quota(over))) = charge(&mut books, &levy, 1) else {
+        let charge_set = ChargeSet::of(&books, &requester(&rules, &user), &charge_target(1, &p, 8 * MIB));
+        let first = charge(&mut books, &charge_set, 2 * MIB).expect("the first two");
+        let Err(ChargeError::Broken(Broken::Quota(over))) = charge(&mut books, &charge_set, 1) else {
             panic!("one byte more fits");
         };
         assert_eq!((over.used, over.limit, over.group), (2 * MIB, 2 * MIB, false));
         assert_eq!(over.rule, Ref { set: Set::Admin, at: 0 });
         uncharge(&mut books, first);
-        charge(&mut books, &levy, MIB).expect("after the first were given back");
+        charge(&mut books, &charge_set, MIB).expect("after the first were given back");
     }
-    assert_eq!(books.used(Account::User(7, 1000)), MIB);
-    assert_eq!(books.used(Account::Provider(1)), 2 * MIB);
+    assert_eq!(books.used(ChargeKey::User(7, 1000)), MIB);
+    assert_eq!(books.used(ChargeKey::Provider(1)), 2 * MIB);
 }
 
 #[test]
@@ -173,21 +173,22 @@ fn a_group_shares_and_the_first_rule_counts() {
     let mut books = Books::default();
     let p = party(1);
     let (one, two) = (user(1, &[50]), user(2, &[50]));
-    let of = |books: &Books, user: &User| Levy::of(books, &payer(&rules, user), &fund(1, &p, 64 * MIB));
-    let levy = of(&books, &one);
-    charge(&mut books, &levy, 2 * MIB).expect("rule 30 does not count for user 1");
-    let levy = of(&books, &two);
-    charge(&mut books, &levy, MIB).expect("the group's third");
-    let levy = of(&books, &one);
-    match charge(&mut books, &levy, MIB) {
-        Err(Uncharged::Broken(Broken::Quota(over))) => {
+    let of =
+        |books: &Books, user: &User| ChargeSet::of(books, &requester(&rules, user), &charge_target(1, &p, 64 * MIB));
+    let charge_set = of(&books, &one);
+    charge(&mut books, &charge_set, 2 * MIB).expect("rule 30 does not count for user 1");
+    let charge_set = of(&books, &two);
+    charge(&mut books, &charge_set, MIB).expect("the group's third");
+    let charge_set = of(&books, &one);
+    match charge(&mut books, &charge_set, MIB) {
+        Err(ChargeError::Broken(Broken::Quota(over))) => {
             assert_eq!((over.group, over.used, over.rule.at), (true, 3 * MIB, 1));
         }
         other => panic!("{other:?}"),
     }
-    let levy = of(&books, &two);
-    match charge(&mut books, &levy, 1) {
-        Err(Uncharged::Broken(Broken::Quota(over))) => assert_eq!((over.group, over.rule.at), (false, 2)),
+    let charge_set = of(&books, &two);
+    match charge(&mut books, &charge_set, 1) {
+        Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!((over.group, over.rule.at), (false, 2)),
         other => panic!("{other:?}"),
     }
 }
@@ -201,26 +202,29 @@ fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
         ..rule(9, "10-reserve")
     }];
     let p = party(1);
-    let f = fund(1, &p, 8 * MIB);
+    let f = charge_target(1, &p, 8 * MIB);
     let (member, stranger) = (user(1, &[50]), user(2, &[]));
     let mut books = Books::default();
-    assert_eq!(withheld(&books, &payer(&rules, &stranger), &f).0, 4 * MIB);
-    assert_eq!(withheld(&books, &payer(&rules, &member), &f).0, 0);
-    let levy = Levy::of(&books, &payer(&rules, &stranger), &f);
-    charge(&mut books, &levy, 4 * MIB).expect("what is not set aside");
-    let refused = charge(&mut books, &levy, 1);
+    assert_eq!(withheld(&books, &requester(&rules, &stranger), &f).0, 4 * MIB);
+    assert_eq!(withheld(&books, &requester(&rules, &member), &f).0, 0);
+    let charge_set = ChargeSet::of(&books, &requester(&rules, &stranger), &f);
+    charge(&mut books, &charge_set, 4 * MIB).expect("what is not set aside");
+    let refused = charge(&mut books, &charge_set, 1);
     let by = Ref { set: Set::Admin, at: 0 };
-    assert_eq!(refused, Err(Uncharged::Broken(Broken::Reserve(by))));
-    let levy = Levy::of(&books, &payer(&rules, &member), &f);
-    charge(&mut books, &levy, 3 * MIB).expect("the member's");
-    assert_eq!(withheld(&books, &payer(&rules, &stranger), &f), (MIB, Some(by)));
+    assert_eq!(refused, Err(ChargeError::Broken(Broken::Reserve(by))));
+    let charge_set = ChargeSet::of(&books, &requester(&rules, &member), &f);
+    charge(&mut books, &charge_set, 3 * MIB).expect("the member's");
+    assert_eq!(withheld(&books, &requester(&rules, &stranger), &f), (MIB, Some(by)));
     // A provider of another rule has none set aside.
     let q = party(2);
     let elsewhere = [Rule {
         provider: Device::At(p.addr),
         ..rules[0]
     }];
-    assert_eq!(withheld(&books, &payer(&elsewhere, &stranger), &fund(2, &q, MIB)).0, 0);
+    assert_eq!(
+        withheld(&books, &requester(&elsewhere, &stranger), &charge_target(2, &q, MIB)).0,
+        0
+    );
 }
 
 #[test]
@@ -231,11 +235,11 @@ fn the_kernels_reserve_counts_what_it_has() {
         ..rule(9, "10-kernel")
     }];
     let p = party(1);
-    let mut f = fund(1, &p, 8 * MIB);
+    let mut f = charge_target(1, &p, 8 * MIB);
     let anyone = user(0, &[]);
-    assert_eq!(withheld(&Books::default(), &payer(&rules, &anyone), &f).0, 0);
+    assert_eq!(withheld(&Books::default(), &requester(&rules, &anyone), &f).0, 0);
     f.kernel_has = MIB;
-    assert_eq!(withheld(&Books::default(), &payer(&rules, &anyone), &f).0, 3 * MIB);
+    assert_eq!(withheld(&Books::default(), &requester(&rules, &anyone), &f).0, 3 * MIB);
 }
 
 #[test]
@@ -247,21 +251,21 @@ fn a_files_own_quota_counts_the_file() {
     let p = party(1);
     let mut books = Books::default();
     let of = |books: &Books, file| {
-        let payer = Payer {
+        let requester = Requester {
             file,
             own: &own,
-            ..payer(&[], &user(5, &[]))
+            ..requester(&[], &user(5, &[]))
         };
-        Levy::of(books, &payer, &fund(1, &p, 8 * MIB))
+        ChargeSet::of(books, &requester, &charge_target(1, &p, 8 * MIB))
     };
-    let levy = of(&books, 1);
-    charge(&mut books, &levy, MIB).expect("the quota");
-    match charge(&mut books, &levy, 1) {
-        Err(Uncharged::Broken(Broken::Quota(over))) => assert_eq!(over.rule, Ref { set: Set::Own, at: 0 }),
+    let charge_set = of(&books, 1);
+    charge(&mut books, &charge_set, MIB).expect("the quota");
+    match charge(&mut books, &charge_set, 1) {
+        Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!(over.rule, Ref { set: Set::Own, at: 0 }),
         other => panic!("{other:?}"),
     }
-    let levy = of(&books, 2);
-    charge(&mut books, &levy, MIB).expect("another file");
+    let charge_set = of(&books, 2);
+    charge(&mut books, &charge_set, MIB).expect("another file");
 }
 
 /// What is done to the books.
@@ -328,7 +332,7 @@ struct Live {
 const SIZE: u64 = 100;
 
 /// What the books have to say, added up from the live buffers by the rules' own words.
-fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, u64> {
+fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<ChargeKey, u64> {
     let mut sums = BTreeMap::new();
     for buffer in live.iter().filter(|b| b.bytes > 0) {
         let user = &users[buffer.user];
@@ -339,14 +343,14 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, 
                 && rule.uid.is_none_or(|users| users.has(user.uid))
                 && rule.gid.is_none_or(|g| user.groups.contains(&g))
         };
-        let mut add = |account| *sums.entry(account).or_insert(0) += buffer.bytes;
-        add(Account::Provider(buffer.provider));
-        add(Account::File(buffer.user as u64));
+        let mut add = |key| *sums.entry(key).or_insert(0) += buffer.bytes;
+        add(ChargeKey::Provider(buffer.provider));
+        add(ChargeKey::File(buffer.user as u64));
         if let Some(rule) = rules.iter().filter(mine).find(|rule| rule.quota.is_some()) {
-            add(Account::User(rule.id, user.uid));
+            add(ChargeKey::User(rule.id, user.uid));
         }
         if let Some(rule) = rules.iter().filter(mine).find(|rule| rule.group_quota.is_some()) {
-            add(Account::Group(rule.id));
+            add(ChargeKey::Group(rule.id));
         }
         // Of the reserves here, the first for each group decides; of those for the user's groups, the first counts.
         let mut seen = Vec::new();
@@ -362,7 +366,7 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<Account, 
             }
         }
         if let Some(id) = reserve {
-            add(Account::Reserve(id, buffer.provider));
+            add(ChargeKey::Reserve(id, buffer.provider));
         }
     }
     sums
@@ -386,16 +390,16 @@ proptest! {
                 Step::Charge { user, provider, bytes, fails } => {
                     let before = books.clone();
                     let p = party(provider);
-                    let payer = Payer { file: user as u64, ..payer(&rules, &users[user]) };
-                    let levy = Levy::of(&books, &payer, &fund(provider, &p, SIZE));
+                    let requester = Requester { file: user as u64, ..requester(&rules, &users[user]) };
+                    let charge_set = ChargeSet::of(&books, &requester, &charge_target(provider, &p, SIZE));
                     books.fails = fails;
-                    let charged = charge(&mut books, &levy, bytes);
+                    let charged = charge(&mut books, &charge_set, bytes);
                     books.fails = None;
                     match charged {
                         Ok(charged) => {
                             live.push(Live { user, provider, bytes, charged });
                             // No limit that binds this user is broken now.
-                            prop_assert_eq!(levy.broken(&books, 0), None);
+                            prop_assert_eq!(charge_set.broken(&books, 0), None);
                         }
                         Err(_) => prop_assert_eq!(&books, &before, "a refusal left its mark"),
                     }
@@ -409,9 +413,9 @@ proptest! {
                     let mut anew = Books { fails, ..Default::default() };
                     let all: Result<Vec<Charged>, _> = live.iter().map(|buffer| {
                         let p = party(buffer.provider);
-                        let payer = Payer { file: buffer.user as u64, ..payer(&new, &users[buffer.user]) };
-                        let levy = Levy::of(&anew, &payer, &fund(buffer.provider, &p, SIZE));
-                        charge_unlimited(&mut anew, &levy, buffer.bytes)
+                        let requester = Requester { file: buffer.user as u64, ..requester(&new, &users[buffer.user]) };
+                        let charge_set = ChargeSet::of(&anew, &requester, &charge_target(buffer.provider, &p, SIZE));
+                        charge_unlimited(&mut anew, &charge_set, buffer.bytes)
                     }).collect();
                     if let Ok(all) = all {
                         anew.fails = None;
@@ -422,7 +426,7 @@ proptest! {
                     }
                 }
             }
-            prop_assert_eq!(&books.accounts, &expected(&rules, &users, &live));
+            prop_assert_eq!(&books.keys, &expected(&rules, &users, &live));
         }
         for buffer in live {
             uncharge(&mut books, buffer.charged);

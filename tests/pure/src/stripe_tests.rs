@@ -12,7 +12,7 @@ use crate::policy::placement::{
     decide,
     decide_several, //
 };
-use crate::policy::rule::Stance;
+use crate::policy::rule::Preference;
 use crate::policy::split::Split;
 use p2pmem_proptest::config;
 use proptest::prelude::*;
@@ -29,7 +29,7 @@ proptest! {
         // The same, by choosing one of those that are left, again and again.
         let mut left: Vec<usize> = (0..candidates.len()).collect();
         if shun {
-            left.retain(|&at| candidates[at].ruling.stance != Stance::Avoid);
+            left.retain(|&at| candidates[at].effect.preference != Preference::Avoid);
         }
         let mut expected = Vec::new();
         let mut end = Outcome::NoProvider;

@@ -168,7 +168,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let dma_buf = export(fd, asked.handle, 0, &[(PAGE, PAGE)]).map_err(errno)?;
     let importer = Importer::mapped(&bed, &dma_buf, "nvme0", "p2p notify")?;
     done.push(about(
-        &[("road", &"dma-buf"), ("length", &PAGE), ("device", &drive)],
+        &[("method", &"dma-buf"), ("length", &PAGE), ("device", &drive)],
         buffer,
         size,
         "p2pmem_register",
