@@ -153,7 +153,7 @@ impl Row {
         let nic = &result["nics"][0];
         let copied = ["copied_client", "copied_server"].map(|key| nic[key].as_u64().unwrap_or(0));
         let float = |key: &str| result[key].as_f64().with_context(|| format!("a result without {key}"));
-        let road = |side: &str| report[side]["registration"].as_str().unwrap_or_default().to_owned();
+        let method = |side: &str| report[side]["registration"].as_str().unwrap_or_default().to_owned();
         Ok(Row {
             name: name.to_owned(),
             staged: report["test"]["staged"] == true,
@@ -171,7 +171,7 @@ impl Row {
             checksum: nic["checked"]["crc32c"]
                 .as_u64()
                 .map_or_else(|| "?".into(), |crc| format!("{crc:08x}")),
-            registration: [road("client"), road("server")],
+            registration: [method("client"), method("server")],
         })
     }
 }
@@ -301,7 +301,7 @@ fn accelerators(row: &Row) -> impl Iterator<Item = usize> + '_ {
 impl Report {
     /// Of the facts.
     pub fn new(facts: &Facts) -> Report {
-        let roads = facts
+        let methods = facts
             .table
             .iter()
             .flat_map(|row| accelerators(row).map(|side| &row.registration[side]));
@@ -309,7 +309,7 @@ impl Report {
         Report {
             stock_kernel: is_stock(facts),
             nic_driver: common(facts.nic_drivers.values()),
-            registration: common(roads),
+            registration: common(methods),
             verified: !facts.table.is_empty() && facts.table.iter().all(|row| row.verified),
             table: facts.table.clone(),
             host_bytes_acc_acc: acc_acc.map(|row| row.host_bytes),

@@ -88,7 +88,7 @@ static int register_with(const p2pmem_buf *buf, struct ibv_context *nic)
 	if (p2pmem_register(buf, pd, 0, 0, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE, &reg))
 		return fail("register");
 	printf("registered by %s: %zu bytes from %#" PRIx64 " on, rkey %#" PRIx32 "\n",
-	       p2pmem_reg_road(reg) == P2PMEM_ROAD_DMABUF ? "dma-buf" : "peer memory", p2pmem_reg_len(reg),
+	       p2pmem_reg_method(reg) == P2PMEM_METHOD_DMABUF ? "dma-buf" : "peer memory", p2pmem_reg_len(reg),
 	       p2pmem_reg_addr(reg), p2pmem_reg_rkey(reg));
 	if (p2pmem_deregister(reg))
 		return fail("deregister");

@@ -94,12 +94,12 @@ struct ibv_mr;
 /**
  * Registered by a dma-buf.
  */
-#define P2PMEM_ROAD_DMABUF 1
+#define P2PMEM_METHOD_DMABUF 1
 
 /**
  * Registered by its addresses.
  */
-#define P2PMEM_ROAD_PEER_MEMORY 2
+#define P2PMEM_METHOD_PEER_MEMORY 2
 
 /**
  * An allocation.
@@ -499,13 +499,13 @@ uint64_t p2pmem_reg_addr(const struct p2pmem_reg *reg);
 size_t p2pmem_reg_len(const struct p2pmem_reg *reg);
 
 /**
- * The road taken: P2PMEM_ROAD_*; 0 for NULL.
+ * The method taken: P2PMEM_METHOD_*; 0 for NULL.
  *
  * # Safety
  *
  * reg must be NULL or a registration.
  */
-int p2pmem_reg_road(const struct p2pmem_reg *reg);
+int p2pmem_reg_method(const struct p2pmem_reg *reg);
 
 /**
  * The region itself, which belongs to the registration: do not deregister it. NULL for NULL.

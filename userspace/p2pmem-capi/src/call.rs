@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, CString};
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use p2pmem::abi::P2PMEM_MAX_PARTS;
-use p2pmem::{Client, Device, Error, Kind, PathClass, Provider, Request, Strategy};
+use p2pmem::{Client, Device, Error, PathClass, Provider, ProviderKind, Request, Strategy};
 
 use crate::sys::{
     p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_KIND_IS_REGISTERED, P2PMEM_PARTS_ALL,
@@ -202,9 +202,9 @@ fn provider_info(provider: &Provider) -> p2pmem_provider_info {
     p2pmem_provider_info {
         id: provider.id,
         kind: match provider.kind {
-            Kind::Own => P2PMEM_KIND_IS_OWN,
-            Kind::Adopted => P2PMEM_KIND_IS_ADOPTED,
-            Kind::Registered => P2PMEM_KIND_IS_REGISTERED,
+            ProviderKind::Own => P2PMEM_KIND_IS_OWN,
+            ProviderKind::Adopted => P2PMEM_KIND_IS_ADOPTED,
+            ProviderKind::Registered => P2PMEM_KIND_IS_REGISTERED,
             _ => 0,
         },
         flags: flag(P2PMEM_PROVIDER_IS_EXPORTABLE, provider.exportable)

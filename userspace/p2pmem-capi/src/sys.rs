@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use p2pmem::{Access, Buffer, Device, Export, Mapping, Pd, Register, Registration, Road};
+use p2pmem::{Access, Buffer, Device, ExportOptions, Mapping, Pd, RegisterOptions, Registration, RegistrationMethod};
 use p2pmem_verbs_sys::{ibv_mr, ibv_pd};
 
 use crate::call::{count, last, providers, run, Failure, Want};
@@ -113,9 +113,9 @@ pub const P2PMEM_PROVIDER_IS_LEAVING: u32 = 4;
 pub const P2PMEM_EXPORT_IS_PINNED: c_uint = 1;
 
 /// Registered by a dma-buf.
-pub const P2PMEM_ROAD_DMABUF: c_int = 1;
+pub const P2PMEM_METHOD_DMABUF: c_int = 1;
 /// Registered by its addresses.
-pub const P2PMEM_ROAD_PEER_MEMORY: c_int = 2;
+pub const P2PMEM_METHOD_PEER_MEMORY: c_int = 2;
 
 /// A reference to what a pointer argument points to.
 ///
@@ -531,7 +531,11 @@ pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, leng
             return Err(Failure::argument(format!("unknown flags {flags:#x}")));
         }
         let range = range(buf.size(), offset, length);
-        let dmabuf = buf.export(&Export::new().range(range).pinned(flags & P2PMEM_EXPORT_IS_PINNED != 0))?;
+        let dmabuf = buf.export(
+            &ExportOptions::new()
+                .range(range)
+                .pinned(flags & P2PMEM_EXPORT_IS_PINNED != 0),
+        )?;
         Ok(OwnedFd::from(dmabuf).into_raw_fd())
     })
 }
@@ -575,7 +579,7 @@ pub unsafe extern "C" fn p2pmem_register(
         let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
         // SAFETY: this function's own contract: the domain lives until the registration is ended.
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
-        let what = Register::new(Access::from_bits(access)).range(range(buf.0.size(), offset, length));
+        let what = RegisterOptions::new(Access::from_bits(access)).range(range(buf.0.size(), offset, length));
         *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
         Ok(0)
     })
@@ -643,17 +647,17 @@ pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.len())
 }
 
-/// The road taken: P2PMEM_ROAD_*; 0 for NULL.
+/// The method taken: P2PMEM_METHOD_*; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
-pub unsafe extern "C" fn p2pmem_reg_road(reg: *const p2pmem_reg) -> c_int {
+pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
     // SAFETY: this function's own contract.
-    unsafe { reg.as_ref() }.map_or(0, |reg| match reg.0.road() {
-        Road::DmaBuf => P2PMEM_ROAD_DMABUF,
-        Road::PeerMemory => P2PMEM_ROAD_PEER_MEMORY,
+    unsafe { reg.as_ref() }.map_or(0, |reg| match reg.0.method() {
+        RegistrationMethod::DmaBuf => P2PMEM_METHOD_DMABUF,
+        RegistrationMethod::PeerMemory => P2PMEM_METHOD_PEER_MEMORY,
         _ => 0,
     })
 }

@@ -190,7 +190,7 @@ int main(void)
 	CHECK(!p2pmem_buf_size(NULL) && !p2pmem_buf_provider(NULL) && p2pmem_buf_bar_offset(NULL) == UINT64_MAX);
 	CHECK(!p2pmem_map_addr(NULL) && !p2pmem_map_len(NULL));
 	CHECK(!p2pmem_reg_lkey(NULL) && !p2pmem_reg_rkey(NULL) && !p2pmem_reg_addr(NULL) && !p2pmem_reg_len(NULL));
-	CHECK(!p2pmem_reg_road(NULL) && !p2pmem_reg_mr(NULL) && !p2pmem_deregister(NULL));
+	CHECK(!p2pmem_reg_method(NULL) && !p2pmem_reg_mr(NULL) && !p2pmem_deregister(NULL));
 	p2pmem_unmap(NULL);
 	p2pmem_free(NULL);
 	p2pmem_close(NULL);

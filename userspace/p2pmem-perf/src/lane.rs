@@ -627,7 +627,7 @@ pub fn describe(lane: &Lane) -> String {
             "{size} of {} near {}, by {}",
             provider.addr,
             lane.nic().name(),
-            memory.road()
+            memory.method()
         ),
         None => format!("{size} of host memory for {}", lane.nic().name()),
     }

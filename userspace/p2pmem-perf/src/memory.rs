@@ -60,10 +60,10 @@ impl Memory {
     }
 
     /// How it was registered.
-    pub fn road(&self) -> String {
+    pub fn method(&self) -> String {
         match &self.registered {
             Registered::Host(_) => "reg-mr".into(),
-            Registered::Buffer(memory, _) => memory.registration().road().to_string(),
+            Registered::Buffer(memory, _) => memory.registration().method().to_string(),
         }
     }
 

@@ -22,7 +22,7 @@ pub struct Cost {
     /// Kind of memory; `mapping` for that of a file.
     pub memory: &'static str,
     /// How it was registered.
-    pub road: String,
+    pub method: String,
     /// Its size.
     pub bytes: u64,
     /// Registrations made.
@@ -70,7 +70,7 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
         writeln!(
             out,
             "{:<12} {:<10} {:>10} {:>12} {:>12} {:>12}",
-            "MEMORY", "ROAD", "SIZE", "REGISTER", "OF IT BUSY", "DEREGISTER"
+            "MEMORY", "METHOD", "SIZE", "REGISTER", "OF IT BUSY", "DEREGISTER"
         )?;
     }
     let sizes = &args.size.0;
@@ -83,7 +83,7 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
                 writeln!(
                     out,
                     "{:<12} {:<10} {size:>10} {on:>12} {busy:>12} {off:>12}",
-                    cost.memory, cost.road
+                    cost.memory, cost.method
                 )?;
                 out.flush()?;
             }
@@ -123,13 +123,13 @@ fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync
         }
         Origin::Mapping(path) => ("mapping", Source::mapped(path, bytes)?),
     };
-    let (mut on, mut busy, mut off, mut road) = (Vec::new(), Vec::new(), Vec::new(), String::new());
+    let (mut on, mut busy, mut off, mut method) = (Vec::new(), Vec::new(), Vec::new(), String::new());
     for _ in 0..args.iters {
         let (start, work) = (Instant::now(), cpu_time());
         let memory: Memory = source.register(domain)?;
         on.push(start.elapsed());
         busy.push(cpu_time().saturating_sub(work));
-        road = memory.road();
+        method = memory.method();
         let start = Instant::now();
         source = memory.deregister()?;
         off.push(start.elapsed());
@@ -138,7 +138,7 @@ fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync
     let ns = |time: Option<&Duration>| time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     Ok(Cost {
         memory: name,
-        road,
+        method,
         bytes,
         times: args.iters,
         register_ns: ns(on.first()),

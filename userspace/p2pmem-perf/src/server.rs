@@ -205,6 +205,6 @@ pub fn side(lanes: &[Lane], own: &OwnArgs) -> Side {
         nics: lanes.iter().map(|lane| lane.nic().name().to_owned()).collect(),
         memory: own.memory.name().to_owned(),
         providers: providers.map(|provider| provider.addr.to_string()).collect(),
-        registration: lanes.first().map(|lane| lane.memory().road()).unwrap_or_default(),
+        registration: lanes.first().map(|lane| lane.memory().method()).unwrap_or_default(),
     }
 }

@@ -34,7 +34,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         source.provider(),
         target.provider(),
         nic.client(),
-        received.road()
+        received.method()
     );
     Ok(())
 }

@@ -8,9 +8,9 @@ use p2pmem_sys as abi;
 
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
-use crate::export::{DmaBuf, Export};
+use crate::export::{DmaBuf, ExportOptions};
 use crate::mapping::Mapping;
-use crate::register::{Access, Handle, ProtectionDomain, Register, Registration};
+use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
 use crate::sys::Region;
 use crate::types::{human_size, known_offset, BufferInfo, PathClass};
 
@@ -192,7 +192,7 @@ impl Buffer {
     ///
     /// Those of [`Buffer::export`].
     pub fn share(&self) -> Result<DmaBuf> {
-        self.export(&Export::new())
+        self.export(&ExportOptions::new())
     }
 
     /// Exports it, or parts of it, as a dma-buf.
@@ -202,7 +202,7 @@ impl Buffer {
     /// [`Error::Request`] for ranges that are empty, too many, or not inside the buffer; [`Error::Refused`] with EINVAL
     /// (no whole pages, or ranges that overlap), EPERM (pinned, which the administrator does not allow), ENODEV (the
     /// buffer was revoked), EOPNOTSUPP (memory of another driver whose BAR is not known), EMFILE.
-    pub fn export(&self, parts: &Export) -> Result<DmaBuf> {
+    pub fn export(&self, parts: &ExportOptions) -> Result<DmaBuf> {
         parts.of_buffer(&self.origin.device, self.handle(), self.size())
     }
 
@@ -213,33 +213,33 @@ impl Buffer {
     /// # let fake = p2pmem::fake::Fake::example();
     /// # let device = fake.device();
     /// # let pd = p2pmem::fake::FakeNic::new("mlx5_0").pd();
-    /// use p2pmem::{Access, Request, Road};
+    /// use p2pmem::{Access, Request, RegistrationMethod};
     ///
     /// let buffer = device.alloc(&Request::new(1 << 20))?;
     /// let memory = buffer.map()?;
     /// let registration = buffer.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-    /// assert_eq!(registration.road(), Road::DmaBuf);
+    /// assert_eq!(registration.method(), RegistrationMethod::DmaBuf);
     /// assert_eq!(registration.addr(), memory.as_ptr() as u64);
     /// # Ok::<(), p2pmem::Error>(())
     /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Register`], which names the buffer, the NIC and the road: EOPNOTSUPP (the NIC's driver cannot take
+    /// [`Error::Register`], which names the buffer, the NIC and the method: EOPNOTSUPP (the NIC's driver cannot take
     /// dma-bufs, or not ones that can be taken back), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the
     /// buffer was revoked), EINVAL (impossible access), ENOMEM (no room for another registration); [`Error::Verbs`]
     /// where libibverbs is not installed; those of [`Buffer::export`].
     pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
-        self.register_with(pd, &Register::new(access))
+        self.register_with(pd, &RegisterOptions::new(access))
     }
 
-    /// As [`Buffer::register`], with a choice of bytes, addresses and road.
+    /// As [`Buffer::register`], with a choice of bytes, addresses and method.
     ///
     /// # Errors
     ///
     /// Those of [`Buffer::register`]; [`Error::Request`] for bytes that are not inside the buffer, or addresses that
     /// are not as far from the start of a page as the bytes.
-    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &Register) -> Result<Registration> {
+    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &RegisterOptions) -> Result<Registration> {
         let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         what.run(pd, &self.origin, mapped.as_ref(), Handle::Lives)
     }

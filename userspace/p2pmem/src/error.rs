@@ -7,7 +7,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::pci::PciAddr;
-use crate::register::Road;
+use crate::register::RegistrationMethod;
 use crate::room::Room;
 
 /// Result of this crate.
@@ -164,14 +164,14 @@ pub enum Error {
     },
 
     /// Memory could not be registered with a NIC.
-    #[error("registering {what} with {nic} by {road} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    #[error("registering {what} with {nic} by {method} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Register {
         /// The memory: how much of which buffer in which provider.
         what: String,
         /// The NIC's name.
         nic: String,
-        /// The road tried.
-        road: Road,
+        /// The method tried.
+        method: RegistrationMethod,
         /// The errno, positive.
         errno: i32,
         /// The module's own sentence, where it was the one who refused.
@@ -317,7 +317,7 @@ impl Error {
                 Some(libc::EMFILE) => Some("close files, or raise the limit (ulimit -n)"),
                 _ => None,
             },
-            Self::Register { road, .. } => register_remedy(*road, errno),
+            Self::Register { method, .. } => register_remedy(*method, errno),
             Self::Transfer { status, .. } => transfer_remedy(*status),
             Self::Verbs(_) => Some("install the RDMA libraries (Debian: apt-get install libibverbs1 ibverbs-providers)"),
             Self::Refused {
@@ -360,23 +360,23 @@ fn rooms_text(rooms: &[Room]) -> String {
 }
 
 /// What to do where memory could not be registered.
-fn register_remedy(road: Road, errno: Option<i32>) -> Option<&'static str> {
-    match (road, errno?) {
+fn register_remedy(method: RegistrationMethod, errno: Option<i32>) -> Option<&'static str> {
+    match (method, errno?) {
         (_, libc::ENODEV) => Some("the provider or the NIC left: allocate again, or open the NIC again"),
         (_, libc::ENOMEM) => Some("the NIC or the kernel has no room for it: end other registrations, or register less"),
         (_, libc::EINVAL) => Some(
             "check the access asked for: remote writes and atomics need local writes too, and on-demand paging is not \
              possible",
         ),
-        (Road::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),
-        (Road::DmaBuf, libc::EOPNOTSUPP) => Some(
+        (RegistrationMethod::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),
+        (RegistrationMethod::DmaBuf, libc::EOPNOTSUPP) => Some(
             "the NIC's driver cannot register dma-bufs, or none that can be taken back: use an mlx5 NIC with on-demand \
              paging or an irdma one, or register pinned where the administrator allows it (`p2pmemctl doctor` says more)",
         ),
-        (Road::DmaBuf, libc::EHOSTUNREACH | libc::EREMOTEIO) => {
+        (RegistrationMethod::DmaBuf, libc::EHOSTUNREACH | libc::EREMOTEIO) => {
             Some("the NIC cannot reach the provider: allocate near it, and see `p2pmemctl topo`")
         }
-        (Road::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP) => Some(
+        (RegistrationMethod::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP) => Some(
             "this kernel's RDMA core takes no device memory by its addresses: register by dma-buf, the default",
         ),
         _ => None,

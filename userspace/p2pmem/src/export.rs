@@ -14,23 +14,23 @@ use crate::error::{Error, Operation, Result};
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
-/// use p2pmem::{Export, Request};
+/// use p2pmem::{ExportOptions, Request};
 ///
 /// let buffer = device.alloc(&Request::new(1 << 20))?;
 /// // The second half first, then the first page.
-/// let parts = Export::new().range(512 << 10..1 << 20).range(0..4096);
+/// let parts = ExportOptions::new().range(512 << 10..1 << 20).range(0..4096);
 /// let dmabuf = buffer.export(&parts)?;
 /// assert_eq!(dmabuf.size(), (512 << 10) + 4096);
 /// # Ok::<(), p2pmem::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[must_use]
-pub struct Export {
+pub struct ExportOptions {
     ranges: Vec<Range<u64>>,
     pinned: bool,
 }
 
-impl Export {
+impl ExportOptions {
     /// All of the buffer, for importers that can be revoked.
     pub fn new() -> Self {
         Self::default()
@@ -160,11 +160,11 @@ mod tests {
     fn ranges_come_in_the_order_asked_for() {
         let device = Fake::example().device();
         let buffer = device.alloc(&Request::new(4 * 4096)).unwrap();
-        let whole = buffer.export(&Export::new()).unwrap();
+        let whole = buffer.export(&ExportOptions::new()).unwrap();
         assert_eq!(whole.size(), 4 * 4096);
         assert!(whole.ranges().iter().eq(std::iter::once(&(0..4 * 4096))));
         assert!(!whole.is_pinned());
-        let parts = Export::new().range(8192..16384).range(0..4096);
+        let parts = ExportOptions::new().range(8192..16384).range(0..4096);
         let parts = buffer.export(&parts).unwrap();
         assert_eq!((parts.size(), parts.ranges()), (3 * 4096, &[8192..16384, 0..4096][..]));
         let fd = OwnedFd::from(parts);
@@ -179,26 +179,26 @@ mod tests {
         let buffer = device.alloc(&Request::new(8192).provider(2)).unwrap();
         #[allow(clippy::reversed_empty_ranges)]
         for range in [0..0, 8192..4096, 4096..12288] {
-            let error = buffer.export(&Export::new().range(range)).unwrap_err();
+            let error = buffer.export(&ExportOptions::new().range(range)).unwrap_err();
             assert!(error.to_string().contains("not inside 8192 bytes"), "{error}");
         }
-        let many = (0..65).fold(Export::new(), |e, _| e.range(0..4096));
+        let many = (0..65).fold(ExportOptions::new(), |e, _| e.range(0..4096));
         assert!(matches!(buffer.export(&many), Err(Error::Request(_))));
 
-        let error = buffer.export(&Export::new().range(0..100)).unwrap_err();
+        let error = buffer.export(&ExportOptions::new().range(0..100)).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EINVAL), "no whole page: {error}");
-        let twice = Export::new().range(0..8192).range(4096..8192);
+        let twice = ExportOptions::new().range(0..8192).range(4096..8192);
         assert_eq!(buffer.export(&twice).unwrap_err().errno(), Some(libc::EINVAL));
 
-        let error = buffer.export(&Export::new().pinned(true)).unwrap_err();
+        let error = buffer.export(&ExportOptions::new().pinned(true)).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EPERM));
         assert!(error.remedy().unwrap().contains("pinned_exports"), "{error}");
         fake.allow_pinned(2);
-        assert!(buffer.export(&Export::new().pinned(true)).unwrap().is_pinned());
+        assert!(buffer.export(&ExportOptions::new().pinned(true)).unwrap().is_pinned());
 
         fake.remove_provider(2);
         assert_eq!(buffer.info().unwrap().state, BufferState::Gone);
-        let error = buffer.export(&Export::new()).unwrap_err();
+        let error = buffer.export(&ExportOptions::new()).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENODEV));
         assert!(error.remedy().unwrap().contains("allocate again"), "{error}");
     }
@@ -208,8 +208,8 @@ mod tests {
         let device = Fake::example().device();
         let buffer = device.alloc(&Request::new(8192)).unwrap();
         let mapping = buffer.map().unwrap();
-        assert_eq!(mapping.export(&Export::new()).unwrap().size(), 8192);
-        let second = mapping.export(&Export::new().range(4096..8192)).unwrap();
+        assert_eq!(mapping.export(&ExportOptions::new()).unwrap().size(), 8192);
+        let second = mapping.export(&ExportOptions::new().range(4096..8192)).unwrap();
         assert_eq!(second.size(), 4096);
     }
 }

@@ -56,12 +56,14 @@ pub use device::{Device, Request, Strategy, DEFAULT_PATH};
 pub use error::{Error, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
-pub use export::{DmaBuf, Export};
+pub use export::{DmaBuf, ExportOptions};
 pub use mapping::{open_direct, Mapping};
-pub use own::OwnRule;
+pub use own::FileRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};
-pub use register::{Access, Pd, ProtectionDomain, Register, Registration, RemoteMemory, Road};
+pub use register::{Access, Pd, ProtectionDomain, RegisterOptions, Registration, RegistrationMethod, RemoteMemory};
 pub use room::{Holder, Room};
 pub use stripe::Stripe;
-pub use types::{human_size, BufferInfo, BufferState, Info, Kind, Path, PathClass, Provider, ProviderState, Stats};
+pub use types::{
+    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState, Stats,
+};

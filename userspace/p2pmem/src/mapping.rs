@@ -15,8 +15,8 @@ use p2pmem_access_sys::store_fence;
 
 use crate::buffer::Origin;
 use crate::error::{Error, Result};
-use crate::export::{DmaBuf, Export};
-use crate::register::{Access, Handle, ProtectionDomain, Register, Registration};
+use crate::export::{DmaBuf, ExportOptions};
+use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
 use crate::sys::{open_flags, Region};
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
@@ -158,7 +158,7 @@ impl Mapping {
     /// # Errors
     ///
     /// Those of [`Buffer::export`](crate::Buffer::export).
-    pub fn export(&self, parts: &Export) -> Result<DmaBuf> {
+    pub fn export(&self, parts: &ExportOptions) -> Result<DmaBuf> {
         parts.of_addresses(&self.origin.device, self.as_ptr() as u64, self.len() as u64)
     }
 
@@ -169,15 +169,15 @@ impl Mapping {
     ///
     /// Those of [`Buffer::register`](crate::Buffer::register).
     pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
-        self.register_with(pd, &Register::new(access))
+        self.register_with(pd, &RegisterOptions::new(access))
     }
 
-    /// As [`Mapping::register`], with a choice of bytes, addresses and road.
+    /// As [`Mapping::register`], with a choice of bytes, addresses and method.
     ///
     /// # Errors
     ///
     /// Those of [`Buffer::register_with`](crate::Buffer::register_with).
-    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &Register) -> Result<Registration> {
+    pub fn register_with(&self, pd: &impl ProtectionDomain, what: &RegisterOptions) -> Result<Registration> {
         what.run(pd, &self.origin, Some(&self.region), Handle::MayBeGone)
     }
 

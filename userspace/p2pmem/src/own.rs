@@ -14,20 +14,20 @@ use crate::types::PathClass;
 ///
 /// ```
 /// use p2pmem::rules::Action;
-/// use p2pmem::{OwnRule, Request};
+/// use p2pmem::{FileRule, Request};
 ///
 /// # let device = p2pmem::fake::Fake::example().device();
 /// let slow = device.providers()?[0].addr;
 /// device.set_rules(&[
-///     OwnRule { provider: Some(slow), action: Some(Action::Deny), ..OwnRule::new("not-the-slow-one") },
-///     OwnRule { quota: Some(64 << 20), ..OwnRule::new("no-more-than-64M") },
+///     FileRule { provider: Some(slow), action: Some(Action::Deny), ..FileRule::new("not-the-slow-one") },
+///     FileRule { quota: Some(64 << 20), ..FileRule::new("no-more-than-64M") },
 /// ])?;
 /// let buffer = device.alloc(&Request::new(1 << 20))?;
 /// # assert_ne!(buffer.provider(), device.providers()?[0].id);
 /// # Ok::<(), p2pmem::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OwnRule {
+pub struct FileRule {
     /// What verdicts and sentences call it: up to 31 letters, digits, dots, dashes and underscores.
     pub name: String,
     /// Whose memory.
@@ -42,7 +42,7 @@ pub struct OwnRule {
     pub quota: Option<u64>,
 }
 
-impl OwnRule {
+impl FileRule {
     /// A rule that matches everything and sets nothing yet.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
@@ -102,8 +102,8 @@ impl Device {
     /// [`Error::Request`] for a name that does not fit; [`Error::Refused`] with EINVAL (a name of other characters or
     /// one that is there twice, a rule that says nothing or contradicts itself), ENODEV (a function that is not there)
     /// or E2BIG (more than 32 rules). The rules stay as they were then.
-    pub fn set_rules(&self, rules: &[OwnRule]) -> Result<()> {
-        let raw = rules.iter().map(OwnRule::raw).collect::<Result<Vec<_>>>()?;
+    pub fn set_rules(&self, rules: &[FileRule]) -> Result<()> {
+        let raw = rules.iter().map(FileRule::raw).collect::<Result<Vec<_>>>()?;
         self.call(Operation::Rules, |kernel| kernel.set_rules(&raw))
     }
 }
@@ -120,10 +120,10 @@ mod tests {
         let request = Request::new(4096);
         let first = device.alloc(&request).unwrap().provider();
         let addr = device.providers().unwrap().iter().find(|p| p.id == first).unwrap().addr;
-        let deny = OwnRule {
+        let deny = FileRule {
             provider: Some(addr),
             action: Some(Action::Deny),
-            ..OwnRule::new("not-this")
+            ..FileRule::new("not-this")
         };
         device.set_rules(&[deny.clone()]).unwrap();
         assert_ne!(device.alloc(&request).unwrap().provider(), first);
@@ -131,7 +131,7 @@ mod tests {
         let verdict = last.verdicts.iter().find(|v| v.provider == first).unwrap();
         assert_eq!(verdict.code, VerdictCode::Denied);
         assert_eq!(verdict.why, "denied: by this file's own rule not-this");
-        let everywhere = OwnRule { provider: None, ..deny };
+        let everywhere = FileRule { provider: None, ..deny };
         device.set_rules(&[everywhere]).unwrap();
         assert_eq!(device.alloc(&request).unwrap_err().errno(), Some(libc::EACCES));
         device.set_rules(&[]).unwrap();
@@ -141,15 +141,15 @@ mod tests {
     #[test]
     fn names_that_do_not_fit_never_reach_the_module() {
         let device = Fake::example().device();
-        let rule = OwnRule {
+        let rule = FileRule {
             action: Some(Action::Deny),
-            ..OwnRule::new("x".repeat(32))
+            ..FileRule::new("x".repeat(32))
         };
         assert!(matches!(device.set_rules(&[rule]), Err(Error::Request(_))));
-        let rule = OwnRule {
+        let rule = FileRule {
             max_class: Some(PathClass::Switches),
             quota: Some(1),
-            ..OwnRule::new("x".repeat(31))
+            ..FileRule::new("x".repeat(31))
         };
         let raw = rule.raw().unwrap();
         assert_eq!((raw.flags, raw.max_class, raw.name[31]), (abi::P2PMEM_RULE_QUOTA, 3, 0));

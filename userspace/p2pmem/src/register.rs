@@ -14,7 +14,7 @@ use p2pmem_verbs_sys::access;
 
 use crate::buffer::Origin;
 use crate::error::{errno_text, Error, Result};
-use crate::export::{DmaBuf, Export};
+use crate::export::{DmaBuf, ExportOptions};
 use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
 use crate::sys::Region;
 use crate::types::human_size;
@@ -76,14 +76,14 @@ impl std::ops::BitOr for Access {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
-pub enum Road {
+pub enum RegistrationMethod {
     /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
     DmaBuf,
     /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
     PeerMemory,
 }
 
-impl fmt::Display for Road {
+impl fmt::Display for RegistrationMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::DmaBuf => "dma-buf",
@@ -152,34 +152,34 @@ pub(crate) enum Handle {
 /// # let fake = p2pmem::fake::Fake::example();
 /// # let device = fake.device();
 /// # let pd = p2pmem::fake::FakeNic::new("mlx5_0").pd();
-/// use p2pmem::{Access, Register, Request};
+/// use p2pmem::{Access, RegisterOptions, Request};
 ///
 /// let buffer = device.alloc(&Request::new(1 << 20))?;
 /// // The other side sees 64 KiB from the middle of the buffer, as addresses from 0 on.
-/// let part = Register::new(Access::REMOTE_READ).range(512 << 10..576 << 10).iova(0);
+/// let part = RegisterOptions::new(Access::REMOTE_READ).range(512 << 10..576 << 10).iova(0);
 /// let registration = buffer.register_with(&pd, &part)?;
 /// assert_eq!((registration.addr(), registration.len()), (0, 64 << 10));
 /// # Ok::<(), p2pmem::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
-pub struct Register {
+pub struct RegisterOptions {
     access: Access,
     range: Option<Range<u64>>,
     iova: Option<u64>,
     pinned: bool,
-    road: Option<Road>,
+    method: Option<RegistrationMethod>,
 }
 
-impl Register {
-    /// All of it, by whichever road the kernel offers.
+impl RegisterOptions {
+    /// All of it, by whichever method the kernel offers.
     pub fn new(access: Access) -> Self {
         Self {
             access,
             range: None,
             iova: None,
             pinned: false,
-            road: None,
+            method: None,
         }
     }
 
@@ -196,15 +196,15 @@ impl Register {
         self
     }
 
-    /// As [`Export::pinned`]: for NICs whose registrations cannot be revoked.
+    /// As [`ExportOptions::pinned`]: for NICs whose registrations cannot be revoked.
     pub fn pinned(mut self, pinned: bool) -> Self {
         self.pinned = pinned;
         self
     }
 
-    /// This road and no other.
-    pub fn road(mut self, road: Road) -> Self {
-        self.road = Some(road);
+    /// This method and no other.
+    pub fn method(mut self, method: RegistrationMethod) -> Self {
+        self.method = Some(method);
         self
     }
 
@@ -250,9 +250,9 @@ impl Register {
             },
         };
         let peer_memory = mapping.is_some() && info.peer_memory();
-        match self.road {
-            Some(Road::DmaBuf) => attempt.by_dmabuf(self.pinned),
-            Some(Road::PeerMemory) => attempt.by_addresses(),
+        match self.method {
+            Some(RegistrationMethod::DmaBuf) => attempt.by_dmabuf(self.pinned),
+            Some(RegistrationMethod::PeerMemory) => attempt.by_addresses(),
             None => match attempt.by_dmabuf(self.pinned) {
                 // A driver that knows nothing of dma-bufs, in an RDMA core that has another way.
                 Err(error) if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
@@ -283,7 +283,7 @@ impl Attempt<'_> {
             offset: self.range.start - pages.start,
             ..self.part
         };
-        let export = Export::new().range(pages).pinned(pinned);
+        let export = ExportOptions::new().range(pages).pinned(pinned);
         let Origin {
             device, handle, size, ..
         } = self.origin;
@@ -297,7 +297,7 @@ impl Attempt<'_> {
             .with_importer(|| self.pd.verbs.reg_dmabuf(self.pd.raw, dmabuf.as_fd(), part));
         match result {
             Ok(mr) => Ok(self.done(mr, Some(dmabuf))),
-            Err((error, reason)) => Err(self.failed(Road::DmaBuf, &error, reason)),
+            Err((error, reason)) => Err(self.failed(RegistrationMethod::DmaBuf, &error, reason)),
         }
     }
 
@@ -309,7 +309,7 @@ impl Attempt<'_> {
         };
         match self.pd.verbs.reg_mapped(self.pd.raw, region, self.part) {
             Ok(mr) => Ok(self.done(mr, None)),
-            Err(error) => Err(self.failed(Road::PeerMemory, &error, None)),
+            Err(error) => Err(self.failed(RegistrationMethod::PeerMemory, &error, None)),
         }
     }
 
@@ -327,11 +327,11 @@ impl Attempt<'_> {
         }
     }
 
-    fn failed(&self, road: Road, error: &io::Error, reason: Option<String>) -> Error {
+    fn failed(&self, method: RegistrationMethod, error: &io::Error, reason: Option<String>) -> Error {
         Error::Register {
             what: format!("{} of {}", human_size(self.part.len as u64), self.origin.describe()),
             nic: self.pd.nic(),
-            road,
+            method,
             errno: error.raw_os_error().unwrap_or(libc::EIO),
             reason,
         }
@@ -394,7 +394,7 @@ impl fmt::Debug for Registration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registration")
             .field("nic", &self.nic())
-            .field("road", &self.road())
+            .field("method", &self.method())
             .field("addr", &self.addr)
             .field("len", &self.len)
             .field("lkey", &self.lkey())
@@ -424,7 +424,7 @@ impl Registration {
     }
 
     /// What work requests call the first byte: its address in the program where it is mapped, unless
-    /// [`Register::iova`] said otherwise.
+    /// [`RegisterOptions::iova`] said otherwise.
     pub fn addr(&self) -> u64 {
         self.addr
     }
@@ -435,16 +435,16 @@ impl Registration {
         self.len
     }
 
-    /// The road taken.
-    pub fn road(&self) -> Road {
+    /// The method taken.
+    pub fn method(&self) -> RegistrationMethod {
         if self.dmabuf.is_some() {
-            Road::DmaBuf
+            RegistrationMethod::DmaBuf
         } else {
-            Road::PeerMemory
+            RegistrationMethod::PeerMemory
         }
     }
 
-    /// The dma-buf, where that was the road.
+    /// The dma-buf, where that was the method.
     pub fn dmabuf(&self) -> Option<&DmaBuf> {
         self.dmabuf.as_ref()
     }
@@ -492,15 +492,15 @@ mod tests {
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
         let unmapped = buffer.register(&nic.pd(), access).unwrap();
         assert_eq!(
-            (unmapped.addr(), unmapped.len(), unmapped.road()),
-            (0, 1 << 20, Road::DmaBuf)
+            (unmapped.addr(), unmapped.len(), unmapped.method()),
+            (0, 1 << 20, RegistrationMethod::DmaBuf)
         );
         assert_eq!(unmapped.dmabuf().unwrap().size(), 1 << 20);
 
         let memory = buffer.map().unwrap();
         let at = memory.as_ptr() as u64;
         assert_eq!(buffer.register(&nic.pd(), access).unwrap().addr(), at);
-        let part = Register::new(access).range(5000..5100);
+        let part = RegisterOptions::new(access).range(5000..5100);
         let registration = memory.register_with(&nic.pd(), &part).unwrap();
         assert_eq!((registration.addr(), registration.len()), (at + 5000, 100));
         assert_eq!(
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_names_buffer_nic_road_errno_and_remedy() {
+    fn a_failure_names_buffer_nic_method_errno_and_remedy() {
         let (fake, device, nic) = bed();
         let buffer = device.alloc(&Request::new(16 << 20).provider(1)).unwrap();
         nic.fail_next(libc::EOPNOTSUPP);
@@ -593,14 +593,14 @@ mod tests {
     fn impossible_registrations_never_reach_the_nic() {
         let (_fake, device, nic) = bed();
         let buffer = device.alloc(&Request::new(8192)).unwrap();
-        let what = Register::new(Access::ALL);
+        let what = RegisterOptions::new(Access::ALL);
         #[allow(clippy::reversed_empty_ranges)]
         let bad = [
             what.clone().range(0..0),
             what.clone().range(0..8193),
             what.clone().range(9..8),
             what.clone().range(100..200).iova(4096),
-            what.clone().road(Road::PeerMemory),
+            what.clone().method(RegistrationMethod::PeerMemory),
         ];
         for what in bad {
             let error = buffer.register_with(&nic.pd(), &what).unwrap_err();
@@ -615,13 +615,18 @@ mod tests {
     }
 
     #[test]
-    fn the_road_of_addresses_is_taken_where_it_is_asked_for() {
+    fn the_method_of_addresses_is_taken_where_it_is_asked_for() {
         let (_fake, device, nic) = bed();
         let buffer = device.alloc(&Request::new(8192)).unwrap();
         let memory = buffer.map().unwrap();
-        let what = Register::new(Access::ALL).road(Road::PeerMemory).range(4096..8192);
+        let what = RegisterOptions::new(Access::ALL)
+            .method(RegistrationMethod::PeerMemory)
+            .range(4096..8192);
         let registration = memory.register_with(&nic.pd(), &what).unwrap();
-        assert_eq!((registration.road(), registration.len()), (Road::PeerMemory, 4096));
+        assert_eq!(
+            (registration.method(), registration.len()),
+            (RegistrationMethod::PeerMemory, 4096)
+        );
         assert!(registration.dmabuf().is_none());
         nic.fail_next(libc::EREMOTEIO);
         let error = memory.register_with(&nic.pd(), &what).unwrap_err();

@@ -111,7 +111,7 @@ impl From<abi::p2pmem_info> for Info {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
-pub enum Kind {
+pub enum ProviderKind {
     /// A BAR of a device bound to the p2pmem driver, published by the administrator.
     Own,
     /// Memory that the device's own driver published.
@@ -122,7 +122,7 @@ pub enum Kind {
     Unknown,
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for ProviderKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Own => "own",
@@ -163,7 +163,7 @@ pub struct Provider {
     /// Its number, never 0, never used twice while the module is loaded.
     pub id: u32,
     /// How it came to be one.
-    pub kind: Kind,
+    pub kind: ProviderKind,
     /// The PCI function whose memory it is.
     pub addr: PciAddr,
     /// What can be done with it.
@@ -221,10 +221,10 @@ impl From<&abi::p2pmem_provider> for Provider {
         Self {
             id: raw.id,
             kind: match raw.kind {
-                abi::P2PMEM_KIND_OWN => Kind::Own,
-                abi::P2PMEM_KIND_ADOPTED => Kind::Adopted,
-                abi::P2PMEM_KIND_REGISTERED => Kind::Registered,
-                _ => Kind::Unknown,
+                abi::P2PMEM_KIND_OWN => ProviderKind::Own,
+                abi::P2PMEM_KIND_ADOPTED => ProviderKind::Adopted,
+                abi::P2PMEM_KIND_REGISTERED => ProviderKind::Registered,
+                _ => ProviderKind::Unknown,
             },
             addr: raw.addr.into(),
             state: match raw.state {
@@ -644,7 +644,10 @@ mod tests {
         };
         raw.driver = [b'x' as c_char; 32];
         let provider = Provider::from(&raw);
-        assert_eq!((provider.kind, provider.state), (Kind::Unknown, ProviderState::Unknown));
+        assert_eq!(
+            (provider.kind, provider.state),
+            (ProviderKind::Unknown, ProviderState::Unknown)
+        );
         assert_eq!((provider.bar, provider.numa_node), (None, None));
         assert_eq!(
             provider.driver.unwrap().len(),

@@ -8,7 +8,9 @@ use std::time::Instant;
 
 use anyhow::bail;
 use p2pmem::rdma::{Nic, Queue};
-use p2pmem::{human_size, Access, Buffer, Mapping, PciAddr, Pd, ProtectionDomain, Registration, Request, Road};
+use p2pmem::{
+    human_size, Access, Buffer, Mapping, PciAddr, Pd, ProtectionDomain, Registration, RegistrationMethod, Request,
+};
 use serde::Serialize;
 
 use crate::cli::SelftestArgs;
@@ -53,7 +55,7 @@ struct Report {
 struct RegistrationReport {
     nic: String,
     /// How the NIC came to the memory; none where it could not.
-    road: Option<Road>,
+    method: Option<RegistrationMethod>,
     microseconds: u64,
     error: Option<String>,
     remedy: Option<&'static str>,
@@ -195,7 +197,7 @@ fn register(
     let result = buffer.register(pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ);
     let report = RegistrationReport {
         nic: pd.nic(),
-        road: None,
+        method: None,
         microseconds: u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX),
         error: None,
         remedy: None,
@@ -203,7 +205,7 @@ fn register(
     };
     match result {
         Ok(registration) => RegistrationReport {
-            road: Some(registration.road()),
+            method: Some(registration.method()),
             transfer: Some(transfer(&registration).unwrap_or_else(|error| TransferReport {
                 error: Some(error.to_string()),
                 ..TransferReport::default()
@@ -359,12 +361,12 @@ fn render_report(report: &Report) -> String {
         None => String::new(),
         Some(RegistrationReport {
             nic,
-            road: Some(road),
+            method: Some(method),
             microseconds,
             transfer,
             ..
         }) => format!(
-            "registered with {nic} by {road} in {microseconds} us\n{}",
+            "registered with {nic} by {method} in {microseconds} us\n{}",
             transfer.as_ref().map(|t| render_transfer(nic, t)).unwrap_or_default()
         ),
         Some(r) => {
@@ -504,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn a_registration_tells_its_road_or_why_there_is_none() {
+    fn a_registration_tells_its_method_or_why_there_is_none() {
         let buffer = p2pmem::fake::Fake::example()
             .device()
             .alloc(&Request::new(4096))

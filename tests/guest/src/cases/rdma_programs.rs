@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use p2pmem::rdma::Nic;
-use p2pmem::{Access, Device, Mapping, Pd, Register, Request, Road};
+use p2pmem::{Access, Device, Mapping, Pd, RegisterOptions, RegistrationMethod, Request};
 
 use super::{Bed, Case};
 use crate::in_time;
@@ -230,7 +230,7 @@ fn preload(bed: &mut Bed) -> Result<()> {
 
 /// What a stock kernel says to `ibv_reg_mr()` of a buffer.
 fn by_addresses(memory: &Mapping, pd: &Pd) -> Result<()> {
-    let what = Register::new(Access::ALL).road(Road::PeerMemory);
+    let what = RegisterOptions::new(Access::ALL).method(RegistrationMethod::PeerMemory);
     let error = memory.register_with(pd, &what).unwrap_err();
     println!("by its addresses: {error}");
     ensure!(

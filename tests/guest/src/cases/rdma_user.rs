@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem::rdma::{Nic, Queue};
-use p2pmem::{Access, Buffer, Device, Error, Mapping, Register, RemoteMemory, Request, Road};
+use p2pmem::{Access, Buffer, Device, Error, Mapping, RegisterOptions, RegistrationMethod, RemoteMemory, Request};
 use sideway::ibverbs::protection_domain::ProtectionDomain;
 
 use super::{Bed, Case};
@@ -132,7 +132,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     let sent = source.register(&wire.pd, Access::LOCAL_WRITE)?;
     let received = target.register(&wire.pd, Access::ALL)?;
     ensure!(
-        received.road() == Road::DmaBuf && received.addr() == to.as_ptr() as u64,
+        received.method() == RegistrationMethod::DmaBuf && received.addr() == to.as_ptr() as u64,
         "{received:?}"
     );
     ensure!(received.nic() == wire.name, "{received:?}");
@@ -165,7 +165,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     // Without a mapping, from 0 on; a part of a mapping, by an address of its own.
     drop((from, to));
     let sent = source.register(&wire.pd, Access::LOCAL_READ)?;
-    let part = Register::new(Access::LOCAL_WRITE | Access::REMOTE_WRITE)
+    let part = RegisterOptions::new(Access::LOCAL_WRITE | Access::REMOTE_WRITE)
         .range(65536..65536 + 8192)
         .iova(0x7000_0000);
     let received = target.register_with(&wire.pd, &part)?;
@@ -206,7 +206,7 @@ fn bounds(bed: &mut Bed) -> Result<()> {
     fill(&to, 2)?;
     let sent = source.register(&wire.pd, Access::LOCAL_WRITE)?;
     // The middle half, so that there is memory on both sides that is not to be touched.
-    let middle = Register::new(Access::ALL).range((MIB / 4) as u64..(3 * MIB / 4) as u64);
+    let middle = RegisterOptions::new(Access::ALL).range((MIB / 4) as u64..(3 * MIB / 4) as u64);
     let received = target.register_with(&wire.pd, &middle)?;
     let remote = received.remote();
     let last = remote.len;

@@ -289,7 +289,7 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// ENOMEM (more than `ulimit -l` allows to be pinned), EFAULT (not the kind of memory that this road takes).
+    /// ENOMEM (more than `ulimit -l` allows to be pinned), EFAULT (not the kind of memory that this method takes).
     pub fn register(domain: &Arc<Domain>, span: &Span) -> io::Result<Self> {
         let access = ACCESS as libc::c_int;
         let start = span.address() as *mut libc::c_void;
@@ -349,7 +349,7 @@ pub struct BufferMemory {
 }
 
 impl BufferMemory {
-    /// Registers all of a buffer, by whichever road the kernel offers.
+    /// Registers all of a buffer, by whichever method the kernel offers.
     ///
     /// # Errors
     ///
