@@ -49,6 +49,7 @@ help: ## this list
 	@echo '  JOBS=<n> V=1          number of jobs; whole commands of the module build'
 	@echo '  P2PMEM_CACHE=<folder> where caches live          (default: $${XDG_CACHE_HOME:-~/.cache}/p2pmem)'
 	@echo '  P2PMEM_MIRROR=<url>   Debian mirror              (default: the one that apt uses)'
+	@echo '  TESTS=<part of a name> tests in guests to run    (default: all)'
 	@echo '  P2PMEM_KERNEL=<7.x>   another stock kernel       (default: the one in tools/sandbox/make-root)'
 
 # --- the main job and its proof ---------------------------------------------------------------------------------------
@@ -113,14 +114,14 @@ test-user: sandbox ## tests that need no guest: of user space and of the test be
 	@$(cargo-test) --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
 	@$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast
 
-test-vm: modules debug-modules user testbed ## tests in guests, with the stock kernel and with the debug kernel
-	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
+test-vm: modules debug-modules user testbed ## tests in guests, with the stock kernel and with the debug kernel (TESTS=<part of a name> for some)
+	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(TESTS)
 
 test-vm-stock: modules user testbed ## those with the stock kernel alone
-	@$(in) tools/vm-tests
+	@$(in) tools/vm-tests $(TESTS)
 
 test-vm-debug: modules debug-modules user testbed ## those with the debug kernel alone
-	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests debug::
+	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(or $(TESTS),debug::)
 
 # Ten times as many cases of property tests: of those that say how many they try, and of the others, whose number is 256.
 more-cases := P2PMEM_TIMES=10 PROPTEST_CASES=2560
