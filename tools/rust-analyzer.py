@@ -31,8 +31,9 @@ LEADS = [
     ("userspace/p2pmemctl/src/list.rs", "human_size", "userspace/p2pmem/src/"),
     ("tests/devices/src/bin/p2pmem-accel.rs", "Accel", "tests/devices/src/accel"),
 ]
-# It believes that `Arc::pin_init(pin_init!(T { .. }), ..)` initialises fields of an Arc.
-KNOWN = re.compile(r"no field `\w+` on type `Arc<\w+>`")
+# It believes that `Arc::pin_init(pin_init!(T { .. }), ..)` initialises fields of an Arc, and does not know that the kernel's `Arc<T>`
+# becomes an `Arc<dyn Trait>` where one is expected (`CoercePointee`).
+KNOWN = re.compile(r"no field `\w+` on type `Arc<\w+>`|expected Arc<dyn \w+>, found Arc<\w+>$")
 
 
 def die(text):

@@ -184,7 +184,7 @@ impl Export {
             pieces.push(PhysRange::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;
         }
         let for_export = buffer.clone();
-        let export = Arc::pin_init(
+        let export: Arc<Self> = Arc::pin_init(
             pin_init!(Self {
                 id: NEXT_ID.fetch_add(1, Relaxed),
                 buffer: for_export,

@@ -811,7 +811,7 @@ impl chrdev::Operations for File {
         let orchestrator = Orchestrator::get()?;
         let for_file = orchestrator.clone();
         let exports = ExportCount::new()?;
-        let file = Arc::pin_init(
+        let file: Arc<Self> = Arc::pin_init(
             pin_init!(Self {
                 id: for_file.file_id(),
                 orchestrator: for_file,

@@ -20,6 +20,8 @@ while [ -z "$drive" ]; do
             drive=/dev/$(basename "$block_device")
     done
 done
+# The kernel shows a drive before its node is there, and dd would make a file of that name.
+while [ ! -b "$drive" ]; do :; done
 head -c $((mib << 20)) /dev/urandom >"$data/written"
 dd if="$data/written" of="$drive" bs="$block" oflag=direct status=none
 dd if="$drive" of="$data/read" bs="$block" count=$(((mib << 20) / $(numfmt --from=iec "$block"))) iflag=direct status=none
