@@ -209,8 +209,7 @@ impl Orchestrator {
             self.space().unmap(buffer.page_offset, buffer.size / PAGE);
         }
         if held.by_devices {
-            buffer.for_each_export(|export| export.clone().revoke());
-            buffer.for_each_registration(|registration| registration.clone().revoke());
+            buffer.for_each_revocable(|revocable| revocable.clone().revoke());
         }
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.notify_revoked(buffer);
@@ -233,8 +232,7 @@ impl Orchestrator {
     /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
     fn finish_revoke(&self, buffer: &Arc<Buffer>, deadline: &mut RevokeDeadline) {
         if buffer.status().0 == State::Revoking {
-            buffer.for_each_export(|export| export.await_idle(deadline));
-            buffer.for_each_registration(|registration| registration.await_idle(deadline));
+            buffer.for_each_revocable(|revocable| revocable.await_idle(deadline));
             buffer.finish_revoke();
         }
     }

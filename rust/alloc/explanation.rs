@@ -168,7 +168,7 @@ impl QuickDecision {
         effect.copied().unwrap_or(RuleEffect::NONE)
     }
 
-    /// Place of the chosen provider among those of the view.
+    /// Place of the chosen provider among those of the snapshot.
     pub(crate) fn index(&self) -> usize {
         self.chosen
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The orchestrator: knows all providers, chooses among them, and ends what has to end.
+//! The orchestrator: knows all providers and open files, and chooses among the providers.
 
 use crate::{
     alloc::{

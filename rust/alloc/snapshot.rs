@@ -53,7 +53,7 @@ pub(crate) struct ProviderInfo {
     pub(crate) size: u64,
 }
 
-/// What is known of a view for as long as anyone asks, when its providers and clients may be gone.
+/// What is known of a snapshot for as long as anyone asks, when its providers and clients may be gone.
 pub(crate) struct SnapshotParts {
     /// The providers, in the order of their numbers.
     pub(crate) known: KVec<ProviderInfo>,
@@ -140,7 +140,7 @@ fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedP
     Ok(())
 }
 
-/// What the administrator's rules say of the providers of a view, where none of them counts bytes.
+/// What the administrator's rules say of the providers of a snapshot, where none of them counts bytes.
 pub(crate) struct RankedByRules {
     pub(crate) standing: ApplicableRules,
     /// Of each provider, in the order of their numbers.
@@ -266,7 +266,7 @@ impl TopologySnapshot {
     }
 }
 
-/// The views that were asked for last.
+/// The snapshots that were asked for last.
 pub(crate) struct SnapshotCache {
     snapshots: KVec<Arc<TopologySnapshot>>,
     /// The one that goes next.
@@ -284,7 +284,7 @@ impl SnapshotCache {
         }
     }
 
-    /// The view of these clients, if it was made at `generation`.
+    /// The snapshot of these clients, if it was made at `generation`.
     fn get(&self, generation: u64, names: &[u64]) -> Option<Arc<TopologySnapshot>> {
         // Word by word: a call of memcmp() would compare bytes.
         let same = |snapshot: &TopologySnapshot| snapshot.names.len() == names.len() && snapshot.names.iter().eq(names);
@@ -292,7 +292,7 @@ impl SnapshotCache {
         self.snapshots.iter().find(fits).cloned()
     }
 
-    /// Remembers a view in the place of the oldest, or of one of the same clients, which is returned.
+    /// Remembers a snapshot in the place of the oldest, or of one of the same clients, which is returned.
     fn put(&mut self, snapshot: Arc<TopologySnapshot>) -> Result<Option<Arc<TopologySnapshot>>> {
         let same = self.snapshots.iter().position(|old| *old.names == *snapshot.names);
         if same.is_none() && self.snapshots.len() < Self::MOST {
@@ -307,7 +307,7 @@ impl SnapshotCache {
     }
 }
 
-/// The view of these clients, from memory or else made by `make`. `generation` says what it is now.
+/// The snapshot of these clients, from memory or else made by `make`. `generation` says what it is now.
 pub(crate) fn snapshot(
     snapshots: &Mutex<SnapshotCache>,
     names: &[u64],
@@ -332,7 +332,7 @@ pub(crate) fn snapshot(
     Ok(made)
 }
 
-/// Forgets all views.
+/// Forgets all snapshots.
 pub(crate) fn forget(snapshots: &Mutex<SnapshotCache>) {
     let old = core::mem::replace(&mut *snapshots.lock(), SnapshotCache::new());
     drop(old);

@@ -67,6 +67,13 @@ struct Instance {
 // SAFETY: By the type invariant the object is `Send` and `Sync`.
 unsafe impl Send for Instance {}
 
+impl Instance {
+    /// Whether the object is of this type.
+    fn is<T: 'static>(&self) -> bool {
+        self.kind == TypeId::of::<T>()
+    }
+}
+
 kernel::sync::global_lock! {
     // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
     unsafe(uninit) static INSTANCES: Mutex<KVec<Instance>> = KVec::new();
@@ -88,7 +95,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
     pub(crate) fn new(object: Arc<T>) -> Result<Self> {
         initialised();
         let mut all = INSTANCES.lock();
-        if all.iter().any(|instance| instance.kind == TypeId::of::<T>()) {
+        if all.iter().any(Instance::is::<T>) {
             return Err(EBUSY);
         }
         all.reserve(1, GFP_KERNEL)?;
@@ -106,7 +113,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
 impl<T: Send + Sync + 'static> Drop for Registered<T> {
     fn drop(&mut self) {
         let mut all = INSTANCES.lock();
-        let at = all.iter().position(|instance| instance.kind == TypeId::of::<T>());
+        let at = all.iter().position(Instance::is::<T>);
         let removed = at.and_then(|at| all.remove(at).ok());
         if all.is_empty() {
             // A static is not dropped when the module goes.
@@ -125,10 +132,7 @@ impl<T: Send + Sync + 'static> Drop for Registered<T> {
 pub(crate) fn instance<T: Send + Sync + 'static>() -> Result<Arc<T>> {
     initialised();
     let all = INSTANCES.lock();
-    let found = all
-        .iter()
-        .find(|instance| instance.kind == TypeId::of::<T>())
-        .ok_or(ENODEV)?;
+    let found = all.iter().find(|instance| instance.is::<T>()).ok_or(ENODEV)?;
     // SAFETY: By the type invariant. The reference stays the instance's.
     let kept = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(found.object.cast::<T>().as_ptr()) });
     Ok(Arc::clone(&kept))

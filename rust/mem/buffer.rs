@@ -381,8 +381,9 @@ impl Buffer {
         self.release(Hold::Registration);
     }
 
-    /// Calls `f` with each registration, one after the other and without a lock. Those that come meanwhile may be missed.
-    pub(crate) fn for_each_registration(&self, f: impl FnMut(&Arc<dyn Revocable>)) {
+    /// Calls `f` with each dma-buf, and then with each registration, as [`Self::for_each_export`] does.
+    pub(crate) fn for_each_revocable(&self, mut f: impl FnMut(&Arc<dyn Revocable>)) {
+        self.for_each_export(&mut f);
         walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().registrations, from), f);
     }
 

@@ -35,8 +35,10 @@ pub(crate) trait Revocable: Send + Sync {
     /// Second part: waits until no device can reach the memory.
     fn await_idle(&self, deadline: &mut RevokeDeadline);
 
-    /// Importers that are attached.
-    fn attachments(&self) -> u32;
+    /// Importers that are attached: only a dma-buf has any.
+    fn attachments(&self) -> u32 {
+        0
+    }
 
     /// What debugfs shows of it.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;

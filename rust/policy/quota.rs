@@ -62,11 +62,11 @@ pub(crate) struct ChargeSet([Option<Entry>; ENTRIES]);
 
 /// Who pays, and for what.
 pub(crate) struct Requester<'a> {
-    /// The administrator's rules, and which of them are for the payer.
+    /// The administrator's rules, and which of them are for the requester.
     pub(crate) rules: &'a [Rule],
     pub(crate) who: Applicable,
     pub(crate) uid: u32,
-    /// The payer's file, and its own rules.
+    /// The requester's file, and its own rules.
     pub(crate) file: u64,
     pub(crate) own: &'a [Rule],
 }
@@ -81,7 +81,7 @@ pub(crate) struct ChargeTarget<'a> {
     pub(crate) kernel_has: u64,
 }
 
-/// Bytes of a provider that are set aside for others than the payer, and the first rule that does it.
+/// Bytes of a provider that are set aside for others than the requester, and the first rule that does it.
 pub(crate) fn withheld(
     store: &impl Store,
     requester: &Requester<'_>,
@@ -103,7 +103,7 @@ pub(crate) fn withheld(
 }
 
 impl ChargeSet {
-    /// What a buffer of the payer's in the provider counts against.
+    /// What a buffer of the requester's in the provider counts against.
     pub(crate) fn of(store: &impl Store, requester: &Requester<'_>, charge_target: &ChargeTarget<'_>) -> Self {
         let limit = |set, at, bytes| Some((bytes, Ref { set, at }));
         let (aside, by) = withheld(store, requester, charge_target);

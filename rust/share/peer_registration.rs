@@ -343,10 +343,6 @@ impl Revocable for PeerRegistration {
         }
     }
 
-    fn attachments(&self) -> u32 {
-        0
-    }
-
     /// One line, for debugfs.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mapped = self.place.is_mapped();

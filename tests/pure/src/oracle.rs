@@ -14,8 +14,8 @@ use crate::policy::placement::{
     VerdictCode, //
 };
 use crate::policy::rule::{
-    Preference, //
-    RuleEffect,
+    Preference,
+    RuleEffect, //
 };
 
 const KIB: u64 = 1024;

@@ -30,10 +30,10 @@ use crate::policy::placement::{
 };
 use crate::policy::rule::{
     Over,
-    Preference, //
+    Preference,
     Ref,
     RuleEffect,
-    Set,
+    Set, //
 };
 use crate::tree::tree;
 use p2pmem_proptest::config;
