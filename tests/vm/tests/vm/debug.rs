@@ -19,10 +19,11 @@ pub const TESTS: &[Test] = &[Test {
     run: find,
 }];
 
-/// What a module does wrong, and a word of the report. In this order: lockdep looks no more after its first report.
+/// What a module does wrong, and a word of the report. Lockdep comes first: any report about a lock turns it off, and who sleeps with
+/// a spinlock held may wake on another processor and so cause one ("spinlock wrong CPU").
 const WRONG: &[(&str, &str)] = &[
-    ("sleep", "scheduling while atomic"),
     ("locks", "possible circular locking"),
+    ("sleep", "scheduling while atomic"),
     ("after-free", "KASAN: slab-use-after-free"),
 ];
 
