@@ -2,7 +2,12 @@
 
 //! The device node `/dev/p2pmem`: open files, their ioctls, handles, events, rules and mappings.
 
+mod argument;
+mod events;
 pub(crate) mod file;
-pub(crate) mod file_rules;
-pub(crate) mod handles;
-pub(crate) mod request;
+mod file_operations;
+mod file_rules;
+mod handles;
+mod ioctl;
+mod mmap;
+mod request;

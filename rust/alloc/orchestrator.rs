@@ -262,7 +262,7 @@ impl Orchestrator {
         snapshot::forget(&self.snapshots);
     }
 
-    /// The machine as these clients see it, which are a slice of [`Names`](crate::uapi::request::Names). Errors: `ENODEV` (no
+    /// The machine as these clients see it, which are a slice of `uapi::request::ClientNames`. Errors: `ENODEV` (no
     /// such function), `EINVAL` (what is no address).
     pub(crate) fn snapshot(&self, names: &[u64]) -> Answer<Arc<TopologySnapshot>> {
         let make = |generation| {

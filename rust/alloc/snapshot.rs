@@ -186,7 +186,7 @@ impl RankedByRules {
 #[pin_data]
 pub(crate) struct TopologySnapshot {
     generation: u64,
-    /// The clients as they were named, see [`Names`](crate::uapi::request::Names).
+    /// The clients as they were named, see `uapi::request::ClientNames`.
     names: KVec<u64>,
     pub(crate) clients: KVec<Function>,
     /// What rules can tell the clients by.

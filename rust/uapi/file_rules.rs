@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! An application's own rules, as it hands them over.
+//! Checks the rules of an open file, which `P2PMEM_IOC_RULES` passes, and converts them.
+//!
+//! Context: may sleep, no locks held.
 
 use crate::{
     alloc::rules::RuleSet,
@@ -27,7 +29,7 @@ use crate::{
             Rule, //
         }, //
     },
-    uapi::request::{
+    uapi::argument::{
         no_flags,
         no_reserved,
         ArrayReader, //
@@ -38,19 +40,22 @@ use kernel::{
     sync::Arc, //
 };
 
-/// Reads and checks a file's own rules; none where there are to be none.
-pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<RuleSet>>> {
-    if ask.count > consts::MAX_RULES {
+/// Reads and checks the rules of a file. An empty array returns `None`.
+///
+/// Errors: `E2BIG` (more than `MAX_RULES`), `EINVAL` (a rule is wrong, or a name is not unique), `ENODEV` (no such function),
+/// `EFAULT`, `ENOMEM`.
+pub(crate) fn read(arg: &abi::Rules) -> Answer<Option<Arc<RuleSet>>> {
+    if arg.count > consts::MAX_RULES {
         return Err(refuse!(
             E2BIG,
             "{} rules, a file has at most {}",
-            ask.count,
+            arg.count,
             consts::MAX_RULES
         ));
     }
-    let mut reader = ArrayReader::new(ask.rules, ask.count, ask.rule_size)?;
-    let mut rules: KVec<Rule> = KVec::with_capacity(ask.count as usize, GFP_KERNEL_ACCOUNT)?;
-    for index in 0..ask.count {
+    let mut reader = ArrayReader::new(arg.rules, arg.count, arg.rule_size)?;
+    let mut rules: KVec<Rule> = KVec::with_capacity(arg.count as usize, GFP_KERNEL_ACCOUNT)?;
+    for index in 0..arg.count {
         let rule = one(&reader.read()?, index)?;
         if rules.iter().any(|other| other.name == rule.name) {
             return Err(refuse!(
@@ -68,6 +73,7 @@ pub(crate) fn read(ask: &abi::Rules) -> Answer<Option<Arc<RuleSet>>> {
     Ok(Some(RuleSet::new(rules)?))
 }
 
+/// Checks one rule. `index` is its place in the array, for messages.
 fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
     const KNOWN: u32 = consts::RULE_PROVIDER | consts::RULE_CLIENT | consts::RULE_QUOTA;
     no_flags(raw.flags, KNOWN)?;

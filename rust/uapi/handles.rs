@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The handles of an open file, by their numbers and by where their buffers are mapped.
+//! The handles of an open file, found by number and by mmap offset.
 //!
-//! A buffer that was imported may have several on one file: each is a holder of its own.
+//! A buffer may have several handles on one file, as every import of its dma-buf makes one. Each handle is a holder of the buffer.
+//!
+//! The methods take no lock; the file's mutex protects the handles.
 
 use crate::{
     ext::refusal::{
@@ -20,32 +22,33 @@ use kernel::{
     sync::Arc,
 };
 
-/// Most handles that a file has at a time: some 12 MiB of the kernel's memory, charged to the cgroup of who made them.
-const MOST: u32 = 1 << 16;
+/// The most handles that a file has at a time. They take about 12 MiB of kernel memory, charged to the cgroup of their maker.
+const MAX_HANDLES: u32 = 1 << 16;
 
 /// The handles of a file.
 pub(crate) struct Handles {
-    /// By [`spread`] handles.
+    /// The holders, by [`spread`] handles.
     by_handle: RBTree<u32, Holder>,
-    /// A buffer's place in the address space of mappings, in pages, and a handle of it.
+    /// A buffer's mmap offset in pages, and a handle of the buffer.
     by_page: RBTree<(u64, u32), ()>,
     next: u32,
     count: u32,
 }
 
-/// A handle as its tree has it: with its bits reversed, as a tree in which each new number is the largest is twice as deep
-/// as it has to be.
+/// Returns the key of a handle in its tree: the handle with its bits reversed. Ascending keys would make the red-black tree twice
+/// as deep as needed.
 fn spread(handle: u32) -> u32 {
     handle.reverse_bits()
 }
 
-/// What one more handle takes of the kernel's memory.
+/// The memory for one more handle.
 pub(crate) struct Slot {
     by_handle: RBTreeNodeReservation<u32, Holder>,
     by_page: RBTreeNodeReservation<(u64, u32), ()>,
 }
 
 impl Slot {
+    /// Allocates the memory. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Self> {
         Ok(Self {
             by_handle: RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?,
@@ -55,6 +58,7 @@ impl Slot {
 }
 
 impl Handles {
+    /// Returns an empty table.
     pub(crate) fn new() -> Self {
         Self {
             by_handle: RBTree::new(),
@@ -64,9 +68,9 @@ impl Handles {
         }
     }
 
-    /// The number that the next handle gets. Errors: `EMFILE` when the file has as many as it can have, or all numbers were used.
+    /// Returns the number of the next handle. Errors: `EMFILE` if the file has [`MAX_HANDLES`] handles or has used all numbers.
     pub(crate) fn number(&mut self) -> Answer<u32> {
-        if self.count >= MOST {
+        if self.count >= MAX_HANDLES {
             return Err(refuse!(
                 EMFILE,
                 "this file has {} handles: no more are possible on one file",
@@ -74,14 +78,14 @@ impl Handles {
             ));
         }
         let handle = self.next;
-        // The largest number is no handle's.
+        // `u32::MAX` is never a handle: lookups use it as an upper bound.
         self.next = handle
             .checked_add(1)
             .ok_or_else(|| refuse!(EMFILE, "this file has used up all handles: open another one"))?;
         Ok(handle)
     }
 
-    /// Keeps a buffer under a number of [`Self::number`]'s.
+    /// Inserts a buffer under a number that [`Self::number`] returned.
     pub(crate) fn insert(&mut self, handle: u32, holder: Holder, slot: Slot) {
         let page = holder.page_offset;
         self.count += 1;
@@ -89,7 +93,7 @@ impl Handles {
         self.by_handle.insert(slot.by_handle.into_node(spread(handle), holder));
     }
 
-    /// Ends a handle. What comes back may be the buffer's last holder: it is dropped without a lock.
+    /// Removes a handle. The caller drops the result without locks held, as it may be the last holder, which ends the buffer.
     pub(crate) fn remove(&mut self, handle: u32) -> Option<Holder> {
         let holder = self.by_handle.remove(&spread(handle))?;
         self.by_page.remove(&(holder.page_offset, handle));
@@ -97,14 +101,14 @@ impl Handles {
         Some(holder)
     }
 
-    /// The buffer of a handle.
+    /// Returns the buffer of a handle.
     pub(crate) fn buffer(&self, handle: u32) -> Option<Arc<Buffer>> {
         self.by_handle
             .get(&spread(handle))
             .map(|holder| holder.buffer().clone())
     }
 
-    /// The last buffer that does not begin behind a page.
+    /// Returns the buffer with the highest mmap offset that is not above `page`, in pages.
     pub(crate) fn at_page(&self, page: u64) -> Option<Arc<Buffer>> {
         let (_, handle) = match self.by_page.cursor_lower_bound(&(page, u32::MAX)) {
             Some(behind) => behind.peek_prev().map(|(&key, ())| key),
@@ -113,7 +117,7 @@ impl Handles {
         self.buffer(handle)
     }
 
-    /// The first handle of a buffer that comes after `after`.
+    /// Returns the lowest handle of a buffer that is greater than `after`.
     pub(crate) fn next_of(&self, buffer: &Buffer, after: u32) -> Option<u32> {
         let from = (buffer.page_offset, after.checked_add(1)?);
         let cursor = self.by_page.cursor_lower_bound(&from)?;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What the structures of user space ask for, checked field by field.
+//! Checks the requests in the structures of user space field by field and converts them to the module's own types.
+//!
+//! Context: may sleep, no locks held (see [`argument`](super::argument)).
 
 use crate::{
     alloc::{
@@ -24,166 +26,36 @@ use crate::{
         placement::Named,
         ranges::Range, //
     },
-    share::dmabuf, //
+    share::dmabuf,
+    uapi::argument::{
+        array,
+        no_flags,
+        no_reserved,
+        read_sized,
+        ArrayReader, //
+    }, //
 };
 use core::mem::size_of;
-use kernel::{
-    page::PAGE_SIZE,
-    prelude::*,
-    sync::Arc,
-    transmute::{AsBytes, FromBytes},
-    uaccess::{UserPtr, UserSlice, UserSliceReader, UserSliceWriter},
-};
+use kernel::{page::PAGE_SIZE, prelude::*, sync::Arc};
 
-pub(crate) fn no_flags(flags: u32, known: u32) -> Answer {
-    if flags & !known == 0 {
-        Ok(())
-    } else {
-        Err(refuse!(EINVAL, "unknown flags {:#x}", flags & !known))
-    }
-}
-
-pub(crate) fn no_reserved(reserved: u32) -> Answer {
-    if reserved == 0 {
-        Ok(())
-    } else {
-        Err(refuse!(EINVAL, "a reserved field is not zero"))
-    }
-}
-
-/// A writer for a text of user space.
-pub(crate) fn text_writer(at: u64, len: u32) -> Answer<UserSliceWriter> {
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    Ok(UserSlice::new(UserPtr::from_addr(at), len as usize).writer())
-}
-
-/// The memory of an array whose elements have the size that the caller stated.
-fn array(at: u64, count: u32, size: u32) -> Answer<UserSlice> {
-    let at = usize::try_from(at).map_err(|_| EFAULT)?;
-    if count == 0 {
-        return Ok(UserSlice::new(UserPtr::from_addr(at), 0));
-    }
-    if size > consts::MAX_ELEMENT {
-        return Err(refuse!(
-            E2BIG,
-            "elements of {} bytes, at most {} are possible",
-            size,
-            consts::MAX_ELEMENT
-        ));
-    }
-    if size < 4 {
-        return Err(refuse!(EINVAL, "elements of {} bytes, at least 4 are needed", size));
-    }
-    let len = (size as usize).checked_mul(count as usize).ok_or(EFAULT)?;
-    Ok(UserSlice::new(UserPtr::from_addr(at), len))
-}
-
-/// Writes an array of user space.
-pub(crate) struct ArrayWriter {
-    writer: UserSliceWriter,
-    size: usize,
-}
-
-impl ArrayWriter {
-    /// For `count` elements of `size` bytes each.
-    pub(crate) fn new(at: u64, count: u32, size: u32) -> Answer<Self> {
-        Ok(Self {
-            writer: array(at, count, size)?.writer(),
-            size: size as usize,
-        })
-    }
-
-    /// Writes one element: cut to the caller's size, or filled up with zeros.
-    pub(crate) fn write<T: AsBytes>(&mut self, value: &T) -> Answer {
-        let bytes = value.as_bytes();
-        self.writer.write_slice(bytes.get(..self.size).unwrap_or(bytes))?;
-        write_zeros(&mut self.writer, self.size.saturating_sub(bytes.len()))
-    }
-}
-
-/// Reads an array of user space.
-pub(crate) struct ArrayReader {
-    reader: UserSliceReader,
-    size: usize,
-}
-
-impl ArrayReader {
-    /// For `count` elements of `size` bytes each.
-    pub(crate) fn new(at: u64, count: u32, size: u32) -> Answer<Self> {
-        Ok(Self {
-            reader: array(at, count, size)?.reader(),
-            size: size as usize,
-        })
-    }
-
-    /// Reads one element: what is missing is zero, what is unknown has to be.
-    pub(crate) fn read<T: AsBytes + FromBytes + Default>(&mut self) -> Answer<T> {
-        read_sized(&mut self.reader, self.size)
-    }
-}
-
-/// Writes that many zeros.
-pub(crate) fn write_zeros(writer: &mut UserSliceWriter, mut len: usize) -> Answer {
-    const ZEROS: [u8; 64] = [0; 64];
-    while len > 0 {
-        let some = ZEROS.get(..len).unwrap_or(&ZEROS);
-        writer.write_slice(some)?;
-        len -= some.len();
-    }
-    Ok(())
-}
-
-/// Reads a structure of which the caller has `size` bytes: what is missing is zero, what is unknown has to be.
-#[inline(always)]
-pub(crate) fn read_sized<T: AsBytes + FromBytes + Default>(reader: &mut UserSliceReader, size: usize) -> Answer<T> {
-    if size == size_of::<T>() {
-        // Without clearing its place first: this is on the way of every call.
-        return Ok(reader.read()?);
-    }
-    read_other_size(reader, size)
-}
-
-/// As [`read_sized`], of a structure that is longer or shorter than the module's.
-#[cold]
-#[inline(never)]
-fn read_other_size<T: AsBytes + FromBytes + Default>(reader: &mut UserSliceReader, size: usize) -> Answer<T> {
-    let mut value = T::default();
-    let known = size.min(size_of::<T>());
-    reader.read_slice(&mut AsBytes::as_bytes_mut(&mut value)[..known])?;
-    let mut left = size - known;
-    let mut tail = [0u8; 64];
-    while left > 0 {
-        let some = left.min(tail.len());
-        reader.read_slice(&mut tail[..some])?;
-        if tail[..some].iter().any(|byte| *byte != 0) {
-            return Err(refuse!(
-                E2BIG,
-                "a structure of {} bytes is not zero beyond the {} that this module knows",
-                size,
-                size_of::<T>()
-            ));
-        }
-        left -= some;
-    }
-    Ok(value)
-}
-
-/// Addresses of functions as user space has them, each a [`abi::PciAddress`] of which nothing is checked. That one list is
-/// the same as another is known from that. A few take no memory of their own.
-pub(crate) struct Names {
+/// The PCI addresses of a request's clients, each an unchecked [`abi::PciAddress`] as one word, so that two lists compare
+/// word by word. Short lists need no allocation.
+pub(super) struct ClientNames {
     few: [u64; Self::FEW],
     len: usize,
-    /// All of them, where they are more than a few. Dropping an empty list would take longer than reading a few.
+    /// All addresses, if there are more than [`Self::FEW`]. An `Option`, since dropping an empty vector costs more than reading
+    /// a short list.
     many: Option<KVec<u64>>,
 }
 
-impl Names {
+impl ClientNames {
     const FEW: usize = 8;
     const EACH: usize = size_of::<abi::PciAddress>();
 
-    /// Those that an array has, whose elements are of `size` bytes.
-    pub(crate) fn read(at: u64, count: u32, size: u32) -> Answer<Self> {
-        const _: () = assert!(Names::EACH == size_of::<u64>());
+    /// Reads an array of `count` addresses whose elements have `size` bytes. Errors: `E2BIG` (more than `MAX_CLIENTS`), `ENOMEM`,
+    /// and those of [`read_sized`].
+    pub(super) fn read(at: u64, count: u32, size: u32) -> Answer<Self> {
+        const _: () = assert!(ClientNames::EACH == size_of::<u64>());
         let mut names = Self {
             few: [0; Self::FEW],
             len: count as usize,
@@ -208,7 +80,7 @@ impl Names {
             None => &mut names.few[..names.len],
         };
         if size as usize == Self::EACH {
-            // At once: this is on the way of every decision.
+            // The common case is one copy, as every allocation does this.
             abi::read_words(usize::try_from(at).map_err(|_| EFAULT)?, all)?;
         } else {
             let mut reader = array(at, count, size)?.reader();
@@ -219,7 +91,8 @@ impl Names {
         Ok(names)
     }
 
-    pub(crate) fn as_slice(&self) -> &[u64] {
+    /// Returns the addresses in the caller's order.
+    pub(super) fn as_slice(&self) -> &[u64] {
         match &self.many {
             Some(many) => many,
             None => self.few.get(..self.len).unwrap_or_default(),
@@ -227,8 +100,8 @@ impl Names {
     }
 }
 
-/// The ranges that an array names.
-pub(crate) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
+/// Reads an array of ranges. Errors: `E2BIG` (more than `MAX_RANGES`), `ENOMEM`, and those of [`read_sized`].
+pub(super) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
     if count > consts::MAX_RANGES {
         return Err(dmabuf::too_many(count.into()));
     }
@@ -241,8 +114,10 @@ pub(crate) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
     Ok(list)
 }
 
-/// Checks a request.
-pub(crate) fn wanted(
+/// Checks a request, and takes the topology snapshot for its clients. Sizes are rounded up to pages.
+///
+/// Errors: `EINVAL`, `E2BIG`, `EFAULT`, `ENOMEM`, and for the clients those of [`Orchestrator::snapshot`].
+pub(super) fn check(
     req: &abi::Request,
     own: Option<Arc<RuleSet>>,
     orchestrator: &Orchestrator,
@@ -274,7 +149,7 @@ pub(crate) fn wanted(
                 "the kernel's own choice needs clients: nr_clients is 0"
             ));
         }
-        known @ consts::STRATEGY_NEAREST..=consts::STRATEGY_STRIPE => known,
+        strategy @ consts::STRATEGY_NEAREST..=consts::STRATEGY_STRIPE => strategy,
         other => return Err(refuse!(EINVAL, "unknown strategy {}", other)),
     };
     let parts = parts(req, size / PAGE)?;
@@ -292,7 +167,7 @@ pub(crate) fn wanted(
             class => class,
         },
     };
-    let names = Names::read(req.clients, req.nr_clients, req.client_size)?;
+    let names = ClientNames::read(req.clients, req.nr_clients, req.client_size)?;
     Ok(AllocRequest {
         size,
         align,
@@ -306,7 +181,7 @@ pub(crate) fn wanted(
     })
 }
 
-/// How many providers a request of so many pages is to be divided among; 0 where that is open.
+/// Returns the number of parts of a stripe of `pages` pages, 0 if the request leaves the number open or wants no stripe.
 fn parts(req: &abi::Request, pages: u64) -> Answer<usize> {
     let parts = req.parts as usize;
     if req.strategy != consts::STRATEGY_STRIPE {

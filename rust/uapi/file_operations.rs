@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The file operations of `/dev/p2pmem`.
+//!
+//! C header: [`include/linux/fs.h`](srctree/include/linux/fs.h) (`struct file_operations`)
+
+use crate::{
+    ext::{
+        abi,
+        chrdev::{
+            self,
+            READABLE, //
+        },
+        vma::{
+            AddressSpace,
+            NewArea, //
+        }, //
+    },
+    mem::buffer::Buffer,
+    uapi::file::File, //
+};
+use core::mem::size_of;
+use kernel::{
+    fs::File as KernelFile,
+    prelude::*,
+    sync::{poll::PollTable, Arc, ArcBorrow},
+    uaccess::{UserPtr, UserSliceWriter},
+};
+
+/// The file operations, which open files refer to.
+static TABLE: chrdev::Table<File> = chrdev::Table::new();
+
+impl chrdev::Operations for File {
+    type Object = Buffer;
+
+    fn table() -> &'static chrdev::Table<Self> {
+        &TABLE
+    }
+
+    fn open() -> Result<Arc<Self>> {
+        File::new()
+    }
+
+    fn address_space(&self) -> &AddressSpace<Buffer> {
+        self.orchestrator.space()
+    }
+
+    fn close(this: Arc<Self>) {
+        this.orchestrator.remove_file(this.id);
+    }
+
+    fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result {
+        File::ioctl(&this, cmd, arg)
+    }
+
+    fn read(this: ArcBorrow<'_, Self>, mut out: UserSliceWriter, nonblock: bool) -> Result<usize> {
+        let size = size_of::<abi::Event>();
+        if out.len() < size {
+            return Err(EINVAL);
+        }
+        let mut done = 0;
+        while out.len() >= size {
+            let mut events = this.events.lock();
+            while events.is_empty() {
+                if done > 0 {
+                    return Ok(done);
+                }
+                if nonblock {
+                    return Err(EAGAIN);
+                }
+                if this.readable.wait_interruptible(&mut events) {
+                    return Err(ERESTARTSYS);
+                }
+            }
+            let event = events.pop();
+            drop(events);
+            if let Some(event) = event {
+                if let Err(error) = out.write(&event) {
+                    // The event goes back into the queue, for the next read.
+                    this.events.lock().push_front(event);
+                    this.wake();
+                    return if done > 0 { Ok(done) } else { Err(error) };
+                }
+                done += size;
+            }
+        }
+        Ok(done)
+    }
+
+    fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
+        let mut polled = this.polled.lock();
+        if polled.is_none() {
+            *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
+        }
+        let Some(waiting) = &*polled else {
+            // Without memory for the wait queue, poll reports the file as readable, and a read tells.
+            return READABLE;
+        };
+        table.register_wait(file, waiting);
+        drop(polled);
+        if this.events.lock().is_empty() {
+            0
+        } else {
+            READABLE
+        }
+    }
+
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Buffer>) -> Result {
+        this.map(area).map_err(|refusal| {
+            this.refused("mmap", &refusal);
+            refusal.error
+        })
+    }
+}

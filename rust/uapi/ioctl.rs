@@ -1,0 +1,538 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The ioctls of `/dev/p2pmem`, one method of [`File`] each.
+//!
+//! C header: `include/uapi/linux/p2pmem.h`
+//!
+//! Context: process context, may sleep. No lock is held while an argument is copied.
+
+use crate::{
+    alloc::{
+        explanation::Decision,
+        orchestrator::visible_bus_addr,
+        request::AllocRequest, //
+    },
+    ext::{
+        abi::{
+            self,
+            calls,
+            consts, //
+        },
+        log,
+        refusal::{
+            refuse,
+            Answer,
+            Text, //
+        }, //
+    },
+    mem::buffer::Buffer,
+    policy::ranges::Range,
+    share::{
+        dmabuf::{
+            self,
+            Export, //
+        },
+        peer_client, //
+    },
+    uapi::{
+        argument::{
+            self,
+            no_flags,
+            no_reserved,
+            Argument,
+            ArrayWriter, //
+        },
+        file::File,
+        file_rules,
+        request::{
+            self,
+            ClientNames, //
+        }, //
+    }, //
+};
+use core::mem::{offset_of, size_of};
+use kernel::{
+    ffi,
+    fs::{file::FileDescriptorReservation, File as KernelFile},
+    ioctl::_IOC_SIZE,
+    page::{PAGE_SHIFT, PAGE_SIZE},
+    prelude::*,
+    sync::{aref::ARef, Arc},
+    uaccess::UserPtr,
+};
+
+impl File {
+    /// Runs one ioctl. `cmd` has the number of the ioctl and the size of the caller's structure, and `arg` its address.
+    ///
+    /// Errors: `ENOTTY` (no such ioctl), `EFAULT`, `EINVAL`, `E2BIG` (the sizes, see [`Argument`]), and those of the ioctl.
+    pub(super) fn ioctl(&self, cmd: u32, arg: UserPtr) -> Result {
+        let arg = Argument {
+            at: arg,
+            size: _IOC_SIZE(cmd),
+        };
+        let (what, answer) = match abi::sizeless(cmd) {
+            calls::INFO => {
+                let mut info = abi::Info::default();
+                let least = offset_of!(abi::Info, features);
+                let answer = arg
+                    .at_least(least)
+                    .and_then(|()| self.info(&mut info))
+                    .and_then(|()| arg.answer(&info));
+                ("INFO", answer)
+            }
+            calls::LIST => (
+                "LIST",
+                arg.exchange(offset_of!(abi::List, reserved), |a| self.list(a), true),
+            ),
+            calls::PATHS => ("PATHS", arg.exchange(size_of::<abi::Paths>(), |a| self.paths(a), true)),
+            calls::ALLOC => {
+                let mut handle = 0;
+                let answer = arg.exchange(
+                    offset_of!(abi::Alloc, provider),
+                    |a: &mut abi::Alloc| {
+                        self.alloc(a)?;
+                        handle = a.handle;
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() && handle != 0 {
+                    // The caller never learns the handle, so the buffer is freed.
+                    let _ = self.free(handle);
+                }
+                ("ALLOC", answer)
+            }
+            calls::STRIPE => {
+                let mut parts = KVec::new();
+                let answer = arg.exchange(
+                    offset_of!(abi::Stripe, reserved),
+                    |arg: &mut abi::Stripe| {
+                        parts = self.stripe(arg)?;
+                        let mut out = ArrayWriter::new(arg.parts, arg.nr_parts, arg.part_size)?;
+                        for part in &parts {
+                            out.write(part)?;
+                        }
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() {
+                    self.free_parts(&parts);
+                }
+                ("STRIPE", answer)
+            }
+            calls::IMPORT => {
+                let mut handle = 0;
+                let answer = arg.exchange(
+                    offset_of!(abi::Import, provider),
+                    |arg: &mut abi::Import| {
+                        self.import(arg)?;
+                        handle = arg.handle;
+                        Ok(())
+                    },
+                    true,
+                );
+                if answer.is_err() && handle != 0 {
+                    // As for ALLOC.
+                    let _ = self.free(handle);
+                }
+                ("IMPORT", answer)
+            }
+            calls::FREE => (
+                "FREE",
+                arg.exchange(offset_of!(abi::Free, flags), |a| self.free_ioctl(a), false),
+            ),
+            calls::BUFFER => (
+                "BUFFER",
+                arg.exchange(offset_of!(abi::Buffer, size), |a| self.buffer_ioctl(a), true),
+            ),
+            calls::EXPLAIN => (
+                "EXPLAIN",
+                arg.exchange(offset_of!(abi::Explain, error), |a| self.explain(a), true),
+            ),
+            calls::RULES => (
+                "RULES",
+                arg.exchange(offset_of!(abi::Rules, reserved), |a| self.set_rules(a), false),
+            ),
+            calls::STATS => (
+                "STATS",
+                arg.exchange(offset_of!(abi::Stats, flags), |a| self.stats(a), true),
+            ),
+            calls::EXPORT_DMABUF => {
+                let mut made = None;
+                let answer = arg.exchange(
+                    offset_of!(abi::Export, reserved),
+                    |a| {
+                        made = Some(self.export(a)?);
+                        Ok(())
+                    },
+                    true,
+                );
+                if let (Ok(()), Some(descriptor)) = (&answer, made) {
+                    descriptor.install();
+                }
+                ("EXPORT_DMABUF", answer)
+            }
+            _ => return Err(ENOTTY),
+        };
+        answer.map_err(|refusal| {
+            self.refused(what, &refusal);
+            refusal.error
+        })
+    }
+
+    /// Describes the module and its totals.
+    fn info(&self, info: &mut abi::Info) -> Answer {
+        let providers = self.orchestrator.providers()?;
+        *info = abi::Info {
+            abi_version: consts::ABI_VERSION,
+            abi_compatible: consts::ABI_COMPATIBLE,
+            page_size: PAGE_SIZE as u32,
+            features: consts::FEATURES | consts::feature_peer_memory(peer_client::is_open()),
+            providers: providers.len() as u32,
+            generation: self.orchestrator.generation(),
+            ..Default::default()
+        };
+        for provider in &providers {
+            let (buffers, free) = provider.totals();
+            info.buffers += buffers;
+            info.size += provider.size;
+            info.free += free;
+        }
+        for (to, from) in info.version.iter_mut().zip(crate::VERSION.as_bytes()) {
+            *to = *from as ffi::c_char;
+        }
+        Ok(())
+    }
+
+    /// Lists the providers. `count` returns how many there are, which may be more than the array has room for.
+    fn list(&self, list: &mut abi::List) -> Answer {
+        no_flags(list.flags, 0)?;
+        no_reserved(list.reserved)?;
+        let providers = self.orchestrator.providers()?;
+        let mut out = ArrayWriter::new(list.providers, list.count, list.provider_size)?;
+        for provider in providers.iter().take(list.count as usize) {
+            out.write(&provider.describe())?;
+        }
+        list.count = providers.len() as u32;
+        Ok(())
+    }
+
+    /// Lists the paths between all providers and the given clients.
+    fn paths(&self, paths: &mut abi::Paths) -> Answer {
+        no_flags(paths.flags, consts::PATHS_RESCAN)?;
+        no_reserved(paths.reserved)?;
+        if paths.nr_clients == 0 {
+            return Err(refuse!(EINVAL, "a path needs a client: nr_clients is 0"));
+        }
+        let names = ClientNames::read(paths.clients, paths.nr_clients, paths.client_size)?;
+        if paths.flags & consts::PATHS_RESCAN != 0 {
+            // The cache serves all files.
+            if !log::capable_admin() {
+                return Err(refuse!(EPERM, "P2PMEM_PATHS_RESCAN takes CAP_SYS_ADMIN"));
+            }
+            self.orchestrator.forget_paths();
+        }
+        let clients = names.as_slice();
+        let snapshot = self.orchestrator.snapshot(clients)?;
+        let (known, all) = (&snapshot.parts.known, &snapshot.parts.paths);
+        let mut out = ArrayWriter::new(paths.paths, paths.nr_paths, paths.path_size)?;
+        for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
+            out.write(&abi::Path {
+                provider: known[i / clients.len()].id,
+                client: (i % clients.len()) as u32,
+                class: path.class.as_raw(),
+                flags: if path.acs_redirect {
+                    consts::PATH_ACS_REDIRECT
+                } else {
+                    0
+                } | if path.bus_addr { consts::PATH_BUS_ADDR } else { 0 },
+                hops: path.hops,
+                distance: path.distance,
+                bandwidth: path.bandwidth,
+                numa_distance: path.numa_distance,
+                bridge: path.bridge.map(Into::into).unwrap_or_default(),
+            })?;
+        }
+        paths.nr_paths = all.len() as u32;
+        Ok(())
+    }
+
+    /// Allocates a buffer and gives it a handle.
+    fn alloc(&self, alloc: &mut abi::Alloc) -> Answer {
+        no_reserved(alloc.reserved)?;
+        let request = self.request(&alloc.req)?;
+        if request.strategy == consts::STRATEGY_STRIPE {
+            return Err(refuse!(
+                EINVAL,
+                "a stripe is a buffer in each of several providers: allocate it by P2PMEM_IOC_STRIPE"
+            ));
+        }
+        let (holder, decision) = self.orchestrator.alloc(&request, self.id, self.take_spare())?;
+        let (provider, class) = (decision.chosen(), decision.class());
+        let holder = self.settle(holder, decision)?;
+        alloc.provider = provider;
+        alloc.size = holder.size;
+        alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
+        alloc.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        alloc.class = class;
+        alloc.handle = self.insert(holder)?;
+        Ok(())
+    }
+
+    /// Allocates a stripe and returns its parts.
+    fn stripe(&self, arg: &mut abi::Stripe) -> Answer<KVec<abi::Part>> {
+        no_flags(arg.flags, 0)?;
+        no_reserved(arg.reserved)?;
+        let request = self.request(&arg.req)?;
+        if request.strategy != consts::STRATEGY_STRIPE {
+            return Err(refuse!(
+                EINVAL,
+                "a stripe takes P2PMEM_STRATEGY_STRIPE, not strategy {}",
+                request.strategy
+            ));
+        }
+        let capacity = arg.nr_parts as usize;
+        if capacity < request.parts.max(1) {
+            return Err(refuse!(
+                EINVAL,
+                "there is room for {} parts, {} are wanted",
+                capacity,
+                request.parts.max(1)
+            ));
+        }
+        let (made, explanation) = self.orchestrator.stripe(&request, capacity, self.id)?;
+        let refusal = made.is_empty().then(|| explanation.refusal());
+        self.remember(Some(Decision::Explanation(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?)));
+        if let Some(refusal) = refusal {
+            return Err(refusal);
+        }
+        let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut offset = 0;
+        for (holder, class) in made {
+            let part = abi::Part {
+                provider: holder.provider.id,
+                offset,
+                size: holder.size,
+                mmap_offset: holder.page_offset << PAGE_SHIFT,
+                bar_offset: holder.bar_offset.unwrap_or(u64::MAX),
+                class,
+                ..Default::default()
+            };
+            offset += holder.size;
+            let kept = self.insert(holder).and_then(|handle| {
+                parts.push(abi::Part { handle, ..part }, GFP_KERNEL_ACCOUNT)?;
+                Ok(())
+            });
+            if let Err(refusal) = kept {
+                self.free_parts(&parts);
+                return Err(refusal);
+            }
+        }
+        arg.nr_parts = parts.len() as u32;
+        arg.size = request.size;
+        Ok(parts)
+    }
+
+    /// Frees parts whose handles the caller never learns.
+    fn free_parts(&self, parts: &[abi::Part]) {
+        for part in parts {
+            let _ = self.free(part.handle);
+        }
+    }
+
+    /// Gives the buffer of a dma-buf, which has to span the whole buffer, a handle of this file.
+    fn import(&self, arg: &mut abi::Import) -> Answer {
+        no_flags(arg.flags, 0)?;
+        let holder = Export::import(arg.fd, self.id)?;
+        arg.provider = holder.provider.id;
+        arg.size = holder.size;
+        arg.mmap_offset = holder.page_offset << PAGE_SHIFT;
+        arg.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        arg.handle = self.insert(holder)?;
+        Ok(())
+    }
+
+    /// Frees a handle.
+    fn free_ioctl(&self, free: &mut abi::Free) -> Answer {
+        no_flags(free.flags, 0)?;
+        self.free(free.handle)
+    }
+
+    /// Describes a buffer.
+    fn buffer_ioctl(&self, arg: &mut abi::Buffer) -> Answer {
+        no_flags(arg.flags, 0)?;
+        let buffer = self.buffer(arg.handle)?;
+        let (state, mappings) = buffer.status();
+        arg.provider = buffer.provider.id;
+        arg.size = buffer.size;
+        arg.mmap_offset = buffer.page_offset << PAGE_SHIFT;
+        arg.bar_offset = buffer.bar_offset.unwrap_or(u64::MAX);
+        arg.bus_addr = visible_bus_addr(&buffer);
+        arg.state = state.as_raw();
+        arg.mappings = mappings;
+        (arg.exports, arg.attachments) = buffer.exports();
+        arg.handles = buffer.handles();
+        Ok(())
+    }
+
+    /// Exports a buffer as a dma-buf. The caller installs the descriptor once nothing can fail any more.
+    fn export(&self, arg: &mut abi::Export) -> Answer<Descriptor> {
+        no_flags(arg.flags, consts::EXPORT_PINNED | consts::EXPORT_MAPPED)?;
+        no_reserved(arg.reserved)?;
+        let ranges = request::ranges(arg.ranges, arg.nr_ranges, arg.range_size)?;
+        let pinned = arg.flags & consts::EXPORT_PINNED != 0;
+        let (buffer, list) = if arg.flags & consts::EXPORT_MAPPED != 0 {
+            if arg.handle != 0 {
+                return Err(refuse!(EINVAL, "P2PMEM_EXPORT_MAPPED takes addresses, not a handle"));
+            }
+            self.mapped(&ranges)?
+        } else {
+            let buffer = self.buffer(arg.handle)?;
+            dmabuf::check(&ranges, buffer.size)?;
+            let mut list = KVec::new();
+            for &range in &ranges {
+                dmabuf::append(&mut list, range)?;
+            }
+            (buffer, list)
+        };
+        let counted = self.exports.take()?;
+        let slot = FileDescriptorReservation::get_unused_fd_flags(kernel::fs::file::flags::O_CLOEXEC)
+            .map_err(|e| refuse!(e, "no file descriptor is left for the dma-buf"))?;
+        let made = Export::new(buffer, list, pinned, self.id, counted)?;
+        arg.fd = slot.reserved_fd() as i32;
+        Ok(Descriptor {
+            slot,
+            file: made.into_file(),
+        })
+    }
+
+    /// Returns the one buffer that the calling process has mapped at all these address ranges, and the mapped ranges of it.
+    ///
+    /// Errors: `ENOENT` (no buffer at an address), `EACCES` (a read-only mapping), `EXDEV` (several buffers), `EINVAL` (no range).
+    fn mapped(&self, ranges: &[Range]) -> Answer<(Arc<Buffer>, KVec<Range>)> {
+        let mut found: Option<Arc<Buffer>> = None;
+        let mut list = KVec::new();
+        for at in 0..ranges.len() {
+            let mut left = dmabuf::check_address(ranges, at)?;
+            while left.size > 0 {
+                let Some(part) = self.orchestrator.space().mapped_at(left.offset, left.size) else {
+                    // Not logged: the preload shim tries this for all memory that a program registers.
+                    let refusal = refuse!(ENOENT, "range {}: no p2pmem buffer is mapped at {:#x}", at, left.offset);
+                    return Err(refusal.unlogged());
+                };
+                if !part.may_write {
+                    return Err(refuse!(
+                        EACCES,
+                        "range {}: the mapping at {:#x} is of a file that was opened for reading only",
+                        at,
+                        left.offset
+                    ));
+                }
+                let buffer = found.get_or_insert_with(|| part.object.clone());
+                if buffer.id != part.object.id {
+                    return Err(refuse!(
+                        EXDEV,
+                        "range {}: another buffer is mapped at {:#x} than at the first range",
+                        at,
+                        left.offset
+                    ));
+                }
+                let offset = part.offset - (buffer.page_offset << PAGE_SHIFT);
+                let size = part.size;
+                dmabuf::append(&mut list, Range { offset, size })?;
+                left.offset += size;
+                left.size -= size;
+            }
+        }
+        let none = || refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0");
+        Ok((found.ok_or_else(none)?, list))
+    }
+
+    /// Explains the decision on a request, or the last one of this file. Nothing is allocated.
+    fn explain(&self, explain: &mut abi::Explain) -> Answer {
+        no_flags(explain.flags, consts::EXPLAIN_LAST)?;
+        let explanation = if explain.flags & consts::EXPLAIN_LAST != 0 {
+            self.last_explanation()?
+        } else {
+            let request = self.request(&explain.req)?;
+            let decision = if request.strategy == consts::STRATEGY_STRIPE {
+                Decision::Explanation(KBox::new(
+                    self.orchestrator.explain_stripe(&request, self.id)?,
+                    GFP_KERNEL_ACCOUNT,
+                )?)
+            } else {
+                self.orchestrator.explain(&request, self.id, self.take_spare())?
+            };
+            let silent = explain.nr_verdicts == 0 && explain.text_len == 0;
+            match decision {
+                Decision::QuickDecision(quick) if silent => {
+                    explain.nr_verdicts = request.snapshot.providers.len() as u32;
+                    explain.text_len = Text::LONGEST;
+                    explain.error = 0;
+                    explain.chosen = quick.provider();
+                    self.put_spare(quick);
+                    return Ok(());
+                }
+                Decision::QuickDecision(quick) => KBox::new(quick.explanation()?, GFP_KERNEL_ACCOUNT)?,
+                Decision::Explanation(explanation) => explanation,
+            }
+        };
+        let mut out = ArrayWriter::new(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
+        for verdict in explanation.verdicts.iter().take(explain.nr_verdicts as usize) {
+            out.write(verdict)?;
+        }
+        explain.nr_verdicts = explanation.verdicts.len() as u32;
+        let text = explanation.text.as_str().as_bytes();
+        explain.text_len = match (explain.text_len as usize).checked_sub(1) {
+            Some(capacity) => {
+                let cut = text.get(..capacity).unwrap_or(text);
+                let mut out = argument::text_writer(explain.text, explain.text_len)?;
+                out.write_slice(cut)?;
+                out.write(&0u8)?;
+                text.len() as u32 + 1
+            }
+            None => Text::LONGEST,
+        };
+        explain.error = explanation.error as u32;
+        explain.chosen = explanation.chosen;
+        Ok(())
+    }
+
+    /// Checks a request and converts it.
+    fn request(&self, req: &abi::Request) -> Answer<AllocRequest> {
+        request::check(req, self.rules(), &self.orchestrator)
+    }
+
+    /// Replaces the file's own rules. An empty array removes them.
+    fn set_rules(&self, arg: &mut abi::Rules) -> Answer {
+        no_flags(arg.flags, 0)?;
+        no_reserved(arg.reserved)?;
+        self.replace_rules(file_rules::read(arg)?);
+        Ok(())
+    }
+
+    /// Returns the counters of one provider, or the sums over all of them for provider 0.
+    fn stats(&self, stats: &mut abi::Stats) -> Answer {
+        no_flags(stats.flags, 0)?;
+        let id = stats.provider;
+        *stats = abi::Stats {
+            provider: id,
+            ..Default::default()
+        };
+        self.orchestrator.stats(id, stats)
+    }
+}
+
+/// A dma-buf and the file descriptor reserved for it.
+struct Descriptor {
+    slot: FileDescriptorReservation,
+    file: ARef<KernelFile>,
+}
+
+impl Descriptor {
+    /// Installs the file descriptor. The ioctl must not fail afterwards.
+    fn install(self) {
+        self.slot.fd_install(self.file);
+    }
+}
