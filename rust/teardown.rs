@@ -27,7 +27,7 @@ use crate::{
             State, //
         },
         memory::Stack,
-        provider::{
+        provider::removal::{
             RemovalKind,
             Stopped, //
         },

@@ -51,7 +51,7 @@ use crate::{
             Provider, //
         },
         memory::Clearing,
-        provider::Counters,
+        provider::counters::Counters,
         walk, //
     },
     policy::{

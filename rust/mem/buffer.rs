@@ -52,7 +52,7 @@ use kernel::{
 /// A provider of buffers.
 pub(crate) type Provider = provider::Provider<Buffer>;
 /// Memory of a provider that did not answer when it was removed.
-pub(crate) type Lost = provider::Lost<Buffer>;
+pub(crate) type Lost = provider::removal::Lost<Buffer>;
 
 impl State {
     /// The number the ABI has for it.

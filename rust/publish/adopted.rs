@@ -14,7 +14,7 @@ use crate::{
     },
     mem::{
         buffer::Provider,
-        provider::Parts, //
+        provider::ProviderConfig, //
     }, //
 };
 use kernel::prelude::*;
@@ -47,7 +47,7 @@ impl Orchestrator {
         if size == 0 {
             return Ok(());
         }
-        let parts = Parts {
+        let parts = ProviderConfig {
             id: self.new_id(),
             function: function.clone(),
             bar: bar.map(|(bar, _)| bar),

@@ -26,7 +26,7 @@ use crate::{
     },
     mem::{
         buffer::Provider,
-        provider::Parts, //
+        provider::ProviderConfig, //
     },
     policy::path::PciAddr, //
 };
@@ -256,7 +256,7 @@ impl Orchestrator {
         backing: Backing,
         publisher: Option<Arc<Publisher>>,
     ) -> Answer<u32> {
-        let parts = Parts {
+        let parts = ProviderConfig {
             id: self.new_id(),
             function: function.clone(),
             bar: Some(bar),

@@ -17,8 +17,8 @@ use crate::{
         refusal::Answer, //
     },
     mem::provider::{
-        ProviderKind,
-        RemovalKind, //
+        removal::RemovalKind,
+        ProviderKind, //
     }, //
 };
 use kernel::{prelude::*, sync::Arc};

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! The provider's part of its removal; `teardown.rs` calls these in order.
+//!
+//! Context: process context, may sleep. `Provider::inner` is taken for each step.
+
+use crate::{
+    ext::{
+        pci::Function,
+        refusal::Text, //
+    },
+    mem::{
+        memory::{
+            Memory,
+            Stack, //
+        },
+        provider::{
+            Provider,
+            Source,
+            STEP, //
+        }, //
+    }, //
+};
+use kernel::{
+    prelude::*,
+    sync::{atomic::Relaxed, Arc},
+};
+
+/// Why a provider is removed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RemovalKind {
+    /// The device's driver is unbound, and the kernel's pool ends with the driver.
+    Unbind,
+    /// Only p2pmem gives up the memory. The kernel's pool stays, and memory that goes back to the pool is cleared first.
+    Retire,
+    /// As [`Self::Retire`], but the device does not answer. Its memory is cleared and goes back once the device answers again.
+    Lost,
+}
+
+impl<B: Send + Sync + 'static> Provider<B> {
+    /// Starts the removal: from here on every allocation fails with `ENODEV`. Returns `None` if another task is removing the
+    /// provider already.
+    pub(crate) fn stop(&self) -> Option<Stopped> {
+        let mut inner = self.inner.lock();
+        let source = inner.source.take()?;
+        self.being_removed.store(true, Relaxed);
+        let region = inner.region.take();
+        self.update_hint(&inner);
+        drop(inner);
+        drop(region);
+        // Wakes the scrubber, which sleeps while memory is pinned, and allocations that wait for memory.
+        self.returned.notify_all();
+        Some(Stopped(source))
+    }
+
+    /// Waits until no memory is outstanding. Buffers are revoked by now; an allocation or the scrubber gives up within one step
+    /// of clearing.
+    pub(crate) fn await_hands(&self) {
+        let mut inner = self.inner.lock();
+        while inner.outstanding > 0 {
+            self.returned.wait(&mut inner);
+        }
+    }
+
+    /// Takes all dirty and pinned memory. All buffers are revoked, so no more comes back.
+    pub(crate) fn take_returned(&self) -> Stack {
+        let mut inner = self.inner.lock();
+        let mut all = core::mem::replace(&mut inner.dirty, Stack::EMPTY);
+        all.append(core::mem::replace(&mut inner.pinned, Stack::EMPTY));
+        all
+    }
+
+    /// Clears memory of a stopped provider. The caller knows that nobody refers to the memory.
+    pub(crate) fn clear_stopped(&self, memory: &mut Memory) {
+        // The closure never fails, so neither does clear().
+        let _ = memory.clear(self.combine, STEP, || Ok(()));
+    }
+
+    /// Clears the free memory of a stopped provider that [`Provider::release_dirty`] gave to the allocator uncleared.
+    pub(crate) fn scrub_stopped(&self, stopped: &Stopped) {
+        let Source::Own { backing, buddy } = &stopped.0 else {
+            return;
+        };
+        while self.inner.lock().unscrubbed {
+            match buddy.take_unclear(STEP) {
+                Ok(Some(mut extent)) => {
+                    backing.clear(extent.offset() - self.start, extent.size(), self.combine);
+                    extent.set_clear(true);
+                }
+                Ok(None) => self.inner.lock().unscrubbed = false,
+                Err(_) => {
+                    // Taking a part needs an allocation that failed. Nothing is in use any more, so all memory is cleared.
+                    backing.clear(0, backing.size(), self.combine);
+                    self.inner.lock().unscrubbed = false;
+                }
+            }
+        }
+    }
+
+    /// Sets the text that says what the removal waits for.
+    pub(crate) fn set_progress(&self, text: Text) {
+        *self.progress.lock() = text;
+    }
+
+    /// Returns what the removal waits for, for `status` in configfs; empty if the provider is not being removed.
+    pub(crate) fn progress(&self) -> Text {
+        *self.progress.lock()
+    }
+
+    /// Returns whether the provider is being removed or has been removed.
+    pub(crate) fn is_being_removed(&self) -> bool {
+        self.being_removed.load(Relaxed)
+    }
+
+    /// Tells the driver that registered the memory, if one did, that nobody can reach the memory any more.
+    pub(crate) fn notify_publisher(&self) {
+        if let Some(publisher) = &self.publisher {
+            publisher.revoked();
+        }
+    }
+
+    /// Marks the removal as done and wakes those who wait for its end.
+    pub(crate) fn ended(&self) {
+        self.removed.complete();
+    }
+
+    /// Waits until another task has removed the provider. That task logs what it waits for.
+    pub(crate) fn await_end(&self) {
+        while !self.removed.wait(1_000) {}
+    }
+
+    /// Waits up to `ms` milliseconds for the end of the removal, and returns whether it ended. Errors: `EINTR` (the task was
+    /// killed).
+    pub(crate) fn await_end_killable(&self, ms: u32) -> Result<bool> {
+        self.removed.wait_killable(ms)
+    }
+
+    /// Waits up to `ms` milliseconds for the end of the removal, and returns whether it ended.
+    pub(crate) fn await_end_for(&self, ms: u32) -> bool {
+        self.removed.wait(ms)
+    }
+}
+
+/// The memory of a stopped provider. Dropping it gives a chunk back to the device's pool.
+pub(crate) struct Stopped(Source);
+
+/// Memory of a device that did not answer when its provider was removed. Nobody gets it until it is cleared.
+pub(crate) struct Lost<B: Send + Sync + 'static> {
+    provider: Arc<Provider<B>>,
+    stopped: Stopped,
+}
+
+impl<B: Send + Sync + 'static> Lost<B> {
+    pub(crate) fn new(provider: Arc<Provider<B>>, stopped: Stopped) -> Self {
+        Self { provider, stopped }
+    }
+
+    /// Returns whether this is memory of `function`.
+    pub(crate) fn is_of(&self, function: &Function) -> bool {
+        self.provider.function().same(function)
+    }
+
+    /// Clears all memory of an own provider, since its state is unknown after the device did not answer.
+    pub(crate) fn clear(&self) {
+        if let Source::Own { backing, .. } = &self.stopped.0 {
+            backing.clear(0, backing.size(), self.provider.combine);
+        }
+    }
+}
