@@ -27,9 +27,9 @@ use crate::{
         rule::{
             Action,
             Beneficiary,
-            Device,
-            Name,
+            DeviceMatch,
             Rule,
+            RuleName,
             Users, //
         },
         rule_text, //
@@ -99,11 +99,11 @@ impl GroupOperations for Rules {
                 usage: 12,
             ],
         };
-        let rule = Name::ordered(name.to_bytes()).map(Rule::new).ok_or_else(|| {
+        let rule = RuleName::ordered(name.to_bytes()).map(Rule::new).ok_or_else(|| {
             let refusal = refuse!(
                 EINVAL,
                 "a rule's name is two digits, a dash and up to {} letters, digits, dots, dashes and underscores",
-                Name::MOST - 3
+                RuleName::MAX_LEN - 3
             );
             refusal.log("mkdir of a rule");
             refusal.error
@@ -220,11 +220,11 @@ fn optional<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -
     )
 }
 
-fn show_device(page: &mut [u8; PAGE_SIZE], device: Device) -> Result<usize> {
+fn show_device(page: &mut [u8; PAGE_SIZE], device: DeviceMatch) -> Result<usize> {
     match device {
-        Device::Any => show(page, fmt!("any")),
-        Device::At(addr) => show(page, fmt!("{}", addr)),
-        Device::Ids(vendor, device) => show(page, fmt!("{:04x}:{:04x}", vendor, device)),
+        DeviceMatch::Any => show(page, fmt!("any")),
+        DeviceMatch::At(addr) => show(page, fmt!("{}", addr)),
+        DeviceMatch::Ids(vendor, device) => show(page, fmt!("{:04x}:{:04x}", vendor, device)),
     }
 }
 

@@ -33,19 +33,24 @@ use crate::{
         placement::{
             self,
             Candidate,
-            Capacity,
             Named,
+            Strategy, //
+        },
+        ranking::{
+            self,
+            Capacity,
+            RankedProvider, //
+        },
+        rule::RuleName,
+        rule_effect::{
+            RuleEffect,
+            RuleOrigin,
+            RuleRef, //
+        },
+        verdict::{
             Outcome,
-            RankedProvider,
-            Strategy,
             Verdict,
             VerdictCode, //
-        },
-        rule::{
-            Name,
-            Ref,
-            RuleEffect,
-            Set, //
         }, //
     }, //
 };
@@ -134,9 +139,9 @@ impl QuickDecision {
         quick
             .capacities
             .resize(parts.ranking.len(), Capacity::EMPTY, GFP_KERNEL_ACCOUNT)?;
-        let glance = |hint: &Arc<FreeHint>| hint.glance(&need);
+        let fit = |hint: &Arc<FreeHint>| hint.fit(&need);
         let ranking = Self::ranking_of(parts, ruled);
-        let chosen = placement::nearest(wanted.max_class, ranking, &mut quick.capacities, glance);
+        let chosen = ranking::nearest(wanted.max_class, ranking, &mut quick.capacities, fit);
         let Some(ranked) = chosen else {
             return Ok(None);
         };
@@ -337,8 +342,8 @@ impl Decided<'_> {
         };
         if let Some(rule) = verdict.rule {
             row.rule_set = match rule.set {
-                Set::Admin => consts::RULES_ADMIN,
-                Set::Own => consts::RULES_OWN,
+                RuleOrigin::Admin => consts::RULES_ADMIN,
+                RuleOrigin::File => consts::RULES_OWN,
             };
             let name = self.name(rule);
             for (to, from) in row.rule.iter_mut().zip(name.as_str().bytes()) {
@@ -348,7 +353,7 @@ impl Decided<'_> {
         row
     }
 
-    fn name(&self, rule: Ref) -> Name {
+    fn name(&self, rule: RuleRef) -> RuleName {
         self.rules.name(rule)
     }
 
@@ -367,7 +372,7 @@ impl Decided<'_> {
     }
 
     /// The first provider with a verdict that a rule decided, and how many more there are.
-    fn first(&self, code: VerdictCode) -> Option<(Ref, &ProviderInfo, &Candidate<'_>)> {
+    fn first(&self, code: VerdictCode) -> Option<(RuleRef, &ProviderInfo, &Candidate<'_>)> {
         self.verdicts
             .iter()
             .zip(self.providers)
@@ -411,9 +416,9 @@ impl Decided<'_> {
     /// Why there is none.
     fn refusal(&self) -> Text {
         let (size, clients) = (self.size, self.clients);
-        let whose = |rule: Ref| match rule.set {
-            Set::Admin => "rule",
-            Set::Own => "the file's own rule",
+        let whose = |rule: RuleRef| match rule.set {
+            RuleOrigin::Admin => "rule",
+            RuleOrigin::File => "the file's own rule",
         };
         match self.outcome {
             Outcome::NoProvider => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
@@ -455,21 +460,21 @@ impl Decided<'_> {
                         .map_or((0, 0, false), |over| (over.used, over.limit, over.group));
                     let name = self.name(rule);
                     match (rule.set, group) {
-                        (Set::Own, _) => Text::new(fmt!(
+                        (RuleOrigin::File, _) => Text::new(fmt!(
                             "the file's own rule {}: it holds {} bytes of {}, {} more were wanted",
                             name.as_str(),
                             used,
                             limit,
                             size
                         )),
-                        (Set::Admin, true) => Text::new(fmt!(
+                        (RuleOrigin::Admin, true) => Text::new(fmt!(
                             "rule {}: those it is for hold {} bytes of {} together, {} more were wanted",
                             name.as_str(),
                             used,
                             limit,
                             size
                         )),
-                        (Set::Admin, false) => Text::new(fmt!(
+                        (RuleOrigin::Admin, false) => Text::new(fmt!(
                             "rule {}: uid {} holds {} bytes of {}, {} more were wanted",
                             name.as_str(),
                             self.uid(),

@@ -62,9 +62,9 @@ use crate::{
         placement::{
             self,
             Candidate,
-            Strategy,
-            Verdict, //
-        }, //
+            Strategy, //
+        },
+        verdict::Verdict, //
     }, //
 };
 use kernel::{

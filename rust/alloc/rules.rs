@@ -31,8 +31,8 @@ use crate::{
             self,
             charge,
             charge_unlimited,
+            reserved_for_others,
             uncharge,
-            withheld,
             Broken,
             ChargeKey,
             ChargeSet,
@@ -43,14 +43,17 @@ use crate::{
         rule::{
             self,
             shadowed,
-            Applicable,
-            Name,
-            Party,
-            Ref,
+            FunctionId,
             Rule,
-            RuleEffect,
-            Set,
+            RuleName,
             Subject as _, //
+        },
+        rule_effect::{
+            self,
+            Applicable,
+            RuleEffect,
+            RuleOrigin,
+            RuleRef, //
         }, //
     }, //
 };
@@ -117,7 +120,7 @@ impl quota::Store for Numbers {
 #[derive(Clone, Copy)]
 struct Place {
     id: u32,
-    party: Party,
+    function: FunctionId,
     size: u64,
     kernel_has: u64,
 }
@@ -126,7 +129,7 @@ impl Place {
     fn of(provider: &Provider) -> Self {
         Self {
             id: provider.id,
-            party: provider.party(),
+            function: provider.function_id(),
             size: provider.size,
             kernel_has: provider.kernel_has(),
         }
@@ -135,7 +138,7 @@ impl Place {
     fn charge_target(&self) -> ChargeTarget<'_> {
         ChargeTarget {
             id: self.id,
-            party: &self.party,
+            function: &self.function,
             size: self.size,
             kernel_has: self.kernel_has,
         }
@@ -247,11 +250,11 @@ impl Rules {
         if let Some(rule) = new {
             rules.push(rule, GFP_KERNEL)?;
         }
-        if rules.len() > rule::MOST {
+        if rules.len() > rule::MAX_RULES {
             return Err(refuse!(
                 ENOSPC,
                 "there are {} rules in force: no more are possible",
-                rule::MOST
+                rule::MAX_RULES
             ));
         }
         self.enforce(&mut state, RuleSet::new(rules)?)?;
@@ -270,8 +273,8 @@ impl Rules {
     }
 
     /// Bytes that a rule sets aside for the kernel in a function's memory.
-    pub(crate) fn kernel_reserve(&self, party: &Party) -> Option<u64> {
-        rule::kernel_reserve(&self.rule_set().rules, party)
+    pub(crate) fn kernel_reserve(&self, function: &FunctionId) -> Option<u64> {
+        rule_effect::kernel_reserve(&self.rule_set().rules, function)
     }
 
     /// The rule that does not want a buffer of `who`'s in a provider to be reached by a client over a path, and whether
@@ -280,9 +283,9 @@ impl Rules {
         &self,
         who: &Who,
         provider: &Provider,
-        client: &Party,
+        client: &FunctionId,
         path: &Path,
-    ) -> Option<(Name, bool)> {
+    ) -> Option<(RuleName, bool)> {
         let rule_set = self.rule_set();
         if rule_set.is_empty() {
             return None;
@@ -290,7 +293,7 @@ impl Rules {
         let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
         let applicable = Applicable::to(&rule_set.rules, who);
         let standing = ApplicableRules { rule_set, applicable };
-        let effect = standing.effect(&provider.party(), client, path);
+        let effect = standing.effect(&provider.function_id(), client, path);
         let rule = effect.denied.or(effect.too_far)?;
         Some((standing.source().name(rule), effect.denied.is_none()))
     }
@@ -449,10 +452,10 @@ impl ApplicableRules {
     }
 
     /// What they say of a provider for `clients`, but for the bytes it may give.
-    pub(crate) fn effect(&self, provider: &Party, clients: &[Party], paths: &[Path]) -> RuleEffect {
+    pub(crate) fn effect(&self, provider: &FunctionId, clients: &[FunctionId], paths: &[Path]) -> RuleEffect {
         let mut effect = RuleEffect::NONE;
         effect.add(
-            Set::Admin,
+            RuleOrigin::Admin,
             &self.rule_set.rules,
             &self.applicable,
             provider,
@@ -488,12 +491,12 @@ impl Source<'_> {
     };
 
     /// A rule's name.
-    pub(crate) fn name(&self, rule: Ref) -> Name {
+    pub(crate) fn name(&self, rule: RuleRef) -> RuleName {
         let rules = match rule.set {
-            Set::Admin => self.admin,
-            Set::Own => self.own,
+            RuleOrigin::Admin => self.admin,
+            RuleOrigin::File => self.own,
         };
-        rules.get(rule.at).map_or(Name::EMPTY, |rule| rule.name)
+        rules.get(rule.at).map_or(RuleName::EMPTY, |rule| rule.name)
     }
 }
 
@@ -562,17 +565,18 @@ impl<'a> RuleCheck<'a> {
     }
 
     /// What the rules say of a provider for `clients`, and a buffer of `size` bytes.
-    pub(crate) fn effect(&self, provider: &Provider, clients: &[Party], paths: &[Path], size: u64) -> RuleEffect {
+    pub(crate) fn effect(&self, provider: &Provider, clients: &[FunctionId], paths: &[Path], size: u64) -> RuleEffect {
         if self.is_silent() {
             return RuleEffect::NONE;
         }
         let place = Place::of(provider);
         let everyone = Applicable::ALL;
-        let mut effect = self.standing.effect(&place.party, clients, paths);
-        effect.add(Set::Own, self.own(), &everyone, &place.party, clients, paths);
+        let mut effect = self.standing.effect(&place.function, clients, paths);
+        effect.add(RuleOrigin::File, self.own(), &everyone, &place.function, clients, paths);
         let requester = self.requester();
         let state = self.rules.state.lock();
-        (effect.withheld, effect.withheld_by) = withheld(&state.numbers, &requester, &place.charge_target());
+        (effect.reserved_for_others, effect.reserved_by) =
+            reserved_for_others(&state.numbers, &requester, &place.charge_target());
         let broken = ChargeSet::of(&state.numbers, &requester, &place.charge_target()).broken(&state.numbers, size);
         drop(state);
         if let Some(broken) = broken {
@@ -626,6 +630,6 @@ impl<'a> RuleCheck<'a> {
 pub(crate) fn breaks(effect: &mut RuleEffect, broken: Broken) {
     match broken {
         Broken::Quota(over) => effect.over = Some(over),
-        Broken::Reserve(rule) => (effect.withheld, effect.withheld_by) = (u64::MAX, Some(rule)),
+        Broken::Reserve(rule) => (effect.reserved_for_others, effect.reserved_by) = (u64::MAX, Some(rule)),
     }
 }

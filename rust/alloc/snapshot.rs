@@ -18,19 +18,19 @@ use crate::{
     },
     mem::buffer::Provider,
     policy::{
+        distance::Distance,
         path::{
             Path,
             PciAddr, //
         },
-        placement::{
+        placement::Candidate,
+        ranking::{
             self,
-            Candidate,
             Capacity,
-            Distance,
             RankedProvider, //
         },
-        rule::{
-            Party,
+        rule::FunctionId,
+        rule_effect::{
             Preference,
             RuleEffect, //
         }, //
@@ -93,12 +93,12 @@ impl SnapshotParts {
                 size: provider.size,
                 preference: distance.is_reachable().then_some(Preference::Neutral),
                 distance,
-                as_far: 0,
+                equal: 0,
                 hint: provider.hint(),
             };
             add_ranked(&mut parts.ranking, ranked)?;
         }
-        placement::group(&mut parts.ranking);
+        ranking::group(&mut parts.ranking);
         Ok(Arc::new(parts, GFP_KERNEL_ACCOUNT)?)
     }
 
@@ -155,7 +155,7 @@ impl RankedByRules {
         for (index, provider) in snapshot.providers.iter().enumerate() {
             let paths = snapshot.parts.paths_of(index);
             effects.push(
-                standing.effect(&provider.party(), &snapshot.parties, paths),
+                standing.effect(&provider.function_id(), &snapshot.parties, paths),
                 GFP_KERNEL_ACCOUNT,
             )?;
         }
@@ -172,7 +172,7 @@ impl RankedByRules {
                 },
             )?;
         }
-        placement::group(&mut ranking);
+        ranking::group(&mut ranking);
         let ruled = Self {
             standing,
             effects,
@@ -190,7 +190,7 @@ pub(crate) struct TopologySnapshot {
     names: KVec<u64>,
     pub(crate) clients: KVec<Function>,
     /// What rules can tell the clients by.
-    parties: KVec<Party>,
+    parties: KVec<FunctionId>,
     /// In the order of their numbers. One that has begun to leave since is among them.
     pub(crate) providers: KVec<Arc<Provider>>,
     pub(crate) parts: Arc<SnapshotParts>,
@@ -215,7 +215,7 @@ impl TopologySnapshot {
         names.extend_from_slice(named, GFP_KERNEL_ACCOUNT)?;
         let mut parties = KVec::with_capacity(clients.len(), GFP_KERNEL_ACCOUNT)?;
         for client in &clients {
-            parties.push(client.party(), GFP_KERNEL_ACCOUNT)?;
+            parties.push(client.function_id(), GFP_KERNEL_ACCOUNT)?;
         }
         let parts = SnapshotParts::new(&providers, paths, clients.len())?;
         Arc::pin_init(

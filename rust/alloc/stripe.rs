@@ -30,11 +30,11 @@ use crate::{
     policy::{
         placement::{
             self,
-            Strategy,
-            Verdict, //
+            Strategy, //
         },
-        rule::Preference,
-        split::Split, //
+        rule_effect::Preference,
+        split::Split,
+        verdict::Verdict, //
     }, //
 };
 use kernel::{page::PAGE_SIZE, prelude::*, sync::atomic::Relaxed};

@@ -444,9 +444,9 @@ mod tests {
     use super::*;
     use crate::{
         ext::free_hint::Need,
-        policy::placement::{
+        policy::ranking::{
             Capacity,
-            Glance, //
+            FitHint, //
         }, //
     };
 
@@ -594,7 +594,7 @@ mod tests {
             free: free * PAGE,
             largest: largest * PAGE,
         };
-        let is = |free, largest| hint.glance(&one) == Glance::Fits(has(free, largest));
+        let is = |free, largest| hint.fit(&one) == FitHint::Fits(has(free, largest));
         assert!(is(63, 32));
         let half = buddy.alloc(32 * PAGE, PAGE)?;
         assert!(is(31, 16));

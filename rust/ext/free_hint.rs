@@ -2,9 +2,9 @@
 
 //! What a provider has, for those who do not want to wait for its locks.
 
-use crate::policy::placement::{
+use crate::policy::ranking::{
     Capacity,
-    Glance, //
+    FitHint, //
 };
 use kernel::{
     page::PAGE_SIZE,
@@ -94,21 +94,21 @@ impl FreeHint {
     /// Free bytes, the largest piece that is known, and whether the request fits. Unknown where nothing is to be had any more,
     /// too.
     #[inline(always)]
-    pub(crate) fn glance(&self, need: &Need) -> Glance {
+    pub(crate) fn fit(&self, need: &Need) -> FitHint {
         // Both are bytes of one BAR.
         let free = peek(&self.free).wrapping_add(peek(&self.returning));
         let largest = peek(&self.piece);
         if free >= CLOSED {
-            return Glance::Unknown;
+            return FitHint::Unknown;
         }
         if need.enough <= largest {
-            return Glance::Fits(Capacity { free, largest });
+            return FitHint::Fits(Capacity { free, largest });
         }
         if free <= need.short && self.is_short(need) {
             let largest = largest.min(need.short);
-            return Glance::Short(Capacity { free, largest });
+            return FitHint::Short(Capacity { free, largest });
         }
-        Glance::Unknown
+        FitHint::Unknown
     }
 
     /// Whether too little is free for sure: bytes that move between free and returning count once at least.
@@ -133,12 +133,12 @@ mod tests {
         Need::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
     }
 
-    fn fits(free: u64, largest: u64) -> Glance {
-        Glance::Fits(Capacity { free, largest })
+    fn fits(free: u64, largest: u64) -> FitHint {
+        FitHint::Fits(Capacity { free, largest })
     }
 
-    fn short(free: u64, largest: u64) -> Glance {
-        Glance::Short(Capacity { free, largest })
+    fn short(free: u64, largest: u64) -> FitHint {
+        FitHint::Short(Capacity { free, largest })
     }
 
     #[test]
@@ -146,16 +146,16 @@ mod tests {
         let hint = FreeHint::new()?;
         hint.set(12 * PAGE, 8 * PAGE);
         for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
-            assert_eq!(hint.glance(&small), fits(12 * PAGE, 8 * PAGE));
+            assert_eq!(hint.fit(&small), fits(12 * PAGE, 8 * PAGE));
         }
         // It may fit into blocks side by side, or into the piece as it lies, or not.
         for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
-            assert_eq!(hint.glance(&unknown), Glance::Unknown);
+            assert_eq!(hint.fit(&unknown), FitHint::Unknown);
         }
         // For sure it does not.
-        assert_eq!(hint.glance(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
+        assert_eq!(hint.fit(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
         hint.set(3 * PAGE, 8 * PAGE);
-        assert_eq!(hint.glance(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
+        assert_eq!(hint.fit(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
         Ok(())
     }
 
@@ -164,14 +164,14 @@ mod tests {
         let hint = FreeHint::new()?;
         hint.set(PAGE, PAGE);
         hint.set_returning(3 * PAGE, 1);
-        assert_eq!(hint.glance(&need(1, 1)?), fits(4 * PAGE, PAGE));
-        assert_eq!(hint.glance(&need(2, 1)?), Glance::Unknown);
-        assert_eq!(hint.glance(&need(5, 1)?), short(4 * PAGE, PAGE));
+        assert_eq!(hint.fit(&need(1, 1)?), fits(4 * PAGE, PAGE));
+        assert_eq!(hint.fit(&need(2, 1)?), FitHint::Unknown);
+        assert_eq!(hint.fit(&need(5, 1)?), short(4 * PAGE, PAGE));
         hint.close();
-        assert_eq!(hint.glance(&need(1, 1)?), Glance::Unknown);
+        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
         // Numbers that come late open nothing.
         hint.set(9 * PAGE, 8 * PAGE);
-        assert_eq!(hint.glance(&need(1, 1)?), Glance::Unknown);
+        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
         assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());
         Ok(())
     }

@@ -7,7 +7,7 @@
 use crate::{
     policy::{
         path::PciAddr,
-        rule::Party, //
+        rule::FunctionId, //
     },
     sys, //
 };
@@ -261,9 +261,9 @@ impl Function {
     }
 
     /// What rules can tell the function from others by.
-    pub(crate) fn party(&self) -> Party {
+    pub(crate) fn function_id(&self) -> FunctionId {
         let (vendor, device, _) = self.ids();
-        Party {
+        FunctionId {
             addr: self.address(),
             vendor,
             device,

@@ -47,8 +47,8 @@ use crate::{
     },
     policy::{
         path::PciAddr,
-        placement::Capacity,
-        rule::Party, //
+        ranking::Capacity,
+        rule::FunctionId, //
     }, //
 };
 use kernel::{
@@ -294,8 +294,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Returns what rules match: address, vendor, device, class and NUMA node.
-    pub(crate) fn party(&self) -> Party {
-        self.function.party()
+    pub(crate) fn function_id(&self) -> FunctionId {
+        self.function.function_id()
     }
 
     /// Charges the caller's cgroup for `bytes` of this provider. Errors: `EAGAIN` (a limit of dmem), `ENODEV` (being removed).

@@ -20,15 +20,26 @@
 //! tests/pure.
 
 use crate::policy::{
+    distance::{
+        Distance,
+        Reach, //
+    },
     path::{
         indexed,
         Path,
         PathClass, //
     },
-    rule::{
+    ranking::load,
+    rule_effect::{
         Preference,
-        Ref,
-        RuleEffect, //
+        RuleEffect,
+        RuleRef, //
+    },
+    verdict::{
+        Choice,
+        Outcome,
+        Verdict,
+        VerdictCode, //
     }, //
 };
 use core::cmp::{Ordering, Reverse};
@@ -121,262 +132,6 @@ impl Candidate<'_> {
     }
 }
 
-/// Share of `size` bytes that is not among the `free` ones, in permille, rounded down; 1000 of nothing.
-fn load(size: u64, free: u64) -> u64 {
-    let used = size.saturating_sub(free);
-    // A thousandfold has to fit; KiB do for providers of petabytes.
-    let unit = if size > u64::MAX / 1000 { 10 } else { 0 };
-    (used >> unit)
-        .saturating_mul(1000)
-        .checked_div(size >> unit)
-        .unwrap_or(1000)
-}
-
-/// What became of a candidate. The values are those of `enum p2pmem_verdict_code`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub(crate) enum VerdictCode {
-    /// It was chosen.
-    Chosen = 1,
-    /// A client cannot reach it.
-    Unreachable = 2,
-    /// A path is farther than allowed.
-    TooFar = 3,
-    /// It could not hold the buffer were it empty.
-    TooSmall = 4,
-    /// It has not enough free bytes.
-    Full = 5,
-    /// It has the bytes, but not in one piece with that alignment.
-    Fragmented = 6,
-    /// It is being revoked.
-    Leaving = 7,
-    /// The request names another one.
-    NotNamed = 8,
-    /// The chosen one's worst path class is nearer.
-    Class = 9,
-    /// The chosen one is fewer hops away, all clients taken together.
-    Hops = 10,
-    /// The chosen one's narrowest link is wider, or the only one known.
-    Bandwidth = 11,
-    /// The chosen one is nearer in NUMA distance, or the only one whose distance is known.
-    Numa = 12,
-    /// The chosen one is less loaded.
-    Load = 13,
-    /// The chosen one has a larger contiguous piece.
-    Space = 14,
-    /// Equal in everything to the chosen one, which came earlier.
-    Order = 15,
-    /// The kernel did not choose it.
-    Upstream = 16,
-    /// A rule denies it.
-    Denied = 17,
-    /// The buffer would break a quota.
-    Quota = 18,
-    /// Rules set aside for others what is free.
-    Reserved = 19,
-    /// A rule prefers the chosen one, or avoids this one.
-    Preference = 20,
-    /// The chosen one is more loaded, and memory was to be packed.
-    Packed = 21,
-    /// The buffer would break a limit of the dmem controller.
-    Cgroup = 22,
-    /// It could hold a part, but too few others can.
-    Alone = 23,
-}
-
-impl VerdictCode {
-    /// The number the ABI has for it.
-    pub(crate) fn as_raw(self) -> u32 {
-        self as u32
-    }
-}
-
-/// What a decision says of one candidate, and the numbers it says it from.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Verdict {
-    /// [`Candidate::id`].
-    pub(crate) provider: u32,
-    /// What became of it.
-    pub(crate) code: VerdictCode,
-    /// The rule that decided it, where a rule did.
-    pub(crate) rule: Option<Ref>,
-    /// Index of the client with the farthest path, 0 without clients.
-    pub(crate) worst_client: u32,
-    /// Class of that path, `None` without clients.
-    pub(crate) class: Option<PathClass>,
-    /// Sum of the hops to all clients.
-    pub(crate) hops: u32,
-    /// Narrowest link on any of the paths, MB/s, 0 where none tells.
-    pub(crate) bandwidth: u32,
-    /// Largest NUMA distance to a client, 0 where none is known.
-    pub(crate) numa_distance: u32,
-    /// [`Candidate::size`].
-    pub(crate) size: u64,
-    /// [`Candidate::free`].
-    pub(crate) free: u64,
-    /// [`Candidate::largest`].
-    pub(crate) largest: u64,
-}
-
-impl Verdict {
-    /// Fills an array before [`decide`] overwrites it; it says nothing of any provider.
-    pub(crate) const EMPTY: Self = Self {
-        provider: 0,
-        code: VerdictCode::NotNamed,
-        rule: None,
-        worst_client: 0,
-        class: None,
-        hops: 0,
-        bandwidth: 0,
-        numa_distance: 0,
-        size: 0,
-        free: 0,
-        largest: 0,
-    };
-
-    /// The number the ABI has for the class: 0 without clients.
-    pub(crate) fn class_raw(&self) -> u32 {
-        self.class.map_or(0, PathClass::as_raw)
-    }
-}
-
-/// How a decision ended. Where no provider was chosen, the candidate that came nearest to being
-/// eligible gives the reason: the variants are in that order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Outcome {
-    /// There is no provider.
-    NoProvider,
-    /// The required provider is not there.
-    NoSuchProvider,
-    /// The kernel chose none, or one that is not a candidate.
-    NotUpstream,
-    /// All are leaving.
-    Leaving,
-    /// None can be reached by every client.
-    Unreachable,
-    /// Rules deny all that can be reached.
-    Denied,
-    /// None is near enough.
-    TooFar,
-    /// None is large enough.
-    TooSmall,
-    /// The buffer would break a quota wherever it were.
-    Quota,
-    /// The buffer would break a limit of the cgroup wherever it were.
-    Cgroup,
-    /// Those that could serve have not enough free bytes.
-    Full,
-    /// Those that could serve have the bytes, but set aside for others.
-    Reserved,
-    /// Those that could serve have the bytes, but not in one piece.
-    Fragmented,
-    /// A provider was chosen.
-    Chosen,
-}
-
-impl Outcome {
-    /// Whether the same request may succeed once memory has been freed (`ENOSPC`). For the other
-    /// failures something has to change in the machine or in the request (`ENODEV`).
-    pub(crate) fn is_out_of_space(self) -> bool {
-        matches!(self, Self::Full | Self::Reserved | Self::Fragmented)
-    }
-}
-
-/// What was decided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Choice {
-    /// Index of the chosen candidate; `Some` exactly where `outcome` is [`Outcome::Chosen`].
-    pub(crate) chosen: Option<usize>,
-    /// How it ended.
-    pub(crate) outcome: Outcome,
-}
-
-/// What a candidate's paths amount to for all clients together.
-struct Reach {
-    worst_client: usize,
-    worst: Option<(PathClass, u32)>,
-    hops: u32,
-    bandwidth: u32,
-    numa_distance: u32,
-}
-
-impl Reach {
-    fn of(clients: usize, paths: &[Path]) -> Self {
-        let mut reach = Self {
-            worst_client: 0,
-            worst: None,
-            hops: 0,
-            bandwidth: 0,
-            numa_distance: 0,
-        };
-        for (client, path) in indexed(paths).take(clients) {
-            reach.note(client, (path.class, path.hops));
-            reach.hops = reach.hops.saturating_add(path.hops);
-            reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
-                (0, link) | (link, 0) => link,
-                (a, b) => a.min(b),
-            };
-            reach.numa_distance = reach.numa_distance.max(path.numa_distance);
-        }
-        if paths.len() < clients {
-            reach.note(paths.len(), (PathClass::Unreachable, u32::MAX));
-        }
-        reach
-    }
-
-    /// Keeps the farthest path, the first of several.
-    fn note(&mut self, client: usize, distance: (PathClass, u32)) {
-        if self.worst.is_none_or(|worst| distance > worst) {
-            self.worst = Some(distance);
-            self.worst_client = client;
-        }
-    }
-
-    fn class(&self) -> Option<PathClass> {
-        self.worst.map(|(class, _)| class)
-    }
-}
-
-/// How far a provider is from all clients together: the criteria of [`Rank`] that paths alone
-/// decide, in their order; the smaller distance wins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Distance {
-    /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
-    class: Option<PathClass>,
-    /// Sum of hops.
-    hops: u32,
-    /// Narrowest link: wider is better, unknown (0) is worst.
-    bandwidth: Reverse<u32>,
-    /// Largest NUMA distance: unknown (0) is worst.
-    numa: u32,
-}
-
-impl Distance {
-    /// From a provider with these paths to each of so many clients.
-    pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
-        Self::from(&Reach::of(clients, paths))
-    }
-
-    /// Whether every client can reach it.
-    pub(crate) fn is_reachable(&self) -> bool {
-        self.class != Some(PathClass::Unreachable)
-    }
-}
-
-impl From<&Reach> for Distance {
-    fn from(reach: &Reach) -> Self {
-        Self {
-            class: reach.class(),
-            hops: reach.hops,
-            bandwidth: Reverse(reach.bandwidth),
-            numa: match reach.numa_distance {
-                0 => u32::MAX,
-                known => known,
-            },
-        }
-    }
-}
-
 /// The criteria that decide among eligible candidates, in the order in which they are looked at;
 /// the smaller rank wins.
 struct Rank {
@@ -395,7 +150,7 @@ struct Rank {
 impl Rank {
     fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
         Self {
-            preference: (candidate.effect.preference, candidate.effect.own_preference),
+            preference: (candidate.effect.preference, candidate.effect.file_preference),
             distance: Distance::from(reach),
             load: candidate.load(),
             largest: Reverse(candidate.largest),
@@ -431,7 +186,7 @@ impl Rank {
 /// Why a candidate cannot serve.
 struct Objection {
     code: VerdictCode,
-    rule: Option<Ref>,
+    rule: Option<RuleRef>,
     reason: Outcome,
 }
 
@@ -460,8 +215,8 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
         (VerdictCode::Cgroup, None, Outcome::Cgroup)
     } else if candidate.free < request.size {
         (VerdictCode::Full, None, Outcome::Full)
-    } else if candidate.free.saturating_sub(effect.withheld) < request.size {
-        (VerdictCode::Reserved, effect.withheld_by, Outcome::Reserved)
+    } else if candidate.free.saturating_sub(effect.reserved_for_others) < request.size {
+        (VerdictCode::Reserved, effect.reserved_by, Outcome::Reserved)
     } else if candidate.largest < request.size {
         (VerdictCode::Fragmented, None, Outcome::Fragmented)
     } else {
@@ -505,7 +260,7 @@ fn avoided(effect: &RuleEffect) -> bool {
 }
 
 /// Why an eligible candidate lost, and the rule that decided where a rule did.
-fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<Ref>) {
+fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<RuleRef>) {
     if avoided(effect) && !avoided(&winner.effect) {
         return (VerdictCode::Preference, effect.preference_by);
     }
@@ -518,10 +273,10 @@ fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) ->
                 let (own, other, by, other_by) = if effect.preference == winner.effect.preference {
                     let other = &winner.effect;
                     (
-                        effect.own_preference,
-                        other.own_preference,
-                        effect.own_preference_by,
-                        other.own_preference_by,
+                        effect.file_preference,
+                        other.file_preference,
+                        effect.file_preference_by,
+                        other.file_preference_by,
                     )
                 } else {
                     let other = &winner.effect;
@@ -635,143 +390,6 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
     let chosen = winner.as_ref().map(|winner| winner.index);
     say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
     Choice { chosen, outcome }
-}
-
-/// What a provider has that is not being revoked, as two numbers that may be of different moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Capacity {
-    /// Free bytes, unless [`Self::largest`] is more.
-    pub(crate) free: u64,
-    /// [`Candidate::largest`].
-    pub(crate) largest: u64,
-}
-
-impl Capacity {
-    /// Nothing.
-    pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
-
-    /// [`Candidate::free`]: a piece may have grown since the free bytes were counted.
-    pub(crate) fn free(&self) -> u64 {
-        self.free.max(self.largest)
-    }
-}
-
-/// What is said of a provider at a glance: what it has, and whether the request fits, its alignment
-/// thought of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Glance {
-    Fits(Capacity),
-    Short(Capacity),
-    Unknown,
-}
-
-/// A provider in the ranking that [`nearest`] goes through. `G` tells what it has.
-#[derive(Clone, Debug)]
-pub(crate) struct RankedProvider<G> {
-    /// Its index in the order of numbers.
-    pub(crate) index: usize,
-    /// [`Candidate::size`].
-    pub(crate) size: u64,
-    /// How much the administrator's rules want it; `None` where they forbid it, or a client cannot reach it.
-    pub(crate) preference: Option<Preference>,
-    /// How far it is.
-    pub(crate) distance: Distance,
-    /// How many are wanted as much and are as far, this one and those after it; see [`group`].
-    pub(crate) as_far: usize,
-    pub(crate) hint: G,
-}
-
-/// Notes in a ranking that is in the order of [`RankedProvider::order`] how many are as far.
-pub(crate) fn group<G>(ranking: &mut [RankedProvider<G>]) {
-    let mut after: Option<(Order, usize)> = None;
-    for ranked in ranking.iter_mut().rev() {
-        let order = ranked.order();
-        let others = after.filter(|(other, _)| *other == order);
-        ranked.as_far = others.map_or(0, |(_, count)| count).saturating_add(1);
-        after = Some((order, ranked.as_far));
-    }
-}
-
-/// Where a provider stands in the ranking: those without a preference come last.
-type Order = (bool, Option<Preference>, Distance);
-
-impl<G> RankedProvider<G> {
-    /// The smaller, the earlier in the ranking.
-    pub(crate) fn order(&self) -> Order {
-        (self.preference.is_none(), self.preference, self.distance)
-    }
-
-    /// The number the ABI has for the class: 0 without clients.
-    pub(crate) fn class_raw(&self) -> u32 {
-        self.distance.class.map_or(0, PathClass::as_raw)
-    }
-}
-
-/// The provider that [`decide`] would choose where none is named,
-/// [`Strategy::Nearest`] chooses, and rules say no more than [`RankedProvider::preference`]. `None` where none can
-/// serve, where rules want one that is too far more than one that can serve, or where `glance` cannot
-/// tell what one has. `ranking` are in their [order](RankedProvider::order), those of the same order in that of
-/// numbers, and [grouped](group).
-///
-/// Each hint is asked once, and what it says is kept in `capacities`, which is as long as `ranking` and
-/// in their order.
-///
-/// Compares the first that can serve and those that are as far, and looks at no path. So this is
-/// for the many decisions nobody will ask about; who asks is told by [`decide`].
-pub(crate) fn nearest<'a, G>(
-    max_class: Option<PathClass>,
-    ranking: &'a [RankedProvider<G>],
-    capacities: &mut [Capacity],
-    mut glance: impl FnMut(&G) -> Glance,
-) -> Option<&'a RankedProvider<G>> {
-    let mut best = None;
-    // The best one's load, its size and what it has; none has nothing, where no request fits.
-    let mut least = u64::MAX;
-    let mut whole = 0;
-    let mut its = Capacity::EMPTY;
-    let mut left = ranking;
-    let mut slots = capacities;
-    while let Some(first) = left.first() {
-        let class = first.distance.class;
-        let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
-        if best.is_some() || too_far || first.preference.is_none() {
-            break;
-        }
-        let (tier, farther) = left.split_at_checked(first.as_far.max(1)).unwrap_or((left, &[]));
-        let (own, others) = slots.split_at_mut_checked(tier.len())?;
-        left = farther;
-        slots = others;
-        for (ranked, slot) in tier.iter().zip(own) {
-            let has = match glance(&ranked.hint) {
-                Glance::Fits(has) => has,
-                Glance::Short(has) => {
-                    *slot = has;
-                    continue;
-                }
-                Glance::Unknown => return None,
-            };
-            *slot = has;
-            // No less a load, without a division: idle providers of one kind.
-            if has.free == its.free && ranked.size == whole && has.largest <= its.largest {
-                continue;
-            }
-            let load = load(ranked.size, has.free());
-            if load < least || load == least && has.largest > its.largest {
-                best = Some(ranked);
-                least = load;
-                whole = ranked.size;
-                its = has;
-            }
-        }
-    }
-    // The others are wanted less, or too far. What they have is kept for who asks.
-    for (ranked, slot) in left.iter().zip(slots) {
-        *slot = match glance(&ranked.hint) {
-            Glance::Fits(has) | Glance::Short(has) => has,
-            Glance::Unknown => return None,
-        };
-    }
-    best
 }
 
 /// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either

@@ -8,16 +8,20 @@
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
 //! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
 
-use crate::policy::rule::{
-    first,
-    reserves,
-    Applicable,
-    Beneficiary,
-    Over,
-    Party,
-    Ref,
-    Rule,
-    Set, //
+use crate::policy::{
+    rule::{
+        Beneficiary,
+        FunctionId,
+        Rule, //
+    },
+    rule_effect::{
+        first,
+        reserves,
+        Applicable,
+        OverLimit,
+        RuleOrigin,
+        RuleRef, //
+    }, //
 };
 
 /// Whose bytes are counted.
@@ -50,7 +54,7 @@ pub(crate) trait Store {
 struct Entry {
     key: ChargeKey,
     /// Bytes that may be in it, and the rule that says so.
-    limit: Option<(u64, Ref)>,
+    limit: Option<(u64, RuleRef)>,
 }
 
 /// Most accounts that one buffer counts against.
@@ -74,7 +78,7 @@ pub(crate) struct Requester<'a> {
 /// A provider as far as accounts depend on it.
 pub(crate) struct ChargeTarget<'a> {
     pub(crate) id: u32,
-    pub(crate) party: &'a Party,
+    pub(crate) function: &'a FunctionId,
     /// Bytes it has to give.
     pub(crate) size: u64,
     /// Bytes of its device's pool that other drivers can always have; `u64::MAX` where no rule can change that.
@@ -82,21 +86,21 @@ pub(crate) struct ChargeTarget<'a> {
 }
 
 /// Bytes of a provider that are set aside for others than the requester, and the first rule that does it.
-pub(crate) fn withheld(
+pub(crate) fn reserved_for_others(
     store: &impl Store,
     requester: &Requester<'_>,
     charge_target: &ChargeTarget<'_>,
-) -> (u64, Option<Ref>) {
+) -> (u64, Option<RuleRef>) {
     let mut sum = (0u64, None);
-    for (at, rule, bytes) in reserves(requester.rules, charge_target.party) {
+    for (at, rule, bytes) in reserves(requester.rules, charge_target.function) {
         let left = match rule.reserve_for {
             Some(Beneficiary::Group) if requester.who.has(at) => 0,
             Some(Beneficiary::Group) => bytes.saturating_sub(store.used(ChargeKey::Reserve(rule.id, charge_target.id))),
             _ => bytes.saturating_sub(charge_target.kernel_has),
         };
         if left > 0 {
-            let set = Set::Admin;
-            sum = (sum.0.saturating_add(left), sum.1.or(Some(Ref { set, at })));
+            let set = RuleOrigin::Admin;
+            sum = (sum.0.saturating_add(left), sum.1.or(Some(RuleRef { set, at })));
         }
     }
     sum
@@ -105,26 +109,28 @@ pub(crate) fn withheld(
 impl ChargeSet {
     /// What a buffer of the requester's in the provider counts against.
     pub(crate) fn of(store: &impl Store, requester: &Requester<'_>, charge_target: &ChargeTarget<'_>) -> Self {
-        let limit = |set, at, bytes| Some((bytes, Ref { set, at }));
-        let (aside, by) = withheld(store, requester, charge_target);
+        let limit = |set, at, bytes| Some((bytes, RuleRef { set, at }));
+        let (aside, by) = reserved_for_others(store, requester, charge_target);
         let provider = Entry {
             key: ChargeKey::Provider(charge_target.id),
             limit: by.map(|by| (charge_target.size.saturating_sub(aside), by)),
         };
         let rule_id = |at: usize| requester.rules.get(at).map_or(0, |rule| rule.id);
-        let user =
-            first(requester.rules, &requester.who, charge_target.party, |rule| rule.quota).map(|(at, bytes)| Entry {
-                key: ChargeKey::User(rule_id(at), requester.uid),
-                limit: limit(Set::Admin, at, bytes),
-            });
-        let group = first(requester.rules, &requester.who, charge_target.party, |rule| {
+        let user = first(requester.rules, &requester.who, charge_target.function, |rule| {
+            rule.quota
+        })
+        .map(|(at, bytes)| Entry {
+            key: ChargeKey::User(rule_id(at), requester.uid),
+            limit: limit(RuleOrigin::Admin, at, bytes),
+        });
+        let group = first(requester.rules, &requester.who, charge_target.function, |rule| {
             rule.group_quota
         })
         .map(|(at, bytes)| Entry {
             key: ChargeKey::Group(rule_id(at)),
-            limit: limit(Set::Admin, at, bytes),
+            limit: limit(RuleOrigin::Admin, at, bytes),
         });
-        let reserve = reserves(requester.rules, charge_target.party)
+        let reserve = reserves(requester.rules, charge_target.function)
             .find(|(at, rule, _)| rule.reserve_for == Some(Beneficiary::Group) && requester.who.has(*at))
             .map(|(_, rule, _)| Entry {
                 key: ChargeKey::Reserve(rule.id, charge_target.id),
@@ -132,8 +138,10 @@ impl ChargeSet {
             });
         let file = Entry {
             key: ChargeKey::File(requester.file),
-            limit: first(requester.own, &Applicable::ALL, charge_target.party, |rule| rule.quota)
-                .and_then(|(at, bytes)| limit(Set::Own, at, bytes)),
+            limit: first(requester.own, &Applicable::ALL, charge_target.function, |rule| {
+                rule.quota
+            })
+            .and_then(|(at, bytes)| limit(RuleOrigin::File, at, bytes)),
         };
         Self([user, group, Some(file), Some(provider), reserve])
     }
@@ -161,7 +169,7 @@ impl ChargeSet {
                 ChargeKey::Group(_) => true,
                 ChargeKey::User(..) | ChargeKey::File(_) => false,
             };
-            Some(Broken::Quota(Over {
+            Some(Broken::Quota(OverLimit {
                 rule,
                 group,
                 used,
@@ -175,9 +183,9 @@ impl ChargeSet {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Broken {
     /// Of what may be held.
-    Quota(Over),
+    Quota(OverLimit),
     /// What is left is set aside for others.
-    Reserve(Ref),
+    Reserve(RuleRef),
 }
 
 /// Why a buffer was not charged.
@@ -271,7 +279,10 @@ mod tests {
 
     fn charge_set(limit: u64) -> ChargeSet {
         let entry = |key, limit| Some(Entry { key, limit });
-        let rule = Ref { set: Set::Admin, at: 0 };
+        let rule = RuleRef {
+            set: RuleOrigin::Admin,
+            at: 0,
+        };
         ChargeSet([
             entry(ChargeKey::User(1, 1000), Some((limit, rule))),
             None,

@@ -12,34 +12,33 @@
 
 use crate::policy::path::{
     indexed,
-    Path,
     PathClass,
     PciAddr, //
 };
 
 /// Most rules of the administrator.
-pub(crate) const MOST: usize = 256;
+pub(crate) const MAX_RULES: usize = 256;
 
 /// The name of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Name {
-    bytes: [u8; Self::MOST],
+pub(crate) struct RuleName {
+    bytes: [u8; Self::MAX_LEN],
     len: u8,
 }
 
-impl Name {
+impl RuleName {
     /// Most bytes of a name: one less than the ABI has room for.
-    pub(crate) const MOST: usize = 31;
+    pub(crate) const MAX_LEN: usize = 31;
 
     /// What stands for a name where there is none.
     pub(crate) const EMPTY: Self = Self {
-        bytes: [0; Self::MOST],
+        bytes: [0; Self::MAX_LEN],
         len: 0,
     };
 
-    /// Letters, digits, `.`, `_` and `-`, at least one and at most [`Self::MOST`].
+    /// Letters, digits, `.`, `_` and `-`, at least one and at most [`Self::MAX_LEN`].
     pub(crate) fn new(text: &[u8]) -> Option<Self> {
-        let fits = !text.is_empty() && text.len() <= Self::MOST;
+        let fits = !text.is_empty() && text.len() <= Self::MAX_LEN;
         let plain = |c: &u8| c.is_ascii_alphanumeric() || b"._-".contains(c);
         if !fits || !text.iter().all(plain) {
             return None;
@@ -69,7 +68,7 @@ impl Name {
 
 /// A PCI function, as far as a rule can tell it from others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Party {
+pub(crate) struct FunctionId {
     /// Where it is.
     pub(crate) addr: PciAddr,
     /// PCI vendor id.
@@ -80,7 +79,7 @@ pub(crate) struct Party {
 
 /// Which functions a rule matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Device {
+pub(crate) enum DeviceMatch {
     /// All of them, and where a request has no client, that too.
     Any,
     /// The one at an address.
@@ -89,13 +88,13 @@ pub(crate) enum Device {
     Ids(u16, u16),
 }
 
-impl Device {
-    fn matches(self, party: Option<&Party>) -> bool {
-        match (self, party) {
+impl DeviceMatch {
+    pub(super) fn matches(self, function: Option<&FunctionId>) -> bool {
+        match (self, function) {
             (Self::Any, _) => true,
             (_, None) => false,
-            (Self::At(addr), Some(party)) => addr == party.addr,
-            (Self::Ids(vendor, device), Some(party)) => (vendor, device) == (party.vendor, party.device),
+            (Self::At(addr), Some(function)) => addr == function.addr,
+            (Self::Ids(vendor, device), Some(function)) => (vendor, device) == (function.vendor, function.device),
         }
     }
 
@@ -129,13 +128,19 @@ pub(crate) enum Beneficiary {
 
 /// Users: ranges of user ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Users([Option<(u32, u32)>; Self::MOST]);
+pub(crate) struct Users([Option<(u32, u32)>; Self::MAX_RANGES]);
 
 impl Users {
     /// Most ranges: a user's own id, and the ranges of his subordinate ids.
-    pub(crate) const MOST: usize = 4;
+    pub(crate) const MAX_RANGES: usize = 4;
 
-    pub(crate) const NOBODY: Self = Self([None; Self::MOST]);
+    pub(crate) const NOBODY: Self = Self([None; Self::MAX_RANGES]);
+
+    /// Users of one range of ids, from the first to the last.
+    #[cfg(any(test, CONFIG_KUNIT))]
+    pub(super) const fn one(first: u32, last: u32) -> Self {
+        Self([Some((first, last)), None, None, None])
+    }
 
     /// One range more, from its first id to its last. None when it is empty or there are too many.
     pub(crate) fn and(mut self, first: u32, last: u32) -> Option<Self> {
@@ -167,11 +172,11 @@ pub(crate) struct Rule {
     /// Tells it from all others there ever were, unlike its name.
     pub(crate) id: u64,
     /// Its name.
-    pub(crate) name: Name,
+    pub(crate) name: RuleName,
     /// Whose memory.
-    pub(crate) provider: Device,
+    pub(crate) provider: DeviceMatch,
     /// Who does DMA.
-    pub(crate) client: Device,
+    pub(crate) client: DeviceMatch,
     /// Effective user id of who asks.
     pub(crate) uid: Option<Users>,
     /// A group that who asks is a member of.
@@ -192,7 +197,7 @@ pub(crate) struct Rule {
 
 /// What is wrong with a rule by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Flaw {
+pub(crate) enum RuleError {
     /// It sets nothing.
     Empty,
     /// It denies, and limits what it denies.
@@ -206,18 +211,18 @@ pub(crate) enum Flaw {
     /// It sets memory aside, and does not say for whom.
     ReserveForNobody,
     /// It says for whom, and sets nothing aside.
-    NobodysReserve,
+    ReserveForWithoutReserve,
     /// It sets memory aside for the kernel, and names a user or a group.
-    KernelsReserve,
+    KernelReserveNamesUser,
     /// It sets memory aside for a group, and names a user.
-    UsersReserve,
+    ReserveNamesUser,
     /// A rule of an application, which cannot name users or set memory aside.
-    NotOwn,
+    FileRuleNamesOthers,
     /// A rule of an application with a quota, which counts the file's buffers wherever they are.
-    OwnQuota,
+    FileQuotaNamesProvider,
 }
 
-impl Flaw {
+impl RuleError {
     /// The flaw as a sentence.
     pub(crate) fn text(self) -> &'static str {
         match self {
@@ -229,13 +234,17 @@ impl Flaw {
             }
             Self::ReserveNoGroup => "a reserve for a group needs the group: name it by gid",
             Self::ReserveForNobody => "a reserve is for somebody: set reserve_for to kernel or group",
-            Self::NobodysReserve => "reserve_for without a reserve: set how many bytes",
-            Self::KernelsReserve => {
+            Self::ReserveForWithoutReserve => "reserve_for without a reserve: set how many bytes",
+            Self::KernelReserveNamesUser => {
                 "a reserve for the kernel is nobody's of user space: the rule cannot name uid or gid"
             }
-            Self::UsersReserve => "a reserve is for a group or the kernel: the rule cannot name a uid",
-            Self::NotOwn => "an application's rule is about its own file: it has no uid, gid, group_quota or reserve",
-            Self::OwnQuota => "the quota of an application's rule counts all buffers of its file: it names no provider",
+            Self::ReserveNamesUser => "a reserve is for a group or the kernel: the rule cannot name a uid",
+            Self::FileRuleNamesOthers => {
+                "an application's rule is about its own file: it has no uid, gid, group_quota or reserve"
+            }
+            Self::FileQuotaNamesProvider => {
+                "the quota of an application's rule counts all buffers of its file: it names no provider"
+            }
         }
     }
 }
@@ -273,12 +282,12 @@ impl Attribute {
 
 impl Rule {
     /// A rule that matches everything and sets nothing.
-    pub(crate) const fn new(name: Name) -> Self {
+    pub(crate) const fn new(name: RuleName) -> Self {
         Self {
             id: 0,
             name,
-            provider: Device::Any,
-            client: Device::Any,
+            provider: DeviceMatch::Any,
+            client: DeviceMatch::Any,
             uid: None,
             gid: None,
             action: None,
@@ -310,25 +319,25 @@ impl Rule {
     }
 
     /// Whether the rule makes sense by itself.
-    pub(crate) fn check(&self) -> Result<(), Flaw> {
+    pub(crate) fn check(&self) -> Result<(), RuleError> {
         let limits = self.max_class.is_some() || self.counts();
         if self.reserve.is_none() && self.reserve_for.is_some() {
-            Err(Flaw::NobodysReserve)
+            Err(RuleError::ReserveForWithoutReserve)
         } else if self.action.is_none() && !limits {
-            Err(Flaw::Empty)
+            Err(RuleError::Empty)
         } else if self.action == Some(Action::Deny) && limits {
-            Err(Flaw::DenyAndMore)
-        } else if self.counts() && self.client != Device::Any {
-            Err(Flaw::CountsClient)
+            Err(RuleError::DenyAndMore)
+        } else if self.counts() && self.client != DeviceMatch::Any {
+            Err(RuleError::CountsClient)
         } else if self.group_quota.is_some() && self.gid.is_none() && self.uid.is_none() {
-            Err(Flaw::NoGroup)
+            Err(RuleError::NoGroup)
         } else if self.reserve.is_some() {
             match (self.reserve_for, self.uid, self.gid) {
-                (None, _, _) => Err(Flaw::ReserveForNobody),
+                (None, _, _) => Err(RuleError::ReserveForNobody),
                 (Some(Beneficiary::Kernel), None, None) | (Some(Beneficiary::Group), None, Some(_)) => Ok(()),
-                (Some(Beneficiary::Kernel), _, _) => Err(Flaw::KernelsReserve),
-                (Some(Beneficiary::Group), Some(_), _) => Err(Flaw::UsersReserve),
-                (Some(Beneficiary::Group), None, None) => Err(Flaw::ReserveNoGroup),
+                (Some(Beneficiary::Kernel), _, _) => Err(RuleError::KernelReserveNamesUser),
+                (Some(Beneficiary::Group), Some(_), _) => Err(RuleError::ReserveNamesUser),
+                (Some(Beneficiary::Group), None, None) => Err(RuleError::ReserveNoGroup),
             }
         } else {
             Ok(())
@@ -336,22 +345,22 @@ impl Rule {
     }
 
     /// As [`Self::check`], of a rule of an application.
-    pub(crate) fn check_own(&self) -> Result<(), Flaw> {
+    pub(crate) fn check_file_rule(&self) -> Result<(), RuleError> {
         let others = self.uid.is_some() || self.gid.is_some() || self.group_quota.is_some();
         if others || self.reserve.is_some() || self.reserve_for.is_some() {
-            Err(Flaw::NotOwn)
-        } else if self.quota.is_some() && self.provider != Device::Any {
-            Err(Flaw::OwnQuota)
+            Err(RuleError::FileRuleNamesOthers)
+        } else if self.quota.is_some() && self.provider != DeviceMatch::Any {
+            Err(RuleError::FileQuotaNamesProvider)
         } else {
             self.check()
         }
     }
 
-    fn is_for(&self, subject: &impl Subject) -> bool {
+    pub(super) fn is_for(&self, subject: &impl Subject) -> bool {
         self.uid.is_none_or(|users| users.has(subject.uid())) && self.gid.is_none_or(|gid| subject.is_member(gid))
     }
 
-    fn matches(&self, provider: &Party, client: Option<&Party>) -> bool {
+    pub(super) fn matches(&self, provider: &FunctionId, client: Option<&FunctionId>) -> bool {
         self.provider.matches(Some(provider)) && self.client.matches(client)
     }
 
@@ -366,7 +375,7 @@ impl Rule {
     }
 
     /// Whether a reserve of this rule and one of `other` are for the same.
-    fn same_beneficiary(&self, other: &Self) -> bool {
+    pub(super) fn same_beneficiary(&self, other: &Self) -> bool {
         (self.reserve_for, self.gid) == (other.reserve_for, other.gid)
     }
 }
@@ -398,322 +407,14 @@ pub(crate) trait Subject {
     fn is_member(&self, gid: u32) -> bool;
 }
 
-/// Which of the rules are for a subject: worked out once, not for each provider and client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Applicable([u64; MOST.div_ceil(64)]);
-
-impl Applicable {
-    /// All rules, whoever asks.
-    pub(crate) const ALL: Self = Self([u64::MAX; MOST.div_ceil(64)]);
-
-    const NONE: Self = Self([0; MOST.div_ceil(64)]);
-
-    /// Those that are for `subject`.
-    #[inline]
-    pub(crate) fn to(rules: &[Rule], subject: &impl Subject) -> Self {
-        if rules.is_empty() {
-            return Self::NONE;
-        }
-        Self::of(rules, |rule| rule.is_for(subject))
-    }
-
-    /// Those of which `is` holds.
-    pub(crate) fn of(rules: &[Rule], is: impl Fn(&Rule) -> bool) -> Self {
-        let mut bits = [0u64; MOST.div_ceil(64)];
-        for (chunk, word) in rules.chunks(64).zip(bits.iter_mut()) {
-            for (at, rule) in indexed(chunk) {
-                if is(rule) {
-                    *word |= 1u64.checked_shl(u32::try_from(at).unwrap_or(64)).unwrap_or(0);
-                }
-            }
-        }
-        Self(bits)
-    }
-
-    /// Whether one rule is among both.
-    pub(crate) fn meets(&self, other: &Self) -> bool {
-        self.0.iter().zip(&other.0).any(|(here, there)| here & there != 0)
-    }
-
-    pub(crate) fn has(&self, at: usize) -> bool {
-        let word = self.0.get(at / 64).copied().unwrap_or(0);
-        word.checked_shr((at % 64) as u32).is_some_and(|bits| bits & 1 == 1)
-    }
-}
-
-/// Whose rule.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Set {
-    /// The administrator's.
-    Admin,
-    /// The application's own.
-    Own,
-}
-
-/// Which rule: an index into the rules of a set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ref {
-    pub(crate) set: Set,
-    pub(crate) at: usize,
-}
-
-/// How much a candidate is wanted; the smaller the more.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Preference {
-    Prefer,
-    Neutral,
-    Avoid,
-}
-
-/// A limit that a request would break.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Over {
-    /// The rule that limits.
-    pub(crate) rule: Ref,
-    /// Whether the limit is the group's, and not one user's or file's.
-    pub(crate) group: bool,
-    /// Bytes held already.
-    pub(crate) used: u64,
-    /// Bytes that may be held.
-    pub(crate) limit: u64,
-}
-
-/// What the rules say of one provider for one request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct RuleEffect {
-    /// The rule that denies it.
-    pub(crate) denied: Option<Ref>,
-    /// The rule whose farthest class a path exceeds.
-    pub(crate) too_far: Option<Ref>,
-    /// The limit that the request would break.
-    pub(crate) over: Option<Over>,
-    /// Whether it would break a limit of the cgroup.
-    pub(crate) over_cgroup: bool,
-    /// Bytes that are set aside for others, and the first rule that does it.
-    pub(crate) withheld: u64,
-    pub(crate) withheld_by: Option<Ref>,
-    /// What the administrator wants, and what the application wants.
-    pub(crate) preference: Preference,
-    pub(crate) preference_by: Option<Ref>,
-    pub(crate) own_preference: Preference,
-    pub(crate) own_preference_by: Option<Ref>,
-}
-
-impl RuleEffect {
-    /// What no rule says.
-    pub(crate) const NONE: Self = Self {
-        denied: None,
-        too_far: None,
-        over: None,
-        over_cgroup: false,
-        withheld: 0,
-        withheld_by: None,
-        preference: Preference::Neutral,
-        preference_by: None,
-        own_preference: Preference::Neutral,
-        own_preference_by: None,
-    };
-
-    /// Adds what a set of rules says of `provider` for `clients`, whose paths to it are `paths`. A rule of the second
-    /// set can only narrow what the first one left.
-    pub(crate) fn add(
-        &mut self,
-        set: Set,
-        rules: &[Rule],
-        who: &Applicable,
-        provider: &Party,
-        clients: &[Party],
-        paths: &[Path],
-    ) {
-        if rules.is_empty() {
-            return;
-        }
-        let (mut preference, mut by) = (Preference::Neutral, None);
-        let mut pair = |client: Option<&Party>, path: Option<&Path>| {
-            let first = |sets: fn(&Rule) -> bool| {
-                indexed(rules).find(|(at, rule)| sets(rule) && who.has(*at) && rule.matches(provider, client))
-            };
-            if let Some((at, rule)) = first(|rule| rule.action.is_some()) {
-                let rule_ref = Some(Ref { set, at });
-                match rule.action {
-                    Some(Action::Deny) => self.denied = self.denied.or(rule_ref),
-                    // One client's need to avoid it counts for all.
-                    Some(Action::Avoid) if preference != Preference::Avoid => {
-                        (preference, by) = (Preference::Avoid, rule_ref)
-                    }
-                    Some(Action::Prefer) if preference == Preference::Neutral => {
-                        (preference, by) = (Preference::Prefer, rule_ref)
-                    }
-                    _ => {}
-                }
-            }
-            if let (Some(path), Some((at, rule))) = (path, first(|rule| rule.max_class.is_some())) {
-                if rule.max_class.is_some_and(|max| path.class > max) {
-                    self.too_far = self.too_far.or(Some(Ref { set, at }));
-                }
-            }
-        };
-        if clients.is_empty() {
-            pair(None, None);
-        }
-        for (at, client) in indexed(clients) {
-            pair(Some(client), paths.get(at));
-        }
-        match set {
-            Set::Admin => (self.preference, self.preference_by) = (preference, by),
-            Set::Own => (self.own_preference, self.own_preference_by) = (preference, by),
-        }
-    }
-}
-
-/// The first rule that sets an attribute of memory of `provider`, and what it sets.
-pub(crate) fn first<T>(
-    rules: &[Rule],
-    who: &Applicable,
-    provider: &Party,
-    get: impl Fn(&Rule) -> Option<T>,
-) -> Option<(usize, T)> {
-    indexed(rules)
-        .filter(|(at, rule)| who.has(*at) && rule.matches(provider, None))
-        .find_map(|(at, rule)| Some((at, get(rule)?)))
-}
-
-/// The reserves there are in `provider`: for each beneficiary the first rule, and how many bytes.
-pub(crate) fn reserves<'a>(
-    rules: &'a [Rule],
-    provider: &'a Party,
-) -> impl Iterator<Item = (usize, &'a Rule, u64)> + 'a {
-    let is_one = move |rule: &Rule| rule.reserve.is_some() && rule.provider.matches(Some(provider));
-    indexed(rules).filter_map(move |(at, rule)| {
-        let bytes = rule.reserve.filter(|_| is_one(rule))?;
-        let decided = rules
-            .iter()
-            .take(at)
-            .any(|earlier| is_one(earlier) && earlier.same_beneficiary(rule));
-        (!decided).then_some((at, rule, bytes))
-    })
-}
-
-/// Bytes that a rule sets aside for the kernel in `provider`.
-pub(crate) fn kernel_reserve(rules: &[Rule], provider: &Party) -> Option<u64> {
-    reserves(rules, provider)
-        .find(|(_, rule, _)| rule.reserve_for == Some(Beneficiary::Kernel))
-        .map(|(_, _, bytes)| bytes)
-}
-
 #[cfg(any(test, CONFIG_KUNIT))]
 #[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_policy))]
 mod tests {
     use super::*;
 
-    const PROVIDER: Party = Party {
-        addr: PciAddr {
-            domain: 0,
-            bus: 3,
-            devfn: 0,
-        },
-        vendor: 0x1234,
-        device: 0x5678,
-    };
-    const CLIENT: Party = Party {
-        addr: PciAddr {
-            domain: 0,
-            bus: 4,
-            devfn: 0,
-        },
-        ..PROVIDER
-    };
-
-    struct User(u32);
-
-    impl Subject for User {
-        fn uid(&self) -> u32 {
-            self.0
-        }
-
-        fn is_member(&self, gid: u32) -> bool {
-            gid == self.0 + 1
-        }
-    }
-
-    fn path(class: PathClass) -> Path {
-        Path {
-            class,
-            hops: 4,
-            distance: 4,
-            acs_redirect: false,
-            bus_addr: true,
-            bandwidth: 0,
-            numa_distance: 0,
-            bridge: None,
-        }
-    }
-
-    fn ruled(rules: &[Rule], uid: u32) -> RuleEffect {
-        let mut effect = RuleEffect::NONE;
-        let who = Applicable::to(rules, &User(uid));
-        let paths = [path(PathClass::HostBridge)];
-        effect.add(Set::Admin, rules, &who, &PROVIDER, &[CLIENT], &paths);
-        effect
-    }
-
-    #[test]
-    fn the_first_rule_that_matches_and_sets_it_decides() {
-        let any = Rule::new(Name::EMPTY);
-        let rules = [
-            Rule {
-                uid: Users::NOBODY.and(7, 7),
-                action: Some(Action::Deny),
-                ..any
-            },
-            Rule {
-                gid: Some(9),
-                max_class: Some(PathClass::SameSwitch),
-                ..any
-            },
-            Rule {
-                client: Device::At(PROVIDER.addr),
-                action: Some(Action::Avoid),
-                ..any
-            },
-            Rule {
-                provider: Device::Ids(0x1234, 0x5678),
-                action: Some(Action::Prefer),
-                max_class: Some(PathClass::System),
-                ..any
-            },
-        ];
-        let by = |at| Some(Ref { set: Set::Admin, at });
-        let denied = ruled(&rules, 7);
-        assert_eq!((denied.denied, denied.too_far), (by(0), None));
-        assert_eq!(denied.preference, Preference::Neutral);
-        let far = ruled(&rules, 8);
-        assert_eq!((far.denied, far.too_far), (None, by(1)));
-        assert_eq!((far.preference, far.preference_by), (Preference::Prefer, by(3)));
-        let fine = ruled(&rules, 1);
-        assert_eq!((fine.denied, fine.too_far), (None, None));
-        assert_eq!(ruled(&[], 7), RuleEffect::NONE);
-    }
-
-    #[test]
-    fn the_last_of_the_most_rules_counts_too() {
-        // More than the kernel's stack takes.
-        static RULES: [Rule; MOST] = {
-            let mut rules = [Rule::new(Name::EMPTY); MOST];
-            rules[MOST - 1].action = Some(Action::Deny);
-            rules[MOST - 1].uid = Some(Users([Some((7, 7)), None, None, None]));
-            rules
-        };
-        let at = MOST - 1;
-        assert_eq!(ruled(&RULES, 7).denied, Some(Ref { set: Set::Admin, at }));
-        assert_eq!(ruled(&RULES, 8).denied, None);
-        assert!(!Applicable::to(&RULES, &User(8)).has(at) && Applicable::ALL.has(at));
-        assert!(!Applicable::ALL.has(MOST));
-    }
-
     #[test]
     fn rules_that_never_decide_are_found() {
-        let any = Rule::new(Name::EMPTY);
+        let any = Rule::new(RuleName::EMPTY);
         let deny = Rule {
             action: Some(Action::Deny),
             ..any
@@ -729,7 +430,7 @@ mod tests {
         assert_eq!(shadowed(&rules, 1), None);
         assert_eq!(shadowed(&rules, 2), Some((Attribute::Action, 1)));
         assert_eq!(shadowed(&rules, 3), None);
-        assert_eq!(any.check(), Err(Flaw::Empty));
+        assert_eq!(any.check(), Err(RuleError::Empty));
     }
 
     #[test]
@@ -744,7 +445,7 @@ mod tests {
         let two = [some, part].map(|uid| Rule {
             uid,
             action: Some(Action::Deny),
-            ..Rule::new(Name::EMPTY)
+            ..Rule::new(RuleName::EMPTY)
         });
         assert_eq!(shadowed(&two, 1), Some((Attribute::Action, 0)));
         let full = (0..4).try_fold(Users::NOBODY, |users, at| users.and(at, at));

@@ -13,7 +13,7 @@ use crate::policy::{
     rule::{
         Action,
         Beneficiary,
-        Device,
+        DeviceMatch,
         Users, //
     }, //
 };
@@ -49,12 +49,12 @@ fn hex(digits: &[u8], most: usize) -> Option<u32> {
 }
 
 /// `any`, an address, or `vendor:device` as four hexadecimal digits each.
-pub(crate) fn device(text: &str) -> Option<Device> {
+pub(crate) fn device(text: &str) -> Option<DeviceMatch> {
     if text == "any" {
-        return Some(Device::Any);
+        return Some(DeviceMatch::Any);
     }
     if let Some(addr) = PciAddr::parse(text.as_bytes()) {
-        return Some(Device::At(addr));
+        return Some(DeviceMatch::At(addr));
     }
     let (vendor, device) = text.split_once(':')?;
     let id = |text: &str| {
@@ -63,7 +63,7 @@ pub(crate) fn device(text: &str) -> Option<Device> {
             .filter(|_| four)
             .and_then(|id| u16::try_from(id).ok())
     };
-    Some(Device::Ids(id(vendor)?, id(device)?))
+    Some(DeviceMatch::Ids(id(vendor)?, id(device)?))
 }
 
 /// A decimal number without sign.
@@ -180,10 +180,10 @@ mod tests {
 
     #[test]
     fn attributes_as_text() {
-        assert_eq!(device("any"), Some(Device::Any));
-        assert_eq!(device("03:00.0"), Some(Device::At(addr(3))));
-        assert_eq!(device("0000:03:00.0"), Some(Device::At(addr(3))));
-        assert_eq!(device("15b3:101b"), Some(Device::Ids(0x15b3, 0x101b)));
+        assert_eq!(device("any"), Some(DeviceMatch::Any));
+        assert_eq!(device("03:00.0"), Some(DeviceMatch::At(addr(3))));
+        assert_eq!(device("0000:03:00.0"), Some(DeviceMatch::At(addr(3))));
+        assert_eq!(device("15b3:101b"), Some(DeviceMatch::Ids(0x15b3, 0x101b)));
         for bad in [
             "",
             "ANY",

@@ -153,7 +153,7 @@ impl Orchestrator {
                 addr
             ));
         }
-        let by_rule = self.rules().kernel_reserve(&function.party());
+        let by_rule = self.rules().kernel_reserve(&function.function_id());
         let reserve = wanted
             .kernel_reserve
             .or(by_rule.map(|bytes| bytes.next_multiple_of(PAGE)))

@@ -557,7 +557,7 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
     let orchestrator = Orchestrator::get()?;
     let path = orchestrator.path(&buffer.provider, &function)?;
     let rules = orchestrator.rules();
-    match rules.objection(&buffer.who, &buffer.provider, &function.party(), &path) {
+    match rules.objection(&buffer.who, &buffer.provider, &function.function_id(), &path) {
         None => Ok(()),
         Some((rule, far)) => Err(refuse!(
             EACCES,

@@ -24,9 +24,9 @@ use crate::{
         },
         rule::{
             Action,
-            Device,
-            Name,
-            Rule, //
+            DeviceMatch,
+            Rule,
+            RuleName, //
         }, //
     },
     uapi::argument::{
@@ -86,13 +86,13 @@ fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
         .split(|&c| c == 0)
         .next()
         .filter(|name| name.len() < consts::RULE_NAME)
-        .and_then(Name::new)
+        .and_then(RuleName::new)
         .ok_or_else(|| {
             refuse!(
                 EINVAL,
                 "rule {}: its name is not 1 to {} letters, digits, dots, dashes and underscores",
                 index,
-                Name::MOST
+                RuleName::MAX_LEN
             )
         })?;
     let set = |flag| raw.flags & flag != 0;
@@ -119,7 +119,7 @@ fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
             class => class,
         },
     };
-    let device = |given: bool, raw: &abi::PciAddress| -> Answer<Device> {
+    let device = |given: bool, raw: &abi::PciAddress| -> Answer<DeviceMatch> {
         no_reserved(raw.reserved.into())?;
         let addr = PciAddr {
             domain: raw.domain,
@@ -128,7 +128,7 @@ fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
         };
         match (given, addr) {
             (true, addr) => match Function::find(addr) {
-                Some(_) => Ok(Device::At(addr)),
+                Some(_) => Ok(DeviceMatch::At(addr)),
                 None => Err(refuse!(
                     ENODEV,
                     "rule {}: {} is no PCI function of this machine",
@@ -143,7 +143,7 @@ fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
                     bus: 0,
                     devfn: 0,
                 },
-            ) => Ok(Device::Any),
+            ) => Ok(DeviceMatch::Any),
             (false, _) => Err(unset()),
         }
     };
@@ -155,7 +155,7 @@ fn one(raw: &abi::Rule, index: u32) -> Answer<Rule> {
         quota,
         ..Rule::new(name)
     };
-    rule.check_own()
+    rule.check_file_rule()
         .map_err(|flaw| refuse!(EINVAL, "rule {}: {}", name.as_str(), flaw.text()))?;
     Ok(rule)
 }

@@ -3,7 +3,7 @@
 //! The numbers of the ABI: those in the files under test are those in the header.
 
 use crate::policy::path::PathClass;
-use crate::policy::placement::VerdictCode;
+use crate::policy::verdict::VerdictCode;
 use std::collections::BTreeMap;
 
 const HEADER: &str = include_str!("../../../include/uapi/linux/p2pmem.h");

@@ -12,6 +12,8 @@
 #[path = "../../../rust/policy"]
 mod policy {
     #[rustfmt::skip]
+    pub(crate) mod distance;
+    #[rustfmt::skip]
     pub(crate) mod life;
     #[rustfmt::skip]
     pub(crate) mod path;
@@ -22,11 +24,17 @@ mod policy {
     #[rustfmt::skip]
     pub(crate) mod ranges;
     #[rustfmt::skip]
+    pub(crate) mod ranking;
+    #[rustfmt::skip]
     pub(crate) mod rule;
+    #[rustfmt::skip]
+    pub(crate) mod rule_effect;
     #[rustfmt::skip]
     pub(crate) mod rule_text;
     #[rustfmt::skip]
     pub(crate) mod split;
+    #[rustfmt::skip]
+    pub(crate) mod verdict;
 }
 
 #[cfg(test)]

@@ -36,40 +36,40 @@ impl quota::Store for Numbers {
 pub fn entry_points(
     request: &placement::Request,
     candidates: &mut [placement::Candidate<'_>],
-    verdicts: &mut [placement::Verdict],
+    verdicts: &mut [verdict::Verdict],
     a: &path::Chain<'_>,
     b: &path::Chain<'_>,
     numbers: &[u32; 4],
     ranges: &[ranges::Range],
     rules: (&[rule::Rule], &[rule::Rule], &Who),
-    parties: &[rule::Party],
+    functions: &[rule::FunctionId],
     paths: &[path::Path],
-    line: (&mut [placement::RankedProvider<u64>], &mut [placement::Capacity]),
+    ranked: (&mut [ranking::RankedProvider<u64>], &mut [ranking::Capacity]),
     text: &str,
-) -> (placement::Choice, path::Path, u64, Option<path::PathClass>, path::PortKind) {
+) -> (verdict::Choice, path::Path, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     let (admin, own, subject) = rules;
-    let who = rule::Applicable::to(admin, subject);
+    let who = rule_effect::Applicable::to(admin, subject);
     let mut shadowed = 0;
-    for (party, candidate) in parties.iter().zip(candidates.iter_mut()) {
-        candidate.effect.add(rule::Set::Admin, admin, &who, party, parties, paths);
-        candidate.effect.add(rule::Set::Own, own, &rule::Applicable::ALL, party, parties, paths);
-        let payer = quota::Requester { rules: admin, who, uid: n, file: u64::from(m), own };
-        let fund = quota::ChargeTarget { id: o, party, size: candidate.size, kernel_has: u64::from(p) };
+    for (function, candidate) in functions.iter().zip(candidates.iter_mut()) {
+        candidate.effect.add(rule_effect::RuleOrigin::Admin, admin, &who, function, functions, paths);
+        candidate.effect.add(rule_effect::RuleOrigin::File, own, &rule_effect::Applicable::ALL, function, functions, paths);
+        let requester = quota::Requester { rules: admin, who, uid: n, file: u64::from(m), own };
+        let target = quota::ChargeTarget { id: o, function, size: candidate.size, kernel_has: u64::from(p) };
         let mut store = Numbers(candidate.free);
-        let levy = quota::ChargeSet::of(&store, &payer, &fund);
-        if let Ok(charged) = quota::charge(&mut store, &levy, u64::from(n)) {
+        let charges = quota::ChargeSet::of(&store, &requester, &target);
+        if let Ok(charged) = quota::charge(&mut store, &charges, u64::from(n)) {
             quota::uncharge(&mut store, charged);
         }
-        candidate.free = store.0 ^ quota::withheld(&store, &payer, &fund).0;
-        shadowed ^= rule::kernel_reserve(admin, party).unwrap_or(5);
+        candidate.free = store.0 ^ quota::reserved_for_others(&store, &requester, &target).0;
+        shadowed ^= rule_effect::kernel_reserve(admin, function).unwrap_or(5);
     }
     for (at, rule) in admin.iter().enumerate() {
         shadowed ^= rule::shadowed(admin, at).map_or(0, |(_, before)| before as u64);
-        shadowed ^= (rule.check().is_ok() ^ rule.check_own().is_err()) as u64;
+        shadowed ^= (rule.check().is_ok() ^ rule.check_file_rule().is_err()) as u64;
     }
-    shadowed ^= rule::Name::new(text.as_bytes()).map_or(1, |name| name.as_str().len() as u64);
-    shadowed ^= rule::Name::ordered(text.as_bytes()).is_some() as u64;
+    shadowed ^= rule::RuleName::new(text.as_bytes()).map_or(1, |name| name.as_str().len() as u64);
+    shadowed ^= rule::RuleName::ordered(text.as_bytes()).is_some() as u64;
     shadowed ^= rule_text::device(text).is_some() as u64 ^ rule_text::bytes(text).unwrap_or(3);
     shadowed ^= rule_text::id(text).flatten().map_or(0, u64::from);
     shadowed ^= rule::Action::parse(text).is_some() as u64 ^ rule::Beneficiary::parse(text).is_some() as u64;
@@ -80,14 +80,14 @@ pub fn entry_points(
     let mut picks = [0; 5];
     let wanted = picks.get_mut(..(p & 7) as usize).unwrap_or_default();
     shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
-    placement::group(line.0);
-    let glance = |gauge: &u64| match (*gauge, placement::Capacity { free: *gauge, largest: *gauge }) {
-        (..9, _) => placement::Glance::Unknown,
-        (9..99, has) => placement::Glance::Short(has),
-        (_, has) => placement::Glance::Fits(has),
+    ranking::group(ranked.0);
+    let fit = |hint: &u64| match (*hint, ranking::Capacity { free: *hint, largest: *hint }) {
+        (..9, _) => ranking::FitHint::Unknown,
+        (9..99, has) => ranking::FitHint::Short(has),
+        (_, has) => ranking::FitHint::Fits(has),
     };
-    shadowed ^= placement::nearest(request.max_class, line.0, line.1, glance).map_or(7, |turn| turn.index as u64 ^ u64::from(turn.class_raw()));
-    shadowed ^= (placement::Distance::of(n as usize, paths) < placement::Distance::of(m as usize, paths)) as u64;
+    shadowed ^= ranking::nearest(request.max_class, ranked.0, ranked.1, fit).map_or(7, |best| best.index as u64 ^ u64::from(best.class_raw()));
+    shadowed ^= (distance::Distance::of(n as usize, paths) < distance::Distance::of(m as usize, paths)) as u64;
     if let Some(split) = split::Split::new(u64::from(n) << (m & 63), u64::from(o), u64::from(p), u64::from(m)) {
         shadowed ^= split.share() ^ split.part(n as usize).0 ^ split.part(m as usize).1;
     }
@@ -104,6 +104,21 @@ pub fn entry_points(
 }
 "#;
 
+/// The files under test.
+const FILES: [&str; 11] = [
+    "distance",
+    "path",
+    "placement",
+    "quota",
+    "ranges",
+    "ranking",
+    "rule",
+    "rule_effect",
+    "rule_text",
+    "split",
+    "verdict",
+];
+
 /// Compiles the files under test with `body` and says whether the object refers to the panic machinery.
 fn panics(body: &str) -> bool {
     let rust = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../rust");
@@ -112,11 +127,14 @@ fn panics(body: &str) -> bool {
     let object = folder.path().join("entry.o");
     let mut text = "#![no_std]\n#![allow(dead_code, private_interfaces)]\n".to_owned();
     text.push_str(&format!("#[path = {:?}]\nmod policy {{\n", rust.join("policy")));
-    for name in ["path", "placement", "quota", "ranges", "rule", "rule_text", "split"] {
+    for name in FILES {
         text.extend(["pub mod ", name, ";\n"]);
     }
     text.push_str("}\n");
-    text.push_str("#[allow(unused_imports)]\nuse policy::{path, placement, quota, ranges, rule, rule_text, split};\n");
+    text.push_str(&format!(
+        "#[allow(unused_imports)]\nuse policy::{{{}}};\n",
+        FILES.join(", ")
+    ));
     text.push_str(body);
     std::fs::write(&source, text).expect("the source is written");
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());

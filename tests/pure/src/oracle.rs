@@ -6,16 +6,18 @@ use crate::policy::path::{
     Path,
     PathClass, //
 };
-use crate::policy::placement::{
-    Candidate,
-    Named,
-    Request,
-    Strategy,
-    VerdictCode, //
-};
-use crate::policy::rule::{
+use crate::policy::rule_effect::{
     Preference,
     RuleEffect, //
+};
+use crate::policy::{
+    placement::{
+        Candidate,
+        Named,
+        Request,
+        Strategy, //
+    },
+    verdict::VerdictCode, //
 };
 
 const KIB: u64 = 1024;
@@ -94,7 +96,7 @@ impl Provider {
         if self.free < request.size {
             broken.push(VerdictCode::Full);
         }
-        let set_aside = u128::from(self.free) < u128::from(request.size) + u128::from(self.effect.withheld);
+        let set_aside = u128::from(self.free) < u128::from(request.size) + u128::from(self.effect.reserved_for_others);
         if request.size > 0 && set_aside {
             broken.push(VerdictCode::Reserved);
         }
@@ -141,7 +143,7 @@ impl Provider {
         };
         let wanted = [
             (VerdictCode::Preference, preference(self.effect.preference)),
-            (VerdictCode::Preference, preference(self.effect.own_preference)),
+            (VerdictCode::Preference, preference(self.effect.file_preference)),
         ];
         let rest = vec![
             (VerdictCode::Class, i128::from(class)),

@@ -11,29 +11,35 @@ use crate::policy::path::{
     PathClass,
     classify, //
 };
-use crate::policy::placement::{
-    Candidate,
-    Capacity,
-    Choice,
-    Distance,
-    Glance,
-    Named,
-    Outcome,
-    RankedProvider,
-    Request,
-    Strategy as Chooser,
-    Verdict,
-    VerdictCode,
-    decide,
-    group,
-    nearest, //
-};
-use crate::policy::rule::{
-    Over,
+use crate::policy::rule_effect::{
+    OverLimit,
     Preference,
-    Ref,
     RuleEffect,
-    Set, //
+    RuleOrigin,
+    RuleRef, //
+};
+use crate::policy::{
+    distance::Distance,
+    placement::{
+        Candidate,
+        Named,
+        Request,
+        Strategy as Chooser,
+        decide, //
+    },
+    ranking::{
+        Capacity,
+        FitHint,
+        RankedProvider,
+        group,
+        nearest, //
+    },
+    verdict::{
+        Choice,
+        Outcome,
+        Verdict,
+        VerdictCode, //
+    }, //
 };
 use crate::tree::tree;
 use p2pmem_proptest::config;
@@ -641,35 +647,47 @@ fn preference() -> impl Strategy<Value = Preference> {
 
 /// What rules may say of a provider; often nothing.
 fn effect() -> impl Strategy<Value = RuleEffect> {
-    let rule = |set| prop::option::weighted(0.08, (0usize..9).prop_map(move |at| Ref { set, at }));
+    let rule = |set| prop::option::weighted(0.08, (0usize..9).prop_map(move |at| RuleRef { set, at }));
     let some = (
-        rule(Set::Admin),
-        rule(Set::Own),
-        (rule(Set::Admin), prop::bool::weighted(0.05)),
-        (rule(Set::Admin), prop_oneof![3 => Just(0u64), 1 => few(u64::MAX)]),
+        rule(RuleOrigin::Admin),
+        rule(RuleOrigin::File),
+        (rule(RuleOrigin::Admin), prop::bool::weighted(0.05)),
+        (
+            rule(RuleOrigin::Admin),
+            prop_oneof![3 => Just(0u64), 1 => few(u64::MAX)],
+        ),
         (preference(), preference()),
     )
         .prop_map(
-            |(denied, too_far, (over, over_cgroup), (withheld_by, withheld), (preference, own_preference))| {
+            |(
+                denied,
+                too_far,
+                (over, over_cgroup),
+                (reserved_by, reserved_for_others),
+                (preference, file_preference),
+            )| {
                 RuleEffect {
                     denied,
                     too_far,
-                    over: over.map(|rule| Over {
+                    over: over.map(|rule| OverLimit {
                         rule,
                         group: false,
                         used: 1,
                         limit: 1,
                     }),
                     over_cgroup,
-                    withheld,
-                    withheld_by,
+                    reserved_for_others,
+                    reserved_by,
                     preference,
-                    preference_by: Some(Ref {
-                        set: Set::Admin,
+                    preference_by: Some(RuleRef {
+                        set: RuleOrigin::Admin,
                         at: 77,
                     }),
-                    own_preference,
-                    own_preference_by: Some(Ref { set: Set::Own, at: 78 }),
+                    file_preference,
+                    file_preference_by: Some(RuleRef {
+                        set: RuleOrigin::File,
+                        at: 78,
+                    }),
                 }
             },
         );
@@ -802,7 +820,7 @@ fn verdict_is_true(
             match verdict.code {
                 V::Denied => prop_assert_eq!(verdict.rule, effect.denied),
                 V::Quota => prop_assert_eq!(verdict.rule, effect.over.map(|over| over.rule)),
-                V::Reserved => prop_assert_eq!(verdict.rule, effect.withheld_by),
+                V::Reserved => prop_assert_eq!(verdict.rule, effect.reserved_by),
                 V::TooFar => prop_assert!(verdict.rule.is_none() || verdict.rule == effect.too_far),
                 _ => prop_assert_eq!(verdict.rule, None),
             }
@@ -877,8 +895,8 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
         if request.named == Named::Any && request.strategy == Chooser::Nearest {
             let far = |provider: &Provider| provider.paths.iter().map(|path| path.class).max();
             let as_wanted = |other: &&Provider| {
-                (other.effect.preference, other.effect.own_preference)
-                    == (chosen.effect.preference, chosen.effect.own_preference)
+                (other.effect.preference, other.effect.file_preference)
+                    == (chosen.effect.preference, chosen.effect.file_preference)
             };
             for other in providers
                 .iter()
@@ -910,12 +928,12 @@ fn has(provider: &Provider) -> Capacity {
     }
 }
 
-/// What a glance at one tells that has that, for a request of `size` bytes.
-fn glance(has: Capacity, size: u64) -> Glance {
+/// What a fit at one tells that has that, for a request of `size` bytes.
+fn fit(has: Capacity, size: u64) -> FitHint {
     if has.largest < size {
-        Glance::Short(has)
+        FitHint::Short(has)
     } else {
-        Glance::Fits(has)
+        FitHint::Fits(has)
     }
 }
 
@@ -929,7 +947,7 @@ fn ranking(request: &Request, providers: &[Provider]) -> Vec<RankedProvider<usiz
             size: provider.size,
             preference: allowed.then_some(effect.preference),
             distance,
-            as_far: 0,
+            equal: 0,
             hint: index,
         }
     };
@@ -940,7 +958,7 @@ fn ranking(request: &Request, providers: &[Provider]) -> Vec<RankedProvider<usiz
         let same =
             |other: &&RankedProvider<usize>| (other.preference, other.distance) == (ranked.preference, ranked.distance);
         let others = ranking[at..].iter().take_while(same);
-        assert_eq!(ranked.as_far, others.count());
+        assert_eq!(ranked.equal, others.count());
     }
     ranking
 }
@@ -1000,7 +1018,7 @@ proptest! {
         let mut asked = vec![0; providers.len()];
         let ranked = nearest(request.max_class, &ranking, &mut kept, |&index| {
             asked[index] += 1;
-            glance(stocks[index], size)
+            fit(stocks[index], size)
         });
         let preference = |at: usize| ranking.iter().find(|ranked| ranked.index == at).and_then(|ranked| ranked.preference);
         let left_to_the_other = ranked.is_none() && decision.chosen.is_some_and(|chosen| {
@@ -1027,8 +1045,8 @@ proptest! {
             let mut kept = vec![Capacity::EMPTY; providers.len()];
             let size = request.size.max(1);
             let tell = |&index: &usize| match index == silent {
-                true => Glance::Unknown,
-                false => glance(has(&providers[index]), size),
+                true => FitHint::Unknown,
+                false => fit(has(&providers[index]), size),
             };
             prop_assert!(nearest(request.max_class, &ranking, &mut kept, tell).is_none());
         }

@@ -7,35 +7,43 @@ use crate::policy::path::{
     PathClass,
     PciAddr, //
 };
-use crate::policy::placement::{
-    Candidate,
-    Named,
-    Outcome,
-    Request,
-    Strategy as Chooser,
-    Verdict,
-    VerdictCode,
-    decide, //
+use crate::policy::{
+    placement::{
+        Candidate,
+        Named,
+        Request,
+        Strategy as Chooser,
+        decide, //
+    },
+    verdict::{
+        Outcome,
+        Verdict,
+        VerdictCode, //
+    }, //
 };
-use crate::policy::rule::{
-    Action,
-    Applicable,
-    Attribute,
-    Beneficiary,
-    Device,
-    Flaw,
-    Name,
-    Party,
-    Preference,
-    Ref,
-    Rule,
-    RuleEffect,
-    Set,
-    Subject,
-    Users,
-    kernel_reserve,
-    reserves,
-    shadowed, //
+use crate::policy::{
+    rule::{
+        Action,
+        Attribute,
+        Beneficiary,
+        DeviceMatch,
+        FunctionId,
+        Rule,
+        RuleError,
+        RuleName,
+        Subject,
+        Users,
+        shadowed, //
+    },
+    rule_effect::{
+        Applicable,
+        Preference,
+        RuleEffect,
+        RuleOrigin,
+        RuleRef,
+        kernel_reserve,
+        reserves, //
+    }, //
 };
 use p2pmem_proptest::config;
 use proptest::collection::vec;
@@ -51,8 +59,8 @@ fn addr(bus: u8) -> PciAddr {
     }
 }
 
-fn party(bus: u8) -> Party {
-    Party {
+fn function_id(bus: u8) -> FunctionId {
+    FunctionId {
         addr: addr(bus),
         vendor: 0x1234,
         device: 0x1000 + u16::from(bus),
@@ -60,7 +68,7 @@ fn party(bus: u8) -> Party {
 }
 
 fn rule(name: &str) -> Rule {
-    Rule::new(Name::new(name.as_bytes()).expect("a name"))
+    Rule::new(RuleName::new(name.as_bytes()).expect("a name"))
 }
 
 fn path(class: PathClass) -> Path {
@@ -90,11 +98,11 @@ impl Subject for User {
 }
 
 fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)]) -> RuleEffect {
-    let parties: Vec<Party> = clients.iter().map(|(bus, _)| party(*bus)).collect();
+    let functions: Vec<FunctionId> = clients.iter().map(|(bus, _)| function_id(*bus)).collect();
     let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
     let mut effect = RuleEffect::NONE;
     let who = Applicable::to(rules, user);
-    effect.add(Set::Admin, rules, &who, &party(provider), &parties, &paths);
+    effect.add(RuleOrigin::Admin, rules, &who, &function_id(provider), &functions, &paths);
     effect
 }
 
@@ -104,7 +112,7 @@ const NEAR: PathClass = PathClass::SameSwitch;
 fn names() {
     for good in ["10-a", "99-Lab.GPU_users-2", "00--", "10-x.y"] {
         assert_eq!(
-            Name::ordered(good.as_bytes())
+            RuleName::ordered(good.as_bytes())
                 .map(|name| name.as_str().to_owned())
                 .as_deref(),
             Some(good)
@@ -127,10 +135,10 @@ fn names() {
         &long,
     ];
     for bad in bad {
-        assert_eq!(Name::ordered(bad.as_bytes()), None, "{bad:?}");
+        assert_eq!(RuleName::ordered(bad.as_bytes()), None, "{bad:?}");
     }
-    assert!(Name::ordered(&long.as_bytes()[..31]).is_some());
-    let sorted = |a: &str, b: &str| Name::new(a.as_bytes()) < Name::new(b.as_bytes());
+    assert!(RuleName::ordered(&long.as_bytes()[..31]).is_some());
+    let sorted = |a: &str, b: &str| RuleName::new(a.as_bytes()) < RuleName::new(b.as_bytes());
     assert!(sorted("10-b", "20-a") && sorted("10-a", "10-b") && sorted("10-a", "10-aa"));
 }
 
@@ -157,19 +165,19 @@ fn flaws_have_their_reasons() {
         ..reserve
     };
     let cases = [
-        (rule("10-a"), Err(Flaw::Empty)),
+        (rule("10-a"), Err(RuleError::Empty)),
         (deny, Ok(())),
-        (Rule { quota: Some(0), ..deny }, Err(Flaw::DenyAndMore)),
+        (Rule { quota: Some(0), ..deny }, Err(RuleError::DenyAndMore)),
         (
             Rule {
                 max_class: Some(NEAR),
                 ..deny
             },
-            Err(Flaw::DenyAndMore),
+            Err(RuleError::DenyAndMore),
         ),
         (
             Rule {
-                client: Device::At(addr(1)),
+                client: DeviceMatch::At(addr(1)),
                 ..deny
             },
             Ok(()),
@@ -177,17 +185,17 @@ fn flaws_have_their_reasons() {
         (quota, Ok(())),
         (
             Rule {
-                client: Device::At(addr(1)),
+                client: DeviceMatch::At(addr(1)),
                 ..quota
             },
-            Err(Flaw::CountsClient),
+            Err(RuleError::CountsClient),
         ),
         (
             Rule {
                 group_quota: Some(1),
                 ..rule("10-a")
             },
-            Err(Flaw::NoGroup),
+            Err(RuleError::NoGroup),
         ),
         (
             Rule {
@@ -197,24 +205,24 @@ fn flaws_have_their_reasons() {
             },
             Ok(()),
         ),
-        (reserve, Err(Flaw::ReserveForNobody)),
+        (reserve, Err(RuleError::ReserveForNobody)),
         (
             Rule {
                 reserve_for: Some(Beneficiary::Kernel),
                 ..quota
             },
-            Err(Flaw::NobodysReserve),
+            Err(RuleError::ReserveForWithoutReserve),
         ),
         (kernel, Ok(())),
-        (Rule { gid: Some(5), ..kernel }, Err(Flaw::KernelsReserve)),
+        (Rule { gid: Some(5), ..kernel }, Err(RuleError::KernelReserveNamesUser)),
         (
             Rule {
                 uid: Users::NOBODY.and(5, 5),
                 ..kernel
             },
-            Err(Flaw::KernelsReserve),
+            Err(RuleError::KernelReserveNamesUser),
         ),
-        (group, Err(Flaw::ReserveNoGroup)),
+        (group, Err(RuleError::ReserveNoGroup)),
         (Rule { gid: Some(5), ..group }, Ok(())),
         (
             Rule {
@@ -222,7 +230,7 @@ fn flaws_have_their_reasons() {
                 uid: Users::NOBODY.and(1, 1),
                 ..group
             },
-            Err(Flaw::UsersReserve),
+            Err(RuleError::ReserveNamesUser),
         ),
     ];
     for (rule, expected) in cases {
@@ -231,32 +239,32 @@ fn flaws_have_their_reasons() {
             assert!(flaw.text().contains(' '));
         }
     }
-    assert_eq!(quota.check_own(), Ok(()));
+    assert_eq!(quota.check_file_rule(), Ok(()));
     assert_eq!(
         Rule {
-            provider: Device::At(addr(1)),
+            provider: DeviceMatch::At(addr(1)),
             ..quota
         }
-        .check_own(),
-        Err(Flaw::OwnQuota)
+        .check_file_rule(),
+        Err(RuleError::FileQuotaNamesProvider)
     );
     assert_eq!(
         Rule {
             uid: Users::NOBODY.and(1, 1),
             ..deny
         }
-        .check_own(),
-        Err(Flaw::NotOwn)
+        .check_file_rule(),
+        Err(RuleError::FileRuleNamesOthers)
     );
-    assert_eq!(kernel.check_own(), Err(Flaw::NotOwn));
-    assert_eq!(rule("a").check_own(), Err(Flaw::Empty));
+    assert_eq!(kernel.check_file_rule(), Err(RuleError::FileRuleNamesOthers));
+    assert_eq!(rule("a").check_file_rule(), Err(RuleError::Empty));
 }
 
 #[test]
 fn the_first_rule_decides_each_attribute() {
     let rules = [
         Rule {
-            client: Device::At(addr(9)),
+            client: DeviceMatch::At(addr(9)),
             max_class: Some(NEAR),
             ..rule("10-near")
         },
@@ -266,7 +274,7 @@ fn the_first_rule_decides_each_attribute() {
             ..rule("20-seven")
         },
         Rule {
-            provider: Device::Ids(0x1234, 0x1001),
+            provider: DeviceMatch::Ids(0x1234, 0x1001),
             action: Some(Action::Deny),
             ..rule("30-not-one")
         },
@@ -275,7 +283,12 @@ fn the_first_rule_decides_each_attribute() {
             ..rule("40-any")
         },
     ];
-    let admin = |at| Some(Ref { set: Set::Admin, at });
+    let admin = |at| {
+        Some(RuleRef {
+            set: RuleOrigin::Admin,
+            at,
+        })
+    };
     let (seven, eight) = (User(7, vec![]), User(8, vec![]));
     assert_eq!(ruled(&rules, &seven, 1, &[]), RuleEffect::NONE);
     assert_eq!(ruled(&rules, &eight, 1, &[]).denied, admin(2));
@@ -297,17 +310,17 @@ fn the_first_rule_decides_each_attribute() {
 fn every_client_counts() {
     let rules = [
         Rule {
-            client: Device::At(addr(1)),
+            client: DeviceMatch::At(addr(1)),
             action: Some(Action::Allow),
             ..rule("10-this")
         },
         Rule {
-            client: Device::At(addr(2)),
+            client: DeviceMatch::At(addr(2)),
             action: Some(Action::Prefer),
             ..rule("20-that")
         },
         Rule {
-            client: Device::At(addr(3)),
+            client: DeviceMatch::At(addr(3)),
             action: Some(Action::Avoid),
             ..rule("30-third")
         },
@@ -323,13 +336,31 @@ fn every_client_counts() {
     };
     assert_eq!(of(&[1]), RuleEffect::NONE);
     // Company does not let another one in.
-    assert_eq!(of(&[1, 4]).denied, Some(Ref { set: Set::Admin, at: 3 }));
-    assert_eq!(of(&[]).denied, Some(Ref { set: Set::Admin, at: 3 }));
+    assert_eq!(
+        of(&[1, 4]).denied,
+        Some(RuleRef {
+            set: RuleOrigin::Admin,
+            at: 3
+        })
+    );
+    assert_eq!(
+        of(&[]).denied,
+        Some(RuleRef {
+            set: RuleOrigin::Admin,
+            at: 3
+        })
+    );
     assert_eq!(
         (of(&[1, 2]).preference, of(&[3, 2]).preference, of(&[2, 3]).preference),
         (Preference::Prefer, Preference::Avoid, Preference::Avoid)
     );
-    assert_eq!(of(&[2, 3]).preference_by, Some(Ref { set: Set::Admin, at: 2 }));
+    assert_eq!(
+        of(&[2, 3]).preference_by,
+        Some(RuleRef {
+            set: RuleOrigin::Admin,
+            at: 2
+        })
+    );
 }
 
 #[test]
@@ -375,7 +406,7 @@ fn rules_that_never_decide_are_found() {
             ..rule("40-d")
         },
         Rule {
-            client: Device::Ids(1, 2),
+            client: DeviceMatch::Ids(1, 2),
             max_class: Some(NEAR),
             ..rule("50-e")
         },
@@ -395,7 +426,7 @@ fn rules_that_never_decide_are_found() {
             gid: Some(2),
             reserve: Some(1),
             reserve_for: Some(Beneficiary::Group),
-            provider: Device::At(addr(1)),
+            provider: DeviceMatch::At(addr(1)),
             ..rule("80-h")
         },
     ];
@@ -422,7 +453,7 @@ fn reserves_are_one_for_each_beneficiary() {
         Rule {
             reserve: Some(1),
             reserve_for: Some(Beneficiary::Kernel),
-            provider: Device::At(addr(1)),
+            provider: DeviceMatch::At(addr(1)),
             ..rule("10-k")
         },
         Rule {
@@ -449,9 +480,10 @@ fn reserves_are_one_for_each_beneficiary() {
             ..rule("50-g")
         },
     ];
-    let (one, two) = (party(1), party(2));
-    let of =
-        |party: &Party| -> Vec<(usize, u64)> { reserves(&rules, party).map(|(at, _, bytes)| (at, bytes)).collect() };
+    let (one, two) = (function_id(1), function_id(2));
+    let of = |function: &FunctionId| -> Vec<(usize, u64)> {
+        reserves(&rules, function).map(|(at, _, bytes)| (at, bytes)).collect()
+    };
     assert_eq!(of(&one), [(0, 1), (2, 3), (3, 4)]);
     assert_eq!(of(&two), [(1, 2), (2, 3), (3, 4)]);
     assert_eq!(
@@ -462,11 +494,11 @@ fn reserves_are_one_for_each_beneficiary() {
 
 // ---- Random rules ----
 
-fn device() -> impl Strategy<Value = Device> {
+fn device() -> impl Strategy<Value = DeviceMatch> {
     prop_oneof![
-        3 => Just(Device::Any),
-        2 => (1u8..4).prop_map(|bus| Device::At(addr(bus))),
-        1 => (1u8..4).prop_map(|bus| Device::Ids(0x1234, 0x1000 + u16::from(bus))),
+        3 => Just(DeviceMatch::Any),
+        2 => (1u8..4).prop_map(|bus| DeviceMatch::At(addr(bus))),
+        1 => (1u8..4).prop_map(|bus| DeviceMatch::Ids(0x1234, 0x1000 + u16::from(bus))),
     ]
 }
 
@@ -507,10 +539,10 @@ fn own_rule() -> impl Strategy<Value = Rule> {
 }
 
 fn matches(rule: &Rule, user: &User, provider: u8, client: Option<u8>) -> bool {
-    let device = |device: Device, bus: Option<u8>| match (device, bus) {
-        (Device::Any, _) => true,
-        (Device::At(a), Some(bus)) => a == addr(bus),
-        (Device::Ids(_, id), Some(bus)) => id == 0x1000 + u16::from(bus),
+    let device = |device: DeviceMatch, bus: Option<u8>| match (device, bus) {
+        (DeviceMatch::Any, _) => true,
+        (DeviceMatch::At(a), Some(bus)) => a == addr(bus),
+        (DeviceMatch::Ids(_, id), Some(bus)) => id == 0x1000 + u16::from(bus),
         _ => false,
     };
     device(rule.provider, Some(provider))
@@ -543,7 +575,7 @@ proptest! {
         };
         let actions: Vec<Option<usize>> = pairs.iter().map(|(client, _)| deciding(*client, |rule| rule.action.is_some())).collect();
         let said = |what| actions.iter().flatten().copied().find(|at| rules[*at].action == Some(what));
-        let admin = |at: usize| Ref { set: Set::Admin, at };
+        let admin = |at: usize| RuleRef { set: RuleOrigin::Admin, at };
         prop_assert_eq!(effect.denied, said(Action::Deny).map(admin));
         let (preference, by) = match (said(Action::Avoid), said(Action::Prefer)) {
             (Some(at), _) => (Preference::Avoid, Some(admin(at))),
@@ -570,15 +602,15 @@ proptest! {
         free in vec(1u64..5, 3),
     ) {
         let user = User(uid, vec![]);
-        let parties: Vec<Party> = clients.iter().map(|(bus, _)| party(*bus)).collect();
+        let functions: Vec<FunctionId> = clients.iter().map(|(bus, _)| function_id(*bus)).collect();
         let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
         let who = Applicable::to(&rules, &user);
         let candidates = |with_own: bool| -> Vec<Candidate<'_>> {
             (1u8..4).map(|bus| {
                 let mut effect = RuleEffect::NONE;
-                effect.add(Set::Admin, &rules, &who, &party(bus), &parties, &paths);
+                effect.add(RuleOrigin::Admin, &rules, &who, &function_id(bus), &functions, &paths);
                 if with_own {
-                    effect.add(Set::Own, &own, &Applicable::ALL, &party(bus), &parties, &paths);
+                    effect.add(RuleOrigin::File, &own, &Applicable::ALL, &function_id(bus), &functions, &paths);
                 }
                 let free = free[usize::from(bus) - 1];
                 Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, paths: &paths, effect }

@@ -14,20 +14,24 @@ use crate::policy::quota::{
     Store,
     charge,
     charge_unlimited,
-    uncharge,
-    withheld, //
+    reserved_for_others,
+    uncharge, //
 };
-use crate::policy::rule::{
-    Applicable,
-    Beneficiary,
-    Device,
-    Name,
-    Party,
-    Ref,
-    Rule,
-    Set,
-    Subject,
-    Users, //
+use crate::policy::{
+    rule::{
+        Beneficiary,
+        DeviceMatch,
+        FunctionId,
+        Rule,
+        RuleName,
+        Subject,
+        Users, //
+    },
+    rule_effect::{
+        Applicable,
+        RuleOrigin,
+        RuleRef, //
+    }, //
 };
 use p2pmem_proptest::config;
 use proptest::collection::vec;
@@ -83,8 +87,8 @@ impl Subject for User {
     }
 }
 
-fn party(id: u32) -> Party {
-    Party {
+fn function_id(id: u32) -> FunctionId {
+    FunctionId {
         addr: PciAddr {
             domain: 0,
             bus: id as u8,
@@ -95,10 +99,10 @@ fn party(id: u32) -> Party {
     }
 }
 
-fn charge_target(id: u32, party: &Party, size: u64) -> ChargeTarget<'_> {
+fn charge_target(id: u32, function: &FunctionId, size: u64) -> ChargeTarget<'_> {
     ChargeTarget {
         id,
-        party,
+        function,
         size,
         kernel_has: u64::MAX,
     }
@@ -107,7 +111,7 @@ fn charge_target(id: u32, party: &Party, size: u64) -> ChargeTarget<'_> {
 fn rule(id: u64, name: &str) -> Rule {
     Rule {
         id,
-        ..Rule::new(Name::new(name.as_bytes()).expect("a name"))
+        ..Rule::new(RuleName::new(name.as_bytes()).expect("a name"))
     }
 }
 
@@ -135,7 +139,7 @@ fn a_quota_is_each_users_own() {
         ..rule(7, "50-everybody")
     }];
     let mut books = Books::default();
-    let p = party(1);
+    let p = function_id(1);
     for uid in [1000, 1001] {
         let user = user(uid, &[]);
         let charge_set = ChargeSet::of(&books, &requester(&rules, &user), &charge_target(1, &p, 8 * MIB));
@@ -144,7 +148,13 @@ fn a_quota_is_each_users_own() {
             panic!("one byte more fits");
         };
         assert_eq!((over.used, over.limit, over.group), (2 * MIB, 2 * MIB, false));
-        assert_eq!(over.rule, Ref { set: Set::Admin, at: 0 });
+        assert_eq!(
+            over.rule,
+            RuleRef {
+                set: RuleOrigin::Admin,
+                at: 0
+            }
+        );
         uncharge(&mut books, first);
         charge(&mut books, &charge_set, MIB).expect("after the first were given back");
     }
@@ -171,7 +181,7 @@ fn a_group_shares_and_the_first_rule_counts() {
         },
     ];
     let mut books = Books::default();
-    let p = party(1);
+    let p = function_id(1);
     let (one, two) = (user(1, &[50]), user(2, &[50]));
     let of =
         |books: &Books, user: &User| ChargeSet::of(books, &requester(&rules, user), &charge_target(1, &p, 64 * MIB));
@@ -201,28 +211,37 @@ fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
         reserve_for: Some(Beneficiary::Group),
         ..rule(9, "10-reserve")
     }];
-    let p = party(1);
+    let p = function_id(1);
     let f = charge_target(1, &p, 8 * MIB);
     let (member, stranger) = (user(1, &[50]), user(2, &[]));
     let mut books = Books::default();
-    assert_eq!(withheld(&books, &requester(&rules, &stranger), &f).0, 4 * MIB);
-    assert_eq!(withheld(&books, &requester(&rules, &member), &f).0, 0);
+    assert_eq!(
+        reserved_for_others(&books, &requester(&rules, &stranger), &f).0,
+        4 * MIB
+    );
+    assert_eq!(reserved_for_others(&books, &requester(&rules, &member), &f).0, 0);
     let charge_set = ChargeSet::of(&books, &requester(&rules, &stranger), &f);
     charge(&mut books, &charge_set, 4 * MIB).expect("what is not set aside");
     let refused = charge(&mut books, &charge_set, 1);
-    let by = Ref { set: Set::Admin, at: 0 };
+    let by = RuleRef {
+        set: RuleOrigin::Admin,
+        at: 0,
+    };
     assert_eq!(refused, Err(ChargeError::Broken(Broken::Reserve(by))));
     let charge_set = ChargeSet::of(&books, &requester(&rules, &member), &f);
     charge(&mut books, &charge_set, 3 * MIB).expect("the member's");
-    assert_eq!(withheld(&books, &requester(&rules, &stranger), &f), (MIB, Some(by)));
+    assert_eq!(
+        reserved_for_others(&books, &requester(&rules, &stranger), &f),
+        (MIB, Some(by))
+    );
     // A provider of another rule has none set aside.
-    let q = party(2);
+    let q = function_id(2);
     let elsewhere = [Rule {
-        provider: Device::At(p.addr),
+        provider: DeviceMatch::At(p.addr),
         ..rules[0]
     }];
     assert_eq!(
-        withheld(&books, &requester(&elsewhere, &stranger), &charge_target(2, &q, MIB)).0,
+        reserved_for_others(&books, &requester(&elsewhere, &stranger), &charge_target(2, &q, MIB)).0,
         0
     );
 }
@@ -234,12 +253,18 @@ fn the_kernels_reserve_counts_what_it_has() {
         reserve_for: Some(Beneficiary::Kernel),
         ..rule(9, "10-kernel")
     }];
-    let p = party(1);
+    let p = function_id(1);
     let mut f = charge_target(1, &p, 8 * MIB);
     let anyone = user(0, &[]);
-    assert_eq!(withheld(&Books::default(), &requester(&rules, &anyone), &f).0, 0);
+    assert_eq!(
+        reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
+        0
+    );
     f.kernel_has = MIB;
-    assert_eq!(withheld(&Books::default(), &requester(&rules, &anyone), &f).0, 3 * MIB);
+    assert_eq!(
+        reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
+        3 * MIB
+    );
 }
 
 #[test]
@@ -248,7 +273,7 @@ fn a_files_own_quota_counts_the_file() {
         quota: Some(MIB),
         ..rule(0, "mine")
     }];
-    let p = party(1);
+    let p = function_id(1);
     let mut books = Books::default();
     let of = |books: &Books, file| {
         let requester = Requester {
@@ -261,7 +286,13 @@ fn a_files_own_quota_counts_the_file() {
     let charge_set = of(&books, 1);
     charge(&mut books, &charge_set, MIB).expect("the quota");
     match charge(&mut books, &charge_set, 1) {
-        Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!(over.rule, Ref { set: Set::Own, at: 0 }),
+        Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!(
+            over.rule,
+            RuleRef {
+                set: RuleOrigin::File,
+                at: 0
+            }
+        ),
         other => panic!("{other:?}"),
     }
     let charge_set = of(&books, 2);
@@ -298,7 +329,7 @@ fn any_rules() -> impl Strategy<Value = Vec<Rule>> {
             .into_iter()
             .enumerate()
             .map(|(i, (provider, uid, gid, quota, group_quota, reserve))| Rule {
-                provider: provider.map_or(Device::Any, |id| Device::At(party(id).addr)),
+                provider: provider.map_or(DeviceMatch::Any, |id| DeviceMatch::At(function_id(id).addr)),
                 uid: uid.and_then(|(first, more)| Users::NOBODY.and(first, first + more)),
                 gid,
                 quota,
@@ -336,8 +367,9 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<ChargeKey
     let mut sums = BTreeMap::new();
     for buffer in live.iter().filter(|b| b.bytes > 0) {
         let user = &users[buffer.user];
-        let here =
-            |rule: &&Rule| rule.provider == Device::Any || rule.provider == Device::At(party(buffer.provider).addr);
+        let here = |rule: &&Rule| {
+            rule.provider == DeviceMatch::Any || rule.provider == DeviceMatch::At(function_id(buffer.provider).addr)
+        };
         let mine = |rule: &&Rule| {
             here(rule)
                 && rule.uid.is_none_or(|users| users.has(user.uid))
@@ -389,7 +421,7 @@ proptest! {
             match step {
                 Step::Charge { user, provider, bytes, fails } => {
                     let before = books.clone();
-                    let p = party(provider);
+                    let p = function_id(provider);
                     let requester = Requester { file: user as u64, ..requester(&rules, &users[user]) };
                     let charge_set = ChargeSet::of(&books, &requester, &charge_target(provider, &p, SIZE));
                     books.fails = fails;
@@ -412,7 +444,7 @@ proptest! {
                 Step::Rules { rules: new, fails } => {
                     let mut anew = Books { fails, ..Default::default() };
                     let all: Result<Vec<Charged>, _> = live.iter().map(|buffer| {
-                        let p = party(buffer.provider);
+                        let p = function_id(buffer.provider);
                         let requester = Requester { file: buffer.user as u64, ..requester(&new, &users[buffer.user]) };
                         let charge_set = ChargeSet::of(&anew, &requester, &charge_target(buffer.provider, &p, SIZE));
                         charge_unlimited(&mut anew, &charge_set, buffer.bytes)

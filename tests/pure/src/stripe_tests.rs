@@ -4,16 +4,20 @@
 
 use crate::oracle::Provider;
 use crate::placement_tests::cases;
-use crate::policy::placement::{
-    Candidate,
-    Outcome,
-    Verdict,
-    VerdictCode,
-    decide,
-    decide_several, //
-};
-use crate::policy::rule::Preference;
+use crate::policy::rule_effect::Preference;
 use crate::policy::split::Split;
+use crate::policy::{
+    placement::{
+        Candidate,
+        decide,
+        decide_several, //
+    },
+    verdict::{
+        Outcome,
+        Verdict,
+        VerdictCode, //
+    }, //
+};
 use p2pmem_proptest::config;
 use proptest::prelude::*;
 

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! How far a provider is from all clients of a request together.
+//!
+//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
+//! The same source is compiled into the module and into the host tests of tests/pure.
+
+use crate::policy::path::{
+    indexed,
+    Path,
+    PathClass, //
+};
+use core::cmp::Reverse;
+
+/// What a candidate's paths amount to for all clients together.
+pub(super) struct Reach {
+    pub(super) worst_client: usize,
+    worst: Option<(PathClass, u32)>,
+    pub(super) hops: u32,
+    pub(super) bandwidth: u32,
+    pub(super) numa_distance: u32,
+}
+
+impl Reach {
+    pub(super) fn of(clients: usize, paths: &[Path]) -> Self {
+        let mut reach = Self {
+            worst_client: 0,
+            worst: None,
+            hops: 0,
+            bandwidth: 0,
+            numa_distance: 0,
+        };
+        for (client, path) in indexed(paths).take(clients) {
+            reach.note(client, (path.class, path.hops));
+            reach.hops = reach.hops.saturating_add(path.hops);
+            reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
+                (0, link) | (link, 0) => link,
+                (a, b) => a.min(b),
+            };
+            reach.numa_distance = reach.numa_distance.max(path.numa_distance);
+        }
+        if paths.len() < clients {
+            reach.note(paths.len(), (PathClass::Unreachable, u32::MAX));
+        }
+        reach
+    }
+
+    /// Keeps the farthest path, the first of several.
+    fn note(&mut self, client: usize, distance: (PathClass, u32)) {
+        if self.worst.is_none_or(|worst| distance > worst) {
+            self.worst = Some(distance);
+            self.worst_client = client;
+        }
+    }
+
+    pub(super) fn class(&self) -> Option<PathClass> {
+        self.worst.map(|(class, _)| class)
+    }
+}
+
+/// How far a provider is from all clients together: the criteria of [`Rank`] that paths alone
+/// decide, in their order; the smaller distance wins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Distance {
+    /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
+    pub(super) class: Option<PathClass>,
+    /// Sum of hops.
+    pub(super) hops: u32,
+    /// Narrowest link: wider is better, unknown (0) is worst.
+    pub(super) bandwidth: Reverse<u32>,
+    /// Largest NUMA distance: unknown (0) is worst.
+    pub(super) numa: u32,
+}
+
+impl Distance {
+    /// From a provider with these paths to each of so many clients.
+    pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
+        Self::from(&Reach::of(clients, paths))
+    }
+
+    /// Whether every client can reach it.
+    pub(crate) fn is_reachable(&self) -> bool {
+        self.class != Some(PathClass::Unreachable)
+    }
+}
+
+impl From<&Reach> for Distance {
+    fn from(reach: &Reach) -> Self {
+        Self {
+            class: reach.class(),
+            hops: reach.hops,
+            bandwidth: Reverse(reach.bandwidth),
+            numa: match reach.numa_distance {
+                0 => u32::MAX,
+                known => known,
+            },
+        }
+    }
+}
