@@ -53,8 +53,8 @@ pub(crate) trait Hooks: Send + Sync + 'static {
     fn unbinding(function: &Function);
     /// The device is about to be reset or has failed, so its memory's contents are or will be lost.
     ///
-    /// `why` completes the message "the device is lost because", and `answers` is true while the memory can still be
-    /// written. The device stays bound, and its pool is not published any more.
+    /// `why` is a clause that names the cause for the log, and `answers` is true while the memory can still be written. The
+    /// device stays bound, and its pool is not published any more.
     fn losing(function: &Function, why: &CStr, answers: bool);
     /// The device works again after a reset that followed [`Self::losing`] with `answers` false.
     fn recovered(function: &Function);
