@@ -60,7 +60,9 @@ impl PhysRange {
 
 /// The memory that an importer is to map. `target` keeps the memory of all `pieces`.
 pub(crate) struct MapSource<'a> {
+    /// Keeps the memory of the pieces.
     pub(crate) target: Target,
+    /// The ranges to map, in the order of the dma-buf's offsets.
     pub(crate) pieces: &'a [PhysRange],
 }
 
@@ -150,6 +152,7 @@ impl fmt::Display for DeviceName {
 pub(crate) struct Importer<'a>(NonNull<bindings::dma_buf_attachment>, PhantomData<&'a ()>);
 
 impl Importer<'_> {
+    /// Returns the importer's device, which is valid as long as `self`.
     fn device(&self) -> *mut bindings::device {
         // SAFETY: By the type invariant the attachment is valid; `dev` does not change.
         unsafe { (*self.0.as_ptr()).dev }
@@ -260,7 +263,9 @@ impl Link {
 
 /// The result of [`DmaBuf::get`]: a dma-buf of this exporter, or the name of another exporter.
 pub(crate) enum Got<T: Exporter> {
+    /// A dma-buf of this exporter.
     Ours(DmaBuf<T>),
+    /// A dma-buf of another exporter.
     Foreign(ExporterName),
 }
 

@@ -290,6 +290,7 @@ impl<'a> Published<'a> {
         // SAFETY: The device is bound during this call, so the driver core releases the claim when the device is unbound.
         // The name is a static of this module, whose driver is unregistered before the module goes.
         to_result(unsafe { bindings::pcim_request_region(device, bar as ffi::c_int, c"p2pmem".as_char_ptr()) })?;
+        // INVARIANT: The BAR was claimed above.
         *claimed |= bit;
         Ok(())
     }

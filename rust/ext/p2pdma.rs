@@ -122,8 +122,9 @@ fn has_published(function: &Function) -> Result<bool> {
 /// # Invariants
 ///
 /// While `open` is true, the function has a pool, or no p2pdma data at all, which `pci_alloc_p2pmem()` checks for. `open`
-/// becomes true when there is a pool; [`super::bus`] sets it to false before the driver that made the pool is unbound, and
-/// so before another driver can be bound that creates p2pdma data without a pool, which the kernel does not check for.
+/// becomes true when there is a pool. [`super::bus`] sets it to false when the driver that made the pool is unbound, and,
+/// for a pool that was found during the unbinding, before the next driver is bound: that driver may create p2pdma data
+/// without a pool, which the kernel does not check for.
 #[pin_data]
 pub(crate) struct Pool {
     function: Function,

@@ -264,6 +264,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     let bound = Published::by_other(device, &mut range, &windows);
     let made = registrar.register(&wanted, bound, publisher.clone());
     if range.is_some() {
+        // INVARIANT: The range was added to the pool of the device, which is still bound.
         // Cannot fail: the device has an entry, so nothing is allocated.
         let _ = paged_range(&function, |known| *known = range);
     }

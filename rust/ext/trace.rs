@@ -106,7 +106,9 @@ pub(crate) fn map(event: impl FnOnce() -> (About, u64, u64)) {
 /// How a device got access to a buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RegistrationMethod {
+    /// As an attachment to a dma-buf.
     DmaBuf,
+    /// Through the peer-memory interface.
     #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
     PeerMemory,
 }

@@ -76,6 +76,7 @@ impl Shown {
         }
     }
 
+    /// Extends the interval by `pages` pages from page `first` on.
     fn add(&self, first: u64, pages: u64) {
         let end = first.saturating_add(pages);
         let (mut known, mut last) = (self.first.load(Relaxed), self.end.load(Relaxed));
