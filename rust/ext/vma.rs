@@ -183,14 +183,12 @@ impl Fault<'_> {
 
     /// Maps [`Self::TABLE`] bytes of page frames from `pfn` on as one large entry. `pfn` must be aligned to that.
     ///
-    /// Errors: `EAGAIN` if that is not possible: the area is not one for page frames or does not contain the whole page
-    /// table, or the kernel declines; `ENOMEM`.
-    ///
-    /// Borrows the object of an area.
+    /// Errors: `EAGAIN` if that is not possible: the area is not one for page frames or does not contain the whole page table,
+    /// or the kernel declines; `ENOMEM`.
     ///
     /// # Safety
     ///
-    /// `vma` must be a valid area with these operations for the lifetime `'a`.
+    /// The caller must own the page frames, and must remove the mapping before it gives them up.
     pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
         // SAFETY: By the type invariant the area is valid and locked.
         if self.table_offset().is_none() || !unsafe { sys::p2pmem_vma_takes_pfns(self.vma_raw()) } {
@@ -243,22 +241,22 @@ impl<T: Mappable> Operations<T> {
         ..pin_init::zeroed()
     };
 
-    /// `open` of `struct vm_operations_struct`. The mmap lock is held for writing.
+    /// Borrows the object of an area.
     ///
     /// # Safety
     ///
-    /// Only for the core, which calls with a new copy of an area with these operations.
+    /// `vma` must be a valid area with these operations for the lifetime `'a`.
     unsafe fn object<'a>(vma: *mut bindings::vm_area_struct) -> ArcBorrow<'a, T> {
         // SAFETY: `vm_private_data` of such an area is a pointer from `Arc::into_raw()`, whose reference the area owns
         // until `close`.
         unsafe { ArcBorrow::from_raw((*vma).vm_private_data.cast::<T>()) }
     }
 
-    /// `close` of `struct vm_operations_struct`. The mmap lock is held.
+    /// `open` of `struct vm_operations_struct`. The mmap lock is held for writing.
     ///
     /// # Safety
     ///
-    /// Only for the core, which calls once for each area with these operations, before it frees the area.
+    /// Only for the core, which calls with a new copy of an area with these operations.
     unsafe extern "C" fn open(vma: *mut bindings::vm_area_struct) {
         // SAFETY: The copy has the pointer of the original area, which owns a reference during this call.
         let object = unsafe { Self::object(vma) };
@@ -267,11 +265,11 @@ impl<T: Mappable> Operations<T> {
         T::opened(object);
     }
 
-    /// `fault` of `struct vm_operations_struct`. The area is locked.
+    /// `close` of `struct vm_operations_struct`. The mmap lock is held.
     ///
     /// # Safety
     ///
-    /// Only for the core, which calls with a fault in an area with these operations.
+    /// Only for the core, which calls once for each area with these operations, before it frees the area.
     unsafe extern "C" fn close(vma: *mut bindings::vm_area_struct) {
         // SAFETY: The area owns a reference from `Arc::into_raw()`, and is not used after this call.
         let object = unsafe { Arc::from_raw((*vma).vm_private_data.cast::<T>()) };
@@ -282,12 +280,10 @@ impl<T: Mappable> Operations<T> {
     ///
     /// Returns the result of the fault, or `None` to handle the fault now, with the lock held. May sleep.
     ///
-    /// `huge_fault` of `struct vm_operations_struct`. The area is locked.
-    ///
     /// # Safety
     ///
-    /// Only for the core, which calls with a fault in an area with these operations, where nothing is mapped in the range
-    /// of `1 << order` pages around the address.
+    /// `vmf` must be a fault in an area with these operations, which is locked. If this returns a result, the area is not locked
+    /// any more and may be freed.
     unsafe fn prepare(vmf: *mut bindings::vm_fault) -> Option<bindings::vm_fault_t> {
         let again = bindings::vm_fault_reason_VM_FAULT_RETRY;
         // SAFETY: The caller guarantees that the fault and its area are valid while the area is locked. The borrow is not
@@ -314,9 +310,11 @@ impl<T: Mappable> Operations<T> {
         Some(again)
     }
 
+    /// `fault` of `struct vm_operations_struct`. The area is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a fault in an area with these operations, which is locked.
+    /// Only for the core, which calls with a fault in an area with these operations.
     unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
         // SAFETY: The caller guarantees a fault in such an area, which is locked.
         if let Some(answer) = unsafe { Self::prepare(vmf) } {
@@ -329,10 +327,12 @@ impl<T: Mappable> Operations<T> {
         Self::reason(T::fault(object, &fault))
     }
 
+    /// `huge_fault` of `struct vm_operations_struct`. The area is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a fault in an area with these operations, which is locked, where nothing is mapped in a
-    /// range of `1 << order` pages.
+    /// Only for the core, which calls with a fault in an area with these operations, where nothing is mapped in the range of
+    /// `1 << order` pages around the address.
     unsafe extern "C" fn huge_fault(vmf: *mut bindings::vm_fault, order: ffi::c_uint) -> bindings::vm_fault_t {
         if PAGE_SIZE << order != Fault::TABLE {
             return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
