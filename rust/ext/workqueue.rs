@@ -3,7 +3,7 @@
 //! The module's own workqueue, so that unloading waits for all queued work.
 //!
 //! Queueing work does not sleep, except to take `QUEUE`, a mutex; so the functions of this module are for process context.
-//! Dropping a queue waits for its work. `QUEUE` is a leaf: no other lock is taken under it.
+//! Dropping a queue waits for its work. `QUEUE` is held while work is queued, and not while a queue is dropped.
 //!
 //! C header: [`include/linux/workqueue.h`](srctree/include/linux/workqueue.h)
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * Functions of rust/sys/*.c that Rust calls, mostly one for each inline function or macro of the kernel. Contexts and locks
+ * Functions in the C files of rust/sys that Rust calls, mostly one for each inline function or macro of the kernel. Contexts and locks
  * are in the comments of the definitions.
  */
 #ifndef P2PMEM_SYS_HELPERS_H
