@@ -25,7 +25,7 @@ struct p2pmem_registration;
  * @kernel_reserve: bytes that stay in the kernel's pool (pci_alloc_p2pmem()), in whole pages, less than @size; must
  *	be 0 with %P2PMEM_PUBLISH_PAGELESS
  * @revoked: called once for each registration, when nobody can reach the memory through p2pmem any more; may be NULL.
- *	Called in process context. It may sleep, but must not call p2pmem_register_provider() or
+ *	Called in process context, by any task. It may sleep, but must not call p2pmem_register_provider() or
  *	p2pmem_unregister_provider()
  * @context: argument of @revoked
  *

@@ -48,8 +48,8 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     type Object: Mappable;
     /// Opens a file. The open file keeps the module loaded.
     fn open() -> Result<Arc<Self>>;
-    /// Returns the address space of all mappings of all files. Every open file must return the same one, and the address
-    /// space must live as long as the device is registered.
+    /// Returns the address space of all mappings of all files. Every open file must return the same one: otherwise the
+    /// removal of a mapping misses the mappings of other files.
     fn address_space(&self) -> &AddressSpace<Self::Object>;
     /// Closes the file: no descriptor and no mapping refers to the file any more.
     fn close(this: Arc<Self>);
@@ -186,9 +186,9 @@ impl<T: Operations> CharDeviceRegistration<T> {
             // SAFETY: The caller guarantees that both are valid during the call.
             to_result(unsafe { bindings::nonseekable_open(inode, file) })?;
             let object = T::open()?;
-            // SAFETY: No other thread refers to a file that is being opened. The address space lives as long as the device
-            // is registered, by the contract of `Operations::address_space`, and the registration lives until the module
-            // goes, which the open file prevents.
+            // SAFETY: No other thread refers to a file that is being opened. The address space is borrowed from the object,
+            // so it lives as long as the object, which the file owns until `release`. The core does not use `f_mapping`
+            // after `release`, and a mapping keeps its file.
             unsafe {
                 (*file).f_mapping = object.address_space().mapping();
                 (*file).private_data = Arc::into_raw(object).cast_mut().cast();
