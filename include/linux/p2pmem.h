@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* What p2pmem offers to other drivers in the kernel: publishing memory of a device that is bound to them. */
+/*
+ * The interface for other drivers in the kernel: a driver registers memory of a device that it is bound to, and p2pmem
+ * makes a provider of the memory. All functions are for process context and may sleep.
+ */
 #ifndef _LINUX_P2PMEM_H
 #define _LINUX_P2PMEM_H
 
@@ -10,23 +13,24 @@ struct pci_dev;
 struct p2pmem_registration;
 
 /* &struct p2pmem_publication.flags */
-#define P2PMEM_PUBLISH_PAGELESS	(1U << 0)	/* no struct pages: O_DIRECT on mappings fails, there is no kernel's pool */
-#define P2PMEM_PUBLISH_PINNED	(1U << 1)	/* importers that cannot be revoked may attach: unregistering waits for them */
+#define P2PMEM_PUBLISH_PAGELESS	(1U << 0)	/* no struct pages: O_DIRECT on mappings fails; no kernel pool */
+#define P2PMEM_PUBLISH_PINNED	(1U << 1)	/* importers that cannot be revoked may attach; unregistering waits for them */
 
 /**
- * struct p2pmem_publication - the part of a BAR that a driver publishes
- * @bar: the BAR, 0 to 5, or -1 for the largest prefetchable 64-bit one
+ * struct p2pmem_publication - the part of a BAR that a driver registers
+ * @bar: the BAR, 0 to 5, or -1 for the largest prefetchable 64-bit BAR
  * @flags: P2PMEM_PUBLISH_* bits
- * @offset: first byte in the BAR, whole pages; with struct pages it has to be at a multiple of 2 MiB in physical memory
- * @size: bytes, whole pages, with struct pages whole 2 MiB; 0 is the rest of the BAR
- * @kernel_reserve: bytes of it that stay in the kernel's own pool (pci_alloc_p2pmem()), whole pages, fewer than @size;
- *	0 with %P2PMEM_PUBLISH_PAGELESS
+ * @offset: first byte in the BAR, in whole pages; with struct pages the physical address must be a multiple of 2 MiB
+ * @size: size in bytes, in whole pages, or in multiples of 2 MiB with struct pages; 0 means the rest of the BAR
+ * @kernel_reserve: bytes that stay in the kernel's pool (pci_alloc_p2pmem()), in whole pages, less than @size; must
+ *	be 0 with %P2PMEM_PUBLISH_PAGELESS
  * @revoked: called once for each registration, when nobody can reach the memory through p2pmem any more; may be NULL.
- *	It may sleep, but neither register nor unregister
- * @context: what it is called with
+ *	Called in process context, by any task. It may sleep, but must not call p2pmem_register_provider() or
+ *	p2pmem_unregister_provider()
+ * @context: argument of @revoked
  *
- * The structure is copied. From registration on p2pmem hands the range out to programs, which write to it and have
- * devices write to it: the driver must not use it for anything else until it is revoked.
+ * p2pmem copies the structure. From the registration on, p2pmem gives the memory to programs, which write to it and
+ * let devices write to it. The driver must not use the memory for anything else until it is revoked.
  */
 struct p2pmem_publication {
 	int bar;
@@ -41,39 +45,48 @@ struct p2pmem_publication {
 /**
  * p2pmem_register_provider - make a part of a BAR a provider
  * @pdev: a function that the calling driver is bound to, enabled for memory access
- * @what: the part
+ * @what: the part of the BAR
  *
- * The function has to stay bound during the call, as it does in probe(). It is one provider at most. With struct pages
- * the range keeps them until the driver is unbound (pci_p2pdma_add_resource()): it can be registered again after it was
- * unregistered, another range of the function cannot.
+ * The function must stay bound during the call, as in probe(). A function is one provider at most. With struct pages,
+ * the range keeps its pages until the driver is unbound (pci_p2pdma_add_resource()): after an unregistration, the
+ * same range can be registered again, and another range of the function cannot.
  *
- * The registration ends by p2pmem_unregister_provider(), or when the driver is about to be unbound, before its
- * remove(), or the machine about to sleep, before its suspend(): then @what->revoked is called, and what is left to the
- * driver is to unregister. Until the machine is awake again (PM_POST_SUSPEND) registering fails with -EBUSY. Its module
- * keeps p2pmem loaded as long as it uses these functions.
+ * The registration ends with p2pmem_unregister_provider(). p2pmem revokes the memory earlier if the driver is about
+ * to be unbound, before its remove(), or if the system is about to sleep, before its suspend(). Then it calls
+ * @what->revoked, and the driver must still unregister. Until the system is awake again (PM_POST_SUSPEND),
+ * registering fails with -EBUSY. The calling module keeps p2pmem loaded, since it uses its symbols.
  *
- * Return: the registration, or an ERR_PTR: -EINVAL (no such range, or no whole pages), -EEXIST (the function is a
- * provider already), -EBUSY (another range of it has struct pages, its pool is in use, or the machine is about to
- * sleep), -ENODEV (p2pmem is being loaded or unloaded), -EOPNOTSUPP (the function cannot do peer-to-peer DMA), -ENOMEM.
- * The log says why.
+ * Context: process context, may sleep. The device may be locked.
+ *
+ * Return: the registration, or an ERR_PTR: -EINVAL (no such range, not whole pages, or unknown flags), -EEXIST (the
+ * function is a provider already), -EBUSY (another range of the function has struct pages, its pool is in use, or the
+ * system is about to sleep), -ENODEV (p2pmem is being loaded or unloaded), -EOPNOTSUPP (the function cannot do
+ * peer-to-peer DMA), -ENOMEM. The kernel log gives the reason.
  */
 struct p2pmem_registration *p2pmem_register_provider(struct pci_dev *pdev, const struct p2pmem_publication *what);
 
 /**
- * p2pmem_unregister_provider - take the memory back
- * @registration: what p2pmem_register_provider() returned and was not unregistered yet, or NULL
+ * p2pmem_unregister_provider - revoke registered memory and end the registration
+ * @registration: a registration from p2pmem_register_provider() that was not unregistered yet, or NULL
  *
- * To be called before the driver is unbound, in remove() at the latest. All buffers in the range are revoked: no program
- * and no device can reach the memory when this returns. It waits for DMA that is under way and for importers that do
- * not let go at once, and names those in the log who take longer than a second (Documentation/design/lifecycle.md).
- * The callback was called, and has returned, when this returns, whoever began to take the memory back. So it must not be
- * called from the callback.
+ * Must be called before the driver is unbound, in remove() at the latest. All buffers in the range are revoked: when
+ * this returns, no program and no device can reach the memory, and the callback has been called and has returned,
+ * whatever started the revocation.
+ *
+ * Waits for DMA in progress and for importers that do not end their mappings at once. Holders that take longer than a
+ * second are named in the kernel log (Documentation/design/lifecycle.md).
+ *
+ * Context: process context, may sleep without a time limit. Must not be called from the callback.
  */
 void p2pmem_unregister_provider(struct p2pmem_registration *registration);
 
 /**
- * p2pmem_registration_id - the number of the provider, as user space has it
- * @registration: a registration
+ * p2pmem_registration_id - get the id of the provider
+ * @registration: a registration that was not unregistered yet
+ *
+ * Context: any context.
+ *
+ * Return: &struct p2pmem_provider.id, as user space knows the provider.
  */
 u32 p2pmem_registration_id(const struct p2pmem_registration *registration);
 

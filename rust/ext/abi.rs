@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The ABI of `include/uapi/linux/p2pmem.h`: its structures and the numbers of its ioctls.
+//! Structures, constants and ioctl numbers of the uapi header, and the copy of the user's words that the ioctls use.
+//!
+//! [`read_words`] may sleep. The rest is constants and runs in any context; nothing here takes a lock.
+//!
+//! C header: `include/uapi/linux/p2pmem.h`
 
 use core::mem::size_of;
 use kernel::{
@@ -38,18 +42,23 @@ pub(crate) use crate::sys::{
 
 pub(crate) use kernel::bindings::{EDQUOT, EHOSTUNREACH, ENODATA, EOPNOTSUPP};
 
-/// An errno that the kernel crate has no name for.
+/// Converts a positive errno that [`kernel::error::code`] does not define to an [`Error`].
 pub(crate) fn errno(errno: u32) -> Error {
     Error::from_errno(-(errno as i32))
 }
 
-/// Reads words from user space, all that there is room for. Errors: `EFAULT`.
+/// Fills `words` from the user address `at`.
 ///
-/// As `UserSliceReader::read_slice()`, without a call for what the kernel asks of a copy whose length the compiler does not know:
-/// whether the object that it goes to is as long. A slice is.
+/// Called from system calls, in the context of the caller's address space. May sleep, to handle a page fault.
+///
+/// `UserSliceReader::read_slice()` does the same, but also calls the kernel's object size check, since the length is not
+/// known at compile time. The check is of no use for a slice, which carries its length.
+///
+/// Errors: `EFAULT` if not all of the words can be read.
 pub(crate) fn read_words(at: usize, words: &mut [u64]) -> Result {
     let from = UserPtr::from_addr(at).as_const_ptr();
-    // SAFETY: The slice is as long as what is copied at most, and words may be any bytes.
+    // SAFETY: The destination is a mutable slice of `size_of_val(words)` bytes, for which every bit pattern is valid.
+    // `_copy_from_user()` checks the source range itself.
     let left = unsafe { bindings::_copy_from_user(words.as_mut_ptr().cast(), from, size_of_val(words)) };
     if left == 0 {
         Ok(())
@@ -71,7 +80,7 @@ pub(crate) mod consts {
     pub(crate) const MAX_RULES: u32 = sys::P2PMEM_MAX_RULES;
     pub(crate) const RULE_NAME: usize = sys::P2PMEM_RULE_NAME as usize;
     pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
-    /// What this module can do.
+    /// The features of every build of the module (`P2PMEM_FEATURE_*`).
     pub(crate) const FEATURES: u64 = (sys::P2PMEM_FEATURE_MMAP_PAGED
         | sys::P2PMEM_FEATURE_EVENTS
         | sys::P2PMEM_FEATURE_ADOPT
@@ -80,7 +89,7 @@ pub(crate) mod consts {
         | sys::P2PMEM_FEATURE_RULES
         | sys::P2PMEM_FEATURE_IMPORT
         | sys::P2PMEM_FEATURE_STRIPE) as u64;
-    /// What it can do besides where programs can register mapped buffers.
+    /// Returns `P2PMEM_FEATURE_PEER_MEMORY` if `open` is true: the peer-memory client is registered. Otherwise 0.
     pub(crate) fn feature_peer_memory(open: bool) -> u64 {
         if open {
             u64::from(sys::P2PMEM_FEATURE_PEER_MEMORY)
@@ -128,7 +137,7 @@ pub(crate) mod consts {
     pub(crate) const EVENT_LOST: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_LOST;
 }
 
-/// The numbers of the ioctls.
+/// The ioctl numbers, with the size of this version's structures.
 pub(crate) mod ioc {
     use super::*;
 
@@ -147,12 +156,15 @@ pub(crate) mod ioc {
     pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
 }
 
-/// An ioctl's number without the size in it, which is that of the caller's structure.
+/// Clears the size in an ioctl number.
+///
+/// The size is that of the caller's structure, which differs between versions of the ABI. The module dispatches on the
+/// rest.
 pub(crate) const fn sizeless(cmd: u32) -> u32 {
     cmd & !(bindings::_IOC_SIZEMASK << bindings::_IOC_SIZESHIFT)
 }
 
-/// The ioctls, as [`sizeless`] has them: direction, type and number.
+/// The ioctl numbers without the size: direction, type and number.
 pub(crate) mod calls {
     use super::{
         ioc,
@@ -173,16 +185,17 @@ pub(crate) mod calls {
     pub(crate) const STRIPE: u32 = sizeless(ioc::STRIPE);
 }
 
-/// Declares structures of the header: their sizes, and that they travel as bytes.
+/// Asserts the sizes of structures of the header and implements [`FromBytes`] and [`AsBytes`] for them.
 macro_rules! travel {
     ($($name:ident: $size:literal),* $(,)?) => {$(
-        // What the header has today. A structure may grow at its end, one inside of another by its spare fields.
+        // The size in this version of the ABI. A structure grows at its end, or, if it is a member of another one, by its
+        // spare fields.
         const _: () = assert!(size_of::<$name>() == $size);
-        // SAFETY: The structure consists of integers, arrays of them and such structures, so every pattern of bits
+        // SAFETY: The structure consists of integers, arrays of integers and structures of this list, so every bit pattern
         // is a valid value.
         unsafe impl FromBytes for $name {}
-        // SAFETY: The structure has no padding: -Wpadded finds none in the header, and the size is the sum of its
-        // fields' sizes.
+        // SAFETY: The structure has no padding, so all its bytes are initialised: the test `no_structure_has_padding` of
+        // p2pmem-sys checks the header, and the assertion above pins the size.
         unsafe impl AsBytes for $name {}
     )*};
 }
@@ -237,7 +250,7 @@ mod tests {
         assert_eq!(bytes.first(), Some(&0x08));
         let got = Range::from_bytes_copy(bytes);
         assert!(got.is_some_and(|got| got.offset == sent.offset && got.size == sent.size));
-        // Neither less nor more.
+        // A slice that is too short or too long is refused.
         assert!(bytes.get(1..).and_then(Range::from_bytes_copy).is_none());
         assert!(Range::from_bytes_copy(&[0; 17]).is_none());
     }

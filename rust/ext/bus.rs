@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What happens on the PCI bus: functions that come and go, drivers that are bound and unbound.
+//! Notifications of the PCI bus: functions are added and removed, drivers are bound and unbound.
+//!
+//! The notifier also keeps the list of the kernel's pools in use ([`Pool`]) and closes a pool before its driver is unbound.
+//!
+//! All functions may sleep. `POOLS` nests inside the device lock, and a pool's own lock nests inside `POOLS`.
 //!
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
@@ -23,21 +27,22 @@ use kernel::{
     types::Opaque,
 };
 
-/// What is told of the bus. All are called with the device locked, in process context.
+/// Callbacks for changes on the PCI bus, called in process context. They may sleep.
 pub(crate) trait Listener: Send + Sync + 'static {
-    /// A driver was bound.
+    /// A driver was bound to the function. The device is locked.
     fn bound(&self, function: &Function);
-    /// The driver is about to be unbound, and can still be used; its pool can be taken from no more.
+    /// The driver of the function is about to be unbound. The device is locked and the driver still works; [`pool`]'s
+    /// `Pool` of the function is closed.
     fn unbinding(&self, function: &Function);
-    /// A function came or went.
+    /// A function was added or removed. The device is not locked.
     fn changed(&self);
 }
 
-/// A registration for what happens on the PCI bus.
+/// A registered notifier of the PCI bus.
 ///
 /// # Invariants
 ///
-/// `block` is registered with the PCI bus.
+/// `block` is registered with the PCI bus's notifier chain.
 #[pin_data(PinnedDrop)]
 pub(crate) struct Notifier<L: Listener> {
     #[pin]
@@ -45,27 +50,33 @@ pub(crate) struct Notifier<L: Listener> {
     listener: Arc<L>,
 }
 
-// SAFETY: A notifier can be unregistered from any thread.
+// SAFETY: A notifier block is not bound to a thread, and `L` is `Send` and `Sync`.
 unsafe impl<L: Listener> Send for Notifier<L> {}
-// SAFETY: All that is done through a shared reference is synchronised by the listener or by the core.
+// SAFETY: A shared reference gives access to `listener` alone, which is `Sync`. The core serialises its own use of `block`.
 unsafe impl<L: Listener> Sync for Notifier<L> {}
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
 }
 
+/// Initialises `POOLS`.
+///
 /// # Safety
 ///
-/// Called once, before the static locks are said to be initialised.
+/// Must be called once, before [`crate::ext::global::set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
+    // `initialised()` panics.
     unsafe { POOLS.init() };
 }
 
-/// The pool of a device, if its driver has published one. It is closed when that driver is unbound.
+/// Returns the kernel's pool of a function, or `None` if no driver published memory of the function.
 ///
-/// Errors: `ENODEV` while no [`Notifier`] is registered that could close it.
+/// The pool is closed when that driver is unbound. May sleep; takes `POOLS`.
+///
+/// Errors: `ENODEV` if no [`Notifier`] is registered that could close the pool; `ENOMEM`.
 pub(crate) fn pool(function: &Function) -> Result<Option<Arc<Pool>>> {
     initialised();
     let mut pools = POOLS.lock();
@@ -80,7 +91,7 @@ pub(crate) fn pool(function: &Function) -> Result<Option<Arc<Pool>>> {
     Ok(Some(pool))
 }
 
-/// Closes the pool of a device whose driver is unbound.
+/// Closes and forgets the pool of a function whose driver is unbound. The device is locked.
 fn close(function: &Function) {
     publisher::forget(function);
     if let Some(pools) = POOLS.lock().as_mut() {
@@ -94,11 +105,13 @@ fn close(function: &Function) {
     }
 }
 
-/// Whether there is a notifier.
+/// True while a [`Notifier`] is registered.
 static REGISTERED: AtomicFlag = AtomicFlag::new(false);
 
 impl<L: Listener> Notifier<L> {
-    /// Errors: `EBUSY` while there is another one, as both would close the pools of one list.
+    /// Registers a notifier. May sleep.
+    ///
+    /// Errors: `EBUSY` if a notifier is registered already, since both would close the pools of one list.
     pub(crate) fn new(listener: Arc<L>) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             listener,
@@ -107,12 +120,14 @@ impl<L: Listener> Notifier<L> {
                 if REGISTERED.xchg(true, Relaxed) {
                     return Err(EBUSY);
                 }
-                // SAFETY: `slot` is ours to initialise. The other fields are initialised already, and pinned with it.
+                // SAFETY: `slot` is valid for writes and pinned. `listener`, which the callback uses, is initialised before
+                // `block` and pinned with it.
                 to_result(unsafe {
                     slot.write(bindings::notifier_block {
                         notifier_call: Some(Self::call),
                         ..pin_init::zeroed()
                     });
+                    // INVARIANT: The block is registered if the call succeeds; otherwise there is no `Notifier`.
                     bindings::bus_register_notifier(sys::p2pmem_pci_bus_type(), slot)
                 })
                 .inspect_err(|_| REGISTERED.store(false, Relaxed))?;
@@ -122,17 +137,21 @@ impl<L: Listener> Notifier<L> {
         }? Error)
     }
 
+    /// The notifier callback.
+    ///
     /// # Safety
     ///
-    /// Called by the core with the block of a registered `Notifier` and a device of the PCI bus.
+    /// `block` must be the block of a registered `Notifier<L>`, and `data` a valid `struct device` of the PCI bus. The core
+    /// calls with both.
     unsafe extern "C" fn call(
         block: *mut bindings::notifier_block,
         action: ffi::c_ulong,
         data: *mut ffi::c_void,
     ) -> ffi::c_int {
-        // SAFETY: `block` is part of a notifier, which stays where it is while it is registered.
+        // SAFETY: `block` is a field of a pinned `Notifier`. The notifier lives until the callback returns:
+        // `bus_unregister_notifier()` takes the chain's semaphore for writing, and the chain calls with the semaphore held.
         let this = unsafe { &*kernel::container_of!(Opaque::cast_from(block.cast_const()), Self, block) };
-        // SAFETY: The PCI bus only has PCI devices.
+        // SAFETY: The caller guarantees a valid device of the PCI bus.
         let function = unsafe { Function::of_device(data.cast()) };
         match action as u32 {
             bindings::bus_notifier_event_BUS_NOTIFY_BOUND_DRIVER => this.listener.bound(&function),
@@ -140,7 +159,8 @@ impl<L: Listener> Notifier<L> {
                 close(&function);
                 this.listener.unbinding(&function);
             }
-            // Whatever was found of a driver that is gone must not outlast the next one's binding.
+            // A pool found between `UNBIND_DRIVER` and here belongs to the former driver: close it before the next one is
+            // bound.
             bindings::bus_notifier_event_BUS_NOTIFY_BIND_DRIVER => close(&function),
             bindings::bus_notifier_event_BUS_NOTIFY_ADD_DEVICE
             | bindings::bus_notifier_event_BUS_NOTIFY_REMOVED_DEVICE => this.listener.changed(),
@@ -158,7 +178,7 @@ impl<L: Listener> PinnedDrop for Notifier<L> {
                 pool.close();
             }
         }
-        // SAFETY: By the type invariant the block is registered.
+        // SAFETY: By the type invariant the block is registered with this chain. The call waits for callbacks that run.
         unsafe { bindings::bus_unregister_notifier(sys::p2pmem_pci_bus_type(), self.block.get()) };
         REGISTERED.store(false, Relaxed);
     }

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What differs between the kernel series that p2pmem builds for, in the shape that the newest one has.
+//! Differences between the kernel series that p2pmem supports, in the form of the newest one.
 //!
-//! Kbuild sets `p2pmem_linux_7_3` for Linux 7.3 and later. No other Rust file depends on the kernel's version; the C files
-//! compare `LINUX_VERSION_CODE` in `rust/sys/compat.h`, and nowhere else.
+//! Kbuild sets `p2pmem_linux_7_3` for Linux 7.3 and later. No other Rust file depends on the kernel's version. Of the C
+//! files, only `rust/sys/compat.h` compares `LINUX_VERSION_CODE`.
 
 use kernel::prelude::*;
 
-/// This module, as registrations want it.
+/// Returns this module, as the owner of a registration.
 #[cfg(p2pmem_linux_7_3)]
 pub(crate) fn this_module() -> &'static ThisModule {
     kernel::module::this_module::<crate::LocalModule>()
 }
 
-/// This module, as registrations want it.
+/// Returns this module, as the owner of a registration.
 #[cfg(not(p2pmem_linux_7_3))]
 pub(crate) fn this_module() -> &'static ThisModule {
     &crate::THIS_MODULE
 }
 
-/// The attributes of a configfs directory: `kernel::configfs::configfs_attrs!`.
+/// Declares the attributes of a configfs directory, as `kernel::configfs::configfs_attrs!`.
 ///
-/// Before 7.3 that macro takes `THIS_MODULE` from where it is called.
+/// Before 7.3 that macro uses `THIS_MODULE` of the scope that calls the macro.
 macro_rules! configfs_attrs {
     ($($what:tt)*) => {{
         #[cfg(not(p2pmem_linux_7_3))]
@@ -31,9 +31,9 @@ macro_rules! configfs_attrs {
 }
 pub(crate) use configfs_attrs;
 
-/// The table of a PCI driver's devices: `kernel::pci_device_table!`.
+/// Declares the device table of a PCI driver, as `kernel::pci_device_table!`.
 ///
-/// Before 7.3 that macro wants a name for the table's alias too.
+/// Before 7.3 that macro also takes a name for the table's module alias.
 #[cfg(p2pmem_linux_7_3)]
 macro_rules! pci_device_table {
     ($($what:tt)*) => {
@@ -48,10 +48,10 @@ macro_rules! pci_device_table {
 }
 pub(super) use pci_device_table;
 
-/// What a PCI driver's `probe` is told about the device's entry in the driver's table. Since 7.3 there may be none.
+/// The argument of a PCI driver's `probe` with the data of the matching table entry. Since 7.3 it is optional.
 #[cfg(p2pmem_linux_7_3)]
 pub(super) type IdInfo<'a, T> = Option<&'a T>;
 
-/// What a PCI driver's `probe` is told about the device's entry in the driver's table. Before 7.3 there is always one.
+/// The argument of a PCI driver's `probe` with the data of the matching table entry. Before 7.3 it is always present.
 #[cfg(not(p2pmem_linux_7_3))]
 pub(super) type IdInfo<'a, T> = &'a T;

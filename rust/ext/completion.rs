@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Waiting for something with a time limit, whatever signals the waiting process gets.
+//! A completion that can be waited for with a time limit.
+//!
+//! [`kernel::sync::Completion`] has no wait with a time limit. That of [`kernel::sync::CondVar`] is interruptible: a
+//! pending signal ends it at once. Callers renew a wait of a second or less, so the hung task detector does not report
+//! them.
+//!
+//! Waiting sleeps: process context, no spinlock held. Completing does not sleep.
 //!
 //! C header: [`include/linux/completion.h`](srctree/include/linux/completion.h)
-//!
-//! [`kernel::sync::Completion`] can only be waited for without a limit, and [`kernel::sync::CondVar`] with one only in
-//! such a way that a pending signal ends the wait at once. A wait that is renewed every second is none that the kernel
-//! takes for a hang.
 
 use kernel::{bindings, prelude::*, time::msecs_to_jiffies, types::Opaque};
 
-/// Something that happens once.
+/// A completion for an event that happens once. It stays complete.
 ///
 /// # Invariants
 ///
@@ -21,31 +23,34 @@ pub(crate) struct Completion {
     inner: Opaque<bindings::completion>,
 }
 
-// SAFETY: Completions are made for use from any thread.
+// SAFETY: A `struct completion` is not bound to a thread.
 unsafe impl Send for Completion {}
-// SAFETY: As above.
+// SAFETY: All methods use the completion's functions, which serialise with its own lock.
 unsafe impl Sync for Completion {}
 
 impl Completion {
+    /// Returns an initialiser of a completion that is not complete.
     pub(crate) fn new() -> impl PinInit<Self> {
-        // INVARIANT: Initialised here.
+        // INVARIANT: `init_completion()` initialises `inner`.
         pin_init!(Self {
             inner <- Opaque::ffi_init(|slot: *mut bindings::completion| {
-                // SAFETY: `slot` is ours to initialise.
+                // SAFETY: `slot` is valid for writes and pinned.
                 unsafe { bindings::init_completion(slot) };
             }),
         })
     }
 
-    /// It happened: all who wait go on, and nobody waits any more.
+    /// Completes: wakes all waiters, and all later waits return at once. Does not sleep.
     pub(crate) fn complete(&self) {
         // SAFETY: By the type invariant the completion is initialised.
         unsafe { bindings::complete_all(self.inner.get()) };
     }
 
-    /// As [`Self::wait`], unless the task is killed meanwhile (`EINTR`).
+    /// Waits like [`Self::wait`], but a fatal signal ends the wait.
+    ///
+    /// Errors: `EINTR` if the task was killed.
     pub(crate) fn wait_killable(&self, ms: u32) -> Result<bool> {
-        // SAFETY: By the type invariant the completion is initialised. The caller can sleep.
+        // SAFETY: By the type invariant the completion is initialised.
         let left = unsafe { bindings::wait_for_completion_killable_timeout(self.inner.get(), msecs_to_jiffies(ms)) };
         if left < 0 {
             return Err(EINTR);
@@ -53,9 +58,9 @@ impl Completion {
         Ok(left > 0)
     }
 
-    /// Waits for it, `ms` milliseconds at most. Whether it happened.
+    /// Waits at most `ms` milliseconds for the completion, uninterruptibly. Returns whether it is complete. Sleeps.
     pub(crate) fn wait(&self, ms: u32) -> bool {
-        // SAFETY: By the type invariant the completion is initialised. The caller can sleep.
+        // SAFETY: By the type invariant the completion is initialised.
         unsafe { bindings::wait_for_completion_timeout(self.inner.get(), msecs_to_jiffies(ms)) > 0 }
     }
 }
@@ -73,7 +78,7 @@ mod tests {
         assert!(!done.wait(5));
         assert!(!done.wait_killable(5)?);
         done.complete();
-        // However often and by whom.
+        // A complete completion never makes a wait wait.
         for _ in 0..3 {
             assert!(done.wait(0) && done.wait(1_000));
             assert!(done.wait_killable(0)? && done.wait_killable(1_000)?);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! A configfs subsystem with directories that are there without `mkdir` (default groups).
+//! A configfs subsystem with two directories that exist without `mkdir` (default groups).
+//!
+//! All functions may sleep; they take the configfs locks of the subsystem and its directories.
 //!
 //! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
 
@@ -14,7 +16,9 @@ use kernel::{
     types::Opaque,
 };
 
-/// A registered subsystem with two directories, whose fields are dropped in this order.
+/// A registered subsystem with two directories.
+///
+/// The fields are dropped in declaration order: both directories before the subsystem.
 #[pin_data]
 pub(crate) struct Tree<A: 'static, B: 'static> {
     first: DefaultGroup<A>,
@@ -24,7 +28,10 @@ pub(crate) struct Tree<A: 'static, B: 'static> {
 }
 
 impl<A: Send + Sync + 'static, B: Send + Sync + 'static> Tree<A, B> {
-    /// All tasks of the machine get at what is in the directories, so that has to be such as can be shared.
+    /// Registers the subsystem `name` with the directories `first` and `second`.
+    ///
+    /// Any task can call the attributes of the directories, so `A` and `B` are `Send` and `Sync`. Errors: those of the
+    /// initialisers and of the configfs core.
     pub(crate) fn new(
         name: &'static CStr,
         module: &'static ThisModule,
@@ -33,18 +40,20 @@ impl<A: Send + Sync + 'static, B: Send + Sync + 'static> Tree<A, B> {
     ) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             subsystem <- Subsystem::new(name, module),
-            // SAFETY: The fields stand before the subsystem, and nobody moves them out.
+            // SAFETY: The directory is dropped before the subsystem: `second` is declared before `subsystem` and both are
+            // private fields of a pinned `Tree`. If a later initialiser fails, fields are dropped in the reverse order of
+            // their initialisation.
             second: unsafe { DefaultGroup::new(&subsystem, second) }?,
-            // SAFETY: As above.
+            // SAFETY: As for `second`.
             first: unsafe { DefaultGroup::new(&subsystem, first) }?,
         }? Error)
     }
 }
 
-/// A registered subsystem; its own directory has no attributes and no `mkdir`.
+/// A registered subsystem whose own directory has no attributes and no `mkdir`.
 ///
-/// [`kernel::configfs::Subsystem`] unregisters a subsystem even if its registration failed, and then uses a directory that does not
-/// exist.
+/// [`kernel::configfs::Subsystem`] also unregisters a subsystem whose registration failed, and then dereferences a null
+/// directory.
 ///
 /// # Invariants
 ///
@@ -57,13 +66,16 @@ struct Subsystem {
     subsystem: Opaque<bindings::configfs_subsystem>,
 }
 
-// SAFETY: A subsystem can be unregistered from any thread.
+// SAFETY: `configfs_unregister_subsystem()` can be called from any thread.
 unsafe impl Send for Subsystem {}
-// SAFETY: A shared reference gives nothing but the address of the directory, whose uses the subsystem's own locks order.
+// SAFETY: A shared reference gives only the address of the group. The configfs core serialises the use of the group with
+// the subsystem's locks.
 unsafe impl Sync for Subsystem {}
 
 impl Subsystem {
-    /// Registers a subsystem of the given name. Errors: those of the kernel.
+    /// Registers a subsystem named `name` with the owner `module`. May sleep.
+    ///
+    /// Errors: those of `configfs_register_subsystem()`.
     fn new(name: &'static CStr, module: &'static ThisModule) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             item_type: Opaque::new(bindings::config_item_type {
@@ -71,7 +83,8 @@ impl Subsystem {
                 ..pin_init::zeroed()
             }),
             subsystem <- Opaque::try_ffi_init(|slot: *mut bindings::configfs_subsystem| {
-                // SAFETY: `slot` is ours to initialise, and pinned. The type is initialised already, and pinned with it.
+                // SAFETY: `slot` is valid for writes and pinned. `item_type` is initialised before this field and pinned in
+                // the same object, so it lives as long as the group that points to it.
                 to_result(unsafe {
                     slot.write(pin_init::zeroed());
                     bindings::config_group_init_type_name(
@@ -84,16 +97,16 @@ impl Subsystem {
                         kernel::optional_name!().as_char_ptr(),
                         kernel::static_lock_class!().as_ptr(),
                     );
-                    // INVARIANT: Registered where this succeeds.
+                    // INVARIANT: The subsystem is registered if the call succeeds; otherwise there is no `Subsystem`.
                     bindings::configfs_register_subsystem(slot)
                 })
             }),
         }? Error)
     }
 
-    /// The subsystem's own directory.
+    /// Returns the group of the subsystem's own directory.
     fn group(&self) -> *mut bindings::config_group {
-        // SAFETY: The subsystem is valid; only the address of a part of it is taken.
+        // SAFETY: By the type invariant the subsystem is initialised; the expression only computes the address of a field.
         unsafe { &raw mut (*self.subsystem.get()).su_group }
     }
 }
@@ -101,7 +114,8 @@ impl Subsystem {
 #[pinned_drop]
 impl PinnedDrop for Subsystem {
     fn drop(self: Pin<&mut Self>) {
-        // SAFETY: By the type invariant the subsystem is registered. Nobody uses its mutex after that.
+        // SAFETY: By the type invariant the subsystem is registered. The core does not use its mutex after unregistering,
+        // and all directories below the subsystem are gone (see `DefaultGroup::new`).
         unsafe {
             bindings::configfs_unregister_subsystem(self.subsystem.get());
             bindings::mutex_destroy(&raw mut (*self.subsystem.get()).su_mutex);
@@ -109,22 +123,26 @@ impl PinnedDrop for Subsystem {
     }
 }
 
-/// A directory below a subsystem, there until this is dropped.
+/// A registered directory below a subsystem.
 ///
 /// # Invariants
 ///
-/// `group` is registered, and its item holds the reference that `Arc::into_raw()` gave up.
+/// `group` is registered and came from `Arc::into_raw()`. Its `config_item` owns that reference: the item's release takes
+/// the `Arc` back.
 struct DefaultGroup<D: 'static> {
     group: *const Group<D>,
 }
 
-// SAFETY: A group can be unregistered from any thread.
+// SAFETY: `configfs_unregister_group()` can be called from any thread, and the last reference to `D` may be dropped there
+// as `D` is `Send` and `Sync`.
 unsafe impl<D: Send + Sync> Send for DefaultGroup<D> {}
-// SAFETY: There are no methods on a shared reference.
+// SAFETY: A shared reference has no methods.
 unsafe impl<D: Send + Sync> Sync for DefaultGroup<D> {}
 
 impl<D: Send + Sync + 'static> DefaultGroup<D> {
-    /// Registers `group` below `parent`.
+    /// Registers `group` below `parent`. May sleep.
+    ///
+    /// Errors: those of the initialiser and of `configfs_register_group()`; `ENOMEM`.
     ///
     /// # Safety
     ///
@@ -132,23 +150,25 @@ impl<D: Send + Sync + 'static> DefaultGroup<D> {
     unsafe fn new(parent: &Subsystem, group: impl PinInit<Group<D>, Error>) -> Result<Self> {
         let group = Arc::pin_init(group, GFP_KERNEL)?;
         let group = Arc::into_raw(group);
-        // SAFETY: It is valid, and pinned where it is.
+        // SAFETY: `group` points to a `Group<D>` that the reference from `Arc::into_raw()` keeps valid.
         let raw = unsafe { Group::<D>::group(group).cast_mut() };
-        // SAFETY: The parent's subsystem is registered, the group is initialised and in no hierarchy yet.
+        // SAFETY: By the type invariant of `Subsystem` the parent is registered. The group is initialised and not part of a
+        // hierarchy yet.
         if let Err(e) = to_result(unsafe { bindings::configfs_register_group(parent.group(), raw) }) {
-            // SAFETY: The item's reference is ours; dropping it calls the release that takes the `Arc` back.
+            // SAFETY: Registration failed, so the item's initial reference is the only one. Its release takes the `Arc`
+            // back.
             unsafe { bindings::config_item_put(&raw mut (*raw).cg_item) };
             return Err(e);
         }
-        // INVARIANT: Registered just now.
+        // INVARIANT: The registration succeeded, and the reference from `Arc::into_raw()` is the item's.
         Ok(Self { group })
     }
 }
 
 impl<D: 'static> Drop for DefaultGroup<D> {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the group is registered and its reference is ours. The directory is closed first, as
-        // the kernel does not keep `mkdir` away from a group that it unregisters.
+        // SAFETY: By the type invariant the group is registered, and the item's initial reference is dropped only here. The
+        // directory is closed first: `configfs_unregister_group()` does not exclude a concurrent `mkdir`.
         unsafe {
             let raw = Group::<D>::group(self.group).cast_mut();
             sys::p2pmem_configfs_close(raw);

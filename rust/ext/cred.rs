@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Credentials: who is asking, or was when a buffer was allocated.
+//! Credentials of the task that makes a request, which a buffer keeps as those of its owner.
+//!
+//! No function sleeps or takes a lock. [`Who::current`] is for process context, where the current task is the caller.
 //!
 //! C header: [`include/linux/cred.h`](srctree/include/linux/cred.h)
 
@@ -11,21 +13,22 @@ use crate::{
 use core::ptr::NonNull;
 use kernel::{cred::Credential, sync::aref::ARef};
 
-/// Credentials, kept by a reference. What they say does not change.
+/// A reference to credentials. Credentials that others can refer to never change.
 #[derive(Clone)]
 pub(crate) struct Who(ARef<Credential>);
 
 impl Who {
-    /// The calling task's.
+    /// Returns the credentials of the current task.
     pub(crate) fn current() -> Self {
-        // SAFETY: Called in process context, where there is a task with credentials; the reference is ours.
+        // SAFETY: There is always a current task, and a task always has credentials. The function takes a reference for the
+        // caller.
         let cred = unsafe { sys::p2pmem_cred_get() };
         // SAFETY: A task's credentials are never null, and `Credential` is a transparent wrapper of `struct cred`. The
-        // reference that came with the pointer goes over to the `ARef`.
+        // `ARef` takes over the reference.
         Self(unsafe { ARef::from_raw(NonNull::new_unchecked(cred.cast_mut().cast())) })
     }
 
-    /// Whether these are the very same credentials. Others may say the same.
+    /// Returns whether both refer to the same `struct cred`. Two different ones may still have equal contents.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.0.as_ptr() == other.0.as_ptr()
     }
@@ -33,12 +36,12 @@ impl Who {
 
 impl Subject for Who {
     fn uid(&self) -> u32 {
-        // SAFETY: The credentials are valid, the reference is ours.
+        // SAFETY: The `ARef` keeps the credentials valid.
         unsafe { sys::p2pmem_cred_uid(self.0.as_ptr()) }
     }
 
     fn is_member(&self, gid: u32) -> bool {
-        // SAFETY: The credentials are valid, the reference is ours.
+        // SAFETY: The `ARef` keeps the credentials valid.
         unsafe { sys::p2pmem_cred_member(self.0.as_ptr(), gid) }
     }
 }

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! dma-bufs: descriptors by which other drivers get at a provider's memory, and can be made to let go of it.
+//! An exporter of dma-bufs, whose importers can be revoked.
+//!
+//! The driver implements [`Exporter`] for the object behind a dma-buf. A [`Link`] in the object leads back to the dma-buf,
+//! to invalidate the importers' mappings and to wait for their DMA.
+//!
+//! All functions are for process context and may sleep. Lock order: the link's mutex, then the dma-buf's reservation lock.
+//! The callbacks of [`Exporter`] say which of them are called with the reservation locked.
 //!
 //! C headers: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h),
 //! [`include/linux/dma-buf-mapping.h`](srctree/include/linux/dma-buf-mapping.h)
@@ -30,13 +36,15 @@ use kernel::{
     time::msecs_to_jiffies,
 };
 
-/// A piece of a dma-buf: where it is in physical memory.
+/// A range of physical memory, as one part of a dma-buf or of a peer-memory registration. C: `struct phys_vec`.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(crate) struct PhysRange(bindings::phys_vec);
 
 impl PhysRange {
-    /// `size` bytes at a physical address.
+    /// Creates a range of `size` bytes from the physical address `phys` on.
+    ///
+    /// The numbers are not checked: code that maps a range must ask [`Self::is_in`] first.
     pub(crate) fn new(phys: u64, size: u64) -> Result<Self> {
         Ok(Self(bindings::phys_vec {
             paddr: phys,
@@ -44,44 +52,51 @@ impl PhysRange {
         }))
     }
 
-    /// Whether the target keeps all of it. Whatever maps pieces asks this: the numbers alone prove nothing.
+    /// Returns whether `target` keeps all of the range's memory.
     pub(super) fn is_in(&self, target: &Target) -> bool {
         target.covers(self.0.paddr, self.0.len as u64)
     }
 }
 
-/// What an importer is to map: pieces of memory, which is there as long as the target is.
+/// The memory that an importer is to map. `target` keeps the memory of all `pieces`.
 pub(crate) struct MapSource<'a> {
+    /// Keeps the memory of the pieces.
     pub(crate) target: Target,
+    /// The ranges to map, in the order of the dma-buf's offsets.
     pub(crate) pieces: &'a [PhysRange],
 }
 
-/// The object behind a dma-buf. An importer that attached is known by a number that the object chose.
+/// The object behind a dma-buf.
+///
+/// The object chooses a number for each attachment, by which later callbacks name the importer. All callbacks are called in
+/// process context and may sleep.
 pub(crate) trait Exporter: Send + Sync + Sized + 'static {
-    /// The operations of all its dma-bufs: a static of the implementor.
+    /// Returns the operations of all dma-bufs of this type: a static of the implementor.
     fn operations() -> &'static Operations<Self>;
-    /// The way from the object to its dma-buf. Asked once, for a new dma-buf.
+    /// Returns the object's link to its dma-buf. Called once for each new dma-buf.
     fn link(&self) -> &Link;
-    /// An importer wants to attach. Called without the reservation locked.
+    /// An importer attaches. Returns a number for the attachment, or an error to refuse the importer. Called without the
+    /// reservation lock.
     fn attach(this: ArcBorrow<'_, Self>, importer: &Importer<'_>) -> Result<u64>;
-    /// It detaches; it has neither mappings nor pins any more. Called without the reservation locked.
+    /// The importer detaches. It has no mapping and no pin any more. Called without the reservation lock.
     fn detach(this: ArcBorrow<'_, Self>, importer: u64);
-    /// It asks for the memory to stay where it is. Called with the reservation locked.
+    /// The importer pins the memory. Called with the reservation locked.
     fn pin(this: ArcBorrow<'_, Self>, importer: u64) -> Result;
-    /// It takes that back. Called with the reservation locked.
+    /// The importer unpins the memory. Called with the reservation locked.
     fn unpin(this: ArcBorrow<'_, Self>, importer: u64);
-    /// It wants to map. Called with the reservation locked, and followed by [`Self::unmapped`], at once where mapping
-    /// fails.
+    /// The importer maps the memory. Called with the reservation locked.
+    ///
+    /// [`Self::unmapped`] follows each successful call: when the mapping ends, or at once if the DMA mapping fails.
     fn map(&self, importer: u64) -> Result<MapSource<'_>>;
-    /// One of its mappings is gone. Called with the reservation locked.
+    /// One mapping of the importer ended. Called with the reservation locked.
     fn unmapped(this: ArcBorrow<'_, Self>, importer: u64);
-    /// A program wants to map the descriptor. Why it cannot.
+    /// A program calls `mmap()` on the dma-buf. Returns the error for the program: such mappings are not supported.
     fn mmap(this: ArcBorrow<'_, Self>) -> Error;
-    /// The last reference to the dma-buf is gone, and with it all importers.
+    /// The last reference to the dma-buf is gone; no importer is attached. Called without the reservation lock.
     fn released(this: Arc<Self>);
 }
 
-/// Device and driver, as the log names them.
+/// Names of a device and of its driver, for messages. Names longer than 31 bytes are cut.
 #[derive(Clone, Copy)]
 pub(crate) struct DeviceName {
     name: [u8; 32],
@@ -89,15 +104,17 @@ pub(crate) struct DeviceName {
 }
 
 impl DeviceName {
+    /// Reads the names of a device and its driver.
+    ///
     /// # Safety
     ///
-    /// `device` must be valid.
+    /// `device` must be valid during the call.
     pub(super) unsafe fn of(device: *mut bindings::device) -> Self {
         let mut name = Self {
             name: [0; 32],
             driver: [0; 32],
         };
-        // SAFETY: The caller promises a valid device, and the buffers are as long as the call is told.
+        // SAFETY: The caller guarantees a valid device, and each length is that of the array before it.
         unsafe {
             sys::p2pmem_dev_names(
                 device,
@@ -112,7 +129,7 @@ impl DeviceName {
 }
 
 impl DeviceName {
-    /// The device's name alone, as the kernel cut it.
+    /// Returns the device's name without the driver's.
     pub(crate) fn device(&self) -> &CStr {
         CStr::from_bytes_until_nul(&self.name).unwrap_or_default()
     }
@@ -127,85 +144,94 @@ impl fmt::Display for DeviceName {
     }
 }
 
-/// An importer that wants to attach.
+/// An importer that attaches.
 ///
 /// # Invariants
 ///
-/// The pointer is an attachment that is being made, for `'a`.
+/// The pointer is a valid attachment for `'a`, with `dev` and the flags set, whose device lives as long as the attachment.
 pub(crate) struct Importer<'a>(NonNull<bindings::dma_buf_attachment>, PhantomData<&'a ()>);
 
 impl Importer<'_> {
+    /// Returns the importer's device, which is valid as long as `self`.
     fn device(&self) -> *mut bindings::device {
-        // SAFETY: By the type invariant; the device does not change.
+        // SAFETY: By the type invariant the attachment is valid; `dev` does not change.
         unsafe { (*self.0.as_ptr()).dev }
     }
 
+    /// Returns the names of the importer's device and driver.
     pub(crate) fn name(&self) -> DeviceName {
-        // SAFETY: The importer's device is valid while it attaches.
+        // SAFETY: By the type invariant the device is valid.
         unsafe { DeviceName::of(self.device()) }
     }
 
-    /// Whether its driver can do DMA to memory of other devices, which has no struct pages.
+    /// Returns whether the importer can do DMA to memory of other devices without `struct page`.
     pub(crate) fn peer_to_peer(&self) -> bool {
-        // SAFETY: By the type invariant; the core has set the field before.
+        // SAFETY: By the type invariant the attachment is valid, and the core sets the field before it calls the exporter.
         unsafe { (*self.0.as_ptr()).peer2peer }
     }
 
-    /// Whether it lets go of its mappings when it is told. C: `dma_buf_attach_revocable()`.
+    /// Returns whether the importer ends its mappings when they are invalidated. C: `dma_buf_attach_revocable()`.
     pub(crate) fn revocable(&self) -> bool {
-        // SAFETY: By the type invariant the attachment is valid; the call only reads it.
+        // SAFETY: By the type invariant the attachment is valid. The call only reads it.
         unsafe { bindings::dma_buf_attach_revocable(self.0.as_ptr()) }
     }
 
-    /// The PCI function that does its DMA, if it is one.
+    /// Returns the PCI function that does the importer's DMA, or `None` if the device is not below a PCI function.
     pub(crate) fn function(&self) -> Option<Function> {
-        // SAFETY: The importer's device is valid while it attaches, and keeps those above it.
+        // SAFETY: By the type invariant the device is valid, and a device keeps its ancestors.
         let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
-        // SAFETY: `pdev` is kept by the importer's device until we have a reference of our own.
+        // SAFETY: The function is the importer's device or one of its ancestors, which that device keeps during the call.
         Some(unsafe { Function::of_raw(pdev) })
     }
 
-    /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
+    /// Returns whether the importer can reach the provider. C: `pci_p2pdma_distance_many()`. False if the importer is no
+    /// PCI device.
     pub(crate) fn reaches(&self, provider: &Function) -> bool {
         self.function()
             .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }
 
-/// The way from an exporter's object to its dma-buf, for as long as there is one.
+/// The link from an exporter's object to its dma-buf, while the dma-buf exists.
 #[pin_data]
 pub(crate) struct Link {
-    /// Held while the dma-buf is used. Its release takes the pointer away first, and so waits for whoever uses it.
+    /// Held while the dma-buf is used. The dma-buf's release clears the pointer under this lock, so it waits for all users.
     #[pin]
     raw: Mutex<Raw>,
 }
 
+/// The pointer of a [`Link`].
+///
 /// # Invariants
 ///
-/// The pointer, where there is one, is a dma-buf that was not released.
+/// The pointer, if any, is a dma-buf whose release has not returned.
 struct Raw(Option<NonNull<bindings::dma_buf>>);
 
-// SAFETY: A dma-buf is not bound to a thread.
+// SAFETY: A dma-buf can be used and released on any thread.
 unsafe impl Send for Raw {}
 
 impl Link {
+    /// Returns an initialiser of a link without a dma-buf.
     pub(crate) fn new() -> impl PinInit<Self> {
         // INVARIANT: There is no pointer.
         pin_init!(Self { raw <- new_mutex!(Raw(None)) })
     }
 
-    /// Locks the reservation, calls `mark`, and tells all importers to let go if that says so. What they do not do at once they
-    /// do in a while.
+    /// Calls `mark` with the reservation locked, and invalidates all importers' mappings if `mark` returns true.
+    ///
+    /// Without a dma-buf, only calls `mark`, under the link's lock. Importers may end their mappings later: see
+    /// [`Self::wait_fences`]. May sleep; takes the link's lock and the reservation lock.
     pub(crate) fn invalidate(&self, mark: impl FnOnce() -> bool) {
         let raw = self.raw.lock();
         let Some(dma_buf) = raw.0 else {
             mark();
             return;
         };
-        // SAFETY: By the type invariant the dma-buf is valid, and `raw` is locked. Its reservation is valid with it.
+        // SAFETY: By the type invariant of `Raw` the dma-buf is valid while `raw` is locked, and so is its reservation
+        // object. The reservation is locked for `dma_buf_invalidate_mappings()`, which requires that.
         unsafe {
             let resv = (*dma_buf.as_ptr()).resv;
-            // Without a context it cannot fail.
+            // Without an acquire context, locking cannot fail.
             bindings::dma_resv_lock(resv, ptr::null_mut());
             if mark() {
                 bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
@@ -214,13 +240,16 @@ impl Link {
         }
     }
 
-    /// Waits `ms` milliseconds at most for the DMA that importers said was under way. Whether none is left.
+    /// Waits at most `ms` milliseconds for the fences of the importers' DMA. Returns whether all of them have signalled.
+    ///
+    /// Sleeps with the link's lock held: the release of the dma-buf waits meanwhile.
     pub(crate) fn wait_fences(&self, ms: u32) -> bool {
         let raw = self.raw.lock();
         let Some(dma_buf) = raw.0 else {
             return true;
         };
-        // SAFETY: By the type invariant the dma-buf is valid, and `raw` is locked. Its reservation is valid with it.
+        // SAFETY: By the type invariant of `Raw` the dma-buf is valid while `raw` is locked, and so is its reservation
+        // object.
         unsafe {
             bindings::dma_resv_wait_timeout(
                 (*dma_buf.as_ptr()).resv,
@@ -232,13 +261,15 @@ impl Link {
     }
 }
 
-/// Whose dma-buf a descriptor is.
+/// The result of [`DmaBuf::get`]: a dma-buf of this exporter, or the name of another exporter.
 pub(crate) enum Got<T: Exporter> {
+    /// A dma-buf of this exporter.
     Ours(DmaBuf<T>),
+    /// A dma-buf of another exporter.
     Foreign(ExporterName),
 }
 
-/// What another driver calls the dma-bufs that it exports.
+/// The name of another driver's exporter, from `struct dma_buf.exp_name`, cut to 32 bytes.
 pub(crate) struct ExporterName([u8; 32]);
 
 impl fmt::Display for ExporterName {
@@ -247,7 +278,7 @@ impl fmt::Display for ExporterName {
     }
 }
 
-/// Writes text up to its NUL; a character that is not visible ASCII becomes a question mark.
+/// Writes the text up to its NUL. Bytes that are not visible ASCII become question marks.
 fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
     for &c in bytes.split(|&c| c == 0).next().unwrap_or_default() {
         f.write_char(if c.is_ascii_graphic() { char::from(c) } else { '?' })?;
@@ -255,45 +286,47 @@ fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
     Ok(())
 }
 
-/// What `priv` of a dma-buf owns.
+/// The data that `priv` of a dma-buf owns.
 ///
 /// # Invariants
 ///
-/// `object` keeps what `link` points to.
+/// `link` is the link of `object`, which keeps it.
 struct Owned<T> {
     object: Arc<T>,
     link: NonNull<Link>,
 }
 
-/// The operations of dma-bufs whose `priv` owns an [`Owned`] with a `T`, and whose attachments' `priv` is the number that
-/// [`Exporter::attach`] returned. Their address tells such dma-bufs from others.
+/// The operations of the dma-bufs of an exporter.
+///
+/// `priv` of such a dma-buf owns an [`Owned<T>`], and `priv` of its attachments is the number from [`Exporter::attach`].
+/// The address of the operations identifies such dma-bufs.
 ///
 /// # Invariants
 ///
-/// No other object has its address. A constant could be at several addresses, or share one with another constant of the same
-/// bytes; the cell keeps the compiler from making a constant of this.
+/// No other object has the same address. A constant could have several addresses or share one with an equal constant; the
+/// `UnsafeCell` keeps the compiler from placing this as a constant.
 pub(crate) struct Operations<T>(UnsafeCell<bindings::dma_buf_ops>, PhantomData<fn() -> T>);
 
-// SAFETY: The operations are never written.
+// SAFETY: The operations are never written after their creation.
 unsafe impl<T> Sync for Operations<T> {}
 
 impl<T: Exporter> Operations<T> {
-    /// For the static that [`Exporter::operations`] returns.
+    /// Creates the value of the static that [`Exporter::operations`] returns.
     pub(crate) const fn new() -> Self {
-        // INVARIANT: See there.
+        // INVARIANT: A static that contains an `UnsafeCell` has an address of its own.
         Self(UnsafeCell::new(DmaBuf::<T>::TABLE), PhantomData)
     }
 }
 
-/// A reference to a dma-buf.
+/// A reference to a dma-buf of an exporter.
 ///
 /// # Invariants
 ///
-/// The pointer is a dma-buf with these operations, and one reference to it is ours.
+/// The pointer is a dma-buf with the operations of `T`, and this object owns one reference to the dma-buf.
 pub(crate) struct DmaBuf<T: Exporter>(NonNull<bindings::dma_buf>, PhantomData<Arc<T>>);
 
 impl<T: Exporter> DmaBuf<T> {
-    /// What [`Operations`] consists of.
+    /// The callbacks of [`Operations`].
     const TABLE: bindings::dma_buf_ops = bindings::dma_buf_ops {
         attach: Some(Self::attach),
         detach: Some(Self::detach),
@@ -306,44 +339,49 @@ impl<T: Exporter> DmaBuf<T> {
         ..pin_init::zeroed()
     };
 
-    /// The address of the operations.
+    /// Returns the address of the operations, which the core reads.
     fn table() -> *const bindings::dma_buf_ops {
         T::operations().0.get()
     }
 
-    /// The dma-buf that a descriptor of the caller's is.
+    /// Looks up a descriptor of the current process.
     ///
-    /// Errors: `EBADF` (no such descriptor), `EINVAL` (no dma-buf).
+    /// Process context. Errors: `EBADF` if there is no such descriptor, `EINVAL` if it is no dma-buf.
     pub(crate) fn get(fd: i32) -> Result<Got<T>> {
-        // SAFETY: No requirements; the result is an error pointer or a dma-buf with a reference that is ours.
+        // SAFETY: The call has no requirements. It returns an error pointer, or a dma-buf with a reference for the caller.
         let found = from_err_ptr(unsafe { bindings::dma_buf_get(fd) })?;
         let found = NonNull::new(found).ok_or(EINVAL)?;
-        // SAFETY: The reference to it is ours; its operations do not change.
+        // SAFETY: The reference keeps the dma-buf valid, and its operations do not change.
         if ptr::eq(unsafe { (*found.as_ptr()).ops }, Self::table()) {
-            // INVARIANT: It has these operations, and the reference is ours.
+            // INVARIANT: The operations are those of `T`, and the reference from `dma_buf_get()` goes to the result.
             return Ok(Got::Ours(Self(found, PhantomData)));
         }
         let mut name = [0; 32];
-        // SAFETY: The reference to it is ours. Exporters give a string that outlives the dma-buf.
+        // SAFETY: The reference keeps the dma-buf valid. The core requires a name, which lives as long as the exporter's
+        // module, and the dma-buf keeps that module loaded.
         let said = unsafe { CStr::from_char_ptr((*found.as_ptr()).exp_name) };
         for (to, from) in name.iter_mut().zip(said.to_bytes()) {
             *to = *from;
         }
-        // SAFETY: The reference is ours, and not used any more.
+        // SAFETY: The reference from `dma_buf_get()` is dropped once, here, and the dma-buf is not used afterwards.
         unsafe { bindings::dma_buf_put(found.as_ptr()) };
         Ok(Got::Foreign(ExporterName(name)))
     }
 
-    /// The object behind it.
+    /// Returns the object behind the dma-buf.
     pub(crate) fn exporter(&self) -> ArcBorrow<'_, T> {
-        // SAFETY: By the type invariant it has these operations, and is not released as long as `self` is there.
+        // SAFETY: By the type invariant the dma-buf has the operations of `T`, and `self`'s reference keeps it from being
+        // released for the lifetime of the borrow.
         unsafe { Self::object(self.0.as_ptr()) }
     }
 
-    /// Makes a dma-buf of `size` bytes. Errors: `EBUSY` when the object's link is that of another one, and those of the kernel.
+    /// Exports `object` as a dma-buf of `size` bytes with the owner `module`. May sleep; takes the link's lock.
+    ///
+    /// Errors: `EBUSY` if the object's link already has a dma-buf; `ENOMEM`; those of `dma_buf_export()`.
     pub(crate) fn new(object: Arc<T>, size: u64, module: &'static ThisModule) -> Result<Self> {
         let size = usize::try_from(size)?;
         let link = NonNull::from(object.link());
+        // INVARIANT: The link is the object's. `object` is moved into the box, but the `Arc`'s contents stay in place.
         let owned = KBox::into_raw(KBox::new(Owned { object, link }, GFP_KERNEL_ACCOUNT)?);
         let info = bindings::dma_buf_export_info {
             exp_name: c"p2pmem".as_char_ptr(),
@@ -354,117 +392,136 @@ impl<T: Exporter> DmaBuf<T> {
             priv_: owned.cast(),
             ..pin_init::zeroed()
         };
-        // SAFETY: What the box owns keeps the link, and is there until the dma-buf is released.
+        // SAFETY: By the type invariant of `Owned`, the box keeps the link. The box lives until the dma-buf is released or
+        // the box is dropped below; `raw` is not used after either.
         let raw = &unsafe { link.as_ref() }.raw;
-        // SAFETY: The information is complete, and what it points to lives as long as the dma-buf.
+        // SAFETY: All required fields are set. The name and the operations are statics, and the dma-buf owns the box.
         let made = unsafe { bindings::dma_buf_export(&info) };
         match from_err_ptr(made).and_then(|made| NonNull::new(made).ok_or(ENOMEM)) {
             Ok(made) => {
-                // INVARIANT: Made just now, with these operations.
+                // INVARIANT: `dma_buf_export()` returned a dma-buf with these operations and one reference for the caller.
                 let made = Self(made, PhantomData);
                 let mut linked = raw.lock();
                 if linked.0.is_some() {
-                    // Unlocked first: the release of the new one looks at the link.
+                    // Unlock first: dropping `made` releases the new dma-buf, whose release takes the lock.
                     drop(linked);
                     return Err(EBUSY);
                 }
-                // INVARIANT: The dma-buf is not released, as a reference to it is ours.
+                // INVARIANT: `made` owns a reference, so the dma-buf was not released; its release clears this pointer.
                 linked.0 = Some(made.0);
                 drop(linked);
                 Ok(made)
             }
             Err(e) => {
-                // SAFETY: There is no dma-buf that would own the box.
+                // SAFETY: The pointer came from `KBox::into_raw()`, and no dma-buf was made that would own the box.
                 drop(unsafe { KBox::from_raw(owned) });
                 Err(e)
             }
         }
     }
 
-    /// The file that is the dma-buf.
+    /// Returns the dma-buf's file, with the reference of `self`.
     pub(crate) fn into_file(self) -> ARef<File> {
-        // SAFETY: By the type invariant the dma-buf is valid, and has a file as long as it is.
+        // SAFETY: By the type invariant the dma-buf is valid. Its file does not change.
         let file = unsafe { (*self.0.as_ptr()).file };
-        // The reference goes with the result.
+        // The reference moves to the result.
         core::mem::forget(self);
-        // SAFETY: References to a dma-buf are references to its file; ours goes with the result. A dma-buf's operations
-        // never use the file's position without its lock.
+        // SAFETY: A dma-buf's file is never null, and a reference to the dma-buf is a reference to the file, which moves to
+        // the `ARef`. The file operations of dma-bufs never use `f_pos`, so calls of `fdget_pos()` on other threads do no
+        // harm.
         unsafe { ARef::from_raw(NonNull::new_unchecked(file.cast::<File>())) }
     }
 
+    /// Borrows the object behind a dma-buf.
+    ///
     /// # Safety
     ///
-    /// `dma_buf` must be one with these operations that is not released, and the result must not outlive it.
+    /// `dma_buf` must have the operations of `T`, and its release must not have begun to free `priv`, for the lifetime
+    /// `'a`.
     unsafe fn object<'a>(dma_buf: *mut bindings::dma_buf) -> ArcBorrow<'a, T> {
-        // SAFETY: The dma-buf owns the box, which is not written to.
+        // SAFETY: `priv` of such a dma-buf points to an `Owned<T>` that is not written to and lives until `release` frees
+        // it.
         unsafe { (*(*dma_buf).priv_.cast::<Owned<T>>()).object.as_arc_borrow() }
     }
 
-    /// The object and the importer of an attachment.
+    /// Returns the object behind an attachment's dma-buf, and the number of the attachment.
     ///
     /// # Safety
     ///
-    /// `attachment` must be one that was attached to a dma-buf with these operations, and the result must not outlive
-    /// it.
+    /// `attachment` must be attached, or just being detached, to a dma-buf with the operations of `T` for the lifetime
+    /// `'a`.
     unsafe fn parts<'a>(attachment: *mut bindings::dma_buf_attachment) -> (ArcBorrow<'a, T>, u64) {
-        // SAFETY: An attachment keeps its dma-buf, and its private field is a number, not a pointer.
+        // SAFETY: An attachment keeps its dma-buf, which has the operations of `T`. `attach` stored a number in `priv`.
         unsafe { (Self::object((*attachment).dmabuf), (*attachment).priv_ as u64) }
     }
 
+    /// `attach` of `struct dma_buf_ops`. The reservation is not locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a new attachment to a dma-buf with these operations.
+    /// Only for the core, which calls with a dma-buf of `T` and a new attachment to it.
     unsafe extern "C" fn attach(
         dma_buf: *mut bindings::dma_buf,
         attachment: *mut bindings::dma_buf_attachment,
     ) -> ffi::c_int {
         from_result(|| {
-            // SAFETY: Both are valid for the call.
+            // SAFETY: The caller guarantees that both are valid during the call.
             let (object, attachment_ptr) = unsafe { (Self::object(dma_buf), NonNull::new_unchecked(attachment)) };
-            // INVARIANT: The attachment is being made by this call.
+            // INVARIANT: The core has set `dev` and the flags, and the attachment is valid until this call returns.
             let importer = Importer(attachment_ptr, PhantomData);
             let number = T::attach(object, &importer)?;
-            // SAFETY: The field is the exporter's.
+            // SAFETY: The attachment is valid, and `priv` is the exporter's field. No other thread uses the attachment yet.
             unsafe { (*attachment).priv_ = number as *mut ffi::c_void };
             Ok(0)
         })
     }
 
+    /// `detach` of `struct dma_buf_ops`. The reservation is not locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core, once, for an attachment that ends.
+    /// Only for the core, which calls once for each attachment of a dma-buf of `T`.
     unsafe extern "C" fn detach(_dma_buf: *mut bindings::dma_buf, attachment: *mut bindings::dma_buf_attachment) {
-        // SAFETY: It was attached.
+        // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         T::detach(object, importer);
     }
 
+    /// `pin` of `struct dma_buf_ops`. The reservation is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for an attachment, with the reservation locked.
+    /// Only for the core, which calls with an attachment to a dma-buf of `T`.
     unsafe extern "C" fn pin(attachment: *mut bindings::dma_buf_attachment) -> ffi::c_int {
-        // SAFETY: It was attached.
+        // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         from_result(|| T::pin(object, importer).map(|()| 0))
     }
 
+    /// `unpin` of `struct dma_buf_ops`. The reservation is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for an attachment that was pinned, with the reservation locked.
+    /// Only for the core, which calls with a pinned attachment to a dma-buf of `T`.
     unsafe extern "C" fn unpin(attachment: *mut bindings::dma_buf_attachment) {
-        // SAFETY: It was attached.
+        // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         T::unpin(object, importer);
     }
 
+    /// `map_dma_buf` of `struct dma_buf_ops`. The reservation is locked.
+    ///
+    /// Returns an error pointer: the errors of [`Exporter::map`]; `EINVAL` if a piece is not the target's memory or the
+    /// memory cannot be mapped for DMA; `ENOMEM`; those of the DMA mapping.
+    ///
     /// # Safety
     ///
-    /// Called by the core for an attachment, with the reservation locked.
+    /// Only for the core, which calls with an attachment to a dma-buf of `T`.
     unsafe extern "C" fn map(
         attachment: *mut bindings::dma_buf_attachment,
         direction: bindings::dma_data_direction,
     ) -> *mut bindings::sg_table {
-        // SAFETY: It was attached.
+        // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         let MapSource { target, pieces } = match object.map(importer) {
             Ok(what) => what,
@@ -479,14 +536,15 @@ impl<T: Exporter> DmaBuf<T> {
         };
         let keep = match KBox::new(target, GFP_KERNEL_ACCOUNT) {
             Ok(keep) => KBox::into_raw(keep),
-            // The target is dropped.
+            // `KBox::new()` drops the target.
             Err(e) => {
                 T::unmapped(object, importer);
                 return Error::from(e).to_ptr();
             }
         };
-        // SAFETY: The attachment is valid and its reservation locked; the target keeps the provider and the memory, which all
-        // pieces are in, as was just seen, and the mapping keeps the target; the slice has as many pieces as the call is told.
+        // SAFETY: The attachment is valid and its reservation locked. `count` is the length of `pieces`, of which each was
+        // just checked to be the target's memory. By the type invariant of `Target` the provider and the memory are valid
+        // while the target lives, and the mapping owns the target from here on.
         let table = unsafe {
             sys::p2pmem_dma_buf_map(
                 attachment,
@@ -498,49 +556,56 @@ impl<T: Exporter> DmaBuf<T> {
             )
         };
         if from_err_ptr(table).is_err() {
-            // SAFETY: It came from a box, and there is no mapping that would have it.
+            // SAFETY: The pointer came from `KBox::into_raw()`, and no mapping was made that would own the box.
             drop(unsafe { KBox::from_raw(keep) });
             T::unmapped(object, importer);
         }
         table
     }
 
+    /// `unmap_dma_buf` of `struct dma_buf_ops`. The reservation is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a table that `map` returned, with the reservation locked.
+    /// Only for the core, which calls once with each table that `map` returned, with the attachment and direction of that
+    /// call.
     unsafe extern "C" fn unmap(
         attachment: *mut bindings::dma_buf_attachment,
         table: *mut bindings::sg_table,
         direction: bindings::dma_data_direction,
     ) {
-        // SAFETY: The table is one of `map`'s, of this attachment, and not used any more.
+        // SAFETY: `map` made the table for this attachment, and the core does not use it after this call.
         let keep = unsafe { sys::p2pmem_dma_buf_unmap(attachment, table, direction) };
-        // SAFETY: Each table of `map`'s had a box of its own, which is given back with the mapping.
+        // SAFETY: `map` gave each mapping a target from `KBox::into_raw()`, which the mapping's end returns.
         drop(unsafe { KBox::from_raw(keep.cast::<Target>()) });
-        // SAFETY: It was attached.
+        // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         T::unmapped(object, importer);
     }
 
+    /// `mmap` of `struct dma_buf_ops`: always an error.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a dma-buf with these operations.
+    /// Only for the core, which calls with a dma-buf of `T`.
     unsafe extern "C" fn mmap(dma_buf: *mut bindings::dma_buf, _vma: *mut bindings::vm_area_struct) -> ffi::c_int {
-        // SAFETY: The dma-buf is valid for the call.
+        // SAFETY: The caller guarantees that the dma-buf is valid during the call.
         T::mmap(unsafe { Self::object(dma_buf) }).to_errno()
     }
 
+    /// `release` of `struct dma_buf_ops`. The reservation is not locked; takes the link's lock.
+    ///
     /// # Safety
     ///
-    /// Called by the core, once, when the last reference to a dma-buf with these operations is gone.
+    /// Only for the core, which calls once, when the last reference to a dma-buf of `T` is gone.
     unsafe extern "C" fn release(dma_buf: *mut bindings::dma_buf) {
-        // SAFETY: The dma-buf owns the box, which this takes over.
+        // SAFETY: `priv` came from `KBox::into_raw()`, and the core calls `release` once, with no attachment left.
         let owned = unsafe { KBox::from_raw((*dma_buf).priv_.cast::<Owned<T>>()) };
-        // SAFETY: By the type invariant the object keeps it.
+        // SAFETY: By the type invariant of `Owned` the object keeps the link.
         let mut linked = unsafe { owned.link.as_ref() }.raw.lock();
-        // It is that of another dma-buf where this one was refused for it.
+        // The link is that of another dma-buf if `new` refused this one with `EBUSY`.
         if linked.0.is_some_and(|linked| ptr::eq(linked.as_ptr(), dma_buf)) {
-            // The lock waited for whoever uses it.
+            // INVARIANT: The pointer goes before the dma-buf. Taking the lock has waited for all users.
             linked.0 = None;
         }
         drop(linked);
@@ -550,7 +615,7 @@ impl<T: Exporter> DmaBuf<T> {
 
 impl<T: Exporter> Drop for DmaBuf<T> {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the reference is ours.
+        // SAFETY: By the type invariant this object owns a reference to the dma-buf, which is dropped once.
         unsafe { bindings::dma_buf_put(self.0.as_ptr()) };
     }
 }

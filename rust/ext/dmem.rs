@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The dmem controller of cgroups: a region for each provider's memory, and what is charged to the caller's cgroup.
+//! The dmem cgroup controller: a region for each provider's memory, and charges to the current task's cgroup.
 //!
-//! A kernel without the controller has regions that nothing is charged to.
+//! Without the controller in the kernel, regions exist but charges do nothing ([`Region::COUNTS`]). All functions may
+//! sleep, in process context; they take no locks of p2pmem.
 //!
 //! C header: [`include/linux/cgroup_dmem.h`](srctree/include/linux/cgroup_dmem.h)
 
@@ -17,77 +18,80 @@ use kernel::{
     prelude::*, //
 };
 
-/// A region, named `p2pmem/` and the function's address.
+/// A region of device memory, named `p2pmem/` and the PCI address of the function.
 ///
 /// # Invariants
 ///
-/// `region` is null or registered.
+/// `region` is registered, or null if the kernel has no controller.
 pub(crate) struct Region {
     region: *mut ffi::c_void,
 }
 
 // SAFETY: A region is not bound to a thread.
 unsafe impl Send for Region {}
-// SAFETY: The controller synchronises charges itself.
+// SAFETY: A shared reference gives access to charging alone, which the controller synchronises.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Whether the kernel has the controller.
+    /// True if the kernel has the controller.
     pub(crate) const COUNTS: bool = cfg!(CONFIG_CGROUP_DMEM);
 
-    /// Registers `size` bytes of a function's memory.
+    /// Registers a region of `size` bytes for the function at `addr`. Errors: `ENOMEM`.
     pub(crate) fn new(size: u64, addr: PciAddr) -> Result<Self> {
         let PciAddr { domain, bus, devfn } = addr;
-        // SAFETY: The function takes numbers.
+        // SAFETY: The function takes no pointers.
         let region = from_err_ptr(unsafe { sys::p2pmem_dmem_region(size, domain, bus, devfn) })?;
-        // INVARIANT: Registered just now, or null.
+        // INVARIANT: The region is registered, or null without the controller.
         Ok(Self { region })
     }
 
-    /// Charges the calling task's cgroup. Errors: `EAGAIN` where a limit would be broken.
+    /// Charges `bytes` to the cgroup of the current task. Process context; may sleep.
+    ///
+    /// Errors: `EAGAIN` if the charge exceeds a limit (`dmem.max`) of the cgroup or of an ancestor; `ENOMEM`.
     pub(crate) fn charge(&self, bytes: u64) -> Result<Held> {
         let mut pool = ptr::null_mut();
-        // SAFETY: By the type invariant the region is null or registered.
+        // SAFETY: By the type invariant the region is registered or null. `pool` is valid for the write.
         to_result(unsafe { sys::p2pmem_dmem_charge(self.region, bytes, &mut pool) })?;
-        // INVARIANT: Charged just now.
+        // INVARIANT: The pool was charged `bytes`, or is null without the controller.
         Ok(Held { pool, bytes })
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant it is null or registered. Pools that are charged keep what they need of it.
+        // SAFETY: By the type invariant the region is null or registered, and it is unregistered once. A charge holds a
+        // reference to its pool, and the pool one to the region.
         unsafe { sys::p2pmem_dmem_region_end(self.region) };
     }
 }
 
-/// What a cgroup was charged; dropping it gives that back.
+/// A charge to a cgroup. Dropping it ends the charge.
 ///
 /// # Invariants
 ///
-/// `pool` is null or was charged `bytes` bytes.
+/// `pool` is null, or was charged `bytes` bytes that were not uncharged.
 pub(crate) struct Held {
     pool: *mut ffi::c_void,
     bytes: u64,
 }
 
 impl Held {
-    /// What is charged where there is no controller.
-    // INVARIANT: Null.
+    /// No charge, as in a kernel without the controller.
+    // INVARIANT: `pool` is null.
     pub(crate) const NOTHING: Self = Self {
         pool: ptr::null_mut(),
         bytes: 0,
     };
 }
 
-// SAFETY: A charge is not bound to a thread.
+// SAFETY: A charge can be ended on any thread: the pool refers to the cgroup, not to the task.
 unsafe impl Send for Held {}
-// SAFETY: There are no methods on a shared reference.
+// SAFETY: A shared reference has no methods.
 unsafe impl Sync for Held {}
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant this is what was charged, and as it is given back here only, once.
+        // SAFETY: By the type invariant the pool is null or was charged `bytes`, which are uncharged once, here.
         unsafe { sys::p2pmem_dmem_uncharge(self.pool, self.bytes) };
     }
 }

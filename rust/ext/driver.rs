@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The PCI driver that providers of ours are bound to, by `driver_override` and by nothing else.
+//! The p2pmem PCI driver, to which own providers are bound by `driver_override` alone.
+//!
+//! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and gives ranges `struct page` or windows. The
+//! driver reports unbinding, resets and errors to [`Hooks`].
+//!
+//! All functions are for process context and may sleep. The list of bound devices, `BOUND`, is locked during [`with_bound`]
+//! and nests inside the device lock. [`Hooks`] are called with the device locked and `BOUND` not locked.
+//!
+//! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
 use crate::ext::{
     compat::{
@@ -37,22 +45,31 @@ use kernel::{
     sync::Arc,
 };
 
-/// What the driver tells of its devices.
+/// Callbacks for bound devices. All are called in process context with the device locked, and may sleep.
 pub(crate) trait Hooks: Send + Sync + 'static {
-    /// The device is being unbound, and [`with_bound`] does not find it any more. What was made of it has to end here.
+    /// The device is being unbound; [`with_bound`] does not find the device any more.
+    ///
+    /// The provider must be removed before this returns. The driver waits for its windows afterwards.
     fn unbinding(function: &Function);
-    /// What is stored in the device is lost soon, or was already: it is about to be reset, or an error was found of it. `why` says
-    /// which, and `answers` whether its memory can be written still. It stays bound, and its pool is offered to nobody.
+    /// The device is about to be reset or has failed, so its memory's contents are or will be lost.
+    ///
+    /// `why` is a clause that names the cause for the log, and `answers` is true while the memory can still be written. The
+    /// device stays bound, and its pool is not published any more.
     fn losing(function: &Function, why: &CStr, answers: bool);
-    /// The device answers again, after [`Self::losing`] of one that did not.
+    /// The device works again after a reset that followed [`Self::losing`] with `answers` false.
     fn recovered(function: &Function);
 }
 
-/// The driver.
+/// The p2pmem PCI driver, with the callbacks `H`.
 pub(crate) struct Driver<H>(PhantomData<H>);
 
-/// A device that is bound to the driver, which of its BARs were claimed since (a bit for each), the one range of it that was
-/// given struct pages since (BAR, offset, size), and the windows of it.
+/// A device that is bound to the driver.
+///
+/// # Invariants
+///
+/// While the entry is in [`BOUND`], `device` is bound to the driver. Since it was bound: the BARs in the bit mask `claimed`
+/// were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its pool. Windows of the
+/// device are counted in `windows`.
 struct BoundDevice {
     device: *mut bindings::pci_dev,
     claimed: u32,
@@ -60,29 +77,33 @@ struct BoundDevice {
     windows: Arc<Windows>,
 }
 
-// SAFETY: A PCI device is not bound to a thread.
+// SAFETY: A `struct pci_dev` is not bound to a thread, and the pointer is only dereferenced while the device is bound.
 unsafe impl Send for BoundDevice {}
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
 }
 
+/// Initialises `BOUND`.
+///
 /// # Safety
 ///
-/// Called once, before the static locks are said to be initialised.
+/// Must be called once, before [`global::set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
+    // `initialised()` panics.
     unsafe { BOUND.init() };
 }
 
-/// Forgets a device that was bound to the driver.
+/// Removes a device from [`BOUND`]. Waits for [`with_bound`] in progress.
 fn forget_bound(device: *mut bindings::pci_dev) {
     initialised();
     global::drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
 }
 
-/// What the driver core keeps of a bound device: its place in [`BOUND`], which ends with this at the latest.
+/// The driver data of a bound device. Dropping it removes the device from [`BOUND`], also if `probe` fails later.
 pub(crate) struct Data(BoundDevice);
 
 impl Drop for Data {
@@ -94,13 +115,12 @@ impl Drop for Data {
 pci_device_table!(
     TABLE,
     (),
-    // No device has a device id of more than 16 bits. The entry is there because the kernel crate looks up the id
-    // that a device was matched by, and before 7.3 finds the first one for those matched by `driver_override`.
+    // The entry matches no device: device ids have 16 bits. The kernel crate looks up the table entry of the matching id,
+    // and before 7.3 uses the first entry for a device that `driver_override` matched, so the table must not be empty.
     [(pci::DeviceId::from_id(pci::Vendor::REDHAT, 0xffff_fffe), ())]
 );
 
-/// What the PCI core tells the driver of resets and errors. The device is locked, or, in the recovery from an error, is kept
-/// bound by the core.
+/// The error and reset callbacks of the driver. The PCI core calls them with the device locked and bound.
 impl<H: Hooks> Driver<H> {
     const ERROR_HANDLERS: &'static bindings::pci_error_handlers = &bindings::pci_error_handlers {
         error_detected: Some(Self::error_detected),
@@ -112,34 +132,40 @@ impl<H: Hooks> Driver<H> {
         cor_error_detected: None,
     };
 
+    /// `reset_prepare` of `struct pci_error_handlers`.
+    ///
     /// # Safety
     ///
-    /// `device` is bound to the driver.
+    /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
-        // SAFETY: By the requirement.
+        // SAFETY: The caller guarantees a bound device.
         unsafe { Self::lose(device, c"it is about to be reset", true) };
     }
 
+    /// Withdraws the device's pool and reports the device as lost.
+    ///
     /// # Safety
     ///
-    /// As [`Self::reset_prepare`].
+    /// `device` must be bound to the driver during the call.
     unsafe fn lose(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
-        // SAFETY: By the requirement it is a device, which lives during the call.
+        // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        // SAFETY: As above; the call only clears a flag, where there is one.
+        // SAFETY: The device is valid. The call only clears a flag if the device has p2pdma data.
         unsafe { bindings::pci_p2pmem_publish(device, false) };
         H::losing(&function, why, answers);
     }
 
+    /// `error_detected` of `struct pci_error_handlers`.
+    ///
     /// # Safety
     ///
-    /// As [`Self::reset_prepare`].
+    /// `device` must be bound to the driver during the call.
     unsafe extern "C" fn error_detected(
         device: *mut bindings::pci_dev,
         state: bindings::pci_channel_state_t,
     ) -> bindings::pci_ers_result_t {
         let (why, answer) = match state {
-            // Nothing is lost, and nothing keeps it from going on.
+            // The memory's contents are intact.
             bindings::pci_channel_io_normal => return bindings::pci_ers_result_PCI_ERS_RESULT_CAN_RECOVER,
             bindings::pci_channel_io_frozen => (
                 c"it had an error and is reset",
@@ -150,18 +176,20 @@ impl<H: Hooks> Driver<H> {
                 bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT,
             ),
         };
-        // SAFETY: By the requirement.
+        // SAFETY: The caller guarantees a bound device.
         unsafe { Self::lose(device, why, false) };
         answer
     }
 
+    /// `slot_reset` of `struct pci_error_handlers`.
+    ///
     /// # Safety
     ///
-    /// As [`Self::reset_prepare`].
+    /// `device` must be bound to the driver during the call.
     unsafe extern "C" fn slot_reset(device: *mut bindings::pci_dev) -> bindings::pci_ers_result_t {
-        // SAFETY: By the requirement it is a device, whose configuration the core saved when it was found.
+        // SAFETY: The caller guarantees a bound device. The PCI core saved its configuration when the device was added.
         unsafe { bindings::pci_restore_state(device) };
-        // SAFETY: By the requirement it is a device, which lives during the call.
+        // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
         H::recovered(&function);
         bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED
@@ -181,7 +209,8 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             initialised();
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
-            // SAFETY: The device is being bound to this driver, and the handlers live as long as the module's code.
+            // SAFETY: `probe` binds the device to this driver, so `pdev->driver` is set and the device locked. The handlers
+            // are a static, which lives longer than the driver's registration.
             unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
             let windows = Windows::new()?;
             let entry = || BoundDevice {
@@ -190,6 +219,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
                 range: None,
                 windows: windows.clone(),
             };
+            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window exists.
             BOUND.lock().push(entry(), GFP_KERNEL)?;
             Ok(Data(entry()))
         };
@@ -198,30 +228,39 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
         let function = Function::of(dev);
-        // First of all, so that nothing is made of it any more.
+        // First: after this `with_bound` does not find the device, so no range is added and no window is made.
         forget_bound(function.as_raw());
         H::unbinding(&function);
         this.0.windows.wait();
     }
 }
 
-/// A device that is bound to the driver, during a call of [`with_bound`], or to another one that publishes memory of it.
+/// Access to the BARs of a bound device: one of this driver, during [`with_bound`], or one of another driver that registers
+/// memory.
+///
+/// # Invariants
+///
+/// `range` (BAR, offset, size), if any, was added to the device's pool since the device was bound. The unbinding of the
+/// device waits until `windows` counts no window.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
-    /// Of a device that is bound to the driver: which of its BARs are claimed.
+    /// The BARs that this driver has claimed, as a bit mask. None for a device of another driver.
     claimed: Option<&'a mut u32>,
     range: &'a mut Option<(u32, u64, u64)>,
     windows: &'a Arc<Windows>,
 }
 
 impl<'a> Published<'a> {
-    /// A device that is bound to another driver, which says so: of it the `range`, if any, has struct pages, and the
-    /// unbinding of that driver waits for `windows`.
+    /// Access to a device of another driver that registers memory.
+    ///
+    /// `range` must be the range that was added to the device's pool since it was bound, if any, and the driver must not be
+    /// unbound before `windows` counts no window. The caller keeps the type invariants.
     pub(super) fn by_other(
         device: &'a pci::Device<Bound>,
         range: &'a mut Option<(u32, u64, u64)>,
         windows: &'a Arc<Windows>,
     ) -> Self {
+        // INVARIANT: By the contract above.
         Self {
             device,
             claimed: None,
@@ -230,14 +269,14 @@ impl<'a> Published<'a> {
         }
     }
 
+    /// Returns the bound device.
     pub(crate) fn device(&self) -> &pci::Device<Bound> {
         self.device
     }
 
-    /// Claims a BAR, so that nobody else in the kernel gets it, and `/proc/iomem` shows who has it. It is claimed until the device is
-    /// unbound. The claim of a device that is bound to another driver is that driver's business.
+    /// Claims a BAR, as shown in `/proc/iomem`, until the device is unbound. Does nothing for a device of another driver.
     ///
-    /// Errors: `EINVAL` when there is no such BAR, `EBUSY` when somebody else has claimed some of it (the kernel logs which part),
+    /// Errors: `EINVAL` if there is no such BAR; `EBUSY` if part of it is claimed already (the kernel logs which part);
     /// `ENOMEM`.
     pub(crate) fn claim(&mut self, bar: u32) -> Result {
         let Some(claimed) = self.claimed.as_deref_mut() else {
@@ -248,16 +287,19 @@ impl<'a> Published<'a> {
             return Ok(());
         }
         let device = Function::of(self.device).as_raw();
-        // SAFETY: The device is bound during this call, so that the driver core releases the claim when it is unbound; the name is a
-        // static, which lives as long as the module, and the module's driver goes before it.
+        // SAFETY: The device is bound during this call, so the driver core releases the claim when the device is unbound.
+        // The name is a static of this module, whose driver is unregistered before the module goes.
         to_result(unsafe { bindings::pcim_request_region(device, bar as ffi::c_int, c"p2pmem".as_char_ptr()) })?;
+        // INVARIANT: The BAR was claimed above.
         *claimed |= bit;
         Ok(())
     }
 
-    /// Gives a range of a BAR struct pages. It keeps them until the device is unbound, so a second range is refused.
+    /// Adds a range of a BAR to the device's pool, with a `struct page` for each page.
     ///
-    /// Errors: `EBUSY` when another range has them already, and those of `pci_p2pdma_add_resource()`.
+    /// The range keeps its pages until the device is unbound, so only the same range can be added again. May sleep.
+    ///
+    /// Errors: `EBUSY` if another range was added; those of `pci_p2pdma_add_resource()`.
     pub(crate) fn add_range(&mut self, bar: u32, offset: u64, size: u64) -> Result {
         match *self.range {
             Some(range) if range == (bar, offset, size) => return Ok(()),
@@ -265,27 +307,28 @@ impl<'a> Published<'a> {
             None => {}
         }
         p2pdma::add_resource(self.device, bar, size, offset)?;
+        // INVARIANT: The range was added during the binding that `self` refers to.
         *self.range = Some((bar, offset, size));
         Ok(())
     }
 
-    /// Offers what of the range with struct pages is left in the kernel's pool to other drivers in the kernel, until
-    /// [`p2pdma::withdraw`].
+    /// Publishes the device's pool to other drivers in the kernel, until [`p2pdma::withdraw`].
     ///
-    /// Errors: `ENODEV` when no range has struct pages.
+    /// Errors: `ENODEV` if no range was added.
     pub(crate) fn offer(&self) -> Result {
         if self.range.is_none() {
             return Err(ENODEV);
         }
-        // SAFETY: The range was added to the device's pool since it was bound, by `add_range`.
+        // SAFETY: By the type invariant the range was added to the device's pool since the device was bound, so the device
+        // has a pool.
         unsafe { p2pdma::offer(self.device) };
         Ok(())
     }
 
-    /// A window of a range of a BAR, which gets no struct pages. Programs map it in `space`.
+    /// Maps a range of a BAR as a window without `struct page`. Programs map the window in `space`. May sleep.
     ///
-    /// Errors: `EBUSY` when a range has them already, `EINVAL` when the range is not in the BAR, `EOPNOTSUPP` when the
-    /// device's BARs cannot be mapped, `ENOMEM`.
+    /// Errors: `EBUSY` if a range of the device has pages; `EINVAL` if the range is not in the BAR; `EOPNOTSUPP` if the
+    /// device cannot do peer-to-peer DMA; `ENOMEM`.
     pub(crate) fn window<T: Mappable>(
         &self,
         bar: u32,
@@ -297,20 +340,25 @@ impl<'a> Published<'a> {
             return Err(EBUSY);
         }
         let space = space.hold()?;
-        // SAFETY: The device is bound during this call, and whoever unbinds it waits for these windows.
+        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for the windows.
         unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows, space) }
     }
 }
 
-/// Calls `f` with the device at `addr` if it is bound to this driver. It stays bound during the call.
+/// Calls `f` with the device at `addr`, or returns `None` if no device of this driver is there.
+///
+/// The device stays bound during the call: `BOUND` is locked, so `f` must not call this function or wait for an unbinding.
+/// May sleep.
 pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -> Option<R> {
     initialised();
     let mut bound = BOUND.lock();
     let function = Function::find(addr)?;
     let entry = bound.iter_mut().find(|d| ptr::eq(d.device, function.as_raw()))?;
-    // SAFETY: The device is in the list, `unbind` takes it out before it is unbound, and the lock keeps `unbind` from
-    // doing so during the call. `pci::Device` is a transparent wrapper of the C structure in every context.
+    // SAFETY: By the type invariant of `BoundDevice` the device is bound while its entry is in the list. `unbind` removes
+    // the entry before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
+    // pci_dev` in every context.
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
+    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's windows.
     Some(f(Published {
         device,
         claimed: Some(&mut entry.claimed),

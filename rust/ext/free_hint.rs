@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What a provider has, for those who do not want to wait for its locks.
+//! A lock-free hint of a provider's free memory.
+//!
+//! The owner of the provider's locks writes the hint; allocations read it without a lock to decide whether a provider can
+//! serve a request. Nothing here sleeps or takes a lock, so all functions run in any context. All sizes are bytes.
+//!
+//! No C header: the hint consists of [`kernel::sync::atomic`] types.
 
 use crate::policy::ranking::{
     Capacity,
@@ -15,22 +20,22 @@ use kernel::{
     },
 };
 
-/// Bytes to take so that a place for `size` bytes at `align` is among them wherever they begin.
+/// Returns how many bytes always contain `size` bytes aligned to `align`, at whatever page they begin.
 pub(crate) fn padded(size: u64, align: u64) -> u64 {
     size.saturating_add(align.saturating_sub(PAGE_SIZE as u64))
 }
 
-/// What it takes for a request to fit for sure, and for sure not to.
+/// A request's needs: bounds for when it fits and when it does not fit.
 pub(crate) struct Need {
-    /// A free piece of that many bytes has room for it, whether it begins anywhere or is a block that begins at a multiple
-    /// of its size.
+    /// A free piece of at least this size fits, whether it begins at any page or is a block aligned to its size.
     enough: u64,
-    /// If no more bytes are free than this many, it does not fit.
+    /// If at most this many bytes are free, the request does not fit.
     short: u64,
 }
 
 impl Need {
-    /// `size` bytes, a multiple of the page size, at `align`. None where nothing has room for that.
+    /// Computes the needs of `size` bytes, a multiple of the page size, aligned to `align`. Returns `None` if no memory can
+    /// satisfy them.
     pub(crate) fn of(size: u64, align: u64) -> Option<Self> {
         let block = size.max(align).checked_next_power_of_two()?;
         Some(Self {
@@ -40,27 +45,32 @@ impl Need {
     }
 }
 
-/// What a provider has: true unless something changes at this moment.
+/// A provider's free memory, as of the last change.
+///
+/// One writer at a time: callers hold the provider's lock for [`Self::set`] and [`Self::set_returning`].
 pub(crate) struct FreeHint {
     free: Atomic<u64>,
     piece: Atomic<u64>,
-    /// Or [`CLOSED`].
+    /// Bytes that are about to be free, or [`CLOSED`].
     returning: Atomic<u64>,
-    /// How often returning bytes have come to be free.
+    /// How many times returning bytes have become free.
     returns: Atomic<u64>,
 }
 
-/// Returning bytes of what has nothing any more: no BAR has as many.
+/// The value of `returning` for a closed hint. No BAR is as large.
 const CLOSED: u64 = 1 << 63;
 
-/// A relaxed load that takes no call: in most kernels the crate's own is one, to a function in C.
+/// Loads an atomic with relaxed ordering, inline.
+///
+/// In most kernel configurations the kernel crate's own load is a call of a C function.
 fn peek(word: &Atomic<u64>) -> u64 {
-    // SAFETY: The pointer is that of a reference. All writes are atomic ones, and reading an aligned word in one go is
-    // what a relaxed load is.
+    // SAFETY: The pointer is derived from a reference, so it is valid and aligned. All writes are atomic, and a volatile
+    // load of an aligned word is the kernel's relaxed atomic load (`READ_ONCE()`).
     unsafe { word.as_ptr().read_volatile() }
 }
 
 impl FreeHint {
+    /// Creates the hint of a provider without free memory. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
         let hint = Self {
             free: Atomic::new(0),
@@ -71,31 +81,34 @@ impl FreeHint {
         Ok(Arc::new(hint, GFP_KERNEL)?)
     }
 
-    /// Free bytes, and the largest piece that is known: it begins anywhere, or is a block that begins at a multiple of its
-    /// size. Only one at a time may say.
+    /// Sets the free bytes and the size of the largest known piece.
+    ///
+    /// The piece begins at any page, or is a block aligned to its size. Callers hold the provider's lock.
     pub(crate) fn set(&self, free: u64, piece: u64) {
         self.piece.store(piece, Relaxed);
         self.free.store(free, Release);
     }
 
-    /// Bytes that are as good as free, as they will be in a moment, and how often such have come to be free. Bytes are said
-    /// here before they are missing from the free ones, and until they are there again. Only one at a time may say, and not
-    /// after [`Self::close`].
+    /// Sets the bytes that are about to be free, and how many times such bytes have become free.
+    ///
+    /// Bytes must be counted as returning before they are missing from the free bytes, and until they are counted as free
+    /// again. Callers hold the provider's lock, and do not call this after [`Self::close`].
     pub(crate) fn set_returning(&self, bytes: u64, returns: u64) {
         self.returns.store(returns, Release);
         self.returning.store(bytes, Release);
     }
 
-    /// From here on there is nothing to be had.
+    /// Closes the hint: [`Self::fit`] returns `Unknown` from now on.
     pub(crate) fn close(&self) {
         self.returning.store(CLOSED, Relaxed);
     }
 
-    /// Free bytes, the largest piece that is known, and whether the request fits. Unknown where nothing is to be had any more,
-    /// too.
+    /// Returns whether the request fits, does not fit, or is unknown, with the capacity at this moment.
+    ///
+    /// Always `Unknown` once the hint is closed.
     #[inline(always)]
     pub(crate) fn fit(&self, need: &Need) -> FitHint {
-        // Both are bytes of one BAR.
+        // Cannot overflow into `CLOSED`: both are sizes within one BAR, unless the hint is closed.
         let free = peek(&self.free).wrapping_add(peek(&self.returning));
         let largest = peek(&self.piece);
         if free >= CLOSED {
@@ -111,7 +124,10 @@ impl FreeHint {
         FitHint::Unknown
     }
 
-    /// Whether too little is free for sure: bytes that move between free and returning count once at least.
+    /// Returns whether certainly too little is free.
+    ///
+    /// Bytes that move between free and returning are counted at least once: `returning` is read before and after `free`,
+    /// and `returns` tells of bytes that moved meanwhile.
     #[cold]
     fn is_short(&self, need: &Need) -> bool {
         let returns = self.returns.load(Acquire);
@@ -148,11 +164,11 @@ mod tests {
         for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
             assert_eq!(hint.fit(&small), fits(12 * PAGE, 8 * PAGE));
         }
-        // It may fit into blocks side by side, or into the piece as it lies, or not.
+        // These may fit into adjacent blocks or unaligned into the piece, or not at all.
         for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
             assert_eq!(hint.fit(&unknown), FitHint::Unknown);
         }
-        // For sure it does not.
+        // These do not fit.
         assert_eq!(hint.fit(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
         hint.set(3 * PAGE, 8 * PAGE);
         assert_eq!(hint.fit(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
@@ -169,7 +185,7 @@ mod tests {
         assert_eq!(hint.fit(&need(5, 1)?), short(4 * PAGE, PAGE));
         hint.close();
         assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
-        // Numbers that come late open nothing.
+        // A late update does not reopen the hint.
         hint.set(9 * PAGE, 8 * PAGE);
         assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
         assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());

@@ -1,8 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! State for kernel callbacks that carry no private data: whether the module is loaded, and the objects they work on.
+//! State for kernel callbacks that carry no private data: whether the module is loaded, and the objects that callbacks
+//! need.
 //!
-//! Each static lock stands in the file that uses it, and [`super::init`] initialises all of them.
+//! Each file defines its own static locks, and [`super::init`] initialises all of them.
+//!
+//! Functions that use a lock may sleep. `INSTANCES` is a leaf: no other lock is taken under it.
+//!
+//! No C header: the registry is p2pmem's own.
 
 use core::{any::TypeId, ffi::c_void, marker::PhantomData, ptr::NonNull};
 use kernel::{
@@ -13,21 +18,26 @@ use kernel::{
     },
 };
 
-/// Whether the static locks are initialised.
+/// True once all static locks are initialised.
 static INITIALISED: AtomicFlag = AtomicFlag::new(false);
 
-/// States that all static locks are initialised.
+/// Records that all static locks are initialised. Called once by [`super::init`].
 pub(super) fn set_initialised() {
     INITIALISED.store(true, Release);
 }
 
-/// Comes before each use of a static lock. Panics before [`super::init`] is done.
+/// Asserts that the static locks are initialised. Every function that uses a static lock calls this first.
+///
+/// # Panics
+///
+/// Panics before [`super::init`] has returned.
 pub(super) fn initialised() {
     assert!(INITIALISED.load(Acquire));
 }
 
-/// Takes out of a list what `is_it` says. After the last one nothing of the list stays allocated: a static is not dropped
-/// when the module goes.
+/// Removes the entries of a static list for which `is_it` returns true.
+///
+/// Frees the list's memory with the last entry, since statics are not dropped when the module is unloaded.
 pub(super) fn drop_from<T>(list: &mut KVec<T>, is_it: impl Fn(&T) -> bool) {
     list.retain(|entry| !is_it(entry));
     if list.is_empty() {
@@ -35,16 +45,20 @@ pub(super) fn drop_from<T>(list: &mut KVec<T>, is_it: impl Fn(&T) -> bool) {
     }
 }
 
-/// Whether the module is loaded and stays so, as long as somebody uses it.
+/// True while the module is loaded: from the end of its initialisation to the start of its exit.
 static READY: AtomicFlag = AtomicFlag::new(false);
 
-/// States that the module is loaded: nothing can fail any more. Or, with false, that it is going.
+/// Sets whether the module is loaded: true when initialisation can no longer fail, false when the module exits.
 pub(crate) fn set_ready(ready: bool) {
     READY.store(ready, Release);
 }
 
-/// What everybody asks first who would keep the module in use: the kernel lets files be opened and directories be made while a
-/// module is being loaded, and frees it all the same when loading fails. Errors: `ENODEV` while the module is being loaded.
+/// Checks that the module is loaded. Every entry point calls this before it keeps a reference to the module.
+///
+/// The kernel lets programs open files and create directories while a module is being loaded, and frees the module if its
+/// initialisation fails, whatever its reference count.
+///
+/// Errors: `ENODEV` while the module is being loaded or unloaded.
 pub(crate) fn ready() -> Result {
     if READY.load(Acquire) {
         Ok(())
@@ -57,41 +71,47 @@ pub(crate) fn ready() -> Result {
 ///
 /// # Invariants
 ///
-/// `object` is what `Arc::into_raw()` returned of an object of the type `kind`, which is `Send` and `Sync`, and its reference is
-/// this one's.
+/// `object` came from `Arc::into_raw()` for an object of the type that `kind` identifies, which is `Send` and `Sync`. This
+/// entry owns that reference.
 struct Instance {
     kind: TypeId,
     object: NonNull<c_void>,
 }
 
-// SAFETY: By the type invariant the object is `Send` and `Sync`.
+// SAFETY: By the type invariant the object is `Send` and `Sync`, so references to it can be moved between threads.
 unsafe impl Send for Instance {}
 
 impl Instance {
-    /// Whether the object is of this type.
+    /// Returns whether the object is a `T`.
     fn is<T: 'static>(&self) -> bool {
         self.kind == TypeId::of::<T>()
     }
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static INSTANCES: Mutex<KVec<Instance>> = KVec::new();
 }
 
+/// Initialises `INSTANCES`.
+///
 /// # Safety
 ///
-/// Called once, before [`set_initialised`].
+/// Must be called once, before [`set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
+    // `initialised()` panics.
     unsafe { INSTANCES.init() };
 }
 
-/// Keeps an object where callbacks find it ([`instance`]), until it is dropped.
+/// The registration of an object. Until it is dropped, [`instance`] finds the object.
 pub(crate) struct Registered<T: Send + Sync + 'static>(PhantomData<fn(T)>);
 
 impl<T: Send + Sync + 'static> Registered<T> {
-    /// Errors: `EBUSY` while there is another one of its type, `ENOMEM`.
+    /// Registers an object under its type. May sleep.
+    ///
+    /// Errors: `EBUSY` if an object of the type is registered; `ENOMEM`.
     pub(crate) fn new(object: Arc<T>) -> Result<Self> {
         initialised();
         let mut all = INSTANCES.lock();
@@ -99,9 +119,10 @@ impl<T: Send + Sync + 'static> Registered<T> {
             return Err(EBUSY);
         }
         all.reserve(1, GFP_KERNEL)?;
-        // SAFETY: The pointer of an `Arc` is not null.
+        // SAFETY: `Arc::into_raw()` never returns null.
         let object = unsafe { NonNull::new_unchecked(Arc::into_raw(object).cast_mut()) }.cast();
-        // INVARIANT: The reference was the argument's, and `T` is `Send` and `Sync`. There is room for it.
+        // INVARIANT: The pointer is from `Arc::into_raw()` of a `T`, which is `Send` and `Sync`, and the reference was the
+        // argument's. The list has room, so the push cannot fail.
         let _ = all.push_within_capacity(Instance {
             kind: TypeId::of::<T>(),
             object,
@@ -116,24 +137,27 @@ impl<T: Send + Sync + 'static> Drop for Registered<T> {
         let at = all.iter().position(Instance::is::<T>);
         let removed = at.and_then(|at| all.remove(at).ok());
         if all.is_empty() {
-            // A static is not dropped when the module goes.
+            // Statics are not dropped when the module is unloaded: free the list's memory.
             *all = KVec::new();
         }
         drop(all);
         if let Some(instance) = removed {
-            // SAFETY: By the type invariant of `Instance`, which is gone with this. Outside the lock, as this may be the last
-            // reference.
+            // SAFETY: By the type invariant of `Instance` the entry owns a reference to a `T`; the entry was removed, so
+            // the reference is taken back once. Dropped outside the lock, since the object's own drop may use the registry.
             drop(unsafe { Arc::from_raw(instance.object.cast::<T>().as_ptr()) });
         }
     }
 }
 
-/// The object of a type. Errors: `ENODEV` while there is none: the module is being set up or taken down.
+/// Returns the registered object of a type. May sleep.
+///
+/// Errors: `ENODEV` if none is registered, as while the module is being loaded or unloaded.
 pub(crate) fn instance<T: Send + Sync + 'static>() -> Result<Arc<T>> {
     initialised();
     let all = INSTANCES.lock();
     let found = all.iter().find(|instance| instance.is::<T>()).ok_or(ENODEV)?;
-    // SAFETY: By the type invariant. The reference stays the instance's.
+    // SAFETY: By the type invariant of `Instance` the pointer is that of a `T` with a reference. `ManuallyDrop` leaves the
+    // reference with the entry.
     let kept = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(found.object.cast::<T>().as_ptr()) });
     Ok(Arc::clone(&kept))
 }

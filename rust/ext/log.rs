@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What belongs to a line in the log: the time, who is asking, and the limit of their rate.
+//! Parts of log messages: the time, the process, and the rate limits.
+//!
+//! Nothing here sleeps or takes a lock. [`capable_admin`] and [`Owner::current`] are for process context, where the current
+//! task is the caller.
+//!
+//! C headers: [`include/linux/ratelimit.h`](srctree/include/linux/ratelimit.h),
+//! [`include/linux/timekeeping.h`](srctree/include/linux/timekeeping.h),
+//! [`include/linux/capability.h`](srctree/include/linux/capability.h)
 
 use crate::sys;
 use kernel::{
@@ -8,26 +15,26 @@ use kernel::{
     prelude::*, //
 };
 
-/// Whether one more line about a refused request may go to the log now (C: `__ratelimit()`).
+/// Returns whether the rate limit admits another message about a refused request. C: `__ratelimit()`.
 pub(crate) fn allowed() -> bool {
-    // SAFETY: The function takes no arguments and can be called from any context.
+    // SAFETY: The function has no arguments and can be called in any context.
     unsafe { sys::p2pmem_log_allowed() }
 }
 
-/// `CLOCK_MONOTONIC` in nanoseconds.
+/// Returns `CLOCK_MONOTONIC` in nanoseconds. C: `ktime_get_ns()`.
 pub(crate) fn now_ns() -> u64 {
-    // SAFETY: The function takes no arguments and can be called from any context.
+    // SAFETY: The function has no arguments and can be called in any context.
     unsafe { sys::p2pmem_now_ns() }
 }
 
-/// A wait without a limit, of which the log tells now and then: after 1, 10 and 60 seconds, and every 5 minutes from then on.
+/// The schedule of log messages for a wait without a time limit: after 1, 10 and 60 seconds, then every 5 minutes.
 pub(crate) struct LoggedWait {
     began: u64,
     told: u64,
 }
 
 impl LoggedWait {
-    /// A wait that begins now.
+    /// Starts the schedule now.
     pub(crate) fn new() -> Self {
         Self {
             began: now_ns(),
@@ -35,18 +42,19 @@ impl LoggedWait {
         }
     }
 
-    /// Whole seconds since it began.
+    /// Returns the whole seconds since the start.
     pub(crate) fn seconds(&self) -> u64 {
         now_ns().saturating_sub(self.began) / 1_000_000_000
     }
 
-    /// The seconds since it began, if they are worth a line now.
+    /// Returns the whole seconds since the start if a message is due, else `None`.
     pub(crate) fn due(&mut self) -> Option<u64> {
         let seconds = self.seconds();
         self.is_due(seconds).then_some(seconds)
     }
 
-    /// Whether it is worth a line after so many seconds: once for each moment, however late somebody looks.
+    /// Returns whether a message is due after `seconds`. Each time of the schedule is due once, even if the caller asks
+    /// late.
     pub(crate) fn is_due(&mut self, seconds: u64) -> bool {
         let before = core::mem::replace(&mut self.told, seconds);
         let passed = |moment| before < moment && moment <= seconds;
@@ -54,13 +62,13 @@ impl LoggedWait {
     }
 }
 
-/// Whether the calling task has `CAP_SYS_ADMIN`.
+/// Returns whether the current task has `CAP_SYS_ADMIN`. Meaningful in process context alone.
 pub(crate) fn capable_admin() -> bool {
-    // SAFETY: Called in process context by the handlers of system calls, where `current` is the caller.
+    // SAFETY: `capable()` reads the credentials of the current task, which always exists.
     unsafe { sys::p2pmem_capable_admin() }
 }
 
-/// Who a buffer belongs to, as the log names him.
+/// The process that allocated a buffer, for messages: its process id and command name.
 #[derive(Clone, Copy)]
 pub(crate) struct Owner {
     pid: i32,
@@ -68,10 +76,10 @@ pub(crate) struct Owner {
 }
 
 impl Owner {
-    /// The calling process.
+    /// Returns the process of the current task.
     pub(crate) fn current() -> Self {
         let mut comm = [0u8; 16];
-        // SAFETY: The buffer is as long as the call is told.
+        // SAFETY: The buffer has the length that the call gets.
         unsafe { sys::p2pmem_current_comm(comm.as_mut_ptr(), comm.len()) };
         Self {
             pid: current!().group_leader().pid(),

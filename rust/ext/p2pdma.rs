@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Published BAR memory: the kernel's pool of it, its pages, and the kernel's word on who can reach it.
+//! The kernel's peer-to-peer DMA core: pools of BAR memory, their pages, and the distance between functions.
+//!
+//! A [`Pool`] hands out [`PoolChunk`]s; a [`Backing`] is a provider's memory, as a chunk or as a window without pages; a
+//! [`Target`] keeps a backing for DMA mappings.
+//!
+//! All functions are for process context and may sleep, except `phys`, `bus_addr`, `size` and `covers`. The one lock is
+//! `Pool::open`; no other lock of p2pmem is taken under it. [`PoolChunk::insert`] is called in a page fault, with the area
+//! locked.
 //!
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 
@@ -27,47 +34,55 @@ use kernel::{
     sync::{aref::ARef, Arc, Mutex},
 };
 
-/// Gives `size` bytes at `offset` of a BAR struct pages and puts them into the device's pool.
+/// Adds `size` bytes at `offset` of a BAR to the device's pool, with a `struct page` for each page.
 ///
-/// They stay until the driver is unbound. C: `pci_p2pdma_add_resource()`.
+/// The pages exist until the driver is unbound. May sleep. C: `pci_p2pdma_add_resource()`.
 ///
-/// Errors: `EINVAL` when the range is not one of whole pages in a memory BAR, and those of the kernel.
+/// Errors: `EINVAL` if the range is not within a memory BAR or not whole pages; those of the C function.
 pub(super) fn add_resource(dev: &pci::Device<Bound>, bar: u32, size: u64, offset: u64) -> Result {
     let function = Function::of(dev);
     within(function.bar(bar), offset, size)?;
     let (bar, size) = (i32::try_from(bar)?, usize::try_from(size)?);
-    // SAFETY: The device is bound to a driver, whose unbinding releases what this call acquires; the BAR has the range.
+    // SAFETY: The device is bound, so the driver core releases the pages when the driver is unbound. `within()` has checked
+    // that the BAR contains the range.
     to_result(unsafe { bindings::pci_p2pdma_add_resource(function.as_raw(), bar, size, offset) })
 }
 
-/// Offers what is left in the device's pool to other drivers in the kernel.
+/// Publishes the device's pool: other drivers in the kernel can allocate from it.
 ///
 /// # Safety
 ///
-/// The device must have a pool. The kernel takes memory from what is offered without a look whether there is one.
+/// The device must have a pool. The kernel allocates from a published device without checking for a pool.
 pub(super) unsafe fn offer(dev: &pci::Device<Bound>) {
-    // SAFETY: The device is bound and has a pool; the call only sets a flag.
+    // SAFETY: The device is bound, and the caller guarantees that it has a pool. The call only sets a flag.
     unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), true) };
 }
 
-/// Takes back what [`offer`] did.
+/// Ends what [`offer`] did. Does nothing for a device without a pool. Does not sleep.
 pub(crate) fn withdraw(dev: &pci::Device<Bound>) {
-    // SAFETY: The device is bound; the call only clears a flag, where there is one.
+    // SAFETY: The device is bound. The call only clears a flag if the device has p2pdma data.
     unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), false) };
 }
 
-/// Hops between a provider and a client, or none where the client cannot reach it. C: `pci_p2pdma_distance_many()`.
+/// Returns the kernel's distance between a provider and a client in hops, or `None` if the client cannot reach the
+/// provider. C: `pci_p2pdma_distance_many()`.
+///
+/// Also `None` if one of them is a removed virtual function. May sleep.
 pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
     if !provider.is_placed() || !client.is_placed() {
         return None;
     }
     let mut clients = [client.as_raw_device()];
-    // SAFETY: Both are valid, and so are the bridges above them; the array has as many elements as the call is told.
+    // SAFETY: Both references keep their functions valid, and `is_placed()` says that the bridges above them are valid too.
+    // The array has one element.
     let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
     u32::try_from(distance).ok()
 }
 
-/// The published provider that the kernel itself would choose for these clients. C: `pci_p2pmem_find_many()`.
+/// Returns the published provider that the kernel chooses for the clients, or `None` if there is none. C:
+/// `pci_p2pmem_find_many()`.
+///
+/// The result belongs to any driver. May sleep. Errors: `ENOMEM`.
 pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     let mut devices = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
     for client in clients {
@@ -79,34 +94,37 @@ pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     if devices.is_empty() {
         return Ok(None);
     }
-    // SAFETY: All functions are valid, and so are the bridges above them; the array has as many elements as the call is told.
+    // SAFETY: The references in `clients` keep the functions valid, and `is_placed()` says that the bridges above them are
+    // valid too. The array has as many elements as the call gets.
     let found = unsafe { bindings::pci_p2pmem_find_many(devices.as_mut_ptr(), i32::try_from(devices.len())?) };
     let Some(found) = NonNull::new(found.cast::<pci::Device>()) else {
         return Ok(None);
     };
-    // SAFETY: A device was found, and its reference is ours.
+    // SAFETY: The call returned a device with a reference for the caller. `pci::Device` is a transparent wrapper of `struct
+    // pci_dev`.
     let found: ARef<pci::Device> = unsafe { ARef::from_raw(found) };
     Ok(Some(Function::of(&found)))
 }
 
-/// Whether a driver published memory of this function: nothing else is at distance 0 of it. Errors: `ENOMEM`.
+/// Returns whether memory of this function is published: only the function itself is at distance 0. Errors: `ENOMEM`.
 fn has_published(function: &Function) -> Result<bool> {
     let ask = || -> Result<bool> {
         let found = find_many(core::slice::from_ref(function))?;
         Ok(found.is_some_and(|f| f.same(function)))
     };
-    // The kernel's answer is the same where it gets no page for its list of candidates. It is asked twice, as it seldom fails to
-    // get one twice in a row.
+    // The kernel also finds nothing if it cannot allocate a page for its list of candidates. Ask twice, as two failures in
+    // a row are unlikely.
     Ok(ask()? || ask()?)
 }
 
-/// The kernel's pool of a device's published memory.
+/// The kernel's pool of a function's published memory.
 ///
 /// # Invariants
 ///
-/// While `open` is true, the device has a pool or no p2pdma data at all, which the kernel checks for itself. It is set
-/// when there is a pool, and [`super::bus`] clears it when the driver that made the pool is unbound: before that, no
-/// other driver can be bound that would leave p2pdma data without a pool, which is what the kernel does not check for.
+/// While `open` is true, the function has a pool, or no p2pdma data at all, which `pci_alloc_p2pmem()` checks for. `open`
+/// becomes true when there is a pool. [`super::bus`] sets it to false when the driver that made the pool is unbound, and,
+/// for a pool that was found during the unbinding, before the next driver is bound: that driver may create p2pdma data
+/// without a pool, which the kernel does not check for.
 #[pin_data]
 pub(crate) struct Pool {
     function: Function,
@@ -115,12 +133,16 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// The pool of a device, if its driver has published one.
+    /// Finds the pool of a function, or returns `None` if no memory of the function is published. May sleep. Errors:
+    /// `ENOMEM`.
+    ///
+    /// The caller closes the pool before the function's driver is unbound.
     pub(super) fn find(function: &Function) -> Result<Option<Arc<Self>>> {
         if !has_published(function)? {
             return Ok(None);
         }
-        // INVARIANT: What is published has a pool: other drivers publish what they added to theirs, and so does `offer()`.
+        // INVARIANT: Published memory is in a pool: drivers publish what they have added to the pool, and so does
+        // `offer()`.
         Arc::pin_init(
             pin_init!(Self {
                 function: function.clone(),
@@ -131,25 +153,28 @@ impl Pool {
         .map(Some)
     }
 
+    /// Returns the function that the pool belongs to.
     pub(crate) fn function(&self) -> &Function {
         &self.function
     }
 
-    /// Ends taking from the pool. What was taken stays valid.
+    /// Closes the pool: [`Self::take`] returns `None` from now on. Chunks stay valid. Takes `open`.
     pub(super) fn close(&self) {
         *self.open.lock() = false;
     }
 
-    /// Takes `size` bytes, a multiple of the page size. None where the pool has not that much in one piece, or is gone.
+    /// Allocates `size` bytes, a multiple of the page size, in one piece. May sleep; takes `open`.
+    ///
+    /// Returns `None` if the pool is closed or gone, has no such piece free, or `size` is invalid.
     pub(crate) fn take(&self, size: u64) -> Option<PoolChunk> {
         let size = usize::try_from(size).ok().filter(|&n| n > 0 && n % PAGE_SIZE == 0)?;
         let open = self.open.lock();
         if !*open {
             return None;
         }
-        // SAFETY: By the type invariant, and as `open` is locked and true, there is a pool or no p2pdma data.
+        // SAFETY: By the type invariant, and as `open` is locked and true, the function has a pool or no p2pdma data.
         let kaddr = unsafe { bindings::pci_alloc_p2pmem(self.function.as_raw(), size) } as usize;
-        // INVARIANT: The pool handed out these pages with one reference to their page map.
+        // INVARIANT: The pool allocated these pages to this caller, and took one reference to their page map.
         (kaddr != 0).then(|| PoolChunk {
             function: self.function.clone(),
             kaddr,
@@ -158,13 +183,13 @@ impl Pool {
     }
 }
 
-/// A piece of a device's pool that is ours, from one `pci_alloc_p2pmem()`.
+/// A chunk of a function's pool, from one `pci_alloc_p2pmem()`.
 ///
 /// # Invariants
 ///
-/// `pages` pages, mapped in the kernel at `kaddr`, belong to this object alone, and so does the one reference to their
-/// page map that came with them. The core waits for that reference before it takes the pages away, so they are there
-/// as long as this object is.
+/// This object owns `pages` pages, mapped in the kernel at `kaddr`, and the one reference to their page map that the
+/// allocation took. The core waits for that reference before it removes the pages, so pages and page map are valid as long
+/// as this object.
 pub(crate) struct PoolChunk {
     function: Function,
     kaddr: usize,
@@ -172,12 +197,12 @@ pub(crate) struct PoolChunk {
 }
 
 impl PoolChunk {
-    /// Bytes.
+    /// Returns the size in bytes.
     pub(crate) fn size(&self) -> u64 {
         (self.pages * PAGE_SIZE) as u64
     }
 
-    /// Page number and count of a byte range of the chunk, cut to the chunk.
+    /// Returns the kernel address and the number of pages of a byte range, cut to the chunk and rounded down to pages.
     fn part(&self, offset: u64, size: u64) -> (usize, usize) {
         let first = usize::try_from(offset / PAGE_SIZE as u64)
             .unwrap_or(usize::MAX)
@@ -188,80 +213,94 @@ impl PoolChunk {
         (self.kaddr + first * PAGE_SIZE, count)
     }
 
-    /// Takes our reference on each page of a range, once, before its first user mapping.
+    /// Takes p2pmem's reference to each page of a range. Must come before the first user mapping; a second call does
+    /// nothing.
+    ///
+    /// With the reference held, a page never becomes free in the core when its users drop their references.
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         let (kaddr, pages) = self.part(offset, size);
-        // SAFETY: By the type invariant the pages are ours.
+        // SAFETY: By the type invariant this object owns the pages; `part()` keeps the range within the chunk.
         unsafe { sys::p2pmem_pages_hold(kaddr, pages) };
     }
 
-    /// How many pages of a range others hold references to.
+    /// Returns how many pages of a range have references besides p2pmem's, as those of I/O in progress.
     pub(crate) fn busy(&self, offset: u64, size: u64) -> usize {
         let (kaddr, pages) = self.part(offset, size);
-        // SAFETY: By the type invariant the pages are ours.
+        // SAFETY: By the type invariant this object owns the pages; `part()` keeps the range within the chunk.
         unsafe { sys::p2pmem_pages_busy(kaddr, pages) }
     }
 
-    /// Zeroes a range. No one else may be using it.
+    /// Zeroes a range, through a write-combining mapping if `combine` is true and one can be made. May sleep.
+    ///
+    /// The caller ensures that nobody else uses the range; otherwise the contents are undefined.
     pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
         let (kaddr, pages) = self.part(offset, size);
-        // SAFETY: By the type invariant the pages are ours, and mapped as I/O memory at `kaddr`.
+        // SAFETY: By the type invariant this object owns the pages, which the kernel maps as I/O memory at `kaddr`;
+        // `part()` keeps the range within the chunk.
         unsafe { sys::p2pmem_pages_clear(kaddr, pages, combine) };
     }
 
-    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    /// Maps pages from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
+    /// the area have room for.
+    ///
+    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages, the range is empty,
+    /// or [`Self::hold`] was not called; `EBUSY` if a page is mapped already; `ENOMEM`.
     pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         let (kaddr, pages) = self.part(offset, size);
         let pages = pages.min(fault.room());
         if pages == 0 {
             return Err(EFAULT);
         }
-        // SAFETY: The area is locked by the fault and has room for that many pages; by the type invariant they are
-        // ours, and the caller took our reference on them (`hold`).
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has room for the
+        // pages. By the type invariant this object owns the pages. The C function refuses areas that are not for pages, and
+        // pages without p2pmem's reference.
         to_result(unsafe { sys::p2pmem_pages_insert(fault.vma_raw(), fault.address(), kaddr, pages) })
     }
 
-    /// The address of a byte on the device's PCI bus.
+    /// Returns the PCI bus address of the page at `offset`.
     pub(crate) fn bus_addr(&self, offset: u64) -> u64 {
         let (kaddr, _) = self.part(offset, 0);
-        // SAFETY: By the type invariant the address belongs to the pool of this device, which is there.
+        // SAFETY: By the type invariant the pages are valid, and so the function has a pool. The call only looks up the
+        // address in it.
         unsafe { bindings::pci_p2pmem_virt_to_bus(self.function.as_raw(), kaddr as *mut ffi::c_void) }
     }
 
-    /// Physical address of the first byte.
+    /// Returns the physical address of the first byte.
     pub(crate) fn phys(&self) -> u64 {
-        // SAFETY: By the type invariant the pages are there.
+        // SAFETY: By the type invariant the page at `kaddr` is valid.
         unsafe { sys::p2pmem_page_phys(self.kaddr) }
     }
 
-    /// What the kernel maps the chunk for DMA with; none where it lies in no BAR of the function.
+    /// Returns the kernel's handle for DMA mappings of the BAR that contains the chunk, or `None` if no BAR of the function
+    /// contains it.
     fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
         let phys = self.phys();
         let bar = (0..6).find(|&bar| {
             let range = self.function.bar(bar);
             range.is_some_and(|(start, len)| phys.checked_sub(start).is_some_and(|offset| offset < len))
         })?;
-        // SAFETY: By the type invariant the page map is there, and the kernel frees a device's p2pdma data after it.
+        // SAFETY: By the type invariant the page map exists, and the kernel frees the function's p2pdma data after the page
+        // map. `bar` is a standard BAR.
         NonNull::new(unsafe { bindings::pcim_p2pdma_provider(self.function.as_raw(), bar as ffi::c_int) })
     }
 
-    /// Physical start and length of the whole range whose driver published it.
+    /// Returns physical start and length of the range that the chunk's driver published.
     pub(crate) fn published_range(&self) -> (u64, u64) {
         let (mut start, mut len) = (0, 0);
-        // SAFETY: By the type invariant the pages are there, and so is their page map.
+        // SAFETY: By the type invariant the pages and their page map are valid, and both pointers are to local variables.
         unsafe { sys::p2pmem_pages_range(self.kaddr, &mut start, &mut len) };
         (start, len)
     }
 }
 
-/// Memory of a provider: pages of its pool, or a window that has none.
+/// A provider's memory: a chunk of the pool, with pages, or a window without pages.
 pub(crate) enum Backing {
     Pages(PoolChunk),
     Window(Window),
 }
 
 impl Backing {
-    /// Bytes.
+    /// Returns the size in bytes.
     pub(crate) fn size(&self) -> u64 {
         match self {
             Self::Pages(chunk) => chunk.size(),
@@ -269,7 +308,7 @@ impl Backing {
         }
     }
 
-    /// Physical address of the first byte.
+    /// Returns the physical address of the first byte.
     pub(crate) fn phys(&self) -> u64 {
         match self {
             Self::Pages(chunk) => chunk.phys(),
@@ -277,7 +316,7 @@ impl Backing {
         }
     }
 
-    /// The address of a byte on the device's PCI bus.
+    /// Returns the PCI bus address at `offset`, which must be a multiple of the page size.
     pub(crate) fn bus_addr(&self, offset: u64) -> u64 {
         match self {
             Self::Pages(chunk) => chunk.bus_addr(offset),
@@ -285,14 +324,14 @@ impl Backing {
         }
     }
 
-    /// Takes our reference on each page of a range, once, before its first user mapping.
+    /// Takes p2pmem's reference to each page of a range; see [`PoolChunk::hold`]. Does nothing without pages.
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         if let Self::Pages(chunk) = self {
             chunk.hold(offset, size);
         }
     }
 
-    /// How many pages of a range others hold references to.
+    /// Returns how many pages of a range have other references; see [`PoolChunk::busy`]. 0 without pages.
     pub(crate) fn busy(&self, offset: u64, size: u64) -> usize {
         match self {
             Self::Pages(chunk) => chunk.busy(offset, size),
@@ -300,7 +339,7 @@ impl Backing {
         }
     }
 
-    /// Zeroes a range. No one else may be using it.
+    /// Zeroes a range, for which nobody else may use the range. May sleep. `combine` is as for [`PoolChunk::clear`].
     pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
         match self {
             Self::Pages(chunk) => chunk.clear(offset, size, combine),
@@ -308,7 +347,10 @@ impl Backing {
         }
     }
 
-    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    /// Maps memory from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
+    /// the area have room for.
+    ///
+    /// Called in a page fault, with the area locked. Errors: see [`PoolChunk::insert`] and [`Window::insert`].
     pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         match self {
             Self::Pages(chunk) => chunk.insert(fault, offset, size),
@@ -316,8 +358,10 @@ impl Backing {
         }
     }
 
-    /// Maps the page table's worth of memory that begins at `offset` as one entry where a fault wants it. Errors: `EAGAIN`
-    /// where that cannot be.
+    /// Maps `Fault::TABLE` bytes from `offset` on with one large entry at the fault's page table.
+    ///
+    /// Called in a page fault, with the area locked. Errors: `EAGAIN` if a large entry is not possible, as always with
+    /// pages; `ENOMEM`.
     pub(crate) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
         match self {
             Self::Pages(_) => Err(EAGAIN),
@@ -325,13 +369,13 @@ impl Backing {
         }
     }
 
-    /// What mappings of it for devices are made with.
+    /// Returns the target for DMA mappings of this memory. The target keeps the memory.
     pub(crate) fn target(self: &Arc<Self>) -> Target {
         let provider = match &**self {
             Self::Pages(chunk) => chunk.provider(),
             Self::Window(window) => Some(window.provider()),
         };
-        // INVARIANT: The backing keeps the provider.
+        // INVARIANT: The provider is that of `backing`, which keeps it valid.
         Target {
             provider,
             backing: self.clone(),
@@ -339,55 +383,59 @@ impl Backing {
     }
 }
 
-/// What a mapping of a provider's memory for a device is made with, and what keeps the memory while it is there.
+/// The memory that DMA mappings are made of: the kernel's handle of the BAR, and a reference that keeps the memory.
 ///
 /// # Invariants
 ///
-/// `provider`, where there is one, is valid as long as `backing` is there: the kernel frees it after the page map of a chunk, and when the
-/// driver is unbound from a device with windows, which waits for them.
+/// `provider`, if any, is valid as long as `backing`: the kernel frees a function's p2pdma data after the page map of a
+/// chunk, and when a driver is unbound, which waits for windows.
 #[derive(Clone)]
 pub(crate) struct Target {
-    /// None where the memory lies in no BAR of its function.
+    /// None if no BAR of the function contains the memory.
     provider: Option<NonNull<bindings::p2pdma_provider>>,
     backing: Arc<Backing>,
 }
 
-// SAFETY: What is behind the pointer is not bound to a thread, and does not change.
+// SAFETY: A `struct p2pdma_provider` is not bound to a thread and does not change after its creation. `Backing` is `Send`
+// and `Sync`.
 unsafe impl Send for Target {}
-// SAFETY: As above.
+// SAFETY: As for `Send`.
 unsafe impl Sync for Target {}
 
 impl Target {
-    /// Whether it can be mapped for DMA: not where it lies in no BAR of its function.
+    /// Returns whether the memory can be mapped for DMA: a BAR of its function contains it.
     pub(crate) fn is_for_dma(&self) -> bool {
         self.provider.is_some()
     }
 
+    /// Returns the kernel's handle for DMA mappings, which is valid as long as `self`.
     pub(super) fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
         self.provider
     }
 
+    /// Returns whether the memory has pages.
     #[cfg(p2pmem_peer)]
     pub(super) fn has_pages(&self) -> bool {
         matches!(*self.backing, Backing::Pages(_))
     }
 
-    /// Whether all of a physical range, of whole pages, is memory that this keeps.
+    /// Returns whether a physical range of whole pages is part of the memory that this target keeps.
     pub(super) fn covers(&self, phys: u64, size: u64) -> bool {
         covers((self.backing.phys(), self.backing.size()), phys, size)
     }
 }
 
-/// Whether memory, given by its first byte and its size, has all of a range of whole pages.
+/// Returns whether memory of `has` bytes from `first` on contains a non-empty range of whole pages.
 fn covers((first, has): (u64, u64), phys: u64, size: u64) -> bool {
     let left = phys.checked_sub(first).and_then(|into| has.checked_sub(into));
     size > 0 && (phys | size) % PAGE_SIZE as u64 == 0 && left.is_some_and(|left| size <= left)
 }
 
 impl Drop for PoolChunk {
-    /// Gives all back to the pool. Pages that others still hold go back when they let go.
+    /// Returns the pages to the pool. Pages with other references return when those are dropped. May sleep.
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the pages came from one allocation from this device's pool and are ours.
+        // SAFETY: By the type invariant this object owns the pages, which came from one allocation from the function's
+        // pool, and the reference to the page map, which the call drops.
         unsafe { sys::p2pmem_pages_release(self.function.as_raw(), self.kaddr, self.pages) };
     }
 }
@@ -420,7 +468,7 @@ mod tests {
         ] {
             assert!(within(bar, offset, size).is_err_and(|e| e == EINVAL));
         }
-        // A BAR that is not, that begins within a page, and one whose end no address has.
+        // No BAR, a BAR that does not begin at a page, and a BAR that wraps around.
         assert!(within(None, 0, PAGE).is_err_and(|e| e == EINVAL));
         assert!(within(Some((start + 1, len)), 0, PAGE).is_err_and(|e| e == EINVAL));
         assert!(within(Some((u64::MAX - PAGE + 1, len)), PAGE, PAGE).is_err_and(|e| e == EINVAL));
@@ -428,7 +476,7 @@ mod tests {
 
     #[test]
     fn a_function_has_six_bars() {
-        // Whatever the guest has: it has at least a host bridge.
+        // Every guest has at least a host bridge.
         let mut at = Function::next(None);
         assert!(at.is_some());
         while let Some(function) = at {
@@ -467,7 +515,7 @@ mod tests {
         ] {
             assert!(!covers((phys, size), at, len));
         }
-        // Memory that ends with the last address there is.
+        // Memory that ends at the last address.
         let top = u64::MAX - PAGE + 1;
         assert!(covers((top, PAGE), top, PAGE) && !covers((top, PAGE), top, 2 * PAGE));
     }

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! PCI functions of any driver: finding them, and where they sit in the hierarchy.
+//! PCI functions of any driver: how to find them, and their place in the hierarchy.
+//!
+//! Looking up functions and reading configuration space may sleep or spin; all functions are for process context. This file
+//! takes no locks.
 //!
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
@@ -14,13 +17,13 @@ use crate::{
 use core::ptr::{self, NonNull};
 use kernel::{bindings, ffi, pci, sync::aref::ARef};
 
-/// A PCI function, bound to any driver or to none, kept by a reference.
+/// A reference to a PCI function, bound to any driver or to none.
 ///
 /// # Invariants
 ///
-/// `physical` is the physical function of a virtual one, and none of any other. It is none as well of a virtual function that
-/// was removed before this was made: that one still points to its physical function, which the kernel no longer keeps for
-/// it. So the bus of such a function has no parent that could be looked at.
+/// `physical` is the physical function of a virtual function, and `None` for any other function. It is also `None` for a
+/// virtual function that was removed before this object was made: such a function still points to its physical function,
+/// but does not keep a reference, so the hierarchy above it must not be read.
 #[derive(Clone)]
 pub(crate) struct Function {
     device: ARef<pci::Device>,
@@ -28,43 +31,49 @@ pub(crate) struct Function {
 }
 
 impl Function {
+    /// Takes over a reference to a function.
     fn new(device: ARef<pci::Device>) -> Self {
         let raw = ptr::from_ref::<pci::Device>(&device).cast_mut().cast();
-        // SAFETY: The function is valid. The call returns null or a reference that is ours.
+        // SAFETY: `device` keeps the function valid. The call returns null or a reference for the caller.
         let physical = NonNull::new(unsafe { sys::p2pmem_pci_get_physfn(raw) });
         let owned = |ptr: NonNull<bindings::pci_dev>| {
-            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the reference is ours.
+            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`. The `ARef` takes over the reference.
             unsafe { ARef::from_raw(ptr.cast::<pci::Device>()) }
         };
-        // INVARIANT: The call returns the physical function of a virtual one that was not removed.
+        // INVARIANT: The call returns the physical function if `device` is a virtual function that was not removed, else
+        // null.
         Self {
             device,
             physical: physical.map(owned),
         }
     }
 
-    /// Whether all that the hierarchy above the function consists of is there: not of a virtual function that was removed
-    /// before this was made.
+    /// Returns whether the hierarchy above the function is valid.
+    ///
+    /// False for a virtual function that was removed before this object was made. Otherwise this object keeps the
+    /// hierarchy: a function keeps its bus and the bridges above.
     pub(super) fn is_placed(&self) -> bool {
-        // SAFETY: The function is valid; whether it is a virtual one does not change.
+        // SAFETY: `device` keeps the function valid. Whether it is a virtual function does not change.
         self.physical.is_some() || !unsafe { sys::p2pmem_pci_is_virtfn(self.as_raw()) }
     }
 
+    /// Takes over a reference from C.
+    ///
     /// # Safety
     ///
-    /// `ptr` must be null or a valid `struct pci_dev` with a reference that this function takes over.
+    /// `ptr` must be null, or a valid `struct pci_dev` with a reference that the caller gives up.
     unsafe fn from_owned(ptr: *mut bindings::pci_dev) -> Option<Self> {
         let ptr = NonNull::new(ptr.cast::<pci::Device>())?;
-        // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the caller hands over a reference.
+        // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`. The caller gives up a reference.
         Some(Self::new(unsafe { ARef::from_raw(ptr) }))
     }
 
-    /// The function behind a device that the kernel crate gave us.
+    /// Returns a reference to the function of a device of the kernel crate.
     pub(crate) fn of(dev: &pci::Device) -> Self {
         Self::new(dev.into())
     }
 
-    /// The function a `struct device` of the PCI bus is part of.
+    /// Returns a reference to the function that contains a `struct device`.
     ///
     /// # Safety
     ///
@@ -72,22 +81,24 @@ impl Function {
     pub(crate) unsafe fn of_device(dev: *mut bindings::device) -> Self {
         // SAFETY: Every device of the PCI bus is embedded in a `struct pci_dev`.
         let pdev = unsafe { kernel::container_of!(dev, bindings::pci_dev, dev) };
-        // SAFETY: `pdev` is valid as `dev` is; `pci::Device` is a transparent wrapper.
+        // SAFETY: `pdev` is valid because `dev` is. `pci::Device` is a transparent wrapper of `struct pci_dev`.
         Self::of(unsafe { &*pdev.cast::<pci::Device>() })
     }
 
+    /// Returns a reference to a function.
+    ///
     /// # Safety
     ///
     /// `ptr` must be a valid `struct pci_dev` for the duration of the call.
     pub(super) unsafe fn of_raw(ptr: NonNull<bindings::pci_dev>) -> Self {
-        // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`; the caller promises that it is valid.
+        // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`, which the caller guarantees to be valid.
         Self::of(unsafe { ptr.cast::<pci::Device>().as_ref() })
     }
 
-    /// The function at `addr`, if there is one that is not being removed.
+    /// Returns the function at `addr`, or `None` if there is none or it is being removed. May sleep.
     pub(crate) fn find(addr: PciAddr) -> Option<Self> {
         let PciAddr { domain, bus, devfn } = addr;
-        // SAFETY: A plain look-up; it returns null or a reference that is ours.
+        // SAFETY: The look-up takes no pointers. It returns null or a reference for the caller.
         let found = unsafe {
             Self::from_owned(bindings::pci_get_domain_bus_and_slot(
                 domain as i32,
@@ -98,39 +109,47 @@ impl Function {
         found.filter(Self::is_placed)
     }
 
-    /// The function that follows `after` in the kernel's list of all, or the first.
+    /// Returns the function after `after` in the kernel's list of all functions, or the first one. `None` at the end. May
+    /// sleep.
     pub(crate) fn next(after: Option<Self>) -> Option<Self> {
         const ANY: u32 = !0;
         let from = after.map_or(ptr::null_mut(), |f| ARef::into_raw(f.device).as_ptr().cast());
-        // SAFETY: `pci_get_device()` takes over the reference to `from` and returns null or a reference that is ours.
+        // SAFETY: `pci_get_device()` drops the reference to `from`, which came from `ARef::into_raw()`, and returns null or
+        // a reference for the caller.
         unsafe { Self::from_owned(bindings::pci_get_device(ANY, ANY, from)) }
     }
 
+    /// Returns the `struct pci_dev`, which is valid as long as `self`.
     pub(crate) fn as_raw(&self) -> *mut bindings::pci_dev {
         ptr::from_ref::<pci::Device>(&self.device).cast_mut().cast()
     }
 
+    /// Returns the `struct device`, which is valid as long as `self`.
     pub(crate) fn as_raw_device(&self) -> *mut bindings::device {
-        // SAFETY: The function is valid, its reference is ours.
+        // SAFETY: `device` keeps the function valid; the expression only computes the address of a field.
         unsafe { &raw mut (*self.as_raw()).dev }
     }
 
+    /// Returns whether both are the same function: the same `struct pci_dev`.
     pub(crate) fn same(&self, other: &Self) -> bool {
         ptr::eq(self.as_raw(), other.as_raw())
     }
 
+    /// Returns the device of the kernel crate.
     pub(crate) fn device(&self) -> &pci::Device {
         &self.device
     }
 
-    /// Its address. The domain of a virtual function that was removed before this was made is one that no machine has.
+    /// Returns the PCI address.
+    ///
+    /// The domain is `u32::MAX`, which no machine has, if [`Self::is_placed`] is false: the host bridge knows the domain.
     pub(crate) fn address(&self) -> PciAddr {
         let domain = match self.is_placed() {
-            // SAFETY: The function is valid, and so is the host bridge above it, which knows the domain.
+            // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
             true => unsafe { sys::p2pmem_pci_domain(self.as_raw()) },
             false => u32::MAX,
         };
-        // SAFETY: The function is valid and keeps its bus; its address does not change while it exists.
+        // SAFETY: `device` keeps the function valid, and the function keeps its bus. The address does not change.
         let (bus, devfn) = unsafe { (sys::p2pmem_pci_bus(self.as_raw()), (*self.as_raw()).devfn) };
         PciAddr {
             domain,
@@ -139,24 +158,27 @@ impl Function {
         }
     }
 
-    /// The bridge above this function; none above a function of a root bus.
+    /// Returns the bridge above the function, or above its physical function. `None` on a root bus, and if
+    /// [`Self::is_placed`] is false.
     pub(crate) fn upstream(&self) -> Option<Self> {
         let keeps = self.physical();
         if !keeps.is_placed() {
             return None;
         }
-        // SAFETY: The function is valid, no virtual one, and keeps the bridges above it.
+        // SAFETY: The reference keeps the function valid, which is no virtual function, so it keeps its bus and the bridges
+        // above.
         let bridge = unsafe { sys::p2pmem_pci_upstream_bridge(keeps.as_raw()) };
         let bridge = NonNull::new(bridge.cast::<pci::Device>())?;
-        // SAFETY: `bridge` is kept by `keeps` until we have a reference of our own.
+        // SAFETY: `keeps` keeps the bridge valid during the call.
         Some(Self::of(unsafe { bridge.as_ref() }))
     }
 
-    /// Whether ACS on this port sends peer traffic upstream, as `drivers/pci/p2pdma.c` reads it.
+    /// Returns whether ACS on this port redirects peer traffic upstream, by the test of `drivers/pci/p2pdma.c`. Reads
+    /// configuration space.
     pub(crate) fn acs_redirects(&self) -> bool {
         const ACS_CTRL: i32 = 6;
         const RR_CR_EC: u16 = 0x04 | 0x08 | 0x20;
-        // SAFETY: The function is valid; the capability's place does not change while it exists.
+        // SAFETY: `device` keeps the function valid. The offset of the capability does not change.
         let pos = i32::from(unsafe { (*self.as_raw()).acs_cap });
         if pos == 0 {
             return false;
@@ -165,10 +187,11 @@ impl Function {
             .is_some_and(|ctrl| ctrl & RR_CR_EC != 0)
     }
 
-    /// The Link Status register: speed and width of the link that the port describes.
+    /// Reads the Link Status register, with speed and width of the port's link. `None` if the function has no PCI Express
+    /// capability or does not respond.
     pub(crate) fn link_status(&self) -> Option<u16> {
         const LNKSTA: i32 = 0x12;
-        // SAFETY: The function is valid; the capability's place does not change while it exists.
+        // SAFETY: `device` keeps the function valid. The offset of the capability does not change.
         let pos = i32::from(unsafe { (*self.as_raw()).pcie_cap });
         if pos == 0 {
             return None;
@@ -176,16 +199,17 @@ impl Function {
         self.config_word(pos + LNKSTA)
     }
 
-    /// Whether the function's configuration header is one of a bridge.
+    /// Returns whether the function has the configuration header of a bridge.
     pub(crate) fn is_bridge(&self) -> bool {
-        // SAFETY: The function is valid; its header type does not change.
+        // SAFETY: `device` keeps the function valid. The header type does not change.
         unsafe { (*self.as_raw()).hdr_type == 1 }
     }
 
-    /// The physical function of a virtual one, where it is there, else the function itself.
+    /// Returns the physical function of a virtual function, or the function itself if it is not a virtual one or was
+    /// removed.
     pub(crate) fn physical(&self) -> Self {
         match &self.physical {
-            // INVARIANT: It is no virtual function.
+            // INVARIANT: A physical function is not a virtual function.
             Some(physical) => Self {
                 device: physical.clone(),
                 physical: None,
@@ -194,44 +218,48 @@ impl Function {
         }
     }
 
+    /// Reads a 16-bit register of configuration space. `None` if the read fails or the function does not respond.
     fn config_word(&self, at: i32) -> Option<u16> {
         if !self.is_placed() {
             return None;
         }
         let mut value = 0u16;
-        // SAFETY: The function and the host bridge above it are valid, and `value` outlives the call.
+        // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
+        // `value` is a local variable.
         let ret = unsafe { bindings::pci_read_config_word(self.as_raw(), at, &mut value) };
-        // All ones is what a function reads as that is gone.
+        // A removed function reads as all ones.
         (ret == 0 && value != u16::MAX).then_some(value)
     }
 
-    /// The port type of the PCI Express capability (`PCI_EXP_TYPE_*`), none for conventional functions.
+    /// Returns the port type of the PCI Express capability (`PCI_EXP_TYPE_*`), or `None` for a conventional function.
     pub(crate) fn pcie_type(&self) -> Option<u8> {
-        // SAFETY: The function is valid.
+        // SAFETY: `device` keeps the function valid.
         u8::try_from(unsafe { sys::p2pmem_pci_pcie_type(self.as_raw()) }).ok()
     }
 
-    /// Domain and root bus of the host bridge above this function; its own bus where the host bridge is not known.
+    /// Returns domain and root bus of the host bridge above the function. The function's own bus if [`Self::is_placed`] is
+    /// false.
     pub(crate) fn host_bridge(&self) -> (u32, u8) {
         let PciAddr { domain, bus, .. } = self.address();
         if !self.is_placed() {
             return (domain, bus);
         }
-        // SAFETY: The function is valid and keeps its host bridge, by its physical function where it is a virtual one.
+        // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
         let bus = unsafe { sys::p2pmem_pci_root_bus(self.as_raw()) };
         (domain, bus as u8)
     }
 
-    /// NUMA node, or -1.
+    /// Returns the NUMA node, or -1 if unknown.
     pub(crate) fn node(&self) -> i32 {
-        // SAFETY: The function is valid.
+        // SAFETY: `device` keeps the function valid.
         unsafe { sys::p2pmem_pci_node(self.as_raw()) }
     }
 
-    /// Physical address and size of a memory BAR; none where the BAR is unused or an I/O BAR.
+    /// Returns physical address and size in bytes of a memory BAR (0 to 5), or `None` for an unused BAR, an I/O BAR or
+    /// another index.
     pub(crate) fn bar(&self, bar: u32) -> Option<(u64, u64)> {
         let index = i32::try_from(bar).ok().filter(|&n| n < 6)?;
-        // SAFETY: The function is valid and `index` is a standard BAR.
+        // SAFETY: `device` keeps the function valid, and `index` is a standard BAR.
         if !unsafe { sys::p2pmem_pci_mem_bar(self.as_raw(), index) } {
             return None;
         }
@@ -239,28 +267,29 @@ impl Function {
         Some((dev.resource_start(bar).ok()?, dev.resource_len(bar).ok()?))
     }
 
-    /// Whether a BAR (0 to 5) is prefetchable: reads have no side effects and writes may be combined.
+    /// Returns whether a BAR (0 to 5) is prefetchable: reads have no side effects and writes may be combined. False for
+    /// another index.
     pub(crate) fn prefetchable(&self, bar: u32) -> bool {
-        // SAFETY: The function is valid and the index is a standard BAR.
+        // SAFETY: `device` keeps the function valid, and the index is a standard BAR.
         bar < 6 && unsafe { sys::p2pmem_pci_prefetchable(self.as_raw(), bar as i32) }
     }
 
-    /// Whether a BAR (0 to 5) is a 64-bit one.
+    /// Returns whether a BAR (0 to 5) is a 64-bit BAR. False for another index.
     pub(crate) fn is_64bit(&self, bar: u32) -> bool {
-        // SAFETY: The function is valid and the index is a standard BAR.
+        // SAFETY: `device` keeps the function valid, and the index is a standard BAR.
         bar < 6 && unsafe { sys::p2pmem_pci_is_64bit(self.as_raw(), bar as i32) }
     }
 
-    /// Vendor, device and class as the configuration space has them.
+    /// Returns vendor id, device id and class code (24 bits).
     pub(crate) fn ids(&self) -> (u16, u16, u32) {
-        // SAFETY: The function is valid; the fields do not change while it exists.
+        // SAFETY: `device` keeps the function valid. The fields do not change.
         unsafe {
             let dev = self.as_raw();
             ((*dev).vendor, (*dev).device, (*dev).class)
         }
     }
 
-    /// What rules can tell the function from others by.
+    /// Returns the properties that rules match: address, vendor id and device id.
     pub(crate) fn function_id(&self) -> FunctionId {
         let (vendor, device, _) = self.ids();
         FunctionId {
@@ -270,22 +299,23 @@ impl Function {
         }
     }
 
-    /// Writes the bound driver's name, NUL-terminated; empty where there is none, and while the device is locked, as it is while
-    /// a driver is being bound or unbound.
+    /// Writes the name of the bound driver, NUL-terminated. Does not sleep.
+    ///
+    /// The name is empty if no driver is bound, and while the device is locked, as during binding, unbinding and resets.
     pub(crate) fn driver_name(&self, name: &mut [ffi::c_char; 32]) {
-        // SAFETY: The function is valid, and `name` is as long as the call is told.
+        // SAFETY: `device` keeps the function valid, and the length is that of `name`.
         unsafe { sys::p2pmem_pci_driver_name(self.as_raw(), name.as_mut_ptr(), name.len()) };
     }
 }
 
-/// The node that everything belongs to on a machine with one node online, else -1.
+/// Returns the only online NUMA node, or -1 if several are online.
 pub(crate) fn only_node() -> i32 {
-    // SAFETY: The function takes no arguments and reads a mask that is always there.
+    // SAFETY: The function has no arguments and reads a mask that always exists.
     unsafe { sys::p2pmem_only_node() }
 }
 
-/// The kernel's NUMA distance between two nodes, 0 where one of them is unknown.
+/// Returns the kernel's NUMA distance between two nodes (10 is local), or 0 if one of them is negative.
 pub(crate) fn node_distance(a: i32, b: i32) -> u32 {
-    // SAFETY: A look-up in a table that checks the nodes' numbers.
+    // SAFETY: `node_distance()` checks the node numbers before it reads its table; negative numbers do not get there.
     unsafe { sys::p2pmem_node_distance(a, b) }
 }

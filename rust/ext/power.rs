@@ -1,25 +1,29 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What happens to the machine's power: it is about to sleep, it woke up.
+//! Notifications of system sleep: suspend and hibernation.
+//!
+//! All functions are for process context and may sleep. This file takes no locks; the callbacks are called with the PM
+//! notifier chain's semaphore held.
 //!
 //! C header: [`include/linux/suspend.h`](srctree/include/linux/suspend.h)
 
 use crate::sys;
 use kernel::{bindings, error::to_result, ffi, prelude::*, sync::Arc, types::Opaque};
 
-/// What is told. All are called in process context, while programs and drivers work still, or again.
+/// Callbacks for system sleep. They are called in process context, before user space is frozen or after it is thawed, and
+/// may sleep.
 pub(crate) trait Listener: Send + Sync + 'static {
-    /// The machine is about to sleep. With an error it does not, and [`Self::after_sleep`] follows at once.
+    /// The system is about to suspend or hibernate. An error cancels that, and [`Self::after_sleep`] follows at once.
     fn before_sleep(&self) -> Result;
-    /// It woke up, or did not come to sleep.
+    /// The system has resumed, or the transition was cancelled.
     fn after_sleep(&self);
 }
 
-/// A registration for what happens to the machine's power.
+/// A registered PM notifier.
 ///
 /// # Invariants
 ///
-/// `block` is registered.
+/// `block` is registered with the PM notifier chain.
 #[pin_data(PinnedDrop)]
 pub(crate) struct Notifier<L: Listener> {
     #[pin]
@@ -27,18 +31,20 @@ pub(crate) struct Notifier<L: Listener> {
     listener: Arc<L>,
 }
 
-// SAFETY: A notifier can be unregistered from any thread.
+// SAFETY: A notifier block is not bound to a thread, and `L` is `Send` and `Sync`.
 unsafe impl<L: Listener> Send for Notifier<L> {}
-// SAFETY: All that is done through a shared reference is synchronised by the listener.
+// SAFETY: A shared reference gives access to `listener` alone, which is `Sync`. The core serialises its own use of `block`.
 unsafe impl<L: Listener> Sync for Notifier<L> {}
 
 impl<L: Listener> Notifier<L> {
+    /// Registers a notifier. May sleep. Errors: those of `register_pm_notifier()`.
     pub(crate) fn new(listener: Arc<L>) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             listener,
-            // INVARIANT: It is registered here.
+            // INVARIANT: The block is registered if the call succeeds; otherwise there is no `Notifier`.
             block <- Opaque::try_ffi_init(|slot: *mut bindings::notifier_block| {
-                // SAFETY: `slot` is ours to initialise. The other field is initialised already, and pinned with it.
+                // SAFETY: `slot` is valid for writes and pinned. `listener`, which the callback uses, is initialised before
+                // `block` and pinned with it.
                 to_result(unsafe {
                     slot.write(bindings::notifier_block {
                         notifier_call: Some(Self::call),
@@ -50,22 +56,25 @@ impl<L: Listener> Notifier<L> {
         }? Error)
     }
 
+    /// The notifier callback.
+    ///
     /// # Safety
     ///
-    /// Called by the core with the block of a registered `Notifier`.
+    /// `block` must be the block of a registered `Notifier<L>`. Only the core calls.
     unsafe extern "C" fn call(
         block: *mut bindings::notifier_block,
         action: ffi::c_ulong,
         _data: *mut ffi::c_void,
     ) -> ffi::c_int {
-        // SAFETY: `block` is part of a notifier, which stays where it is while it is registered.
+        // SAFETY: `block` is a field of a pinned `Notifier`. The notifier lives until the callback returns:
+        // `unregister_pm_notifier()` takes the chain's semaphore for writing, and the chain calls with the semaphore held.
         let this = unsafe { &*kernel::container_of!(Opaque::cast_from(block.cast_const()), Self, block) };
-        // SAFETY: It compares a number.
+        // SAFETY: The function compares numbers.
         if unsafe { sys::p2pmem_pm_is_prepare(action) } {
             if let Err(e) = this.listener.before_sleep() {
-                // The core tells those alone that it does not come to sleep who had no error.
+                // The core calls the notifiers that did not fail for the cancelled transition, and not this one.
                 this.listener.after_sleep();
-                // notifier_from_errno()
+                // `notifier_from_errno()` is an inline function of C.
                 return bindings::NOTIFY_STOP_MASK as ffi::c_int | (bindings::NOTIFY_OK as ffi::c_int - e.to_errno());
             }
         // SAFETY: As above.
@@ -79,7 +88,8 @@ impl<L: Listener> Notifier<L> {
 #[pinned_drop]
 impl<L: Listener> PinnedDrop for Notifier<L> {
     fn drop(self: Pin<&mut Self>) {
-        // SAFETY: By the type invariant the block is registered.
+        // SAFETY: By the type invariant the block is registered with the PM notifier chain. The call waits for callbacks
+        // that run.
         unsafe { sys::p2pmem_pm_unregister(self.block.get()) };
     }
 }

@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Drivers in the kernel that publish memory of their devices through p2pmem.
+//! The interface for other drivers that register memory of their devices with p2pmem.
+//!
+//! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
+//! registrations.
+//!
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are leaves. `Publisher::told` is
+//! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`
 
@@ -31,68 +37,80 @@ use kernel::{
     sync::{Arc, Mutex},
 };
 
-/// What the administrator, or the driver of a device, wants published.
+/// The memory that the administrator or a driver wants to publish.
 #[derive(Clone, Copy)]
 pub(crate) struct Publication {
+    /// The PCI function.
     pub(crate) addr: PciAddr,
-    /// None: the largest prefetchable 64-bit one.
+    /// The BAR. `None` means the largest prefetchable 64-bit BAR.
     pub(crate) bar: Option<u32>,
+    /// First byte in the BAR.
     pub(crate) offset: u64,
-    /// 0: all from `offset` on.
+    /// Size in bytes. 0 means the rest of the BAR.
     pub(crate) size: u64,
-    /// None: a sixteenth, 16 MiB at most; without pages nothing.
+    /// Bytes that stay in the kernel's pool. `None` means a sixteenth, at most 16 MiB; nothing without pages.
     pub(crate) kernel_reserve: Option<u64>,
-    /// Whether it gets struct pages.
+    /// Whether the memory gets a `struct page` for each page.
     pub(crate) pages: bool,
-    /// Whether it may be exported to importers that cannot be revoked.
+    /// Whether importers that cannot be revoked may attach to exports.
     pub(crate) pinned_exports: bool,
 }
 
-/// Who makes providers of what drivers publish.
+/// Makes providers of drivers' registrations. Called in process context; may sleep.
 pub(crate) trait Registrar: Send + Sync {
-    /// Whether a function is a provider.
+    /// Returns whether the function is a provider.
     fn is_provided(&self, function: &Function) -> bool;
-    /// Makes a provider. Returns its number.
+    /// Makes a provider of `wanted` and returns its id. `publisher` is told when the provider is revoked.
     fn register(&self, wanted: &Publication, device: Published<'_>, publisher: Arc<Publisher>) -> Answer<u32>;
-    /// Removes a provider, if it is one still. When this returns the driver was told.
+    /// Removes a provider, if it still exists. The driver's callback has returned when this returns.
     fn unregister(&self, function: &Function, provider: u32);
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static REGISTRAR: Mutex<Option<Arc<dyn Registrar>>> = None;
 }
 
-/// A device that another driver is bound to and registered with us, and the range of it that was given struct pages then
-/// (BAR, offset, size).
+/// A device of another driver, and the range that was added to its pool for a registration (BAR, offset, size).
+///
+/// # Invariants
+///
+/// While the entry is in [`PAGED`], the device is bound to the driver that `range` was added for. The bus notifier removes
+/// the entry with [`forget`] before the driver is unbound. `device` is only compared, never dereferenced.
 struct PagedDevice {
     device: *mut bindings::pci_dev,
     range: Option<(u32, u64, u64)>,
 }
 
-// SAFETY: A PCI device is not bound to a thread.
+// SAFETY: The pointer is only compared.
 unsafe impl Send for PagedDevice {}
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
 }
 
+/// Initialises `REGISTRAR` and `PAGED`.
+///
 /// # Safety
 ///
-/// Called once, before the static locks are said to be initialised.
+/// Must be called once, before [`global::set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the locks calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the locks before `set_initialised()`,
+    // as `initialised()` panics.
     unsafe {
         REGISTRAR.init();
         PAGED.init();
     }
 }
 
-/// Lets drivers register what they publish, until it is dropped.
+/// Opens registration to drivers, until it is dropped.
 pub(crate) struct Open(());
 
 impl Open {
+    /// Opens registration, with `registrar` to make the providers.
     pub(crate) fn new(registrar: Arc<dyn Registrar>) -> Self {
         initialised();
         let old = REGISTRAR.lock().replace(registrar);
@@ -104,43 +122,45 @@ impl Open {
 impl Drop for Open {
     fn drop(&mut self) {
         let old = REGISTRAR.lock().take();
-        // Outside the lock, as this may be the last reference.
+        // Dropped outside the lock: this may be the last reference.
         drop(old);
     }
 }
 
-/// A driver that wants to know when its memory was taken back.
+/// The callback of a driver that registered memory.
 ///
 /// # Invariants
 ///
-/// `revoked`, where there is one, can be called with `context` as long as `told` is false: registering that fails and
-/// unregistering set it before they return.
+/// `revoked`, if any, can be called with `context` while `told` is false. Both a failed registration and an unregistration
+/// set `told` before they return to the driver.
 #[pin_data]
 pub(crate) struct Publisher {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
     context: *mut ffi::c_void,
     windows: Arc<Windows>,
-    /// Whether it was called, or is not to be. Locked during the call.
+    /// True once the callback was called or is not to be called any more. Locked during the callback.
     #[pin]
     told: Mutex<bool>,
 }
 
-// SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread.
+// SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread, with `context`.
 unsafe impl Send for Publisher {}
-// SAFETY: As above; it is called once, with `told` locked.
+// SAFETY: As for `Send`; `told` serialises the calls, of which there is one at most.
 unsafe impl Sync for Publisher {}
 
 impl Publisher {
+    /// Creates the callback of a registration. Errors: `ENOMEM`.
+    ///
     /// # Safety
     ///
-    /// `revoked`, where there is one, must be callable with `context` until the driver was told once, by [`Self::revoked`], or
-    /// is not to be told any more, by [`Self::disarm`]. One of both has to come before the driver is let go.
+    /// `revoked`, if any, must be callable with `context` until [`Self::revoked`] or [`Self::disarm`] has returned. The
+    /// caller ensures that one of them returns before the registering or unregistering driver goes on.
     unsafe fn new(
         revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
         context: *mut ffi::c_void,
         windows: Arc<Windows>,
     ) -> Result<Arc<Self>> {
-        // INVARIANT: By the requirement.
+        // INVARIANT: The caller guarantees that the callback can be called; `told` is false.
         Arc::pin_init(
             pin_init!(Self {
                 revoked,
@@ -152,8 +172,11 @@ impl Publisher {
         )
     }
 
-    /// Nobody can reach the memory any more: waits until nothing of ours maps it, and tells the driver, the first time. When
-    /// this returns the driver was told, whoever did it. Comes before unregistering or unbinding returns.
+    /// Calls the driver's callback, the first time. Sleeps.
+    ///
+    /// Waits until no window maps the memory, and for a concurrent call: the callback has returned when this returns,
+    /// whichever call made it. Must be called before the driver is unregistered or unbound, when nothing else reaches the
+    /// memory. The callback must not call this.
     pub(crate) fn revoked(&self) {
         self.windows.wait();
         let mut told = self.told.lock();
@@ -161,19 +184,19 @@ impl Publisher {
             return;
         }
         if let Some(revoked) = self.revoked {
-            // SAFETY: By the type invariant, as nobody was told before.
+            // SAFETY: By the type invariant, as `told` was false and is locked, the callback can be called with `context`.
             unsafe { revoked(self.context) };
         }
     }
 
-    /// The driver is told no more. Waits until nothing of ours maps the memory.
+    /// Disarms the callback: it is not called from now on. Waits until no window maps the memory. Sleeps.
     fn disarm(&self) {
         self.windows.wait();
         *self.told.lock() = true;
     }
 }
 
-/// What a driver gets for what it registered, and gives back when it unregisters.
+/// A driver's registration, which C code knows as `struct p2pmem_registration`.
 struct DriverRegistration {
     registrar: Arc<dyn Registrar>,
     function: Function,
@@ -181,8 +204,10 @@ struct DriverRegistration {
     publisher: Arc<Publisher>,
 }
 
-/// What is known of the struct pages of a bound device, under a lock. The kernel cannot be asked: a device that it knows as
-/// one for peer-to-peer DMA may have no pool, which it does not check for ([`super::p2pdma::Pool`]).
+/// Calls `f` with the range that was added to the pool of a bound device, if any, with `PAGED` locked.
+///
+/// p2pmem keeps this itself: a device with p2pdma data may have no pool, and the kernel has no check for that
+/// ([`super::p2pdma::Pool`]). Errors: `ENOMEM`.
 fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64)>) -> R) -> Result<R> {
     initialised();
     let mut all = PAGED.lock();
@@ -194,14 +219,16 @@ fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64
     Ok(f(&mut found.range))
 }
 
-/// A device is unbound: its driver's struct pages go.
+/// Forgets the range of a device whose driver is unbound: the driver core removes its pages.
 pub(super) fn forget(function: &Function) {
     initialised();
     let device = function.as_raw();
     global::drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
 }
 
-/// Publishes a part of a BAR of a bound device.
+/// Registers a part of a BAR of a bound device. Sleeps.
+///
+/// Errors: see `p2pmem_register_provider()` in the header.
 fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answer<KBox<DriverRegistration>> {
     const KNOWN: u32 = sys::P2PMEM_PUBLISH_PAGELESS | sys::P2PMEM_PUBLISH_PINNED;
     let function = Function::of(device);
@@ -224,10 +251,11 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     initialised();
     let registrar = REGISTRAR.lock().clone().ok_or(ENODEV)?;
     let windows = Windows::new()?;
-    // What may fail is done first.
+    // Allocate first, so that nothing can fail once there is a provider.
     let registration = KBox::<DriverRegistration>::new_uninit(GFP_KERNEL)?;
-    // SAFETY: The driver promises that of the callback until it has unregistered, see the header. It is told there at the
-    // latest; where registering fails, it is disarmed below, or nobody else has it.
+    // SAFETY: By the contract of the header the callback can be called until the driver has unregistered, which calls
+    // `revoked()`. If registration fails after a provider was attempted, `disarm()` below comes first; before that, no
+    // other code has the callback.
     let publisher = unsafe { Publisher::new(what.revoked, what.context, windows.clone()) }?;
     if registrar.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
@@ -236,7 +264,8 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     let bound = Published::by_other(device, &mut range, &windows);
     let made = registrar.register(&wanted, bound, publisher.clone());
     if range.is_some() {
-        // It is in the list, so this cannot fail.
+        // INVARIANT: The range was added to the pool of the device, which is still bound.
+        // Cannot fail: the device has an entry, so nothing is allocated.
         let _ = paged_range(&function, |known| *known = range);
     }
     if made.is_err() {
@@ -251,9 +280,11 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     }))
 }
 
+/// Implements `p2pmem_register_provider()`.
+///
 /// # Safety
 ///
-/// As `p2pmem_register_provider()` in the header.
+/// The caller keeps the contract of `p2pmem_register_provider()` in the header.
 #[no_mangle]
 unsafe extern "C" fn p2pmem_rust_register(
     pdev: *mut bindings::pci_dev,
@@ -262,10 +293,10 @@ unsafe extern "C" fn p2pmem_rust_register(
     let (Some(pdev), false) = (NonNull::new(pdev), what.is_null()) else {
         return EINVAL.to_ptr();
     };
-    // SAFETY: The caller promises a function that is bound to his driver during the call. `pci::Device` is a transparent
-    // wrapper of the C structure in every context.
+    // SAFETY: By the contract the function is bound to the calling driver during the call. `pci::Device` is a transparent
+    // wrapper of `struct pci_dev` in every context.
     let device = unsafe { pdev.cast::<pci::Device<Bound>>().as_ref() };
-    // SAFETY: The caller promises a valid structure.
+    // SAFETY: By the contract the structure is valid during the call.
     match register(device, unsafe { &*what }) {
         Ok(registration) => KBox::into_raw(registration).cast(),
         Err(refusal) => {
@@ -275,33 +306,38 @@ unsafe extern "C" fn p2pmem_rust_register(
     }
 }
 
+/// Implements `p2pmem_unregister_provider()`.
+///
 /// # Safety
 ///
-/// As `p2pmem_unregister_provider()` in the header.
+/// The caller keeps the contract of `p2pmem_unregister_provider()` in the header.
 #[no_mangle]
 unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_registration) {
     if registration.is_null() {
         return;
     }
-    // SAFETY: The caller promises what `p2pmem_rust_register` returned, and gives it back.
+    // SAFETY: By the contract the pointer is from `p2pmem_rust_register()`, which returned `KBox::into_raw()`, and is given
+    // back once.
     let registration = unsafe { KBox::from_raw(registration.cast::<DriverRegistration>()) };
-    // SAFETY: The caller promises that the function is bound to his driver until he has unregistered. `pci::Device` is
-    // a transparent wrapper of the C structure in every context.
+    // SAFETY: By the contract the function stays bound to the calling driver until this function returns. `pci::Device` is
+    // a transparent wrapper of `struct pci_dev` in every context.
     let device = unsafe { &*registration.function.as_raw().cast::<pci::Device<Bound>>() };
     p2pdma::withdraw(device);
     registration
         .registrar
         .unregister(&registration.function, registration.provider);
-    // Whatever ended the provider: from here on nothing of ours maps the memory, and the callback has returned.
+    // Whatever removed the provider: after this no window maps the memory, and the callback has returned.
     registration.publisher.revoked();
 }
 
+/// Implements `p2pmem_registration_id()`.
+///
 /// # Safety
 ///
-/// `registration` must be what `p2pmem_rust_register` returned, and not be given back yet.
+/// `registration` must be from `p2pmem_rust_register()` and not unregistered yet.
 #[no_mangle]
 unsafe extern "C" fn p2pmem_rust_registration_id(registration: *const sys::p2pmem_registration) -> u32 {
-    // SAFETY: The caller's promise.
+    // SAFETY: The caller guarantees a valid registration.
     unsafe { (*registration.cast::<DriverRegistration>()).provider }
 }
 
@@ -315,7 +351,7 @@ mod tests {
     };
     use kernel::sync::atomic::{Atomic, Relaxed};
 
-    /// A driver whose callback takes its time.
+    /// A driver whose callback blocks until the test lets it go on.
     #[pin_data]
     struct FakeDriver {
         #[pin]
@@ -346,11 +382,13 @@ mod tests {
         }
     }
 
+    /// The callback.
+    ///
     /// # Safety
     ///
-    /// `context` is a `FakeDriver`.
+    /// `context` must be a valid `FakeDriver`.
     unsafe extern "C" fn revoked(context: *mut ffi::c_void) {
-        // SAFETY: By the requirement.
+        // SAFETY: The caller guarantees a valid `FakeDriver`.
         let told = unsafe { &*context.cast::<FakeDriver>() };
         told.calls.fetch_add(1, Relaxed);
         told.begun.complete();
@@ -363,7 +401,7 @@ mod tests {
         let told = FakeDriver::new()?;
         let publisher = told.publisher()?;
         let returned = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
-        // Two works of one queue run at once, as neither needs the processor while it waits.
+        // Both work items of the queue run at the same time, since neither occupies the CPU while it waits.
         let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
         let first = publisher.clone();
         queue.try_spawn(move || first.revoked())?;
@@ -378,7 +416,7 @@ mod tests {
         assert!(returned.wait(60_000));
         assert_eq!(told.ended.load(Relaxed), 1);
         publisher.revoked();
-        // Waits for both.
+        // Waits for both work items.
         drop(queue);
         assert_eq!(told.calls.load(Relaxed), 1);
         Ok(())

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Refusals: an errno together with the sentence that says why.
+//! Refusals: an errno with a message that gives the reason.
+//!
+//! Creating a refusal allocates memory and may sleep; process context. This file takes no locks.
+//!
+//! No C header: the messages are p2pmem's own. [`Refusal::log`] uses
+//! [`include/linux/printk.h`](srctree/include/linux/printk.h).
 
 use crate::{
     ext::log::{
@@ -14,7 +19,7 @@ use kernel::{
     prelude::*,
 };
 
-/// A sentence of bounded length. What does not fit is cut off.
+/// A message of bounded length, in UTF-8. Longer text is cut at a character boundary.
 #[derive(Clone, Copy)]
 pub(crate) struct Text {
     bytes: [u8; Self::MOST],
@@ -23,21 +28,24 @@ pub(crate) struct Text {
 
 impl Text {
     const MOST: usize = 232;
-    /// Bytes that any text needs at most, with a NUL.
+    /// The size in bytes of the longest message with its NUL.
     pub(crate) const LONGEST: u32 = Self::MOST as u32 + 1;
 
+    /// The empty message.
     pub(crate) const EMPTY: Self = Self {
         bytes: [0; Self::MOST],
         len: 0,
     };
 
+    /// Formats a message.
     pub(crate) fn new(args: fmt::Arguments<'_>) -> Self {
         let mut text = Self::EMPTY;
-        // It only says that something was cut off.
+        // An error only means that the message was cut.
         let _ = text.write_fmt(args);
         text
     }
 
+    /// Returns the message without a NUL.
     pub(crate) fn as_str(&self) -> &str {
         core::str::from_utf8(self.bytes.get(..self.len).unwrap_or_default()).unwrap_or_default()
     }
@@ -60,19 +68,21 @@ impl Write for Text {
     }
 }
 
-/// Why something was refused.
+/// An errno with the reason for it.
 pub(crate) struct Refusal {
     pub(crate) error: Error,
-    /// Boxed, as answers travel on the kernel's small stack. None where there is nothing to say, or no memory for it.
+    /// The message. Boxed, since refusals are returned through many frames of a small stack. `None` if there is no message
+    /// or no memory for one.
     text: Option<KBox<Text>>,
-    /// Whether it is worth a line in the log.
+    /// Whether [`Self::log`] logs the refusal.
     logged: bool,
 }
 
-/// The result of what can be refused.
+/// The result of an operation that can be refused.
 pub(crate) type Answer<T = ()> = core::result::Result<T, Refusal>;
 
 impl Refusal {
+    /// Creates a refusal that is logged. Without memory for the message, the refusal has none.
     pub(crate) fn new(error: Error, text: Text) -> Self {
         Self {
             error,
@@ -81,7 +91,7 @@ impl Refusal {
         }
     }
 
-    /// The same once more.
+    /// Returns a copy. Without memory for the message, the copy has none.
     #[cfg(p2pmem_peer)]
     pub(crate) fn again(&self) -> Self {
         Self {
@@ -94,17 +104,19 @@ impl Refusal {
         }
     }
 
-    /// Keeps it out of the log: the answer to what is a question as often as a mistake.
+    /// Excludes the refusal from the log, for errors that are a normal answer to a query.
     pub(crate) fn unlogged(self) -> Self {
         Self { logged: false, ..self }
     }
 
-    /// The sentence; empty where there is none.
+    /// Returns the message, which may be empty.
     pub(crate) fn text(&self) -> &Text {
         self.text.as_deref().unwrap_or(&Text::EMPTY)
     }
 
-    /// Puts the refusal into the log, unless there were many of late.
+    /// Logs the refusal of the operation `what`, with the current process and the errno, at level notice.
+    ///
+    /// Rate-limited. Does nothing for a refusal without a message or an unlogged one.
     pub(crate) fn log(&self, what: &str) {
         if self.logged && !self.text().as_str().is_empty() && log::allowed() {
             pr_notice!(
@@ -118,7 +130,7 @@ impl Refusal {
     }
 }
 
-/// An error that needs no sentence, or of which only the kernel knows more.
+/// Converts an errno. Only `ENOMEM` gets a message; others need none or come from the kernel, which alone knows the reason.
 impl From<Error> for Refusal {
     fn from(error: Error) -> Self {
         if error == ENOMEM {
@@ -139,7 +151,7 @@ impl From<kernel::alloc::AllocError> for Refusal {
     }
 }
 
-/// Makes a [`Refusal`] of an errno and a sentence.
+/// Creates a [`Refusal`] of an errno and the arguments of a format string.
 macro_rules! refuse {
     ($error:expr, $($text:tt)*) => {
         $crate::ext::refusal::Refusal::new($error, $crate::ext::refusal::Text::new(::kernel::prelude::fmt!($($text)*)))
@@ -162,7 +174,7 @@ mod tests {
     fn a_sentence_ends_at_a_whole_character() {
         let mut text = Text::new(fmt!("x"));
         assert_eq!(text.as_str(), "x");
-        // Characters of two bytes from an odd place on: the last one does not fit in half.
+        // Two-byte characters from an odd offset on: the last one does not fit and is dropped whole.
         let mut written = 0;
         while text.write_str("\u{e9}").is_ok() {
             written += 1;
@@ -170,7 +182,7 @@ mod tests {
         assert_eq!(written, (Text::MOST - 1) / 2);
         assert_eq!(text.as_str().chars().count(), written + 1);
         assert_eq!(text.as_str().len(), Text::MOST - 1);
-        // There is still room for one byte, and then for none.
+        // One more byte fits, and then none.
         assert!(text.write_str("yz").is_err());
         assert!(text.as_str().ends_with('y'));
         assert_eq!(text.as_str().len(), Text::MOST);

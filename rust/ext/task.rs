@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The calling task.
+//! The current task. Nothing here sleeps or takes a lock.
 //!
 //! C header: [`include/linux/sched/signal.h`](srctree/include/linux/sched/signal.h)
 
 use crate::sys;
 
-/// Whether the calling task was killed: what it waits for is of no use to anybody. A kernel thread never was.
+/// Returns whether a fatal signal is pending for the current task, so that its result is of no use. False for kernel
+/// threads.
 pub(crate) fn is_killed() -> bool {
-    // SAFETY: The function takes no arguments and can be called from any context.
+    // SAFETY: The function has no arguments and reads only the current task, which always exists.
     unsafe { sys::p2pmem_is_killed() }
 }

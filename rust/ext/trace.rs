@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Tracepoints: events of buffers and decisions for `trace-cmd` and `perf`, group `p2pmem`.
+//! Tracepoints of the group `p2pmem`: events of buffers and decisions, for `trace-cmd` and `perf`.
+//!
+//! [`kernel::tracepoint`] declares tracepoints of the kernel itself, in whose bindings it looks for them. The tracepoints
+//! here work the same way: while an event is disabled, its place in the code is a no-op instruction. The arguments are
+//! closures that are called only while the event is enabled.
+//!
+//! The functions do not sleep and take no locks, but the closures may.
 //!
 //! C header: `rust/sys/p2pmem_trace.h`
-//!
-//! [`kernel::tracepoint`] declares those of the kernel itself, as it looks for them in its own bindings. These work in the
-//! same way: while an event is off, its place in the code is an instruction that does nothing. What an event would say is
-//! therefore handed over as a function, which is called only while it is on.
 
 use crate::{
     policy::path::PciAddr,
@@ -14,19 +16,20 @@ use crate::{
 };
 use kernel::{prelude::*, str::CStr};
 
-/// What every event about a buffer says of it.
+/// The fields of every event of a buffer.
 pub(crate) struct About {
-    /// The buffer's number.
+    /// Number of the buffer.
     pub(crate) buffer: u64,
-    /// Its bytes.
+    /// Size of the buffer in bytes.
     pub(crate) size: u64,
-    /// Its provider's number.
+    /// Id of the buffer's provider.
     pub(crate) provider: u32,
-    /// Its provider's function.
+    /// Address of the provider's PCI function.
     pub(crate) function: PciAddr,
 }
 
 impl About {
+    /// Returns the fields in C layout.
     fn raw(&self) -> sys::p2pmem_trace_buffer {
         sys::p2pmem_trace_buffer {
             buffer: self.buffer,
@@ -40,7 +43,7 @@ impl About {
     }
 }
 
-/// What the event of a decision says.
+/// The fields of a decision's event.
 pub(crate) struct DecisionEvent {
     pub(crate) size: u64,
     pub(crate) align: u64,
@@ -48,21 +51,21 @@ pub(crate) struct DecisionEvent {
     pub(crate) clients: usize,
     pub(crate) providers: usize,
     pub(crate) strategy: u32,
-    /// The provider's number, 0 for none.
+    /// Id of the chosen provider, 0 for none.
     pub(crate) chosen: u32,
-    /// The errno, 0 where one was chosen.
+    /// The errno (positive), 0 if a provider was chosen.
     pub(crate) error: u32,
-    /// Whether nothing was to be allocated.
+    /// True for a dry run, which allocates nothing.
     pub(crate) dry: bool,
 }
 
-/// Whether an event is on, by its tracepoint.
+/// Evaluates to whether the event of a tracepoint is enabled, by the tracepoint's static key.
 macro_rules! is_on {
     ($tracepoint:ident) => {{
         #[cfg(CONFIG_TRACEPOINTS)]
         let on = {
             use kernel::{bindings::tracepoint, jump_label::static_branch_unlikely};
-            // SAFETY: The tracepoint is defined by `rust/sys/trace.c`, its key by the kernel's own macros.
+            // SAFETY: `rust/sys/trace.c` defines the tracepoint, a static, and the kernel's macros initialise its key.
             unsafe { static_branch_unlikely!(sys::$tracepoint, tracepoint, key) }
         };
         #[cfg(not(CONFIG_TRACEPOINTS))]
@@ -71,66 +74,68 @@ macro_rules! is_on {
     }};
 }
 
-/// A buffer has memory: what it is, where in the BAR it begins, the number of its file, and its owner's uid.
+/// Traces an allocation: the buffer, its first byte in the BAR, the number of the file and the owner's uid.
 #[inline(always)]
 pub(crate) fn alloc(event: impl FnOnce() -> (About, u64, u64, u32)) {
     if is_on!(__tracepoint_p2pmem_alloc) {
         let (about, bar_offset, file, uid) = event();
-        // SAFETY: The structure is read before the call returns.
+        // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_alloc(&about.raw(), bar_offset, file, uid) };
     }
 }
 
-/// A buffer's memory goes back.
+/// Traces the return of a buffer's memory.
 #[inline(always)]
 pub(crate) fn free(event: impl FnOnce() -> About) {
     if is_on!(__tracepoint_p2pmem_free) {
-        // SAFETY: The structure is read before the call returns.
+        // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_free(&event().raw()) };
     }
 }
 
-/// A part of a buffer was mapped by a program: where the part begins, and its bytes.
+/// Traces a user mapping: the buffer, and offset and length of the mapped part in bytes.
 #[inline(always)]
 pub(crate) fn map(event: impl FnOnce() -> (About, u64, u64)) {
     if is_on!(__tracepoint_p2pmem_map) {
         let (about, offset, length) = event();
-        // SAFETY: The structure is read before the call returns.
+        // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_map(&about.raw(), offset, length) };
     }
 }
 
-/// What made a device able to reach a buffer.
+/// How a device got access to a buffer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RegistrationMethod {
+    /// As an attachment to a dma-buf.
     DmaBuf,
+    /// Through the peer-memory interface.
     #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
     PeerMemory,
 }
 
-/// A device attached to a dma-buf of a buffer, or registered it: the number of the dma-buf or registration, its bytes, and
-/// the device's name.
+/// Traces a registration: the buffer, the number of the dma-buf or registration, its length in bytes and the device's name.
 #[inline(always)]
 pub(crate) fn register<'a>(method: RegistrationMethod, event: impl FnOnce() -> (About, u64, u64, &'a CStr)) {
     if is_on!(__tracepoint_p2pmem_register) {
         let (about, id, length, device) = event();
         let peer = method == RegistrationMethod::PeerMemory;
-        // SAFETY: The structure and the string are read before the call returns.
+        // SAFETY: The pointers are to a temporary and a string that live until the call returns; the tracepoint copies
+        // both.
         unsafe { sys::p2pmem_trace_register(&about.raw(), id, length, device.as_char_ptr(), peer) };
     }
 }
 
-/// A buffer is taken from those who hold it: its mappings and dma-bufs.
+/// Traces the revocation of a buffer: its user mappings and dma-bufs.
 #[inline(always)]
 pub(crate) fn revoke(event: impl FnOnce() -> (About, u32, u32)) {
     if is_on!(__tracepoint_p2pmem_revoke) {
         let (about, mappings, exports) = event();
-        // SAFETY: The structure is read before the call returns.
+        // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_revoke(&about.raw(), mappings, exports) };
     }
 }
 
-/// Something was decided.
+/// Traces a decision.
 #[inline(always)]
 pub(crate) fn decision(event: impl FnOnce() -> DecisionEvent) {
     if is_on!(__tracepoint_p2pmem_decision) {
@@ -147,7 +152,7 @@ pub(crate) fn decision(event: impl FnOnce() -> DecisionEvent) {
             dry: of.dry,
             ..Default::default()
         };
-        // SAFETY: The structure is read before the call returns.
+        // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_decision(&raw) };
     }
 }

@@ -1,6 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! User mappings whose pages come by fault, and the one address space that all of them are found in.
+//! User mappings that page faults fill, and the address space that contains all of them.
+//!
+//! All mappings of all files are in one address space, whose inode p2pmem owns, so one call of `unmap_mapping_range()`
+//! removes the mappings of a buffer. A mapping (VMA, here *area*) owns a reference to its object, a [`Mappable`].
+//!
+//! Contexts: [`NewArea`] in `mmap()`, with the mmap lock held for writing; [`Fault`] in a page fault, with the area locked
+//! (the VMA lock or the mmap lock for reading). Unmapping takes the address space's `i_mmap` lock. This file has no locks
+//! of its own.
 //!
 //! C headers: [`include/linux/mm.h`](srctree/include/linux/mm.h), [`include/linux/fs.h`](srctree/include/linux/fs.h)
 
@@ -15,84 +22,96 @@ use kernel::{
     sync::{Arc, ArcBorrow},
 };
 
-/// What can be mapped: an object that lives as long as its mappings do.
+/// An object that can be mapped. Each of its areas keeps a reference to it.
 pub(crate) trait Mappable: Send + Sync + Sized + 'static {
-    /// One more area maps the object (a fork, or one area that became two).
+    /// One more area maps the object: after a fork, or as an area was split. Called with the mmap lock held for writing.
     fn opened(this: ArcBorrow<'_, Self>);
-    /// One area less maps it.
+    /// One area less maps the object. Called with the mmap lock held.
     fn closed(this: ArcBorrow<'_, Self>);
-    /// Whether a fault can be served at once. Where not, [`Self::make_ready`] comes first.
+    /// Returns whether a fault can be handled at once. If not, [`Self::make_ready`] is called first. Called with the area
+    /// locked.
     fn is_ready(this: ArcBorrow<'_, Self>) -> bool;
-    /// Makes the object ready for faults, which may take long: called without any lock, by the task that faults. What goes wrong
-    /// shows when the fault comes again.
+    /// Makes the object ready for faults. Called by the faulting task without any lock; may sleep for long.
+    ///
+    /// Errors show when the fault is repeated.
     fn make_ready(this: &Arc<Self>);
-    /// Maps what belongs at the fault's address. Where the kernel does not let it wait without its locks, the object may not be
-    /// ready.
+    /// Maps the memory at the fault's address. Called with the area locked.
     ///
-    /// `EBUSY` means that another thread has just done so; all errors but that and `ENOMEM` end in SIGBUS.
+    /// The object may not be ready if the core does not let the fault drop its lock. Errors: `EBUSY` if another thread has
+    /// mapped the address meanwhile, which is a success for the program; `ENOMEM`; any other error raises SIGBUS.
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
-    /// Maps what belongs at all addresses of the fault's page table, as one entry.
+    /// Maps the memory at all addresses of the fault's page table as one large entry. Called with the area locked.
     ///
-    /// `EAGAIN` means that it has to be done page by page; else as for [`Self::fault`].
+    /// Errors: `EAGAIN` to map page by page instead; otherwise as for [`Self::fault`].
     fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
-/// What addresses of a mapping of so many bytes are in step with, in bytes: mapping, memory and offset are the same modulo
-/// this, so that page tables of processes and of adapters can have the largest entries there are. More than a gigabyte
-/// would help nobody.
+/// Returns the alignment of a mapping of `bytes` bytes, in bytes: a power of two from a page to 1 GiB.
+///
+/// The address, the file offset and the memory of a mapping are the same modulo this, so that page tables of processes and
+/// of adapters can use the largest entries. No page table has larger entries than 1 GiB.
 pub(crate) fn step(bytes: usize) -> usize {
     const LARGEST: usize = 1 << 30;
     bytes.min(LARGEST).next_power_of_two().max(PAGE_SIZE)
 }
 
-/// An area that `mmap()` is setting up, of objects of one type.
+/// An area that `mmap()` is setting up, for an object of type `T`.
+///
+/// # Invariants
+///
+/// `vma` is valid for `'a`, and only the current call of `mmap()` uses it.
 pub(crate) struct NewArea<'a, T> {
     vma: NonNull<bindings::vm_area_struct>,
     _lifetime: PhantomData<(&'a bindings::vm_area_struct, Arc<T>)>,
 }
 
 impl<T: Mappable> NewArea<'_, T> {
+    /// Wraps the area of an `mmap` file operation.
+    ///
     /// # Safety
     ///
     /// `vma` must be the area that the current `mmap` file operation was called with, for the lifetime of the result.
     pub(super) unsafe fn from_raw(vma: *mut bindings::vm_area_struct) -> Self {
         Self {
-            // SAFETY: The caller promises a valid pointer.
+            // INVARIANT: The caller guarantees the area of the current call.
+            // SAFETY: The caller guarantees a valid pointer.
             vma: unsafe { NonNull::new_unchecked(vma) },
             _lifetime: PhantomData,
         }
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub(crate) fn len(&self) -> u64 {
-        // SAFETY: The area is valid and ours while it is being set up.
+        // SAFETY: By the type invariant the area is valid and nobody else uses it.
         let vma = unsafe { self.vma.as_ref() };
-        // SAFETY: As above; the members of the union are always set.
+        // SAFETY: The core always sets these members of the unions.
         unsafe {
             (vma.__bindgen_anon_1.__bindgen_anon_1.vm_end - vma.__bindgen_anon_1.__bindgen_anon_1.vm_start) as u64
         }
     }
 
-    /// The file offset asked for, in pages.
+    /// Returns the file offset in pages.
     pub(crate) fn page_offset(&self) -> u64 {
-        // SAFETY: The area is valid and ours while it is being set up.
+        // SAFETY: By the type invariant the area is valid and nobody else uses it.
         unsafe { self.vma.as_ref() }.vm_pgoff as u64
     }
 
-    /// Whether the mapping is shared (or could become so), not copy-on-write.
+    /// Returns whether the mapping is shared or could become so, not copy-on-write.
     pub(crate) fn is_shared(&self) -> bool {
-        // SAFETY: The area is valid and ours while it is being set up.
+        // SAFETY: By the type invariant the area is valid and nobody else uses it.
         unsafe { sys::p2pmem_vma_may_share(self.vma.as_ptr()) }
     }
 
-    /// Makes the area a mapping of `object` from page `page_offset` of the common address space on: of its struct
-    /// pages, or where it has none, of page frames. No page of it is behind the last one that there can be.
+    /// Makes the area a mapping of `object`, from page `page_offset` of the common address space on.
+    ///
+    /// With `pages` the area maps pages, otherwise page frames. `combine` selects write-combining. An offset at which the
+    /// area would exceed the address space is lowered to the last possible one, where nothing is mapped.
     pub(crate) fn attach(mut self, object: Arc<T>, page_offset: u64, combine: bool, pages: bool) {
-        // The kernel adds the two without looking. Wherever the area is instead, nothing is mapped there.
+        // The kernel adds offset and length without an overflow check.
         let page_offset = page_offset.min((u64::MAX - self.len()) >> PAGE_SHIFT);
-        // SAFETY: The area is valid and ours while it is being set up.
+        // SAFETY: By the type invariant the area is valid and nobody else uses it.
         unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine, pages) };
-        // SAFETY: As above.
+        // SAFETY: As for the call above.
         let vma = unsafe { self.vma.as_mut() };
         vma.vm_pgoff = page_offset as usize;
         vma.vm_private_data = Arc::into_raw(object).cast_mut().cast();
@@ -104,53 +123,57 @@ impl<T: Mappable> NewArea<'_, T> {
 ///
 /// # Invariants
 ///
-/// The pointer is such a fault, whose area is locked for `'a`. The core may write to its other fields meanwhile.
+/// The pointer is a valid `struct vm_fault` for `'a`. Its area has the operations [`Operations`] and is locked for `'a`.
+/// The core may write to fields other than the first anonymous structure.
 pub(crate) struct Fault<'a>(NonNull<bindings::vm_fault>, PhantomData<&'a ()>);
 
 impl Fault<'_> {
+    /// Wraps a fault.
+    ///
     /// # Safety
     ///
-    /// `vmf` must be what the core calls the operations of such an area with, for the lifetime of the result.
+    /// `vmf` must be the fault that the core called an operation of such an area with, for the lifetime of the result.
     unsafe fn new(vmf: *mut bindings::vm_fault) -> Self {
-        // SAFETY: By the requirement it is not null.
-        // INVARIANT: By the requirement.
+        // INVARIANT: The caller guarantees a fault of such an area, which the core has locked.
+        // SAFETY: The caller guarantees a valid pointer.
         Self(unsafe { NonNull::new_unchecked(vmf) }, PhantomData)
     }
 
-    /// What does not change during the fault.
+    /// Returns the constant fields: area, address and page offset.
     fn about(&self) -> bindings::vm_fault__bindgen_ty_1 {
-        // SAFETY: By the type invariant.
+        // SAFETY: By the type invariant the fault is valid, and nobody writes to these fields.
         unsafe { (*self.0.as_ptr()).__bindgen_anon_1 }
     }
 
+    /// Returns the area, which is valid and locked as long as `self`.
     pub(super) fn vma_raw(&self) -> *mut bindings::vm_area_struct {
         self.about().vma
     }
 
-    /// The address, rounded down to a page.
+    /// Returns the faulting address, rounded down to a page.
     pub(super) fn address(&self) -> usize {
         self.about().address & !(PAGE_SIZE - 1)
     }
 
-    /// Whether what is mapped for the fault is found in an address space.
+    /// Returns whether the area belongs to the address space `space`.
     pub(super) fn is_in(&self, space: &Space) -> bool {
-        // SAFETY: The area is valid, and locked, for the duration of the fault; it keeps its file.
+        // SAFETY: By the type invariant the area is valid and locked, and an area of a file keeps its file.
         unsafe { (*(*self.vma_raw()).vm_file).f_mapping == space.mapping() }
     }
 
-    /// The page that faulted, counted in the common address space.
+    /// Returns the faulting page of the common address space.
     pub(crate) fn page_offset(&self) -> u64 {
         self.about().pgoff as u64
     }
 
-    /// What one page table maps, bytes: `PMD_SIZE`, of which `rust/sys/helpers.c` asserts that it is this.
+    /// Bytes that one page table maps (`PMD_SIZE`). `rust/sys/helpers.c` asserts the value.
     pub(crate) const TABLE: usize = PAGE_SIZE << (PAGE_SHIFT - 3);
 
-    /// Where the page table of the address begins, as a page of the common address space. None where the area does not
-    /// have all of it.
+    /// Returns the first page of the faulting page table, as a page of the common address space. `None` if the area does
+    /// not contain the whole page table.
     pub(crate) fn table_offset(&self) -> Option<u64> {
         let first = self.address() / Self::TABLE * Self::TABLE;
-        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        // SAFETY: By the type invariant the area is valid and locked.
         let area = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1 };
         if first < area.vm_start || area.vm_end - first < Self::TABLE {
             return None;
@@ -158,27 +181,29 @@ impl Fault<'_> {
         Some(self.page_offset() - ((self.address() - first) >> PAGE_SHIFT) as u64)
     }
 
-    /// Maps a page table's worth of page frames, from an aligned one on, as one entry. Errors: `EAGAIN` where that cannot
-    /// be, as in an area that is not for page frames or does not have all of the page table.
+    /// Maps [`Self::TABLE`] bytes of page frames from `pfn` on as one large entry. `pfn` must be aligned to that.
+    ///
+    /// Errors: `EAGAIN` if that is not possible: the area is not one for page frames or does not contain the whole page table,
+    /// or the kernel declines; `ENOMEM`.
     ///
     /// # Safety
     ///
-    /// The page frames must be the caller's.
+    /// The caller must own the page frames, and must remove the mapping before it gives them up.
     pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
-        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        // SAFETY: By the type invariant the area is valid and locked.
         if self.table_offset().is_none() || !unsafe { sys::p2pmem_vma_takes_pfns(self.vma_raw()) } {
             return Err(EAGAIN);
         }
         let vmf = self.0.as_ptr();
-        // A write needs a writable entry, even where the area makes new entries read-only: once the soft-dirty bits of a
-        // process were cleared, its new entries are, and without the flag the write would fault again, forever.
-        // SAFETY: By the type invariant.
+        // A write fault needs a writable entry even if the area makes new entries read-only, as it does after the
+        // soft-dirty bits of the process were cleared. Otherwise the write faults again without end.
+        // SAFETY: By the type invariant the fault is valid.
         let write = unsafe { (*vmf).flags } & bindings::fault_flag_FAULT_FLAG_WRITE != 0;
-        // SAFETY: The fault is valid, and as was just seen its area has room for the entry and takes page frames. The caller
-        // promises that they are its own.
+        // SAFETY: By the type invariant the fault is valid. The area contains the whole page table and takes page frames,
+        // as checked above. The caller guarantees that it owns the frames.
         #[cfg(CONFIG_TRANSPARENT_HUGEPAGE)]
         let answer = unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, write) };
-        // Never asked for: such a kernel has no large entries.
+        // Not reached: a kernel without transparent huge pages does not ask for large entries.
         #[cfg(not(CONFIG_TRANSPARENT_HUGEPAGE))]
         let answer = {
             let _ = (vmf, pfn, write);
@@ -191,19 +216,20 @@ impl Fault<'_> {
         }
     }
 
-    /// Pages from the address to the end of its page table or of the area, whichever comes first.
+    /// Returns the number of pages from the faulting address to the end of its page table or of the area, whichever is
+    /// first.
     pub(super) fn room(&self) -> usize {
         let address = self.address();
-        // SAFETY: The area is valid, and locked, for the duration of the fault.
+        // SAFETY: By the type invariant the area is valid and locked.
         let end = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1.vm_end };
         (end - address).min(Self::TABLE - address % Self::TABLE) >> PAGE_SHIFT
     }
 }
 
-/// The area operations of mappings of a `T`.
+/// The operations of areas that map a `T`.
 ///
-/// `vm_private_data` of such an area owns a reference to the object: it came from `Arc::into_raw()` in
-/// [`NewArea::attach`] or in `open`, and `close` takes it back.
+/// `vm_private_data` of such an area owns a reference to its object: [`NewArea::attach`] or `open` gave it up with
+/// `Arc::into_raw()`, and `close` takes it back.
 struct Operations<T>(PhantomData<T>);
 
 impl<T: Mappable> Operations<T> {
@@ -215,50 +241,60 @@ impl<T: Mappable> Operations<T> {
         ..pin_init::zeroed()
     };
 
+    /// Borrows the object of an area.
+    ///
     /// # Safety
     ///
-    /// `vma` must be a valid area with these operations, and the result must not outlive it.
+    /// `vma` must be a valid area with these operations for the lifetime `'a`.
     unsafe fn object<'a>(vma: *mut bindings::vm_area_struct) -> ArcBorrow<'a, T> {
-        // SAFETY: The area owns a reference to the object.
+        // SAFETY: `vm_private_data` of such an area is a pointer from `Arc::into_raw()`, whose reference the area owns
+        // until `close`.
         unsafe { ArcBorrow::from_raw((*vma).vm_private_data.cast::<T>()) }
     }
 
+    /// `open` of `struct vm_operations_struct`. The mmap lock is held for writing.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a new copy of an area with these operations.
+    /// Only for the core, which calls with a new copy of an area with these operations.
     unsafe extern "C" fn open(vma: *mut bindings::vm_area_struct) {
-        // SAFETY: The copy has the pointer of its origin, which owns a reference while it is being copied.
+        // SAFETY: The copy has the pointer of the original area, which owns a reference during this call.
         let object = unsafe { Self::object(vma) };
-        // The copy's own reference.
+        // Take the copy's own reference.
         let _ = Arc::into_raw(Arc::from(object));
         T::opened(object);
     }
 
+    /// `close` of `struct vm_operations_struct`. The mmap lock is held.
+    ///
     /// # Safety
     ///
-    /// Called by the core, once, before an area with these operations goes away.
+    /// Only for the core, which calls once for each area with these operations, before it frees the area.
     unsafe extern "C" fn close(vma: *mut bindings::vm_area_struct) {
-        // SAFETY: The area owns a reference and is not used again.
+        // SAFETY: The area owns a reference from `Arc::into_raw()`, and is not used after this call.
         let object = unsafe { Arc::from_raw((*vma).vm_private_data.cast::<T>()) };
         T::closed(object.as_arc_borrow());
     }
 
-    /// Makes the object of a fault ready where it is not, without the lock that the fault came with: whoever looks at the process
-    /// waits for that. Returns the fault's answer then; none where the fault is to be served now, with the lock.
+    /// Makes the object of a fault ready, if it is not, without the lock of the fault, for which others may wait.
+    ///
+    /// Returns the result of the fault, or `None` to handle the fault now, with the lock held. May sleep.
     ///
     /// # Safety
     ///
-    /// The fault is in an area with these operations, which is locked. With an answer it is not locked any more, and may be gone.
+    /// `vmf` must be a fault in an area with these operations, which is locked. If this returns a result, the area is not locked
+    /// any more and may be freed.
     unsafe fn prepare(vmf: *mut bindings::vm_fault) -> Option<bindings::vm_fault_t> {
         let again = bindings::vm_fault_reason_VM_FAULT_RETRY;
-        // SAFETY: The fault and its area are valid.
+        // SAFETY: The caller guarantees that the fault and its area are valid while the area is locked. The borrow is not
+        // used after the unlock.
         let borrowed = unsafe { Self::object((*vmf).__bindgen_anon_1.vma) };
         if T::is_ready(borrowed) {
             return None;
         }
-        // The area, and with it its reference, may go as soon as it is not locked.
+        // The area and its reference may go as soon as the area is unlocked: take another reference.
         let object = Arc::from(borrowed);
-        // SAFETY: The fault is valid and its area locked.
+        // SAFETY: The caller guarantees a valid fault with the area locked.
         let file = match from_err_ptr(unsafe { sys::p2pmem_fault_unlock(vmf) }) {
             Ok(file) => file,
             Err(e) if e == EAGAIN => return Some(again),
@@ -266,43 +302,48 @@ impl<T: Mappable> Operations<T> {
         };
         T::make_ready(&object);
         drop(object);
-        // SAFETY: The reference to the file, which kept the module loaded meanwhile, is ours. Where it is the last one, as the
-        // area is gone already, it is put for good when this task, which is no kernel thread and does not exit, is about to return
-        // to its program (`fput()` adds a task work): the module stays loaded until this function has returned.
+        // SAFETY: `p2pmem_fault_unlock()` took the reference to the file for this caller. The file keeps the module loaded
+        // until this function has returned, even if the reference is the last one because the area is gone: the task is not
+        // a kernel thread and is not exiting, so `fput()` defers the release to a task work, which runs when the task
+        // returns to user space.
         unsafe { bindings::fput(file) };
         Some(again)
     }
 
+    /// `fault` of `struct vm_operations_struct`. The area is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a fault in an area with these operations, which is locked.
+    /// Only for the core, which calls with a fault in an area with these operations.
     unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
-        // SAFETY: The core's promise.
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
         if let Some(answer) = unsafe { Self::prepare(vmf) } {
             return answer;
         }
-        // SAFETY: The core's promise.
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
         let fault = unsafe { Fault::new(vmf) };
-        // SAFETY: The area is valid for the duration of the call.
+        // SAFETY: By the type invariant of `Fault` the area is valid during the call and has these operations.
         let object = unsafe { Self::object(fault.vma_raw()) };
         Self::reason(T::fault(object, &fault))
     }
 
+    /// `huge_fault` of `struct vm_operations_struct`. The area is locked.
+    ///
     /// # Safety
     ///
-    /// Called by the core for a fault in an area with these operations, which is locked, where nothing is mapped in a
-    /// range of `1 << order` pages.
+    /// Only for the core, which calls with a fault in an area with these operations, where nothing is mapped in the range of
+    /// `1 << order` pages around the address.
     unsafe extern "C" fn huge_fault(vmf: *mut bindings::vm_fault, order: ffi::c_uint) -> bindings::vm_fault_t {
         if PAGE_SIZE << order != Fault::TABLE {
             return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
         }
-        // SAFETY: The core's promise.
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
         if let Some(answer) = unsafe { Self::prepare(vmf) } {
             return answer;
         }
-        // SAFETY: The core's promise.
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
         let fault = unsafe { Fault::new(vmf) };
-        // SAFETY: The area is valid for the duration of the call.
+        // SAFETY: By the type invariant of `Fault` the area is valid during the call and has these operations.
         let object = unsafe { Self::object(fault.vma_raw()) };
         match T::fault_table(object, &fault) {
             Err(e) if e == EAGAIN => bindings::vm_fault_reason_VM_FAULT_FALLBACK,
@@ -310,6 +351,7 @@ impl<T: Mappable> Operations<T> {
         }
     }
 
+    /// Converts the result of a fault to the core's `vm_fault_t`.
     fn reason(answer: Result) -> bindings::vm_fault_t {
         match answer {
             Ok(()) => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
@@ -320,41 +362,44 @@ impl<T: Mappable> Operations<T> {
     }
 }
 
-/// An address space, whatever is mapped in it.
+/// A reference to an address space, without the type of the objects that are mapped in it.
 ///
 /// # Invariants
 ///
-/// The pointer is an inode from `p2pmem_mapping_inode()`, and one reference to it is ours.
+/// The pointer is an inode from `p2pmem_mapping_inode()`, and this object owns one reference to it.
 pub(super) struct Space(NonNull<bindings::inode>);
 
 // SAFETY: An inode is not bound to a thread.
 unsafe impl Send for Space {}
-// SAFETY: What is done with the inode is synchronised by the core.
+// SAFETY: The core serialises all uses of the inode and its mapping.
 unsafe impl Sync for Space {}
 
 impl Space {
+    /// Creates an address space. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
     fn new() -> Result<Self> {
-        // SAFETY: No requirements; the result is an error pointer or an inode that is ours.
+        // SAFETY: The call has no requirements. It returns an error pointer, or an inode with a reference for the caller.
         let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
-        // INVARIANT: See above.
+        // INVARIANT: The inode came with a reference for this object.
         Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?))
     }
 
+    /// Takes another reference. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
     fn hold(&self) -> Result<Self> {
-        // SAFETY: By the type invariant it is such an inode, with a reference.
+        // SAFETY: By the type invariant the pointer is an inode from `p2pmem_mapping_inode()` with a reference.
         to_result(unsafe { sys::p2pmem_mapping_inode_hold(self.0.as_ptr()) })?;
-        // INVARIANT: The reference was taken just now.
+        // INVARIANT: The call took a reference for the result.
         Ok(Self(self.0))
     }
 
+    /// Returns the C address space, which is valid as long as `self`.
     pub(super) fn mapping(&self) -> *mut bindings::address_space {
-        // SAFETY: By the type invariant the inode is valid; its mapping does not change.
+        // SAFETY: By the type invariant the inode is valid. `i_mapping` does not change.
         unsafe { (*self.0.as_ptr()).i_mapping }
     }
 
-    /// Takes down all user mappings of a page range. Later touches fault again.
+    /// Removes all user mappings of a range of pages. Later accesses fault again. May sleep.
     pub(super) fn unmap(&self, page_offset: u64, pages: u64) {
-        // SAFETY: By the type invariant the mapping is valid.
+        // SAFETY: By the type invariant the inode and its address space are valid.
         unsafe {
             bindings::unmap_mapping_range(
                 self.mapping(),
@@ -368,50 +413,57 @@ impl Space {
 
 impl Drop for Space {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the reference is ours.
+        // SAFETY: By the type invariant this object owns a reference, which is dropped once.
         unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
     }
 }
 
-/// The address space in which every mapping of every file is found, whatever node the file was opened through.
+/// The address space of all mappings of all files, through whatever device node a file was opened.
 ///
 /// # Invariants
 ///
-/// Whatever is mapped in it is a `T`: its areas were set up by [`NewArea::attach`], or not at all.
+/// Every area of the address space with `vm_private_data` was set up by [`NewArea::attach`] for a `T`. Other areas have no
+/// `vm_private_data`.
 pub(crate) struct AddressSpace<T>(Space, PhantomData<Arc<T>>);
 
-// SAFETY: What is mapped is not bound to a thread.
+// SAFETY: `Space` is `Send`, and so are the objects that are mapped.
 unsafe impl<T: Mappable> Send for AddressSpace<T> {}
-// SAFETY: What is done with the inode is synchronised by the core.
+// SAFETY: `Space` is `Sync`, and so are the objects that are mapped.
 unsafe impl<T: Mappable> Sync for AddressSpace<T> {}
 
-/// Part of a mapping of the calling process.
+/// Part of a mapping of the current process.
 pub(crate) struct MappedPart<T> {
+    /// The mapped object.
     pub(crate) object: Arc<T>,
-    /// The first byte's place in the common address space.
+    /// Offset of the first byte in the common address space.
     pub(crate) offset: u64,
-    /// Bytes.
+    /// Size in bytes.
     pub(crate) size: u64,
-    /// Whether the mapping is writable or could be made so.
+    /// Whether the mapping is writable or could be made writable by `mprotect()`.
     pub(crate) may_write: bool,
 }
 
 impl<T: Mappable> AddressSpace<T> {
+    /// Creates an address space. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
     pub(crate) fn new() -> Result<Self> {
+        // INVARIANT: Nothing is mapped in a new address space.
         Ok(Self(Space::new()?, PhantomData))
     }
 
-    /// The same address space for those who do not care what is mapped in it.
+    /// Returns another reference to the address space, without the type of its objects.
     pub(super) fn hold(&self) -> Result<Space> {
         self.0.hold()
     }
 
+    /// Returns the C address space, which is valid as long as `self`.
     pub(super) fn mapping(&self) -> *mut bindings::address_space {
         self.0.mapping()
     }
 
-    /// What of this address space the calling process has mapped at an address, `size` bytes at most. None where there
-    /// is no mapping, or one of something else.
+    /// Looks up an address of the current process: the object mapped there, and at most `size` bytes from the address to
+    /// the end of the area.
+    ///
+    /// Returns `None` if no area of this address space is there. May sleep; takes the mmap lock for reading.
     pub(crate) fn mapped_at(&self, address: u64, size: u64) -> Option<MappedPart<T>> {
         let address = usize::try_from(address).ok()?;
         let task = current!();
@@ -419,25 +471,26 @@ impl<T: Mappable> AddressSpace<T> {
         let guard = mm.mmap_read_lock();
         let area = guard.vma_lookup(address)?;
         let vma = area.as_ptr();
-        // SAFETY: The area is valid, and does not change while the lock is held.
+        // SAFETY: The mmap lock is held for reading, so the area is valid and these fields do not change.
         let (file, object, first) = unsafe { ((*vma).vm_file, (*vma).vm_private_data, (*vma).vm_pgoff) };
-        // SAFETY: An area keeps its file.
+        // SAFETY: An area keeps its file, which is not null.
         if file.is_null() || object.is_null() || unsafe { (*file).f_mapping } != self.mapping() {
             return None;
         }
-        // SAFETY: By the type invariant, and as it has an object, the area owns a reference to a `T`.
+        // SAFETY: By the type invariant the private data of an area of this address space is a `T`, to which the area owns
+        // a reference while the mmap lock is held.
         let object = unsafe { ArcBorrow::from_raw(object.cast::<T>().cast_const()) };
         let into = address - area.start();
         Some(MappedPart {
             object: object.into(),
             offset: ((first as u64) << PAGE_SHIFT) + into as u64,
             size: size.min((area.end() - address) as u64),
-            // SAFETY: As above.
+            // SAFETY: The mmap lock is held for reading, so the area is valid.
             may_write: unsafe { sys::p2pmem_vma_may_write(vma) },
         })
     }
 
-    /// Takes down all user mappings of a page range. Later touches fault again.
+    /// Removes all user mappings of a range of pages. Later accesses fault again. May sleep.
     pub(crate) fn unmap(&self, page_offset: u64, pages: u64) {
         self.0.unmap(page_offset, pages);
     }
@@ -447,7 +500,7 @@ impl<T: Mappable> AddressSpace<T> {
 mod tests {
     use super::*;
 
-    /// Something that nobody maps.
+    /// An object that is never mapped.
     struct Nothing;
 
     impl Mappable for Nothing {

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Parts of a BAR without struct pages: as large as they may be, they cost no memory.
+//! Windows: ranges of a BAR that are mapped without `struct page`, so their size costs no memory.
+//!
+//! All functions are for process context. [`Window::insert`] and [`Window::insert_table`] are called in a page fault, with
+//! the area locked. The one lock is the count in [`Windows`], a leaf.
 //!
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
@@ -27,7 +30,7 @@ use kernel::{
     },
 };
 
-/// How many windows there are of a device that is bound. Its unbinding waits until there is none.
+/// The number of windows of a bound device. Unbinding the device waits until it is 0.
 #[pin_data]
 pub(super) struct Windows {
     #[pin]
@@ -37,6 +40,7 @@ pub(super) struct Windows {
 }
 
 impl Windows {
+    /// Creates the count of a device without windows. Errors: `ENOMEM`.
     pub(super) fn new() -> Result<Arc<Self>> {
         Arc::pin_init(
             pin_init!(Self {
@@ -47,7 +51,9 @@ impl Windows {
         )
     }
 
-    /// Waits until all windows are gone. Who holds them on is named by those who end the provider, before.
+    /// Waits without a time limit until no window exists. Sleeps.
+    ///
+    /// Removing the provider comes before and names the remaining holders in the log.
     pub(super) fn wait(&self) {
         let mut count = self.count.lock();
         while *count > 0 {
@@ -56,7 +62,7 @@ impl Windows {
     }
 }
 
-/// Pages of an address space that all that was ever put there is among.
+/// An interval of pages of an address space that contains all pages that were ever mapped. It only grows. Lock-free.
 struct Shown {
     first: Atomic<u64>,
     end: Atomic<u64>,
@@ -70,6 +76,7 @@ impl Shown {
         }
     }
 
+    /// Extends the interval by `pages` pages from page `first` on.
     fn add(&self, first: u64, pages: u64) {
         let end = first.saturating_add(pages);
         let (mut known, mut last) = (self.first.load(Relaxed), self.end.load(Relaxed));
@@ -87,20 +94,21 @@ impl Shown {
         }
     }
 
-    /// The first one, and how many there are from there on. None where there is none.
+    /// Returns the first page and the number of pages of the interval, or `None` if nothing was mapped.
     fn all(&self) -> Option<(u64, u64)> {
         let (first, end) = (self.first.load(Relaxed), self.end.load(Relaxed));
         (first < end).then(|| (first, end - first))
     }
 }
 
-/// A part of a BAR.
+/// A range of a BAR, mapped in the kernel as I/O memory.
 ///
 /// # Invariants
 ///
-/// `kaddr` maps `size` bytes of I/O memory at `phys`, and `provider` belongs to the BAR. The device is bound to its driver
-/// as long as this is there: it is counted in `windows`, for which unbinding waits. User mappings of the memory are in `space`
-/// alone, and there among the pages that `shown` has.
+/// - `kaddr` maps `size` bytes of I/O memory at the physical address `phys`, and `provider` is that of the BAR.
+/// - The device stays bound to its driver while the window exists: the window is counted in `windows`, and unbinding
+///   waits for the count.
+/// - User mappings of the memory exist in `space` only, at pages within `shown`.
 pub(crate) struct Window {
     space: Space,
     shown: Shown,
@@ -111,18 +119,22 @@ pub(crate) struct Window {
     windows: Arc<Windows>,
 }
 
-// SAFETY: I/O memory is not bound to a thread.
+// SAFETY: I/O memory and its mapping are not bound to a thread.
 unsafe impl Send for Window {}
-// SAFETY: All access to the memory is such that others may access it too.
+// SAFETY: The memory is only accessed by I/O functions of C, never through Rust references, so concurrent access is no data
+// race. `shown` is atomic, and `space` is `Sync`.
 unsafe impl Sync for Window {}
 
 impl Window {
-    /// A window of `size` bytes at `offset` of a BAR, both whole pages within it.
+    /// Maps `size` bytes at `offset` of a BAR. May sleep.
+    ///
+    /// Errors: `EINVAL` if the range is not within a memory BAR or not whole pages; `EOPNOTSUPP` if the device cannot do
+    /// peer-to-peer DMA; `ENOMEM`.
     ///
     /// # Safety
     ///
-    /// The device must be bound, to our driver or to one that published it, and stay so until this call returns; its
-    /// unbinding must wait for `windows`.
+    /// The device must be bound, to this driver or to one that registered the memory, and stay bound until this call
+    /// returns. Its unbinding must wait for `windows`.
     pub(super) unsafe fn new(
         function: &Function,
         bar: u32,
@@ -132,16 +144,17 @@ impl Window {
         space: Space,
     ) -> Result<Self> {
         let phys = within(function.bar(bar), offset, size)?;
-        // SAFETY: The device is bound, and unbinding its driver releases what this call acquires.
+        // SAFETY: The caller guarantees a bound device, so the driver core releases the p2pdma data when the driver is
+        // unbound.
         to_result(unsafe { bindings::pcim_p2pdma_init(function.as_raw()) })?;
-        // SAFETY: It was initialised just now.
+        // SAFETY: The p2pdma data was initialised above, and `within()` has checked that `bar` is a standard BAR.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
         let provider = NonNull::new(provider).ok_or(abi::errno(abi::EOPNOTSUPP))?;
-        // SAFETY: The range is one of the device's BAR, which is enabled while its driver is bound to it.
+        // SAFETY: `within()` has checked that the BAR contains the range. The BAR is enabled while the driver is bound.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
         *windows.count.lock() += 1;
-        // INVARIANT: Mapped and counted just now.
+        // INVARIANT: The range was mapped and the window counted above. No user mapping exists, so `shown` is empty.
         Ok(Self {
             space,
             shown: Shown::new(),
@@ -153,42 +166,47 @@ impl Window {
         })
     }
 
-    /// Bytes.
+    /// Returns the size in bytes.
     pub(super) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Physical address of the first byte.
+    /// Returns the physical address of the first byte.
     pub(super) fn phys(&self) -> u64 {
         self.phys
     }
 
+    /// Returns the kernel's handle for DMA mappings of the BAR, which is valid as long as `self`.
     pub(super) fn provider(&self) -> NonNull<bindings::p2pdma_provider> {
         self.provider
     }
 
-    /// The address of a byte on the device's PCI bus.
+    /// Returns the PCI bus address of the byte at `offset`.
     pub(super) fn bus_addr(&self, offset: u64) -> u64 {
-        // SAFETY: By the type invariant the provider is there.
+        // SAFETY: By the type invariant the device is bound, and the kernel frees the p2pdma data when it is unbound.
         let bus_offset = unsafe { self.provider.as_ref() }.bus_offset;
-        // It may be "negative".
+        // The bus offset may be negative in two's complement.
         (self.phys + offset).wrapping_add(bus_offset)
     }
 
-    /// A byte range, cut to the window.
+    /// Returns a byte range cut to the window, as offset and size.
     fn part(&self, offset: u64, size: u64) -> (u64, u64) {
         let offset = offset.min(self.size);
         (offset, size.min(self.size - offset))
     }
 
-    /// Zeroes a range. No one else may be using it.
+    /// Zeroes a range. May sleep. The caller ensures that nobody else uses the range.
     pub(super) fn clear(&self, offset: u64, size: u64) {
         let (offset, size) = self.part(offset, size);
-        // SAFETY: By the type invariant the range is mapped as I/O memory.
+        // SAFETY: By the type invariant `kaddr` maps the window as I/O memory; `part()` keeps the range within it.
         unsafe { sys::p2pmem_window_clear(self.kaddr.as_ptr().byte_add(offset as usize), size as usize) };
     }
 
-    /// Maps pages from `offset` on at the address that faulted, as many as `size` and the page table allow.
+    /// Maps page frames from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table
+    /// and the area have room for.
+    ///
+    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for page frames or is in
+    /// another address space, or the range is empty; `ENOMEM`.
     pub(super) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         let (offset, size) = self.part(offset, size);
         let pages = usize::try_from(size / PAGE_SIZE as u64)?.min(fault.room());
@@ -196,16 +214,20 @@ impl Window {
             return Err(EFAULT);
         }
         let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
+        // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
         self.shown.add(fault.page_offset(), pages as u64);
-        // SAFETY: The area is locked by the fault and has room for that many; the call refuses one that is not for page
-        // frames. By the type invariant they belong to the window, and are found when it is dropped.
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has room for the
+        // page frames, and the C function refuses areas that are not for page frames. By the type invariant the frames
+        // belong to this window, whose drop unmaps everything within `shown`.
         to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })
     }
 }
 
 impl Window {
-    /// Maps the page table's worth of memory that begins at `offset` where a fault wants it. Errors: `EAGAIN` where
-    /// that cannot be one entry.
+    /// Maps `Fault::TABLE` bytes from `offset` on with one large entry at the fault's page table.
+    ///
+    /// Called in a page fault, with the area locked. Errors: `EAGAIN` if a large entry is not possible: alignment, the
+    /// window's or the area's end, or another address space; `ENOMEM`.
     pub(super) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
         let at = self.phys + offset;
         if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
@@ -215,36 +237,37 @@ impl Window {
             .table_offset()
             .filter(|_| fault.is_in(&self.space))
             .ok_or(EAGAIN)?;
+        // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
         self.shown.add(first, (Fault::TABLE >> PAGE_SHIFT) as u64);
-        // SAFETY: By the type invariant the frames belong to the window, and are found when it is dropped.
+        // SAFETY: By the type invariant the frames belong to this window, whose drop unmaps everything within `shown`.
         unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
     }
 }
 
 impl Drop for Window {
     fn drop(&mut self) {
-        // Who ends a buffer takes its mappings down, so nothing of the window is left here. Others' mappings among these pages
-        // come back by faults.
+        // Usually nothing is mapped any more: the end of a buffer unmaps it. Mappings of other windows within this interval
+        // are lost too, and come back by page faults.
         if let Some((first, pages)) = self.shown.all() {
             self.space.unmap(first, pages);
         }
-        // SAFETY: By the type invariant the mapping is ours, and nobody uses it any more.
+        // SAFETY: By the type invariant this window owns the mapping at `kaddr`. The mapping is used through `self` alone.
         unsafe { sys::p2pmem_window_unmap(self.kaddr.as_ptr()) };
         *self.windows.count.lock() -= 1;
         self.windows.none.notify_all();
     }
 }
 
-/// Where `size` bytes at `offset` of a BAR, given by address and size, lie in physical memory.
+/// Returns the physical address of `size` bytes at `offset` of a BAR, given as physical address and size.
 ///
-/// Errors: `EINVAL` when there is no such BAR, when it has not all of them, or when they are not whole pages.
+/// Errors: `EINVAL` if there is no such BAR, or the range is empty, not within the BAR, or not whole pages.
 pub(super) fn within(bar: Option<(u64, u64)>, offset: u64, size: u64) -> Result<u64> {
     let (start, len) = bar.ok_or(EINVAL)?;
     if size == 0 || offset.checked_add(size).is_none_or(|end| end > len) {
         return Err(EINVAL);
     }
     let phys = start.checked_add(offset).ok_or(EINVAL)?;
-    // Page frames are mapped whole: one that is not all of the range's would show a neighbour's bytes.
+    // Page frames are mapped as a whole: a partial one would expose bytes outside the range.
     if (phys | size) % PAGE_SIZE as u64 != 0 {
         return Err(EINVAL);
     }
@@ -269,7 +292,7 @@ mod tests {
             ((1 << 20) + 4, 4, (1 << 20, 16)),
             ((1 << 20) + 16, 1, (1 << 20, 17)),
             (1 << 19, 1, (1 << 19, (1 << 19) + 17)),
-            // Behind all that can be mapped.
+            // Beyond the last page that can be mapped.
             (u64::MAX - 1, 1, (1 << 19, u64::MAX - (1 << 19))),
         ] {
             shown.add(first, pages);
@@ -280,7 +303,7 @@ mod tests {
     #[test]
     fn unbinding_waits_for_the_last_window() -> Result {
         let windows = Windows::new()?;
-        // None is there: nothing to wait for.
+        // Without windows the wait returns at once.
         windows.wait();
         *windows.count.lock() = 2;
         let waited = Arc::pin_init(Completion::new(), GFP_KERNEL)?;

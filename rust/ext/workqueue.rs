@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! A workqueue of the module's own, so that unloading can wait for what is queued.
+//! The module's own workqueue, so that unloading waits for all queued work.
+//!
+//! Queueing work does not sleep, except to take `QUEUE`, a mutex; so the functions of this module are for process context.
+//! Dropping a queue waits for its work. `QUEUE` is held while work is queued, and not while a queue is dropped.
 //!
 //! C header: [`include/linux/workqueue.h`](srctree/include/linux/workqueue.h)
 
@@ -13,22 +16,23 @@ use kernel::{
     workqueue::{impl_has_delayed_work, DelayedWork, Queue, RawWorkItem, WorkItem},
 };
 
-/// A workqueue; dropping it runs what is queued to its end first.
+/// An unbound workqueue. Dropping it runs all queued work first, including delayed work, and sleeps meanwhile.
 ///
 /// # Invariants
 ///
-/// The pointer is a workqueue that is ours. Of delayed work it is only ever given `later`.
+/// `queue` is a workqueue that this object owns. The only delayed work that it ever gets is `later`.
 pub(crate) struct OwnQueue {
     queue: NonNull<bindings::workqueue_struct>,
     later: Arc<Later>,
 }
 
-// SAFETY: Workqueues are made for use from any thread.
+// SAFETY: A workqueue is not bound to a thread, and `Later` is `Send` and `Sync`: its function is called in a worker
+// thread.
 unsafe impl Send for OwnQueue {}
-// SAFETY: As above.
+// SAFETY: A shared reference only queues work, which the workqueue core serialises.
 unsafe impl Sync for OwnQueue {}
 
-/// What a queue does a moment after it was asked to.
+/// The delayed work of a queue: calls `run` in a worker thread.
 #[pin_data]
 struct Later {
     run: fn(),
@@ -49,7 +53,9 @@ impl WorkItem for Later {
 }
 
 impl OwnQueue {
-    /// An unbound queue of the given name; `later` is what [`Self::run_later`] runs.
+    /// Creates an unbound queue named `name`, with `later` as the function of [`Self::run_later`]. May sleep.
+    ///
+    /// Errors: `ENOMEM`.
     pub(crate) fn new(name: &'static CStr, later: fn()) -> Result<Self> {
         let later = Arc::pin_init(
             pin_init!(Later {
@@ -58,7 +64,7 @@ impl OwnQueue {
             }),
             GFP_KERNEL,
         )?;
-        // SAFETY: The format takes one string, which lives for ever.
+        // SAFETY: The format takes one string argument, which is a static.
         let queue = unsafe {
             bindings::alloc_workqueue_noprof(
                 c"%s".as_char_ptr(),
@@ -68,17 +74,17 @@ impl OwnQueue {
             )
         };
         let queue = NonNull::new(queue).ok_or(ENOMEM)?;
-        // INVARIANT: Made just now.
+        // INVARIANT: The queue was allocated for this object and has no work.
         Ok(Self { queue, later })
     }
 
-    /// The queue, for work without a delay alone.
+    /// Returns the queue of the kernel crate, to queue work without a delay.
     fn queue(&self) -> &Queue {
-        // SAFETY: By the type invariant the queue is valid while `self` is.
+        // SAFETY: By the type invariant the queue is valid as long as `self`, which outlives the result.
         unsafe { Queue::from_raw(self.queue.as_ptr()) }
     }
 
-    /// Queues work. An error, and it is handed back, where that cannot be.
+    /// Queues work. The result is that of the work's pointer type: the work item is returned if it is queued already.
     pub(crate) fn enqueue<W, const ID: u64>(&self, work: W) -> W::EnqueueOutput
     where
         W: RawWorkItem<ID> + Send + 'static,
@@ -86,15 +92,17 @@ impl OwnQueue {
         self.queue().enqueue(work)
     }
 
-    /// Queues a closure, for tests.
+    /// Queues a closure, for tests. Errors: `ENOMEM`.
     #[cfg(CONFIG_KUNIT = "y")]
     pub(crate) fn try_spawn(&self, run: impl FnOnce() + Send + 'static) -> Result {
         Ok(self.queue().try_spawn(GFP_KERNEL, run)?)
     }
 
-    /// Has what is to be done later done at the next tick of the timer: once, however often it is asked for until then.
+    /// Runs the function `later` of [`Self::new`] in a worker thread at the next timer tick.
+    ///
+    /// Does nothing if that is pending already, so calls until then are combined. Does not sleep.
     pub(crate) fn run_later(&self) {
-        // It is on its way already where this fails.
+        // Fails only if the work is pending already.
         let _ = self.queue().enqueue_delayed(self.later.clone(), 1);
     }
 }
@@ -102,8 +110,9 @@ impl OwnQueue {
 impl Drop for OwnQueue {
     fn drop(&mut self) {
         let later = (&raw const self.later.work).cast_mut();
-        // SAFETY: `DelayedWork` is transparent, and `later` lives as long as `self`. By the type invariant the queue is ours, and
-        // after the first call no timer is left that would put anything into it: it has only ever been given `later`.
+        // SAFETY: `DelayedWork` is a transparent wrapper of `struct delayed_work`, and `later` lives as long as `self`. By
+        // the type invariant this object owns the queue. No other reference to the queue exists, and after the flush no
+        // timer is pending that would queue `later`, the only delayed work.
         unsafe {
             bindings::flush_delayed_work(later.cast());
             bindings::destroy_workqueue(self.queue.as_ptr());
@@ -112,27 +121,31 @@ impl Drop for OwnQueue {
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
+    // panics before that.
     unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
 }
 
+/// Initialises `QUEUE`.
+///
 /// # Safety
 ///
-/// Called once, before the static locks are said to be initialised.
+/// Must be called once, before [`crate::ext::global::set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
+    // `initialised()` panics.
     unsafe { QUEUE.init() };
 }
 
-/// Sets the queue that work is done on; with `None`, waits until all that was queued is done.
+/// Sets the module's queue. Drops the former one, which waits for all its work. Sleeps.
 pub(crate) fn set_queue(queue: Option<OwnQueue>) {
     initialised();
     let old = core::mem::replace(&mut *QUEUE.lock(), queue);
-    // Outside the lock, as it waits for work that may want to queue more.
+    // Dropped outside the lock: the work that the drop waits for may queue more work.
     drop(old);
 }
 
-/// Queues work. False, and it is dropped, when there is no queue any more.
+/// Queues work on the module's queue. Returns false, and drops the work, if there is no queue.
 pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
 where
     W: RawWorkItem<ID> + Send + 'static,
@@ -146,7 +159,7 @@ where
     true
 }
 
-/// Has the queue do at the next tick of the timer what it does later ([`OwnQueue::run_later`]).
+/// Calls [`OwnQueue::run_later`] of the module's queue. Does nothing if there is no queue.
 pub(crate) fn run_later() {
     initialised();
     if let Some(queue) = &*QUEUE.lock() {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* What differs between the kernel series that p2pmem builds for. The rest of the C code depends on no version. */
+/* Differences between the kernel series that p2pmem supports. No other C file depends on the kernel's version. */
 #ifndef P2PMEM_SYS_COMPAT_H
 #define P2PMEM_SYS_COMPAT_H
 
@@ -7,7 +7,7 @@
 #include <linux/mm.h>
 #include <linux/version.h>
 
-/* dmem_cgroup_register_region() for a region that the controller cannot ask its driver to reclaim from. */
+/* dmem_cgroup_register_region() without a reclaim callback. */
 #if LINUX_VERSION_CODE >= KERNEL_VERSION(7, 3, 0)
 #define p2pmem_dmem_register(bytes, ...) \
 	dmem_cgroup_register_region(&(const struct dmem_cgroup_init){ .size = (bytes) }, __VA_ARGS__)
@@ -15,7 +15,7 @@
 #define p2pmem_dmem_register(bytes, ...) dmem_cgroup_register_region(bytes, __VA_ARGS__)
 #endif
 
-/* Whether writes to the area go to copies of what it maps. */
+/* vma_is_cow_mapping() of 7.3: returns whether the area is copy-on-write. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(7, 3, 0)
 static inline bool vma_is_cow_mapping(const struct vm_area_struct *vma)
 {

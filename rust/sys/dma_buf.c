@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The C side of the dma-buf exporter: DMA mappings of BAR memory that consist of several pieces, and names of devices. */
+/*
+ * The C side of the dma-buf exporter (rust/ext/dma_buf.rs): DMA mappings of BAR memory in several pieces, and the names of
+ * devices. Process context; mapping and unmapping require the dma-buf's reservation lock.
+ */
 
 #include <linux/device.h>
 #include <linux/dma-buf.h>
@@ -15,9 +18,11 @@
 MODULE_IMPORT_NS("DMA_BUF");
 
 /*
- * A mapping: the table that the importer gets, made of one table of the kernel's for each piece. The kernel could map
- * all pieces in one go, but behind an IOMMU it links every piece to the first bytes of the I/O address range, so that
- * only a single one comes out right (7.2). @keep is the caller's: it keeps the memory as long as it is mapped.
+ * A DMA mapping: the table for the importer, and one table of the kernel for each piece.
+ *
+ * The kernel could map all pieces with one call, but behind an IOMMU it gives every piece the first bytes of the I/O
+ * address range, so only a single piece is mapped correctly (7.2). @keep belongs to the caller and keeps the memory while
+ * it is mapped.
  */
 struct p2pmem_sgt {
 	struct sg_table sgt;
@@ -33,8 +38,8 @@ static void free_parts(struct dma_buf_attachment *attach, struct p2pmem_sgt *map
 		struct sg_table *part = map->parts[--map->count];
 
 		/*
-		 * The kernel hides the number of entries that it allocated from importers, and then does not free
-		 * them, as it goes by that number itself (7.2).
+		 * The kernel sets orig_nents to 0 to hide the entries' pages from importers, and later frees as many
+		 * entries as orig_nents says, which leaks them (7.2). Restore the number.
 		 */
 		part->orig_nents = part->nents;
 		dma_buf_free_sgt(attach, part, dir);
@@ -42,8 +47,8 @@ static void free_parts(struct dma_buf_attachment *attach, struct p2pmem_sgt *map
 }
 
 /*
- * Maps pieces of a provider's memory for an importer. The reservation is locked. Returns an error pointer, or the table, which
- * has @keep until it is unmapped.
+ * Maps @count pieces of a provider's memory for an importer, with the reservation locked. May sleep. Returns the table,
+ * which owns @keep until p2pmem_dma_buf_unmap(), or an error pointer, after which @keep is the caller's.
  */
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
 				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
@@ -80,7 +85,7 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 			to = sg_next(to);
 		}
 	}
-	/* There are no pages behind the entries, which is what importers are told by this. */
+	/* orig_nents 0 tells importers that the entries have no pages. */
 	map->sgt.orig_nents = 0;
 	map->keep = keep;
 	return &map->sgt;
@@ -91,7 +96,7 @@ undo:
 	return ERR_PTR(ret);
 }
 
-/* Ends a mapping. The reservation is locked. Returns what the mapping had to keep the memory, which is the caller's again. */
+/* Ends a mapping, with the reservation locked. Returns @keep, which belongs to the caller again. */
 void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir)
 {
 	struct p2pmem_sgt *map = container_of(sgt, struct p2pmem_sgt, sgt);
@@ -104,14 +109,14 @@ void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *s
 	return keep;
 }
 
-/* Name and driver of a device, as the log has them. */
+/* Copies the names of a device and of its driver, cut to the buffers. Any context in which the device is valid. */
 void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len)
 {
 	strscpy(name, dev_name(dev), name_len);
 	strscpy(driver, dev_driver_string(dev), driver_len);
 }
 
-/* The PCI function that a device is, or is part of; NULL where there is none. It is kept by the device. */
+/* Returns the PCI function that is @dev or its nearest ancestor on the PCI bus, or NULL. @dev keeps the function. */
 struct pci_dev *p2pmem_dev_pci(struct device *dev)
 {
 	for (; dev; dev = dev->parent)

@@ -1,5 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The C side of rust/sys: inline functions and macros of the kernel, wrapped so that Rust can call them. */
+/*
+ * The C side of rust/sys: inline functions and macros of the kernel, and loops over pages and blocks, as functions that
+ * Rust can call.
+ *
+ * Functions are for process context unless their comment says otherwise, and take no locks except where named. rust/ext has
+ * the safe wrappers.
+ */
 
 #include <linux/capability.h>
 #include <linux/configfs.h>
@@ -30,21 +36,23 @@
 #include "compat.h"
 #include "helpers.h"
 
-/* Fault::TABLE of rust/ext/vma.rs takes a page table to be one page of entries of eight bytes. */
+/* Fault::TABLE in rust/ext/vma.rs assumes that a page table is one page of eight-byte entries. */
 static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
 
-/* Pages a batch handles at once: 2 MiB, whatever the size of a page. */
+/* Pages that one batch handles: 2 MiB for every page size. */
 #define BATCH ((unsigned long)SZ_2M >> PAGE_SHIFT)
 
 /*
- * The reference p2pmem keeps on each page that was ever mapped: while it is held, the count cannot reach zero, so the
- * p2pdma core does not take a page back that p2pmem's buddy allocator owns. The page counts as mapped once more meanwhile,
- * as the kernel has it mapped: so a user mapping is never its first or last one, and each of the machine's statistics of
- * mapped files (which this is none of) is spared its part of every map and unmap.
+ * Takes p2pmem's reference to a page that was never mapped before. While the reference is held, the count does not reach
+ * zero, so the p2pdma core does not take the page back from p2pmem's buddy allocator.
+ *
+ * The page also counts as mapped once more: the kernel has it mapped. So a user mapping is never the first or last one of a
+ * page, and mapping and unmapping do not update the system-wide statistics of mapped files, to which these pages do not
+ * belong.
  */
 static void page_hold(struct page *page)
 {
-	/* One of two callers at once takes it: a count that was raised meanwhile is never set back. */
+	/* Only one of two concurrent callers succeeds. A reference count that was raised meanwhile is not overwritten. */
 	if (!atomic_cmpxchg(&page->_refcount, 0, 1))
 		atomic_inc(&page->_mapcount);
 }
@@ -63,7 +71,10 @@ void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
 		page_hold(page + i);
 }
 
-/* How many pages have a reference besides ours. */
+/*
+ * Returns the number of pages with references besides p2pmem's, as those of O_DIRECT in progress. The pages must have been
+ * held by p2pmem_pages_hold(). Does not sleep.
+ */
 unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr);
@@ -71,15 +82,17 @@ unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages)
 
 	for (i = 0; i < npages; i++)
 		busy += page_ref_count(page + i) > 1;
-	/* Whoever acts on "none" must see what the former holders did with the memory. */
+	/* Orders the counts before the caller's accesses to memory that the former users wrote. */
 	smp_rmb();
 	return busy;
 }
 
 /*
- * Gives a range that came from one pci_alloc_p2pmem() back to the core's pool, and our references with it. A page that
- * somebody still holds goes back by itself when he lets go, which costs one reference to the page map for each such
- * page and each run between them. Returns how many pages were still held.
+ * Returns a range from one pci_alloc_p2pmem() to the core's pool, and drops p2pmem's references. Returns how many pages had
+ * other references. May sleep.
+ *
+ * A page with other references returns by itself when the last one is dropped. This takes one reference to the page map for
+ * each such page and for each run of pages between them.
  */
 unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages)
 {
@@ -87,7 +100,7 @@ unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, un
 	struct percpu_ref *ref = &page_pgmap(page)->ref;
 	unsigned long i, run = 0, busy = 0;
 
-	/* Keeps the page map while the count of its references is worked out. */
+	/* Keep the page map until its references are settled. */
 	percpu_ref_get(ref);
 	for (i = 0; i < npages; i++) {
 		if (!page_ref_count(page + i)) {
@@ -112,14 +125,17 @@ unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, un
 		percpu_ref_get(ref);
 		pci_free_p2pmem(pdev, (void *)(kaddr + ((npages - run) << PAGE_SHIFT)), run << PAGE_SHIFT);
 	}
-	/* The reference that pci_alloc_p2pmem() took for the whole range, and the one above. */
+	/* Drop the reference that pci_alloc_p2pmem() took for the whole range, and the one taken above. */
 	percpu_ref_put(ref);
 	percpu_ref_put(ref);
 	return busy;
 }
 
 #ifdef CONFIG_ARM64_MTE
-/* As below. There set_pte_at() calls what the kernel does not export to modules, so that the core has to look at each page. */
+/*
+ * As below. With MTE, set_pte_at() calls functions that the kernel does not export to modules, so vm_insert_pages() maps
+ * the pages one by one.
+ */
 int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
 {
 	struct page *pages[16], *first = virt_to_page((void *)kaddr);
@@ -139,21 +155,21 @@ int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned
 	return done ? 0 : ret;
 }
 #else
-/* Where pages are being mapped, and how far that is. */
+/* The state of an insertion: the area, the next page, and the number of pages that were mapped. */
 struct insertion {
 	struct vm_area_struct *vma;
 	struct page *page;
 	unsigned long done;
 };
 
-/* Called with the page table locked. */
+/* A callback of apply_to_page_range(), called with the page table locked. */
 static int insert_page(pte_t *pte, unsigned long addr, void *data)
 {
 	struct insertion *at = data;
 
 	if (!pte_none(ptep_get(pte)))
 		return -EBUSY;
-	/* Without our reference the end of this mapping would give the page to the core's pool. */
+	/* Without p2pmem's reference, the end of this mapping would return the page to the core's pool. */
 	if (!page_ref_count(at->page))
 		return -EFAULT;
 	get_page(at->page);
@@ -165,9 +181,12 @@ static int insert_page(pte_t *pte, unsigned long addr, void *data)
 }
 
 /*
- * Maps pages at @addr, up to the first that is there already. 0 when the first one is mapped afterwards. What
- * vm_insert_pages() does, without looking at each page anew: all are alike, and counted as mapped already (page_hold()), so
- * that of the core's books there is but the count of the process's pages, which is kept for all of them together.
+ * Maps pages at @addr, up to the first address where a page is mapped already, and at most 2 MiB. Returns 0 if the first
+ * page is mapped afterwards; -EFAULT for an area that is not for pages or a page without p2pmem's reference; -EBUSY;
+ * -ENOMEM. Called in a fault, with the area locked.
+ *
+ * Does what vm_insert_pages() does, without checks and statistics for each page: all pages are alike and count as mapped
+ * already (page_hold()). Only the process's count of pages is updated, once for all pages.
  */
 int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
 {
@@ -183,7 +202,10 @@ int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned
 }
 #endif /* CONFIG_ARM64_MTE */
 
-/* Zeroes BAR memory, through a write-combining mapping where the memory allows it and one can be had. */
+/*
+ * Zeroes BAR memory that is mapped at @kaddr. With @combine, uses write-combining mappings of up to 2 MiB each, or @kaddr
+ * where none can be made. May sleep.
+ */
 void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 {
 	struct page *page = virt_to_page((void *)kaddr), **pages = NULL;
@@ -209,7 +231,7 @@ void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 	kfree(pages);
 }
 
-/* The physical range of the page map that @kaddr belongs to: what its driver gave to pci_p2pdma_add_resource(). */
+/* Returns the physical range of the page map that @kaddr belongs to: the argument of the driver's pci_p2pdma_add_resource(). */
 void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len)
 {
 	struct dev_pagemap *pgmap = page_pgmap(virt_to_page((void *)kaddr));
@@ -223,7 +245,7 @@ u64 p2pmem_page_phys(unsigned long kaddr)
 	return page_to_phys(virt_to_page((void *)kaddr));
 }
 
-/* Maps a part of a BAR for the time that its provider is there: the kernel uses large pages, which cost next to nothing. */
+/* Maps a range of a BAR as I/O memory, write-combining with @combine. Returns NULL without memory. May sleep. */
 void *p2pmem_window_map(u64 phys, size_t size, bool combine)
 {
 	return (void __force *)(combine ? ioremap_wc(phys, size) : ioremap(phys, size));
@@ -246,13 +268,19 @@ void p2pmem_window_clear(void *kaddr, size_t size)
 	}
 }
 
-/* Whether p2pmem_vma_prepare() made the area one for page frames. In others they are a BUG() or refer to pages. */
+/*
+ * Returns whether p2pmem_vma_prepare() set up the area for page frames. Inserting page frames into other areas is a BUG()
+ * or refers to pages. The area is locked.
+ */
 bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma)
 {
 	return vma->vm_flags & VM_MIXEDMAP && vma->vm_flags & VM_IO && !vma_is_cow_mapping(vma);
 }
 
-/* Maps page frames at @addr, up to the first that cannot be. 0 when the first one is mapped afterwards. */
+/*
+ * Maps page frames from @pfn on at @addr, up to the first failure and at most 2 MiB. Returns 0 if the first one is mapped
+ * afterwards, -EFAULT for an area that is not for page frames, or -ENOMEM. The area is locked.
+ */
 int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages)
 {
 	unsigned long n = min(npages, BATCH), i;
@@ -271,11 +299,13 @@ int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned 
 }
 
 /*
- * Releases the lock that the core took for a fault, so that the handler can take its time. Returns the area's file with a
- * reference, which keeps the module loaded: the handler puts it, returns VM_FAULT_RETRY, and does not touch the area any more.
- * On error the lock is still held. -EAGAIN: the fault must not wait, return VM_FAULT_RETRY. -EBUSY: the core does not retry
- * this fault, or it is one of a kernel thread, serve it: a kernel thread's last reference to a file is put by another thread,
- * at any time, a program's own when the task is about to return to it, which is after the handler.
+ * Releases the lock of a fault, so that the handler may sleep for long. Returns the area's file with a reference, which
+ * keeps the module loaded. The caller drops the reference, returns VM_FAULT_RETRY, and does not touch the area any more.
+ *
+ * On error the lock is still held. -EAGAIN: the fault must not wait, return VM_FAULT_RETRY. -EBUSY: handle the fault with
+ * the lock held, since the core does not retry it, or the task is a kernel thread or exits. In such a task another thread
+ * releases the last reference to a file, at any time. In other tasks the release runs at the return to user space, after
+ * the handler.
  */
 struct file *p2pmem_fault_unlock(struct vm_fault *vmf)
 {
@@ -290,38 +320,42 @@ struct file *p2pmem_fault_unlock(struct vm_fault *vmf)
 	return file;
 }
 
-/* The kernel crate's own constant for this flag has the value of another one (VM_MAYEXEC) in 7.2. */
+/* Returns VM_MAYSHARE. The kernel crate's constant for this flag has the value of VM_MAYEXEC in 7.2. */
 bool p2pmem_vma_may_share(struct vm_area_struct *vma)
 {
 	return vma->vm_flags & VM_MAYSHARE;
 }
 
-/* Whether the area could be made writable by mprotect(), whatever it is now. */
+/* Returns whether the area is writable or mprotect() could make it writable. The mmap lock is held. */
 bool p2pmem_vma_may_write(struct vm_area_struct *vma)
 {
 	return vma->vm_flags & VM_MAYWRITE;
 }
 
+/*
+ * Sets flags and memory type of a new area: for pages with @pages, else for page frames; write-combining with @combine, else
+ * uncached. Called in mmap(), with the mmap lock held for writing.
+ */
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 {
 	if (pages)
 		/*
-		 * No VM_IO: get_user_pages() refuses it, and O_DIRECT is what these mappings are for. With VM_RAND_READ
-		 * nobody notes for each page that it was used lately, of memory that is never reclaimed.
+		 * No VM_IO: get_user_pages() refuses such areas, and these mappings are for O_DIRECT. With VM_RAND_READ the
+		 * kernel does not mark pages as recently used, which is of no use for memory that is never reclaimed.
 		 */
 		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP | VM_RAND_READ);
 	else
 		/*
 		 * No VM_PFNMAP: VFIO type1 maps the page frames of such areas for DMA without a reference and without a
-		 * notifier, and would go on after the memory became another user's. Without it, and with VM_IO, it has to pin
-		 * pages, which fails with EFAULT. The entries are special ones all the same.
+		 * notifier, and would continue after the memory got another owner. In an area with VM_IO and without
+		 * VM_PFNMAP it must pin pages, which fails with EFAULT. The page table entries are special in both cases.
 		 */
 		vm_flags_set(vma, VM_MIXEDMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
 	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
 }
 
 /*
- * The inode whose address space holds all user mappings of all files of /dev/p2pmem, so that one
+ * The file system of the inode whose address space contains all user mappings of all files of /dev/p2pmem. One
  * unmap_mapping_range() finds every mapping of a buffer, through whatever device node its file was opened.
  */
 static int p2pmem_fs_cnt;
@@ -333,8 +367,8 @@ static int p2pmem_fs_init(struct fs_context *fc)
 }
 
 /*
- * No owner: the mount is made and undone by this module alone, and its reference to an owner would keep the module
- * from ever being unloaded.
+ * No owner: only this module mounts the file system, and a reference of the mount to its owner would prevent unloading the
+ * module.
  */
 static struct file_system_type p2pmem_fs_type = {
 	.name = "p2pmem",
@@ -342,6 +376,7 @@ static struct file_system_type p2pmem_fs_type = {
 	.kill_sb = kill_anon_super,
 };
 
+/* Returns a new inode with one reference, for p2pmem_mapping_inode_put(), or an error pointer. May sleep. */
 struct inode *p2pmem_mapping_inode(void)
 {
 	struct inode *inode;
@@ -356,7 +391,7 @@ struct inode *p2pmem_mapping_inode(void)
 	return inode;
 }
 
-/* One more reference to what p2pmem_mapping_inode() returned, to be put as that one is. */
+/* Takes another reference to an inode from p2pmem_mapping_inode(), for p2pmem_mapping_inode_put(). May sleep. */
 int p2pmem_mapping_inode_hold(struct inode *inode)
 {
 	int ret = simple_pin_fs(&p2pmem_fs_type, &p2pmem_fs_mnt, &p2pmem_fs_cnt);
@@ -418,8 +453,8 @@ static int is_device(struct device *dev, const void *data)
 }
 
 /*
- * The physical function of a virtual one, with a reference. NULL where @pdev is no virtual function, or was removed: then
- * its pointer may be to a device that is freed.
+ * Returns the physical function of a virtual function, with a reference. Returns NULL if @pdev is no virtual function, or
+ * was removed: its pointer may be to a freed device then. May sleep.
  */
 struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev)
 {
@@ -428,13 +463,14 @@ struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev)
 
 	if (physfn == pdev)
 		return NULL;
-	/* The pointer is compared, and not followed. */
+	/* The pointer is compared only: the device may be freed. */
 	found = bus_find_device(&pci_bus_type, NULL, &physfn->dev, is_device);
 	if (!found)
 		return NULL;
 	/*
-	 * pci_iov_remove_virtfn() puts the physical function after the virtual one is out of sysfs. So while the virtual one is
-	 * in it, that reference is there, and what was found is no other device at the same address.
+	 * pci_iov_remove_virtfn() drops the reference to the physical function after the virtual one is removed from sysfs.
+	 * So while the virtual one is registered, the physical one exists, and the device that was found is not another one
+	 * at the same address.
 	 */
 	if (!device_is_registered(&pdev->dev)) {
 		put_device(found);
@@ -453,7 +489,11 @@ int p2pmem_pci_node(struct pci_dev *pdev)
 	return dev_to_node(&pdev->dev);
 }
 
-/* A bound driver is there as long as the device is locked. Whoever has it locked binds or unbinds one, or resets the device. */
+/*
+ * Writes the name of the bound driver, or an empty string if there is none or the device is locked: its holder binds or
+ * unbinds a driver, or resets the device. The driver cannot be unbound while this function has the device locked. Does not
+ * sleep.
+ */
 void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 {
 	if (!device_trylock(&pdev->dev)) {
@@ -464,7 +504,7 @@ void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 	device_unlock(&pdev->dev);
 }
 
-/* The node that everything belongs to on a machine with one node online, else none. */
+/* Returns the only online node, or NUMA_NO_NODE if several are online. */
 int p2pmem_only_node(void)
 {
 	return num_online_nodes() == 1 ? first_online_node : NUMA_NO_NODE;
@@ -476,9 +516,9 @@ u32 p2pmem_node_distance(int a, int b)
 }
 
 /*
- * Sets what the driver that a device is bound to is told of resets and errors. The kernel's Rust interface to PCI drivers has no
- * place for it. Called from the driver's probe, always with the same handlers: whoever looks at them holds the device's lock, as
- * probe does, or got hold of the device after probe.
+ * Sets the error handlers of the driver that @pdev is bound to: the kernel's Rust interface for PCI drivers does not
+ * support them. Called in the driver's probe, always with the same handlers. Every reader of the pointer holds the lock of
+ * a bound device, as probe does, or got the device after its probe.
  */
 void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers)
 {
@@ -486,8 +526,9 @@ void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_
 }
 
 /*
- * Ends mkdir() in the directory of a registered group, waiting for calls that are under way. configfs_unregister_group() does not
- * take the lock of that directory: configfs_mkdir() would find it unhashed, and use its group, which is NULL then.
+ * Ends mkdir() in the directory of a registered group, and waits for calls in progress. configfs_unregister_group() does
+ * not take the lock of that directory, so configfs_mkdir() could find it unhashed and dereference its group, which is NULL
+ * then. May sleep; takes the inode lock of the directory.
  */
 void p2pmem_configfs_close(struct config_group *group)
 {
@@ -508,13 +549,13 @@ void p2pmem_pm_unregister(struct notifier_block *block)
 	unregister_pm_notifier(block);
 }
 
-/* Whether the machine is about to sleep, before tasks are frozen. */
+/* Returns whether a PM event announces suspend or hibernation, before tasks are frozen. */
 bool p2pmem_pm_is_prepare(unsigned long action)
 {
 	return action == PM_SUSPEND_PREPARE || action == PM_HIBERNATION_PREPARE;
 }
 
-/* Whether it woke up, or did not come to sleep. */
+/* Returns whether a PM event says that the system has resumed or that a transition was cancelled. */
 bool p2pmem_pm_is_post(unsigned long action)
 {
 	return action == PM_POST_SUSPEND || action == PM_POST_HIBERNATION;
@@ -525,7 +566,10 @@ const struct bus_type *p2pmem_pci_bus_type(void)
 	return &pci_bus_type;
 }
 
-/* Where the blocks of one allocation lie, and whether all of them were cleared. False when they are not one piece. */
+/*
+ * Returns offset and length of the blocks of one allocation, and whether all of them were cleared. Returns false if they
+ * are not contiguous. The caller holds the allocator's lock.
+ */
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear)
 {
 	u64 start = U64_MAX, end = 0, sum = 0;
@@ -545,7 +589,10 @@ bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *of
 	return sum && end - start == sum;
 }
 
-/* Gives back blocks that nobody has used since they were taken: what was cleared is known still. */
+/*
+ * Frees blocks that were not used since their allocation, and keeps their state: cleared blocks stay cleared. The caller
+ * holds the allocator's lock.
+ */
 void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks)
 {
 	struct gpu_buddy_block *block, *next;
@@ -555,7 +602,7 @@ void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks)
 	INIT_LIST_HEAD(blocks);
 }
 
-/* The largest block that is free as it is, without joining neighbours. */
+/* Returns the size of the largest free block, without merging neighbours. The caller holds the allocator's lock. */
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 {
 	unsigned int tree;
@@ -573,7 +620,7 @@ static bool is_split(const struct gpu_buddy_block *block)
 	return (block->header & GPU_BUDDY_HEADER_STATE) == GPU_BUDDY_SPLIT;
 }
 
-/* The leftmost block below @block that is not split. */
+/* Returns the leftmost block below @block that is not split. */
 static struct gpu_buddy_block *first_leaf(struct gpu_buddy_block *block)
 {
 	while (is_split(block))
@@ -581,7 +628,7 @@ static struct gpu_buddy_block *first_leaf(struct gpu_buddy_block *block)
 	return block;
 }
 
-/* The next block to the right that is not split, below the same root; NULL where there is none. */
+/* Returns the next block to the right that is not split, below the same root, or NULL. */
 static struct gpu_buddy_block *next_leaf(struct gpu_buddy_block *block)
 {
 	while (block->parent && block == block->parent->right)
@@ -589,14 +636,14 @@ static struct gpu_buddy_block *next_leaf(struct gpu_buddy_block *block)
 	return block->parent ? first_leaf(block->parent->right) : NULL;
 }
 
-/* How much of the free bytes from @start to @end one allocation can have. */
+/* Returns how many of the free bytes from @start to @end one allocation can get. */
 static u64 run_fits(struct gpu_buddy *mm, u64 start, u64 end)
 {
 	u64 block;
 
 	/*
-	 * The allocator begins with an aligned block whose size is the request's, rounded down to a power of two, and takes
-	 * what is missing from the neighbours.
+	 * The allocator starts with an aligned block of the request's size, rounded down to a power of two, and takes the
+	 * rest from the neighbours.
 	 */
 	for (block = roundup_pow_of_two(mm->size); block > mm->chunk_size; block >>= 1)
 		if (round_up(start, block) + block <= end)
@@ -605,8 +652,8 @@ static u64 run_fits(struct gpu_buddy *mm, u64 start, u64 end)
 }
 
 /*
- * The largest piece that one allocation can have, once neighbours were joined that differ in whether they were cleared. It looks at
- * every block, and changes nothing.
+ * Returns the size of the largest piece that one allocation can get after neighbours were merged that differ in whether
+ * they were cleared. Visits every block and changes nothing. The caller holds the allocator's lock.
  */
 u64 p2pmem_buddy_longest(struct gpu_buddy *mm)
 {
@@ -630,7 +677,7 @@ u64 p2pmem_buddy_longest(struct gpu_buddy *mm)
 	return end > start ? max(longest, run_fits(mm, start, end)) : longest;
 }
 
-/* The largest free block that was not cleared. */
+/* Returns the size of the largest free block that was not cleared. The caller holds the allocator's lock. */
 u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm)
 {
 	int order;
@@ -641,13 +688,16 @@ u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm)
 	return 0;
 }
 
-/* Whether the task is to end, as one does that the kernel killed for want of memory. */
+/* Returns whether a fatal signal is pending for the current task, for instance from the OOM killer. Any context. */
 bool p2pmem_is_killed(void)
 {
 	return fatal_signal_pending(current);
 }
 
-/* At most ten lines in five seconds about refused requests: a program in a loop must not flood the log. */
+/*
+ * Rate-limits messages about refused requests to ten in five seconds: a program in a loop must not flood the log. Any
+ * context.
+ */
 bool p2pmem_log_allowed(void)
 {
 	static DEFINE_RATELIMIT_STATE(rs, DEFAULT_RATELIMIT_INTERVAL, DEFAULT_RATELIMIT_BURST);

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* What Rust cannot call by itself: inline functions and macros of the kernel, one plain C function each. */
+/*
+ * Functions in the C files of rust/sys that Rust calls, mostly one for each inline function or macro of the kernel. Contexts and locks
+ * are in the comments of the definitions.
+ */
 #ifndef P2PMEM_SYS_HELPERS_H
 #define P2PMEM_SYS_HELPERS_H
 
@@ -25,7 +28,7 @@ struct sg_table;
 struct tracepoint;
 struct vm_fault;
 
-/* Struct pages of published BAR memory. @kaddr is where pci_alloc_p2pmem() says the range is mapped in the kernel. */
+/* Pages of published BAR memory. @kaddr is the kernel address of the range, from pci_alloc_p2pmem(). */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
 unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages);
 unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages);
@@ -100,7 +103,7 @@ void p2pmem_dmem_region_end(void *region);
 int p2pmem_dmem_charge(void *region, u64 size, void **pool);
 void p2pmem_dmem_uncharge(void *pool, u64 size);
 
-/* A buffer, for its events. */
+/* Fields of the events of a buffer: the buffer's number and size in bytes, its provider's id and PCI address. */
 struct p2pmem_trace_buffer {
 	u64 buffer;
 	u64 size;
@@ -110,7 +113,10 @@ struct p2pmem_trace_buffer {
 	u8 devfn;
 };
 
-/* A decision, for its event. */
+/*
+ * Fields of the event of a decision. @chosen is the provider's id or 0, @error the positive errno or 0, @dry true if
+ * nothing is allocated.
+ */
 struct p2pmem_trace_decision {
 	u64 size;
 	u64 align;
@@ -123,7 +129,7 @@ struct p2pmem_trace_decision {
 	bool dry;
 };
 
-/* The tracepoints, whose static keys Rust looks at. */
+/* The tracepoints. Rust reads their static keys to skip disabled events. */
 extern struct tracepoint __tracepoint_p2pmem_alloc;
 extern struct tracepoint __tracepoint_p2pmem_free;
 extern struct tracepoint __tracepoint_p2pmem_map;
@@ -138,10 +144,10 @@ void p2pmem_trace_register(const struct p2pmem_trace_buffer *about, u64 id, u64 
 void p2pmem_trace_revoke(const struct p2pmem_trace_buffer *about, u32 mappings, u32 exports);
 void p2pmem_trace_decision(const struct p2pmem_trace_decision *of);
 
-/* mmap() at addresses that the program named. */
+/* MAP_FIXED as a constant that bindgen translates. */
 enum { P2PMEM_MAP_FIXED = MAP_FIXED };
 
-/* Of rust/ext/publisher.rs: what the exported functions call. */
+/* Functions of rust/ext/publisher.rs, which rust/sys/publisher.c calls for other drivers. */
 struct p2pmem_registration *p2pmem_rust_register(struct pci_dev *pdev, const struct p2pmem_publication *what);
 void p2pmem_rust_unregister(struct p2pmem_registration *registration);
 u32 p2pmem_rust_registration_id(const struct p2pmem_registration *registration);

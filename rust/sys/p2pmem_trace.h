@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* The tracepoints of p2pmem, group "p2pmem": what happens to buffers, and how they were decided on. */
+/* The tracepoints of the group "p2pmem": events of buffers and of decisions. rust/ext/trace.rs calls them. */
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM p2pmem
 
@@ -11,7 +11,7 @@
 
 #include "helpers.h"
 
-/* A PCI function in a record, and in text as lspci has it. */
+/* The fields of a PCI function in a record, and their format, as lspci prints a function. */
 #define P2PMEM_FUNCTION			\
 	__field(u32, domain)		\
 	__field(u8, bus)		\
@@ -20,7 +20,7 @@
 #define P2PMEM_FUNCTION_PRINT \
 	__entry->domain, __entry->bus, __entry->devfn >> 3, __entry->devfn & 7
 
-/* What every event about a buffer says of it. */
+/* The fields of every event of a buffer, their assignment and their format. */
 #define P2PMEM_BUFFER			\
 	__field(u64, buffer)		\
 	__field(u64, size)		\
@@ -88,7 +88,7 @@ TRACE_EVENT(p2pmem_map,
 		  P2PMEM_BUFFER_PRINT, __entry->offset, __entry->length)
 );
 
-/* @peer: by the peer-memory interface, else by a dma-buf, whose number @id is then. */
+/* @id is the number of the dma-buf, or of the registration if @peer is true: registered through the peer-memory interface. */
 TRACE_EVENT(p2pmem_register,
 	TP_PROTO(const struct p2pmem_trace_buffer *about, u64 id, u64 length, const char *device, bool peer),
 	TP_ARGS(about, id, length, device, peer),
@@ -128,7 +128,7 @@ TRACE_EVENT(p2pmem_revoke,
 		  P2PMEM_BUFFER_PRINT, __entry->mappings, __entry->exports)
 );
 
-/* A decision: @chosen is 0 where no provider could serve, and @error the errno then. */
+/* @chosen is 0 if no provider can serve the request, and @error is the errno then. */
 TRACE_EVENT(p2pmem_decision,
 	TP_PROTO(const struct p2pmem_trace_decision *of),
 	TP_ARGS(of),

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * The C side of the peer-memory client: the layout of the interface, the form in which the client is registered, and
- * DMA mappings that are those of no dma-buf.
+ * The C side of the peer-memory client (rust/ext/peer_mem.rs): assertions on the layout of the interface, the module
+ * parameter, and DMA mappings without a dma-buf.
+ *
+ * All functions are for process context. Mapping and unmapping may sleep, and the caller serialises the calls for one
+ * mapping.
  */
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -23,7 +26,7 @@
 #include "helpers.h"
 #include "peer_mem.h"
 
-/* The interface is known by its layout alone: whoever has it was built against another header than ours. */
+/* The layout is the interface: the RDMA core was built with its own header, not with this one. */
 #define PEER_LAYOUT(type, member, offset) static_assert(offsetof(struct type, member) == (offset))
 static_assert(sizeof(struct peer_memory_client) == 136);
 PEER_LAYOUT(peer_memory_client, name, 0);
@@ -92,11 +95,12 @@ void p2pmem_module_put(void)
 }
 
 /*
- * @entries is what the core gets a copy of; it is there until the registration is released. @mapped is the DMA mapping
- * that it tells of, NULL where there is none: adapters that work with the CPU are given pages.
+ * A mapping for one adapter. @entries are the entries whose copy the RDMA core gets; they exist until p2pmem_peer_free().
+ * @mapped is the DMA mapping behind the entries, or NULL: adapters that access memory with the CPU get pages.
  *
- * The kernel maps memory of other devices only for attachments of dma-bufs (7.2), of which it reads the device, and that
- * the reservation is locked. This one is of no dma-buf that anyone could see, and its reservation is nobody else's.
+ * The kernel maps memory of other devices only for attachments of dma-bufs (7.2). Of the attachment it reads the device,
+ * and checks that the reservation is locked. @attach belongs to a dma-buf that nobody else can see, with a reservation of
+ * its own.
  */
 struct p2pmem_peer_map {
 	struct sg_table entries;
@@ -106,7 +110,7 @@ struct p2pmem_peer_map {
 	struct dma_resv resv;
 };
 
-/* Longest entry: lengths have 32 bits. */
+/* The largest length of an entry in whole pages: lengths have 32 bits. */
 #define MOST ALIGN_DOWN(UINT_MAX, PAGE_SIZE)
 
 static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider, const struct phys_vec *pieces,
@@ -117,9 +121,9 @@ static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider
 	unsigned int i;
 	int ret;
 
-	/* Without a context it cannot fail. */
+	/* Without an acquire context, locking cannot fail. */
 	dma_resv_lock(&map->resv, NULL);
-	/* Who has the mapping keeps the memory. */
+	/* The owner of @map keeps the memory. */
 	mapped = p2pmem_dma_buf_map(&map->attach, provider, pieces, count, DMA_BIDIRECTIONAL, NULL);
 	dma_resv_unlock(&map->resv);
 	if (IS_ERR(mapped))
@@ -140,7 +144,7 @@ static int map_dma(struct p2pmem_peer_map *map, struct p2pdma_provider *provider
 	return 0;
 }
 
-/* As ib_dma_map_sg() does it for such adapters: their address of a page is the kernel's. */
+/* Creates entries for an adapter without a DMA device: as ib_dma_map_sg() does, their addresses are kernel addresses. */
 static int map_pages(struct p2pmem_peer_map *map, const struct phys_vec *pieces, unsigned int count)
 {
 	struct scatterlist *to;
@@ -167,7 +171,10 @@ static int map_pages(struct p2pmem_peer_map *map, const struct phys_vec *pieces,
 	return 0;
 }
 
-/* Maps pieces of memory for @dev, or as pages for an adapter that has no device (NULL). Returns an error pointer or it. */
+/*
+ * Maps @count pieces of a provider's memory for @dev, or as pages for an adapter without a DMA device (@dev is NULL).
+ * Returns the mapping, for p2pmem_peer_free(), or an error pointer.
+ */
 struct p2pmem_peer_map *p2pmem_peer_map(struct device *dev, struct p2pdma_provider *provider,
 					const struct phys_vec *pieces, unsigned int count)
 {
@@ -189,7 +196,7 @@ struct p2pmem_peer_map *p2pmem_peer_map(struct device *dev, struct p2pdma_provid
 	return map;
 }
 
-/* Makes @sg_head a view of the entries, which stay ours. */
+/* Copies the table to @sg_head. The entries stay owned by @map. */
 void p2pmem_peer_entries(const struct p2pmem_peer_map *map, struct sg_table *sg_head)
 {
 	*sg_head = map->entries;
@@ -200,7 +207,7 @@ unsigned int p2pmem_peer_nents(const struct p2pmem_peer_map *map)
 	return map->entries.nents;
 }
 
-/* Ends the DMA mapping; the entries stay to be looked at. */
+/* Ends the DMA mapping. The entries stay readable until p2pmem_peer_free(). A second call does nothing. */
 void p2pmem_peer_unmap(struct p2pmem_peer_map *map)
 {
 	if (!map->mapped)

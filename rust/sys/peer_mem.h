@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * The peer-memory interface of RDMA cores that have it: its structures and functions, declared here as no kernel's
- * headers have them (vendors ship <rdma/peer_mem.h> with their own core), and the C side of rust/ext/peer_mem.rs.
+ * The peer-memory interface of RDMA cores, and the C side of rust/ext/peer_mem.rs.
+ *
+ * The kernel's headers do not have the interface: vendors ship <rdma/peer_mem.h> with their own RDMA core. The structures
+ * and functions are declared here with the same layout.
  */
 #ifndef P2PMEM_SYS_PEER_MEM_H
 #define P2PMEM_SYS_PEER_MEM_H
@@ -14,7 +16,7 @@ struct p2pdma_provider;
 struct phys_vec;
 struct sg_table;
 
-/* What a client is called back for, in the order in which the calls of one registration come. */
+/* The callbacks of a client, in the order in which the core calls them for one registration. */
 struct peer_memory_client {
 	char name[64];
 	char version[16];
@@ -29,10 +31,10 @@ struct peer_memory_client {
 	void (*release)(void *client_context);
 };
 
-/* The client unmaps by itself after it told the core that memory goes; the core does not call it back for that. */
+/* The client unmaps by itself after it has invalidated a registration; the core does not call dma_unmap then. */
 #define PEER_MEM_INVALIDATE_UNMAPS	(1 << 0)
 
-/* What a client is told by version[15] != 0 to be. */
+/* The extended client, which version[15] != 0 announces. */
 struct peer_memory_client_ex {
 	struct peer_memory_client client;
 	size_t ex_size;
@@ -44,17 +46,17 @@ typedef int (*invalidate_peer_memory)(void *reg_handle, u64 core_context);
 void *ib_register_peer_memory_client(const struct peer_memory_client *client, invalidate_peer_memory *invalidate);
 void ib_unregister_peer_memory_client(void *reg_handle);
 
-/* How the client is to be registered, by the module parameter peer_memory; an index of "ex", "legacy", ... */
+/* The form in which the client registers, from the module parameter peer_memory ("ex", "legacy", "persistent", "off"). */
 #define P2PMEM_PEER_EX		0
 #define P2PMEM_PEER_LEGACY	1
 #define P2PMEM_PEER_PERSISTENT	2
 #define P2PMEM_PEER_OFF		3
 unsigned int p2pmem_peer_form(void);
 
-/* The Module.symvers in which the interface was found when the module was built. */
+/* Returns the path of the Module.symvers in which the build found the interface. */
 const char *p2pmem_peer_symvers(void);
 
-/* References to this module. */
+/* Take and drop a reference to this module. p2pmem_module_get() fails while the module is being unloaded. */
 bool p2pmem_module_get(void);
 void p2pmem_module_put(void);
 

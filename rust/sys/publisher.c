@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The functions of include/linux/p2pmem.h, for other drivers to call: what they do is in rust/ext/publisher.rs. */
+/* The exported functions of include/linux/p2pmem.h. rust/ext/publisher.rs implements them. */
 
 #include <linux/export.h>
 #include <linux/p2pmem.h>

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The C side of rust/sys for rules: who is asking, and what his cgroup may hold. */
+/*
+ * The C side of rust/sys for rules: credentials of the current task, and charges to its dmem cgroup. No function takes a
+ * lock of p2pmem.
+ */
 
 #include <linux/cgroup_dmem.h>
 #include <linux/cred.h>
@@ -10,18 +13,19 @@
 #include "compat.h"
 #include "helpers.h"
 
-/* The caller's credentials, with a reference. */
+/* Returns the credentials of the current task, with a reference. Does not sleep. */
 const struct cred *p2pmem_cred_get(void)
 {
 	return get_current_cred();
 }
 
-/* Rules speak of users and groups by the numbers that the initial user namespace has for them. */
+/* Returns the effective user id in the initial user namespace, as rules name users. Any context. */
 u32 p2pmem_cred_uid(const struct cred *cred)
 {
 	return from_kuid(&init_user_ns, cred->euid);
 }
 
+/* Returns whether @gid, in the initial user namespace, is the effective or a supplementary group. Any context. */
 bool p2pmem_cred_member(const struct cred *cred, u32 gid)
 {
 	const struct group_info *groups = cred->group_info;
@@ -32,7 +36,7 @@ bool p2pmem_cred_member(const struct cred *cred, u32 gid)
 		return false;
 	if (gid_eq(cred->egid, kgid))
 		return true;
-	/* They are sorted. */
+	/* The group list is sorted. */
 	while (left < right) {
 		int mid = left + (right - left) / 2;
 
@@ -47,8 +51,8 @@ bool p2pmem_cred_member(const struct cred *cred, u32 gid)
 }
 
 /*
- * The dmem controller, where the kernel has it. Without it a region is NULL, a charge always succeeds with no pool, and
- * giving back nothing does nothing.
+ * The dmem controller, for process context; may sleep. Without the controller in the kernel, a region is NULL, a charge
+ * succeeds and sets *pool to NULL, and uncharging NULL does nothing.
  */
 void *p2pmem_dmem_region(u64 size, u32 domain, u8 bus, u8 devfn)
 {

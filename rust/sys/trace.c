@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
-/* The C side of rust/sys for tracepoints: Rust looks whether one is on, and calls these where it is. */
+/*
+ * The C side of rust/sys for tracepoints. Rust calls these functions if the static key of the event is enabled. They do not
+ * sleep.
+ */
 
 #define CREATE_TRACE_POINTS
 #include "p2pmem_trace.h"
