@@ -44,7 +44,7 @@ pub(crate) struct Files {
     dir: Dir,
 }
 
-/// Creates the directory and its files. Errors: `ENOMEM`.
+/// Creates the directory and its files.
 pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
     let dir = Dir::new(c"p2pmem");
     let (a, b, c, d, e, g) = (

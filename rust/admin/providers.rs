@@ -7,9 +7,10 @@
 //!
 //! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
 //!
-//! Context: process context, may sleep. configfs holds the buffer's mutex during `show` and `store`, and the parent's inode
-//! lock during `mkdir` and `rmdir`; `ProviderDir::settings`, a mutex, is taken inside. No removal is waited for with
-//! `settings` held, and none for longer than [`WAIT`].
+//! Context: process context, may sleep. configfs holds `configfs_buffer::mutex` and, for reading,
+//! `configfs_fragment::frag_sem` during `show` and `store`, and the parent's inode lock during `mkdir` and `rmdir`;
+//! `ProviderDir::settings`, a mutex, is taken inside. No removal is waited for with `settings` held, and none for longer
+//! than [`WAIT`].
 
 use crate::{
     alloc::orchestrator::Orchestrator,

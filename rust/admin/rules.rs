@@ -8,9 +8,9 @@
 //!
 //! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
 //!
-//! Context: process context, may sleep. configfs holds the buffer's mutex during `show` and `store`, and the parent's inode
-//! lock during `mkdir` and `rmdir`; `RuleDir::settings`, a mutex, is taken inside, and `alloc::rules::Rules::state` inside
-//! that.
+//! Context: process context, may sleep. configfs holds `configfs_buffer::mutex` and, for reading,
+//! `configfs_fragment::frag_sem` during `show` and `store`, and the parent's inode lock during `mkdir` and `rmdir`;
+//! `RuleDir::settings`, a mutex, is taken inside, and `alloc::rules::Rules::state` inside that.
 
 use crate::{
     admin::providers::{
