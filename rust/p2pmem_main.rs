@@ -97,6 +97,7 @@ struct Retire {
 }
 
 impl Retire {
+    /// Makes `orchestrator` available to kernel callbacks, and lets drivers register memory. Errors: `ENOMEM`.
     fn new(orchestrator: Arc<Orchestrator>) -> Result<Self> {
         let memory = Arc::new(DriverMemory(orchestrator.clone()), GFP_KERNEL)?;
         Ok(Self {

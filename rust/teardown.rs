@@ -10,8 +10,8 @@
 //! 3. Only when all importers were told to let go does the removal wait for them: for each dma-buf until its last mapping
 //!    is gone, without a limit; then for fences, 2 s for all dma-bufs of the provider together. The buffer then gives its
 //!    memory back.
-//! 4. Waits until no allocation and no scrubber has memory in hands.
-//! 5. Waits until nobody refers to the pages (O_DIRECT under way), without a limit.
+//! 4. Waits until no memory is in the hands of an allocation or of the scrubber.
+//! 5. Waits until nobody refers to the pages any more (O_DIRECT under way), without a limit.
 //! 6. Where the pool stays, clears the memory that was in use.
 //! 7. The chunk goes back to the pool, or the window is unmapped.
 //! 8. Calls `revoked` of the driver that registered the memory.
@@ -332,7 +332,7 @@ impl Removal {
 ///
 /// The kernel does not notify of a dropped page reference, so the pages are polled, with pauses that grow from 1 ms to
 /// `LONGEST` ms. There is no limit: until then the memory cannot get a new owner. The log names the owner and the number of
-/// pages when [`log::LoggedWait`] says that a line is due.
+/// pages after 1 s, 10 s, 1 min and every 5 min.
 ///
 /// Context: process context, may sleep, with no lock held.
 fn await_pins(provider: &Provider) -> Stack {

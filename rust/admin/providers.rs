@@ -49,6 +49,7 @@ pub(crate) struct ProviderDir {
     settings: Mutex<Settings>,
 }
 
+/// The settings of a directory, and the provider that was made of them. Protected by `ProviderDir::settings`.
 struct Settings {
     wanted: Publication,
     /// Id of the provider that `enable` published.
@@ -77,6 +78,8 @@ pub(crate) fn providers() -> Result<impl PinInit<Group<Providers>, Error>> {
 impl GroupOperations for Providers {
     type Child = ProviderDir;
 
+    /// `mkdir`. Errors: `EINVAL` if `name` is no PCI address, `ENODEV` if there is no such function or the module is still
+    /// being loaded.
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<ProviderDir>, Error>> {
         let item = configfs_attrs! {
             container: Group<ProviderDir>,

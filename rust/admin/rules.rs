@@ -61,6 +61,7 @@ pub(crate) struct RuleDir {
     settings: Mutex<Settings>,
 }
 
+/// The rule of a directory. Protected by `RuleDir::settings`.
 struct Settings {
     rule: Rule,
     /// Id of the rule while it is in force.
@@ -84,6 +85,7 @@ pub(crate) fn rules() -> Result<impl PinInit<Group<Rules>, Error>> {
 impl GroupOperations for Rules {
     type Child = RuleDir;
 
+    /// `mkdir`. Errors: `EINVAL` if `name` is no name of a rule, `ENODEV` if the module is still being loaded.
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<RuleDir>, Error>> {
         global::ready()?;
         let item = configfs_attrs! {
@@ -229,6 +231,7 @@ fn optional<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -
     )
 }
 
+/// Writes a device as [`rule_text::device`] parses it.
 fn show_device(page: &mut [u8; PAGE_SIZE], device: Device) -> Result<usize> {
     match device {
         Device::Any => show(page, fmt!("any")),
@@ -237,6 +240,7 @@ fn show_device(page: &mut [u8; PAGE_SIZE], device: Device) -> Result<usize> {
     }
 }
 
+/// Writes a number, or the text `none` if there is no number.
 fn show_number<T: kernel::fmt::Display>(page: &mut [u8; PAGE_SIZE], number: Option<T>, none: &str) -> Result<usize> {
     match number {
         Some(number) => show(page, fmt!("{}", number)),
@@ -244,6 +248,7 @@ fn show_number<T: kernel::fmt::Display>(page: &mut [u8; PAGE_SIZE], number: Opti
     }
 }
 
+/// Writes users as [`rule_text::users`] parses them.
 impl kernel::fmt::Display for Users {
     fn fmt(&self, f: &mut kernel::fmt::Formatter<'_>) -> kernel::fmt::Result {
         for (at, (first, last)) in self.ranges().enumerate() {

@@ -163,6 +163,7 @@ impl QuickDecision {
         Ok(Some(quick))
     }
 
+    /// Returns the ranking that a decision under `ruled` uses.
     fn ranking_of<'a>(
         parts: &'a SnapshotParts,
         ruled: Option<&'a Arc<RankedByRules>>,
@@ -175,6 +176,7 @@ impl QuickDecision {
         Self::ranking_of(&self.parts, self.ruled.as_ref())
     }
 
+    /// Returns the effect of the rules on the provider with that index.
     fn effect(&self, provider: usize) -> RuleEffect {
         let effect = self.ruled.as_ref().and_then(|ruled| ruled.effects.get(provider));
         effect.copied().unwrap_or(RuleEffect::NONE)
@@ -334,6 +336,7 @@ impl Decided<'_> {
         })
     }
 
+    /// Returns the verdict of one provider in the ABI's form.
     fn row(&self, verdict: &Verdict, provider: &ProviderInfo) -> abi::Verdict {
         let mut row = abi::Verdict {
             provider: verdict.provider,
@@ -372,6 +375,7 @@ impl Decided<'_> {
         self.rules.uid
     }
 
+    /// Returns the errno of a decision without a provider: `EACCES`, `EDQUOT`, `ENOSPC` or `ENODEV`.
     fn error(&self) -> Error {
         match self.outcome {
             Outcome::Denied => EACCES,

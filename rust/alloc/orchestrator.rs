@@ -116,6 +116,7 @@ pub(crate) trait OpenFile: Send + Sync {
     fn refused(&self, what: &str, refusal: &Refusal);
 }
 
+/// Everything that `Orchestrator::registry` protects.
 struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
@@ -150,6 +151,7 @@ impl Orchestrator {
         global::instance()
     }
 
+    /// Creates the orchestrator, without any provider. Errors: `ENOMEM`, and those of making an anonymous inode.
     pub(crate) fn new() -> Result<Arc<Self>> {
         let space = AddressSpace::new()?;
         let rules = Rules::new()?;
@@ -174,6 +176,7 @@ impl Orchestrator {
         )
     }
 
+    /// Returns the address space of all user mappings of the module.
     pub(crate) fn space(&self) -> &AddressSpace<Buffer> {
         &self.space
     }
@@ -182,6 +185,7 @@ impl Orchestrator {
         &self.rules
     }
 
+    /// Returns the generation: a path that was computed under an older one may be outdated.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Relaxed)
     }
@@ -191,6 +195,7 @@ impl Orchestrator {
         self.next_file.fetch_add(1, Relaxed)
     }
 
+    /// Adds an open file to the list of those that events go to. Errors: `ENOMEM`.
     pub(crate) fn add_file(&self, id: u64, file: Arc<dyn OpenFile>) -> Result {
         let node = RBTreeNode::new(id, file, GFP_KERNEL_ACCOUNT)?;
         self.files.lock().insert(node);
@@ -202,6 +207,7 @@ impl Orchestrator {
         self.files.lock().get(&id).cloned()
     }
 
+    /// Removes a file from the list.
     pub(crate) fn remove_file(&self, id: u64) {
         let removed = self.files.lock().remove_node(&id);
         // Dropped without `files` held: the last reference of a file frees its buffers.

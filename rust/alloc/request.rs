@@ -41,6 +41,7 @@ pub(crate) struct AllocRequest {
 }
 
 impl AllocRequest {
+    /// Returns the request in the form of the pure decision.
     pub(crate) fn request(&self, strategy: Strategy) -> placement::Request {
         placement::Request {
             size: self.size,

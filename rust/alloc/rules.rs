@@ -68,7 +68,7 @@ use kernel::{
     },
 };
 
-/// An immutable list of rules in the order of evaluation, which is that of their names.
+/// An immutable list of rules in the order of evaluation: the administrator's rules by name, a file's as given.
 pub(crate) struct RuleSet {
     rules: KVec<Rule>,
     /// The rules that limit the bytes their users may hold.
@@ -78,6 +78,7 @@ pub(crate) struct RuleSet {
 }
 
 impl RuleSet {
+    /// Creates a rule set. `rules` are in the order of evaluation. Errors: `ENOMEM`.
     pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
         let limiting = Applicable::of(&rules, Rule::limits_holders);
         let reserves = rules.iter().any(|rule| rule.reserve.is_some());
@@ -157,6 +158,7 @@ struct Record {
     anew: Option<Charged>,
 }
 
+/// Everything that `Rules::state` protects.
 struct State {
     rule_set: Arc<RuleSet>,
     numbers: Numbers,
@@ -199,6 +201,7 @@ pub(crate) enum NotCharged {
 }
 
 impl Rules {
+    /// Creates the ledger without any rule. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
         let rule_set = RuleSet::new(KVec::new())?;
         Arc::pin_init(

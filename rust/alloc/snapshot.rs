@@ -71,6 +71,8 @@ pub(crate) struct SnapshotParts {
 }
 
 impl SnapshotParts {
+    /// Copies the properties of `providers` and ranks them. `paths` are ordered by provider and then by client. Errors:
+    /// `ENOMEM`.
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
         let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
@@ -154,6 +156,7 @@ pub(crate) struct RankedByRules {
 }
 
 impl RankedByRules {
+    /// Evaluates the rules for all providers of a snapshot, and ranks the providers by the result. Errors: `ENOMEM`.
     fn new(snapshot: &TopologySnapshot, standing: ApplicableRules) -> Result<Arc<Self>> {
         let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (index, provider) in snapshot.providers.iter().enumerate() {

@@ -58,6 +58,8 @@ impl Orchestrator {
         Ok(self.choose_stripe(wanted, consts::MAX_PARTS, file, false)?.1)
     }
 
+    /// Decides a stripe of `file`; with `take` set also allocates the buffers. Repeats the decision if the rules changed
+    /// meanwhile, [`Self::RULE_CHANGES`] times at most.
     fn choose_stripe(&self, wanted: &AllocRequest, capacity: usize, file: u64, take: bool) -> Answer<Made> {
         for _ in 0..Self::RULE_CHANGES {
             let rule_check = RuleCheck::new(self.rules(), wanted.own.clone(), file);

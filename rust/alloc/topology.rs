@@ -124,6 +124,7 @@ impl Cache {
         Some(core::mem::replace(self, new))
     }
 
+    /// Returns the cached path, if there is one.
     pub(crate) fn get(&self, provider: u32, client: PciAddr) -> Option<Path> {
         self.paths.get(&(provider, client)).copied()
     }

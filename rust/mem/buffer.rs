@@ -70,6 +70,7 @@ impl State {
     }
 }
 
+/// Everything that `Buffer::inner` protects.
 struct Inner {
     life: Life,
     /// The dma-bufs that are not released yet, by their numbers.
@@ -354,6 +355,7 @@ impl Buffer {
         done
     }
 
+    /// Returns the buffer's memory to the provider. `inner` is not held.
     fn give_back(&self, memory: KBox<Memory>) {
         trace::free(|| self.about());
         self.provider.give_back(Some(self.id), memory);

@@ -13,6 +13,7 @@ use kernel::{fmt, sync::Arc};
 pub(crate) struct RevokeDeadline(u32);
 
 impl RevokeDeadline {
+    /// Starts with 2 s.
     pub(crate) const fn new() -> Self {
         Self(2_000)
     }

@@ -35,6 +35,7 @@ impl ExportCount {
         self.take_of(MOST_EXPORTS)
     }
 
+    /// As [`Self::take`], with a limit for tests.
     fn take_of(&self, most: i32) -> Answer<ExportSlot> {
         let before = self.0.fetch_add(1, Relaxed);
         let slot = ExportSlot(self.0.clone());

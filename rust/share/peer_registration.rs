@@ -127,6 +127,7 @@ impl fmt::Display for For {
 /// Number of calls recorded for one registration.
 const CALLS: usize = 12;
 
+/// Everything that `PeerRegistration::state` protects.
 struct State {
     calls: [Option<Call>; CALLS],
     /// Whether the registration holds the buffer.
@@ -411,6 +412,7 @@ impl Registrations {
         })
     }
 
+    /// Returns the registration with that number, if the core knows it still.
     pub(super) fn find(&self, id: u64) -> Option<Arc<PeerRegistration>> {
         self.all.lock().get(&id).cloned()
     }
