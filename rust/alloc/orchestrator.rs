@@ -336,8 +336,8 @@ impl Orchestrator {
         self.paths(from, to)?.pop().ok_or(EINVAL)
     }
 
-    /// Computes each path that is `None` in `paths`, and adds it to the cache. Takes `registry` for each path, as walking
-    /// the PCI tree needs no lock of p2pmem. Errors: `ENOMEM`.
+    /// Computes each path that is `None` in `paths`, and adds it to the cache. Takes `registry` to add a path, not while
+    /// walking the PCI tree. Errors: `ENOMEM`.
     fn compute(
         &self,
         generation: u64,

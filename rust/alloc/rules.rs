@@ -4,7 +4,7 @@
 //!
 //! [`crate::policy::rule`] says what rules mean and [`crate::policy::quota`] how bytes are counted; both are pure. This
 //! file keeps the list of rules and the byte counts, looks up the credentials of the caller, and makes a [`Charge`] for
-//! each buffer, whose drop returns the bytes.
+//! each buffer, whose drop gives the bytes back.
 //!
 //! When the rules change, all live buffers are charged anew under the new rules. No buffer loses its memory by that:
 //! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`.

@@ -415,7 +415,7 @@ impl Buffer {
         walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().registrations, from), f);
     }
 
-    /// Takes p2pmem's own page references on a Live buffer, which must exist before anyone else takes one.
+    /// Takes p2pmem's own references on the pages of a Live buffer. Nobody else may refer to the pages before.
     ///
     /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     #[cfg(p2pmem_peer)]

@@ -3,7 +3,7 @@
 //! Quota arithmetic: the bytes that users, groups and files hold, and the limits that rules set.
 //!
 //! A buffer is charged to all keys of its [`ChargeSet`] when it is allocated, or to none. The result is a [`Charged`],
-//! which cannot be copied and which [`uncharge`] consumes: nothing can be returned twice.
+//! which cannot be copied and which [`uncharge`] consumes: nothing can be subtracted twice.
 //!
 //! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
 //! has no `unsafe`. The module and the host tests of tests/pure compile the same source.
@@ -235,7 +235,7 @@ pub(crate) fn charge_unlimited<S: Store>(
     Ok(charged)
 }
 
-/// Returns the bytes of a charge.
+/// Subtracts a charge from all keys that it was added to.
 pub(crate) fn uncharge<S: Store>(store: &mut S, charged: Charged) {
     for key in charged.keys.into_iter().flatten() {
         let left = store.used(key).saturating_sub(charged.bytes);
