@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! p2pmem: the manager of PCI peer-to-peer memory.
+//! p2pmem: a manager of PCI peer-to-peer memory.
 //!
-//! Devices' BARs are published as *providers*, the *orchestrator* chooses the provider nearest to the *clients* that
-//! will do DMA, and *buffers* in it are handed to user space through `/dev/p2pmem`. See Documentation/design.
+//! A *provider* is a PCI function with a published BAR. The *orchestrator* chooses the provider nearest to the *clients*,
+//! the PCI functions that will do DMA. *Buffers* in a provider reach user space through `/dev/p2pmem`. Documentation/design
+//! describes the design, Documentation/glossary.md the terms.
+//!
+//! This file loads and unloads the module. The order of the fields of [`P2pmem`] is the order of unloading; see "Loading"
+//! and "Unloading" in Documentation/design/lifecycle.md.
+//!
+//! Context: process context, may sleep, no locks held.
 
 use crate::{
     admin::{
@@ -47,7 +53,7 @@ mod sys;
 mod teardown;
 mod uapi;
 
-/// What `INFO` says of the module.
+/// The version that `P2PMEM_IOC_INFO` reports.
 const VERSION: &str = "0.1.0";
 
 module! {
@@ -58,8 +64,10 @@ module! {
     license: "GPL",
 }
 
-/// The module. Its fields are dropped in this order: first everything is unregistered that brings new work, then the providers
-/// are removed, then what they are made of goes.
+/// The module. Rust drops fields in the order of their declaration, and initialisation runs in the opposite order.
+///
+/// Dropping first unregisters everything that brings new work (debugfs, the character device, configfs, the PCI driver),
+/// then removes the remaining providers, and then frees what the providers used.
 #[pin_data]
 struct P2pmem {
     peer_client: peer_client::ClientRegistration,
@@ -71,17 +79,17 @@ struct P2pmem {
     configfs: Tree<rules::Rules, providers::Providers>,
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
-    /// Ends adopted providers, while the bus still tells of drivers that are unbound.
+    /// Removes adopted and registered providers, while `notifier` still reports drivers that are unbound.
     retire: Retire,
     #[pin]
     power: power::Notifier<PowerEvents>,
     #[pin]
     notifier: Notifier<BusEvents>,
-    /// Last: waits for the scrubbers of all providers.
+    /// Last: dropping the workqueue waits for the queued scrubbers and removals.
     scrubber: Scrubber,
 }
 
-/// The orchestrator as callbacks and drivers find it. All providers are removed when this is dropped.
+/// Publishes the orchestrator to kernel callbacks and to drivers that register memory. Dropping it removes all providers.
 struct Retire {
     orchestrator: Arc<Orchestrator>,
     _drivers: publisher::Open,
@@ -89,6 +97,7 @@ struct Retire {
 }
 
 impl Retire {
+    /// Makes `orchestrator` available to kernel callbacks, and lets drivers register memory. Errors: `ENOMEM`.
     fn new(orchestrator: Arc<Orchestrator>) -> Result<Self> {
         let memory = Arc::new(DriverMemory(orchestrator.clone()), GFP_KERNEL)?;
         Ok(Self {
@@ -105,10 +114,11 @@ impl Drop for Retire {
     }
 }
 
+/// Owns the module's workqueue, whose timer sends the scrubbers. Dropping it waits for all queued work.
 struct Scrubber;
 
 impl Scrubber {
-    /// Has memory that came back cleared.
+    /// Queues the scrubber of each provider that has dirty memory. The workqueue's timer calls this.
     fn send() {
         if let Ok(orchestrator) = Orchestrator::get() {
             orchestrator.send_scrubbers();
@@ -143,7 +153,8 @@ impl kernel::InPlaceModule for P2pmem {
                 chardev <- chrdev::CharDeviceRegistration::new(c"p2pmem", 0o660, module),
                 debugfs <- debugfs::files(for_debugfs),
                 peer_client: peer_client::register()?,
-                // Nothing fails from here on.
+                // Nothing from here on fails. Only now may files be opened and directories be made: an open file does not
+                // keep the module if loading fails.
                 _: {
                     orchestrator.scan();
                     global::set_ready(true);

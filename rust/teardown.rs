@@ -1,10 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Removing a provider, step by step: Documentation/design/lifecycle.md, "How a provider leaves".
+//! Removes a provider.
 //!
-//! Context: a task that can sleep; none of the module's locks is held. A removal that a driver's unbinding, a driver's call or
-//! unloading the module asks for runs in the caller. One that the administrator asks for runs on the module's workqueue
-//! ([`Orchestrator::begin_retire`]): whoever waits for it can be killed, and configfs holds no lock meanwhile.
+//! The steps are those of Documentation/design/lifecycle.md, "How a provider leaves", in the same order and with the same
+//! numbers:
+//!
+//! 1. [`Provider::stop`] takes the provider's source of memory away. Allocations and registrations fail with `ENODEV`.
+//! 2. Every buffer is revoked: state, user mappings, dma-bufs and registrations, event, log line.
+//! 3. Only when all importers were told to let go does the removal wait for them: for each dma-buf until its last mapping
+//!    is gone, without a limit; then for fences, 2 s for all dma-bufs of the provider together. The buffer then gives its
+//!    memory back.
+//! 4. Waits until no memory is in the hands of an allocation or of the scrubber.
+//! 5. Waits until nobody refers to the pages any more (O_DIRECT under way), without a limit.
+//! 6. Where the pool stays, clears the memory that was in use.
+//! 7. The chunk goes back to the pool, or the window is unmapped.
+//! 8. Calls `revoked` of the driver that registered the memory.
+//! 9. Takes the provider off the list and sends the event to all files.
+//!
+//! Context: process context, may sleep, with none of the module's locks held. Unbinding a driver,
+//! `p2pmem_unregister_provider()`, a reset and unloading the module run the removal in the caller. `0` written to `enable`,
+//! `rmdir` of the directory, and sleep run it on the module's workqueue ([`Orchestrator::begin_retire`]), so that a caller
+//! that waits can be killed or give up.
 
 use crate::{
     alloc::orchestrator::{
@@ -47,10 +63,10 @@ use kernel::{
     workqueue::{impl_has_work, Work, WorkItem}, //
 };
 
-/// How long the machine's sleep waits for a provider, ms.
+/// The longest time that system sleep waits for the removal of one provider, in ms.
 const SLEEP: u32 = 20_000;
 
-/// A removal that has begun.
+/// A removal after step 1: the provider is stopped, and its memory is in `stopped`.
 struct Removal {
     orchestrator: Arc<Orchestrator>,
     provider: Arc<Provider>,
@@ -58,7 +74,7 @@ struct Removal {
     leave: RemovalKind,
 }
 
-/// A removal on the module's workqueue.
+/// A work item that runs a removal on the module's workqueue.
 #[pin_data]
 struct RemovalWork {
     #[pin]
@@ -80,7 +96,7 @@ impl WorkItem for RemovalWork {
 }
 
 impl RemovalWork {
-    /// Finishes the removal.
+    /// Runs the removal, unless it has been run already.
     fn finish(&self) {
         let removal = self.removal.lock().take();
         if let Some(removal) = removal {
@@ -90,15 +106,20 @@ impl RemovalWork {
 }
 
 impl Orchestrator {
-    /// Begins to remove the provider that a function is, if it is one, without waiting for anybody. Returns the provider, to
-    /// wait for the end. When this returns it allocates nothing any more.
+    /// Begins to remove the provider of `function` and queues the rest on the module's workqueue. If the queue takes no
+    /// work, the removal runs in the caller.
     ///
-    /// Errors: `ENOMEM`: nothing has changed.
+    /// Returns the provider, for the caller to wait with [`Provider::await_end_for`] or [`Provider::await_end_killable`],
+    /// or `None` if `function` is no provider. On return the provider allocates nothing any more.
+    ///
+    /// Context: process context, may sleep.
+    ///
+    /// Errors: `ENOMEM`; the provider then stays as it was.
     pub(crate) fn begin_retire(self: &Arc<Self>, function: &Function) -> Result<Option<Arc<Provider>>> {
         let Some(provider) = self.find(function) else {
             return Ok(None);
         };
-        // What may fail is done first.
+        // Allocates before step 1: nothing after `stop` may fail.
         let work = Arc::pin_init(
             pin_init!(RemovalWork {
                 removal <- new_mutex!(None),
@@ -120,8 +141,12 @@ impl Orchestrator {
         Ok(Some(provider))
     }
 
-    /// Removes the provider that a function is, if it is one. When this returns nobody can reach its memory through
-    /// p2pmem any more, and the driver that published it was told.
+    /// Removes the provider of `function`, if there is one. On return nobody can reach the memory through p2pmem, and the
+    /// driver that registered it was told.
+    ///
+    /// If another thread removes the provider, waits for that thread.
+    ///
+    /// Context: process context, may sleep, for as long as an importer or I/O holds the memory.
     pub(crate) fn remove(self: &Arc<Self>, function: &Function, leave: RemovalKind) {
         let Some(provider) = self.find(function) else {
             return;
@@ -134,16 +159,18 @@ impl Orchestrator {
                 leave,
             }
             .run(),
-            // Another one is at it.
+            // Another thread got the source and runs the removal.
             None => provider.await_end(),
         }
     }
 
-    /// Takes a provider back whose memory loses its contents, and says why. When this returns nobody can reach the memory through
-    /// p2pmem any more.
+    /// Removes the provider of `function`, if there is one, because its memory loses its contents, and logs `why`. On
+    /// return nobody can reach the memory through p2pmem.
     ///
-    /// The kernel's pool stays, and with it what is stored in memory that goes back there: it is cleared before, by a device that
-    /// `answers` at once, else when the device recovers ([`Self::end_lost`]).
+    /// An own provider's device stays bound and its pool stays with it, so the memory has to be cleared before it goes back
+    /// to the pool: at once if the device `answers`, else when the device has recovered ([`Self::end_lost`]).
+    ///
+    /// Context: as for [`Self::remove`].
     pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
             pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
@@ -158,8 +185,10 @@ impl Orchestrator {
         }
     }
 
-    /// Ends what is kept of a function that did not answer when it was taken back, where there is something: `clear` says whether
-    /// it answers now. When this returns its memory is the pool's.
+    /// Returns the memory of `function` that a [`RemovalKind::Lost`] removal kept, if there is any, to its pool. Clears it
+    /// before if `clear` is set, which requires a device that answers.
+    ///
+    /// Context: process context, may sleep.
     pub(crate) fn end_lost(&self, function: &Function, clear: bool) {
         while let Some(lost) = self.take_lost(function) {
             if clear {
@@ -168,9 +197,12 @@ impl Orchestrator {
         }
     }
 
-    /// Takes all providers back before the machine sleeps, as their memory may lose its contents.
+    /// Removes all providers before the system sleeps, as their memory may lose its contents. Each provider has [`SLEEP`]
+    /// ms to end.
     ///
-    /// Errors: `EBUSY` (who holds memory has not let go within [`SLEEP`], and stands in the log), `ENOMEM`.
+    /// Context: process context, may sleep.
+    ///
+    /// Errors: `EBUSY` if a provider did not end in time (the log names the holder of its memory), `ENOMEM`.
     pub(crate) fn before_sleep(self: &Arc<Self>) -> Result {
         while let Some(provider) = self.first() {
             pr_notice!(
@@ -190,21 +222,26 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// Removes all providers, as the module is going away.
+    /// Removes all providers. For unloading the module.
+    ///
+    /// Context: as for [`Self::remove`].
     pub(crate) fn shutdown(self: &Arc<Self>) {
         while let Some(provider) = self.first() {
             self.remove(provider.function(), RemovalKind::Retire);
         }
     }
 
-    /// Takes one buffer away from all who hold it: no new mappings, no old ones of user space, and importers and
-    /// adapters are told to let go. Its memory goes back where no device can reach it. False when it had ended already.
+    /// Step 2 for one buffer: sets the state to Revoking, takes down the user mappings, tells importers and RDMA NICs to
+    /// let go, sends the event and logs. A buffer that no device holds gives its memory back here. Returns false if the
+    /// buffer was Gone or being revoked already.
+    ///
+    /// Context: process context, may sleep, with no lock held: `unmap_mapping_range()` and importers take their own.
     fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
         let Some(held) = buffer.revoke() else {
             return false;
         };
         trace::revoke(|| (buffer.about(), held.mappings, buffer.exports().0));
-        // Most buffers of a provider are not mapped, and none of them is from here on.
+        // No mapping can be added after the state changed, so a count of 0 stays 0.
         if held.mappings > 0 {
             self.space().unmap(buffer.page_offset, buffer.size / PAGE);
         }
@@ -223,13 +260,14 @@ impl Orchestrator {
             );
         }
         if !held.by_devices {
-            // There is nobody to wait for.
+            // No importer and no RDMA NIC holds the buffer: step 3 has nothing to wait for.
             buffer.finish_revoke();
         }
         true
     }
 
-    /// Ends a buffer that was revoked: waits for its importers and adapters, and gives its memory back.
+    /// Step 3 for one buffer: waits for its dma-bufs and registrations, and gives the memory back. `deadline` is the time
+    /// that is left for fences, which all buffers of the provider share.
     fn finish_revoke(&self, buffer: &Arc<Buffer>, deadline: &mut RevokeDeadline) {
         if buffer.status().0 == State::Revoking {
             buffer.for_each_revocable(|revocable| revocable.await_idle(deadline));
@@ -239,7 +277,7 @@ impl Orchestrator {
 }
 
 impl Removal {
-    /// All steps after [`Provider::stop`], in their order.
+    /// Steps 2 to 9. [`Provider::stop`] was step 1.
     fn run(self) {
         let Self {
             orchestrator,
@@ -248,13 +286,17 @@ impl Removal {
             leave,
         } = self;
         provider.set_progress(Text::new(fmt!("its buffers are being revoked")));
+        // Step 2.
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));
-        // All were told to let go before anyone is waited for.
+        // Step 3: only now, when all were told to let go, is anyone waited for.
         let mut deadline = RevokeDeadline::new();
         provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut deadline));
+        // Step 4.
         provider.await_hands();
+        // Step 5.
         let mut returned = await_pins(&provider);
+        // Step 6: for an `Unbind` the pool ends, and `Lost` memory is cleared when the device answers again.
         if leave == RemovalKind::Retire {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
             while let Some(mut memory) = returned.pop() {
@@ -264,13 +306,15 @@ impl Removal {
             provider.scrub_stopped(&stopped);
         }
         drop(returned);
-        // The backing goes with this: a chunk goes back to the pool.
+        // Step 7: dropping `stopped` gives the chunk back to the pool or unmaps the window.
         match leave {
             RemovalKind::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
             RemovalKind::Unbind | RemovalKind::Retire => drop(stopped),
         }
-        // The driver is told while the provider is in the list: one that unregisters now waits for this.
+        // Step 8, while the provider is still on the list: a driver that unregisters at the same time finds the provider
+        // and waits for the end.
         provider.notify_publisher();
+        // Step 9.
         orchestrator.forget(&provider);
         provider.ended();
         orchestrator.forget_paths();
@@ -283,8 +327,14 @@ impl Removal {
     }
 }
 
-/// Takes what came back to a provider that was stopped, and waits until nobody refers to its pages any more: without a limit,
-/// as the memory cannot be anybody else's before, but with a line in the log that names whose it was.
+/// Step 5: takes all memory that came back to a stopped provider and waits until nobody else refers to its pages. Returns
+/// that memory.
+///
+/// The kernel does not notify of a dropped page reference, so the pages are polled, with pauses that grow from 1 ms to
+/// `LONGEST` ms. There is no limit: until then the memory cannot get a new owner. The log names the owner and the number of
+/// pages after 1 s, 10 s, 1 min and every 5 min.
+///
+/// Context: process context, may sleep, with no lock held.
 fn await_pins(provider: &Provider) -> Stack {
     const LONGEST: u64 = 50;
     let mut busy = provider.take_returned();

@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,registrations,peer_memory,stats}`, for people who look for what is going on.
+//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,registrations,peer_memory,stats}`.
+//!
+//! The files are for debugging, have one line for each object, and are no ABI. Documentation/design/observation.md
+//! describes them.
+//!
+//! C header: [`include/linux/debugfs.h`](srctree/include/linux/debugfs.h)
+//!
+//! Context: process context, may sleep. debugfs holds no lock that other files need. The walks take the module's locks for
+//! one object at a time.
 
 use crate::{
     alloc::orchestrator::Orchestrator,
@@ -18,7 +26,7 @@ use kernel::{
     sync::Arc,
 };
 
-/// The files; they go with this.
+/// The directory and its files. Dropping it removes them, and waits for readers.
 #[pin_data]
 pub(crate) struct Files {
     #[pin]
@@ -36,7 +44,7 @@ pub(crate) struct Files {
     dir: Dir,
 }
 
-/// Makes the folder and its files.
+/// Creates the directory and its files.
 pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
     let dir = Dir::new(c"p2pmem");
     let (a, b, c, d, e, g) = (
@@ -61,7 +69,7 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
     })
 }
 
-/// One line a provider.
+/// `providers`: one line for each provider.
 fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     f.write_str("id function size free largest buffers exports parked scrubbing kernel_reserve\n")?;
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
@@ -83,7 +91,7 @@ fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fm
     Ok(())
 }
 
-/// One line a buffer: who holds what.
+/// `buffers`: one line for each buffer, with its owner.
 fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let mut result = f.write_str("id function size bar_offset mappings exports state owner\n");
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
@@ -112,20 +120,20 @@ fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt:
     result
 }
 
-/// What RDMA adapters have registered by way of mappings.
+/// `registrations`: one line for each registration through the peer-memory interface.
 fn registrations(_: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     peer_client::list(f)
 }
 
-/// Where the peer-memory interface was found, how the client is registered, and what was called.
+/// `peer_memory`: the interface, the form of the client, and the counters of calls.
 fn peer_memory(_: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     peer_client::describe(f)
 }
 
-/// The counters of all providers there ever were.
+/// `stats`: the sums of all providers since the module was loaded.
 fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let mut sum = abi::Stats::default();
-    // Asked for all, it cannot be refused.
+    // Cannot fail: only an unknown provider is refused.
     let _ = orchestrator.stats(0, &mut sum);
     f.write_fmt(fmt!(
         "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\nparked {}\nrevoked {}\n\

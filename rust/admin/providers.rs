@@ -1,9 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! configfs: `/sys/kernel/config/p2pmem/providers/<BDF>/`, the administrator's door to own providers.
+//! configfs: `/sys/kernel/config/p2pmem/providers/<BDF>/`, the settings of own providers.
 //!
-//! `mkdir` makes a directory for a function, its attributes say what to publish, and writing 1 to `enable` publishes
-//! it. `status` holds the outcome as a sentence. Removing the directory takes the provider back.
+//! `mkdir` makes a directory for a PCI function. The attributes say what to publish, and writing 1 to `enable` publishes
+//! it. Writing 0 to `enable` and `rmdir` remove the provider. `status` has the result of the last write as text.
+//!
+//! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
+//!
+//! Context: process context, may sleep. configfs holds `configfs_buffer::mutex` and, for reading,
+//! `configfs_fragment::frag_sem` during `show` and `store`, and the parent's inode lock during `mkdir` and `rmdir`;
+//! `ProviderDir::settings`, a mutex, is taken inside. No removal is waited for with `settings` held, and none for longer
+//! than [`WAIT`].
 
 use crate::{
     alloc::orchestrator::Orchestrator,
@@ -42,16 +49,17 @@ pub(crate) struct ProviderDir {
     settings: Mutex<Settings>,
 }
 
+/// The settings of a directory, and the provider that was made of them. Protected by `ProviderDir::settings`.
 struct Settings {
     wanted: Publication,
-    /// Number of the provider that was made of it.
+    /// Id of the provider that `enable` published.
     enabled: Option<u32>,
-    /// The provider, while it is being taken back.
+    /// The provider while it is being removed.
     leaving: Option<Arc<Provider>>,
     status: Text,
 }
 
-/// The directory `providers` below the subsystem.
+/// Creates the directory `providers` below the subsystem.
 pub(crate) fn providers() -> Result<impl PinInit<Group<Providers>, Error>> {
     let item = configfs_attrs! {
         container: Group<Providers>,
@@ -70,6 +78,8 @@ pub(crate) fn providers() -> Result<impl PinInit<Group<Providers>, Error>> {
 impl GroupOperations for Providers {
     type Child = ProviderDir;
 
+    /// `mkdir`. Errors: `EINVAL` if `name` is no PCI address, `ENODEV` if there is no such function or the module is still
+    /// being loaded.
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<ProviderDir>, Error>> {
         let item = configfs_attrs! {
             container: Group<ProviderDir>,
@@ -106,7 +116,7 @@ impl GroupOperations for Providers {
     }
 }
 
-/// How long whoever takes a provider back waits for the end of that, ms.
+/// The longest wait for the end of a removal, in ms.
 const WAIT: u32 = 1_000;
 
 impl ProviderDir {
@@ -129,7 +139,7 @@ impl ProviderDir {
         }? Error)
     }
 
-    /// Changes the settings, or says in `status` why not.
+    /// Runs `change` with the settings locked. An error goes to the log and into `status`.
     fn change(&self, change: impl FnOnce(&mut Settings) -> Answer) -> Result {
         let mut settings = self.settings.lock();
         change(&mut settings).map_err(|refusal| {
@@ -139,10 +149,11 @@ impl ProviderDir {
         })
     }
 
-    /// Takes the provider back, and waits for the end of that without a lock of ours, [`WAIT`] at most: configfs keeps the
-    /// directory from being removed meanwhile, and whoever removes it keeps others from reading `status`.
+    /// Removes the provider and waits for the end, [`WAIT`] ms at most and without `settings` held: configfs keeps the
+    /// directory from being removed during a write, and a task that waits to remove the directory blocks readers of
+    /// `status`.
     ///
-    /// Errors: `EBUSY` (it is still being taken back), `EINTR` (the task was killed).
+    /// Errors: `EBUSY` (the removal goes on), `EINTR` (the task was killed; the removal goes on).
     fn disable(&self) -> Result {
         let mut waits_for = None;
         self.change(|settings| {
@@ -155,7 +166,7 @@ impl ProviderDir {
         }
     }
 
-    /// Changes what is only looked at when the provider is made.
+    /// Changes a setting that only publishing reads. Errors: `EBUSY` if the provider is published or being removed.
     fn set(&self, set: impl FnOnce(&mut Publication) -> Answer) -> Result {
         self.change(|settings| {
             settings.await_nothing()?;
@@ -172,7 +183,8 @@ impl ProviderDir {
 }
 
 impl Settings {
-    /// Whether what was published is still there, and is not being taken back: the device may have been unbound since.
+    /// Whether the provider that `enable` published still exists and is not being removed through this directory. Updates
+    /// `status` if the provider ended otherwise: the device was unbound or reset, or the system slept.
     fn enabled(&mut self) -> bool {
         if self.leaving.take_if(|provider| provider.await_end_for(0)).is_some() {
             self.status = Text::new(fmt!("not published: write 1 to enable"));
@@ -190,7 +202,7 @@ impl Settings {
         there
     }
 
-    /// Refuses what has to wait until the provider was taken back.
+    /// Checks that no removal is under way. Errors: `EBUSY`; the message says what the removal waits for.
     fn await_nothing(&mut self) -> Answer {
         self.enabled();
         match &self.leaving {
@@ -204,6 +216,7 @@ impl Settings {
         }
     }
 
+    /// Publishes the settings. Does nothing if they are published.
     fn enable(&mut self) -> Answer {
         if self.enabled() {
             return Ok(());
@@ -215,7 +228,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Begins to take the provider back, where there is one, and returns what to wait for.
+    /// Begins to remove the provider. Returns the provider to wait for, or `None` if there is none.
     fn disable(&mut self) -> Answer<Option<Arc<Provider>>> {
         if self.enabled() {
             self.leaving = Orchestrator::get()?.unpublish(self.wanted.addr)?;
@@ -225,7 +238,7 @@ impl Settings {
         Ok(self.leaving.clone())
     }
 
-    /// What there is to say of the provider.
+    /// Returns the text of `status`.
     fn describe(&mut self) -> Text {
         self.enabled();
         let by_others = self.enabled.and_then(|id| Orchestrator::get().ok()?.provider(id));
@@ -243,7 +256,7 @@ impl Settings {
 #[pinned_drop]
 impl PinnedDrop for ProviderDir {
     fn drop(self: Pin<&mut Self>) {
-        // `rmdir` holds the lock of the parent directory: what takes longer goes on without it.
+        // `rmdir` holds the inode lock of the parent directory. After `WAIT` the removal goes on without the directory.
         let begun = self.settings.lock().disable();
         match begun {
             Ok(Some(provider)) if !provider.await_end_for(WAIT) => pr_notice!(
@@ -257,14 +270,14 @@ impl PinnedDrop for ProviderDir {
     }
 }
 
-/// What was written, without the white space around it.
+/// Returns the written text without white space around it. Errors: `EINVAL` if the text is not UTF-8.
 pub(crate) fn word(page: &[u8]) -> Answer<&str> {
     core::str::from_utf8(page)
         .map(str::trim)
         .map_err(|_| refuse!(EINVAL, "what was written is no text"))
 }
 
-/// A number, decimal or hexadecimal with 0x.
+/// Parses a number, decimal or hexadecimal with 0x. Errors: `EINVAL`.
 fn number(page: &[u8]) -> Answer<u64> {
     let word = word(page)?;
     let parsed = match word.strip_prefix("0x") {
@@ -274,7 +287,7 @@ fn number(page: &[u8]) -> Answer<u64> {
     parsed.map_err(|_| refuse!(EINVAL, "what was written is no number of bytes"))
 }
 
-/// Writes an attribute's value and a line feed.
+/// Writes an attribute's value and a line feed into the page. Returns the number of bytes.
 pub(crate) fn show(page: &mut [u8; PAGE_SIZE], args: kernel::fmt::Arguments<'_>) -> Result<usize> {
     let mut out = Formatter::new(page);
     out.write_fmt(args)?;
@@ -282,7 +295,8 @@ pub(crate) fn show(page: &mut [u8; PAGE_SIZE], args: kernel::fmt::Arguments<'_>)
     Ok(out.bytes_written())
 }
 
-/// Declares the attributes of a directory: their number, how they are shown, and how they are stored.
+/// Implements the attributes of a directory. For each attribute: its number, the body of `show`, and for a writable one the
+/// body of `store`.
 macro_rules! attributes {
     ($data:ident; $($id:literal ($dir:ident, $page:ident): $show:block $(, $text:ident: $store:block)?;)*) => {$(
         #[vtable]
@@ -392,14 +406,14 @@ attributes! {
                 _ => return Err(refuse!(EINVAL, "pinned_exports is 0 or 1")),
             };
             settings.wanted.pinned_exports = allow;
-            // It can be changed at any time, and of providers that other drivers published too.
+            // Takes effect at once, for providers that other drivers published too.
             Orchestrator::get()?.set_pinned_exports(settings.wanted.addr, allow);
             Ok(())
         })
     };
 }
 
-/// A number of bytes that is a whole number of pages.
+/// Parses a multiple of the page size, in bytes. `what` is the attribute's name. Errors: `EINVAL`.
 fn pages(text: &[u8], what: &str) -> Answer<u64> {
     let bytes = number(text)?;
     if bytes % PAGE_SIZE as u64 == 0 {

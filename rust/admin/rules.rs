@@ -2,9 +2,15 @@
 
 //! configfs: `/sys/kernel/config/p2pmem/rules/<NN-name>/`, the administrator's rules.
 //!
-//! `mkdir` makes a rule that says nothing, its attributes say what it matches and what it sets, and writing 1 to
-//! `enable` puts it into force. An attribute of a rule in force can be changed at any time: the change is in force at
-//! once, or refused as a whole. `status` holds the outcome as a sentence. Removing the directory ends the rule.
+//! `mkdir` makes an empty rule. The attributes say what the rule matches and what it sets, and writing 1 to `enable` puts
+//! the rule into force. Changing an attribute of a rule in force takes effect at once, or is refused as a whole. `status`
+//! has the result of the last write as text. `rmdir` ends the rule.
+//!
+//! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
+//!
+//! Context: process context, may sleep. configfs holds `configfs_buffer::mutex` and, for reading,
+//! `configfs_fragment::frag_sem` during `show` and `store`, and the parent's inode lock during `mkdir` and `rmdir`;
+//! `RuleDir::settings`, a mutex, is taken inside, and `alloc::rules::Rules::state` inside that.
 
 use crate::{
     admin::providers::{
@@ -55,15 +61,16 @@ pub(crate) struct RuleDir {
     settings: Mutex<Settings>,
 }
 
+/// The rule of a directory. Protected by `RuleDir::settings`.
 struct Settings {
     rule: Rule,
-    /// The rule's number while it is in force.
+    /// Id of the rule while it is in force.
     enabled: Option<u64>,
-    /// Why the last change was refused; empty where it was not.
+    /// Why the last change was refused; empty if it was not.
     refused: Text,
 }
 
-/// The directory `rules` below the subsystem.
+/// Creates the directory `rules` below the subsystem.
 pub(crate) fn rules() -> Result<impl PinInit<Group<Rules>, Error>> {
     let item = configfs_attrs! {
         container: Group<Rules>,
@@ -78,6 +85,7 @@ pub(crate) fn rules() -> Result<impl PinInit<Group<Rules>, Error>> {
 impl GroupOperations for Rules {
     type Child = RuleDir;
 
+    /// `mkdir`. Errors: `EINVAL` if `name` is no name of a rule, `ENODEV` if the module is still being loaded.
     fn make_group(&self, name: &CStr) -> Result<impl PinInit<Group<RuleDir>, Error>> {
         global::ready()?;
         let item = configfs_attrs! {
@@ -123,7 +131,7 @@ impl RuleDir {
         }? Error)
     }
 
-    /// Changes the settings, or says in `status` why not.
+    /// Runs `change` with the settings locked. An error goes to the log and into `status`.
     fn change(&self, change: impl FnOnce(&mut Settings) -> Answer) -> Result {
         let mut settings = self.settings.lock();
         settings.refused = Text::EMPTY;
@@ -135,7 +143,7 @@ impl RuleDir {
         })
     }
 
-    /// Changes the rule, in force or not.
+    /// Changes the rule. If the rule is in force, puts the changed rule into force before the settings change.
     fn set(&self, set: impl FnOnce(&mut Rule) -> Answer) -> Result {
         self.change(|settings| {
             let mut rule = settings.rule;
@@ -150,6 +158,7 @@ impl RuleDir {
 }
 
 impl Settings {
+    /// Puts the rule into force. Does nothing if it is in force.
     fn enable(&mut self) -> Answer {
         if self.enabled.is_none() {
             self.enabled = Some(Orchestrator::get()?.rules().put(&self.rule, None)?);
@@ -157,6 +166,7 @@ impl Settings {
         Ok(())
     }
 
+    /// Ends the rule. Errors: `ENOMEM`; the rule stays in force then.
     fn disable(&mut self) -> Answer {
         if let (Some(id), Ok(orchestrator)) = (self.enabled, Orchestrator::get()) {
             orchestrator.rules().remove(id).map_err(|refusal| {
@@ -170,6 +180,7 @@ impl Settings {
         Ok(())
     }
 
+    /// Returns the text of `status`.
     fn status(&self) -> Text {
         if !self.refused.as_str().is_empty() {
             return self.refused;
@@ -187,7 +198,7 @@ impl Settings {
 #[pinned_drop]
 impl PinnedDrop for RuleDir {
     fn drop(self: Pin<&mut Self>) {
-        /// Memory that is short for longer than this is not had by trying again.
+        /// Number of attempts to allocate. More attempts are unlikely to succeed.
         const TRIES: u32 = 16;
         let mut settings = self.settings.lock();
         for _ in 0..TRIES {
@@ -195,7 +206,7 @@ impl PinnedDrop for RuleDir {
                 return;
             }
         }
-        // `rmdir` cannot fail any more.
+        // `rmdir` cannot fail at this point.
         pr_warn!(
             "{}: there is no memory to end the rule with: it stays in force until rules change again\n",
             settings.rule.name.as_str()
@@ -203,12 +214,12 @@ impl PinnedDrop for RuleDir {
     }
 }
 
-/// What was written, parsed; `what` says what it should have been.
+/// Parses the written text. `what` names the accepted values in the refusal. Errors: `EINVAL`.
 fn parsed<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -> Answer<T> {
     parse(word(text)?).ok_or_else(|| refuse!(EINVAL, "what was written is not {}", what))
 }
 
-/// Parses a value that `none` takes away.
+/// Parses a value as [`parsed`] does; `none` stands for no value.
 fn optional<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -> Answer<Option<T>> {
     parsed(
         text,
@@ -220,6 +231,7 @@ fn optional<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -
     )
 }
 
+/// Writes a device as [`rule_text::device`] parses it.
 fn show_device(page: &mut [u8; PAGE_SIZE], device: DeviceMatch) -> Result<usize> {
     match device {
         DeviceMatch::Any => show(page, fmt!("any")),
@@ -228,6 +240,7 @@ fn show_device(page: &mut [u8; PAGE_SIZE], device: DeviceMatch) -> Result<usize>
     }
 }
 
+/// Writes a number, or the text `none` if there is no number.
 fn show_number<T: kernel::fmt::Display>(page: &mut [u8; PAGE_SIZE], number: Option<T>, none: &str) -> Result<usize> {
     match number {
         Some(number) => show(page, fmt!("{}", number)),
@@ -235,6 +248,7 @@ fn show_number<T: kernel::fmt::Display>(page: &mut [u8; PAGE_SIZE], number: Opti
     }
 }
 
+/// Writes users as [`rule_text::users`] parses them.
 impl kernel::fmt::Display for Users {
     fn fmt(&self, f: &mut kernel::fmt::Formatter<'_>) -> kernel::fmt::Result {
         for (at, (first, last)) in self.ranges().enumerate() {

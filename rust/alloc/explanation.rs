@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Decisions in words and numbers, for whoever asks why.
+//! Explanations: the verdicts of a decision, its errno, and a message for `P2PMEM_IOC_EXPLAIN_LAST`.
+//!
+//! A [`QuickDecision`] keeps the numbers it was made from, so that the explanation is computed only if a program asks. The
+//! explanation is the same that the full decision gives.
+//!
+//! Context: process context, may sleep (memory is allocated), no locks held.
 
 use crate::{
     alloc::{
@@ -56,18 +61,19 @@ use crate::{
 };
 use kernel::{ffi, prelude::*, sync::Arc};
 
-/// What was decided: a verdict per provider and a sentence.
+/// The explanation of a decision: a verdict for each provider, and a message.
 pub(crate) struct Explanation {
     pub(crate) verdicts: KVec<abi::Verdict>,
     pub(crate) chosen: u32,
     pub(crate) class: u32,
-    /// The errno, 0 where one was chosen.
+    /// The errno, positive; 0 if a provider was chosen.
     pub(crate) error: i32,
     pub(crate) text: Text,
 }
 
 impl Explanation {
-    /// Of what was refused before there was anything to decide.
+    /// Creates the explanation of a request that was refused before any provider was considered. `error` is a positive
+    /// errno.
     pub(crate) fn of_refusal(error: i32, text: Text) -> Self {
         Self {
             verdicts: KVec::new(),
@@ -78,12 +84,12 @@ impl Explanation {
         }
     }
 
-    /// What who asked is told, where none was chosen.
+    /// Returns the refusal for the caller, if no provider was chosen.
     pub(crate) fn refusal(&self) -> Refusal {
         Refusal::new(Error::from_errno(-self.error), self.text)
     }
 
-    /// The same once more.
+    /// Returns a copy. Errors: `ENOMEM`.
     pub(crate) fn again(&self) -> Result<Self> {
         let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
         verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL_ACCOUNT)?;
@@ -91,25 +97,31 @@ impl Explanation {
     }
 }
 
-/// A decision that was made from little, and what it takes to say all of it to who asks.
+/// A decision made from free hints alone, with the data to explain it.
 pub(crate) struct QuickDecision {
+    /// Bytes that were requested.
     size: u64,
     align: u64,
     max_class: Option<PathClass>,
     parts: Arc<SnapshotParts>,
-    /// What rules said; none where there were none.
+    /// The effect of the rules; `None` if there were no rules.
     ruled: Option<Arc<RankedByRules>>,
-    /// What the providers had, in the order of [`Self::ranking`].
+    /// Capacity of each provider as the decision read it, in the order of [`Self::ranking`].
     capacities: KVec<Capacity>,
-    /// The provider that was chosen, by its place in that order.
+    /// Index of the chosen provider in [`SnapshotParts::known`].
     chosen: usize,
+    /// Class of the path to the chosen provider.
     class: u32,
 }
 
 impl QuickDecision {
-    /// Decides a request for the nearest, of which no rules but `ruled` have a word, without looking at any path. None where
-    /// that cannot tell: nobody may be able to serve it, or only asking the allocator says whether one can.
-    /// `spare` is one that nobody needs any more, so that no memory has to be allocated.
+    /// Decides a request for the nearest provider under the rules of `ruled`. Per provider the decision reads one free hint
+    /// and compares it; paths are not read.
+    ///
+    /// `spare` is an unused decision whose memory is reused, so that nothing is allocated.
+    ///
+    /// Returns `None` if the free hints do not suffice: no provider may be able to serve, or only the allocator can tell.
+    /// Errors: `ENOMEM`.
     pub(crate) fn decide(
         wanted: &AllocRequest,
         ruled: Option<&Arc<RankedByRules>>,
@@ -156,6 +168,7 @@ impl QuickDecision {
         Ok(Some(quick))
     }
 
+    /// Returns the ranking that a decision under `ruled` uses.
     fn ranking_of<'a>(
         parts: &'a SnapshotParts,
         ruled: Option<&'a Arc<RankedByRules>>,
@@ -163,27 +176,28 @@ impl QuickDecision {
         ruled.map_or(&parts.ranking, |ruled| &ruled.ranking)
     }
 
-    /// The providers, in the order in which they were looked at.
+    /// The providers, in the order in which the decision considered them.
     fn ranking(&self) -> &[RankedProvider<Arc<FreeHint>>] {
         Self::ranking_of(&self.parts, self.ruled.as_ref())
     }
 
+    /// Returns the effect of the rules on the provider with that index.
     fn effect(&self, provider: usize) -> RuleEffect {
         let effect = self.ruled.as_ref().and_then(|ruled| ruled.effects.get(provider));
         effect.copied().unwrap_or(RuleEffect::NONE)
     }
 
-    /// Place of the chosen provider among those of the snapshot.
+    /// Returns the index of the chosen provider in the snapshot.
     pub(crate) fn index(&self) -> usize {
         self.chosen
     }
 
-    /// Its number.
+    /// Returns the id of the chosen provider.
     pub(crate) fn provider(&self) -> u32 {
         self.parts.known.get(self.chosen).map_or(0, |known| known.id)
     }
 
-    /// All there is to say, from the same numbers.
+    /// Computes the explanation from the capacities that the decision read. Errors: `ENOMEM`.
     pub(crate) fn explanation(&self) -> Result<Explanation> {
         let parts = &*self.parts;
         let mut capacities = KVec::from_elem(None, parts.known.len(), GFP_KERNEL_ACCOUNT)?;
@@ -226,7 +240,8 @@ impl QuickDecision {
 }
 
 impl AllocRequest {
-    /// Decides, if the nearest is wanted and one can serve, as if there were no rules but `ruled`.
+    /// Decides the request if [`Self::is_quick`] and the free hints suffice, under the rules of `ruled` only. Returns the
+    /// decision and the chosen provider. Errors: `ENOMEM`.
     pub(crate) fn quick(
         &self,
         ruled: Option<&Arc<RankedByRules>>,
@@ -243,8 +258,8 @@ impl AllocRequest {
     }
 }
 
-/// Tells who traces decisions of one: the provider that was chosen and the errno, each 0 for none; `dry` where nothing
-/// was to be allocated.
+/// Emits the trace event of a decision. `chosen` is a provider id, `error` a positive errno, 0 for none; `dry` says that
+/// nothing was to be allocated.
 pub(crate) fn traced(wanted: &AllocRequest, file: u64, (chosen, error): (u32, i32), dry: bool) {
     trace::decision(|| trace::DecisionEvent {
         size: wanted.size,
@@ -259,15 +274,15 @@ pub(crate) fn traced(wanted: &AllocRequest, file: u64, (chosen, error): (u32, i3
     });
 }
 
-/// What was decided, said or to be said.
+/// A decision, explained already or explained on demand.
 pub(crate) enum Decision {
     Explanation(KBox<Explanation>),
-    /// Said when someone asks.
+    /// Explained when a program asks.
     QuickDecision(KBox<QuickDecision>),
 }
 
 impl Decision {
-    /// The number of the chosen provider, 0 for none.
+    /// Returns the id of the chosen provider, 0 for none.
     pub(crate) fn chosen(&self) -> u32 {
         match self {
             Self::Explanation(explanation) => explanation.chosen,
@@ -275,7 +290,7 @@ impl Decision {
         }
     }
 
-    /// The class of its path, 0 without clients.
+    /// Returns the class of the path to the chosen provider, 0 without clients.
     pub(crate) fn class(&self) -> u32 {
         match self {
             Self::Explanation(explanation) => explanation.class,
@@ -284,11 +299,12 @@ impl Decision {
     }
 }
 
-/// A decision, and all that it was made from.
+/// A decision and its input, from which the explanation is made. `providers`, `candidates` and `verdicts` have the same
+/// order.
 pub(crate) struct Decided<'a> {
-    /// Bytes that were wanted in one provider.
+    /// Bytes wanted in one provider: for a stripe the size of a part.
     pub(crate) size: u64,
-    /// How many clients there are.
+    /// Number of clients.
     pub(crate) clients: usize,
     pub(crate) rules: Source<'a>,
     pub(crate) providers: &'a [ProviderInfo],
@@ -298,6 +314,7 @@ pub(crate) struct Decided<'a> {
 }
 
 impl Decided<'_> {
+    /// Returns the explanation. `chosen` is the chosen provider. Errors: `ENOMEM`.
     pub(crate) fn explanation(&self, chosen: Option<&ProviderInfo>) -> Result<Explanation> {
         let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
         let mut class = 0;
@@ -324,6 +341,7 @@ impl Decided<'_> {
         })
     }
 
+    /// Returns the verdict of one provider in the ABI's form.
     fn row(&self, verdict: &Verdict, provider: &ProviderInfo) -> abi::Verdict {
         let mut row = abi::Verdict {
             provider: verdict.provider,
@@ -357,11 +375,12 @@ impl Decided<'_> {
         self.rules.name(rule)
     }
 
-    /// Who is asking.
+    /// Returns the uid of the requester.
     fn uid(&self) -> u32 {
         self.rules.uid
     }
 
+    /// Returns the errno of a decision without a provider: `EACCES`, `EDQUOT`, `ENOSPC` or `ENODEV`.
     fn error(&self) -> Error {
         match self.outcome {
             Outcome::Denied => EACCES,
@@ -371,7 +390,7 @@ impl Decided<'_> {
         }
     }
 
-    /// The first provider with a verdict that a rule decided, and how many more there are.
+    /// Returns the first provider with this verdict by a rule, the rule and the candidate.
     fn first(&self, code: VerdictCode) -> Option<(RuleRef, &ProviderInfo, &Candidate<'_>)> {
         self.verdicts
             .iter()
@@ -381,8 +400,8 @@ impl Decided<'_> {
             .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, provider, candidate)))
     }
 
-    /// What was decided of a stripe: a part in each of the providers at `picks`, the first one first. With none, why:
-    /// `found` of `wanted` providers could have been chosen.
+    /// Returns the explanation of a stripe. `picks` are the indexes of the parts' providers, or empty if there is no
+    /// stripe: then providers were found for `found` of `wanted` parts. Errors: `ENOMEM`.
     pub(crate) fn stripe_explanation(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Explanation> {
         let mut explanation = self.explanation(picks.first().and_then(|&at| self.providers.get(at)))?;
         let worst = picks
@@ -413,7 +432,7 @@ impl Decided<'_> {
         Ok(explanation)
     }
 
-    /// Why there is none.
+    /// Returns the message for a decision without a provider.
     fn refusal(&self) -> Text {
         let (size, clients) = (self.size, self.clients);
         let whose = |rule: RuleRef| match rule.set {

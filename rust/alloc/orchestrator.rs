@@ -1,6 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The orchestrator: knows all providers and open files, and chooses among the providers.
+//! The orchestrator: the list of providers and of open files, cached paths, and the choice of a provider for a request.
+//!
+//! Deciding goes in three stages, from cheap to complete: [`AllocRequest::quick`] without rules, `choose_fast` with rules
+//! that count no bytes, `choose_by` with everything. A stage that cannot decide leaves the request to the next one; all
+//! give the same answer.
+//!
+//! Context: process context, may sleep. `registry`, `snapshots` and `files` are mutexes that are never held together. While
+//! `registry` is held only atomics of the providers are touched; see "Lock order" in Documentation/design/lifecycle.md.
+//! References to providers, files and snapshots are dropped with no lock held, as each may be the last one.
 
 use crate::{
     alloc::{
@@ -80,8 +88,9 @@ use kernel::{
 
 pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Notes why a candidate that was chosen gave no memory, so that the next decision looks elsewhere. Errors: where that
-/// is nothing of the candidate's.
+/// Records in `candidate` why it gave no memory of `size` bytes, so that the next decision passes it over.
+///
+/// Errors: `EAGAIN` if the rules changed, and any error that is not the candidate's own, such as `EINTR`.
 pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: NotCharged) -> Result {
     match why {
         NotCharged::Broken(broken) => breaks(&mut candidate.effect, broken),
@@ -94,35 +103,39 @@ pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: NotChar
     Ok(())
 }
 
-/// An open file of the device node, as those know it who have something to tell it.
+/// An open file of `/dev/p2pmem`, for code that has something to tell it.
+///
+/// Context: process context, may sleep, with none of the module's locks held.
 pub(crate) trait OpenFile: Send + Sync {
-    /// A provider came or left: `kind` is one of `P2PMEM_EVENT_*`.
+    /// Queues an event for a provider that was added or removed. `kind` is one of `P2PMEM_EVENT_*`.
     fn notify(&self, kind: u32, provider: u32);
-    /// A buffer that it has handles of was revoked.
+    /// Queues the event that a buffer, of which the file has handles, was revoked.
     fn notify_revoked(&self, buffer: &Buffer);
-    /// Something was refused to it that is no call on the file: it can ask why, and the log has it.
+    /// Records a refusal outside of the file's own ioctls, for `P2PMEM_IOC_EXPLAIN_LAST`, and logs it. `what` names the
+    /// refused call.
     fn refused(&self, what: &str, refusal: &Refusal);
 }
 
+/// Everything that `Orchestrator::registry` protects.
 struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
     cache: Cache,
-    /// Memory of devices that do not answer.
+    /// Memory of providers that were removed while their device did not answer.
     lost: KVec<Lost>,
-    /// Whether the machine is about to sleep, or sleeps: there are no providers then.
+    /// Whether the system is about to sleep, or sleeps. No provider can be added then.
     asleep: bool,
 }
 
-/// What the module knows.
+/// The state of the module, shared by files, callbacks and configfs.
 #[pin_data]
 pub(crate) struct Orchestrator {
     space: AddressSpace<Buffer>,
     rules: Arc<Rules>,
-    /// Changes whenever a path may have become another one.
+    /// Incremented whenever a path may have changed. Cached paths and snapshots are of one generation.
     generation: Atomic<u64>,
     next_file: Atomic<u64>,
-    /// Counters of providers that left.
+    /// Sums of the counters of removed providers.
     past: Counters,
     #[pin]
     registry: Mutex<Registry>,
@@ -133,11 +146,12 @@ pub(crate) struct Orchestrator {
 }
 
 impl Orchestrator {
-    /// The module's orchestrator. Errors: `ENODEV` while the module is being set up or taken down.
+    /// Returns the orchestrator. Errors: `ENODEV` while the module is being loaded or unloaded.
     pub(crate) fn get() -> Result<Arc<Self>> {
         global::instance()
     }
 
+    /// Creates the orchestrator, without any provider. Errors: `ENOMEM`, and those of making an anonymous inode.
     pub(crate) fn new() -> Result<Arc<Self>> {
         let space = AddressSpace::new()?;
         let rules = Rules::new()?;
@@ -162,6 +176,7 @@ impl Orchestrator {
         )
     }
 
+    /// Returns the address space of all user mappings of the module.
     pub(crate) fn space(&self) -> &AddressSpace<Buffer> {
         &self.space
     }
@@ -170,39 +185,42 @@ impl Orchestrator {
         &self.rules
     }
 
+    /// Returns the generation: a path that was computed under an older one may be outdated.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Relaxed)
     }
 
-    /// A number for a file that is being opened.
+    /// Returns a number for a new file. Never used twice.
     pub(crate) fn file_id(&self) -> u64 {
         self.next_file.fetch_add(1, Relaxed)
     }
 
+    /// Adds an open file to the list of those that events go to. Errors: `ENOMEM`.
     pub(crate) fn add_file(&self, id: u64, file: Arc<dyn OpenFile>) -> Result {
         let node = RBTreeNode::new(id, file, GFP_KERNEL_ACCOUNT)?;
         self.files.lock().insert(node);
         Ok(())
     }
 
-    /// An open file.
+    /// Returns the open file `id`, if it is still open.
     pub(crate) fn file(&self, id: u64) -> Option<Arc<dyn OpenFile>> {
         self.files.lock().get(&id).cloned()
     }
 
+    /// Removes a file from the list.
     pub(crate) fn remove_file(&self, id: u64) {
         let removed = self.files.lock().remove_node(&id);
-        // Outside the lock: the last reference of a file ends its buffers.
+        // Dropped without `files` held: the last reference of a file frees its buffers.
         drop(removed);
     }
 
-    /// Tells all files that a provider came or left.
+    /// Sends a provider event to all files.
     pub(crate) fn notify(&self, kind: u32, provider: u32) {
         let next = |from| walk::at_or_after(&self.files.lock(), from);
         walk::one_by_one(next, |file| file.notify(kind, provider));
     }
 
-    /// Tells all files that hold a buffer that it was revoked.
+    /// Sends the revocation event to all files that have handles of `buffer`.
     pub(crate) fn notify_revoked(&self, buffer: &Buffer) {
         buffer.for_each_file(|id| {
             if let Some(file) = self.file(id) {
@@ -211,7 +229,7 @@ impl Orchestrator {
         });
     }
 
-    /// All providers there are now, in the order of their numbers.
+    /// Returns all providers in ascending order of their ids. Errors: `ENOMEM`.
     pub(crate) fn providers(&self) -> Result<KVec<Arc<Provider>>> {
         let registry = self.registry.lock();
         let mut providers = KVec::with_capacity(registry.providers.len(), GFP_KERNEL_ACCOUNT)?;
@@ -221,7 +239,8 @@ impl Orchestrator {
         Ok(providers)
     }
 
-    /// Has memory that came back cleared, in all providers. It takes no memory, without which nothing would be cleared.
+    /// Queues the scrubber of each provider that has dirty memory. Allocates nothing: dirty memory must be cleared under
+    /// memory pressure too.
     pub(crate) fn send_scrubbers(&self) {
         let mut last = 0;
         loop {
@@ -234,7 +253,8 @@ impl Orchestrator {
         }
     }
 
-    /// What was counted of one provider, or with 0 of all there ever were.
+    /// Adds the counters of provider `id` to `stats`; 0 stands for all providers since the module was loaded. Errors:
+    /// `ENOENT`.
     pub(crate) fn stats(&self, id: u32, stats: &mut abi::Stats) -> Answer {
         let registry = self.registry.lock();
         let mut found = id == 0;
@@ -255,15 +275,17 @@ impl Orchestrator {
 
     // Paths.
 
-    /// Forgets all paths: a function came or went, or the administrator changed ACS.
+    /// Drops all cached paths and snapshots. For a function that came or went, and for a change of ACS.
     pub(crate) fn forget_paths(&self) {
         self.generation.fetch_add(1, Relaxed);
-        // They keep clients and providers, which may be gone.
+        // Snapshots hold references to clients and providers that may be gone.
         snapshot::forget(&self.snapshots);
     }
 
-    /// The machine as these clients see it, which are a slice of `uapi::request::ClientNames`. Errors: `ENODEV` (no
-    /// such function), `EINVAL` (what is no address).
+    /// Returns the topology snapshot of these clients, cached or new. `names` is a slice of
+    /// `uapi::request::ClientNames`: clients' addresses as raw numbers.
+    ///
+    /// Errors: `ENODEV` if a client does not exist, `EINVAL` if reserved bytes of an address are set, `ENOMEM`.
     pub(crate) fn snapshot(&self, names: &[u64]) -> Answer<Arc<TopologySnapshot>> {
         let make = |generation| {
             let mut clients = KVec::with_capacity(names.len(), GFP_KERNEL_ACCOUNT)?;
@@ -281,7 +303,7 @@ impl Orchestrator {
         snapshot::snapshot(&self.snapshots, names, || self.generation(), make)
     }
 
-    /// The paths from each provider to each client, all clients of the first provider first.
+    /// Returns the path from each provider to each client, ordered by provider and then by client. Errors: `ENOMEM`.
     pub(crate) fn paths(&self, providers: &[Arc<Provider>], clients: &[Function]) -> Result<KVec<Path>> {
         let generation = self.generation();
         let mut paths = KVec::with_capacity(providers.len() * clients.len(), GFP_KERNEL)?;
@@ -300,7 +322,7 @@ impl Orchestrator {
         if missing > 0 {
             self.compute(generation, providers, clients, &mut paths)?;
         }
-        // SnapshotCache keep them, on behalf of who asked.
+        // Snapshots keep this vector, so the requester's cgroup is charged for it.
         let mut all = KVec::with_capacity(paths.len(), GFP_KERNEL_ACCOUNT)?;
         for path in paths.iter().flatten() {
             all.push(*path, GFP_KERNEL_ACCOUNT)?;
@@ -308,13 +330,14 @@ impl Orchestrator {
         Ok(all)
     }
 
-    /// The path from one provider to one client.
+    /// Returns the path from one provider to one client. Errors: `ENOMEM`, `EINVAL` if there is none.
     pub(crate) fn path(&self, provider: &Arc<Provider>, client: &Function) -> Result<Path> {
         let (from, to) = (core::slice::from_ref(provider), core::slice::from_ref(client));
         self.paths(from, to)?.pop().ok_or(EINVAL)
     }
 
-    /// Computes the paths that are missing, and remembers them.
+    /// Computes each path that is `None` in `paths`, and adds it to the cache. Takes `registry` to add a path, not while
+    /// walking the PCI tree. Errors: `ENOMEM`.
     fn compute(
         &self,
         generation: u64,
@@ -348,10 +371,16 @@ impl Orchestrator {
 
     // Choosing.
 
-    /// How often a decision is made anew because the rules changed meanwhile: a bound, should they change each time.
+    /// The number of decisions for one request before `EAGAIN`, if the rules change during each of them.
     pub(crate) const RULE_CHANGES: u32 = 16;
 
-    /// Decides, and with `take` allocates as well.
+    /// Decides a request of `file`; with `take` set also allocates the buffer. `spare` is an unused decision whose memory
+    /// is reused.
+    ///
+    /// Returns the handle of the buffer, if one was allocated, and the decision. A decision that chooses no provider is no
+    /// error of this function.
+    ///
+    /// Errors: `EAGAIN` if the rules changed [`Self::RULE_CHANGES`] times, `ENOMEM`, `EINTR`.
     fn choose(
         &self,
         wanted: &AllocRequest,
@@ -360,7 +389,7 @@ impl Orchestrator {
         spare: Option<KBox<QuickDecision>>,
     ) -> Answer<(Option<Holder>, Decision)> {
         let mut spare = spare;
-        // Where there is no rule, and nothing to charge, nobody has to know who asks.
+        // Without rules and without anything to charge, the decision does not need the caller's credentials.
         if !take && self.rules.are_none() && wanted.own.as_ref().is_none_or(|own| own.is_empty()) {
             if let Some((quick, provider)) = wanted.quick(None, spare.take())? {
                 if provider.charge_cgroup(wanted.size).is_ok() {
@@ -381,8 +410,8 @@ impl Orchestrator {
         Err(refuse!(EAGAIN, "the rules changed again and again"))
     }
 
-    /// As [`Self::choose`], where rules count no bytes, the nearest is wanted, and one can serve; else none. What goes wrong
-    /// is left to [`Self::choose_by`], which can say of what.
+    /// Decides as [`Self::choose`] does, if strategy `nearest` is wanted, no rule counts bytes and a provider can serve.
+    /// Otherwise, and if the allocation fails, returns `None`: [`Self::choose_by`] finds the reason.
     fn choose_fast(
         &self,
         rule_check: &RuleCheck<'_>,
@@ -406,7 +435,7 @@ impl Orchestrator {
                 Ok(holder) => Some(holder),
                 Err(_) => return Ok(None),
             },
-            // Whether the cgroup may is known when it is charged.
+            // The dmem cgroup has no call that only checks: the charge is made and dropped.
             None if provider.charge_cgroup(wanted.size).is_err() => return Ok(None),
             None => None,
         };
@@ -414,7 +443,8 @@ impl Orchestrator {
         Ok(Some((held, quick)))
     }
 
-    /// As [`Self::choose`]; none where the rules have become others.
+    /// Decides as [`Self::choose`] does, with all rules and exact capacities. Returns `None` if the rules changed
+    /// meanwhile.
     fn choose_by(
         &self,
         rule_check: &RuleCheck<'_>,
@@ -432,7 +462,7 @@ impl Orchestrator {
         };
         let request = wanted.request(strategy);
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
-        // Each round that ends without memory takes one candidate out of the race.
+        // Each round that ends without memory excludes one candidate, so the loop ends.
         loop {
             let choice = placement::decide(&request, &candidates, &mut verdicts);
             let chosen = choice.chosen.and_then(|at| Some((at, providers.get(at)?)));
@@ -442,7 +472,7 @@ impl Orchestrator {
                 }
             }
             if let (None, Some((at, provider))) = (take, chosen) {
-                // Whether the cgroup may is known when it is charged.
+                // The dmem cgroup has no call that only checks: the charge is made and dropped.
                 if provider.charge_cgroup(wanted.size).is_err_and(|e| e == EAGAIN) {
                     candidates[at].effect.over_cgroup = true;
                     continue;
@@ -482,7 +512,9 @@ impl Orchestrator {
         }
     }
 
-    /// Allocates a buffer in a provider, and charges it.
+    /// Charges and allocates a buffer of `size` bytes in `provider` for `file`. `align` is in bytes.
+    ///
+    /// Errors: [`NotCharged`]. Nothing stays charged or allocated then.
     pub(crate) fn take(
         &self,
         rule_check: &RuleCheck<'_>,
@@ -500,13 +532,15 @@ impl Orchestrator {
             .map_err(NotCharged::Error)
     }
 
-    /// What the kernel itself would choose, if that is a provider of ours.
+    /// Returns the id of the provider that `pci_p2pmem_find_many()` chooses, or `None` if the kernel finds none or a device
+    /// that is no provider.
     fn upstream_choice(snapshot: &TopologySnapshot) -> Result<Option<u32>> {
         let found = p2pdma::find_many(&snapshot.clients)?;
         Ok(found.and_then(|f| snapshot.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
     }
 
-    /// Allocates a buffer for a file. With a `spare` that nobody needs any more the decision takes no memory of its own.
+    /// Allocates a buffer for `file`. Without a buffer the decision says why. With `spare` the quick decision allocates no
+    /// memory of its own.
     pub(crate) fn alloc(
         &self,
         wanted: &AllocRequest,
@@ -516,7 +550,7 @@ impl Orchestrator {
         self.choose(wanted, file, true, spare)
     }
 
-    /// Says what [`Self::alloc`] would do.
+    /// Decides as [`Self::alloc`] would, without allocating.
     pub(crate) fn explain(
         &self,
         wanted: &AllocRequest,
@@ -526,9 +560,10 @@ impl Orchestrator {
         Ok(self.choose(wanted, file, false, spare)?.1)
     }
 
-    // Providers that come.
+    // Adding and removing providers.
 
-    /// Changes whether a function's memory may be exported to importers that cannot be revoked, if it is a provider.
+    /// Sets whether the memory of the function `addr` may be exported to importers that cannot be revoked. No effect if the
+    /// function is no provider.
     pub(crate) fn set_pinned_exports(&self, addr: PciAddr, allow: bool) {
         let registry = self.registry.lock();
         if let Some(provider) = registry.providers.iter().find(|p| p.addr == addr) {
@@ -536,7 +571,7 @@ impl Orchestrator {
         }
     }
 
-    /// A number for a provider that is being made.
+    /// Returns an id for a new provider, never 0, never used twice.
     pub(crate) fn new_id(&self) -> u32 {
         let mut registry = self.registry.lock();
         let id = registry.next_id;
@@ -544,7 +579,9 @@ impl Orchestrator {
         id
     }
 
-    /// Takes a provider into the list.
+    /// Adds a provider to the list, drops cached paths and sends the event.
+    ///
+    /// Errors: `EBUSY` if the system is about to sleep, `EEXIST` if the function is a provider already, `ENOMEM`.
     pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
         let mut registry = self.registry.lock();
         if registry.asleep {
@@ -559,7 +596,7 @@ impl Orchestrator {
         }
         let at = registry.providers.iter().take_while(|p| p.id < provider.id).count();
         registry.providers.reserve(1, GFP_KERNEL)?;
-        // There is room for one more.
+        // Cannot fail: the capacity was reserved above.
         let _ = registry.providers.insert_within_capacity(at, provider.clone());
         drop(registry);
         self.forget_paths();
@@ -567,27 +604,27 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// States whether the machine is about to sleep. From then on no provider is added.
+    /// Sets whether the system is about to sleep. While it is, [`Self::add`] fails.
     pub(crate) fn set_asleep(&self, asleep: bool) {
         self.registry.lock().asleep = asleep;
     }
 
-    /// Whether a function is a provider.
+    /// Whether `function` is a provider.
     pub(crate) fn is_provided(&self, function: &Function) -> bool {
         self.find(function).is_some()
     }
 
-    /// Whether there is a provider of that number.
+    /// Whether there is a provider `id`.
     pub(crate) fn is_provider(&self, id: u32) -> bool {
         self.registry.lock().providers.iter().any(|p| p.id == id)
     }
 
-    /// The provider of a number.
+    /// Returns the provider `id`.
     pub(crate) fn provider(&self, id: u32) -> Option<Arc<Provider>> {
         self.registry.lock().providers.iter().find(|p| p.id == id).cloned()
     }
 
-    /// The provider that a function is.
+    /// Returns the provider whose function is `function`.
     pub(crate) fn find(&self, function: &Function) -> Option<Arc<Provider>> {
         self.registry
             .lock()
@@ -597,12 +634,13 @@ impl Orchestrator {
             .cloned()
     }
 
-    /// The first of the list.
+    /// Returns the provider with the lowest id.
     pub(crate) fn first(&self) -> Option<Arc<Provider>> {
         self.registry.lock().providers.first().cloned()
     }
 
-    /// Keeps memory of a device that does not answer. Without memory to remember it in it goes back as it is, which the log says.
+    /// Keeps memory of a device that does not answer until [`Self::take_lost`]. Without memory for the list entry the
+    /// memory goes back to the pool uncleared, with a warning.
     pub(crate) fn keep_lost(&self, lost: Lost) {
         let mut registry = self.registry.lock();
         if registry.lost.reserve(1, GFP_KERNEL).is_ok() {
@@ -613,14 +651,14 @@ impl Orchestrator {
         pr_warn!("memory of a device that does not answer goes back to the kernel's pool as it is\n");
     }
 
-    /// Memory of this function that was kept while it did not answer.
+    /// Takes the memory that was kept for `function`, if there is any.
     pub(crate) fn take_lost(&self, function: &Function) -> Option<Lost> {
         let mut registry = self.registry.lock();
         let at = registry.lost.iter().position(|lost| lost.is_of(function))?;
         registry.lost.remove(at).ok()
     }
 
-    /// Takes a provider out of the list.
+    /// Removes a provider from the list, and adds its counters to those of removed providers.
     pub(crate) fn forget(&self, provider: &Provider) {
         let mut registry = self.registry.lock();
         let at = registry.providers.iter().position(|p| p.id == provider.id);
@@ -633,7 +671,8 @@ impl Orchestrator {
     }
 }
 
-/// Bus addresses tell where things are in the machine, which is not for everyone to know.
+/// Returns the bus address of a buffer to a task with `CAP_SYS_ADMIN`, else 0: bus addresses reveal the layout of physical
+/// memory.
 pub(crate) fn visible_bus_addr(buffer: &Buffer) -> u64 {
     if capable_admin() {
         buffer.bus_addr

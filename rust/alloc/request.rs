@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! A request for memory, with all fields checked.
+//! An allocation request whose fields have been validated.
+//!
+//! Context: any; the file has data only.
 
 use crate::{
     alloc::{
@@ -20,23 +22,26 @@ use crate::{
 };
 use kernel::sync::Arc;
 
-/// What is asked for, with all fields checked.
+/// An allocation request. `uapi::request` makes it of the ioctl's structure and checks all fields.
 pub(crate) struct AllocRequest {
+    /// Bytes, a multiple of the page size.
     pub(crate) size: u64,
+    /// Alignment of the first byte in bytes, a power of two.
     pub(crate) align: u64,
-    /// The clients, and what there is to choose from.
+    /// The clients, and the providers with their paths to the clients.
     pub(crate) snapshot: Arc<TopologySnapshot>,
     pub(crate) named: Named,
     pub(crate) strategy: u32,
     pub(crate) max_class: Option<PathClass>,
-    /// How many providers a stripe is divided among; 0 for as many as can serve.
+    /// Number of parts of a stripe; 0 means as many as can be served.
     pub(crate) parts: usize,
-    /// The rules of the file itself.
+    /// The file's own rules.
     pub(crate) own: Option<Arc<RuleSet>>,
     pub(crate) clearing: Clearing,
 }
 
 impl AllocRequest {
+    /// Returns the request in the form of the pure decision.
     pub(crate) fn request(&self, strategy: Strategy) -> placement::Request {
         placement::Request {
             size: self.size,
@@ -48,7 +53,7 @@ impl AllocRequest {
         }
     }
 
-    /// Whether the nearest is wanted.
+    /// Whether the strategy is `nearest` among all providers, which [`crate::alloc::explanation::QuickDecision`] decides.
     pub(crate) fn is_quick(&self) -> bool {
         self.named == Named::Any && self.strategy == consts::STRATEGY_NEAREST
     }

@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The rules in force, and the accounts of what users, groups and files hold under them.
+//! The administrator's rules in force, and the bytes that users, groups and files hold under them.
 //!
-//! What rules mean is said by [`crate::policy::rule`] and what counts by [`crate::policy::quota`], both pure. Here is what they need
-//! of the kernel: the list of rules, who is asking, the numbers, and a [`Charge`] for every buffer that gives back what
-//! was counted for it when it is dropped.
+//! [`crate::policy::rule`] says what rules mean and [`crate::policy::quota`] how bytes are counted; both are pure. This
+//! file keeps the list of rules and the byte counts, looks up the credentials of the caller, and makes a [`Charge`] for
+//! each buffer, whose drop gives the bytes back.
 //!
-//! When the rules change, all buffers that live are charged anew by the new rules. They keep their memory, whatever
-//! those say.
+//! When the rules change, all live buffers are charged anew under the new rules. No buffer loses its memory by that:
+//! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`.
+//!
+//! Context: process context, may sleep. `Rules::state` is a mutex; no lock of p2pmem is taken while it is held, but memory
+//! is allocated.
 
 use crate::{
     ext::{
@@ -68,16 +71,17 @@ use kernel::{
     },
 };
 
-/// A list of rules, in the order in which they are looked at. It does not change.
+/// An immutable list of rules in the order of evaluation: the administrator's rules by name, a file's as given.
 pub(crate) struct RuleSet {
     rules: KVec<Rule>,
-    /// Those that limit what who they are for may hold.
+    /// The rules that limit the bytes their users may hold.
     limiting: Applicable,
-    /// Whether one sets memory aside.
+    /// Whether any rule reserves memory.
     reserves: bool,
 }
 
 impl RuleSet {
+    /// Creates a rule set. `rules` are in the order of evaluation. Errors: `ENOMEM`.
     pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
         let limiting = Applicable::of(&rules, Rule::limits_holders);
         let reserves = rules.iter().any(|rule| rule.reserve.is_some());
@@ -94,7 +98,7 @@ impl RuleSet {
     }
 }
 
-/// The numbers.
+/// Bytes by [`ChargeKey`]. A key without bytes has no entry.
 struct Numbers(RBTree<ChargeKey, u64>);
 
 impl quota::Store for Numbers {
@@ -116,7 +120,7 @@ impl quota::Store for Numbers {
     }
 }
 
-/// A provider as rules and accounts see it.
+/// The properties of a provider that rules and charges depend on.
 #[derive(Clone, Copy)]
 struct Place {
     id: u32,
@@ -145,33 +149,34 @@ impl Place {
     }
 }
 
-/// What is known of a charge.
+/// The ledger's record of one buffer's charge.
 struct Record {
     who: Who,
     place: Place,
     file: u64,
     bytes: u64,
-    /// There until it is given back.
+    /// `Some` until the charge is returned.
     charged: Option<Charged>,
-    /// What it is charged under the rules that come next, while all are being charged anew.
+    /// The charge under the next rules, while [`State::enforce`] computes it.
     anew: Option<Charged>,
 }
 
+/// Everything that `Rules::state` protects.
 struct State {
     rule_set: Arc<RuleSet>,
     numbers: Numbers,
-    /// By numbers with their bits reversed: a tree in which each new number is the largest is twice as deep as it has to be.
+    /// Charges by their numbers with reversed bits. Ascending keys would make the tree twice as deep as necessary.
     charges: RBTree<u64, Record>,
     next_charge: u64,
     next_rule: u64,
 }
 
-/// The rules in force and the accounts.
+/// The administrator's rules in force, and what is charged under them.
 #[pin_data]
 pub(crate) struct Rules {
     #[pin]
     state: Mutex<State>,
-    /// Whether any is in force. Written under the lock.
+    /// Whether any rule is in force. Written with `state` held, read without.
     some: AtomicFlag,
 }
 
@@ -189,16 +194,17 @@ impl Ledger for Rules {
 
 /// Why a buffer was not charged.
 pub(crate) enum NotCharged {
-    /// It would break a limit.
+    /// A quota or a reserve of a rule does not allow it.
     Broken(Broken),
-    /// It would break a limit of the caller's cgroup.
+    /// The dmem limit of the caller's cgroup does not allow it.
     Cgroup,
-    /// The rules became others since they were asked.
+    /// The rules changed since the [`RuleCheck`] was made.
     Stale,
     Error(Error),
 }
 
 impl Rules {
+    /// Creates the ledger without any rule. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
         let rule_set = RuleSet::new(KVec::new())?;
         Arc::pin_init(
@@ -216,17 +222,17 @@ impl Rules {
         )
     }
 
-    /// The administrator's rules as they are now.
+    /// Returns the rules in force.
     pub(crate) fn rule_set(&self) -> Arc<RuleSet> {
         self.state.lock().rule_set.clone()
     }
 
-    /// Whether none is in force at this moment.
+    /// Whether no rule is in force. The answer may be outdated when it is used.
     pub(crate) fn are_none(&self) -> bool {
         !self.some.load(Relaxed)
     }
 
-    /// Makes other rules those in force. With an error all is as it was.
+    /// Replaces the rules in force and charges all buffers anew. Errors: `ENOMEM`; nothing has changed then.
     fn enforce(&self, state: &mut State, rule_set: Arc<RuleSet>) -> Result {
         let some = !rule_set.is_empty();
         state.enforce(rule_set)?;
@@ -234,7 +240,10 @@ impl Rules {
         Ok(())
     }
 
-    /// Puts a rule into force, in the place of the one with number `old` if that is in force. Returns its number.
+    /// Puts `rule` into force, instead of rule `old` if that is in force. Returns the id of the new rule.
+    ///
+    /// Errors: `EINVAL` if the rule contradicts itself, `ENOSPC` if there are [`rule::MOST`] rules, `ENOMEM`. Nothing has
+    /// changed then.
     pub(crate) fn put(&self, rule: &Rule, old: Option<u64>) -> Answer<u64> {
         rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
         let mut state = self.state.lock();
@@ -262,7 +271,9 @@ impl Rules {
         Ok(id)
     }
 
-    /// Ends a rule. What was charged under it counts under those that come next. Errors: `ENOMEM`: it stays in force.
+    /// Ends the rule `id`. Buffers that were charged under it are charged under the remaining rules.
+    ///
+    /// Errors: `ENOMEM`; the rule stays in force then.
     pub(crate) fn remove(&self, id: u64) -> Answer {
         let mut state = self.state.lock();
         let mut rules = KVec::with_capacity(state.rule_set.rules.len(), GFP_KERNEL)?;
@@ -272,13 +283,13 @@ impl Rules {
         Ok(self.enforce(&mut state, RuleSet::new(rules)?)?)
     }
 
-    /// Bytes that a rule sets aside for the kernel in a function's memory.
+    /// Returns the bytes of the kernel reserve that a rule sets for a provider, if one does.
     pub(crate) fn kernel_reserve(&self, function: &FunctionId) -> Option<u64> {
         rule_effect::kernel_reserve(&self.rule_set().rules, function)
     }
 
-    /// The rule that does not want a buffer of `who`'s in a provider to be reached by a client over a path, and whether
-    /// that is for the path alone.
+    /// Returns the name of the rule that keeps `client` from reaching a buffer of `who` in `provider` over `path`, and
+    /// whether the length of the path is the reason. `None` if the rules allow it.
     pub(crate) fn objection(
         &self,
         who: &Who,
@@ -298,7 +309,8 @@ impl Rules {
         Some((standing.source().name(rule), effect.denied.is_none()))
     }
 
-    /// What there is to say of a rule in force.
+    /// Returns the text of `status` for rule `id`: in force, shadowed by another rule, or with more bytes held than its
+    /// quota.
     pub(crate) fn condition(&self, id: u64) -> Text {
         let state = self.state.lock();
         let Some(at) = state.rule_set.rules.iter().position(|rule| rule.id == id) else {
@@ -336,7 +348,7 @@ impl Rules {
         Text::new(fmt!("in force"))
     }
 
-    /// Writes a line for each account that counts under a rule, as many as fit.
+    /// Writes a line for each user, group and provider with bytes under rule `id`, as many as fit.
     pub(crate) fn usage(&self, id: u64, out: &mut kernel::str::Formatter<'_>) {
         let state = self.state.lock();
         for (key, used) in state.numbers.0.iter() {
@@ -355,15 +367,15 @@ impl Rules {
     }
 }
 
-/// What buffers of the same credentials in the same provider count against: those looked at last.
+/// A small cache of charge sets by credentials and provider, with round-robin replacement.
 struct ChargeSets {
     known: KVec<(Who, u32, ChargeSet)>,
-    /// The one that goes next.
+    /// Index of the entry to replace next.
     oldest: usize,
 }
 
 impl ChargeSets {
-    /// Pairs that are remembered: most buffers are of few programs.
+    /// Number of entries. Most buffers belong to few programs.
     const MOST: usize = 16;
 
     fn new() -> Result<Self> {
@@ -373,7 +385,7 @@ impl ChargeSets {
         })
     }
 
-    /// What a buffer counts against under other rules than it was charged by.
+    /// Returns the charge set of a charged buffer under `rule_set`, which need not be the rules in force.
     fn of(&mut self, rule_set: &RuleSet, record: &Record) -> ChargeSet {
         let same =
             |(who, provider, _): &&(Who, u32, ChargeSet)| who.is_same(&record.who) && *provider == record.place.id;
@@ -387,11 +399,12 @@ impl ChargeSets {
             file: record.file,
             own: &[],
         };
-        // Whatever others hold: limits do not count here, and no account depends on it.
+        // The keys of a charge set depend on no byte count, and limits do not matter here, so an empty store is good
+        // enough.
         let charge_set = ChargeSet::of(&Numbers(RBTree::new()), &requester, &record.place.charge_target());
         let new = (record.who.clone(), record.place.id, charge_set);
         if self.known.len() < Self::MOST {
-            // There is room for that many.
+            // Cannot fail: the capacity was reserved in `new`.
             let _ = self.known.push_within_capacity(new);
         } else if let Some(old) = self.known.get_mut(self.oldest) {
             *old = new;
@@ -402,9 +415,10 @@ impl ChargeSets {
 }
 
 impl State {
-    /// Makes other rules those in force, and charges all buffers by them. With an error all is as it was. It takes memory for each
-    /// account, and none for each buffer; and it looks at all rules once for each user and provider, not for each buffer, as everybody
-    /// who allocates waits meanwhile.
+    /// Replaces the rules in force and charges all buffers anew. Errors: `ENOMEM`; nothing has changed then.
+    ///
+    /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
+    /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.
     fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
         let mut numbers = Numbers(RBTree::new());
         let mut charge_sets = ChargeSets::new()?;
@@ -428,7 +442,8 @@ impl State {
     }
 }
 
-/// The administrator's rules, and which of them are for who asks: what they say of a provider and its paths stays the same.
+/// A set of rules, and which of them apply to some credentials. The effect on a provider and its paths does not change,
+/// except by byte counts.
 #[derive(Clone)]
 pub(crate) struct ApplicableRules {
     rule_set: Arc<RuleSet>,
@@ -436,22 +451,22 @@ pub(crate) struct ApplicableRules {
 }
 
 impl ApplicableRules {
-    /// Whether these are the same rules, for the same.
+    /// Whether both have the same rules, applied to the same credentials.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.has_rules_of(other) && self.applicable == other.applicable
     }
 
-    /// Whether these are the same rules.
+    /// Whether both have the same rules.
     pub(crate) fn has_rules_of(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.rule_set, &other.rule_set)
     }
 
-    /// Whether bytes count under them.
+    /// Whether any of these rules depends on byte counts.
     fn counts(&self) -> bool {
         self.rule_set.reserves || self.rule_set.limiting.meets(&self.applicable)
     }
 
-    /// What they say of a provider for `clients`, but for the bytes it may give.
+    /// Returns the effect on `provider` for `clients`, except for what byte counts decide.
     pub(crate) fn effect(&self, provider: &FunctionId, clients: &[FunctionId], paths: &[Path]) -> RuleEffect {
         let mut effect = RuleEffect::NONE;
         effect.add(
@@ -465,7 +480,7 @@ impl ApplicableRules {
         effect
     }
 
-    /// The rules, for whoever wants to know their names.
+    /// Returns the rules for looking up names.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
             admin: &self.rule_set.rules,
@@ -474,7 +489,7 @@ impl ApplicableRules {
     }
 }
 
-/// The rules that a decision was made by, and the user it was made for.
+/// The rules and the uid of a decision, for its explanation.
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
     admin: &'a [Rule],
@@ -483,14 +498,14 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Where no rule has a word.
+    /// No rules.
     pub(crate) const NONE: Self = Self {
         admin: &[],
         own: &[],
         uid: 0,
     };
 
-    /// A rule's name.
+    /// Returns the name of a rule.
     pub(crate) fn name(&self, rule: RuleRef) -> RuleName {
         let rules = match rule.set {
             RuleOrigin::Admin => self.admin,
@@ -500,7 +515,7 @@ impl Source<'_> {
     }
 }
 
-/// The rules as they are for one request: the same from its beginning to its end.
+/// The rules for one request: the set in force when the request began, the file's own rules, and the caller's credentials.
 pub(crate) struct RuleCheck<'a> {
     rules: &'a Arc<Rules>,
     standing: ApplicableRules,
@@ -510,7 +525,7 @@ pub(crate) struct RuleCheck<'a> {
 }
 
 impl<'a> RuleCheck<'a> {
-    /// For a request of the calling task's through a file with rules `own`.
+    /// Takes the rules in force for a request of the current task through `file`, whose own rules are `own`.
     pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<RuleSet>>, file: u64) -> Self {
         let rule_set = rules.rule_set();
         let who = Who::current();
@@ -528,17 +543,17 @@ impl<'a> RuleCheck<'a> {
         self.own.as_ref().map_or(&[], |own| &own.rules)
     }
 
-    /// Whether no rule can have a word.
+    /// Whether there is no rule at all, neither an administrator's nor the file's own.
     pub(crate) fn is_silent(&self) -> bool {
         self.standing.rule_set.is_empty() && self.own().is_empty()
     }
 
-    /// What stays the same of what the rules say; none where they count bytes, or the file has rules of its own.
+    /// Returns the rules if their effect does not change between requests: no byte counts, no rules of the file's own.
     pub(crate) fn standing(&self) -> Option<&ApplicableRules> {
         (self.own().is_empty() && !self.standing.counts()).then_some(&self.standing)
     }
 
-    /// The rules, for whoever wants to know their names.
+    /// Returns the rules for looking up names.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
             own: self.own(),
@@ -547,7 +562,7 @@ impl<'a> RuleCheck<'a> {
         }
     }
 
-    /// The number of the file the request came through.
+    /// Returns the number of the file.
     pub(crate) fn file(&self) -> u64 {
         self.file
     }
@@ -555,7 +570,7 @@ impl<'a> RuleCheck<'a> {
     fn requester(&self) -> Requester<'_> {
         let ApplicableRules { rule_set, applicable } = &self.standing;
         Requester {
-            // Rules that count nothing need not be looked through.
+            // Without rules that depend on byte counts nothing has to be searched.
             rules: if self.standing.counts() { &rule_set.rules } else { &[] },
             who: *applicable,
             uid: self.who.uid(),
@@ -564,7 +579,7 @@ impl<'a> RuleCheck<'a> {
         }
     }
 
-    /// What the rules say of a provider for `clients`, and a buffer of `size` bytes.
+    /// Returns the effect on `provider` for `clients` and a buffer of `size` bytes, with the present byte counts.
     pub(crate) fn effect(&self, provider: &Provider, clients: &[FunctionId], paths: &[Path], size: u64) -> RuleEffect {
         if self.is_silent() {
             return RuleEffect::NONE;
@@ -585,7 +600,11 @@ impl<'a> RuleCheck<'a> {
         effect
     }
 
-    /// Charges a buffer of `size` bytes in a provider.
+    /// Charges `size` bytes of `provider` to the caller's cgroup, and to the users, groups and the file of the rules.
+    ///
+    /// Context: process context, may sleep; takes `Rules::state`.
+    ///
+    /// Errors: [`NotCharged`]; nothing is charged then.
     pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, NotCharged> {
         let held = provider.charge_cgroup(size).map_err(|e| match e {
             e if e == EAGAIN => NotCharged::Cgroup,
@@ -600,7 +619,7 @@ impl<'a> RuleCheck<'a> {
             charged: None,
             anew: None,
         };
-        // What may fail is done first, and outside the lock.
+        // Allocates before taking the lock.
         let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
         let mut state = self.rules.state.lock();
         if !Arc::ptr_eq(&state.rule_set, &self.standing.rule_set) {
@@ -626,7 +645,7 @@ impl<'a> RuleCheck<'a> {
     }
 }
 
-/// Notes that a request would break a limit.
+/// Records in `effect` that a request would break a limit.
 pub(crate) fn breaks(effect: &mut RuleEffect, broken: Broken) {
     match broken {
         Broken::Quota(over) => effect.over = Some(over),

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What a decision starts from: the machine as a list of clients sees it.
+//! Topology snapshots: the providers, a list of clients, and the path of each pair.
 //!
-//! A program asks for the same clients again and again. Finding their functions, the providers, and the path from each
-//! provider to each client takes far longer than choosing, and nothing of it changes until something on the bus does. What
-//! rules that count no bytes say of the providers is kept with it, for as long as those rules are in force.
+//! Programs ask for the same clients again and again. Finding the functions, the providers and the paths takes far longer
+//! than choosing a provider, and the result changes only with the bus. So [`SnapshotCache`] keeps the latest snapshots. A
+//! snapshot also keeps the effect of rules that count no bytes, for as long as those rules are in force
+//! ([`RankedByRules`]).
+//!
+//! Context: process context, may sleep. `Orchestrator::snapshots` and `TopologySnapshot::ruled` are mutexes with nothing
+//! taken inside.
 
 use crate::{
     alloc::rules::{
@@ -42,30 +46,33 @@ use kernel::{
     sync::{Arc, Mutex},
 };
 
-/// What does not change of a provider.
+/// The properties of a provider that never change.
 #[derive(Clone, Copy)]
 pub(crate) struct ProviderInfo {
     pub(crate) id: u32,
     pub(crate) addr: PciAddr,
-    /// First published byte in the BAR.
+    /// Offset of the first published byte in the BAR.
     pub(crate) start: u64,
-    /// Bytes that can be handed out in all.
+    /// Bytes that can be allocated in all.
     pub(crate) size: u64,
 }
 
-/// What is known of a snapshot for as long as anyone asks, when its providers and clients may be gone.
+/// The part of a snapshot that explanations need. It holds no reference to providers or clients, which may be gone when a
+/// program asks for the explanation.
 pub(crate) struct SnapshotParts {
-    /// The providers, in the order of their numbers.
+    /// The providers in ascending order of their ids.
     pub(crate) known: KVec<ProviderInfo>,
-    /// From each provider to each client, all clients of the first provider first.
+    /// The path from each provider to each client, ordered by provider and then by client.
     pub(crate) paths: KVec<Path>,
-    /// The providers, the nearest first, and what each of them has.
+    /// The providers from the nearest to the farthest, with their free hints.
     pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
-    /// How many clients there are.
+    /// Number of clients.
     pub(crate) clients: usize,
 }
 
 impl SnapshotParts {
+    /// Copies the properties of `providers` and ranks them. `paths` are ordered by provider and then by client. Errors:
+    /// `ENOMEM`.
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
         let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
@@ -102,14 +109,13 @@ impl SnapshotParts {
         Ok(Arc::new(parts, GFP_KERNEL_ACCOUNT)?)
     }
 
-    /// The paths from one provider, by its place in the list.
+    /// Returns the paths from the provider with that index to all clients.
     pub(crate) fn paths_of(&self, provider: usize) -> &[Path] {
         let from = provider * self.clients;
         self.paths.get(from..from + self.clients).unwrap_or_default()
     }
 
-    /// A provider, by its place in the list, as a candidate with this capacity, on which rules have this effect. None: the provider
-    /// is being removed.
+    /// Returns the provider with that index as a candidate. `capacity` is `None` if the provider is being removed.
     pub(crate) fn candidate(&self, provider: usize, capacity: Option<Capacity>, effect: RuleEffect) -> Candidate<'_> {
         let known = &self.known[provider];
         let Capacity { free, largest } = capacity.unwrap_or(Capacity::EMPTY);
@@ -126,11 +132,11 @@ impl SnapshotParts {
     }
 }
 
-/// Adds a provider to a ranking, after those of the same order.
+/// Inserts a provider into a ranking, behind those of equal order. Errors: `ENOMEM`.
 fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedProvider<Arc<FreeHint>>) -> Result {
     let order = ranked.order();
     ranking.push(ranked, GFP_KERNEL_ACCOUNT)?;
-    // Core's own sort has a way out that objtool takes for a flaw.
+    // Insertion sort: objtool warns about a branch of core's sort.
     for at in (1..ranking.len()).rev() {
         if ranking[at - 1].order() <= order {
             break;
@@ -140,16 +146,17 @@ fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedP
     Ok(())
 }
 
-/// What the administrator's rules say of the providers of a snapshot, where none of them counts bytes.
+/// The effect of rules that count no bytes on all providers of a snapshot.
 pub(crate) struct RankedByRules {
     pub(crate) standing: ApplicableRules,
-    /// Of each provider, in the order of their numbers.
+    /// By the index of the provider.
     pub(crate) effects: KVec<RuleEffect>,
-    /// As [`SnapshotParts::ranking`], those first that rules want.
+    /// As [`SnapshotParts::ranking`], with preferred providers first and avoided ones last.
     pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
 }
 
 impl RankedByRules {
+    /// Evaluates the rules for all providers of a snapshot, and ranks the providers by the result. Errors: `ENOMEM`.
     fn new(snapshot: &TopologySnapshot, standing: ApplicableRules) -> Result<Arc<Self>> {
         let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (index, provider) in snapshot.providers.iter().enumerate() {
@@ -182,28 +189,28 @@ impl RankedByRules {
     }
 }
 
-/// The providers there are, and how far each is from each of the clients.
+/// A topology snapshot: clients, providers, and all paths between them at one generation.
 #[pin_data]
 pub(crate) struct TopologySnapshot {
     generation: u64,
-    /// The clients as they were named, see `uapi::request::ClientNames`.
+    /// The clients' addresses as raw numbers, see `uapi::request::ClientNames`.
     names: KVec<u64>,
     pub(crate) clients: KVec<Function>,
-    /// What rules can tell the clients by.
+    /// The properties of the clients that rules match.
     parties: KVec<FunctionId>,
-    /// In the order of their numbers. One that has begun to leave since is among them.
+    /// In ascending order of their ids. A provider may have been stopped since.
     pub(crate) providers: KVec<Arc<Provider>>,
     pub(crate) parts: Arc<SnapshotParts>,
-    /// What rules said of it lately, the latest first.
+    /// The effects of the latest sets of rules, the newest first.
     #[pin]
     ruled: Mutex<KVec<Arc<RankedByRules>>>,
 }
 
 impl TopologySnapshot {
-    /// How many of [`Self::ruled`] are remembered: users to whom different rules apply.
+    /// Number of entries in [`Self::ruled`], one for each set of users with different rules.
     const MOST_RULED: usize = 4;
 
-    /// As things are at `generation`.
+    /// Creates a snapshot. `paths` are ordered by provider and then by client. Errors: `ENOMEM`.
     pub(crate) fn new(
         generation: u64,
         named: &[u64],
@@ -232,7 +239,7 @@ impl TopologySnapshot {
         )
     }
 
-    /// What these rules say of the providers, from memory or else by asking them.
+    /// Returns the effect of these rules on the providers, cached or new. Errors: `ENOMEM`.
     pub(crate) fn ruled(&self, standing: &ApplicableRules) -> Result<Arc<RankedByRules>> {
         let known = |ruled: &&Arc<RankedByRules>| ruled.standing.is_same(standing);
         let found = self.ruled.lock().iter().find(known).cloned();
@@ -243,7 +250,7 @@ impl TopologySnapshot {
         let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
         remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut ruled = self.ruled.lock();
-        // Somebody else may have been as fast, and rules that are in force no more are of no use.
+        // Drops an equal entry that another task added meanwhile, and entries of rules that are not in force any more.
         let useful = |old: &&Arc<RankedByRules>| old.standing.has_rules_of(standing) && !old.standing.is_same(standing);
         for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
             remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
@@ -254,7 +261,8 @@ impl TopologySnapshot {
         Ok(new)
     }
 
-    /// The providers as candidates for a buffer of that size and alignment.
+    /// Returns the providers as candidates for a buffer of `size` bytes at `align`, with exact capacities and byte counts.
+    /// Errors: `ENOMEM`.
     pub(crate) fn candidates(&self, rule_check: &RuleCheck<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
         let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, provider) in self.providers.iter().enumerate() {
@@ -266,15 +274,15 @@ impl TopologySnapshot {
     }
 }
 
-/// The snapshots that were asked for last.
+/// The latest snapshots, with round-robin replacement.
 pub(crate) struct SnapshotCache {
     snapshots: KVec<Arc<TopologySnapshot>>,
-    /// The one that goes next.
+    /// Index of the snapshot to replace next.
     oldest: usize,
 }
 
 impl SnapshotCache {
-    /// Lists of clients that are remembered.
+    /// Number of snapshots.
     const MOST: usize = 32;
 
     pub(crate) const fn new() -> Self {
@@ -284,15 +292,16 @@ impl SnapshotCache {
         }
     }
 
-    /// The snapshot of these clients, if it was made at `generation`.
+    /// Returns the snapshot of these clients, if it is of `generation`.
     fn get(&self, generation: u64, names: &[u64]) -> Option<Arc<TopologySnapshot>> {
-        // Word by word: a call of memcmp() would compare bytes.
+        // Compares words: memcmp() would compare bytes.
         let same = |snapshot: &TopologySnapshot| snapshot.names.len() == names.len() && snapshot.names.iter().eq(names);
         let fits = |snapshot: &&Arc<TopologySnapshot>| snapshot.generation == generation && same(snapshot);
         self.snapshots.iter().find(fits).cloned()
     }
 
-    /// Remembers a snapshot in the place of the oldest, or of one of the same clients, which is returned.
+    /// Adds a snapshot. Replaces the snapshot of the same clients, else the oldest if the cache is full. Returns the
+    /// replaced one, to be dropped without the lock. Errors: `ENOMEM`.
     fn put(&mut self, snapshot: Arc<TopologySnapshot>) -> Result<Option<Arc<TopologySnapshot>>> {
         let same = self.snapshots.iter().position(|old| *old.names == *snapshot.names);
         if same.is_none() && self.snapshots.len() < Self::MOST {
@@ -307,7 +316,10 @@ impl SnapshotCache {
     }
 }
 
-/// The snapshot of these clients, from memory or else made by `make`. `generation` says what it is now.
+/// Returns the snapshot of these clients, cached or made by `make`. `generation` returns the present generation. `make`
+/// runs without a lock.
+///
+/// Errors: those of `make`, `ENOMEM`.
 pub(crate) fn snapshot(
     snapshots: &Mutex<SnapshotCache>,
     names: &[u64],
@@ -321,7 +333,8 @@ pub(crate) fn snapshot(
     }
     let made = make(now)?;
     let mut locked = snapshots.lock();
-    // SnapshotCache are forgotten after the generation changed: one from before must not come after that.
+    // [`forget`] runs after the generation changed. Checking the generation with the lock held keeps an outdated snapshot
+    // from being added after that.
     let old = if generation() == now {
         locked.put(made.clone())?
     } else {
@@ -332,7 +345,7 @@ pub(crate) fn snapshot(
     Ok(made)
 }
 
-/// Forgets all snapshots.
+/// Drops all snapshots, without holding the lock.
 pub(crate) fn forget(snapshots: &Mutex<SnapshotCache>) {
     let old = core::mem::replace(&mut *snapshots.lock(), SnapshotCache::new());
     drop(old);
@@ -360,7 +373,7 @@ mod tests {
             .is_some_and(|snapshot| *snapshot.names == names(5)));
         assert!(snapshots.get(2, &names(5)).is_none());
         assert!(snapshots.get(1, &names(7)).is_none() && snapshots.get(1, &[]).is_none());
-        // A newer one of the same clients takes the place of the older.
+        // A newer snapshot of the same clients replaces the older one.
         assert!(snapshots.put(empty(2, 5)?)?.is_some_and(|old| old.generation == 1));
         assert!(snapshots.get(1, &names(5)).is_none() && snapshots.get(2, &names(5)).is_some());
         assert_eq!(snapshots.snapshots.len(), 2);

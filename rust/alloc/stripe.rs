@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Stripes: requests that several providers serve together, each with a buffer of its own.
+//! Stripes: one request that several providers serve with one buffer each, all or none.
+//!
+//! Context: process context, may sleep, no locks held.
 
 use crate::{
     alloc::{
@@ -39,20 +41,25 @@ use crate::{
 };
 use kernel::{page::PAGE_SIZE, prelude::*, sync::atomic::Relaxed};
 
-/// The buffers of a stripe, each with the class of its path, and what was decided. No buffer where there is no stripe.
+/// The buffers of a stripe with the class of each one's path, and the explanation. Without a stripe there are no buffers.
 type Made = (KVec<(Holder, u32)>, Explanation);
 
 impl Orchestrator {
-    /// Allocates a stripe of `capacity` parts at most for a file.
+    /// Allocates a stripe of at most `capacity` parts for `file`. A stripe that nobody can serve is no error: the
+    /// explanation says why.
+    ///
+    /// Errors: `EAGAIN` if the rules changed too often, `EINVAL` if the size cannot be divided, `ENOMEM`, `EINTR`.
     pub(crate) fn stripe(&self, wanted: &AllocRequest, capacity: usize, file: u64) -> Answer<Made> {
         self.choose_stripe(wanted, capacity, file, true)
     }
 
-    /// Says what allocating a stripe would do.
+    /// Decides as [`Self::stripe`] would, without allocating.
     pub(crate) fn explain_stripe(&self, wanted: &AllocRequest, file: u64) -> Answer<Explanation> {
         Ok(self.choose_stripe(wanted, consts::MAX_PARTS, file, false)?.1)
     }
 
+    /// Decides a stripe of `file`; with `take` set also allocates the buffers. Repeats the decision if the rules changed
+    /// meanwhile, [`Self::RULE_CHANGES`] times at most.
     fn choose_stripe(&self, wanted: &AllocRequest, capacity: usize, file: u64, take: bool) -> Answer<Made> {
         for _ in 0..Self::RULE_CHANGES {
             let rule_check = RuleCheck::new(self.rules(), wanted.own.clone(), file);
@@ -63,7 +70,11 @@ impl Orchestrator {
         Err(refuse!(EAGAIN, "the rules changed again and again"))
     }
 
-    /// As [`Self::choose_stripe`]; none where the rules have become others.
+    /// Decides as [`Self::choose_stripe`] does, with the rules of `rule_check`. Returns `None` if the rules changed
+    /// meanwhile.
+    ///
+    /// Tries the largest number of parts first, and all numbers without providers that rules avoid before any number with
+    /// them.
     fn stripe_by(
         &self,
         rule_check: &RuleCheck<'_>,
@@ -81,7 +92,7 @@ impl Orchestrator {
         let avoided = whole
             .iter()
             .any(|candidate| candidate.effect.preference == Preference::Avoid);
-        // What rules avoid is taken where there is no stripe without it.
+        // Providers that rules avoid are used only if there is no stripe without them.
         for shun in [true, false].into_iter().filter(|shun| avoided || !shun) {
             for parts in (least..=most).rev() {
                 let Some(split) = Split::new(wanted.size, parts as u64, PAGE_SIZE as u64, wanted.align) else {
@@ -89,7 +100,7 @@ impl Orchestrator {
                 };
                 match self.attempt(rule_check, wanted, (parts, &split), shun, take)? {
                     Some((made, explanation)) if explanation.error == 0 => return Ok(Some((made, explanation))),
-                    // Too few providers can hold a part.
+                    // Too few providers can serve a part of that size: try fewer parts.
                     Some((_, explanation)) => last = Some(explanation),
                     None => return Ok(None),
                 }
@@ -111,8 +122,8 @@ impl Orchestrator {
         Ok(Some((KVec::new(), explanation)))
     }
 
-    /// Tries to find a provider for each of so many parts, and with a file allocates them. None where the rules have become
-    /// others.
+    /// Tries to choose `parts` providers, and allocates the parts if `take` has a file. `shun` excludes the providers that
+    /// rules avoid. Returns `None` if the rules changed meanwhile; an explanation without error means success.
     fn attempt(
         &self,
         rule_check: &RuleCheck<'_>,
@@ -134,7 +145,7 @@ impl Orchestrator {
         };
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL_ACCOUNT)?;
         let mut capacity = [0; consts::MAX_PARTS];
-        // Each round that ends without memory takes one candidate out of the race.
+        // Each round that ends without memory excludes one candidate, so the loop ends.
         loop {
             let picks = &mut capacity[..parts];
             let (found, outcome) = placement::decide_several(&request, &candidates, shun, picks, &mut verdicts);
@@ -149,7 +160,7 @@ impl Orchestrator {
                     Some(file) => self
                         .take(rule_check, (size, wanted.align, wanted.clearing), provider, file)
                         .map(Some),
-                    // Whether the cgroup may is known when it is charged.
+                    // The dmem cgroup has no call that only checks: the charge is made and dropped.
                     None => match provider.charge_cgroup(size) {
                         Err(e) if e == EAGAIN => Err(NotCharged::Cgroup),
                         _ => Ok(None),
@@ -186,7 +197,7 @@ impl Orchestrator {
                 (explanation.chosen, explanation.error),
                 take.is_none(),
             );
-            // Nothing was allocated unless all was.
+            // `made` has either all parts or none.
             return Ok(Some((made, explanation)));
         }
     }

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The paths between providers and clients, as this machine's PCI tree has them.
+//! Paths between providers and clients in this machine's PCI tree.
 //!
-//! What a path is worth is said by [`crate::policy::path`], which is pure. Here its input is collected: the bridges above a
-//! function, what their ACS control says, and how wide their links are.
+//! [`crate::policy::path`] classifies a path and is pure. This file collects its input (the bridges above a function, their
+//! ACS control, the speed and width of their links) and caches the results.
+//!
+//! Context: process context, may sleep. [`Walk`] takes no lock of p2pmem. [`Cache`] is protected by
+//! `Orchestrator::registry`.
 
 use crate::{
     ext::{
@@ -29,7 +32,7 @@ use kernel::{
     rbtree::{RBTree, RBTreeNode},
 };
 
-/// The walk from a function to its root bus.
+/// The functions from a function up to its root bus.
 pub(crate) struct Walk {
     ports: KVec<Port>,
     host_bridge: u64,
@@ -37,12 +40,13 @@ pub(crate) struct Walk {
 }
 
 impl Walk {
+    /// Walks up from `function`. Errors: `ENOMEM`.
     pub(crate) fn new(function: &Function) -> Result<Self> {
         let mut ports = KVec::new();
         let mut at = Some(function.clone());
         while let Some(port) = at {
             let kind = PortKind::from_pcie_type(port.pcie_type(), port.is_bridge());
-            // A virtual function's Link Status is reserved.
+            // A virtual function's Link Status is reserved: take the physical function's.
             let link = port.physical().link_status().map_or(0, link_bandwidth_of_status);
             ports.push(
                 Port {
@@ -59,7 +63,7 @@ impl Walk {
         Ok(Self {
             ports,
             host_bridge: host_bridge_id(domain, bus),
-            // Where there is only one node, all belong to it, whatever the firmware says.
+            // On a machine with one NUMA node every function is on that node, even if the firmware names none.
             node: match function.node() {
                 -1 => pci::only_node(),
                 node => node,
@@ -75,7 +79,7 @@ impl Walk {
         }
     }
 
-    /// The path from this function, whose memory it is, to `client`.
+    /// Returns the path from this walk's function, `provider`, to `client`.
     pub(crate) fn path_to(&self, provider: &Function, client: &Function, client_walk: &Self) -> Path {
         let distance = p2pdma::distance(provider, client).and_then(|d| i32::try_from(d).ok());
         classify(
@@ -87,7 +91,7 @@ impl Walk {
     }
 }
 
-/// Paths that were computed, until something on the bus changes.
+/// Cached paths by provider id and client address, of one generation.
 pub(crate) struct Cache {
     generation: u64,
     count: usize,
@@ -95,8 +99,8 @@ pub(crate) struct Cache {
 }
 
 impl Cache {
-    /// More pairs than any machine has devices that do DMA: a program that names all functions there are, one after
-    /// the other, starts the cache anew.
+    /// Maximum number of paths, more than any machine needs. A program that names all functions one after the other makes
+    /// the cache start anew.
     const MOST: usize = 65_536;
 
     pub(crate) fn new() -> Self {
@@ -107,7 +111,8 @@ impl Cache {
         }
     }
 
-    /// Forgets all that was computed before `generation`. Returns the old paths, to be dropped without the lock.
+    /// Makes the cache that of `generation`, dropping all paths if it was of another one or is full. Returns the old cache,
+    /// to be dropped without the lock.
     pub(crate) fn renew(&mut self, generation: u64) -> Option<Self> {
         if generation == self.generation && self.count < Self::MOST {
             return None;
@@ -119,11 +124,12 @@ impl Cache {
         Some(core::mem::replace(self, new))
     }
 
+    /// Returns the cached path, if there is one.
     pub(crate) fn get(&self, provider: u32, client: PciAddr) -> Option<Path> {
         self.paths.get(&(provider, client)).copied()
     }
 
-    /// Remembers a path that was computed at `generation`; one from before the last change is not kept.
+    /// Adds a path that was computed at `generation`. Ignores the path if the cache is of another generation.
     pub(crate) fn put(&mut self, generation: u64, node: RBTreeNode<(u32, PciAddr), Path>) {
         if generation == self.generation && self.paths.insert(node).is_none() {
             self.count += 1;
@@ -158,11 +164,11 @@ mod tests {
         cache.put(0, node(1, 5)?);
         assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 5));
         assert!(cache.get(2, CLIENT).is_none());
-        // The same pair again is one path, the newer one.
+        // The same pair again replaces the path.
         cache.put(0, node(1, 6)?);
         assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 6));
         assert_eq!(cache.count, 1);
-        // What was computed before a change is not kept, and what was kept is forgotten.
+        // A new generation drops all paths, and a path of an old generation is not added.
         assert!(cache.renew(3).is_some_and(|old| old.count == 1));
         assert!(cache.get(1, CLIENT).is_none());
         cache.put(2, node(1, 7)?);

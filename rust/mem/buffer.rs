@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Buffers: allocations and those who hold them.
+//! Buffers: allocations, their holders and their states.
 //!
-//! Holders are handles of files, user mappings, and dma-bufs. A buffer is Live until its last holder lets
-//! go or its provider leaves, whichever is first. When the provider leaves it is Revoking while its mappings are taken
-//! down, and then Gone: whoever still has a handle, a mapping or a dma-buf has one of nothing. See Documentation/design/lifecycle.md.
+//! A holder is a handle of a file, a user mapping, a dma-buf or a registration with an RDMA NIC. A buffer is Live until its
+//! last holder lets go or its provider is removed, whichever comes first. A removal makes the buffer Revoking while
+//! mappings are taken down, and then Gone; handles, mappings and dma-bufs that still exist refer to no memory then. The
+//! states are those of Documentation/design/lifecycle.md, and [`crate::policy::life`] implements them.
+//!
+//! Context: process context, may sleep. `Buffer::inner` is a mutex. While a thread holds `Buffer::inner` it may take the
+//! page table locks of the mm and no lock of p2pmem: `inner` is released before the provider's books change. The callbacks
+//! of [`Mappable`] run as [`crate::ext::vma`] says, mostly with the mmap lock or the VMA lock held.
 
 use crate::{
     ext::{
@@ -49,13 +54,13 @@ use kernel::{
     },
 };
 
-/// A provider of buffers.
+/// A provider whose buffers are [`Buffer`]s.
 pub(crate) type Provider = provider::Provider<Buffer>;
-/// Memory of a provider that did not answer when it was removed.
+/// Memory of a provider that was removed while its device did not answer.
 pub(crate) type Lost = provider::removal::Lost<Buffer>;
 
 impl State {
-    /// The number the ABI has for it.
+    /// Returns the ABI's number of the state, one of `P2PMEM_BUFFER_*`.
     pub(crate) fn as_raw(self) -> u32 {
         match self {
             Self::Live => consts::BUFFER_LIVE,
@@ -65,67 +70,75 @@ impl State {
     }
 }
 
+/// Everything that `Buffer::inner` protects.
 struct Inner {
     life: Life,
-    /// dma-bufs that are not closed yet.
+    /// The dma-bufs that are not released yet, by their numbers.
     exports: RBTree<u64, Arc<dyn Revocable>>,
-    /// What RDMA adapters have registered of it by way of its mappings.
+    /// The registrations through the peer-memory interface, by their numbers.
     registrations: RBTree<u64, Arc<dyn Revocable>>,
-    /// There while the buffer is Live or Revoking, except while it is being cleared ([`Buffer::usable`]).
+    /// `Some` while the buffer is Live or Revoking, except while a thread clears the memory ([`Buffer::usable`]).
     memory: Option<KBox<Memory>>,
-    /// Files that have handles of it, other than the one it was allocated through: their numbers and how many.
+    /// The number of handles of each file other than [`Buffer::file`], by the file's number.
     others: RBTree<u64, u32>,
 }
 
 /// An allocation.
+///
+/// The memory leaves the buffer exactly once, at the step to Gone, and never comes back.
 #[pin_data]
 pub(crate) struct Buffer {
-    /// Its number, never used twice.
+    /// The buffer's number, never used twice.
     pub(crate) id: u64,
     pub(crate) provider: Arc<Provider>,
-    /// Where it is mapped in the address space that all mappings share, in pages; never used twice.
+    /// The buffer's offset in the address space that all mappings of the module share, in pages. Never used twice.
     pub(crate) page_offset: u64,
     /// Bytes, a multiple of the page size.
     pub(crate) size: u64,
-    /// Its first byte in the BAR, if that is known.
+    /// Offset of the first byte in the BAR, if known.
     pub(crate) bar_offset: Option<u64>,
-    /// Its address on the provider's bus.
+    /// Bus address of the first byte, on the provider's bus.
     pub(crate) bus_addr: u64,
-    /// The file it was allocated through.
+    /// The number of the file that allocated the buffer.
     pub(crate) file: u64,
     pub(crate) owner: Owner,
-    /// His credentials: what rules go by.
+    /// Credentials of the task that allocated the buffer. Rules apply to them.
     pub(crate) who: Who,
     #[pin]
     inner: Mutex<Inner>,
-    /// Its memory was cleared, where that was left for later.
+    /// Completed when the memory is clear. Only an allocation through `mmap()` leaves clearing for later.
     #[pin]
     cleared: Completion,
 }
 
 pub(crate) use crate::policy::life::State;
 
-/// Who holds a buffer that is being revoked: nobody joins them any more.
+/// The holders at the time of [`Buffer::revoke`]. None can be added afterwards.
 pub(crate) struct Held {
     pub(crate) mappings: u32,
-    /// Whether it was exported, or registered with an RDMA adapter.
+    /// Whether a dma-buf or a registration holds the buffer.
     pub(crate) by_devices: bool,
 }
 
-/// A count as the ABI has it.
+/// Returns a count in the width of the ABI, saturated at `u32::MAX`.
 fn narrow(count: u64) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// The next free place in the address space of all mappings, in pages. It starts behind 4 GiB: offset 0 means "a new
-/// buffer", and small offsets are more likely mistakes than buffers.
+/// The next free offset in the address space of all mappings, in pages. The first one is 4 GiB: `mmap()` at offset 0
+/// allocates, and a small offset is more likely a mistake than a buffer.
 static NEXT_PAGE: Atomic<u64> = Atomic::<u64>::new(1 << (32 - PAGE_SHIFT));
 static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
 
 impl Buffer {
-    /// A Live buffer with one holder, which the result is.
+    /// Creates a Live buffer of `size` bytes that holds `memory`, and returns its first handle, which belongs to `file`.
+    /// The current task becomes the owner.
+    ///
+    /// Context: process context, may sleep. `mmap()` at offset 0 calls this with the mmap lock held.
+    ///
+    /// Errors: `ENODEV` if the provider is being removed, `ENOMEM`. The memory goes back to the provider then.
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
-        // One page of distance, so that no mapping can run from one buffer into the next.
+        // An unused page between two buffers keeps a mapping from running from one into the next.
         let pages = (size >> PAGE_SHIFT) + 1;
         let frame = memory.phys() >> PAGE_SHIFT;
         let step = (vma::step(size as usize) >> PAGE_SHIFT) as u64;
@@ -176,7 +189,7 @@ impl Buffer {
         Ok(holder)
     }
 
-    /// What events say of it.
+    /// Returns the fields that trace events print.
     pub(crate) fn about(&self) -> trace::About {
         trace::About {
             buffer: self.id,
@@ -186,7 +199,9 @@ impl Buffer {
         }
     }
 
-    /// One more handle of a Live buffer, of a file. Errors: `ENODEV` when it was revoked or has ended, `ENOMEM`.
+    /// Adds a handle of `file`. Dropping the result removes the handle.
+    ///
+    /// Errors: `ENODEV` if the buffer is not Live, `ENOMEM`.
     pub(crate) fn hold(self: &Arc<Self>, file: u64) -> Result<Holder> {
         let node = if file == self.file {
             None
@@ -199,7 +214,7 @@ impl Buffer {
             drop(node);
             return Err(ENODEV);
         }
-        // One that the file has already is not needed.
+        // The node is not needed if the file has a handle already. It is dropped without the lock.
         let mut spare = None;
         if let Some(node) = node {
             if inner.others.get(&file).is_some() {
@@ -219,7 +234,7 @@ impl Buffer {
         })
     }
 
-    /// A file has one handle less.
+    /// Removes a handle of `file`.
     fn unhold(&self, file: u64) {
         let mut ended = None;
         if file != self.file {
@@ -235,7 +250,8 @@ impl Buffer {
         self.release(Hold::Handle);
     }
 
-    /// Calls `f` with the number of each file that has handles of it, or had: the one that it was allocated through.
+    /// Calls `f` with the number of each file that has a handle, and of the file that allocated the buffer, whether or not
+    /// that one still has a handle. `f` runs without a lock.
     pub(crate) fn for_each_file(&self, mut f: impl FnMut(u64)) {
         f(self.file);
         let next = |from| {
@@ -247,18 +263,18 @@ impl Buffer {
         walk::one_by_one(next, |&file| f(file));
     }
 
-    /// Handles of it, of all files.
+    /// Returns the number of handles of all files.
     pub(crate) fn handles(&self) -> u32 {
         narrow(self.inner.lock().life.count(Hold::Handle))
     }
 
-    /// State and number of mappings.
+    /// Returns the state and the number of user mappings.
     pub(crate) fn status(&self) -> (State, u32) {
         let inner = self.inner.lock();
         (inner.life.state(), narrow(inner.life.count(Hold::Mapping)))
     }
 
-    /// Number of dma-bufs, and of importers that are attached to them.
+    /// Returns the number of dma-bufs and the number of importers attached to them.
     pub(crate) fn exports(&self) -> (u32, u32) {
         let exports = narrow(self.inner.lock().life.count(Hold::Export));
         let mut attachments = 0;
@@ -266,7 +282,7 @@ impl Buffer {
         (exports, attachments)
     }
 
-    /// One more mapping of a Live buffer. Errors: `ENODEV` when it was revoked.
+    /// Adds a user mapping. Errors: `ENODEV` if the buffer is not Live.
     pub(crate) fn map(&self) -> Result {
         if self.inner.lock().life.join(Hold::Mapping) {
             Ok(())
@@ -275,7 +291,12 @@ impl Buffer {
         }
     }
 
-    /// What mappings of a Live buffer for devices are made with, and its physical address.
+    /// Returns the target for DMA mappings of the buffer and the buffer's physical address. Clears the memory before if
+    /// necessary.
+    ///
+    /// Context: process context, may sleep.
+    ///
+    /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     pub(crate) fn target(&self) -> Answer<(Target, u64)> {
         let inner = self.usable().map_err(|e| match e {
             e if e == ENODEV => refuse!(e, "the buffer was revoked: its provider {} left", self.provider.addr),
@@ -285,10 +306,12 @@ impl Buffer {
         Ok((memory.target(), memory.phys()))
     }
 
-    /// What a Live buffer has, all zeroes but for what its holders wrote: memory that is still to be cleared is cleared first,
-    /// by the one who comes first.
+    /// Locks a Live buffer whose memory is clear. Memory that is not clear yet is cleared here, without the lock, by the
+    /// first caller; other callers wait for that one. The result has `memory`.
     ///
-    /// Errors: `ENODEV` (revoked), `EINTR` (the task was killed).
+    /// Context: process context, may sleep.
+    ///
+    /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     fn usable(&self) -> Result<MutexGuard<'_, Inner>> {
         loop {
             let mut inner = self.inner.lock();
@@ -297,13 +320,14 @@ impl Buffer {
             }
             match inner.memory.take_if(|memory| !memory.is_clear()) {
                 Some(memory) => {
-                    // Without the lock: it may take long.
+                    // Clearing may take long and runs without the lock.
                     drop(inner);
                     self.clear(memory)?;
                 }
                 None if inner.memory.is_some() => return Ok(inner),
                 None => {
-                    // Another one clears it. One that is killed meanwhile leaves that to the next.
+                    // Another task clears the memory. If that task is killed, the next one takes over, so the wait has a
+                    // timeout of 20 ms.
                     drop(inner);
                     self.cleared.wait_killable(20)?;
                 }
@@ -311,7 +335,10 @@ impl Buffer {
         }
     }
 
-    /// Clears the memory, which the caller has taken out, and puts it back.
+    /// Clears `memory`, which the caller took out of `inner`, and puts it back. A buffer that became Gone meanwhile returns
+    /// the memory to its provider instead.
+    ///
+    /// Errors: `ENODEV` if the buffer is Gone or the provider is being removed, `EINTR` if the task was killed.
     fn clear(&self, mut memory: KBox<Memory>) -> Result {
         let done = self.provider.clear_for_use(&mut memory);
         let mut inner = self.inner.lock();
@@ -328,12 +355,13 @@ impl Buffer {
         done
     }
 
+    /// Returns the buffer's memory to the provider. `inner` is not held.
     fn give_back(&self, memory: KBox<Memory>) {
         trace::free(|| self.about());
         self.provider.give_back(Some(self.id), memory);
     }
 
-    /// One more dma-buf of a Live buffer, by its number. Errors: `ENODEV` when it was revoked.
+    /// Adds a dma-buf; the key of `node` is the dma-buf's number. Errors: `ENODEV` if the buffer is not Live.
     pub(crate) fn add_export(&self, node: RBTreeNode<u64, Arc<dyn Revocable>>) -> Result {
         let mut inner = self.inner.lock();
         if !inner.life.join(Hold::Export) {
@@ -347,7 +375,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// A dma-buf was closed.
+    /// Removes the dma-buf `id`, which was released.
     pub(crate) fn end_export(&self, id: u64) {
         let ended = self.inner.lock().exports.remove(&id);
         drop(ended);
@@ -355,12 +383,12 @@ impl Buffer {
         self.release(Hold::Export);
     }
 
-    /// Calls `f` with each dma-buf, one after the other and without a lock. Those that come meanwhile may be missed.
+    /// Calls `f` with each dma-buf, without a lock. May miss dma-bufs that are added meanwhile.
     pub(crate) fn for_each_export(&self, f: impl FnMut(&Arc<dyn Revocable>)) {
         walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().exports, from), f);
     }
 
-    /// One more registration of a Live buffer, by its number. Errors: `ENODEV` when it was revoked or has ended.
+    /// Adds a registration; the key of `node` is the registration's number. Errors: `ENODEV` if the buffer is not Live.
     #[cfg(p2pmem_peer)]
     pub(crate) fn add_registration(&self, node: RBTreeNode<u64, Arc<dyn Revocable>>) -> Result {
         let mut inner = self.inner.lock();
@@ -373,7 +401,7 @@ impl Buffer {
         Ok(())
     }
 
-    /// A registration was ended.
+    /// Removes the registration `id`, which has ended.
     #[cfg(p2pmem_peer)]
     pub(crate) fn end_registration(&self, id: u64) {
         let ended = self.inner.lock().registrations.remove(&id);
@@ -381,25 +409,28 @@ impl Buffer {
         self.release(Hold::Registration);
     }
 
-    /// Calls `f` with each dma-buf, and then with each registration, as [`Self::for_each_export`] does.
+    /// Calls `f` with each dma-buf and then with each registration, as [`Self::for_each_export`] does.
     pub(crate) fn for_each_revocable(&self, mut f: impl FnMut(&Arc<dyn Revocable>)) {
         self.for_each_export(&mut f);
         walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().registrations, from), f);
     }
 
-    /// Prepares the pages of a Live buffer for others' references. Errors: `ENODEV` when it was revoked.
+    /// Takes p2pmem's own references on the pages of a Live buffer. Nobody else may refer to the pages before.
+    ///
+    /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     #[cfg(p2pmem_peer)]
     pub(crate) fn hold_pages(&self) -> Result {
         self.usable()?.memory.as_mut().ok_or(ENODEV)?.hold();
         Ok(())
     }
 
-    /// One holder less; the last one ends the buffer.
+    /// Removes a holder. The last one makes a Live buffer Gone.
     fn release(&self, hold: Hold) {
         self.end(|life| life.leave(hold));
     }
 
-    /// A step that may be the one to Gone, at which the memory goes back.
+    /// Runs a step of the state machine. If `step` returns true the buffer has just become Gone, and its memory goes back
+    /// to the provider, without `inner` held.
     fn end(&self, step: impl FnOnce(&mut Life) -> bool) {
         let mut inner = self.inner.lock();
         if !step(&mut inner.life) {
@@ -407,14 +438,14 @@ impl Buffer {
         }
         let memory = inner.memory.take();
         drop(inner);
-        // Whoever clears it at this moment gives it back.
+        // `None` if a task clears the memory at the moment: that task returns it ([`Self::clear`]).
         if let Some(memory) = memory {
             self.give_back(memory);
         }
     }
 
-    /// First part of a revocation: from here on nothing new can be mapped or exported. Returns who holds it, none when the
-    /// buffer had ended already.
+    /// First part of a revocation: Live becomes Revoking, so that no mapping, export or registration can be added. Returns
+    /// the holders, or `None` if the buffer was not Live.
     pub(crate) fn revoke(&self) -> Option<Held> {
         let mut inner = self.inner.lock();
         inner.life.revoke().then(|| Held {
@@ -423,16 +454,16 @@ impl Buffer {
         })
     }
 
-    /// Last part, when no mapping of any kind is left: gives the memory back.
+    /// Last part of a revocation, when no mapping of any kind is left: the buffer becomes Gone and its memory goes back.
     pub(crate) fn finish_revoke(&self) {
         self.end(Life::finish);
     }
 }
 
-/// A handle: keeps the buffer until it is dropped.
+/// A handle. Dropping it removes the handle.
 pub(crate) struct Holder {
     buffer: Arc<Buffer>,
-    /// The file whose handle it is.
+    /// The number of the file that has the handle.
     file: u64,
 }
 
@@ -467,12 +498,12 @@ impl Mappable for Buffer {
 
     fn is_ready(this: ArcBorrow<'_, Self>) -> bool {
         let inner = this.inner.lock();
-        // One that has ended is ready to say so.
+        // A buffer that is not Live is ready: the fault ends in SIGBUS at once.
         !inner.life.is_live() || inner.memory.as_ref().is_some_and(|memory| memory.is_clear())
     }
 
     fn make_ready(this: &Arc<Self>) {
-        // The fault that comes next finds out what went wrong.
+        // The fault is repeated afterwards and reports the error.
         let _ = this.usable();
     }
 
@@ -480,15 +511,15 @@ impl Mappable for Buffer {
         let page = fault.page_offset().checked_sub(this.page_offset).ok_or(EFAULT)?;
         let offset = page * PAGE_SIZE as u64;
         let left = this.size.checked_sub(offset).ok_or(EFAULT)?;
-        // The lock is held until the pages are mapped: a revocation that comes now takes them down again, as it takes
-        // this lock first and unmaps afterwards.
+        // `inner` stays locked until the pages are inserted. A revocation takes `inner` to set Revoking and unmaps
+        // afterwards, so it takes these pages down again.
         this.usable()?.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
     }
 
     fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
         let first = fault.table_offset().and_then(|page| page.checked_sub(this.page_offset));
         let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
-        // As above.
+        // `inner` stays locked until the entry is inserted, as in `fault`.
         let inner = this.usable()?;
         inner.memory.as_ref().ok_or(ENODEV)?.map_table(fault, offset)
     }

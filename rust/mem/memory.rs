@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Pieces of a provider's memory, on their way from the provider to a buffer and back.
+//! Memory of a provider: an extent with its chunk or window, or a chunk of its own.
+//!
+//! A [`Memory`] is in exactly one place: in a buffer, on its provider's `dirty` or `pinned` list, or in the hands of one
+//! thread, which the provider counts as `outstanding`. See "Memory of a buffer" in Documentation/design/lifecycle.md.
+//!
+//! Context: process context. Nothing here takes a lock of p2pmem; callers own the memory, or hold the mutex that protects
+//! it.
 
 use crate::ext::{
     buddy::Extent,
@@ -14,45 +20,50 @@ use crate::ext::{
 use crate::mem::traits::Charge;
 use kernel::{prelude::*, sync::Arc};
 
-/// A piece of a provider's memory.
+/// A contiguous piece of a provider's memory.
 pub(crate) struct Memory {
     piece: Origin,
-    /// Bytes that were asked for.
+    /// Bytes that were requested.
     pub(crate) size: u64,
-    /// Whether it is all zeroes for its present owner, but for what that one wrote.
+    /// Whether the memory was cleared for its present owner. Only that owner has written to it since.
     clear: bool,
-    /// Whether it was ever mapped for its present owner: only then can others refer to its pages.
+    /// Whether p2pmem took page references for the present owner. Without them nobody else can refer to the pages.
     touched: bool,
-    /// Whose it is, or was last.
+    /// The present owner, or the last one.
     pub(crate) owner: Owner,
-    /// What it counts as, for as long as its owner has it or refers to its pages.
+    /// The charge, kept as long as the owner has the memory or refers to its pages.
     pub(crate) charge: Option<Charge>,
-    /// The next one of a [`Stack`].
+    /// The next element of a [`Stack`].
     next: Option<KBox<Memory>>,
 }
 
-/// When memory is cleared for its owner.
+/// When an allocation clears its memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Clearing {
     /// Before the allocation returns.
     Now,
-    /// Before it is mapped or exported for the first time: for an allocation with the mmap lock held, which others want.
+    /// Before the first mapping, export or registration. For `mmap()` at offset 0, which holds the mmap lock, so that
+    /// clearing there would block every other user of the mm.
     AtFirstUse,
 }
 
+/// Where the memory comes from.
 pub(crate) enum Origin {
-    /// Part of the provider's backing, which begins at `start` in the BAR.
+    /// An extent of the provider's backing. `start` is the backing's first byte in the BAR.
     Own {
         extent: Extent,
         backing: Arc<Backing>,
         start: u64,
     },
-    /// A backing of its own, of which the first `skip` bytes are only there for the alignment of the rest.
+    /// A backing of its own. The first `skip` bytes only align the rest.
     Adopted { backing: Arc<Backing>, skip: u64 },
 }
 
 impl Memory {
-    /// A piece for the calling process; `clear` says whether nobody has touched it since it was cleared.
+    /// Creates memory that belongs to the current task. `clear` says whether the piece was cleared since its last owner had
+    /// it.
+    ///
+    /// Errors: `ENOMEM`.
     pub(crate) fn new(piece: Origin, size: u64, clear: bool) -> Result<KBox<Self>> {
         let memory = Self {
             piece,
@@ -70,12 +81,12 @@ impl Memory {
         &self.piece
     }
 
-    /// Whether its owner may have it: it was cleared since its last one had it.
+    /// Whether the memory was cleared since its last owner had it. Only then may the present owner reach it.
     pub(crate) fn is_clear(&self) -> bool {
         self.clear
     }
 
-    /// The backing, and where in it the piece begins.
+    /// Returns the backing and the offset of the piece in it, in bytes.
     fn place(&self) -> (&Arc<Backing>, u64) {
         match &self.piece {
             Origin::Own { extent, backing, start } => (backing, extent.offset() - start),
@@ -83,7 +94,7 @@ impl Memory {
         }
     }
 
-    /// What it takes from its provider, bytes.
+    /// Returns the bytes that the provider has less of, which is at least [`Self::size`].
     pub(crate) fn footprint(&self) -> u64 {
         match &self.piece {
             Origin::Own { extent, .. } => extent.size(),
@@ -91,31 +102,34 @@ impl Memory {
         }
     }
 
-    /// Address on the provider's bus.
+    /// Returns the bus address of the first byte, on the provider's bus.
     pub(crate) fn bus_addr(&self) -> u64 {
         let (backing, offset) = self.place();
         backing.bus_addr(offset)
     }
 
-    /// Physical address.
+    /// Returns the physical address of the first byte.
     pub(crate) fn phys(&self) -> u64 {
         let (backing, offset) = self.place();
         backing.phys() + offset
     }
 
-    /// What mappings of it for devices are made with.
+    /// Returns the target for DMA mappings of the memory.
     pub(crate) fn target(&self) -> Target {
         self.place().0.target()
     }
 
-    /// Maps what is `offset` into the piece, and up to `left` bytes behind it, where a fault wants it.
+    /// Maps the byte at `offset`, and up to `left` bytes from there, at the address of `fault`. Takes p2pmem's page
+    /// references first.
+    ///
+    /// Context: page fault; `Buffer::inner` and the mmap lock or the VMA lock are held.
     pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
         self.hold();
         let (backing, start) = self.place();
         backing.insert(fault, start + offset, left)
     }
 
-    /// Takes our references on its pages, so that others can.
+    /// Takes p2pmem's page references, once for each owner. As long as they exist the page counts cannot drop to zero.
     pub(crate) fn hold(&mut self) {
         let size = self.size;
         let touched = core::mem::replace(&mut self.touched, true);
@@ -125,7 +139,9 @@ impl Memory {
         }
     }
 
-    /// As [`Self::map`], for a page table's worth of memory as one entry. Errors: `EAGAIN` where that cannot be.
+    /// Maps the memory at `offset` as one entry of the size of a page table. Context: as for [`Self::map`].
+    ///
+    /// Errors: `EAGAIN` if the memory has no such entry; the caller maps single pages then.
     pub(crate) fn map_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
         let (backing, start) = self.place();
         if self
@@ -138,7 +154,7 @@ impl Memory {
         backing.insert_table(fault, start + offset)
     }
 
-    /// How many of its pages others refer to.
+    /// Returns the number of pages that others refer to.
     pub(crate) fn busy(&self) -> usize {
         let (backing, start) = self.place();
         if self.touched {
@@ -148,8 +164,12 @@ impl Memory {
         }
     }
 
-    /// Clears the whole piece, of which nothing is in use, `step` bytes at a time. `go_on` is asked before each step; with
-    /// its error the piece is to be cleared still.
+    /// Clears the whole piece, `step` bytes at a time, calling `go_on` before each step. `combine` says that the BAR is
+    /// prefetchable and may be mapped write-combining. Nobody may use the memory meanwhile.
+    ///
+    /// Context: process context, may take long.
+    ///
+    /// Errors: those of `go_on`. The memory counts as not cleared then.
     pub(crate) fn clear(&mut self, combine: bool, step: u64, go_on: impl Fn() -> Result) -> Result {
         let size = self.footprint();
         let (backing, start) = match &self.piece {
@@ -167,7 +187,7 @@ impl Memory {
         Ok(())
     }
 
-    /// It goes back, all zeroes: nobody has it, and nothing is charged for it.
+    /// Marks cleared memory as free to go back to the allocator: drops the charge, and marks the extent as cleared.
     pub(crate) fn returned_clear(&mut self) {
         if let Origin::Own { extent, .. } = &mut self.piece {
             extent.set_clear(true);
@@ -177,7 +197,7 @@ impl Memory {
     }
 }
 
-/// A list of memory that takes no memory.
+/// A linked list of memory, last in, first out. Adding to it allocates nothing and cannot fail.
 pub(crate) struct Stack {
     head: Option<KBox<Memory>>,
     count: u32,
@@ -191,7 +211,7 @@ impl Stack {
         bytes: 0,
     };
 
-    /// How many pieces it has.
+    /// Returns the number of elements.
     pub(crate) fn len(&self) -> u32 {
         self.count
     }
@@ -203,7 +223,7 @@ impl Stack {
         self.head = Some(memory);
     }
 
-    /// The piece that comes next.
+    /// Returns the element that [`Self::pop`] would return.
     pub(crate) fn first(&self) -> Option<&Memory> {
         self.head.as_deref()
     }
@@ -220,7 +240,7 @@ impl Stack {
         Some(memory)
     }
 
-    /// Takes over all of another list.
+    /// Moves all elements of `other` here.
     pub(crate) fn append(&mut self, mut other: Self) {
         while let Some(memory) = other.pop() {
             self.push(memory);
@@ -229,7 +249,7 @@ impl Stack {
 }
 
 impl Drop for Stack {
-    /// Link by link: a long list must not be dropped by recursion, as the kernel's stack is small.
+    /// Frees element by element. Recursive drops of a long list would overflow the kernel's stack.
     fn drop(&mut self) {
         while self.pop().is_some() {}
     }

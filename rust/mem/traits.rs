@@ -1,65 +1,73 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The traits by which buffers and their memory reach later layers: what can be revoked, and where charges are kept.
+//! The traits through which buffers and memory call into later layers.
+//!
+//! [`Revocable`]: a dma-buf or registration that a removal takes away (`rust/share`). [`Ledger`]: the keeper of charges
+//! (`rust/alloc/rules.rs`).
 
 use crate::ext::dmem::Held;
 use kernel::{fmt, sync::Arc};
 
-/// How long the revocation of a provider still waits for fences of dma-bufs, ms. All dma-bufs of the provider share it.
+/// The time, in ms, that a removal may still spend on waiting for fences of dma-bufs. All dma-bufs of a provider share it.
+/// Mappings have no limit.
 pub(crate) struct RevokeDeadline(u32);
 
 impl RevokeDeadline {
+    /// Starts with 2 s.
     pub(crate) const fn new() -> Self {
         Self(2_000)
     }
 
-    /// The next wait: `ms` milliseconds, or what is left.
+    /// Returns the length of the next wait in ms: `ms`, or less if less is left.
     pub(crate) fn next(&self, ms: u32) -> u32 {
         self.0.min(ms)
     }
 
-    /// A wait of `ms` milliseconds was in vain.
+    /// Subtracts a wait of `ms` milliseconds that ended without success.
     pub(crate) fn spend(&mut self, ms: u32) {
         self.0 = self.0.saturating_sub(ms);
     }
 }
 
-/// What lets devices reach a buffer: a dma-buf, or a registration with an RDMA adapter. It ends before the memory of the buffer
-/// can be anybody else's.
+/// A dma-buf, or a registration with an RDMA NIC: a holder through which devices reach a buffer. Its mappings end before
+/// the memory gets a new owner.
 ///
-/// Context: a task that can sleep; none of the module's locks is held.
+/// Context: process context, may sleep, with none of the module's locks held.
 pub(crate) trait Revocable: Send + Sync {
-    /// First part of a revocation: nothing new is mapped from here on, and devices are told to let go.
+    /// First part of a revocation: refuses new mappings and tells importers or the RDMA core to let go. Does not wait for
+    /// them.
     fn revoke(self: Arc<Self>);
 
-    /// Second part: waits until no device can reach the memory.
+    /// Second part: waits until no device can reach the memory, without a limit. Waits for fences spend `deadline`.
     fn await_idle(&self, deadline: &mut RevokeDeadline);
 
-    /// Importers that are attached: only a dma-buf has any.
+    /// Returns the number of attached importers. A registration has none.
     fn attachments(&self) -> u32 {
         0
     }
 
-    /// What debugfs shows of it.
+    /// Writes the line that debugfs shows.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 }
 
-/// Where charges are kept.
+/// The keeper of charges.
 pub(crate) trait Ledger: Send + Sync {
-    /// Gives back what was counted under a number.
+    /// Removes the charge `id` from all users, groups and files it counts for.
+    ///
+    /// Context: process context, may sleep: the ledger takes a mutex.
     fn uncharge(&self, id: u64);
 }
 
-/// What memory was charged; dropping it gives that back.
+/// The charge of one buffer's memory. Dropping it returns the bytes to the ledger and to the cgroup.
 pub(crate) struct Charge {
     ledger: Arc<dyn Ledger>,
     id: u64,
-    /// What its cgroup was charged.
+    /// The charge of the dmem cgroup.
     _cgroup: Held,
 }
 
 impl Charge {
-    /// A charge that `ledger` knows by the number `id`.
+    /// Creates the charge that `ledger` knows as `id`. `cgroup` is the dmem charge, uncharged together with it.
     pub(crate) fn new(ledger: Arc<dyn Ledger>, id: u64, cgroup: Held) -> Self {
         Self {
             ledger,

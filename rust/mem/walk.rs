@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Walks a numbered tree that a lock protects, one step at a time, with the lock free between the steps.
+//! Iteration over an [`RBTree`] that a lock protects, without holding the lock between elements.
+//!
+//! The callback may sleep and may take any lock that the caller may take. The walk goes by number, so elements may come and
+//! go meanwhile.
 
 use kernel::rbtree::RBTree;
 
-/// The first entry of a tree whose number is `from` or more.
+/// Returns the first element whose number is `from` or more, and its number.
 pub(crate) fn at_or_after<T: Clone>(tree: &RBTree<u64, T>, from: u64) -> Option<(u64, T)> {
     let cursor = tree.cursor_lower_bound(&from)?;
     let (&number, value) = cursor.current();
     Some((number, value.clone()))
 }
 
-/// Calls `f` with each entry, in the order of numbers. `next` takes the lock and finds the entry at or after a number;
-/// `f` runs without it. Entries that come meanwhile may be missed.
+/// Calls `f` with each element in ascending order of numbers. `next` takes the lock and returns the first element at or
+/// after a number; `f` runs without the lock. May miss elements that are added meanwhile.
 pub(crate) fn one_by_one<T>(next: impl Fn(u64) -> Option<(u64, T)>, mut f: impl FnMut(&T)) {
     let mut from = 0;
     while let Some((number, value)) = next(from) {
         f(&value);
-        // The last number there can be is the end.
+        // `u64::MAX` was the last possible number.
         let Some(following) = number.checked_add(1) else {
             return;
         };

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The life of a buffer: who holds it, and when its memory goes back.
+//! The state machine of a buffer: its holders, and when its memory goes back.
 //!
-//! A buffer is Live until its last holder lets go or it is revoked, whichever is first. What is revoked is Revoking while
-//! it is taken from its holders, and then Gone; they may keep what they hold of it, which is nothing, as long as they
-//! like. The memory goes back once, at the step to Gone. See Documentation/design/lifecycle.md.
+//! A buffer is Live until its last holder lets go or it is revoked, whichever comes first. A revoked buffer is Revoking
+//! while it is taken from its holders, and then Gone. Holders of a Gone buffer may stay as long as they like. The memory
+//! goes back exactly once, at the step to Gone. See "States of a buffer" in Documentation/design/lifecycle.md.
 //!
-//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure, and its tests are both KUnit's and theirs.
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
+//! module and the host tests of tests/pure compile the same source; its tests run as KUnit tests and on the host.
 
-/// Where a buffer is in its life.
+/// The state of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Live,
@@ -17,21 +17,21 @@ pub(crate) enum State {
     Gone,
 }
 
-/// In what form a buffer is held.
+/// The kind of a holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
-    /// A handle of a file.
+    /// A handle of an open file.
     Handle,
-    /// A user mapping.
+    /// A user mapping (VMA).
     Mapping,
     /// A dma-buf.
     Export,
-    /// What an RDMA adapter registered of it by way of a mapping.
+    /// A registration through the peer-memory interface.
     #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
     Registration,
 }
 
-/// State and holders of a buffer. Whoever shares it protects it by a lock: every call is one step.
+/// State and number of holders of a buffer. The caller's lock makes each call one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Life {
     state: State,
@@ -42,7 +42,7 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// Live, with one handle.
+    /// Creates a Live buffer with one handle.
     pub(crate) const fn new() -> Self {
         Self {
             state: State::Live,
@@ -57,7 +57,7 @@ impl Life {
         self.state
     }
 
-    /// Whether it can be used: mapped, exported, and touched through what there is of it.
+    /// Whether the buffer is Live: it may be mapped, exported and registered, and its mappings may be touched.
     pub(crate) fn is_live(&self) -> bool {
         self.state == State::Live
     }
@@ -71,7 +71,7 @@ impl Life {
         }
     }
 
-    /// How often it is held in that form.
+    /// Returns the number of holders of that kind.
     pub(crate) fn count(&self, hold: Hold) -> u64 {
         match hold {
             Hold::Handle => self.handles,
@@ -81,7 +81,7 @@ impl Life {
         }
     }
 
-    /// One more holder. False, and nothing changed, unless it is Live.
+    /// Adds a holder. Returns false, and changes nothing, if the buffer is not Live.
     #[must_use]
     pub(crate) fn join(&mut self, hold: Hold) -> bool {
         if self.is_live() {
@@ -90,14 +90,14 @@ impl Life {
         self.is_live()
     }
 
-    /// One more of a form in which it is held already, as when a process forks: whatever its state, as the origin holds
-    /// it in that state too.
+    /// Adds a holder that is a copy of an existing one, such as a mapping in fork(). Allowed in every state, as the
+    /// original holder exists in that state too.
     pub(crate) fn copy(&mut self, hold: Hold) {
         let count = self.count_mut(hold);
         *count = count.saturating_add(1);
     }
 
-    /// One holder less. Whether its memory goes back now: it was Live, and this was the last one.
+    /// Removes a holder. Returns true if that made a Live buffer Gone: the caller gives the memory back.
     #[must_use]
     pub(crate) fn leave(&mut self, hold: Hold) -> bool {
         let count = self.count_mut(hold);
@@ -110,7 +110,7 @@ impl Life {
         last
     }
 
-    /// First part of a revocation: from here on nobody joins. False when it was no longer Live.
+    /// First part of a revocation: Live becomes Revoking. Returns false if the buffer was not Live.
     #[must_use]
     pub(crate) fn revoke(&mut self) -> bool {
         let live = self.is_live();
@@ -120,7 +120,8 @@ impl Life {
         live
     }
 
-    /// Last part, when nobody can reach the memory any more. Whether it goes back now.
+    /// Last part of a revocation, when nobody can reach the memory any more. Returns true if the buffer became Gone: the
+    /// caller gives the memory back.
     #[must_use]
     pub(crate) fn finish(&mut self) -> bool {
         let first = self.state != State::Gone;
@@ -161,13 +162,13 @@ mod tests {
         assert!(!life.revoke());
         assert!(!life.join(Hold::Export));
         assert_eq!(life.count(Hold::Export), 0);
-        // All holders go while it is being taken from them: the memory is the revocation's to give back.
+        // All holders let go during the revocation: the revocation gives the memory back.
         let mut early = life;
         assert!(!early.leave(Hold::Mapping));
         assert!(!early.leave(Hold::Handle));
         assert_eq!(early.state(), State::Revoking);
         assert!(early.finish());
-        // They stay.
+        // The holders outlive the revocation.
         assert!(life.finish());
         assert!(!life.finish());
         life.copy(Hold::Mapping);
@@ -178,7 +179,7 @@ mod tests {
         assert_eq!(life.state(), State::Gone);
     }
 
-    /// What one thread does next. A step that was refused takes the steps that would undo it with it.
+    /// A step of a thread. If a step is refused, the steps that undo it are skipped.
     #[derive(Clone, Copy, PartialEq, Eq)]
     enum Step {
         Join(Hold),
@@ -189,7 +190,7 @@ mod tests {
         Finish,
     }
 
-    /// A program: maps, forks, touches, and lets go of everything.
+    /// A program that maps, forks, touches and lets go.
     const PROGRAM: [Step; 7] = [
         Step::Join(Hold::Mapping),
         Step::Touch,
@@ -199,9 +200,9 @@ mod tests {
         Step::RemovalKind(Hold::Mapping),
         Step::RemovalKind(Hold::Handle),
     ];
-    /// One that was passed the buffer: exports it, and has a device touch it.
+    /// A second holder that exports the buffer, and a device that touches it.
     const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::RemovalKind(Hold::Export)];
-    /// The RDMA core, for a program that registers what it mapped and lets go of the mapping first.
+    /// The RDMA core, for a program that registers a mapping and unmaps first.
     const REGISTRAR: [Step; 6] = [
         Step::Join(Hold::Mapping),
         Step::Join(Hold::Registration),
@@ -213,13 +214,13 @@ mod tests {
     const PROVIDER: [Step; 2] = [Step::Revoke, Step::Finish];
     const NOBODY: [Step; 0] = [];
 
-    /// What is known of the world without looking at the life: who joined and left, and where the memory is.
+    /// The model: who joined and left, and where the memory is, without the state machine.
     #[derive(Clone, Copy)]
     struct World {
         life: Life,
-        /// How far each thread is.
+        /// The index of each thread's next step.
         at: [usize; 3],
-        /// What each thread holds besides its handle.
+        /// Number of holders of each thread, except its handle.
         held: [u64; 3],
         handles: u64,
         /// How often the memory went back.
@@ -228,7 +229,7 @@ mod tests {
     }
 
     impl World {
-        /// The next step of a thread. False where the life broke a rule.
+        /// Runs a step of a thread. Returns false if state machine and model disagree.
         fn step(&mut self, thread: usize, step: Step) -> bool {
             self.at[thread] += 1;
             let usable = !self.revoked && self.back == 0;
@@ -264,7 +265,7 @@ mod tests {
                     self.revoked == usable
                 }
                 Step::Finish => {
-                    // Only who began a revocation ends it.
+                    // Only the thread that began a revocation ends it.
                     let goes = self.revoked && self.life.finish();
                     self.back += u64::from(goes);
                     goes == self.revoked
@@ -272,7 +273,7 @@ mod tests {
             }
         }
 
-        /// Whether everything is as it should be when all threads are done.
+        /// Whether all holders are gone and the memory went back once, after all threads ended.
         fn ended(&self) -> bool {
             let none = [Hold::Handle, Hold::Mapping, Hold::Export, Hold::Registration]
                 .into_iter()
@@ -281,7 +282,7 @@ mod tests {
         }
     }
 
-    /// Goes through all orders of the threads' steps from here on. Returns how many there are, and how many broke a rule.
+    /// Explores all interleavings of the remaining steps. Returns their number, and the number of those that failed.
     fn explore(world: &World, threads: &[&[Step]; 3]) -> (u64, u64) {
         let (mut orders, mut broken) = (0, 0);
         for (thread, steps) in threads.iter().enumerate() {
@@ -342,7 +343,7 @@ mod tests {
 
     #[test]
     fn one_of_two_revocations_ends_it() {
-        // 9! / (7! 2!), and who comes second has nothing to do.
+        // 9! / (7! 2!). The second revocation finds nothing to do.
         assert_eq!(explore(&begin(1), &[&PROGRAM, &PROVIDER, &NOBODY]), (36, 0));
         let mut life = Life::new();
         assert!(life.revoke() && !life.revoke());
@@ -351,12 +352,12 @@ mod tests {
 
     #[test]
     fn an_order_that_breaks_a_rule_is_found() {
-        // A holder that is in nobody's books: the memory does not go back when the last one in them leaves.
+        // A holder that the model does not know: the memory does not go back with the last known one.
         let mut world = begin(1);
         world.life.copy(Hold::Export);
         let (orders, broken) = explore(&world, &[&PROGRAM, &NOBODY, &NOBODY]);
         assert_eq!((orders, broken), (1, 1));
-        // One that leaves twice: the memory goes back while the program has it mapped.
+        // A handle that is removed twice: the memory goes back while the program has it mapped.
         let mut world = begin(2);
         assert!(!world.life.leave(Hold::Handle));
         assert!(explore(&world, &[&PROGRAM, &EXPORTER, &NOBODY]).1 > 0);

@@ -1,22 +1,20 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Classification of the way between a provider and a client.
+//! Classification of the path between a provider and a client.
 //!
-//! PCI is a tree: every function has at most one bridge above it, and the walk upwards ends at a
-//! host bridge. Whoever asks collects that walk for both functions ([`Chain`]); this file says what
-//! lies between them ([`classify`]): where the two walks meet, whether peer traffic turns around
-//! there or has to go up to the root complex, and how narrow the way is.
+//! PCI is a tree: a function has at most one bridge above it, and the walk up ends at a host bridge. The caller collects
+//! that walk for both functions ([`Chain`]). [`classify`] finds where both walks meet, whether peer traffic turns around
+//! there or has to go up to the root complex, and the narrowest link of the path.
 //!
-//! The kernel's `calc_map_type_and_dist()` (drivers/pci/p2pdma.c) routes the traffic. What is said
-//! here agrees with it: hops are counted as it counts them, and a path has [`Path::bus_addr`]
-//! exactly where it maps bus addresses. Whether the root complex forwards peer traffic at all
-//! depends on the CPU and on a list of known root devices, so that verdict is not computed here but
-//! passed in.
+//! The kernel routes the traffic as `calc_map_type_and_dist()` (drivers/pci/p2pdma.c) decides. The result agrees with it:
+//! hops are counted in the same way, and [`Path::bus_addr`] is set exactly where the kernel maps bus addresses. Whether the
+//! root complex forwards peer traffic depends on the CPU and on the kernel's list of host bridges, so the caller passes
+//! that verdict in.
 //!
-//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no
-//! `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
+//! module and the host tests of tests/pure compile the same source.
 
-/// Where a PCI function is.
+/// Address of a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct PciAddr {
     /// PCI domain (segment).
@@ -28,8 +26,8 @@ pub(crate) struct PciAddr {
 }
 
 impl PciAddr {
-    /// An address as user space has it (`struct p2pmem_pci_addr`, as a number of the machine's byte order). None where the
-    /// reserved bytes are not zero.
+    /// Converts an address of user space: `struct p2pmem_pci_addr` as a number in native byte order. `None` if reserved
+    /// bytes are not zero.
     pub(crate) fn from_raw(raw: u64) -> Option<Self> {
         let [d0, d1, d2, d3, bus, devfn, 0, 0] = raw.to_ne_bytes() else {
             return None;
@@ -41,30 +39,30 @@ impl PciAddr {
         })
     }
 
-    /// Whether both are functions in one slot of one bus.
+    /// Whether both are functions of one slot on one bus.
     fn same_slot(self, other: Self) -> bool {
         self.domain == other.domain && self.bus == other.bus && self.devfn >> 3 == other.devfn >> 3
     }
 }
 
-/// What a function on the way up is.
+/// The role of a function in a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
-    /// No bridge: the function a chain begins with.
+    /// Not a bridge: the first function of a walk.
     Endpoint,
     /// A root port: a bridge of the root complex.
     RootPort,
-    /// The port of a switch that faces the root complex. Every switch has exactly one.
+    /// The port of a switch towards the root complex. A switch has exactly one.
     Upstream,
-    /// A port of a switch that faces away from the root complex.
+    /// A port of a switch away from the root complex.
     Downstream,
     /// A bridge to or from conventional PCI.
     Bridge,
 }
 
 impl PortKind {
-    /// From the Device/Port Type of the PCI Express capability (`PCI_EXP_TYPE_*`, `None` for a
-    /// function without that capability) and from whether the header is one of a bridge.
+    /// Converts the Device/Port Type of the PCI Express capability (`PCI_EXP_TYPE_*`, `None` without that capability).
+    /// `is_bridge` is whether the header type is that of a bridge.
     pub(crate) fn from_pcie_type(pcie_type: Option<u8>, is_bridge: bool) -> Self {
         match (pcie_type, is_bridge) {
             (_, false) => Self::Endpoint,
@@ -76,25 +74,24 @@ impl PortKind {
     }
 }
 
-/// One function on the way up from an endpoint.
+/// One function of a walk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Port {
-    /// Which function it is.
+    /// The function's address.
     pub(crate) addr: PciAddr,
-    /// What it is.
+    /// The function's role.
     pub(crate) kind: PortKind,
-    /// Whether its ACS control redirects peer traffic: P2P Request Redirect, P2P Completion
-    /// Redirect or P2P Egress Control is set. `false` for a function without the capability.
+    /// Whether the ACS control redirects peer traffic: P2P Request Redirect, P2P Completion Redirect or P2P Egress Control
+    /// is set. `false` for a function without the capability.
     pub(crate) acs_redirect: bool,
-    /// Bandwidth in one direction of the link that the function's own Link Status describes, MB/s,
-    /// 0 where it does not tell. Root ports and downstream ports describe the link *below* them,
-    /// which the function below describes as well: theirs is not looked at. A virtual function's
-    /// Link Status is reserved: give the physical function's.
+    /// Bandwidth of the link that the function's Link Status describes, in one direction in MB/s, 0 if unknown. For root
+    /// ports and downstream ports that is the link *below* the port, which the function below describes too, so the value
+    /// is ignored there. A virtual function's Link Status is reserved: pass that of the physical function.
     pub(crate) link: u32,
 }
 
 impl Port {
-    /// Bandwidth of the link above the function, 0 where there is none or it does not tell.
+    /// Returns the bandwidth of the link above the function in MB/s, 0 if there is none or it is unknown.
     fn link_above(&self) -> u32 {
         match self.kind {
             PortKind::RootPort | PortKind::Downstream => 0,
@@ -103,48 +100,46 @@ impl Port {
     }
 }
 
-/// The walk from a function up to the root bus.
+/// The walk from a function up to its root bus.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chain<'a> {
-    /// The function itself first, then each `pci_upstream_bridge()`, the last one on the root bus.
-    /// A chain without a port stands for a function that is gone: nothing reaches it.
+    /// The function itself, then each `pci_upstream_bridge()` up to the root bus. Empty for a function that is gone:
+    /// nothing reaches it.
     pub(crate) ports: &'a [Port],
     /// Identity of the host bridge, see [`host_bridge_id`].
     pub(crate) host_bridge: u64,
-    /// NUMA node of the function, negative where it is unknown. On a machine with one node online
-    /// the caller passes that node for functions that have none, since there is no other they could
-    /// belong to.
+    /// NUMA node of the function, negative if unknown. On a machine with one online node the caller passes that node for
+    /// functions without one.
     pub(crate) numa_node: i32,
 }
 
-/// Identity of a host bridge: domain and number of its root bus.
+/// Returns the identity of a host bridge, made of the domain and number of its root bus.
 pub(crate) fn host_bridge_id(domain: u32, root_bus: u8) -> u64 {
     (u64::from(domain) << 8) | u64::from(root_bus)
 }
 
-/// How far a provider is from a client; smaller is nearer. The values are those of `enum
-/// p2pmem_path_class`.
+/// The distance class of a path, smaller is nearer. The values are those of `enum p2pmem_path_class`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
 pub(crate) enum PathClass {
-    /// The same function, or functions of one device, and the traffic stays in that device.
+    /// One function, or functions of one device whose traffic stays in the device.
     SameDevice = 1,
-    /// Through one switch (or one conventional bridge).
+    /// Through one switch, or one conventional PCI bridge.
     SameSwitch = 2,
-    /// Below one root port, through more than one switch.
+    /// Through several switches below one root port.
     Switches = 3,
     /// Through the root complex, below one host bridge.
     HostBridge = 4,
-    /// Two host bridges of one NUMA node.
+    /// Between two host bridges of one NUMA node.
     NumaNode = 5,
-    /// Two host bridges of two NUMA nodes, or of nodes that are not known.
+    /// Between two host bridges of different or unknown NUMA nodes.
     System = 6,
-    /// The kernel says that the client cannot reach the provider.
+    /// The kernel refuses peer traffic between provider and client.
     Unreachable = 255,
 }
 
 impl PathClass {
-    /// All of them, the nearest first.
+    /// All classes, the nearest first.
     pub(crate) const ALL: [Self; 7] = [
         Self::SameDevice,
         Self::SameSwitch,
@@ -155,49 +150,47 @@ impl PathClass {
         Self::Unreachable,
     ];
 
-    /// The number the ABI has for it.
+    /// Returns the number that the ABI has for the class.
     pub(crate) fn as_raw(self) -> u32 {
         self as u32
     }
 
-    /// From the number the ABI has for it; `None` for a number that is no class.
+    /// Converts a number of the ABI. `None` if the number is no class.
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|class| class.as_raw() == raw)
     }
 }
 
-/// The way between one provider and one client.
+/// The path between a provider and a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Path {
-    /// How far it is.
+    /// The distance class.
     pub(crate) class: PathClass,
-    /// Steps from both functions to the lowest bridge both walks contain, or to the host bridges
-    /// where there is none. ACS redirection does not change the number: the kernel does not count
-    /// the detour either.
+    /// Steps from both functions up to the lowest common bridge, or to the host bridges if there is none. As in the kernel,
+    /// an ACS redirection does not change the number.
     pub(crate) hops: u32,
-    /// What `pci_p2pdma_distance_many()` says of the pair, negative for unreachable.
+    /// The result of `pci_p2pdma_distance_many()` for the pair, negative if unreachable.
     pub(crate) distance: i32,
-    /// A port on the way redirects peer traffic upstream.
+    /// Whether a port of the path redirects peer traffic upstream.
     pub(crate) acs_redirect: bool,
-    /// Peer traffic uses bus addresses and stays below the common bridge.
+    /// Whether peer traffic uses bus addresses and stays below the common bridge.
     pub(crate) bus_addr: bool,
-    /// Bandwidth of the narrowest link the traffic crosses, MB/s in one direction, 0 where none
-    /// tells. Traffic that the root complex turns around crosses all links of both walks, traffic
-    /// within a device none.
+    /// Bandwidth of the narrowest link of the path, in one direction in MB/s, 0 if unknown. Traffic that turns around in
+    /// the root complex crosses all links of both walks, traffic within a device none.
     pub(crate) bandwidth: u32,
-    /// The kernel's NUMA distance between the two nodes (10 = local), 0 where one is not known.
+    /// The kernel's NUMA distance between both nodes (10 is local), 0 if a node is unknown.
     pub(crate) numa_distance: u32,
-    /// The lowest bridge that both are below, `None` where that is the root complex.
+    /// The lowest bridge above both functions, `None` if that is the root complex.
     pub(crate) bridge: Option<PciAddr>,
 }
 
-/// The elements with their indexes. `enumerate()` and `position()` count with an overflow check that
-/// panics, although no slice is long enough; a range that is as long as the slice needs none.
+/// Iterates over elements and indexes. `enumerate()` and `position()` have an overflow check that can panic; a range of the
+/// slice's length has none.
 pub(crate) fn indexed<T>(slice: &[T]) -> impl Iterator<Item = (usize, &T)> {
     (0..slice.len()).zip(slice)
 }
 
-/// Where two walks meet: how many steps up in the first and in the second. The lowest such place.
+/// Returns the steps up to the lowest common function in both walks.
 fn meet(a: &[Port], b: &[Port]) -> Option<(usize, usize)> {
     indexed(a).find_map(|(i, port)| {
         indexed(b)
@@ -206,14 +199,13 @@ fn meet(a: &[Port], b: &[Port]) -> Option<(usize, usize)> {
     })
 }
 
-/// Whether two functions that are `up_a` and `up_b` steps below the bridge `bridge` belong to one
-/// device.
+/// Whether two functions, `up_a` and `up_b` steps below `bridge`, belong to one device.
 fn same_device(a: &[Port], b: &[Port], (up_a, up_b): (usize, usize), bridge: &Port) -> bool {
     match (up_a, up_b) {
         (0, 0) => true,
         (1, 1) => match (bridge.kind, a.first(), b.first()) {
-            // A link has one device at its lower end, whatever bus and device numbers its functions
-            // have: with ARI and SR-IOV they need not share either.
+            // A link has one device at its lower end, even if ARI or SR-IOV gives the functions different bus or device
+            // numbers.
             (PortKind::RootPort | PortKind::Downstream, _, _) => true,
             (_, Some(a), Some(b)) => a.addr.same_slot(b.addr),
             _ => false,
@@ -222,18 +214,18 @@ fn same_device(a: &[Port], b: &[Port], (up_a, up_b): (usize, usize), bridge: &Po
     }
 }
 
-/// The narrowest of the links above `ports` that tell, 0 where none does.
+/// Returns the narrowest known link above `ports` in MB/s, 0 if none is known.
 fn narrowest<'a>(ports: impl Iterator<Item = &'a Port>) -> u32 {
     ports.map(Port::link_above).filter(|&link| link != 0).min().unwrap_or(0)
 }
 
-/// Says what lies between a provider and a client.
+/// Classifies the path between a provider and a client.
 ///
-/// `kernel_distance` is what `pci_p2pdma_distance_many()` says of this one client; where it is
-/// negative the path is unreachable, whatever the walks look like. `numa_distance` is the kernel's
-/// distance between the two nodes; it is not looked at where one of them is unknown.
+/// `kernel_distance` is the result of `pci_p2pdma_distance_many()` for this client alone; if it is negative the path is
+/// unreachable, whatever the walks are. `numa_distance` is the kernel's distance between the two nodes, ignored if one is
+/// unknown.
 ///
-/// The result does not depend on which of the two is the provider.
+/// The result is symmetric in `provider` and `client`.
 pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance: i32, numa_distance: u32) -> Path {
     let (a, b) = (provider.ports, client.ports);
     let common = meet(a, b);
@@ -241,15 +233,14 @@ pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance
     let bridge = common.and_then(|(i, _)| a.get(i));
     let below = || a.iter().take(up_a).chain(b.iter().take(up_b));
 
-    // The common bridge's own control counts too, as it does for the kernel: a port that redirects
-    // does not turn around what comes from below it.
+    // As in the kernel, the common bridge's own ACS control counts: a port that redirects does not turn peer traffic from
+    // below around.
     let acs_redirect = below().chain(bridge).any(|port| port.acs_redirect);
 
     let class_below = match bridge {
         Some(bridge) if !acs_redirect => {
-            // Each switch on the way has its one upstream port on the way, except where the way ends
-            // in the downstream port above the other end. A conventional bridge is crossed only if
-            // it is below the place where the walks meet.
+            // Each switch of the path has its one upstream port in it, unless the path ends in the downstream port above
+            // the other function. A conventional bridge is crossed only if it is below the common bridge.
             let turns_in_switch = match bridge.kind {
                 PortKind::Upstream => true,
                 PortKind::Downstream => up_a == 0 || up_b == 0,
@@ -285,8 +276,8 @@ pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance
         None => narrowest(a.iter().chain(b)),
     };
 
-    // A bridge is not below itself: where one of the two is on the other's way up, or they are the
-    // same function, the bridge above counts.
+    // If one function is above the other, or both are the same, the bridge above that function is the lowest bridge above
+    // both.
     let lowest = common.and_then(|(i, j)| {
         let own = usize::from(i == 0 || j == 0);
         a.get(i.saturating_add(own))
@@ -304,20 +295,18 @@ pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance
     }
 }
 
-/// Bandwidth in one direction of a link, MB/s (10^6 bytes), rounded down, after line encoding and
-/// before packet overhead. `speed` and `width` are the Current Link Speed and Negotiated Link Width
-/// of a Link Status register; 0 for codes that are reserved, which is what a function that is gone
-/// reads as.
+/// Returns the bandwidth of a link in one direction, in MB/s (10^6 bytes), rounded down, after line encoding and before
+/// packet overhead. `speed` and `width` are the Current Link Speed and Negotiated Link Width fields of Link Status. 0 for
+/// reserved codes, which a function that is gone returns.
 pub(crate) fn link_bandwidth(speed: u8, width: u8) -> u32 {
-    // Million bits per second and lane times the share of them (over the divisor) that is left
-    // after the encoding.
+    // Mbit/s per lane, multiplied by the dividend of the encoding's efficiency, and its divisor.
     let (per_lane, divisor) = match speed {
         1 => (2_500_u32 * 8, 10_u32),
         2 => (5_000 * 8, 10),
         3 => (8_000 * 128, 130),
         4 => (16_000 * 128, 130),
         5 => (32_000 * 128, 130),
-        // Flit mode: 242 of 256 bytes are left after CRC and error correction.
+        // FLIT mode: 242 of 256 bytes remain after CRC and forward error correction.
         6 => (64_000 * 242, 256),
         _ => return 0,
     };
@@ -330,7 +319,7 @@ pub(crate) fn link_bandwidth(speed: u8, width: u8) -> u32 {
     }
 }
 
-/// [`link_bandwidth`] of a Link Status register.
+/// Returns [`link_bandwidth`] of a Link Status register.
 pub(crate) fn link_bandwidth_of_status(link_status: u16) -> u32 {
     let [low, high] = link_status.to_le_bytes();
     link_bandwidth(low & 0xf, (low >> 4) | ((high & 0x3) << 4))
@@ -362,11 +351,12 @@ mod tests {
             })
         };
         let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
-        // Buses with slots: the second is in another slot, the others on another bus (virtual functions of anyone).
+        // Buses with slots: the second function is in another slot, the others are on another bus (virtual functions of any
+        // device).
         for above in [PortKind::Bridge, PortKind::Upstream] {
             assert_eq!(classes(above), [one, two, two, two]);
         }
-        // The lower end of a link is one device, whatever the numbers.
+        // Below a link is one device, whatever the numbers are.
         for above in [PortKind::RootPort, PortKind::Downstream] {
             assert_eq!(classes(above), [one; 4]);
         }
@@ -416,7 +406,7 @@ mod tests {
         assert_eq!(link_bandwidth_of_status(0x7083), 7_876);
         assert_eq!(link_bandwidth_of_status(0x0204), 63_015);
         assert_eq!(link_bandwidth_of_status(0), 0);
-        // As a function reads that is gone.
+        // The value that a function returns when it is gone.
         assert_eq!(link_bandwidth_of_status(0xffff), 0);
         for status in 0..=u16::MAX {
             let (speed, width) = (u32::from(status & 0xf), u32::from((status >> 4) & 0x3f));
@@ -462,8 +452,8 @@ mod tests {
         assert!(PathClass::SameDevice < PathClass::SameSwitch && PathClass::System < PathClass::Unreachable);
     }
 
-    /// A machine with two host bridges: on the first one a switch with two endpoints, and an endpoint on a root port of
-    /// its own; on the second one an endpoint on a root port.
+    /// Two host bridges. The first has a switch with two endpoints, and a root port with one endpoint. The second has a
+    /// root port with one endpoint.
     #[test]
     fn the_kernels_distances() {
         let port = |bus, devfn, kind, link| Port {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Accounts: the bytes that users, groups and files hold, against the limits that rules set.
+//! Quota arithmetic: the bytes that users, groups and files hold, and the limits that rules set.
 //!
-//! A buffer is charged to the accounts of its [`ChargeSet`] when it is allocated, all of them or none, and what it was
-//! charged is a [`Charged`], which cannot be copied and is used up by [`uncharge`]: nothing can be given back twice.
+//! A buffer is charged to all keys of its [`ChargeSet`] when it is allocated, or to none. The result is a [`Charged`],
+//! which cannot be copied and which [`uncharge`] consumes: nothing can be subtracted twice.
 //!
-//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
+//! has no `unsafe`. The module and the host tests of tests/pure compile the same source.
 
 use crate::policy::{
     rule::{
@@ -24,68 +24,68 @@ use crate::policy::{
     }, //
 };
 
-/// Whose bytes are counted.
+/// The key under which bytes are counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ChargeKey {
-    /// All that is held in a provider, by its id.
+    /// All bytes allocated from a provider, by the provider's id.
     Provider(u32),
-    /// What a user holds under a rule's quota: the rule's id, the uid.
+    /// A user's bytes under a rule's quota: rule id, uid.
     User(u64, u32),
-    /// What a group holds under a rule's quota.
+    /// A group's bytes under a rule's group quota: rule id.
     Group(u64),
-    /// What a group holds of what a rule sets aside for it in a provider.
+    /// A group's bytes from the reserve that a rule keeps for it: rule id, provider id.
     Reserve(u64, u32),
-    /// What a file holds.
+    /// A file's bytes, by the file's number.
     File(u64),
 }
 
-/// Where the numbers are kept.
+/// A store of byte counts by key.
 pub(crate) trait Store {
-    /// Why a number cannot be kept.
+    /// The error if a count cannot be stored.
     type Error;
-    /// Bytes of an account, 0 where there is none.
+    /// Returns the bytes of a key, 0 if there is none.
     fn used(&self, key: ChargeKey) -> u64;
-    /// Sets the bytes of an account. With 0, or with an account that has bytes already, it cannot fail.
+    /// Sets the bytes of a key. Cannot fail for 0 bytes, or for a key that has bytes.
     fn set(&mut self, key: ChargeKey, bytes: u64) -> Result<(), Self::Error>;
 }
 
-/// One account that a buffer counts against.
+/// One key that a buffer is charged to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
     key: ChargeKey,
-    /// Bytes that may be in it, and the rule that says so.
+    /// The maximum bytes of the key, and the rule that sets it.
     limit: Option<(u64, RuleRef)>,
 }
 
-/// Most accounts that one buffer counts against.
+/// Number of entries of a charge set: user, group, file, provider, reserve.
 const ENTRIES: usize = 5;
 
-/// The accounts that a buffer counts against.
+/// The keys that a buffer is charged to, with their limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ChargeSet([Option<Entry>; ENTRIES]);
 
-/// Who pays, and for what.
+/// The user and file of a request, and the rules for them.
 pub(crate) struct Requester<'a> {
-    /// The administrator's rules, and which of them are for the requester.
+    /// The administrator's rules, and which of them apply to the requester.
     pub(crate) rules: &'a [Rule],
     pub(crate) who: Applicable,
     pub(crate) uid: u32,
-    /// The requester's file, and its own rules.
+    /// Number of the file, and the file's own rules.
     pub(crate) file: u64,
     pub(crate) own: &'a [Rule],
 }
 
-/// A provider as far as accounts depend on it.
+/// The properties of a provider that charges depend on.
 pub(crate) struct ChargeTarget<'a> {
     pub(crate) id: u32,
     pub(crate) function: &'a FunctionId,
-    /// Bytes it has to give.
+    /// Bytes that can be allocated in all.
     pub(crate) size: u64,
-    /// Bytes of its device's pool that other drivers can always have; `u64::MAX` where no rule can change that.
+    /// Bytes of the kernel reserve; `u64::MAX` if no rule can change it.
     pub(crate) kernel_has: u64,
 }
 
-/// Bytes of a provider that are set aside for others than the requester, and the first rule that does it.
+/// Returns the bytes of a provider that are reserved for others than the requester, and the first rule that reserves any.
 pub(crate) fn reserved_for_others(
     store: &impl Store,
     requester: &Requester<'_>,
@@ -107,7 +107,8 @@ pub(crate) fn reserved_for_others(
 }
 
 impl ChargeSet {
-    /// What a buffer of the requester's in the provider counts against.
+    /// Returns the charge set of a buffer of `requester` in `charge_target`. Only the limit on the provider depends on
+    /// counts of `store`.
     pub(crate) fn of(store: &impl Store, requester: &Requester<'_>, charge_target: &ChargeTarget<'_>) -> Self {
         let limit = |set, at, bytes| Some((bytes, RuleRef { set, at }));
         let (aside, by) = reserved_for_others(store, requester, charge_target);
@@ -146,7 +147,7 @@ impl ChargeSet {
         Self([user, group, Some(file), Some(provider), reserve])
     }
 
-    /// The same for a buffer of another file, whose own rules do not matter.
+    /// Returns the charge set for another file without own rules.
     pub(crate) fn for_file(mut self, file: u64) -> Self {
         for entry in self.0.iter_mut().flatten() {
             if let ChargeKey::File(_) = entry.key {
@@ -156,7 +157,7 @@ impl ChargeSet {
         self
     }
 
-    /// The limit that `bytes` more would break, if there is one.
+    /// Returns the first limit that `bytes` more would exceed, if there is one.
     pub(crate) fn broken(&self, store: &impl Store, bytes: u64) -> Option<Broken> {
         self.0.iter().flatten().find_map(|entry| {
             let (limit, rule) = entry.limit?;
@@ -179,32 +180,32 @@ impl ChargeSet {
     }
 }
 
-/// Which limit would be broken.
+/// A limit that a request would exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Broken {
-    /// Of what may be held.
+    /// A quota.
     Quota(OverLimit),
-    /// What is left is set aside for others.
+    /// A reserve for others.
     Reserve(RuleRef),
 }
 
-/// Why a buffer was not charged.
+/// Why [`charge`] failed.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ChargeError<E> {
-    /// It would break a limit.
+    /// A limit would be exceeded.
     Broken(Broken),
-    /// The numbers could not be kept.
+    /// A count could not be stored.
     Store(E),
 }
 
-/// What a buffer was charged.
+/// The charge of one buffer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Charged {
     keys: [Option<ChargeKey>; ENTRIES],
     bytes: u64,
 }
 
-/// Charges a buffer, within all limits or not at all.
+/// Charges `bytes` to all keys within their limits, or to none.
 pub(crate) fn charge<S: Store>(
     store: &mut S,
     charge_set: &ChargeSet,
@@ -216,7 +217,8 @@ pub(crate) fn charge<S: Store>(
     }
 }
 
-/// Charges a buffer that is there already, whatever the limits are now.
+/// Charges `bytes` to all keys regardless of limits. For buffers that exist already. Errors: those of the store; nothing is
+/// charged then.
 pub(crate) fn charge_unlimited<S: Store>(
     store: &mut S,
     charge_set: &ChargeSet,
@@ -241,11 +243,11 @@ pub(crate) fn charge_unlimited<S: Store>(
     Ok(charged)
 }
 
-/// Gives back what was charged.
+/// Subtracts a charge from all keys that it was added to.
 pub(crate) fn uncharge<S: Store>(store: &mut S, charged: Charged) {
     for key in charged.keys.into_iter().flatten() {
         let left = store.used(key).saturating_sub(charged.bytes);
-        // An account that is there cannot fail to be set.
+        // Cannot fail: a charged key has bytes.
         let _ = store.set(key, left);
     }
 }
@@ -255,7 +257,7 @@ pub(crate) fn uncharge<S: Store>(store: &mut S, charged: Charged) {
 mod tests {
     use super::*;
 
-    /// Few accounts, of which the last one cannot be kept.
+    /// A store of a few keys that fails when full.
     struct Few([(Option<ChargeKey>, u64); 4], usize);
 
     impl Store for Few {
@@ -305,7 +307,7 @@ mod tests {
         let second = charge(&mut store, &charge_set, 40);
         assert_eq!(store.used(ChargeKey::User(1, 1000)), 100);
         assert_eq!(store.used(ChargeKey::Provider(2)), 100);
-        // More than there are numbers.
+        // The sum would overflow.
         assert!(charge(&mut store, &charge_set, u64::MAX).is_err());
         for charged in [first, second].into_iter().flatten() {
             uncharge(&mut store, charged);

@@ -2,8 +2,8 @@
 
 //! Lists of ranges: whether parts of a buffer can make up a dma-buf.
 //!
-//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure.
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
+//! module and the host tests of tests/pure compile the same source.
 
 /// A range of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,28 +14,28 @@ pub(crate) struct Range {
     pub(crate) size: u64,
 }
 
-/// What is wrong with a list of ranges, and with which of them (an index).
+/// What is wrong with a list of ranges. The first number is the index of the range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RangeError {
-    /// There is none.
+    /// The list is empty.
     None,
-    /// It has no bytes.
+    /// The range has no bytes.
     Empty(usize),
-    /// Its offset or its size is no whole number of pages.
+    /// Offset or size is not a multiple of the page size.
     Unaligned(usize),
-    /// It ends behind what there is.
+    /// The range ends behind the end of the buffer.
     Outside(usize),
-    /// It shares bytes with an earlier one, whose index comes second.
+    /// The range overlaps an earlier one, whose index is the second number.
     Overlap(usize, usize),
 }
 
 impl Range {
-    /// First byte behind it; none where there is no such number.
+    /// Returns the first byte behind the range, `None` on overflow.
     pub(crate) fn end(self) -> Option<u64> {
         self.offset.checked_add(self.size)
     }
 
-    /// Both as one, where `next` begins at the end of this one.
+    /// Returns both ranges as one, if `next` begins at the end of this one.
     pub(crate) fn join(self, next: Self) -> Option<Self> {
         if self.end() != Some(next.offset) {
             return None;
@@ -46,7 +46,7 @@ impl Range {
         })
     }
 
-    /// Whether it has bytes and consists of whole pages. `at` is its index, for the answer.
+    /// Checks that the range has bytes and consists of whole pages. `at` is its index, for the error.
     pub(crate) fn check_pages(self, page: u64, at: usize) -> Result<(), RangeError> {
         if self.size == 0 {
             return Err(RangeError::Empty(at));
@@ -60,7 +60,7 @@ impl Range {
     }
 }
 
-/// Whether all ranges are whole pages of something that is `size` bytes long, and no two overlap. Returns their sum.
+/// Checks that all ranges are whole pages within `size` bytes and that no two overlap. Returns the sum of their sizes.
 pub(crate) fn check(ranges: &[Range], size: u64, page: u64) -> Result<u64, RangeError> {
     if ranges.is_empty() {
         return Err(RangeError::None);
@@ -70,13 +70,13 @@ pub(crate) fn check(ranges: &[Range], size: u64, page: u64) -> Result<u64, Range
         range.check_pages(page, at)?;
         let end = range.end().filter(|&end| end <= size).ok_or(RangeError::Outside(at))?;
         for (before, other) in ranges.iter().enumerate().take(at) {
-            // The earlier ones were found to end somewhere.
+            // Earlier ranges have an end: they were checked.
             let other_end = other.end().unwrap_or(u64::MAX);
             if range.offset < other_end && other.offset < end {
                 return Err(RangeError::Overlap(at, before));
             }
         }
-        // They do not overlap, so that the sum is at most `size`.
+        // Ranges do not overlap, so the sum is at most `size`.
         sum = sum.saturating_add(range.size);
     }
     Ok(sum)
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(range(0, 8).join(range(8, 4)), Some(range(0, 12)));
         assert_eq!(range(8, 4).join(range(0, 8)), None);
         assert_eq!(range(0, 8).join(range(9, 4)), None);
-        // Both end before the last address, but are together longer than there are addresses.
+        // Both ranges end before the last address, but the sum of their sizes overflows.
         assert_eq!(range(u64::MAX, 1).join(range(0, 1)), None);
         assert_eq!(range(1, u64::MAX - 1).join(range(u64::MAX, 2)), None);
     }

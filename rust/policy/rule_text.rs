@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The attributes of rules as text, as configfs takes and shows them.
+//! The text form of rule attributes, as configfs takes and shows it.
 //!
-//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! All parsers return `None` for text they do not accept. They accept no white space.
+//!
+//! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
+//! has no `unsafe`. The module and the host tests of tests/pure compile the same source.
 
 use crate::policy::{
     path::{
@@ -38,7 +40,7 @@ impl PciAddr {
     }
 }
 
-/// At most `most` hexadecimal digits, at least one.
+/// Parses 1 to `most` hexadecimal digits.
 fn hex(digits: &[u8], most: usize) -> Option<u32> {
     if digits.is_empty() || digits.len() > most {
         return None;
@@ -48,7 +50,7 @@ fn hex(digits: &[u8], most: usize) -> Option<u32> {
         .try_fold(0u32, |n, &c| Some((n << 4) | char::from(c).to_digit(16)?))
 }
 
-/// `any`, an address, or `vendor:device` as four hexadecimal digits each.
+/// Parses `any`, an address, or `vendor:device` with four hexadecimal digits each.
 pub(crate) fn device(text: &str) -> Option<DeviceMatch> {
     if text == "any" {
         return Some(DeviceMatch::Any);
@@ -66,13 +68,13 @@ pub(crate) fn device(text: &str) -> Option<DeviceMatch> {
     Some(DeviceMatch::Ids(id(vendor)?, id(device)?))
 }
 
-/// A decimal number without sign.
+/// Parses a decimal number without sign.
 pub(crate) fn number(text: &str) -> Option<u64> {
     let plain = text.bytes().all(|c| c.is_ascii_digit());
     text.parse().ok().filter(|_| plain)
 }
 
-/// A number of bytes: decimal, or hexadecimal with 0x, or decimal with K, M, G or T for powers of 1024.
+/// Parses a number of bytes: decimal, hexadecimal with 0x, or decimal with K, M, G or T for powers of 1024.
 pub(crate) fn bytes(text: &str) -> Option<u64> {
     if let Some(digits) = text.strip_prefix("0x") {
         let plain = digits.bytes().all(|c| c.is_ascii_hexdigit());
@@ -86,14 +88,14 @@ pub(crate) fn bytes(text: &str) -> Option<u64> {
     number(digits)?.checked_mul(unit)
 }
 
-/// A user's or group's number. All ones is no number of anybody's.
+/// Parses a uid or gid. `u32::MAX` is no valid id.
 fn one_id(text: &str) -> Option<u32> {
     number(text)
         .and_then(|n| u32::try_from(n).ok())
         .filter(|&n| n != u32::MAX)
 }
 
-/// `any` (none) or a group's number.
+/// Parses `any` (inner `None`) or a gid.
 pub(crate) fn id(text: &str) -> Option<Option<u32>> {
     match text {
         "any" => Some(None),
@@ -101,7 +103,7 @@ pub(crate) fn id(text: &str) -> Option<Option<u32>> {
     }
 }
 
-/// `any` (none), or numbers of users and ranges of them, as `1000,100000-165535`.
+/// Parses `any` (inner `None`), or uids and ranges of uids, such as `1000,100000-165535`.
 pub(crate) fn users(text: &str) -> Option<Option<Users>> {
     if text == "any" {
         return Some(None);
@@ -144,7 +146,7 @@ impl Beneficiary {
 }
 
 impl PathClass {
-    /// The short name that user space has for it too.
+    /// Returns the short name, which user space uses too.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::SameDevice => "DEV",
@@ -157,7 +159,7 @@ impl PathClass {
         }
     }
 
-    /// A class that can be reached, by its short name.
+    /// Parses the short name of a class other than `Unreachable`.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         Self::ALL
             .into_iter()

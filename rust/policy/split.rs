@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Where a stripe is divided.
+//! Division of a stripe into parts.
 //!
-//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure.
+//! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
+//! module and the host tests of tests/pure compile the same source.
 
 /// A size in equal parts, of which the last one may be smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,9 +14,9 @@ pub(crate) struct Split {
 }
 
 impl Split {
-    /// Divides `size` bytes, whole pages of `page` bytes each, into so many parts. Boundaries are multiples of `align`
-    /// where each part has that much, else of pages. None where that cannot be: for the parts to be equal the last ones
-    /// would be empty.
+    /// Divides `size` bytes into `parts`. `page` is the page size in bytes, and `size` is a multiple of it. Boundaries are
+    /// multiples of `align` if a part is that large and no part becomes empty, else of `page`. `None` if a part would be
+    /// empty even so.
     pub(crate) fn new(size: u64, parts: u64, page: u64, align: u64) -> Option<Self> {
         let even = size.div_ceil(parts.max(1));
         let unit = if even >= align { align.max(page) } else { page };
@@ -27,12 +27,12 @@ impl Split {
         })
     }
 
-    /// Bytes of all parts but the last, which has at most as many.
+    /// Returns the size of all parts but the last, which is not larger.
     pub(crate) fn share(&self) -> u64 {
         self.share
     }
 
-    /// First byte and size of a part.
+    /// Returns offset and size of a part, in bytes.
     pub(crate) fn part(&self, at: usize) -> (u64, u64) {
         let offset = self.share.saturating_mul(at as u64).min(self.size);
         (offset, self.share.min(self.size.saturating_sub(offset)))
@@ -61,7 +61,7 @@ mod tests {
         assert_eq!(share(1024, 2, 512), Some(512));
         assert_eq!(share(1025, 2, 512), Some(1024));
         assert_eq!(share(100, 2, 512), Some(50));
-        // Aligned the last part would be empty, in whole pages it is not.
+        // With alignment the last part would be empty; in whole pages it is not.
         assert_eq!(share(1030, 3, 256), Some(512));
         assert_eq!(share(1024, 3, 341), Some(342));
     }

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Adopted providers: memory that a device's own driver has published in the kernel's pool.
+//! Adopted providers: memory that a device's own driver published in the kernel's pool, such as the CMB of an NVMe drive.
+//!
+//! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
+//!
+//! Context: process context, may sleep. From the bus notifier with the device lock held, and from loading and resuming
+//! without.
 
 use crate::{
     alloc::orchestrator::{
@@ -20,7 +25,10 @@ use crate::{
 use kernel::prelude::*;
 
 impl Orchestrator {
-    /// Makes a provider of a device whose own driver has published memory, if there is one that is not known yet.
+    /// Makes a provider of `function` if its driver published memory. Does nothing if the function is a provider already,
+    /// has no published memory, or is bound to the p2pmem driver.
+    ///
+    /// Errors: `EBUSY` if the system is about to sleep, `ENOMEM`.
     pub(crate) fn adopt(&self, function: &Function) -> Result {
         if self.find(function).is_some() || driver::with_bound(function.address(), |_| ()).is_some() {
             return Ok(());
@@ -28,8 +36,8 @@ impl Orchestrator {
         let Some(pool) = bus::pool(function)? else {
             return Ok(());
         };
-        // One page tells what was published. How much of that its driver uses itself shows when an allocation fails: to try it
-        // out would take from the driver, for a moment, what it may want just then.
+        // One page suffices to look up the published range. How much of the range the driver uses itself shows when an
+        // allocation fails: to probe for it would take memory from the driver.
         let Some(probe) = pool.take(PAGE) else {
             pr_notice!("{}: its driver uses all memory that it published\n", function.address());
             return Ok(());
@@ -41,7 +49,7 @@ impl Orchestrator {
             let offset = phys.checked_sub(start)?;
             (offset < size).then_some((bar, offset))
         });
-        // An eighth stays for the driver, whose memory it is.
+        // An eighth of the memory stays for the driver.
         let reserve = (len / 8).next_multiple_of(PAGE);
         let size = len.saturating_sub(reserve);
         if size == 0 {
@@ -68,7 +76,7 @@ impl Orchestrator {
         Ok(())
     }
 
-    /// Looks for devices whose drivers have published memory. One that cannot be adopted is named in the log.
+    /// Adopts the memory of all devices whose drivers published some. Logs devices that cannot be adopted.
     pub(crate) fn scan(&self) {
         let mut at = Function::next(None);
         while let Some(function) = at {
@@ -79,7 +87,7 @@ impl Orchestrator {
         }
     }
 
-    /// As [`Self::adopt`]; what goes wrong is said in the log.
+    /// Adopts as [`Self::adopt`] does, and logs an error.
     pub(crate) fn try_adopt(&self, function: &Function) {
         if let Err(e) = self.adopt(function) {
             pr_warn!("{}: cannot be adopted (errno {})\n", function.address(), -e.to_errno());

@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Own and registered providers: a BAR is published for the administrator, or for the driver of the device.
+//! Own and registered providers: publishing a range of a BAR for the administrator, or for the device's driver.
+//!
+//! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
+//!
+//! Context: process context, may sleep, called from configfs or from `p2pmem_register_provider()`. `driver::with_bound`
+//! holds `BOUND`, which keeps the device bound meanwhile; the registry is taken inside.
 
 use crate::{
     alloc::orchestrator::{
@@ -32,11 +37,15 @@ use crate::{
 };
 use kernel::{prelude::*, sync::Arc};
 
-/// What the kernel makes struct pages for at once (`SUBSECTION_SIZE`), bytes. It warns of anything else.
+/// Alignment of ranges that get struct pages, in bytes (`SUBSECTION_SIZE`). `memremap_pages()` warns about other ranges.
 const SECTION: u64 = 2 << 20;
 
 impl Orchestrator {
-    /// Publishes a BAR of a device that is bound to the module's driver.
+    /// Publishes a BAR of a device that is bound to the p2pmem driver. Returns the id of the provider.
+    ///
+    /// Errors: `ENODEV` (no such function, or not bound to p2pmem), `EINVAL` (the settings do not fit the BAR), `EBUSY`
+    /// (the range or pool is in use, the provider is being removed, or the system is about to sleep), `EEXIST` (a provider
+    /// already), `EIO`, `ENOMEM`.
     pub(crate) fn publish(&self, wanted: &Publication) -> Answer<u32> {
         let addr = wanted.addr;
         driver::with_bound(addr, |device| self.publish_bound(wanted, device, None)).unwrap_or_else(|| {
@@ -51,7 +60,7 @@ impl Orchestrator {
         })
     }
 
-    /// Publishes a BAR of a device for the driver that it is bound to.
+    /// Publishes a BAR of a device for the driver that registers it. Errors: as for [`Self::publish`], without `ENODEV`.
     pub(crate) fn publish_registered(
         &self,
         wanted: &Publication,
@@ -61,9 +70,10 @@ impl Orchestrator {
         self.publish_bound(wanted, device, Some(publisher))
     }
 
-    /// Begins to take back what [`Self::publish`] made of a device. The result ends when that is done.
+    /// Begins to remove the own provider of `addr`, and offers its pool to other drivers no more. Returns the provider to
+    /// wait for, or `None` if there is none.
     ///
-    /// Errors: `ENODEV` (the device is not bound to the module's driver any more), `ENOMEM` (nothing has changed).
+    /// Errors: `ENODEV` (not bound to the p2pmem driver any more), `ENOMEM` (the provider stays).
     pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
         let function = driver::with_bound(addr, |device| {
             let function = Function::of(device.device());
@@ -75,6 +85,9 @@ impl Orchestrator {
         Ok(self.begin_retire(&function)?)
     }
 
+    /// Publishes a range with or without struct pages, after checking the settings. `auto` for the BAR is the largest
+    /// prefetchable 64-bit BAR; `auto` for the kernel reserve is a rule's reserve, else 1/16 of the range and at most 16
+    /// MiB.
     fn publish_bound(
         &self,
         wanted: &Publication,
@@ -95,7 +108,8 @@ impl Orchestrator {
                 refuse!(EEXIST, "{} is a provider already", addr)
             });
         }
-        // Its range cannot be published while it is kept.
+        // Memory kept since a [`crate::mem::provider::RemovalKind::Lost`] removal still occupies the range. The device
+        // answers again.
         self.end_lost(&function, true);
         let (bar, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {
@@ -178,13 +192,15 @@ impl Orchestrator {
         device.offer()?;
         let made = self.make_own(wanted, &function, bar, (size, reserve), publisher);
         if reserve == 0 || made.is_err() {
-            // There is nothing to be had for other drivers.
+            // Without a kernel reserve the pool has nothing for other drivers.
             p2pdma::withdraw(device.device());
         }
         made
     }
 
-    /// Makes a provider of what was given pages just now.
+    /// Makes a provider of the range that just got struct pages: takes all but `reserve` bytes from the pool.
+    ///
+    /// Errors: `EBUSY` (another driver took memory of the pool meanwhile), `EIO`, `ENOMEM`.
     fn make_own(
         &self,
         wanted: &Publication,
@@ -215,7 +231,7 @@ impl Orchestrator {
         self.add_own(wanted, function, (bar, reserve), Backing::Pages(chunk), publisher)
     }
 
-    /// Makes a provider of a range that gets no pages.
+    /// Makes a provider of a range without struct pages. Errors: `EINVAL`, `EBUSY` (the range has struct pages), `ENOMEM`.
     fn publish_window(
         &self,
         wanted: &Publication,
@@ -247,7 +263,7 @@ impl Orchestrator {
         self.add_own(wanted, &function, (bar, 0), Backing::Window(window), publisher)
     }
 
-    /// Makes a provider of memory of a device that is bound to the driver, or to the one that publishes it.
+    /// Creates the provider and adds it to the list. Errors: `EBUSY`, `EEXIST`, `ENOMEM`.
     fn add_own(
         &self,
         wanted: &Publication,
@@ -280,7 +296,7 @@ impl Orchestrator {
     }
 }
 
-/// Claims the BAR that is to be published.
+/// Requests the BAR's region. Errors: `EBUSY` if it belongs to another driver.
 fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<()> {
     device.claim(bar).map_err(|e| match e {
         e if e == EBUSY => refuse!(

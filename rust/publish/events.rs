@@ -1,6 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What the bus, the module's own driver, drivers that publish memory, and the machine's power tell of devices.
+//! Receivers of events: the PCI bus, the p2pmem PCI driver, drivers that register memory, and system sleep.
+//!
+//! C headers: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h),
+//! [`include/linux/suspend.h`](srctree/include/linux/suspend.h), `include/linux/p2pmem.h`
+//!
+//! Context: process context, may sleep. Events of the bus and of the PCI driver come with the device lock held, which is
+//! outside of all locks of the module.
 
 use crate::{
     alloc::orchestrator::Orchestrator,
@@ -23,7 +29,7 @@ use crate::{
 };
 use kernel::{prelude::*, sync::Arc};
 
-/// What is told of the bus.
+/// Receives events of the PCI bus, with the device lock held.
 pub(crate) struct BusEvents(pub(crate) Arc<Orchestrator>);
 
 impl bus::Listener for BusEvents {
@@ -32,7 +38,7 @@ impl bus::Listener for BusEvents {
     }
 
     fn unbinding(&self, function: &Function) {
-        // An own provider leaves in the driver's own call, which comes next.
+        // An own provider is removed by [`DriverEvents`], whose callback follows.
         if self.0.find(function).is_some_and(|p| p.kind != ProviderKind::Own) {
             self.0.remove(function, RemovalKind::Unbind);
         }
@@ -43,7 +49,7 @@ impl bus::Listener for BusEvents {
     }
 }
 
-/// What is told of the machine's power.
+/// Receives events of system sleep, before tasks are frozen and after they are thawed.
 pub(crate) struct PowerEvents(pub(crate) Arc<Orchestrator>);
 
 impl power::Listener for PowerEvents {
@@ -54,12 +60,12 @@ impl power::Listener for PowerEvents {
 
     fn after_sleep(&self) {
         self.0.set_asleep(false);
-        // Own providers are published again by the administrator, whose settings say how.
+        // Adopts only. The administrator publishes own providers again, by hand or with `p2pmemctl apply`.
         self.0.scan();
     }
 }
 
-/// What drivers publish and take back ([`crate::ext::publisher`]).
+/// Receives calls of drivers that register memory ([`crate::ext::publisher`]).
 pub(crate) struct DriverMemory(pub(crate) Arc<Orchestrator>);
 
 impl Registrar for DriverMemory {
@@ -78,7 +84,7 @@ impl Registrar for DriverMemory {
     }
 }
 
-/// Own providers end when their device is unbound.
+/// Receives events of devices that are bound to the p2pmem driver, with the device lock held.
 pub(crate) struct DriverEvents;
 
 impl driver::Hooks for DriverEvents {

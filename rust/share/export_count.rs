@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! How many dma-bufs a file has that are not released yet, and the limit of that.
+//! The number of unreleased dma-bufs of a file, and its limit.
+//!
+//! The counter is atomic and takes no lock. A slot may outlive its file: the last importer may release the dma-buf later.
 
 use crate::ext::refusal::{
     refuse,
@@ -14,13 +16,13 @@ use kernel::{
     },
 };
 
-/// Most dma-bufs that a file has at a time. The limit of descriptors does not count those that importers keep.
+/// The maximum number of unreleased dma-bufs of one file. RLIMIT_NOFILE does not count dma-bufs that only importers hold.
 const MOST_EXPORTS: i32 = 1 << 16;
 
-/// Counts the dma-bufs of a file that are not released yet.
+/// The counter of one file.
 pub(crate) struct ExportCount(Arc<Atomic<i32>>);
 
-/// One dma-buf in an [`ExportCount`]. Dropping it counts one less.
+/// One counted dma-buf. Dropping it decrements the counter.
 pub(crate) struct ExportSlot(Arc<Atomic<i32>>);
 
 impl ExportCount {
@@ -28,11 +30,12 @@ impl ExportCount {
         Ok(Self(Arc::new(Atomic::<i32>::new(0), GFP_KERNEL_ACCOUNT)?))
     }
 
-    /// Counts one dma-buf more. Errors: `EMFILE` when the file has as many as it can have.
+    /// Counts one more dma-buf. Errors: `EMFILE` at the limit.
     pub(crate) fn take(&self) -> Answer<ExportSlot> {
         self.take_of(MOST_EXPORTS)
     }
 
+    /// As [`Self::take`], with a limit for tests.
     fn take_of(&self, most: i32) -> Answer<ExportSlot> {
         let before = self.0.fetch_add(1, Relaxed);
         let slot = ExportSlot(self.0.clone());
@@ -66,7 +69,7 @@ mod tests {
         drop(first);
         let third = take()?;
         assert_eq!(take().err(), Some(EMFILE));
-        // The file may be closed before its dma-bufs are released.
+        // A slot may outlive its file's counter.
         drop(count);
         drop((second, third));
         Ok(())

@@ -1,12 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The peer-memory client: `ibv_reg_mr()` of mapped buffers, where the RDMA core has the interface for it.
+//! The peer-memory client: `ibv_reg_mr()` of mapped buffers, if the RDMA core has the peer-memory interface.
 //!
-//! The core asks what memory a program registers that it cannot pin itself. Ours is what lies in mappings of one buffer,
-//! as many of them as it takes. See Documentation/design/peer-memory.md.
+//! C header: `rust/sys/peer_mem.h`
 //!
-//! What is wrong with a range that begins in a buffer is said when the core wants the pages, not when it asks: cores
-//! differ in whether an error of the first call reaches the program.
+//! The core asks its clients about memory that it cannot pin itself. The client accepts addresses that begin in a mapping
+//! of a buffer. One registration may span several mappings of one buffer. See Documentation/design/peer-memory.md.
+//!
+//! Errors about the range are reported from get_pages, not from acquire: some RDMA cores do not return an error of acquire
+//! to the program.
+//!
+//! Context: process context, may sleep. The core calls acquire in the registering task, with a lock held that all
+//! registrations need; dma_unmap, put_pages and release may run in other threads, as [`crate::ext::peer_mem`] says. The
+//! table of registrations is a mutex that is held for look-ups only.
 
 use crate::{
     alloc::orchestrator::Orchestrator,
@@ -46,19 +52,21 @@ use kernel::{
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Whether programs can register mapped buffers.
+/// Whether `ibv_reg_mr()` accepts mapped buffers.
 pub(crate) fn is_open() -> bool {
     peer_mem::registered().is_some()
 }
 
-/// The client as the core knows it, and its registrations; it does no more when this is dropped.
+/// The registration of the client with the core, and its table. Dropping it unregisters the client.
 pub(crate) struct ClientRegistration {
     _client: Option<peer_mem::PeerMemoryRegistration<Client>>,
     _registrations: global::Registered<Registrations>,
 }
 
-/// Registers the client in the form that the administrator chose. A core that does not take it does not keep the module
-/// from its other work.
+/// Registers the client in the form that the module parameter `peer_memory` chose. If the core refuses the client, the
+/// module works without it and logs a warning.
+///
+/// Errors: `ENOMEM`.
 pub(crate) fn register() -> Result<ClientRegistration> {
     let registrations = global::Registered::new(Arc::pin_init(Registrations::new(), GFP_KERNEL)?)?;
     let client = Form::chosen().and_then(|form| match peer_mem::PeerMemoryRegistration::new(c"p2pmem", form) {
@@ -80,17 +88,18 @@ pub(crate) fn register() -> Result<ClientRegistration> {
     })
 }
 
-/// What debugfs shows of the interface and of the calls.
+/// Writes debugfs' `peer_memory`: the interface and the counters of its calls.
 pub(crate) fn describe(f: &mut fmt::Formatter<'_>) -> fmt::Result {
     Registrations::get().map_or(Ok(()), |registrations| registrations.describe(f))
 }
 
-/// What debugfs shows of the registrations.
+/// Writes debugfs' `registrations`: one line for each registration.
 pub(crate) fn list(f: &mut fmt::Formatter<'_>) -> fmt::Result {
     Registrations::get().map_or(Ok(()), |registrations| registrations.list(f))
 }
 
-/// What is at the addresses that a program named. None where the first of them is not in a buffer.
+/// Returns the buffer and its ranges at the addresses that a program registers, or `None` if the first page is not in a
+/// mapping of a buffer. An error further on goes into [`Found::wrong`].
 fn look_up(space: &AddressSpace<Buffer>, asked: Asked) -> Option<Found> {
     let mut at = asked.address / PAGE * PAGE;
     let first = space.mapped_at(at, PAGE)?;
@@ -106,7 +115,11 @@ fn look_up(space: &AddressSpace<Buffer>, asked: Asked) -> Option<Found> {
     Some(found)
 }
 
-/// Collects the parts of the buffer that are mapped from `at` on. Stops with `at` where something is wrong.
+/// Collects the ranges of the buffer from address `at` on, joining adjacent ones. Advances `at` to the end, or to the page
+/// with an error.
+///
+/// Errors: `EINVAL` (no bytes, or the end wraps around), `EFAULT` (something else is mapped there, or nothing), `EXDEV`
+/// (another buffer), `E2BIG` (too many ranges), `ENOMEM`.
 fn collect(space: &AddressSpace<Buffer>, asked: Asked, at: &mut u64, found: &mut Found) -> Answer {
     if asked.size == 0 {
         return Err(refuse!(EINVAL, "a registration of 0 bytes at {:#x}", asked.address));
@@ -163,11 +176,12 @@ fn collect(space: &AddressSpace<Buffer>, asked: Asked, at: &mut u64, found: &mut
     Ok(())
 }
 
-/// The client.
+/// The client's callbacks.
 pub(crate) struct Client;
 
 impl Client {
-    /// Tells the program that was refused, by the file that has the buffer, and the log.
+    /// Reports a refusal to the file that allocated the buffer, for `P2PMEM_IOC_EXPLAIN_LAST`, and to the log. Returns the
+    /// errno.
     fn refused(context: &PeerRegistration, refusal: Refusal) -> Error {
         if let Ok(registrations) = Registrations::get() {
             registrations.count_refusal();
@@ -183,12 +197,14 @@ impl Client {
         refusal.error
     }
 
-    /// False where the memory is not ours, or the module is being unloaded.
+    /// Makes a registration. False if the memory is not a buffer's, or the module is being unloaded.
+    ///
+    /// Errors: `ENOMEM`.
     fn enter(orchestrator: &Orchestrator, id: u64, asked: Asked) -> Result<bool> {
         let Some(found) = look_up(orchestrator.space(), asked) else {
             return Ok(false);
         };
-        // While a program has a registration the module is not unloaded, whatever else the program has closed.
+        // Keeps the module loaded for as long as the registration exists, even if the program closed everything else.
         let Some(module) = ModuleRef::get() else {
             return Ok(false);
         };
@@ -241,7 +257,7 @@ impl peer_mem::Client for Client {
         let Ok(registrations) = Registrations::get() else {
             return;
         };
-        // Outside the lock: what was not ended ends now.
+        // Dropped without the table's lock. Ends a registration for which the core did not call put_pages.
         if let Some(registration) = registrations.remove(number) {
             registration.count(Call::Release);
             registration.let_go();

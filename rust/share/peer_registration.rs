@@ -1,9 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! A registration: a part of a buffer that an RDMA adapter can reach, from when the core asks until it forgets it.
+//! Registrations through the peer-memory interface, and the table of them.
 //!
-//! It holds its buffer like a handle or a dma-buf does, from get_pages to put_pages. When the buffer is revoked, the core
-//! is told to make the adapter forget it.
+//! A registration holds its buffer from get_pages to put_pages, as a handle or a dma-buf does. If the buffer is revoked,
+//! the module invalidates the registration: the RDMA core makes the NIC drop its MR.
+//!
+//! C header: `rust/sys/peer_mem.h`
+//!
+//! Context: process context, may sleep. `PeerRegistration::state` and `Registrations::all` are mutexes. Neither is held
+//! while `Buffer::inner` is taken or while the core is called.
 
 use crate::{
     ext::{
@@ -57,9 +62,9 @@ use kernel::{
     },
 };
 
-/// What the core calls, and what it is called for (invalidate), in the order in which it comes.
+/// The calls of the core, and invalidate, which is a call to the core, in their regular order.
 ///
-/// An invalidation is ours: it may cross the end of the registration by its program, and be noted at any place of it.
+/// Invalidate may race with the end of the registration by its program, and so may be recorded at any place of the order.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd)]
 #[repr(u8)]
 pub(super) enum Call {
@@ -73,7 +78,7 @@ pub(super) enum Call {
 }
 
 impl Call {
-    /// By number.
+    /// Names by the value of the variant.
     pub(super) const NAMES: [&'static str; 7] = [
         "acquire",
         "get_pages",
@@ -85,26 +90,26 @@ impl Call {
     ];
 }
 
-/// What was noted of a call.
+/// What [`PeerRegistration::note`] found out about a call.
 pub(super) struct Note {
     pub(super) repeated: bool,
     pub(super) out_of_order: bool,
 }
 
-/// What a program named: parts of a buffer, and what is wrong with them.
+/// The ranges of a buffer that a program registers, and the error to report from get_pages.
 pub(super) struct Found {
     pub(super) buffer: Arc<Buffer>,
     pub(super) ranges: KVec<Range>,
-    /// Whether all of the mappings are writable or could be made so.
+    /// Whether all mappings are writable, or may become writable with `mprotect()`.
     pub(super) may_write: bool,
     pub(super) wrong: Option<Refusal>,
 }
 
-/// Whose DMA it is for.
+/// The device that does the NIC's DMA.
 #[derive(Clone, Copy)]
 enum For {
     Unknown,
-    /// An adapter that works with the CPU.
+    /// A NIC that accesses memory with the CPU (rxe, siw).
     Cpu,
     Device(DeviceName),
 }
@@ -119,37 +124,40 @@ impl fmt::Display for For {
     }
 }
 
-/// Calls that are remembered of one registration.
+/// Number of calls recorded for one registration.
 const CALLS: usize = 12;
 
+/// Everything that `PeerRegistration::state` protects.
 struct State {
     calls: [Option<Call>; CALLS],
-    /// Whether it is a holder of its buffer.
+    /// Whether the registration holds the buffer.
     held: bool,
     revoked: bool,
     adapter: For,
     entries: u32,
 }
 
-/// A registration.
+/// One registration of the core.
 #[pin_data]
 pub(crate) struct PeerRegistration {
     id: u64,
     owner: Owner,
     asked: Asked,
     found: Found,
+    /// The DMA mapping.
     #[pin]
     place: Slot,
     #[pin]
     state: Mutex<State>,
-    /// Its mapping is gone.
+    /// Completed when the mapping has ended.
     #[pin]
     idle: Completion,
     _module: ModuleRef,
 }
 
 impl PeerRegistration {
-    /// `id` is a number that is used once.
+    /// Creates a registration. `id` is the core's number, never used twice. The current task becomes the owner. Errors:
+    /// `ENOMEM`.
     pub(super) fn new(id: u64, asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
         Arc::pin_init(
             pin_init!(Self {
@@ -180,7 +188,7 @@ impl PeerRegistration {
         &self.place
     }
 
-    /// Remembers a call.
+    /// Records a call.
     pub(super) fn note(&self, call: Call) -> Note {
         let mut state = self.state.lock();
         let before = state.calls.iter().flatten();
@@ -195,7 +203,10 @@ impl PeerRegistration {
         note
     }
 
-    /// Becomes a holder of the buffer. `write`: the adapter will write.
+    /// Holds the buffer, for get_pages. `write` says that the NIC will write.
+    ///
+    /// Errors: `EACCES` (the NIC will write, and a mapping is of a file that was opened for reading only), `ENODEV` (the
+    /// buffer is not Live), `EBUSY` (held already), `ENOMEM`, and the errors of the range.
     pub(super) fn hold(self: &Arc<Self>, write: bool) -> Answer {
         if let Some(wrong) = &self.found.wrong {
             return Err(wrong.again());
@@ -221,6 +232,7 @@ impl PeerRegistration {
         })
     }
 
+    /// Returns the reason why the buffer is not Live any more.
     fn gone(&self) -> Refusal {
         let provider = &self.buffer().provider;
         if provider.is_live() {
@@ -233,7 +245,10 @@ impl PeerRegistration {
         }
     }
 
-    /// Maps the memory for an adapter.
+    /// Maps the ranges for the NIC `adapter`, for dma_map.
+    ///
+    /// Errors: `EHOSTUNREACH` (no path to the provider), `EOPNOTSUPP` (the memory cannot be mapped for this NIC), `ENODEV`
+    /// (the buffer is not Live), `EACCES` (a rule), `ENOMEM`, and the errors of the DMA API.
     pub(super) fn map(&self, adapter: &Adapter<'_>) -> Answer {
         let buffer = self.buffer();
         let provider = &buffer.provider;
@@ -286,19 +301,19 @@ impl PeerRegistration {
         Ok(())
     }
 
-    /// The mapping has ended, if there was one.
+    /// Records that there is no mapping (any more), and wakes [`Revocable::await_idle`].
     pub(super) fn unmapped(&self) {
         self.idle.complete();
     }
 
-    /// Counts a call of the core for it.
+    /// Counts and records a call.
     pub(super) fn count(&self, call: Call) {
         if let Ok(registrations) = Registrations::get() {
             registrations.count(self, call);
         }
     }
 
-    /// Is no holder of the buffer any more: the mapping has ended.
+    /// Releases the buffer, for put_pages and release. The mapping has ended. May be called several times.
     pub(super) fn let_go(&self) {
         self.unmapped();
         let held = core::mem::replace(&mut self.state.lock().held, false);
@@ -309,8 +324,8 @@ impl PeerRegistration {
 }
 
 impl Revocable for PeerRegistration {
-    /// First part of a revocation: nothing is mapped any more from here on, and the adapter forgets what was, unless the
-    /// administrator chose that it need not.
+    /// First part of a revocation: refuses mappings from here on and invalidates the registration, so that the NIC drops
+    /// its MR before this returns, unless the administrator chose a form without invalidation.
     fn revoke(self: Arc<Self>) {
         self.state.lock().revoked = true;
         if !self.place.close() {
@@ -323,8 +338,8 @@ impl Revocable for PeerRegistration {
         }
     }
 
-    /// Second part: waits until no adapter can reach the memory, without a limit, as it cannot be anybody else's before,
-    /// but with a line in the log that names who holds on.
+    /// Second part of a revocation: waits until the mapping has ended, without a limit, as the memory cannot get a new
+    /// owner before. The log names the process and the NIC that hold the memory.
     fn await_idle(&self, _: &mut RevokeDeadline) {
         let mut wait = LoggedWait::new();
         while self.place.is_mapped() {
@@ -343,7 +358,7 @@ impl Revocable for PeerRegistration {
         }
     }
 
-    /// One line, for debugfs.
+    /// Writes the registration's line of debugfs' `registrations`.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mapped = self.place.is_mapped();
         let state = self.state.lock();
@@ -372,14 +387,15 @@ impl Revocable for PeerRegistration {
     }
 }
 
-/// All registrations that the core knows, and what was counted of them.
+/// The registrations that the core knows, and counters of its calls.
 #[pin_data]
 pub(crate) struct Registrations {
     #[pin]
     all: Mutex<RBTree<u64, Arc<PeerRegistration>>>,
-    /// Calls, in the order of [`Call`].
+    /// Number of calls, by [`Call`].
     calls: [Atomic<u64>; Call::NAMES.len()],
-    /// Calls that came again, and that came before an earlier one of their order.
+    /// Number of calls that came more than once for a registration. `out_of_order` has those that came after a later one of
+    /// the order.
     repeated: Atomic<u64>,
     out_of_order: Atomic<u64>,
     refused: Atomic<u64>,
@@ -396,17 +412,18 @@ impl Registrations {
         })
     }
 
+    /// Returns the registration with that number, if the core knows it still.
     pub(super) fn find(&self, id: u64) -> Option<Arc<PeerRegistration>> {
         self.all.lock().get(&id).cloned()
     }
 
-    /// Calls `f` with each registration, one after the other and without a lock.
+    /// Calls `f` with each registration, without a lock.
     fn for_each(&self, mut f: impl FnMut(&PeerRegistration)) {
         let next = |from| walk::at_or_after(&self.all.lock(), from);
         walk::one_by_one(next, |registration| f(registration));
     }
 
-    /// One line about the interface, and the counters.
+    /// Writes debugfs' `peer_memory`.
     pub(crate) fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let symvers = peer_mem::symvers().to_str().unwrap_or_default();
         f.write_fmt(fmt!("interface {symvers}\nregistered_as "))?;
@@ -422,7 +439,7 @@ impl Registrations {
         ))
     }
 
-    /// One line a registration.
+    /// Writes debugfs' `registrations`.
     pub(crate) fn list(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("id buffer provider address size entries state calls adapter owner\n")?;
         let mut result = Ok(());
@@ -430,24 +447,24 @@ impl Registrations {
         result
     }
 
-    /// The table of the client that is registered. Errors: `ENODEV` where none is.
+    /// Returns the table. Errors: `ENODEV` if no client is registered.
     pub(super) fn get() -> Result<Arc<Self>> {
         global::instance()
     }
 
-    /// Takes in a registration. Errors: `ENOMEM`.
+    /// Adds a registration. Errors: `ENOMEM`.
     pub(super) fn add(&self, id: u64, registration: &Arc<PeerRegistration>) -> Result {
         let node = RBTreeNode::new(id, registration.clone(), GFP_KERNEL_ACCOUNT)?;
         self.all.lock().insert(node);
         Ok(())
     }
 
-    /// Forgets a registration. The last reference may be the caller's.
+    /// Removes a registration and returns the reference, which may be the last one.
     pub(super) fn remove(&self, id: u64) -> Option<Arc<PeerRegistration>> {
         self.all.lock().remove(&id)
     }
 
-    /// Counts a call.
+    /// Counts and records a call.
     pub(super) fn count(&self, registration: &PeerRegistration, call: Call) {
         let note = registration.note(call);
         self.calls[call as usize].fetch_add(1, Relaxed);
