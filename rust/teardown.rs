@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Removing a provider, step by step: Documentation/design/lifecycle.md, "How a provider leaves".
+//! Removing a provider, step by step: Documentation/design/lifecycle.md, "Removal of a provider".
 //!
 //! Context: a task that can sleep; none of the module's locks is held. A removal that a driver's unbinding, a driver's call or
 //! unloading the module asks for runs in the caller. One that the administrator asks for runs on the module's workqueue
