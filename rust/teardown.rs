@@ -2,7 +2,7 @@
 
 //! Removes a provider.
 //!
-//! The steps are those of Documentation/design/lifecycle.md, "How a provider leaves", in the same order and with the same
+//! The steps are those of Documentation/design/lifecycle.md, "Removal of a provider", in the same order and with the same
 //! numbers:
 //!
 //! 1. [`Provider::stop`] takes the provider's source of memory away. Allocations and registrations fail with `ENODEV`.
