@@ -38,6 +38,8 @@ const MESSAGES: &str = "2000";
 const MESSAGE: &str = "2M";
 /// Messages of the staged row: an emulated processor's copies take their time.
 const STAGED_MESSAGES: &str = "200";
+/// Seconds that each side waits for the other one: a guest on a busy machine takes longer than the default allows.
+const PATIENCE: &str = "150";
 /// The port of p2pmem-perf, and perftest's.
 const PORT: u16 = 18520;
 const PERFTEST_PORT: u16 = 18515;
@@ -362,7 +364,17 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
     let memory = |end: Option<&str>| if end == Some("ACC") { "accelerator" } else { "cpu" };
     let (from, to) = (memory(ends.next()), memory(ends.next_back()));
     let (perf, here, there) = (bed.perf.clone(), bed.nic(CLIENT)?, bed.nic(SERVER)?);
-    let serve = [&perf, "serve", "--nic", &there, "--memory", to, "--events"];
+    let serve = [
+        &perf,
+        "serve",
+        "--nic",
+        &there,
+        "--memory",
+        to,
+        "--events",
+        "--timeout",
+        PATIENCE,
+    ];
     let address = bed.address()?;
     let mut run = vec![
         perf.as_str(),
@@ -376,6 +388,8 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
         "--size",
         MESSAGE,
         "--verify",
+        "--timeout",
+        PATIENCE,
     ];
     run.extend(if name == rdma::STAGED {
         ["--staged", "-n", STAGED_MESSAGES]
@@ -418,6 +432,8 @@ fn stale(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         "--events",
         "--end",
         &end,
+        "--timeout",
+        PATIENCE,
     ];
     let address = bed.address()?;
     let attempts = rdma::STALE_ATTEMPTS.to_string();
@@ -430,6 +446,8 @@ fn stale(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         &here,
         "--attempts",
         &attempts,
+        "--timeout",
+        PATIENCE,
     ];
     show_command(SERVER, &serve);
     show_command(CLIENT, &run);

@@ -102,7 +102,14 @@ fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)])
     let paths: Vec<Path> = clients.iter().map(|(_, class)| path(*class)).collect();
     let mut effect = RuleEffect::NONE;
     let who = Applicable::to(rules, user);
-    effect.add(RuleOrigin::Admin, rules, &who, &function_id(provider), &functions, &paths);
+    effect.add(
+        RuleOrigin::Admin,
+        rules,
+        &who,
+        &function_id(provider),
+        &functions,
+        &paths,
+    );
     effect
 }
 

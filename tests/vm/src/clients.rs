@@ -70,6 +70,8 @@ pub struct Client {
     pub limit: Duration,
     /// Whether no other client should have the guests after it.
     pub ruins: bool,
+    /// What the client prints when it loses a race of its own against its server: such a failure says nothing of p2pmem.
+    pub race: Option<String>,
 }
 
 /// What is expected of a client.
@@ -169,6 +171,7 @@ struct ClientText {
     limit: u64,
     #[serde(default)]
     ruins: bool,
+    race: Option<String>,
 }
 
 /// A TCP port as a number, a port of rdma_cm as `"rdma:7174"`.
@@ -267,6 +270,9 @@ impl Client {
         for pattern in &text.says {
             Regex::new(pattern).with_context(|| format!("says {pattern:?}"))?;
         }
+        if let Some(pattern) = &text.race {
+            Regex::new(pattern).with_context(|| format!("race {pattern:?}"))?;
+        }
         ensure!(text.exit == 0 || text.why.is_some(), "one that is to fail needs a why");
         let expected = match text.skip {
             Some(reason) => Expected::Skip { reason },
@@ -289,6 +295,7 @@ impl Client {
             expected,
             limit: Duration::from_secs(text.limit),
             ruins: text.ruins,
+            race: text.race,
         })
     }
 
@@ -312,6 +319,15 @@ impl Client {
     /// Whether the server has to end by itself.
     pub fn server_ends(&self) -> bool {
         matches!(self.expected, Expected::End { server_ends: true, .. })
+    }
+
+    /// Whether the client failed since it lost a race of its own against its server.
+    pub fn has_lost_race(&self, client: Option<&Outcome>) -> bool {
+        let lost = |pattern: &String| Regex::new(pattern).ok();
+        let Some((pattern, client)) = self.race.as_ref().and_then(lost).zip(client) else {
+            return false;
+        };
+        client.status != (Status::Exited { code: 0 }) && pattern.is_match(&output(client))
     }
 
     /// The report where it could not be run, as the guests or the harness had an error.
@@ -518,6 +534,7 @@ mod tests {
         client = "ib_{verb}_{kind} $P2PMEM_ADDR_B"
         says = ["^x"]
         evidence = ["b.nic0.payload.host_written + b.nic0.payload.host_read <= 64K"]
+        race = "REJECTED"
         [[client]]
         name = "rping"
         listen = "rdma:7174"
@@ -587,6 +604,7 @@ mod tests {
             ("\"rdma:7174\"", "\"cm:7174\"", "listen is"),
             ("why = \"it cannot\"", "", "needs a why"),
             ("\"^x\"", "\"(\"", "says \"(\""),
+            ("\"REJECTED\"", "\")\"", "race \")\""),
             ("<= 64K", "~ 64K", "write it like"),
             ("<= 64K", "<= many", "write it like"),
             ("b.nic0.payload.host_written + ", "host_written + ", "write it like"),
@@ -608,6 +626,15 @@ mod tests {
             let error = format!("{:#}", Table::parse("t", &text).expect_err("accepted"));
             assert!(error.contains(expected), "{expected:?} not in {error:?}");
         }
+    }
+
+    #[test]
+    fn a_lost_race_is_told_from_other_failures() {
+        let table = Table::parse("t", TABLE).unwrap();
+        let lost = |client: usize, code, text| table.clients[client].has_lost_race(Some(&outcome(code, text)));
+        assert!(lost(0, 1, "event REJECTED"));
+        assert!(!lost(0, 1, "event DISCONNECTED") && !lost(0, 0, "event REJECTED") && !lost(4, 1, "event REJECTED"));
+        assert!(!table.clients[0].has_lost_race(None));
     }
 
     #[test]

@@ -3,10 +3,10 @@
 //! The kernels that tests run on, each with the module built for it, and the guests that wait for the next test.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::{Failed, Trial};
@@ -61,12 +61,28 @@ pub struct Guests {
 pub enum Turn {
     /// The first.
     First,
-    /// The second, after one that took too long: with guests that nobody used.
+    /// A later one, after one that took too long or lost a race: with guests that nobody used.
     Again,
 }
 
 /// Guests that wait for the next test of their lane.
 type Shelf = Arc<Mutex<BTreeMap<Lane, Vec<Guests>>>>;
+
+/// How often a test runs at most that loses a race of the program it tries.
+pub const RACES: u32 = 6;
+
+/// The error of a test whose program lost a race between its own two processes. Such a race is lost now and then where guests
+/// get little of the processors, and nothing that the test is about had a part in it: the test runs once more, see [`RACES`].
+#[derive(Debug)]
+pub struct LostRace(pub String);
+
+impl fmt::Display for LostRace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lost a race of its own: {}", self.0)
+    }
+}
+
+impl std::error::Error for LostRace {}
 
 /// What came of the tests that ran.
 #[derive(Clone, Default)]
@@ -84,6 +100,8 @@ struct Ran {
     failed: Option<String>,
     /// Whether a limit of time was missed, and nothing else is known to be wrong.
     overrun: bool,
+    /// Whether the program that it tries lost a race of its own.
+    lost_race: bool,
     /// Whether it was run once more after that.
     again: bool,
 }
@@ -99,6 +117,7 @@ impl Ran {
             seconds: start.elapsed().as_secs_f64(),
             withheld: withheld.unwrap_or(0.0),
             overrun: error.as_ref().is_some_and(Overrun::is),
+            lost_race: error.as_ref().is_some_and(|error| error.is::<LostRace>()),
             again: false,
             failed: error.map(|e| format!("{e:#}")),
         }
@@ -112,13 +131,20 @@ impl Log {
         }
     }
 
-    /// Runs a test, and once more, with fresh guests, if all that is wrong is that it took too long.
+    /// Runs a test. If all that is wrong is that it took too long, runs it once more with fresh guests; if its program lost a race
+    /// of its own, up to [`RACES`] times.
     pub fn test(&self, name: &str, run: impl Fn(Turn) -> Result<()>) -> Result<(), Failed> {
         let mut ran = Ran::new(name, || run(Turn::First));
-        if ran.overrun {
-            ran.again = true;
+        let (mut turns, mut overruns) = (1, 0);
+        loop {
+            overruns += u32::from(ran.overrun);
+            ran.again = ran.overrun && overruns == 1 || ran.lost_race && turns < RACES;
+            if !ran.again {
+                break;
+            }
             self.add(ran);
             ran = Ran::new(name, || run(Turn::Again));
+            turns += 1;
         }
         let failed = ran.failed.clone();
         self.add(ran);
@@ -178,7 +204,7 @@ impl Log {
             .collect();
         if !again.is_empty() {
             println!(
-                "AGAIN {} tests took too long and were run again: {}",
+                "AGAIN {} tests took too long or lost a race, and were run again: {}",
                 again.len(),
                 again.join(", ")
             );

@@ -18,7 +18,7 @@ use p2pmem_vm::pyverbs;
 use p2pmem_vm::vm::{Command, Outcome};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, DEBUG, STOCK, Turn};
+use crate::bed::{Bed, DEBUG, LostRace, STOCK, Turn};
 use crate::{describe_outcome, failure, is_late, peer, report, write_report};
 
 /// How long a table's preparation may take.
@@ -181,6 +181,9 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn)
             }
         }
         text.push_str(&format!("--- counted: {counted}\n"));
+        if client.has_lost_race(outcome.as_ref()) {
+            return Err(LostRace(text).into());
+        }
         return Err(failure(&ran, text));
     }
     dropped

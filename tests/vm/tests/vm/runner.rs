@@ -2,17 +2,20 @@
 
 //! Tests of the runner with one guest.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::in_time;
+use p2pmem_guest::patience::Overrun;
 use p2pmem_guest::wire::Request;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Status, Vm, sibling, topologies};
 
+use crate::bed::{Log, LostRace, RACES, Turn};
 use crate::lanes::Alone;
 use crate::{Test, clean, describe, run, sh};
 
@@ -109,7 +112,44 @@ pub const ALONE: &[(&str, Alone)] = &[
     ("runner::leaves-no-process", || leaves_no_process("small", 3)),
     ("runner::pair-leaves-no-process", || leaves_no_process("pair", 4)),
     ("runner::exit-codes-of-the-program", program),
+    ("runner::what-is-run-again", run_again),
 ];
+
+/// An overrun is run once more, a lost race until it is won, up to a bound, and any other failure not at all.
+fn run_again() -> Result<()> {
+    let late = || Err(Overrun("late".into()).into());
+    let lost = || Err(LostRace("lost".into()).into());
+    let tried = |outcome: &dyn Fn(u32) -> Result<()>| {
+        let turns = Cell::new(0);
+        let ended = Log::default().test("x", |turn| {
+            turns.set(turns.get() + 1);
+            ensure!(
+                (turn == Turn::First) == (turns.get() == 1),
+                "{turn:?} at {}",
+                turns.get()
+            );
+            outcome(turns.get())
+        });
+        (turns.get(), ended.is_ok())
+    };
+    ensure!(tried(&|_| Ok(())) == (1, true), "success");
+    ensure!(tried(&|_| bail!("wrong")) == (1, false), "failure");
+    ensure!(
+        tried(&|turn| if turn == 1 { late() } else { Ok(()) }) == (2, true),
+        "one overrun"
+    );
+    ensure!(tried(&|_| late()) == (2, false), "overruns");
+    ensure!(
+        tried(&|turn| if turn < RACES { lost() } else { Ok(()) }) == (RACES, true),
+        "races"
+    );
+    ensure!(tried(&|_| lost()) == (RACES, false), "too many races");
+    ensure!(
+        tried(&|turn| if turn == 1 { lost() } else { late() }) == (3, false),
+        "a race, then overruns"
+    );
+    Ok(())
+}
 
 fn exit_code(vm: &mut Vm) -> Result<()> {
     for code in [0, 1, 42, 255] {
