@@ -185,11 +185,13 @@ impl File {
     }
 
     /// Takes the spare allocation for a quick decision, if there is one.
+    #[inline(always)]
     pub(super) fn take_spare(&self) -> Option<KBox<QuickDecision>> {
         self.last.lock().spare.take()
     }
 
     /// Keeps an allocation as the spare one.
+    #[inline(always)]
     pub(super) fn put_spare(&self, quick: KBox<QuickDecision>) {
         let old = self.last.lock().spare.replace(quick);
         drop(old);
@@ -238,6 +240,7 @@ impl File {
     // Rules
 
     /// Returns the file's own rules.
+    #[inline(always)]
     pub(super) fn rules(&self) -> Option<Arc<RuleSet>> {
         self.rules.lock().clone()
     }
