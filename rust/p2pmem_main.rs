@@ -80,7 +80,7 @@ struct P2pmem {
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
     /// Removes adopted and registered providers, while `notifier` still reports drivers that are unbound.
-    retire: Retire,
+    retire: GlobalOrchestrator,
     #[pin]
     power: power::Notifier<PowerEvents>,
     #[pin]
@@ -90,13 +90,13 @@ struct P2pmem {
 }
 
 /// Publishes the orchestrator to kernel callbacks and to drivers that register memory. Dropping it removes all providers.
-struct Retire {
+struct GlobalOrchestrator {
     orchestrator: Arc<Orchestrator>,
     _drivers: publisher::Open,
     _instance: global::Registered<Orchestrator>,
 }
 
-impl Retire {
+impl GlobalOrchestrator {
     /// Makes `orchestrator` available to kernel callbacks, and lets drivers register memory. Errors: `ENOMEM`.
     fn new(orchestrator: Arc<Orchestrator>) -> Result<Self> {
         let memory = Arc::new(DriverMemory(orchestrator.clone()), GFP_KERNEL)?;
@@ -108,7 +108,7 @@ impl Retire {
     }
 }
 
-impl Drop for Retire {
+impl Drop for GlobalOrchestrator {
     fn drop(&mut self) {
         self.orchestrator.shutdown();
     }
@@ -147,7 +147,7 @@ impl kernel::InPlaceModule for P2pmem {
                 },
                 notifier <- Notifier::new(for_bus),
                 power <- power::Notifier::new(for_power),
-                retire: Retire::new(last)?,
+                retire: GlobalOrchestrator::new(last)?,
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
                 configfs <- Tree::new(c"p2pmem", module, rules::rules()?, providers::providers()?),
                 chardev <- chrdev::CharDeviceRegistration::new(c"p2pmem", 0o660, module),

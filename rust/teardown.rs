@@ -42,7 +42,7 @@ use crate::{
             Provider,
             State, //
         },
-        memory::Stack,
+        memory::MemoryList,
         provider::removal::{
             RemovalKind,
             Stopped, //
@@ -64,7 +64,7 @@ use kernel::{
 };
 
 /// The longest time that system sleep waits for the removal of one provider, in ms.
-const SLEEP: u32 = 20_000;
+const SUSPEND_TIMEOUT_MS: u32 = 20_000;
 
 /// A removal after step 1: the provider is stopped, and its memory is in `stopped`.
 struct Removal {
@@ -132,7 +132,7 @@ impl Orchestrator {
                 orchestrator: self.clone(),
                 provider: provider.clone(),
                 stopped,
-                leave: RemovalKind::Retire,
+                leave: RemovalKind::GlobalOrchestrator,
             });
             if !workqueue::enqueue(work.clone()) {
                 work.finish();
@@ -168,16 +168,16 @@ impl Orchestrator {
     /// return nobody can reach the memory through p2pmem.
     ///
     /// An own provider's device stays bound and its pool stays with it, so the memory has to be cleared before it goes back
-    /// to the pool: at once if the device `answers`, else when the device has recovered ([`Self::end_lost`]).
+    /// to the pool: at once if the device `answers`, else when the device has recovered ([`Self::release_lost`]).
     ///
     /// Context: as for [`Self::remove`].
-    pub(crate) fn lose(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
+    pub(crate) fn remove_before_reset(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
             pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
             self.remove(
                 function,
                 if answers {
-                    RemovalKind::Retire
+                    RemovalKind::GlobalOrchestrator
                 } else {
                     RemovalKind::Lost
                 },
@@ -189,7 +189,7 @@ impl Orchestrator {
     /// before if `clear` is set, which requires a device that answers.
     ///
     /// Context: process context, may sleep.
-    pub(crate) fn end_lost(&self, function: &Function, clear: bool) {
+    pub(crate) fn release_lost(&self, function: &Function, clear: bool) {
         while let Some(lost) = self.take_lost(function) {
             if clear {
                 lost.clear();
@@ -197,7 +197,7 @@ impl Orchestrator {
         }
     }
 
-    /// Removes all providers before the system sleeps, as their memory may lose its contents. Each provider has [`SLEEP`]
+    /// Removes all providers before the system sleeps, as their memory may lose its contents. Each provider has [`SUSPEND_TIMEOUT_MS`]
     /// ms to end.
     ///
     /// Context: process context, may sleep.
@@ -210,7 +210,7 @@ impl Orchestrator {
                 provider.addr
             );
             self.begin_retire(provider.function())?;
-            if !provider.await_end_for(SLEEP) {
+            if !provider.await_end_for(SUSPEND_TIMEOUT_MS) {
                 pr_warn!(
                     "{}: keeps the machine from sleeping: {}\n",
                     provider.addr,
@@ -227,7 +227,7 @@ impl Orchestrator {
     /// Context: as for [`Self::remove`].
     pub(crate) fn shutdown(self: &Arc<Self>) {
         while let Some(provider) = self.first() {
-            self.remove(provider.function(), RemovalKind::Retire);
+            self.remove(provider.function(), RemovalKind::GlobalOrchestrator);
         }
     }
 
@@ -293,15 +293,15 @@ impl Removal {
         let mut deadline = RevokeDeadline::new();
         provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut deadline));
         // Step 4.
-        provider.await_hands();
+        provider.wait_outstanding();
         // Step 5.
-        let mut returned = await_pins(&provider);
+        let mut returned = wait_pinned(&provider);
         // Step 6: for an `Unbind` the pool ends, and `Lost` memory is cleared when the device answers again.
-        if leave == RemovalKind::Retire {
+        if leave == RemovalKind::GlobalOrchestrator {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
             while let Some(mut memory) = returned.pop() {
                 provider.clear_stopped(&mut memory);
-                memory.returned_clear();
+                memory.mark_cleared();
             }
             provider.scrub_stopped(&stopped);
         }
@@ -309,7 +309,7 @@ impl Removal {
         // Step 7: dropping `stopped` gives the chunk back to the pool or unmaps the window.
         match leave {
             RemovalKind::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
-            RemovalKind::Unbind | RemovalKind::Retire => drop(stopped),
+            RemovalKind::Unbind | RemovalKind::GlobalOrchestrator => drop(stopped),
         }
         // Step 8, while the provider is still on the list: a driver that unregisters at the same time finds the provider
         // and waits for the end.
@@ -335,14 +335,14 @@ impl Removal {
 /// pages after 1 s, 10 s, 1 min and every 5 min.
 ///
 /// Context: process context, may sleep, with no lock held.
-fn await_pins(provider: &Provider) -> Stack {
+fn wait_pinned(provider: &Provider) -> MemoryList {
     const LONGEST: u64 = 50;
     let mut busy = provider.take_returned();
-    let mut idle = Stack::EMPTY;
+    let mut idle = MemoryList::EMPTY;
     let mut wait = log::LoggedWait::new();
     let (mut step, mut said) = (1, None);
     loop {
-        let mut still = Stack::EMPTY;
+        let mut still = MemoryList::EMPTY;
         let mut pages = 0;
         while let Some(memory) = busy.pop() {
             match memory.busy() {

@@ -55,7 +55,7 @@ struct Settings {
     /// Id of the provider that `enable` published.
     enabled: Option<u32>,
     /// The provider while it is being removed.
-    leaving: Option<Arc<Provider>>,
+    removing: Option<Arc<Provider>>,
     status: Text,
 }
 
@@ -133,7 +133,7 @@ impl ProviderDir {
                     pinned_exports: false,
                 },
                 enabled: None,
-                leaving: None,
+                removing: None,
                 status: Text::new(fmt!("not published: write 1 to enable")),
             }),
         }? Error)
@@ -161,7 +161,7 @@ impl ProviderDir {
             Ok(())
         })?;
         match waits_for {
-            Some(provider) if !provider.await_end_killable(WAIT)? => self.change(|settings| settings.await_nothing()),
+            Some(provider) if !provider.await_end_killable(WAIT)? => self.change(|settings| settings.check_idle()),
             _ => Ok(()),
         }
     }
@@ -169,7 +169,7 @@ impl ProviderDir {
     /// Changes a setting that only publishing reads. Errors: `EBUSY` if the provider is published or being removed.
     fn set(&self, set: impl FnOnce(&mut Publication) -> Answer) -> Result {
         self.change(|settings| {
-            settings.await_nothing()?;
+            settings.check_idle()?;
             if settings.enabled() {
                 return Err(refuse!(
                     EBUSY,
@@ -186,7 +186,7 @@ impl Settings {
     /// Whether the provider that `enable` published still exists and is not being removed through this directory. Updates
     /// `status` if the provider ended otherwise: the device was unbound or reset, or the system slept.
     fn enabled(&mut self) -> bool {
-        if self.leaving.take_if(|provider| provider.await_end_for(0)).is_some() {
+        if self.removing.take_if(|provider| provider.await_end_for(0)).is_some() {
             self.status = Text::new(fmt!("not published: write 1 to enable"));
         }
         let Some(id) = self.enabled else {
@@ -203,9 +203,9 @@ impl Settings {
     }
 
     /// Checks that no removal is under way. Errors: `EBUSY`; the message says what the removal waits for.
-    fn await_nothing(&mut self) -> Answer {
+    fn check_idle(&mut self) -> Answer {
         self.enabled();
-        match &self.leaving {
+        match &self.removing {
             None => Ok(()),
             Some(provider) => Err(refuse!(
                 EBUSY,
@@ -221,7 +221,7 @@ impl Settings {
         if self.enabled() {
             return Ok(());
         }
-        self.await_nothing()?;
+        self.check_idle()?;
         let id = Orchestrator::get()?.publish(&self.wanted)?;
         self.enabled = Some(id);
         self.status = Text::new(fmt!("published as provider {}", id));
@@ -231,11 +231,11 @@ impl Settings {
     /// Begins to remove the provider. Returns the provider to wait for, or `None` if there is none.
     fn disable(&mut self) -> Answer<Option<Arc<Provider>>> {
         if self.enabled() {
-            self.leaving = Orchestrator::get()?.unpublish(self.wanted.addr)?;
+            self.removing = Orchestrator::get()?.unpublish(self.wanted.addr)?;
             self.enabled = None;
             self.status = Text::new(fmt!("not published: write 1 to enable"));
         }
-        Ok(self.leaving.clone())
+        Ok(self.removing.clone())
     }
 
     /// Returns the text of `status`.
@@ -243,7 +243,7 @@ impl Settings {
         self.enabled();
         let by_others = self.enabled.and_then(|id| Orchestrator::get().ok()?.provider(id));
         match self
-            .leaving
+            .removing
             .as_ref()
             .or(by_others.as_ref().filter(|p| p.is_being_removed()))
         {

@@ -186,7 +186,7 @@ impl Settings {
             return self.refused;
         }
         match (self.enabled, Orchestrator::get()) {
-            (Some(id), Ok(orchestrator)) => orchestrator.rules().condition(id),
+            (Some(id), Ok(orchestrator)) => orchestrator.rules().status_text(id),
             _ => match self.rule.check() {
                 Ok(()) => Text::new(fmt!("not in force: write 1 to enable")),
                 Err(flaw) => Text::new(fmt!("not in force: {}", flaw.text())),

@@ -13,7 +13,7 @@ use crate::{
         rules::Source,
         snapshot::{
             ProviderInfo,
-            RankedByRules,
+            RuledRanking,
             SnapshotParts, //
         }, //
     },
@@ -23,8 +23,8 @@ use crate::{
             consts, //
         },
         free_hint::{
-            FreeHint,
-            Need, //
+            FitBounds,
+            FreeHint, //
         },
         refusal::{
             Refusal,
@@ -105,7 +105,7 @@ pub(crate) struct QuickDecision {
     max_class: Option<PathClass>,
     parts: Arc<SnapshotParts>,
     /// The effect of the rules; `None` if there were no rules.
-    ruled: Option<Arc<RankedByRules>>,
+    ruled: Option<Arc<RuledRanking>>,
     /// Capacity of each provider as the decision read it, in the order of [`Self::ranking`].
     capacities: KVec<Capacity>,
     /// Index of the chosen provider in [`SnapshotParts::known`].
@@ -124,11 +124,11 @@ impl QuickDecision {
     /// Errors: `ENOMEM`.
     pub(crate) fn decide(
         wanted: &AllocRequest,
-        ruled: Option<&Arc<RankedByRules>>,
+        ruled: Option<&Arc<RuledRanking>>,
         spare: Option<KBox<Self>>,
     ) -> Result<Option<KBox<Self>>> {
         let (snapshot, size) = (&*wanted.snapshot, wanted.size);
-        let Some(need) = Need::of(size, wanted.align) else {
+        let Some(need) = FitBounds::of(size, wanted.align) else {
             return Ok(None);
         };
         let parts = &snapshot.parts;
@@ -171,7 +171,7 @@ impl QuickDecision {
     /// Returns the ranking that a decision under `ruled` uses.
     fn ranking_of<'a>(
         parts: &'a SnapshotParts,
-        ruled: Option<&'a Arc<RankedByRules>>,
+        ruled: Option<&'a Arc<RuledRanking>>,
     ) -> &'a [RankedProvider<Arc<FreeHint>>] {
         ruled.map_or(&parts.ranking, |ruled| &ruled.ranking)
     }
@@ -223,7 +223,7 @@ impl QuickDecision {
         };
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
         let choice = placement::decide(&request, &candidates, &mut verdicts);
-        Decided {
+        DecisionInput {
             size: self.size,
             clients: parts.clients,
             rules: self
@@ -244,7 +244,7 @@ impl AllocRequest {
     /// decision and the chosen provider. Errors: `ENOMEM`.
     pub(crate) fn quick(
         &self,
-        ruled: Option<&Arc<RankedByRules>>,
+        ruled: Option<&Arc<RuledRanking>>,
         spare: Option<KBox<QuickDecision>>,
     ) -> Result<Option<(KBox<QuickDecision>, &Arc<Provider>)>> {
         if !self.is_quick() {
@@ -301,7 +301,7 @@ impl Decision {
 
 /// A decision and its input, from which the explanation is made. `providers`, `candidates` and `verdicts` have the same
 /// order.
-pub(crate) struct Decided<'a> {
+pub(crate) struct DecisionInput<'a> {
     /// Bytes wanted in one provider: for a stripe the size of a part.
     pub(crate) size: u64,
     /// Number of clients.
@@ -313,7 +313,7 @@ pub(crate) struct Decided<'a> {
     pub(crate) outcome: Outcome,
 }
 
-impl Decided<'_> {
+impl DecisionInput<'_> {
     /// Returns the explanation. `chosen` is the chosen provider. Errors: `ENOMEM`.
     pub(crate) fn explanation(&self, chosen: Option<&ProviderInfo>) -> Result<Explanation> {
         let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;

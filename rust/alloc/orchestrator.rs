@@ -14,8 +14,8 @@ use crate::{
     alloc::{
         explanation::{
             traced,
-            Decided,
             Decision,
+            DecisionInput,
             QuickDecision, //
         },
         request::AllocRequest,
@@ -31,8 +31,8 @@ use crate::{
             TopologySnapshot, //
         },
         topology::{
-            Cache,
-            Walk, //
+            BridgeChain,
+            PathCache, //
         }, //
     },
     ext::{
@@ -91,7 +91,7 @@ pub(crate) const PAGE: u64 = PAGE_SIZE as u64;
 /// Records in `candidate` why it gave no memory of `size` bytes, so that the next decision passes it over.
 ///
 /// Errors: `EAGAIN` if the rules changed, and any error that is not the candidate's own, such as `EINTR`.
-pub(crate) fn passed_over(candidate: &mut Candidate<'_>, size: u64, why: NotCharged) -> Result {
+pub(crate) fn exclude(candidate: &mut Candidate<'_>, size: u64, why: NotCharged) -> Result {
     match why {
         NotCharged::Broken(broken) => breaks(&mut candidate.effect, broken),
         NotCharged::Cgroup => candidate.effect.over_cgroup = true,
@@ -120,7 +120,7 @@ pub(crate) trait OpenFile: Send + Sync {
 struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
-    cache: Cache,
+    cache: PathCache,
     /// Memory of providers that were removed while their device did not answer.
     lost: KVec<Lost>,
     /// Whether the system is about to sleep, or sleeps. No provider can be added then.
@@ -165,7 +165,7 @@ impl Orchestrator {
                 registry <- new_mutex!(Registry {
                     providers: KVec::new(),
                     next_id: 1,
-                    cache: Cache::new(),
+                    cache: PathCache::new(),
                     lost: KVec::new(),
                     asleep: false,
                 }),
@@ -347,7 +347,7 @@ impl Orchestrator {
     ) -> Result {
         let mut walks = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
         for client in clients {
-            walks.push(Walk::new(client)?, GFP_KERNEL)?;
+            walks.push(BridgeChain::new(client)?, GFP_KERNEL)?;
         }
         let mut slots = paths.iter_mut();
         for provider in providers {
@@ -357,7 +357,7 @@ impl Orchestrator {
                     continue;
                 };
                 if own.is_none() {
-                    own = Some(Walk::new(provider.function())?);
+                    own = Some(BridgeChain::new(provider.function())?);
                 }
                 let Some(own) = &own else { continue };
                 let path = own.path_to(provider.function(), client, walk);
@@ -422,8 +422,8 @@ impl Orchestrator {
         if !wanted.is_quick() {
             return Ok(None);
         }
-        let ruled = match rule_check.standing() {
-            _ if rule_check.is_silent() => None,
+        let ruled = match rule_check.applicable_rules() {
+            _ if rule_check.is_empty() => None,
             Some(standing) => Some(wanted.snapshot.ruled(standing)?),
             None => return Ok(None),
         };
@@ -484,12 +484,12 @@ impl Orchestrator {
                     Ok(holder) => held = Some(holder),
                     Err(NotCharged::Stale) => return Ok(None),
                     Err(why) => {
-                        passed_over(&mut candidates[at], wanted.size, why)?;
+                        exclude(&mut candidates[at], wanted.size, why)?;
                         continue;
                     }
                 }
             }
-            let decided = Decided {
+            let decided = DecisionInput {
                 size: wanted.size,
                 clients: snapshot.clients.len(),
                 rules: rule_check.source(),

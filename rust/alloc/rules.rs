@@ -14,7 +14,7 @@
 
 use crate::{
     ext::{
-        cred::Who,
+        cred::Credentials,
         refusal::{
             refuse,
             Answer,
@@ -99,9 +99,9 @@ impl RuleSet {
 }
 
 /// Bytes by [`ChargeKey`]. A key without bytes has no entry.
-struct Numbers(RBTree<ChargeKey, u64>);
+struct ByteCounts(RBTree<ChargeKey, u64>);
 
-impl quota::Store for Numbers {
+impl quota::Store for ByteCounts {
     type Error = Error;
 
     fn used(&self, key: ChargeKey) -> u64 {
@@ -122,20 +122,20 @@ impl quota::Store for Numbers {
 
 /// The properties of a provider that rules and charges depend on.
 #[derive(Clone, Copy)]
-struct Place {
+struct ProviderKey {
     id: u32,
     function: FunctionId,
     size: u64,
-    kernel_has: u64,
+    kernel_reserve: u64,
 }
 
-impl Place {
+impl ProviderKey {
     fn of(provider: &Provider) -> Self {
         Self {
             id: provider.id,
             function: provider.function_id(),
             size: provider.size,
-            kernel_has: provider.kernel_has(),
+            kernel_reserve: provider.kernel_reserve(),
         }
     }
 
@@ -144,15 +144,15 @@ impl Place {
             id: self.id,
             function: &self.function,
             size: self.size,
-            kernel_has: self.kernel_has,
+            kernel_reserve: self.kernel_reserve,
         }
     }
 }
 
 /// The ledger's record of one buffer's charge.
-struct Record {
-    who: Who,
-    place: Place,
+struct ChargeRecord {
+    who: Credentials,
+    place: ProviderKey,
     file: u64,
     bytes: u64,
     /// `Some` until the charge is returned.
@@ -164,9 +164,9 @@ struct Record {
 /// Everything that `Rules::state` protects.
 struct State {
     rule_set: Arc<RuleSet>,
-    numbers: Numbers,
+    numbers: ByteCounts,
     /// Charges by their numbers with reversed bits. Ascending keys would make the tree twice as deep as necessary.
-    charges: RBTree<u64, Record>,
+    charges: RBTree<u64, ChargeRecord>,
     next_charge: u64,
     next_rule: u64,
 }
@@ -211,7 +211,7 @@ impl Rules {
             pin_init!(Self {
                 state <- new_mutex!(State {
                     rule_set,
-                    numbers: Numbers(RBTree::new()),
+                    numbers: ByteCounts(RBTree::new()),
                     charges: RBTree::new(),
                     next_charge: 1,
                     next_rule: 1,
@@ -290,9 +290,9 @@ impl Rules {
 
     /// Returns the name of the rule that keeps `client` from reaching a buffer of `who` in `provider` over `path`, and
     /// whether the length of the path is the reason. `None` if the rules allow it.
-    pub(crate) fn objection(
+    pub(crate) fn denying_rule(
         &self,
-        who: &Who,
+        who: &Credentials,
         provider: &Provider,
         client: &FunctionId,
         path: &Path,
@@ -303,15 +303,15 @@ impl Rules {
         }
         let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
         let applicable = Applicable::to(&rule_set.rules, who);
-        let standing = ApplicableRules { rule_set, applicable };
-        let effect = standing.effect(&provider.function_id(), client, path);
+        let applicable_rules = ApplicableRules { rule_set, applicable };
+        let effect = applicable_rules.effect(&provider.function_id(), client, path);
         let rule = effect.denied.or(effect.too_far)?;
-        Some((standing.source().name(rule), effect.denied.is_none()))
+        Some((applicable_rules.source().name(rule), effect.denied.is_none()))
     }
 
     /// Returns the text of `status` for rule `id`: in force, shadowed by another rule, or with more bytes held than its
     /// quota.
-    pub(crate) fn condition(&self, id: u64) -> Text {
+    pub(crate) fn status_text(&self, id: u64) -> Text {
         let state = self.state.lock();
         let Some(at) = state.rule_set.rules.iter().position(|rule| rule.id == id) else {
             return Text::new(fmt!("not in force: write 1 to enable"));
@@ -369,7 +369,7 @@ impl Rules {
 
 /// A small cache of charge sets by credentials and provider, with round-robin replacement.
 struct ChargeSets {
-    known: KVec<(Who, u32, ChargeSet)>,
+    known: KVec<(Credentials, u32, ChargeSet)>,
     /// Index of the entry to replace next.
     oldest: usize,
 }
@@ -386,9 +386,10 @@ impl ChargeSets {
     }
 
     /// Returns the charge set of a charged buffer under `rule_set`, which need not be the rules in force.
-    fn of(&mut self, rule_set: &RuleSet, record: &Record) -> ChargeSet {
-        let same =
-            |(who, provider, _): &&(Who, u32, ChargeSet)| who.is_same(&record.who) && *provider == record.place.id;
+    fn of(&mut self, rule_set: &RuleSet, record: &ChargeRecord) -> ChargeSet {
+        let same = |(who, provider, _): &&(Credentials, u32, ChargeSet)| {
+            who.is_same(&record.who) && *provider == record.place.id
+        };
         if let Some((_, _, charge_set)) = self.known.iter().find(same) {
             return charge_set.for_file(record.file);
         }
@@ -401,7 +402,7 @@ impl ChargeSets {
         };
         // The keys of a charge set depend on no byte count, and limits do not matter here, so an empty store is good
         // enough.
-        let charge_set = ChargeSet::of(&Numbers(RBTree::new()), &requester, &record.place.charge_target());
+        let charge_set = ChargeSet::of(&ByteCounts(RBTree::new()), &requester, &record.place.charge_target());
         let new = (record.who.clone(), record.place.id, charge_set);
         if self.known.len() < Self::MOST {
             // Cannot fail: the capacity was reserved in `new`.
@@ -420,7 +421,7 @@ impl State {
     /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
     /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.
     fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
-        let mut numbers = Numbers(RBTree::new());
+        let mut numbers = ByteCounts(RBTree::new());
         let mut charge_sets = ChargeSets::new()?;
         let charged = self.charges.values_mut().try_for_each(|record| {
             let charge_set = charge_sets.of(&rule_set, record);
@@ -518,9 +519,9 @@ impl Source<'_> {
 /// The rules for one request: the set in force when the request began, the file's own rules, and the caller's credentials.
 pub(crate) struct RuleCheck<'a> {
     rules: &'a Arc<Rules>,
-    standing: ApplicableRules,
+    applicable_rules: ApplicableRules,
     own: Option<Arc<RuleSet>>,
-    who: Who,
+    who: Credentials,
     file: u64,
 }
 
@@ -528,11 +529,11 @@ impl<'a> RuleCheck<'a> {
     /// Takes the rules in force for a request of the current task through `file`, whose own rules are `own`.
     pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<RuleSet>>, file: u64) -> Self {
         let rule_set = rules.rule_set();
-        let who = Who::current();
+        let who = Credentials::current();
         let applicable = Applicable::to(&rule_set.rules, &who);
         Self {
             rules,
-            standing: ApplicableRules { rule_set, applicable },
+            applicable_rules: ApplicableRules { rule_set, applicable },
             own,
             who,
             file,
@@ -544,13 +545,13 @@ impl<'a> RuleCheck<'a> {
     }
 
     /// Whether there is no rule at all, neither an administrator's nor the file's own.
-    pub(crate) fn is_silent(&self) -> bool {
-        self.standing.rule_set.is_empty() && self.own().is_empty()
+    pub(crate) fn is_empty(&self) -> bool {
+        self.applicable_rules.rule_set.is_empty() && self.own().is_empty()
     }
 
     /// Returns the rules if their effect does not change between requests: no byte counts, no rules of the file's own.
-    pub(crate) fn standing(&self) -> Option<&ApplicableRules> {
-        (self.own().is_empty() && !self.standing.counts()).then_some(&self.standing)
+    pub(crate) fn applicable_rules(&self) -> Option<&ApplicableRules> {
+        (self.own().is_empty() && !self.applicable_rules.counts()).then_some(&self.applicable_rules)
     }
 
     /// Returns the rules for looking up names.
@@ -558,7 +559,7 @@ impl<'a> RuleCheck<'a> {
         Source {
             own: self.own(),
             uid: self.who.uid(),
-            ..self.standing.source()
+            ..self.applicable_rules.source()
         }
     }
 
@@ -568,10 +569,14 @@ impl<'a> RuleCheck<'a> {
     }
 
     fn requester(&self) -> Requester<'_> {
-        let ApplicableRules { rule_set, applicable } = &self.standing;
+        let ApplicableRules { rule_set, applicable } = &self.applicable_rules;
         Requester {
             // Without rules that depend on byte counts nothing has to be searched.
-            rules: if self.standing.counts() { &rule_set.rules } else { &[] },
+            rules: if self.applicable_rules.counts() {
+                &rule_set.rules
+            } else {
+                &[]
+            },
             who: *applicable,
             uid: self.who.uid(),
             file: self.file,
@@ -581,12 +586,12 @@ impl<'a> RuleCheck<'a> {
 
     /// Returns the effect on `provider` for `clients` and a buffer of `size` bytes, with the present byte counts.
     pub(crate) fn effect(&self, provider: &Provider, clients: &[FunctionId], paths: &[Path], size: u64) -> RuleEffect {
-        if self.is_silent() {
+        if self.is_empty() {
             return RuleEffect::NONE;
         }
-        let place = Place::of(provider);
+        let place = ProviderKey::of(provider);
         let everyone = Applicable::ALL;
-        let mut effect = self.standing.effect(&place.function, clients, paths);
+        let mut effect = self.applicable_rules.effect(&place.function, clients, paths);
         effect.add(RuleOrigin::File, self.own(), &everyone, &place.function, clients, paths);
         let requester = self.requester();
         let state = self.rules.state.lock();
@@ -610,8 +615,8 @@ impl<'a> RuleCheck<'a> {
             e if e == EAGAIN => NotCharged::Cgroup,
             e => NotCharged::Error(e),
         })?;
-        let place = Place::of(provider);
-        let record = Record {
+        let place = ProviderKey::of(provider);
+        let record = ChargeRecord {
             who: self.who.clone(),
             place,
             file: self.file,
@@ -622,7 +627,7 @@ impl<'a> RuleCheck<'a> {
         // Allocates before taking the lock.
         let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
         let mut state = self.rules.state.lock();
-        if !Arc::ptr_eq(&state.rule_set, &self.standing.rule_set) {
+        if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
             return Err(NotCharged::Stale);
         }
         let charge_set = ChargeSet::of(&state.numbers, &self.requester(), &place.charge_target());
@@ -632,9 +637,9 @@ impl<'a> RuleCheck<'a> {
         })?;
         let id = state.next_charge.reverse_bits();
         state.next_charge += 1;
-        let node: RBTreeNode<u64, Record> = reservation.into_node(
+        let node: RBTreeNode<u64, ChargeRecord> = reservation.into_node(
             id,
-            Record {
+            ChargeRecord {
                 charged: Some(charged),
                 ..record
             },

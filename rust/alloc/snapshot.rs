@@ -5,7 +5,7 @@
 //! Programs ask for the same clients again and again. Finding the functions, the providers and the paths takes far longer
 //! than choosing a provider, and the result changes only with the bus. So [`SnapshotCache`] keeps the latest snapshots. A
 //! snapshot also keeps the effect of rules that count no bytes, for as long as those rules are in force
-//! ([`RankedByRules`]).
+//! ([`RuledRanking`]).
 //!
 //! Context: process context, may sleep. `Orchestrator::snapshots` and `TopologySnapshot::ruled` are mutexes with nothing
 //! taken inside.
@@ -147,7 +147,7 @@ fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedP
 }
 
 /// The effect of rules that count no bytes on all providers of a snapshot.
-pub(crate) struct RankedByRules {
+pub(crate) struct RuledRanking {
     pub(crate) standing: ApplicableRules,
     /// By the index of the provider.
     pub(crate) effects: KVec<RuleEffect>,
@@ -155,7 +155,7 @@ pub(crate) struct RankedByRules {
     pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
 }
 
-impl RankedByRules {
+impl RuledRanking {
     /// Evaluates the rules for all providers of a snapshot, and ranks the providers by the result. Errors: `ENOMEM`.
     fn new(snapshot: &TopologySnapshot, standing: ApplicableRules) -> Result<Arc<Self>> {
         let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
@@ -203,7 +203,7 @@ pub(crate) struct TopologySnapshot {
     pub(crate) parts: Arc<SnapshotParts>,
     /// The effects of the latest sets of rules, the newest first.
     #[pin]
-    ruled: Mutex<KVec<Arc<RankedByRules>>>,
+    ruled: Mutex<KVec<Arc<RuledRanking>>>,
 }
 
 impl TopologySnapshot {
@@ -240,18 +240,18 @@ impl TopologySnapshot {
     }
 
     /// Returns the effect of these rules on the providers, cached or new. Errors: `ENOMEM`.
-    pub(crate) fn ruled(&self, standing: &ApplicableRules) -> Result<Arc<RankedByRules>> {
-        let known = |ruled: &&Arc<RankedByRules>| ruled.standing.is_same(standing);
+    pub(crate) fn ruled(&self, standing: &ApplicableRules) -> Result<Arc<RuledRanking>> {
+        let known = |ruled: &&Arc<RuledRanking>| ruled.standing.is_same(standing);
         let found = self.ruled.lock().iter().find(known).cloned();
         if let Some(ruled) = found {
             return Ok(ruled);
         }
-        let new = RankedByRules::new(self, standing.clone())?;
+        let new = RuledRanking::new(self, standing.clone())?;
         let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
         remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut ruled = self.ruled.lock();
         // Drops an equal entry that another task added meanwhile, and entries of rules that are not in force any more.
-        let useful = |old: &&Arc<RankedByRules>| old.standing.has_rules_of(standing) && !old.standing.is_same(standing);
+        let useful = |old: &&Arc<RuledRanking>| old.standing.has_rules_of(standing) && !old.standing.is_same(standing);
         for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
             remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
         }

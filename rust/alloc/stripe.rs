@@ -8,11 +8,11 @@ use crate::{
     alloc::{
         explanation::{
             traced,
-            Decided,
+            DecisionInput,
             Explanation, //
         },
         orchestrator::{
-            passed_over,
+            exclude,
             Orchestrator, //
         },
         request::AllocRequest,
@@ -93,12 +93,15 @@ impl Orchestrator {
             .iter()
             .any(|candidate| candidate.effect.preference == Preference::Avoid);
         // Providers that rules avoid are used only if there is no stripe without them.
-        for shun in [true, false].into_iter().filter(|shun| avoided || !shun) {
+        for skip_avoided in [true, false]
+            .into_iter()
+            .filter(|skip_avoided| avoided || !skip_avoided)
+        {
             for parts in (least..=most).rev() {
                 let Some(split) = Split::new(wanted.size, parts as u64, PAGE_SIZE as u64, wanted.align) else {
                     continue;
                 };
-                match self.attempt(rule_check, wanted, (parts, &split), shun, take)? {
+                match self.attempt(rule_check, wanted, (parts, &split), skip_avoided, take)? {
                     Some((made, explanation)) if explanation.error == 0 => return Ok(Some((made, explanation))),
                     // Too few providers can serve a part of that size: try fewer parts.
                     Some((_, explanation)) => last = Some(explanation),
@@ -122,14 +125,14 @@ impl Orchestrator {
         Ok(Some((KVec::new(), explanation)))
     }
 
-    /// Tries to choose `parts` providers, and allocates the parts if `take` has a file. `shun` excludes the providers that
+    /// Tries to choose `parts` providers, and allocates the parts if `take` has a file. `skip_avoided` excludes the providers that
     /// rules avoid. Returns `None` if the rules changed meanwhile; an explanation without error means success.
     fn attempt(
         &self,
         rule_check: &RuleCheck<'_>,
         wanted: &AllocRequest,
         (parts, split): (usize, &Split),
-        shun: bool,
+        skip_avoided: bool,
         take: Option<u64>,
     ) -> Answer<Option<Made>> {
         let snapshot = &*wanted.snapshot;
@@ -148,7 +151,7 @@ impl Orchestrator {
         // Each round that ends without memory excludes one candidate, so the loop ends.
         loop {
             let picks = &mut capacity[..parts];
-            let (found, outcome) = placement::decide_several(&request, &candidates, shun, picks, &mut verdicts);
+            let (found, outcome) = placement::decide_several(&request, &candidates, skip_avoided, picks, &mut verdicts);
             let picks = &*picks;
             let full = found == parts;
             let mut made = KVec::with_capacity(parts, GFP_KERNEL_ACCOUNT)?;
@@ -178,10 +181,10 @@ impl Orchestrator {
             }
             if let Some((at, why)) = stopped {
                 drop(made);
-                passed_over(&mut candidates[at], split.share(), why)?;
+                exclude(&mut candidates[at], split.share(), why)?;
                 continue;
             }
-            let decided = Decided {
+            let decided = DecisionInput {
                 size: split.share(),
                 clients: snapshot.clients.len(),
                 rules: rule_check.source(),

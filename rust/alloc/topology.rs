@@ -5,7 +5,7 @@
 //! [`crate::policy::path`] classifies a path and is pure. This file collects its input (the bridges above a function, their
 //! ACS control, the speed and width of their links) and caches the results.
 //!
-//! Context: process context, may sleep. [`Walk`] takes no lock of p2pmem. [`Cache`] is protected by
+//! Context: process context, may sleep. [`BridgeChain`] takes no lock of p2pmem. [`PathCache`] is protected by
 //! `Orchestrator::registry`.
 
 use crate::{
@@ -33,13 +33,13 @@ use kernel::{
 };
 
 /// The functions from a function up to its root bus.
-pub(crate) struct Walk {
+pub(crate) struct BridgeChain {
     ports: KVec<Port>,
     host_bridge: u64,
     node: i32,
 }
 
-impl Walk {
+impl BridgeChain {
     /// Walks up from `function`. Errors: `ENOMEM`.
     pub(crate) fn new(function: &Function) -> Result<Self> {
         let mut ports = KVec::new();
@@ -92,13 +92,13 @@ impl Walk {
 }
 
 /// Cached paths by provider id and client address, of one generation.
-pub(crate) struct Cache {
+pub(crate) struct PathCache {
     generation: u64,
     count: usize,
     paths: RBTree<(u32, PciAddr), Path>,
 }
 
-impl Cache {
+impl PathCache {
     /// Maximum number of paths, more than any machine needs. A program that names all functions one after the other makes
     /// the cache start anew.
     const MOST: usize = 65_536;
@@ -159,7 +159,7 @@ mod tests {
 
     #[test]
     fn paths_are_kept_until_the_bus_changes() -> Result {
-        let mut cache = Cache::new();
+        let mut cache = PathCache::new();
         assert!(cache.renew(0).is_none());
         cache.put(0, node(1, 5)?);
         assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 5));
@@ -178,8 +178,8 @@ mod tests {
 
     #[test]
     fn a_full_cache_begins_anew() {
-        let mut cache = Cache::new();
-        cache.count = Cache::MOST;
+        let mut cache = PathCache::new();
+        cache.count = PathCache::MOST;
         assert!(cache.renew(0).is_some());
         assert!(cache.count == 0 && cache.renew(0).is_none());
     }

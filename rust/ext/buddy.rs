@@ -255,7 +255,7 @@ impl Buddy {
             unsafe { bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags) };
         let fits = size.max(align).checked_next_power_of_two();
         if ret != 0 && (flags & RANGE != 0 || fits.is_some_and(|block| block <= guard.block.get())) {
-            self.lose(guard);
+            self.remove_before_reset(guard);
             return Err(if ret == ENOMEM.to_errno() { ENOMEM } else { EIO });
         }
         to_result(ret)
@@ -270,7 +270,7 @@ impl Buddy {
     }
 
     /// The allocator lost its trees.
-    fn lose(&self, guard: &MutexGuard<'_, Locked>) {
+    fn remove_before_reset(&self, guard: &MutexGuard<'_, Locked>) {
         guard.lost.set(true);
         self.note(guard);
         pr_err!(
@@ -443,7 +443,7 @@ impl Drop for Extent {
 mod tests {
     use super::*;
     use crate::{
-        ext::free_hint::Need,
+        ext::free_hint::FitBounds,
         policy::ranking::{
             Capacity,
             FitHint, //
@@ -492,7 +492,7 @@ mod tests {
     fn what_lost_its_trees_is_left_alone() -> Result {
         let buddy = Buddy::new(PAGE, 16 * PAGE)?;
         let extent = buddy.alloc(2 * PAGE, PAGE)?;
-        buddy.lose(&buddy.lock.lock());
+        buddy.remove_before_reset(&buddy.lock.lock());
         assert!(buddy.alloc(PAGE, PAGE).is_err_and(|e| e == EIO));
         assert!(buddy.take_unclear(PAGE).is_err_and(|e| e == EIO));
         assert_eq!(
@@ -589,7 +589,7 @@ mod tests {
     fn the_gauge_says_what_the_allocator_has() -> Result {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
         let hint = buddy.hint();
-        let one = Need::of(PAGE, PAGE).ok_or(EINVAL)?;
+        let one = FitBounds::of(PAGE, PAGE).ok_or(EINVAL)?;
         let has = |free: u64, largest: u64| Capacity {
             free: free * PAGE,
             largest: largest * PAGE,

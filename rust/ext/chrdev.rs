@@ -16,7 +16,7 @@ use crate::ext::{
         step,
         AddressSpace,
         Mappable,
-        NewArea, //
+        NewMapping, //
     }, //
 };
 use crate::sys;
@@ -60,7 +60,7 @@ pub(crate) trait Operations: Send + Sync + Sized + 'static {
     /// Registers a wait queue with `table` and returns the events that are pending now ([`READABLE`] or 0).
     fn poll(this: ArcBorrow<'_, Self>, file: &File, table: PollTable<'_>) -> u32;
     /// Sets up a mapping. On success `area` must have been attached to an object.
-    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Self::Object>) -> Result;
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewMapping<'_, Self::Object>) -> Result;
 }
 
 /// The file operations of a character device, as a static.
@@ -266,7 +266,7 @@ impl<T: Operations> CharDeviceRegistration<T> {
         let object = unsafe { Self::object(file) };
         from_result(|| {
             // SAFETY: The caller guarantees that this call sets up `vma`, which no other thread can reach yet.
-            T::mmap(object, unsafe { NewArea::from_raw(vma) })?;
+            T::mmap(object, unsafe { NewMapping::from_raw(vma) })?;
             Ok(0)
         })
     }

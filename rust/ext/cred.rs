@@ -2,7 +2,7 @@
 
 //! Credentials of the task that makes a request, which a buffer keeps as those of its owner.
 //!
-//! No function sleeps or takes a lock. [`Who::current`] is for process context, where the current task is the caller.
+//! No function sleeps or takes a lock. [`Credentials::current`] is for process context, where the current task is the caller.
 //!
 //! C header: [`include/linux/cred.h`](srctree/include/linux/cred.h)
 
@@ -15,9 +15,9 @@ use kernel::{cred::Credential, sync::aref::ARef};
 
 /// A reference to credentials. Credentials that others can refer to never change.
 #[derive(Clone)]
-pub(crate) struct Who(ARef<Credential>);
+pub(crate) struct Credentials(ARef<Credential>);
 
-impl Who {
+impl Credentials {
     /// Returns the credentials of the current task.
     pub(crate) fn current() -> Self {
         // SAFETY: There is always a current task, and a task always has credentials. The function takes a reference for the
@@ -34,7 +34,7 @@ impl Who {
     }
 }
 
-impl Subject for Who {
+impl Subject for Credentials {
     fn uid(&self) -> u32 {
         // SAFETY: The `ARef` keeps the credentials valid.
         unsafe { sys::p2pmem_cred_uid(self.0.as_ptr()) }

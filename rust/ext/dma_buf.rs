@@ -262,7 +262,7 @@ impl Link {
 }
 
 /// The result of [`DmaBuf::get`]: a dma-buf of this exporter, or the name of another exporter.
-pub(crate) enum Got<T: Exporter> {
+pub(crate) enum Lookup<T: Exporter> {
     /// A dma-buf of this exporter.
     Ours(DmaBuf<T>),
     /// A dma-buf of another exporter.
@@ -291,14 +291,14 @@ fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
 /// # Invariants
 ///
 /// `link` is the link of `object`, which keeps it.
-struct Owned<T> {
+struct PrivateData<T> {
     object: Arc<T>,
     link: NonNull<Link>,
 }
 
 /// The operations of the dma-bufs of an exporter.
 ///
-/// `priv` of such a dma-buf owns an [`Owned<T>`], and `priv` of its attachments is the number from [`Exporter::attach`].
+/// `priv` of such a dma-buf owns an [`PrivateData<T>`], and `priv` of its attachments is the number from [`Exporter::attach`].
 /// The address of the operations identifies such dma-bufs.
 ///
 /// # Invariants
@@ -347,14 +347,14 @@ impl<T: Exporter> DmaBuf<T> {
     /// Looks up a descriptor of the current process.
     ///
     /// Process context. Errors: `EBADF` if there is no such descriptor, `EINVAL` if it is no dma-buf.
-    pub(crate) fn get(fd: i32) -> Result<Got<T>> {
+    pub(crate) fn get(fd: i32) -> Result<Lookup<T>> {
         // SAFETY: The call has no requirements. It returns an error pointer, or a dma-buf with a reference for the caller.
         let found = from_err_ptr(unsafe { bindings::dma_buf_get(fd) })?;
         let found = NonNull::new(found).ok_or(EINVAL)?;
         // SAFETY: The reference keeps the dma-buf valid, and its operations do not change.
         if ptr::eq(unsafe { (*found.as_ptr()).ops }, Self::table()) {
             // INVARIANT: The operations are those of `T`, and the reference from `dma_buf_get()` goes to the result.
-            return Ok(Got::Ours(Self(found, PhantomData)));
+            return Ok(Lookup::Ours(Self(found, PhantomData)));
         }
         let mut name = [0; 32];
         // SAFETY: The reference keeps the dma-buf valid. The core requires a name, which lives as long as the exporter's
@@ -365,7 +365,7 @@ impl<T: Exporter> DmaBuf<T> {
         }
         // SAFETY: The reference from `dma_buf_get()` is dropped once, here, and the dma-buf is not used afterwards.
         unsafe { bindings::dma_buf_put(found.as_ptr()) };
-        Ok(Got::Foreign(ExporterName(name)))
+        Ok(Lookup::Foreign(ExporterName(name)))
     }
 
     /// Returns the object behind the dma-buf.
@@ -382,7 +382,7 @@ impl<T: Exporter> DmaBuf<T> {
         let size = usize::try_from(size)?;
         let link = NonNull::from(object.link());
         // INVARIANT: The link is the object's. `object` is moved into the box, but the `Arc`'s contents stay in place.
-        let owned = KBox::into_raw(KBox::new(Owned { object, link }, GFP_KERNEL_ACCOUNT)?);
+        let owned = KBox::into_raw(KBox::new(PrivateData { object, link }, GFP_KERNEL_ACCOUNT)?);
         let info = bindings::dma_buf_export_info {
             exp_name: c"p2pmem".as_char_ptr(),
             owner: module.as_ptr(),
@@ -392,7 +392,7 @@ impl<T: Exporter> DmaBuf<T> {
             priv_: owned.cast(),
             ..pin_init::zeroed()
         };
-        // SAFETY: By the type invariant of `Owned`, the box keeps the link. The box lives until the dma-buf is released or
+        // SAFETY: By the type invariant of `PrivateData`, the box keeps the link. The box lives until the dma-buf is released or
         // the box is dropped below; `raw` is not used after either.
         let raw = &unsafe { link.as_ref() }.raw;
         // SAFETY: All required fields are set. The name and the operations are statics, and the dma-buf owns the box.
@@ -439,9 +439,9 @@ impl<T: Exporter> DmaBuf<T> {
     /// `dma_buf` must have the operations of `T`, and its release must not have begun to free `priv`, for the lifetime
     /// `'a`.
     unsafe fn object<'a>(dma_buf: *mut bindings::dma_buf) -> ArcBorrow<'a, T> {
-        // SAFETY: `priv` of such a dma-buf points to an `Owned<T>` that is not written to and lives until `release` frees
+        // SAFETY: `priv` of such a dma-buf points to an `PrivateData<T>` that is not written to and lives until `release` frees
         // it.
-        unsafe { (*(*dma_buf).priv_.cast::<Owned<T>>()).object.as_arc_borrow() }
+        unsafe { (*(*dma_buf).priv_.cast::<PrivateData<T>>()).object.as_arc_borrow() }
     }
 
     /// Returns the object behind an attachment's dma-buf, and the number of the attachment.
@@ -600,8 +600,8 @@ impl<T: Exporter> DmaBuf<T> {
     /// Only for the core, which calls once, when the last reference to a dma-buf of `T` is gone.
     unsafe extern "C" fn release(dma_buf: *mut bindings::dma_buf) {
         // SAFETY: `priv` came from `KBox::into_raw()`, and the core calls `release` once, with no attachment left.
-        let owned = unsafe { KBox::from_raw((*dma_buf).priv_.cast::<Owned<T>>()) };
-        // SAFETY: By the type invariant of `Owned` the object keeps the link.
+        let owned = unsafe { KBox::from_raw((*dma_buf).priv_.cast::<PrivateData<T>>()) };
+        // SAFETY: By the type invariant of `PrivateData` the object keeps the link.
         let mut linked = unsafe { owned.link.as_ref() }.raw.lock();
         // The link is that of another dma-buf if `new` refused this one with `EBUSY`.
         if linked.0.is_some_and(|linked| ptr::eq(linked.as_ptr(), dma_buf)) {

@@ -48,12 +48,12 @@ impl Region {
     /// Charges `bytes` to the cgroup of the current task. Process context; may sleep.
     ///
     /// Errors: `EAGAIN` if the charge exceeds a limit (`dmem.max`) of the cgroup or of an ancestor; `ENOMEM`.
-    pub(crate) fn charge(&self, bytes: u64) -> Result<Held> {
+    pub(crate) fn charge(&self, bytes: u64) -> Result<CgroupCharge> {
         let mut pool = ptr::null_mut();
         // SAFETY: By the type invariant the region is registered or null. `pool` is valid for the write.
         to_result(unsafe { sys::p2pmem_dmem_charge(self.region, bytes, &mut pool) })?;
         // INVARIANT: The pool was charged `bytes`, or is null without the controller.
-        Ok(Held { pool, bytes })
+        Ok(CgroupCharge { pool, bytes })
     }
 }
 
@@ -70,12 +70,12 @@ impl Drop for Region {
 /// # Invariants
 ///
 /// `pool` is null, or was charged `bytes` bytes that were not uncharged.
-pub(crate) struct Held {
+pub(crate) struct CgroupCharge {
     pool: *mut ffi::c_void,
     bytes: u64,
 }
 
-impl Held {
+impl CgroupCharge {
     /// No charge, as in a kernel without the controller.
     // INVARIANT: `pool` is null.
     pub(crate) const NOTHING: Self = Self {
@@ -85,11 +85,11 @@ impl Held {
 }
 
 // SAFETY: A charge can be ended on any thread: the pool refers to the cgroup, not to the task.
-unsafe impl Send for Held {}
+unsafe impl Send for CgroupCharge {}
 // SAFETY: A shared reference has no methods.
-unsafe impl Sync for Held {}
+unsafe impl Sync for CgroupCharge {}
 
-impl Drop for Held {
+impl Drop for CgroupCharge {
     fn drop(&mut self) {
         // SAFETY: By the type invariant the pool is null or was charged `bytes`, which are uncharged once, here.
         unsafe { sys::p2pmem_dmem_uncharge(self.pool, self.bytes) };

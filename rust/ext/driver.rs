@@ -139,7 +139,7 @@ impl<H: Hooks> Driver<H> {
     /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
         // SAFETY: The caller guarantees a bound device.
-        unsafe { Self::lose(device, c"it is about to be reset", true) };
+        unsafe { Self::remove_before_reset(device, c"it is about to be reset", true) };
     }
 
     /// Withdraws the device's pool and reports the device as lost.
@@ -147,7 +147,7 @@ impl<H: Hooks> Driver<H> {
     /// # Safety
     ///
     /// `device` must be bound to the driver during the call.
-    unsafe fn lose(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
+    unsafe fn remove_before_reset(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
         // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
         // SAFETY: The device is valid. The call only clears a flag if the device has p2pdma data.
@@ -177,7 +177,7 @@ impl<H: Hooks> Driver<H> {
             ),
         };
         // SAFETY: The caller guarantees a bound device.
-        unsafe { Self::lose(device, why, false) };
+        unsafe { Self::remove_before_reset(device, why, false) };
         answer
     }
 

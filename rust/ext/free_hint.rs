@@ -26,14 +26,14 @@ pub(crate) fn padded(size: u64, align: u64) -> u64 {
 }
 
 /// A request's needs: bounds for when it fits and when it does not fit.
-pub(crate) struct Need {
+pub(crate) struct FitBounds {
     /// A free piece of at least this size fits, whether it begins at any page or is a block aligned to its size.
     enough: u64,
     /// If at most this many bytes are free, the request does not fit.
     short: u64,
 }
 
-impl Need {
+impl FitBounds {
     /// Computes the needs of `size` bytes, a multiple of the page size, aligned to `align`. Returns `None` if no memory can
     /// satisfy them.
     pub(crate) fn of(size: u64, align: u64) -> Option<Self> {
@@ -107,7 +107,7 @@ impl FreeHint {
     ///
     /// Always `Unknown` once the hint is closed.
     #[inline(always)]
-    pub(crate) fn fit(&self, need: &Need) -> FitHint {
+    pub(crate) fn fit(&self, need: &FitBounds) -> FitHint {
         // Cannot overflow into `CLOSED`: both are sizes within one BAR, unless the hint is closed.
         let free = peek(&self.free).wrapping_add(peek(&self.returning));
         let largest = peek(&self.piece);
@@ -129,7 +129,7 @@ impl FreeHint {
     /// Bytes that move between free and returning are counted at least once: `returning` is read before and after `free`,
     /// and `returns` tells of bytes that moved meanwhile.
     #[cold]
-    fn is_short(&self, need: &Need) -> bool {
+    fn is_short(&self, need: &FitBounds) -> bool {
         let returns = self.returns.load(Acquire);
         let before = self.returning.load(Acquire);
         let free = self.free.load(Acquire);
@@ -145,8 +145,8 @@ mod tests {
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
-    fn need(pages: u64, align: u64) -> Result<Need> {
-        Need::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
+    fn need(pages: u64, align: u64) -> Result<FitBounds> {
+        FitBounds::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
     }
 
     fn fits(free: u64, largest: u64) -> FitHint {
@@ -188,7 +188,7 @@ mod tests {
         // A late update does not reopen the hint.
         hint.set(9 * PAGE, 8 * PAGE);
         assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
-        assert!(Need::of(u64::MAX, PAGE).is_none() && Need::of(0, PAGE).is_none());
+        assert!(FitBounds::of(u64::MAX, PAGE).is_none() && FitBounds::of(0, PAGE).is_none());
         Ok(())
     }
 }

@@ -69,11 +69,11 @@ pub(crate) fn withdraw(dev: &pci::Device<Bound>) {
 ///
 /// Also `None` if one of them is a removed virtual function. May sleep.
 pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
-    if !provider.is_placed() || !client.is_placed() {
+    if !provider.has_hierarchy() || !client.has_hierarchy() {
         return None;
     }
     let mut clients = [client.as_raw_device()];
-    // SAFETY: Both references keep their functions valid, and `is_placed()` says that the bridges above them are valid too.
+    // SAFETY: Both references keep their functions valid, and `has_hierarchy()` says that the bridges above them are valid too.
     // The array has one element.
     let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
     u32::try_from(distance).ok()
@@ -86,7 +86,7 @@ pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
 pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     let mut devices = KVec::with_capacity(clients.len(), GFP_KERNEL)?;
     for client in clients {
-        if !client.is_placed() {
+        if !client.has_hierarchy() {
             return Ok(None);
         }
         devices.push(client.as_raw_device(), GFP_KERNEL)?;
@@ -94,7 +94,7 @@ pub(crate) fn find_many(clients: &[Function]) -> Result<Option<Function>> {
     if devices.is_empty() {
         return Ok(None);
     }
-    // SAFETY: The references in `clients` keep the functions valid, and `is_placed()` says that the bridges above them are
+    // SAFETY: The references in `clients` keep the functions valid, and `has_hierarchy()` says that the bridges above them are
     // valid too. The array has as many elements as the call gets.
     let found = unsafe { bindings::pci_p2pmem_find_many(devices.as_mut_ptr(), i32::try_from(devices.len())?) };
     let Some(found) = NonNull::new(found.cast::<pci::Device>()) else {

@@ -52,7 +52,7 @@ impl Function {
     ///
     /// False for a virtual function that was removed before this object was made. Otherwise this object keeps the
     /// hierarchy: a function keeps its bus and the bridges above.
-    pub(super) fn is_placed(&self) -> bool {
+    pub(super) fn has_hierarchy(&self) -> bool {
         // SAFETY: `device` keeps the function valid. Whether it is a virtual function does not change.
         self.physical.is_some() || !unsafe { sys::p2pmem_pci_is_virtfn(self.as_raw()) }
     }
@@ -106,7 +106,7 @@ impl Function {
                 u32::from(devfn),
             ))
         };
-        found.filter(Self::is_placed)
+        found.filter(Self::has_hierarchy)
     }
 
     /// Returns the function after `after` in the kernel's list of all functions, or the first one. `None` at the end. May
@@ -142,10 +142,10 @@ impl Function {
 
     /// Returns the PCI address.
     ///
-    /// The domain is `u32::MAX`, which no machine has, if [`Self::is_placed`] is false: the host bridge knows the domain.
+    /// The domain is `u32::MAX`, which no machine has, if [`Self::has_hierarchy`] is false: the host bridge knows the domain.
     pub(crate) fn address(&self) -> PciAddr {
-        let domain = match self.is_placed() {
-            // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
+        let domain = match self.has_hierarchy() {
+            // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too.
             true => unsafe { sys::p2pmem_pci_domain(self.as_raw()) },
             false => u32::MAX,
         };
@@ -159,10 +159,10 @@ impl Function {
     }
 
     /// Returns the bridge above the function, or above its physical function. `None` on a root bus, and if
-    /// [`Self::is_placed`] is false.
+    /// [`Self::has_hierarchy`] is false.
     pub(crate) fn upstream(&self) -> Option<Self> {
         let keeps = self.physical();
-        if !keeps.is_placed() {
+        if !keeps.has_hierarchy() {
             return None;
         }
         // SAFETY: The reference keeps the function valid, which is no virtual function, so it keeps its bus and the bridges
@@ -220,11 +220,11 @@ impl Function {
 
     /// Reads a 16-bit register of configuration space. `None` if the read fails or the function does not respond.
     fn config_word(&self, at: i32) -> Option<u16> {
-        if !self.is_placed() {
+        if !self.has_hierarchy() {
             return None;
         }
         let mut value = 0u16;
-        // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
+        // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too.
         // `value` is a local variable.
         let ret = unsafe { bindings::pci_read_config_word(self.as_raw(), at, &mut value) };
         // A removed function reads as all ones.
@@ -237,14 +237,14 @@ impl Function {
         u8::try_from(unsafe { sys::p2pmem_pci_pcie_type(self.as_raw()) }).ok()
     }
 
-    /// Returns domain and root bus of the host bridge above the function. The function's own bus if [`Self::is_placed`] is
+    /// Returns domain and root bus of the host bridge above the function. The function's own bus if [`Self::has_hierarchy`] is
     /// false.
     pub(crate) fn host_bridge(&self) -> (u32, u8) {
         let PciAddr { domain, bus, .. } = self.address();
-        if !self.is_placed() {
+        if !self.has_hierarchy() {
             return (domain, bus);
         }
-        // SAFETY: `device` keeps the function valid, and `is_placed()` says that the host bridge above it is valid too.
+        // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too.
         let bus = unsafe { sys::p2pmem_pci_root_bus(self.as_raw()) };
         (domain, bus as u8)
     }

@@ -45,7 +45,7 @@ use kernel::{
 
 /// Memory that a program wants to register, as it named it: not in whole pages.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked {
+pub(crate) struct RegistrationRequest {
     pub(crate) address: u64,
     /// Bytes.
     pub(crate) size: u64,
@@ -70,7 +70,7 @@ pub(crate) trait Client: Sized + 'static {
     /// that registers, one at a time, holding a lock that others need for asking too.
     ///
     /// Errors: the memory is the client's, and there is none for its registration, which fails with `ENOMEM`.
-    fn acquire(number: u64, asked: Asked) -> Result<bool>;
+    fn acquire(number: u64, asked: RegistrationRequest) -> Result<bool>;
     /// The registration of a number. None where it was released.
     fn find(number: u64) -> Option<Arc<Self::Context>>;
     /// The memory is to stay. `write`: the adapter will write to it. From here on [`Slot::invalidate`] can be called.
@@ -628,7 +628,7 @@ impl<T: Client> PeerMemoryRegistration<T> {
         if registered().is_none() {
             return 0;
         }
-        let asked = Asked {
+        let asked = RegistrationRequest {
             address: addr as u64,
             size: size as u64,
         };

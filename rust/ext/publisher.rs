@@ -5,7 +5,7 @@
 //! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
 //! registrations.
 //!
-//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are leaves. `Publisher::told` is
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are leaves. `RevokeCallback::told` is
 //! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`
@@ -61,7 +61,7 @@ pub(crate) trait Registrar: Send + Sync {
     /// Returns whether the function is a provider.
     fn is_provided(&self, function: &Function) -> bool;
     /// Makes a provider of `wanted` and returns its id. `publisher` is told when the provider is revoked.
-    fn register(&self, wanted: &Publication, device: Published<'_>, publisher: Arc<Publisher>) -> Answer<u32>;
+    fn register(&self, wanted: &Publication, device: Published<'_>, publisher: Arc<RevokeCallback>) -> Answer<u32>;
     /// Removes a provider, if it still exists. The driver's callback has returned when this returns.
     fn unregister(&self, function: &Function, provider: u32);
 }
@@ -134,7 +134,7 @@ impl Drop for Open {
 /// `revoked`, if any, can be called with `context` while `told` is false. Both a failed registration and an unregistration
 /// set `told` before they return to the driver.
 #[pin_data]
-pub(crate) struct Publisher {
+pub(crate) struct RevokeCallback {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
     context: *mut ffi::c_void,
     windows: Arc<Windows>,
@@ -144,11 +144,11 @@ pub(crate) struct Publisher {
 }
 
 // SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread, with `context`.
-unsafe impl Send for Publisher {}
+unsafe impl Send for RevokeCallback {}
 // SAFETY: As for `Send`; `told` serialises the calls, of which there is one at most.
-unsafe impl Sync for Publisher {}
+unsafe impl Sync for RevokeCallback {}
 
-impl Publisher {
+impl RevokeCallback {
     /// Creates the callback of a registration. Errors: `ENOMEM`.
     ///
     /// # Safety
@@ -201,7 +201,7 @@ struct DriverRegistration {
     registrar: Arc<dyn Registrar>,
     function: Function,
     provider: u32,
-    publisher: Arc<Publisher>,
+    publisher: Arc<RevokeCallback>,
 }
 
 /// Calls `f` with the range that was added to the pool of a bound device, if any, with `PAGED` locked.
@@ -256,7 +256,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     // SAFETY: By the contract of the header the callback can be called until the driver has unregistered, which calls
     // `revoked()`. If registration fails after a provider was attempted, `disarm()` below comes first; before that, no
     // other code has the callback.
-    let publisher = unsafe { Publisher::new(what.revoked, what.context, windows.clone()) }?;
+    let publisher = unsafe { RevokeCallback::new(what.revoked, what.context, windows.clone()) }?;
     if registrar.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
@@ -375,10 +375,10 @@ mod tests {
             )
         }
 
-        fn publisher(self: &Arc<Self>) -> Result<Arc<Publisher>> {
+        fn publisher(self: &Arc<Self>) -> Result<Arc<RevokeCallback>> {
             let context = Arc::as_ptr(self).cast_mut().cast();
             // SAFETY: The tests keep the context longer than the publisher.
-            unsafe { Publisher::new(Some(revoked), context, Windows::new()?) }
+            unsafe { RevokeCallback::new(Some(revoked), context, Windows::new()?) }
         }
     }
 

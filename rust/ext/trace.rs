@@ -17,7 +17,7 @@ use crate::{
 use kernel::{prelude::*, str::CStr};
 
 /// The fields of every event of a buffer.
-pub(crate) struct About {
+pub(crate) struct BufferFields {
     /// Number of the buffer.
     pub(crate) buffer: u64,
     /// Size of the buffer in bytes.
@@ -28,7 +28,7 @@ pub(crate) struct About {
     pub(crate) function: PciAddr,
 }
 
-impl About {
+impl BufferFields {
     /// Returns the fields in C layout.
     fn raw(&self) -> sys::p2pmem_trace_buffer {
         sys::p2pmem_trace_buffer {
@@ -76,7 +76,7 @@ macro_rules! is_on {
 
 /// Traces an allocation: the buffer, its first byte in the BAR, the number of the file and the owner's uid.
 #[inline(always)]
-pub(crate) fn alloc(event: impl FnOnce() -> (About, u64, u64, u32)) {
+pub(crate) fn alloc(event: impl FnOnce() -> (BufferFields, u64, u64, u32)) {
     if is_on!(__tracepoint_p2pmem_alloc) {
         let (about, bar_offset, file, uid) = event();
         // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
@@ -86,7 +86,7 @@ pub(crate) fn alloc(event: impl FnOnce() -> (About, u64, u64, u32)) {
 
 /// Traces the return of a buffer's memory.
 #[inline(always)]
-pub(crate) fn free(event: impl FnOnce() -> About) {
+pub(crate) fn free(event: impl FnOnce() -> BufferFields) {
     if is_on!(__tracepoint_p2pmem_free) {
         // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
         unsafe { sys::p2pmem_trace_free(&event().raw()) };
@@ -95,7 +95,7 @@ pub(crate) fn free(event: impl FnOnce() -> About) {
 
 /// Traces a user mapping: the buffer, and offset and length of the mapped part in bytes.
 #[inline(always)]
-pub(crate) fn map(event: impl FnOnce() -> (About, u64, u64)) {
+pub(crate) fn map(event: impl FnOnce() -> (BufferFields, u64, u64)) {
     if is_on!(__tracepoint_p2pmem_map) {
         let (about, offset, length) = event();
         // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.
@@ -115,7 +115,7 @@ pub(crate) enum RegistrationMethod {
 
 /// Traces a registration: the buffer, the number of the dma-buf or registration, its length in bytes and the device's name.
 #[inline(always)]
-pub(crate) fn register<'a>(method: RegistrationMethod, event: impl FnOnce() -> (About, u64, u64, &'a CStr)) {
+pub(crate) fn register<'a>(method: RegistrationMethod, event: impl FnOnce() -> (BufferFields, u64, u64, &'a CStr)) {
     if is_on!(__tracepoint_p2pmem_register) {
         let (about, id, length, device) = event();
         let peer = method == RegistrationMethod::PeerMemory;
@@ -127,7 +127,7 @@ pub(crate) fn register<'a>(method: RegistrationMethod, event: impl FnOnce() -> (
 
 /// Traces the revocation of a buffer: its user mappings and dma-bufs.
 #[inline(always)]
-pub(crate) fn revoke(event: impl FnOnce() -> (About, u32, u32)) {
+pub(crate) fn revoke(event: impl FnOnce() -> (BufferFields, u32, u32)) {
     if is_on!(__tracepoint_p2pmem_revoke) {
         let (about, mappings, exports) = event();
         // SAFETY: The pointer is to a temporary that lives until the call returns; the tracepoint copies the fields.

@@ -5,7 +5,7 @@
 //! All mappings of all files are in one address space, whose inode p2pmem owns, so one call of `unmap_mapping_range()`
 //! removes the mappings of a buffer. A mapping (VMA, here *area*) owns a reference to its object, a [`Mappable`].
 //!
-//! Contexts: [`NewArea`] in `mmap()`, with the mmap lock held for writing; [`Fault`] in a page fault, with the area locked
+//! Contexts: [`NewMapping`] in `mmap()`, with the mmap lock held for writing; [`Fault`] in a page fault, with the area locked
 //! (the VMA lock or the mmap lock for reading). Unmapping takes the address space's `i_mmap` lock. This file has no locks
 //! of its own.
 //!
@@ -60,12 +60,12 @@ pub(crate) fn step(bytes: usize) -> usize {
 /// # Invariants
 ///
 /// `vma` is valid for `'a`, and only the current call of `mmap()` uses it.
-pub(crate) struct NewArea<'a, T> {
+pub(crate) struct NewMapping<'a, T> {
     vma: NonNull<bindings::vm_area_struct>,
     _lifetime: PhantomData<(&'a bindings::vm_area_struct, Arc<T>)>,
 }
 
-impl<T: Mappable> NewArea<'_, T> {
+impl<T: Mappable> NewMapping<'_, T> {
     /// Wraps the area of an `mmap` file operation.
     ///
     /// # Safety
@@ -119,7 +119,7 @@ impl<T: Mappable> NewArea<'_, T> {
     }
 }
 
-/// A page fault in an area that [`NewArea::attach`] set up.
+/// A page fault in an area that [`NewMapping::attach`] set up.
 ///
 /// # Invariants
 ///
@@ -228,7 +228,7 @@ impl Fault<'_> {
 
 /// The operations of areas that map a `T`.
 ///
-/// `vm_private_data` of such an area owns a reference to its object: [`NewArea::attach`] or `open` gave it up with
+/// `vm_private_data` of such an area owns a reference to its object: [`NewMapping::attach`] or `open` gave it up with
 /// `Arc::into_raw()`, and `close` takes it back.
 struct Operations<T>(PhantomData<T>);
 
@@ -422,7 +422,7 @@ impl Drop for Space {
 ///
 /// # Invariants
 ///
-/// Every area of the address space with `vm_private_data` was set up by [`NewArea::attach`] for a `T`. Other areas have no
+/// Every area of the address space with `vm_private_data` was set up by [`NewMapping::attach`] for a `T`. Other areas have no
 /// `vm_private_data`.
 pub(crate) struct AddressSpace<T>(Space, PhantomData<Arc<T>>);
 

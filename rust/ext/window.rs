@@ -63,12 +63,12 @@ impl Windows {
 }
 
 /// An interval of pages of an address space that contains all pages that were ever mapped. It only grows. Lock-free.
-struct Shown {
+struct MappedExtent {
     first: Atomic<u64>,
     end: Atomic<u64>,
 }
 
-impl Shown {
+impl MappedExtent {
     const fn new() -> Self {
         Self {
             first: Atomic::new(u64::MAX),
@@ -111,7 +111,7 @@ impl Shown {
 /// - User mappings of the memory exist in `space` only, at pages within `shown`.
 pub(crate) struct Window {
     space: Space,
-    shown: Shown,
+    shown: MappedExtent,
     provider: NonNull<bindings::p2pdma_provider>,
     phys: u64,
     size: u64,
@@ -157,7 +157,7 @@ impl Window {
         // INVARIANT: The range was mapped and the window counted above. No user mapping exists, so `shown` is empty.
         Ok(Self {
             space,
-            shown: Shown::new(),
+            shown: MappedExtent::new(),
             provider,
             phys,
             size,
@@ -285,7 +285,7 @@ mod tests {
 
     #[test]
     fn what_was_shown_is_among_the_pages() {
-        let shown = Shown::new();
+        let shown = MappedExtent::new();
         assert!(shown.all().is_none());
         for (first, pages, all) in [
             (1 << 20, 16, (1 << 20, 16)),

@@ -53,7 +53,7 @@ impl WorkItem for Later {
 }
 
 impl OwnQueue {
-    /// Creates an unbound queue named `name`, with `later` as the function of [`Self::run_later`]. May sleep.
+    /// Creates an unbound queue named `name`, with `later` as the function of [`Self::run_at_next_tick`]. May sleep.
     ///
     /// Errors: `ENOMEM`.
     pub(crate) fn new(name: &'static CStr, later: fn()) -> Result<Self> {
@@ -101,7 +101,7 @@ impl OwnQueue {
     /// Runs the function `later` of [`Self::new`] in a worker thread at the next timer tick.
     ///
     /// Does nothing if that is pending already, so calls until then are combined. Does not sleep.
-    pub(crate) fn run_later(&self) {
+    pub(crate) fn run_at_next_tick(&self) {
         // Fails only if the work is pending already.
         let _ = self.queue().enqueue_delayed(self.later.clone(), 1);
     }
@@ -159,11 +159,11 @@ where
     true
 }
 
-/// Calls [`OwnQueue::run_later`] of the module's queue. Does nothing if there is no queue.
-pub(crate) fn run_later() {
+/// Calls [`OwnQueue::run_at_next_tick`] of the module's queue. Does nothing if there is no queue.
+pub(crate) fn run_at_next_tick() {
     initialised();
     if let Some(queue) = &*QUEUE.lock() {
-        queue.run_later();
+        queue.run_at_next_tick();
     }
 }
 
@@ -182,7 +182,7 @@ mod tests {
                 LATER.fetch_add(1, Relaxed);
             })?;
             assert_eq!(LATER.load(Relaxed), round);
-            queue.run_later();
+            queue.run_at_next_tick();
             drop(queue);
             assert_eq!(LATER.load(Relaxed), round + 1);
         }

@@ -15,7 +15,7 @@ use crate::{
     ext::{
         abi::consts,
         completion::Completion,
-        cred::Who,
+        cred::Credentials,
         log::Owner,
         p2pdma::Target,
         refusal::{
@@ -103,7 +103,7 @@ pub(crate) struct Buffer {
     pub(crate) file: u64,
     pub(crate) owner: Owner,
     /// Credentials of the task that allocated the buffer. Rules apply to them.
-    pub(crate) who: Who,
+    pub(crate) who: Credentials,
     #[pin]
     inner: Mutex<Inner>,
     /// Completed when the memory is clear. Only an allocation through `mmap()` leaves clearing for later.
@@ -157,7 +157,7 @@ impl Buffer {
                 bus_addr,
                 file,
                 owner: Owner::current(),
-                who: Who::current(),
+                who: Credentials::current(),
                 inner <- new_mutex!(Inner {
                     life: Life::new(),
                     exports: RBTree::new(),
@@ -190,8 +190,8 @@ impl Buffer {
     }
 
     /// Returns the fields that trace events print.
-    pub(crate) fn about(&self) -> trace::About {
-        trace::About {
+    pub(crate) fn about(&self) -> trace::BufferFields {
+        trace::BufferFields {
             buffer: self.id,
             size: self.size,
             provider: self.provider.id,
@@ -235,7 +235,7 @@ impl Buffer {
     }
 
     /// Removes a handle of `file`.
-    fn unhold(&self, file: u64) {
+    fn drop_handle(&self, file: u64) {
         let mut ended = None;
         if file != self.file {
             let mut inner = self.inner.lock();
@@ -483,7 +483,7 @@ impl core::ops::Deref for Holder {
 
 impl Drop for Holder {
     fn drop(&mut self) {
-        self.buffer.unhold(self.file);
+        self.buffer.drop_handle(self.file);
     }
 }
 

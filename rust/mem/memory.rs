@@ -22,18 +22,18 @@ use kernel::{prelude::*, sync::Arc};
 
 /// A contiguous piece of a provider's memory.
 pub(crate) struct Memory {
-    piece: Origin,
+    source: MemorySource,
     /// Bytes that were requested.
     pub(crate) size: u64,
     /// Whether the memory was cleared for its present owner. Only that owner has written to it since.
     clear: bool,
     /// Whether p2pmem took page references for the present owner. Without them nobody else can refer to the pages.
-    touched: bool,
+    pages_held: bool,
     /// The present owner, or the last one.
     pub(crate) owner: Owner,
     /// The charge, kept as long as the owner has the memory or refers to its pages.
     pub(crate) charge: Option<Charge>,
-    /// The next element of a [`Stack`].
+    /// The next element of a [`MemoryList`].
     next: Option<KBox<Memory>>,
 }
 
@@ -48,15 +48,15 @@ pub(crate) enum Clearing {
 }
 
 /// Where the memory comes from.
-pub(crate) enum Origin {
+pub(crate) enum MemorySource {
     /// An extent of the provider's backing. `start` is the backing's first byte in the BAR.
     Own {
         extent: Extent,
         backing: Arc<Backing>,
         start: u64,
     },
-    /// A backing of its own. The first `skip` bytes only align the rest.
-    Adopted { backing: Arc<Backing>, skip: u64 },
+    /// A backing of its own. The first `align_skip` bytes only align the rest.
+    Adopted { backing: Arc<Backing>, align_skip: u64 },
 }
 
 impl Memory {
@@ -64,12 +64,12 @@ impl Memory {
     /// it.
     ///
     /// Errors: `ENOMEM`.
-    pub(crate) fn new(piece: Origin, size: u64, clear: bool) -> Result<KBox<Self>> {
+    pub(crate) fn new(source: MemorySource, size: u64, clear: bool) -> Result<KBox<Self>> {
         let memory = Self {
-            piece,
+            source,
             size,
             clear,
-            touched: false,
+            pages_held: false,
             owner: Owner::current(),
             charge: None,
             next: None,
@@ -77,8 +77,8 @@ impl Memory {
         Ok(KBox::new(memory, GFP_KERNEL_ACCOUNT)?)
     }
 
-    pub(crate) fn piece(&self) -> &Origin {
-        &self.piece
+    pub(crate) fn source(&self) -> &MemorySource {
+        &self.source
     }
 
     /// Whether the memory was cleared since its last owner had it. Only then may the present owner reach it.
@@ -87,36 +87,36 @@ impl Memory {
     }
 
     /// Returns the backing and the offset of the piece in it, in bytes.
-    fn place(&self) -> (&Arc<Backing>, u64) {
-        match &self.piece {
-            Origin::Own { extent, backing, start } => (backing, extent.offset() - start),
-            Origin::Adopted { backing, skip } => (backing, *skip),
+    fn backing_and_offset(&self) -> (&Arc<Backing>, u64) {
+        match &self.source {
+            MemorySource::Own { extent, backing, start } => (backing, extent.offset() - start),
+            MemorySource::Adopted { backing, align_skip } => (backing, *align_skip),
         }
     }
 
     /// Returns the bytes that the provider has less of, which is at least [`Self::size`].
     pub(crate) fn footprint(&self) -> u64 {
-        match &self.piece {
-            Origin::Own { extent, .. } => extent.size(),
-            Origin::Adopted { backing, .. } => backing.size(),
+        match &self.source {
+            MemorySource::Own { extent, .. } => extent.size(),
+            MemorySource::Adopted { backing, .. } => backing.size(),
         }
     }
 
     /// Returns the bus address of the first byte, on the provider's bus.
     pub(crate) fn bus_addr(&self) -> u64 {
-        let (backing, offset) = self.place();
+        let (backing, offset) = self.backing_and_offset();
         backing.bus_addr(offset)
     }
 
     /// Returns the physical address of the first byte.
     pub(crate) fn phys(&self) -> u64 {
-        let (backing, offset) = self.place();
+        let (backing, offset) = self.backing_and_offset();
         backing.phys() + offset
     }
 
     /// Returns the target for DMA mappings of the memory.
     pub(crate) fn target(&self) -> Target {
-        self.place().0.target()
+        self.backing_and_offset().0.target()
     }
 
     /// Maps the byte at `offset`, and up to `left` bytes from there, at the address of `fault`. Takes p2pmem's page
@@ -125,16 +125,16 @@ impl Memory {
     /// Context: page fault; `Buffer::inner` and the mmap lock or the VMA lock are held.
     pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
         self.hold();
-        let (backing, start) = self.place();
+        let (backing, start) = self.backing_and_offset();
         backing.insert(fault, start + offset, left)
     }
 
     /// Takes p2pmem's page references, once for each owner. As long as they exist the page counts cannot drop to zero.
     pub(crate) fn hold(&mut self) {
         let size = self.size;
-        let touched = core::mem::replace(&mut self.touched, true);
-        let (backing, start) = self.place();
-        if !touched {
+        let pages_held = core::mem::replace(&mut self.pages_held, true);
+        let (backing, start) = self.backing_and_offset();
+        if !pages_held {
             backing.hold(start, size);
         }
     }
@@ -143,7 +143,7 @@ impl Memory {
     ///
     /// Errors: `EAGAIN` if the memory has no such entry; the caller maps single pages then.
     pub(crate) fn map_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
-        let (backing, start) = self.place();
+        let (backing, start) = self.backing_and_offset();
         if self
             .size
             .checked_sub(offset)
@@ -156,8 +156,8 @@ impl Memory {
 
     /// Returns the number of pages that others refer to.
     pub(crate) fn busy(&self) -> usize {
-        let (backing, start) = self.place();
-        if self.touched {
+        let (backing, start) = self.backing_and_offset();
+        if self.pages_held {
             backing.busy(start, self.size)
         } else {
             0
@@ -172,9 +172,9 @@ impl Memory {
     /// Errors: those of `go_on`. The memory counts as not cleared then.
     pub(crate) fn clear(&mut self, combine: bool, step: u64, go_on: impl Fn() -> Result) -> Result {
         let size = self.footprint();
-        let (backing, start) = match &self.piece {
-            Origin::Own { extent, backing, start } => (backing, extent.offset() - *start),
-            Origin::Adopted { backing, .. } => (backing, 0),
+        let (backing, start) = match &self.source {
+            MemorySource::Own { extent, backing, start } => (backing, extent.offset() - *start),
+            MemorySource::Adopted { backing, .. } => (backing, 0),
         };
         let mut done = 0;
         while done < size {
@@ -188,23 +188,23 @@ impl Memory {
     }
 
     /// Marks cleared memory as free to go back to the allocator: drops the charge, and marks the extent as cleared.
-    pub(crate) fn returned_clear(&mut self) {
-        if let Origin::Own { extent, .. } = &mut self.piece {
+    pub(crate) fn mark_cleared(&mut self) {
+        if let MemorySource::Own { extent, .. } = &mut self.source {
             extent.set_clear(true);
         }
-        self.touched = false;
+        self.pages_held = false;
         self.charge = None;
     }
 }
 
 /// A linked list of memory, last in, first out. Adding to it allocates nothing and cannot fail.
-pub(crate) struct Stack {
+pub(crate) struct MemoryList {
     head: Option<KBox<Memory>>,
     count: u32,
     pub(crate) bytes: u64,
 }
 
-impl Stack {
+impl MemoryList {
     pub(crate) const EMPTY: Self = Self {
         head: None,
         count: 0,
@@ -248,7 +248,7 @@ impl Stack {
     }
 }
 
-impl Drop for Stack {
+impl Drop for MemoryList {
     /// Frees element by element. Recursive drops of a long list would overflow the kernel's stack.
     fn drop(&mut self) {
         while self.pop().is_some() {}

@@ -21,7 +21,7 @@ use crate::{
         buddy::Buddy,
         completion::Completion,
         dmem::{
-            Held,
+            CgroupCharge,
             Region, //
         },
         free_hint::{
@@ -33,14 +33,14 @@ use crate::{
             Pool, //
         },
         pci::Function,
-        publisher::Publisher,
+        publisher::RevokeCallback,
         refusal::Text, //
     },
     mem::{
         memory::{
             Memory,
-            Origin,
-            Stack, //
+            MemoryList,
+            MemorySource, //
         },
         provider::counters::Counters,
         walk, //
@@ -106,9 +106,9 @@ struct Inner<B> {
     /// Number of `buffers`.
     count: u32,
     /// Memory that waits for the scrubber.
-    dirty: Stack,
+    dirty: MemoryList,
     /// Memory whose pages others still refer to.
-    pinned: Stack,
+    pinned: MemoryList,
     /// Bytes that are being cleared now.
     clearing: u64,
     /// Whether the buddy allocator has memory that was in use and is not cleared, since an allocation needed it at once.
@@ -163,7 +163,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     exports: Atomic<u32>,
     pub(crate) counters: Counters,
     /// The driver that registered the memory, which is told when it is revoked.
-    publisher: Option<Arc<Publisher>>,
+    publisher: Option<Arc<RevokeCallback>>,
     function: Function,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
     being_removed: AtomicFlag,
@@ -200,7 +200,7 @@ pub(crate) struct ProviderConfig {
     pub(crate) combine: bool,
     pub(crate) pinned_exports: bool,
     /// The driver that registered the memory, if one did.
-    pub(crate) publisher: Option<Arc<Publisher>>,
+    pub(crate) publisher: Option<Arc<RevokeCallback>>,
 }
 
 impl<B: Send + Sync + 'static> Provider<B> {
@@ -273,8 +273,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
                     outstanding: 0,
                     buffers: RBTree::new(),
                     count: 0,
-                    dirty: Stack::EMPTY,
-                    pinned: Stack::EMPTY,
+                    dirty: MemoryList::EMPTY,
+                    pinned: MemoryList::EMPTY,
                     clearing: 0,
                     unscrubbed: false,
                     returns: 0,
@@ -299,9 +299,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Charges the caller's cgroup for `bytes` of this provider. Errors: `EAGAIN` (a limit of dmem), `ENODEV` (being removed).
-    pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<Held> {
+    pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<CgroupCharge> {
         if !Region::COUNTS {
-            return Ok(Held::NOTHING);
+            return Ok(CgroupCharge::NOTHING);
         }
         let region = self.inner.lock().region.clone().ok_or(ENODEV)?;
         region.charge(bytes)
@@ -309,7 +309,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     /// Returns the bytes of an adopted pool that p2pmem leaves to other drivers. An own provider left them their part when it was
     /// published, so it has no bound here.
-    pub(crate) fn kernel_has(&self) -> u64 {
+    pub(crate) fn kernel_reserve(&self) -> u64 {
         match self.kind {
             ProviderKind::Own | ProviderKind::Registered => u64::MAX,
             ProviderKind::Adopted => self.kernel_reserve,
@@ -402,9 +402,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Returns the offset of memory in the BAR, if the BAR is known.
     pub(crate) fn bar_offset_of(&self, memory: &Memory) -> Option<u64> {
         self.bar?;
-        Some(match memory.piece() {
-            Origin::Own { extent, .. } => extent.offset(),
-            Origin::Adopted { .. } => memory.phys() - self.bar_start(),
+        Some(match memory.source() {
+            MemorySource::Own { extent, .. } => extent.offset(),
+            MemorySource::Adopted { .. } => memory.phys() - self.bar_start(),
         })
     }
 

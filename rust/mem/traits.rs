@@ -5,7 +5,7 @@
 //! [`Revocable`]: a dma-buf or registration that a removal takes away (`rust/share`). [`Ledger`]: the keeper of charges
 //! (`rust/alloc/rules.rs`).
 
-use crate::ext::dmem::Held;
+use crate::ext::dmem::CgroupCharge;
 use kernel::{fmt, sync::Arc};
 
 /// The time, in ms, that a removal may still spend on waiting for fences of dma-bufs. All dma-bufs of a provider share it.
@@ -63,12 +63,12 @@ pub(crate) struct Charge {
     ledger: Arc<dyn Ledger>,
     id: u64,
     /// The charge of the dmem cgroup.
-    _cgroup: Held,
+    _cgroup: CgroupCharge,
 }
 
 impl Charge {
     /// Creates the charge that `ledger` knows as `id`. `cgroup` is the dmem charge, uncharged together with it.
-    pub(crate) fn new(ledger: Arc<dyn Ledger>, id: u64, cgroup: Held) -> Self {
+    pub(crate) fn new(ledger: Arc<dyn Ledger>, id: u64, cgroup: CgroupCharge) -> Self {
         Self {
             ledger,
             id,

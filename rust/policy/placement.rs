@@ -299,13 +299,18 @@ fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) ->
     }
 }
 
-/// Finds the best candidate that is not among `taken`, and with `shun` none that rules avoid; and how that ended.
-fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: bool) -> (Option<Winner>, Outcome) {
+/// Finds the best candidate that is not among `taken`, and with `skip_avoided` none that rules avoid; and how that ended.
+fn best(
+    request: &Request,
+    candidates: &[Candidate<'_>],
+    taken: &[usize],
+    skip_avoided: bool,
+) -> (Option<Winner>, Outcome) {
     let mut winner: Option<Winner> = None;
     let mut outcome = Outcome::NoProvider;
 
     for (index, candidate) in indexed(candidates) {
-        if taken.contains(&index) || shun && avoided(&candidate.effect) {
+        if taken.contains(&index) || skip_avoided && avoided(&candidate.effect) {
             continue;
         }
         let Some(by) = contends(request, candidate) else {
@@ -313,8 +318,8 @@ fn best(request: &Request, candidates: &[Candidate<'_>], taken: &[usize], shun: 
             continue;
         };
         let reach = Reach::of(request.clients, candidate.paths);
-        if let Err(objection) = eligible(request, candidate, &reach) {
-            outcome = outcome.max(objection.reason);
+        if let Err(denying_rule) = eligible(request, candidate, &reach) {
+            outcome = outcome.max(denying_rule.reason);
             continue;
         }
         let rank = Rank::of(candidate, &reach);
@@ -351,7 +356,7 @@ fn say(
     for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
         let reach = Reach::of(request.clients, candidate.paths);
         let (code, rule) = match (eligible(request, candidate, &reach), last) {
-            (Err(objection), _) => (objection.code, objection.rule),
+            (Err(denying_rule), _) => (denying_rule.code, denying_rule.rule),
             (Ok(()), Some(_)) if chosen.contains(&index) => {
                 let effect = &candidate.effect;
                 let preferred = effect.preference == Preference::Prefer;
@@ -393,14 +398,14 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
 }
 
 /// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either
-/// all are found or the answer says how many were, and why no other one is; with `shun` only such that rules do not
+/// all are found or the answer says how many were, and why no other one is; with `skip_avoided` only such that rules do not
 /// avoid.
 ///
 /// Takes as many times the time of [`decide`] as there are picks.
 pub(crate) fn decide_several(
     request: &Request,
     candidates: &[Candidate<'_>],
-    shun: bool,
+    skip_avoided: bool,
     picks: &mut [usize],
     verdicts: &mut [Verdict],
 ) -> (usize, Outcome) {
@@ -409,7 +414,7 @@ pub(crate) fn decide_several(
     let mut end = Outcome::NoProvider;
     while found < picks.len() {
         let taken = picks.get(..found).unwrap_or_default();
-        let (winner, outcome) = best(request, candidates, taken, shun);
+        let (winner, outcome) = best(request, candidates, taken, skip_avoided);
         end = outcome;
         last = winner;
         let (Some(winner), Some(slot)) = (&last, picks.get_mut(found)) else {

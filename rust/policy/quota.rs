@@ -82,7 +82,7 @@ pub(crate) struct ChargeTarget<'a> {
     /// Bytes that can be allocated in all.
     pub(crate) size: u64,
     /// Bytes of the kernel reserve; `u64::MAX` if no rule can change it.
-    pub(crate) kernel_has: u64,
+    pub(crate) kernel_reserve: u64,
 }
 
 /// Returns the bytes of a provider that are reserved for others than the requester, and the first rule that reserves any.
@@ -96,7 +96,7 @@ pub(crate) fn reserved_for_others(
         let left = match rule.reserve_for {
             Some(Beneficiary::Group) if requester.who.has(at) => 0,
             Some(Beneficiary::Group) => bytes.saturating_sub(store.used(ChargeKey::Reserve(rule.id, charge_target.id))),
-            _ => bytes.saturating_sub(charge_target.kernel_has),
+            _ => bytes.saturating_sub(charge_target.kernel_reserve),
         };
         if left > 0 {
             let set = RuleOrigin::Admin;

@@ -22,7 +22,7 @@ use crate::{
         pci::Function,
         publisher::{
             Publication,
-            Publisher, //
+            RevokeCallback, //
         },
         refusal::{
             refuse,
@@ -65,7 +65,7 @@ impl Orchestrator {
         &self,
         wanted: &Publication,
         device: driver::Published<'_>,
-        publisher: Arc<Publisher>,
+        publisher: Arc<RevokeCallback>,
     ) -> Answer<u32> {
         self.publish_bound(wanted, device, Some(publisher))
     }
@@ -92,7 +92,7 @@ impl Orchestrator {
         &self,
         wanted: &Publication,
         mut device: driver::Published<'_>,
-        publisher: Option<Arc<Publisher>>,
+        publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
         let function = Function::of(device.device());
         let addr = wanted.addr;
@@ -110,7 +110,7 @@ impl Orchestrator {
         }
         // Memory kept since a [`crate::mem::provider::RemovalKind::Lost`] removal still occupies the range. The device
         // answers again.
-        self.end_lost(&function, true);
+        self.release_lost(&function, true);
         let (bar, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {
                 Some((_, len)) => (bar, len),
@@ -207,7 +207,7 @@ impl Orchestrator {
         function: &Function,
         bar: u32,
         (size, reserve): (u64, u64),
-        publisher: Option<Arc<Publisher>>,
+        publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
         let addr = function.address();
         let pool = bus::pool(function)?.ok_or_else(|| {
@@ -238,7 +238,7 @@ impl Orchestrator {
         device: &mut driver::Published<'_>,
         bar: u32,
         size: u64,
-        publisher: Option<Arc<Publisher>>,
+        publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
         let addr = wanted.addr;
         if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) {
@@ -270,7 +270,7 @@ impl Orchestrator {
         function: &Function,
         (bar, reserve): (u32, u64),
         backing: Backing,
-        publisher: Option<Arc<Publisher>>,
+        publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
         let parts = ProviderConfig {
             id: self.new_id(),

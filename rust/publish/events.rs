@@ -17,8 +17,8 @@ use crate::{
         power,
         publisher::{
             Publication,
-            Publisher,
-            Registrar, //
+            Registrar,
+            RevokeCallback, //
         },
         refusal::Answer, //
     },
@@ -73,13 +73,18 @@ impl Registrar for DriverMemory {
         self.0.is_provided(function)
     }
 
-    fn register(&self, wanted: &Publication, device: driver::Published<'_>, publisher: Arc<Publisher>) -> Answer<u32> {
+    fn register(
+        &self,
+        wanted: &Publication,
+        device: driver::Published<'_>,
+        publisher: Arc<RevokeCallback>,
+    ) -> Answer<u32> {
         self.0.publish_registered(wanted, device, publisher)
     }
 
     fn unregister(&self, function: &Function, provider: u32) {
         if self.0.find(function).is_some_and(|found| found.id == provider) {
-            self.0.remove(function, RemovalKind::Retire);
+            self.0.remove(function, RemovalKind::GlobalOrchestrator);
         }
     }
 }
@@ -91,19 +96,19 @@ impl driver::Hooks for DriverEvents {
     fn unbinding(function: &Function) {
         if let Ok(orchestrator) = Orchestrator::get() {
             orchestrator.remove(function, RemovalKind::Unbind);
-            orchestrator.end_lost(function, false);
+            orchestrator.release_lost(function, false);
         }
     }
 
     fn losing(function: &Function, why: &CStr, answers: bool) {
         if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.lose(function, why, answers);
+            orchestrator.remove_before_reset(function, why, answers);
         }
     }
 
     fn recovered(function: &Function) {
         if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.end_lost(function, true);
+            orchestrator.release_lost(function, true);
         }
     }
 }

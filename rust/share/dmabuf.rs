@@ -19,9 +19,9 @@ use crate::{
             DeviceName,
             DmaBuf,
             Exporter,
-            Got,
             Importer,
             Link,
+            Lookup,
             MapSource,
             Operations,
             PhysRange, //
@@ -221,8 +221,8 @@ impl Export {
     /// Errors: those of `P2PMEM_IOC_IMPORT` that concern the descriptor and the buffer.
     pub(crate) fn import(fd: i32, file: u64) -> Answer<Holder> {
         let dma_buf = match DmaBuf::<Self>::get(fd) {
-            Ok(Got::Ours(dma_buf)) => dma_buf,
-            Ok(Got::Foreign(name)) => {
+            Ok(Lookup::Ours(dma_buf)) => dma_buf,
+            Ok(Lookup::Foreign(name)) => {
                 return Err(refuse!(
                     EXDEV,
                     "descriptor {} is a dma-buf of {}, not of p2pmem: it is no buffer",
@@ -557,7 +557,7 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
     let orchestrator = Orchestrator::get()?;
     let path = orchestrator.path(&buffer.provider, &function)?;
     let rules = orchestrator.rules();
-    match rules.objection(&buffer.who, &buffer.provider, &function.function_id(), &path) {
+    match rules.denying_rule(&buffer.who, &buffer.provider, &function.function_id(), &path) {
         None => Ok(()),
         Some((rule, far)) => Err(refuse!(
             EACCES,

@@ -22,9 +22,9 @@ use crate::{
         peer_mem::{
             self,
             Adapter,
-            Asked,
             Form,
             ModuleRef,
+            RegistrationRequest,
             Slot, //
         },
         refusal::{
@@ -100,7 +100,7 @@ pub(crate) fn list(f: &mut fmt::Formatter<'_>) -> fmt::Result {
 
 /// Returns the buffer and its ranges at the addresses that a program registers, or `None` if the first page is not in a
 /// mapping of a buffer. An error further on goes into [`Found::wrong`].
-fn look_up(space: &AddressSpace<Buffer>, asked: Asked) -> Option<Found> {
+fn look_up(space: &AddressSpace<Buffer>, asked: RegistrationRequest) -> Option<Found> {
     let mut at = asked.address / PAGE * PAGE;
     let first = space.mapped_at(at, PAGE)?;
     let mut found = Found {
@@ -120,7 +120,7 @@ fn look_up(space: &AddressSpace<Buffer>, asked: Asked) -> Option<Found> {
 ///
 /// Errors: `EINVAL` (no bytes, or the end wraps around), `EFAULT` (something else is mapped there, or nothing), `EXDEV`
 /// (another buffer), `E2BIG` (too many ranges), `ENOMEM`.
-fn collect(space: &AddressSpace<Buffer>, asked: Asked, at: &mut u64, found: &mut Found) -> Answer {
+fn collect(space: &AddressSpace<Buffer>, asked: RegistrationRequest, at: &mut u64, found: &mut Found) -> Answer {
     if asked.size == 0 {
         return Err(refuse!(EINVAL, "a registration of 0 bytes at {:#x}", asked.address));
     }
@@ -200,7 +200,7 @@ impl Client {
     /// Makes a registration. False if the memory is not a buffer's, or the module is being unloaded.
     ///
     /// Errors: `ENOMEM`.
-    fn enter(orchestrator: &Orchestrator, id: u64, asked: Asked) -> Result<bool> {
+    fn enter(orchestrator: &Orchestrator, id: u64, asked: RegistrationRequest) -> Result<bool> {
         let Some(found) = look_up(orchestrator.space(), asked) else {
             return Ok(false);
         };
@@ -218,7 +218,7 @@ impl Client {
 impl peer_mem::Client for Client {
     type Context = PeerRegistration;
 
-    fn acquire(number: u64, asked: Asked) -> Result<bool> {
+    fn acquire(number: u64, asked: RegistrationRequest) -> Result<bool> {
         match Orchestrator::get() {
             Ok(orchestrator) => Self::enter(&orchestrator, number, asked),
             Err(_) => Ok(false),

@@ -26,9 +26,9 @@ use crate::{
         peer_mem::{
             self,
             Adapter,
-            Asked,
             Form,
             ModuleRef,
+            RegistrationRequest,
             Slot, //
         },
         refusal::{
@@ -142,7 +142,7 @@ struct State {
 pub(crate) struct PeerRegistration {
     id: u64,
     owner: Owner,
-    asked: Asked,
+    asked: RegistrationRequest,
     found: Found,
     /// The DMA mapping.
     #[pin]
@@ -158,7 +158,7 @@ pub(crate) struct PeerRegistration {
 impl PeerRegistration {
     /// Creates a registration. `id` is the core's number, never used twice. The current task becomes the owner. Errors:
     /// `ENOMEM`.
-    pub(super) fn new(id: u64, asked: Asked, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
+    pub(super) fn new(id: u64, asked: RegistrationRequest, found: Found, module: ModuleRef) -> Result<Arc<Self>> {
         Arc::pin_init(
             pin_init!(Self {
                 id,

@@ -13,7 +13,7 @@ use crate::{
         },
         vma::{
             AddressSpace,
-            NewArea, //
+            NewMapping, //
         }, //
     },
     mem::buffer::Buffer,
@@ -105,7 +105,7 @@ impl chrdev::Operations for File {
         }
     }
 
-    fn mmap(this: ArcBorrow<'_, Self>, area: NewArea<'_, Buffer>) -> Result {
+    fn mmap(this: ArcBorrow<'_, Self>, area: NewMapping<'_, Buffer>) -> Result {
         this.map(area).map_err(|refusal| {
             this.refused("mmap", &refusal);
             refusal.error

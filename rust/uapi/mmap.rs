@@ -13,7 +13,7 @@ use crate::{
             Answer, //
         },
         trace,
-        vma::NewArea, //
+        vma::NewMapping, //
     },
     mem::{
         buffer::Buffer,
@@ -33,7 +33,7 @@ impl File {
     ///
     /// Errors: `EINVAL` (a private mapping, no buffer at the offset, beyond its end), `ENODEV` (the buffer is revoked), and at
     /// offset 0 those of an allocation.
-    pub(super) fn map(&self, area: NewArea<'_, Buffer>) -> Answer {
+    pub(super) fn map(&self, area: NewMapping<'_, Buffer>) -> Answer {
         if !area.is_shared() {
             return Err(refuse!(
                 EINVAL,
@@ -82,7 +82,7 @@ impl File {
 }
 
 /// Makes an area a mapping of a buffer.
-fn attach(area: NewArea<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer {
+fn attach(area: NewMapping<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer {
     buffer
         .map()
         .map_err(|e| refuse!(e, "the buffer was revoked: its provider {} left", buffer.provider.addr))?;

@@ -22,7 +22,7 @@ use crate::{
         memory::{
             Clearing,
             Memory,
-            Origin, //
+            MemorySource, //
         },
         provider::{
             Provider,
@@ -130,7 +130,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             drop(inner);
             self.returned.notify_all();
             if scrub {
-                workqueue::run_later();
+                workqueue::run_at_next_tick();
             }
         }
         memory
@@ -152,7 +152,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         // From here on the memory has an owner, who may write to it.
         extent.set_clear(false);
         let start = self.start;
-        Memory::new(Origin::Own { extent, backing, start }, size, clear)
+        Memory::new(MemorySource::Own { extent, backing, start }, size, clear)
     }
 
     /// Allocates a chunk from another driver's pool, large enough for the alignment.
@@ -160,9 +160,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let taken = padded(size, align);
         let memory = pool.take(taken).ok_or(ENOSPC).and_then(|chunk| {
             let at = chunk.phys() - self.bar_start();
-            let skip = at.next_multiple_of(align) - at;
+            let align_skip = at.next_multiple_of(align) - at;
             let backing = Arc::new(Backing::Pages(chunk), GFP_KERNEL_ACCOUNT)?;
-            Memory::new(Origin::Adopted { backing, skip }, size, false)
+            Memory::new(MemorySource::Adopted { backing, align_skip }, size, false)
         });
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;

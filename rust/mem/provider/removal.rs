@@ -12,7 +12,7 @@ use crate::{
     mem::{
         memory::{
             Memory,
-            Stack, //
+            MemoryList, //
         },
         provider::{
             Provider,
@@ -32,8 +32,8 @@ pub(crate) enum RemovalKind {
     /// The device's driver is unbound, and the kernel's pool ends with the driver.
     Unbind,
     /// Only p2pmem gives up the memory. The kernel's pool stays, and memory that goes back to the pool is cleared first.
-    Retire,
-    /// As [`Self::Retire`], but the device does not answer. Its memory is cleared and goes back once the device answers again.
+    GlobalOrchestrator,
+    /// As [`Self::GlobalOrchestrator`], but the device does not answer. Its memory is cleared and goes back once the device answers again.
     Lost,
 }
 
@@ -55,7 +55,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     /// Waits until no memory is outstanding. Buffers are revoked by now; an allocation or the scrubber gives up within one step
     /// of clearing.
-    pub(crate) fn await_hands(&self) {
+    pub(crate) fn wait_outstanding(&self) {
         let mut inner = self.inner.lock();
         while inner.outstanding > 0 {
             self.returned.wait(&mut inner);
@@ -63,10 +63,10 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Takes all dirty and pinned memory. All buffers are revoked, so no more comes back.
-    pub(crate) fn take_returned(&self) -> Stack {
+    pub(crate) fn take_returned(&self) -> MemoryList {
         let mut inner = self.inner.lock();
-        let mut all = core::mem::replace(&mut inner.dirty, Stack::EMPTY);
-        all.append(core::mem::replace(&mut inner.pinned, Stack::EMPTY));
+        let mut all = core::mem::replace(&mut inner.dirty, MemoryList::EMPTY);
+        all.append(core::mem::replace(&mut inner.pinned, MemoryList::EMPTY));
         all
     }
 

@@ -19,7 +19,7 @@ use crate::{
     mem::{
         memory::{
             Memory,
-            Stack, //
+            MemoryList, //
         },
         provider::{
             Inner,
@@ -57,7 +57,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.returned.notify_all();
         if live {
             // Waking a worker for each buffer would cost more than the rest of a free.
-            workqueue::run_later();
+            workqueue::run_at_next_tick();
         }
     }
 
@@ -118,7 +118,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             self.finish_scrub(taken, |inner| inner.dirty.push(memory));
             return Err(e);
         }
-        memory.returned_clear();
+        memory.mark_cleared();
         drop(memory);
         self.finish_scrub(taken, |inner| {
             if let Some(Source::Adopted { reserved, ceiling, .. }) = &mut inner.source {
@@ -133,12 +133,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
     pub(super) fn take_unpinned(&self) -> bool {
         let mut inner = self.inner.lock();
         // Memory that becomes pinned meanwhile is looked at in the next call.
-        let mut looked_at = Stack::EMPTY;
+        let mut looked_at = MemoryList::EMPTY;
         core::mem::swap(&mut looked_at, &mut inner.pinned);
         let count = looked_at.len();
         inner.outstanding += count;
         drop(inner);
-        let (mut still, mut idle) = (Stack::EMPTY, Stack::EMPTY);
+        let (mut still, mut idle) = (MemoryList::EMPTY, MemoryList::EMPTY);
         while let Some(memory) = looked_at.pop() {
             if memory.busy() > 0 {
                 still.push(memory);
