@@ -7,7 +7,7 @@
 //! like. The memory goes back once, at the step to Gone. See Documentation/design/lifecycle.md.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure, and its tests are both KUnit's and theirs.
+//! is compiled into the module and into the host tests of tests/suites/pure, and its tests are both KUnit's and theirs.
 
 /// Where a buffer is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,7 +14,7 @@
 //! passed in.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no
-//! `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! `unsafe`. The same text is compiled into the module and into the host tests of tests/suites/pure.
 
 /// Where a PCI function is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

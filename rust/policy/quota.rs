@@ -6,7 +6,7 @@
 //! charged is a [`Charged`], which cannot be copied and is used up by [`uncharge`]: nothing can be given back twice.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::rule::{
     first,

@@ -3,7 +3,7 @@
 //! Lists of ranges: whether parts of a buffer can make up a dma-buf.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure.
+//! is compiled into the module and into the host tests of tests/suites/pure.
 
 /// A range of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

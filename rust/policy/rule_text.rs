@@ -3,7 +3,7 @@
 //! The attributes of rules as text, as configfs takes and shows them.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::{
     path::{

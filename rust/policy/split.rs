@@ -3,7 +3,7 @@
 //! Where a stripe is divided.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, and holds no `unsafe`. The same text
-//! is compiled into the module and into the host tests of tests/pure.
+//! is compiled into the module and into the host tests of tests/suites/pure.
 
 /// A size in equal parts, of which the last one may be smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
