@@ -36,6 +36,9 @@
 //! [`room`]: Engine::room
 //! [`run`]: Engine::run
 
+// The README's example is compiled and run with the tests.
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
+
 mod attributes;
 mod engine;
 mod fabric;

@@ -14,6 +14,9 @@
 //! The client is not trusted: every length, index and address in a message is checked, a bad message is answered with an
 //! error, and a stream that cannot be understood any more is closed.
 
+// The README's example is compiled and run with the tests.
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
+
 pub mod client;
 mod config;
 mod device;
@@ -25,6 +28,7 @@ pub mod proto;
 mod server;
 mod stream;
 mod sys;
+mod worker;
 
 pub use config::{BarKind, ConfigBuilder, ConfigError, ConfigSpace, LinkSpeed, Msix};
 pub use device::{Bus, Device, Region};
@@ -33,3 +37,4 @@ pub use irq::{Irqs, Raised};
 pub use memory::{Memory, OutOfBounds};
 pub use peers::{NameTaken, Peer, Peers};
 pub use server::{Listener, ServeError, serve};
+pub use worker::{Health, Worker};
