@@ -6,7 +6,7 @@
 //! layouts are the kernel's own ([`layout`]). Register accesses are few (doorbells, a health counter) and are answered on
 //! the thread that serves the emulator; everything else is the business of two workers per adapter: one for queue pairs and
 //! the payload that they move, one for commands and changes of memory keys, so that payload can be in flight while the key
-//! changes by which it is moved ([`adapter`]). Each is fed by an inbox: doorbells, packets from the subnet, questions from
+//! changes by which it is moved (`adapter.rs`). Each is fed by an inbox: doorbells, packets from the subnet, questions from
 //! outside.
 //!
 //! What travels between adapters, and how it is made reliable, is in crate `p2pmem-ib`; this is its host.

@@ -5,8 +5,8 @@
 //! A key's context (`mkc` in the headers) says whose it is, what it allows, and how its address space is laid out: as bus
 //! addresses (PA), in pages of one size (MTT), in pages of one size of other keys (KSM), or as pieces of other keys one
 //! after another (KLM). The translations are kept here, as the hardware keeps them in memory of its own; they come with
-//! CREATE_MKEY or by UMR work requests ([`umr`]). A page that is not present is a page fault, which the driver is asked to
-//! repair ([`fault`]).
+//! CREATE_MKEY or by UMR work requests (`umr.rs`). A page that is not present is a page fault, which the driver is asked to
+//! repair (`fault.rs`).
 //!
 //! Nothing here moves payload: [`Mkeys::resolve`] turns an access into ranges of bus addresses.
 
