@@ -29,7 +29,7 @@ LEADS = [
     ("rust/mem/buffer.rs", "RBTree", "kernel/rbtree.rs"),
     ("rust/ext/abi.rs", "p2pmem_alloc", "bindings_generated.rs"),
     ("userspace/p2pmemctl/src/list.rs", "human_size", "userspace/p2pmem/src/"),
-    ("tests/devices/src/bin/p2pmem-accel.rs", "Accel", "tests/devices/src/accel"),
+    ("tests/models/fabric/src/bin/p2pmem-accel.rs", "Accel", "tests/models/accel/src/"),
 ]
 # It believes that `Arc::pin_init(pin_init!(T { .. }), ..)` initialises fields of an Arc, and does not know that the kernel's `Arc<T>`
 # becomes an `Arc<dyn Trait>` where one is expected (`CoercePointee`).

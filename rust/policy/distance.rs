@@ -3,7 +3,7 @@
 //! How far a provider is from all clients of a request together.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
-//! The same source is compiled into the module and into the host tests of tests/pure.
+//! The same source is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::path::{
     indexed,

@@ -7,7 +7,7 @@
 //! goes back exactly once, at the step to Gone. See "States of a buffer" in Documentation/design/lifecycle.md.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
-//! module and the host tests of tests/pure compile the same source; its tests run as KUnit tests and on the host.
+//! module and the host tests of tests/suites/pure compile the same source; its tests run as KUnit tests and on the host.
 
 /// The state of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

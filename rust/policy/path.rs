@@ -12,7 +12,7 @@
 //! that verdict in.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
-//! module and the host tests of tests/pure compile the same source.
+//! module and the host tests of tests/suites/pure compile the same source.
 
 /// Address of a PCI function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -17,7 +17,7 @@
 //!
 //! The file is pure: it needs nothing but `core` and [`Path`], allocates nothing, cannot panic, and
 //! holds no `unsafe`. The same text is compiled into the module and into the host tests of
-//! tests/pure.
+//! tests/suites/pure.
 
 use crate::policy::{
     distance::{

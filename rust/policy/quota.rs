@@ -6,7 +6,7 @@
 //! which cannot be copied and which [`uncharge`] consumes: nothing can be subtracted twice.
 //!
 //! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
-//! has no `unsafe`. The module and the host tests of tests/pure compile the same source.
+//! has no `unsafe`. The module and the host tests of tests/suites/pure compile the same source.
 
 use crate::policy::{
     rule::{

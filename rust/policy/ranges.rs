@@ -3,7 +3,7 @@
 //! Lists of ranges: whether parts of a buffer can make up a dma-buf.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
-//! module and the host tests of tests/pure compile the same source.
+//! module and the host tests of tests/suites/pure compile the same source.
 
 /// A range of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

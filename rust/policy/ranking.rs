@@ -5,7 +5,7 @@
 //! [`nearest`] gives the answer of [`decide`](super::placement::decide) or none at all.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
-//! The same source is compiled into the module and into the host tests of tests/pure.
+//! The same source is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::{
     distance::Distance,

@@ -8,7 +8,7 @@
 //! [`crate::policy::quota::ChargeSet`]. All of it is written down in Documentation/design/rules.md.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/pure.
+//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::path::{
     indexed,

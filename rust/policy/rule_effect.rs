@@ -3,7 +3,7 @@
 //! What the rules say of a provider for a request: which rules apply to the caller, and what they allow, prefer and set aside.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
-//! The same source is compiled into the module and into the host tests of tests/pure.
+//! The same source is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::{
     path::{

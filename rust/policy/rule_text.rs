@@ -5,7 +5,7 @@
 //! All parsers return `None` for text they do not accept. They accept no white space.
 //!
 //! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
-//! has no `unsafe`. The module and the host tests of tests/pure compile the same source.
+//! has no `unsafe`. The module and the host tests of tests/suites/pure compile the same source.
 
 use crate::policy::{
     path::{

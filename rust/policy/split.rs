@@ -3,7 +3,7 @@
 //! Division of a stripe into parts.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
-//! module and the host tests of tests/pure compile the same source.
+//! module and the host tests of tests/suites/pure compile the same source.
 
 /// A size in equal parts, of which the last one may be smaller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,708 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Programs that others wrote, as data: what to run on which node, and what is expected to come of it.
+//!
+//! A [`Table`] is a TOML file in `tests/suites/clients`. An entry with `each` stands for one client for every combination of the
+//! values of its variables, which its texts name in braces. Documentation/testbed/clients.md describes the format.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use p2pmem_guest::wire::Listen;
+use regex::Regex;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::command::{Command, Outcome, Status};
+use crate::counters::UNKNOWN;
+
+/// Node of the client, or of a command that is alone.
+pub const CLIENT: &str = "a";
+/// Node of the server.
+pub const SERVER: &str = "b";
+
+/// Where the tables are, seen from this crate's sources.
+pub fn tables() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../suites/clients")
+}
+
+/// The clients of a file.
+#[derive(Debug)]
+pub struct Table {
+    /// Name: that of the file, without `.toml`.
+    pub name: String,
+    /// The topology they need.
+    pub topology: String,
+    /// On which kernels they run.
+    pub kernels: Kernels,
+    /// Shell script for every node, before the first of them.
+    pub set_up: Option<String>,
+    /// The clients, in the order of the file.
+    pub clients: Vec<Client>,
+}
+
+/// On which kernels the clients of a table run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kernels {
+    /// On the stock kernel and on the debug kernel.
+    Both,
+    /// On the stock kernel alone, and why.
+    Stock(String),
+    /// On the debug kernel alone, and why.
+    Debug(String),
+}
+
+/// One client.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Client {
+    /// Its name, of its own among all of its table.
+    pub name: String,
+    /// Shell command on [`SERVER`], and the port on which it listens.
+    pub server: Option<(String, Listen)>,
+    /// Shell command on [`CLIENT`].
+    pub client: String,
+    /// What is expected.
+    pub expected: Expected,
+    /// How long it may take.
+    pub limit: Duration,
+    /// Whether no other client should have the guests after it.
+    pub ruins: bool,
+    /// What the client prints when it loses a race of its own against its server: such a failure says nothing of p2pmem.
+    pub race: Option<String>,
+}
+
+/// What is expected of a client.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Expected {
+    /// It ends with an exit code, has said something, and its counters are within bounds.
+    End {
+        /// The client's exit code.
+        exit: i32,
+        /// What its output has.
+        says: Vec<String>,
+        /// Whether the server, too, has to end by itself and with success.
+        server_ends: bool,
+        /// Conditions on what the devices counted meanwhile.
+        evidence: Vec<Condition>,
+        /// Why it is to fail, if it is.
+        why: Option<String>,
+    },
+    /// It is not run.
+    Skip {
+        /// Why.
+        reason: String,
+    },
+}
+
+/// A bound on a counter: `b.nic0.payload.host_written < 64K`. `+` adds counters up.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Condition {
+    text: String,
+    counters: Vec<Vec<String>>,
+    operator: Operator,
+    bound: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Operator {
+    Less,
+    AtMost,
+    Equal,
+    AtLeast,
+    More,
+}
+
+/// A line of the report.
+#[derive(Debug, Clone, Serialize)]
+pub struct Report {
+    /// The kernel it ran on: `stock` or `debug`.
+    pub kernel: String,
+    /// The table it is of.
+    pub table: String,
+    /// The client.
+    pub client: String,
+    /// What was run.
+    pub command: String,
+    /// What was expected.
+    pub expected: String,
+    /// What came of it.
+    pub got: String,
+    /// Whether that is what was expected; `None` where it was skipped.
+    pub ok: Option<bool>,
+    /// How long it took.
+    pub seconds: f64,
+    /// The conditions on counters, each with what was counted.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub evidence: Vec<String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct TableText {
+    topology: String,
+    stock_only: Option<String>,
+    debug_only: Option<String>,
+    set_up: Option<String>,
+    client: Vec<ClientText>,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ClientText {
+    name: String,
+    #[serde(default)]
+    each: BTreeMap<String, Vec<String>>,
+    server: Option<String>,
+    listen: Option<ListenText>,
+    client: String,
+    #[serde(default)]
+    exit: i32,
+    #[serde(default)]
+    says: Vec<String>,
+    #[serde(default)]
+    evidence: Vec<String>,
+    server_ends: Option<bool>,
+    why: Option<String>,
+    skip: Option<String>,
+    #[serde(default = "limit")]
+    limit: u64,
+    #[serde(default)]
+    ruins: bool,
+    race: Option<String>,
+}
+
+/// A TCP port as a number, a port of rdma_cm as `"rdma:7174"`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(untagged)]
+enum ListenText {
+    Tcp(u16),
+    Rdma(String),
+}
+
+fn limit() -> u64 {
+    60
+}
+
+impl Table {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, or what is wrong with which entry.
+    pub fn load(path: &Path) -> Result<Table> {
+        let name = path.file_stem().context("a table without a name")?.to_string_lossy();
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        Table::parse(&name, &text).with_context(|| path.display().to_string())
+    }
+
+    /// Reads and checks a text.
+    ///
+    /// # Errors
+    ///
+    /// As [`Table::load`].
+    pub fn parse(name: &str, text: &str) -> Result<Table> {
+        let text: TableText = toml::from_str(text)?;
+        let kernels = match (text.stock_only, text.debug_only) {
+            (None, None) => Kernels::Both,
+            (Some(why), None) => Kernels::Stock(why),
+            (None, Some(why)) => Kernels::Debug(why),
+            (Some(_), Some(_)) => bail!("stock_only and debug_only leave no kernel"),
+        };
+        let mut clients: Vec<Client> = Vec::new();
+        for entry in text.client {
+            let what = format!("client {:?}", entry.name);
+            for entry in combinations(entry) {
+                let client = Client::new(entry).with_context(|| what.clone())?;
+                ensure!(
+                    clients.iter().all(|other| other.name != client.name),
+                    "there are two clients {:?}",
+                    client.name
+                );
+                clients.push(client);
+            }
+        }
+        Ok(Table {
+            name: name.to_owned(),
+            topology: text.topology,
+            kernels,
+            set_up: text.set_up,
+            clients,
+        })
+    }
+}
+
+/// One entry for each combination of an entry's variables, with their values in place.
+fn combinations(mut entry: ClientText) -> Vec<ClientText> {
+    let Some((variable, values)) = entry.each.pop_first() else {
+        return vec![entry];
+    };
+    let place = format!("{{{variable}}}");
+    let filled = values.iter().map(|value| {
+        let fill = |text: &String| text.replace(&place, value);
+        ClientText {
+            name: fill(&entry.name),
+            server: entry.server.as_ref().map(fill),
+            client: fill(&entry.client),
+            says: entry.says.iter().map(fill).collect(),
+            evidence: entry.evidence.iter().map(fill).collect(),
+            ..entry.clone()
+        }
+    });
+    filled.flat_map(combinations).collect()
+}
+
+impl Client {
+    fn new(text: ClientText) -> Result<Client> {
+        let server = match (text.server, text.listen) {
+            (None, None) => None,
+            (Some(server), Some(ListenText::Tcp(port))) => Some((server, Listen::Tcp(port))),
+            (Some(server), Some(ListenText::Rdma(port))) => {
+                let port = port.strip_prefix("rdma:").and_then(|port| port.parse().ok());
+                let port = port.context("listen is a TCP port, or \"rdma:PORT\"")?;
+                Some((server, Listen::Rdma(port)))
+            }
+            (Some(_), None) => bail!("a server needs listen"),
+            (None, Some(_)) => bail!("nobody listens without a server"),
+        };
+        for pattern in &text.says {
+            Regex::new(pattern).with_context(|| format!("says {pattern:?}"))?;
+        }
+        if let Some(pattern) = &text.race {
+            Regex::new(pattern).with_context(|| format!("race {pattern:?}"))?;
+        }
+        ensure!(text.exit == 0 || text.why.is_some(), "one that is to fail needs a why");
+        let expected = match text.skip {
+            Some(reason) => Expected::Skip { reason },
+            None => Expected::End {
+                exit: text.exit,
+                says: text.says,
+                server_ends: text.server_ends.unwrap_or(text.exit == 0),
+                evidence: text
+                    .evidence
+                    .iter()
+                    .map(|text| Condition::parse(text))
+                    .collect::<Result<_>>()?,
+                why: text.why,
+            },
+        };
+        Ok(Client {
+            name: text.name,
+            server,
+            client: text.client,
+            expected,
+            limit: Duration::from_secs(text.limit),
+            ruins: text.ruins,
+            race: text.race,
+        })
+    }
+
+    /// What to run on [`CLIENT`].
+    pub fn client_command(&self) -> Command {
+        Command::new(["bash", "-c", self.client.as_str()]).limit(self.limit)
+    }
+
+    /// What to run on [`SERVER`].
+    pub fn server_command(&self) -> Option<Command> {
+        let (script, listen) = self.server.as_ref()?;
+        // The client's own limit counts from when this one listens.
+        let limit = self.limit * 2;
+        Some(
+            Command::new(["bash", "-c", script.as_str()])
+                .limit(limit)
+                .listen(*listen),
+        )
+    }
+
+    /// Whether the server has to end by itself.
+    pub fn server_ends(&self) -> bool {
+        matches!(self.expected, Expected::End { server_ends: true, .. })
+    }
+
+    /// Whether the client failed since it lost a race of its own against its server.
+    pub fn has_lost_race(&self, client: Option<&Outcome>) -> bool {
+        let lost = |pattern: &String| Regex::new(pattern).ok();
+        let Some((pattern, client)) = self.race.as_ref().and_then(lost).zip(client) else {
+            return false;
+        };
+        client.status != (Status::Exited { code: 0 }) && pattern.is_match(&output(client))
+    }
+
+    /// The report where it could not be run, as the guests or the harness had an error.
+    pub fn not_run(&self, error: &str) -> Report {
+        Report {
+            got: format!("not run: {error}"),
+            ok: Some(false),
+            ..self.judge(None, None, &Value::Null)
+        }
+    }
+
+    /// Compares what came of it with what was expected. `counted` is what all devices counted meanwhile, see
+    /// [`crate::cluster::Cluster::snapshot`].
+    pub fn judge(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
+        let mut wrong = Vec::new();
+        let mut evidence = Vec::new();
+        let mut got = client.map_or_else(|| "the server did not listen".to_owned(), end);
+        let expected = match &self.expected {
+            Expected::Skip { reason } => {
+                got = "skipped".into();
+                format!("skip: {reason}")
+            }
+            Expected::End {
+                exit,
+                says,
+                server_ends,
+                evidence: conditions,
+                why,
+            } => {
+                let output = client.map(output).unwrap_or_default();
+                if client.is_none_or(|client| client.status != (Status::Exited { code: *exit })) {
+                    wrong.push(last_words(&output));
+                }
+                for pattern in says {
+                    if !Regex::new(pattern).is_ok_and(|regex| regex.is_match(&output)) {
+                        wrong.push(format!("it does not say {pattern:?}: {}", last_words(&output)));
+                    }
+                }
+                let bad_end = |server: &&Outcome| *server_ends && server.status != (Status::Exited { code: 0 });
+                if let Some(server) = server.filter(bad_end) {
+                    wrong.push(format!(
+                        "the server: {}; {}",
+                        end(server),
+                        last_words(&self::output(server))
+                    ));
+                }
+                let logs = [server, client].into_iter().flatten();
+                wrong.extend(
+                    logs.flat_map(|outcome| &outcome.findings)
+                        .map(|line| format!("kernel: {line}")),
+                );
+                for condition in conditions {
+                    match condition.value(counted) {
+                        Ok(value) => {
+                            evidence.push(format!("{}: {value}", condition.text));
+                            if !condition.holds(value) {
+                                wrong.push(format!("not {}: {value}", condition.text));
+                            }
+                        }
+                        Err(e) => wrong.push(format!("{}: {e:#}", condition.text)),
+                    }
+                }
+                match why {
+                    Some(why) => format!("exit {exit}: {why}"),
+                    None => "pass".into(),
+                }
+            }
+        };
+        for wrong in &wrong {
+            got.push_str("; ");
+            got.push_str(wrong);
+        }
+        let command = match &self.server {
+            Some((server, _)) => format!("{SERVER}: {server}\n{CLIENT}: {}", self.client),
+            None => self.client.clone(),
+        };
+        Report {
+            kernel: String::new(),
+            table: String::new(),
+            client: self.name.clone(),
+            command,
+            expected,
+            got,
+            ok: match self.expected {
+                Expected::Skip { .. } => None,
+                Expected::End { .. } => Some(wrong.is_empty()),
+            },
+            seconds: client.map_or(0.0, |client| client.seconds),
+            evidence,
+        }
+    }
+}
+
+fn end(outcome: &Outcome) -> String {
+    match &outcome.status {
+        Status::Exited { code: 0 } => "pass".into(),
+        Status::Exited { code } => format!("exit {code}"),
+        other => format!("{other:?}"),
+    }
+}
+
+fn output(outcome: &Outcome) -> String {
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    text(&outcome.stdout) + &text(&outcome.stderr)
+}
+
+/// The last lines of an output that are not empty, as one line.
+fn last_words(output: &str) -> String {
+    let lines = output.lines().rev().map(str::trim).filter(|line| !line.is_empty());
+    let mut last: Vec<&str> = lines.take(4).collect();
+    last.reverse();
+    last.join(" | ")
+}
+
+/// How much of a device's payload is at addresses of which nobody knows whose they are: a drive's own word for it, and for a NIC what
+/// is in no memory that its process has mapped, and went by message to whoever answers there.
+fn unknown(counters: &Value) -> u64 {
+    let payload = &counters["payload"];
+    let names = [UNKNOWN, "message_read", "message_written"];
+    names.iter().filter_map(|name| payload[name].as_u64()).sum()
+}
+
+impl Condition {
+    fn parse(text: &str) -> Result<Condition> {
+        let usage = || format!("evidence {text:?}: write it like \"b.nic0.payload.host_written < 64K\"");
+        let words: Vec<&str> = text.split_ascii_whitespace().collect();
+        let [sum @ .., operator, bound] = words.as_slice() else {
+            bail!(usage())
+        };
+        let counters = sum.iter().filter(|word| **word != "+");
+        let counters: Vec<Vec<String>> = counters
+            .map(|word| word.split('.').map(str::to_owned).collect())
+            .collect();
+        ensure!(
+            !counters.is_empty() && counters.iter().all(|path| path.len() >= 3),
+            usage()
+        );
+        let operator = match *operator {
+            "<" => Operator::Less,
+            "<=" => Operator::AtMost,
+            "==" => Operator::Equal,
+            ">=" => Operator::AtLeast,
+            ">" => Operator::More,
+            _ => bail!(usage()),
+        };
+        let bound = parse_size::Config::new().with_binary().parse_size(bound);
+        Ok(Condition {
+            text: text.to_owned(),
+            counters,
+            operator,
+            bound: bound.with_context(usage)?,
+        })
+    }
+
+    fn value(&self, counted: &Value) -> Result<u64> {
+        let mut sum = 0;
+        for path in &self.counters {
+            let [node, device, rest @ ..] = path.as_slice() else {
+                bail!("no device")
+            };
+            let device = &counted[node][device];
+            // What a device process says is below `counters`, what the runner says of a drive is not.
+            let mut value = device.get("counters").unwrap_or(device);
+            let unknown = unknown(value);
+            ensure!(
+                unknown == 0,
+                "{}: {unknown} bytes moved from or to unknown addresses: nothing can be said of the others",
+                path.join(".")
+            );
+            for word in rest {
+                value = &value[word];
+            }
+            sum += value
+                .as_u64()
+                .with_context(|| format!("{} is not counted", path.join(".")))?;
+        }
+        Ok(sum)
+    }
+
+    fn holds(&self, value: u64) -> bool {
+        match self.operator {
+            Operator::Less => value < self.bound,
+            Operator::AtMost => value <= self.bound,
+            Operator::Equal => value == self.bound,
+            Operator::AtLeast => value >= self.bound,
+            Operator::More => value > self.bound,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    const TABLE: &str = r#"
+        topology = "rdma"
+        set_up = "true"
+        [[client]]
+        name = "ib_{verb}_{kind}"
+        each = { verb = ["write", "read"], kind = ["bw", "lat"] }
+        listen = 18515
+        server = "ib_{verb}_{kind}"
+        client = "ib_{verb}_{kind} $P2PMEM_ADDR_B"
+        says = ["^x"]
+        evidence = ["b.nic0.payload.host_written + b.nic0.payload.host_read <= 64K"]
+        race = "REJECTED"
+        [[client]]
+        name = "rping"
+        listen = "rdma:7174"
+        server = "rping -s"
+        client = "rping -c"
+        exit = 3
+        why = "it cannot"
+        [[client]]
+        name = "other"
+        client = "other"
+        skip = "no such hardware"
+    "#;
+
+    fn outcome(code: i32, stdout: &str) -> Outcome {
+        Outcome {
+            status: Status::Exited { code },
+            stdout: stdout.as_bytes().to_vec(),
+            stderr: Vec::new(),
+            dmesg: Vec::new(),
+            findings: Vec::new(),
+            seconds: 1.0,
+        }
+    }
+
+    #[test]
+    fn an_entry_stands_for_all_combinations() {
+        let table = Table::parse("t", TABLE).unwrap();
+        let names: Vec<&str> = table.clients.iter().map(|client| client.name.as_str()).collect();
+        let all = [
+            "ib_write_bw",
+            "ib_read_bw",
+            "ib_write_lat",
+            "ib_read_lat",
+            "rping",
+            "other",
+        ];
+        assert_eq!(names.len(), all.len());
+        assert!(all.iter().all(|name| names.contains(name)), "{names:?}");
+        assert_eq!(
+            table.clients[0].server,
+            Some(("ib_write_bw".into(), Listen::Tcp(18515)))
+        );
+        assert_eq!(table.clients[4].server, Some(("rping -s".into(), Listen::Rdma(7174))));
+        assert_eq!(
+            table.clients[4].server_command().unwrap().limit,
+            Duration::from_secs(120)
+        );
+        assert!(table.clients[5].server_command().is_none());
+    }
+
+    #[test]
+    fn tables_say_on_which_kernels() {
+        let kernels = |line: &str| Table::parse("t", &format!("{line}\n{TABLE}")).unwrap().kernels;
+        assert_eq!(kernels(""), Kernels::Both);
+        assert_eq!(kernels("stock_only = \"a\""), Kernels::Stock("a".into()));
+        assert_eq!(kernels("debug_only = \"b\""), Kernels::Debug("b".into()));
+    }
+
+    #[test]
+    fn bad_tables_are_refused() {
+        let cases = [
+            (
+                "listen = 18515",
+                "",
+                "client \"ib_{verb}_{kind}\": a server needs listen",
+            ),
+            ("\"rdma:7174\"", "\"cm:7174\"", "listen is"),
+            ("why = \"it cannot\"", "", "needs a why"),
+            ("\"^x\"", "\"(\"", "says \"(\""),
+            ("\"REJECTED\"", "\")\"", "race \")\""),
+            ("<= 64K", "~ 64K", "write it like"),
+            ("<= 64K", "<= many", "write it like"),
+            ("b.nic0.payload.host_written + ", "host_written + ", "write it like"),
+            (
+                "name = \"other\"",
+                "name = \"rping\"",
+                "there are two clients \"rping\"",
+            ),
+            ("skip = ", "jump = ", "jump"),
+            (
+                "set_up = ",
+                "stock_only = \"a\"\ndebug_only = \"b\"\nset_up = ",
+                "leave no kernel",
+            ),
+        ];
+        for (from, to, expected) in cases {
+            let text = TABLE.replacen(from, to, 1);
+            assert_ne!(text, TABLE);
+            let error = format!("{:#}", Table::parse("t", &text).expect_err("accepted"));
+            assert!(error.contains(expected), "{expected:?} not in {error:?}");
+        }
+    }
+
+    #[test]
+    fn a_lost_race_is_told_from_other_failures() {
+        let table = Table::parse("t", TABLE).unwrap();
+        let lost = |client: usize, code, text| table.clients[client].has_lost_race(Some(&outcome(code, text)));
+        assert!(lost(0, 1, "event REJECTED"));
+        assert!(!lost(0, 1, "event DISCONNECTED") && !lost(0, 0, "event REJECTED") && !lost(4, 1, "event REJECTED"));
+        assert!(!table.clients[0].has_lost_race(None));
+    }
+
+    #[test]
+    fn what_came_of_it_is_judged() {
+        let table = Table::parse("t", TABLE).unwrap();
+        let counted =
+            |bytes: u64| json!({"b": {"nic0": {"counters": {"payload": {"host_written": bytes, "host_read": 1}}}}});
+        let bw = &table.clients[0];
+        let good = bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
+        assert!(
+            good.ok == Some(true) && good.expected == "pass" && good.got == "pass",
+            "{good:?}"
+        );
+        assert!(good.evidence[0].ends_with("64K: 101"), "{good:?}");
+        for (server, client, bytes) in [
+            (outcome(1, "server says"), outcome(0, "x"), 1),
+            (outcome(0, ""), outcome(2, "x"), 1),
+            (outcome(0, ""), outcome(0, "y"), 1),
+            (outcome(0, ""), outcome(0, "x"), 1 << 16),
+        ] {
+            let bad = bw.judge(Some(&server), Some(&client), &counted(bytes));
+            assert!(bad.ok == Some(false) && bad.got != "pass", "{bad:?}");
+        }
+        let failed = Some(false);
+        // Nothing is said of a NIC, or of a drive, some of whose payload is nobody knows where.
+        let condition = |text: &str, device: Value| Condition::parse(text).unwrap().value(&json!({"b": {"x": device}}));
+        let nic = |astray: u64| json!({"counters": {"payload": {"host_read": 0, "message_read": 0, "message_written": astray}}});
+        let drive = |astray: u64| json!({"payload": {"unknown": astray}, "read": {"host": 0}});
+        for (text, device) in [
+            ("b.x.payload.host_read == 0", &nic as &dyn Fn(u64) -> Value),
+            ("b.x.read.host == 0", &drive),
+        ] {
+            assert_eq!(condition(text, device(0)).unwrap(), 0);
+            let error = condition(text, device(8)).unwrap_err().to_string();
+            assert!(error.contains("8 bytes moved from or to unknown addresses"), "{error}");
+        }
+        assert_eq!(
+            bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok,
+            failed
+        );
+        assert_eq!(bw.judge(Some(&outcome(0, "")), None, &counted(1)).ok, failed);
+        let mut said = outcome(0, "x");
+        said.findings.push("BUG".into());
+        assert_eq!(bw.judge(Some(&outcome(0, "")), Some(&said), &counted(1)).ok, failed);
+
+        let rping = &table.clients[4];
+        let failed = rping.judge(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
+        assert!(
+            failed.ok == Some(true) && failed.expected == "exit 3: it cannot" && failed.got == "exit 3",
+            "{failed:?}"
+        );
+        assert_eq!(rping.judge(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
+        let lost = rping.not_run("the guests did not boot");
+        assert!(lost.ok == Some(false) && lost.got == "not run: the guests did not boot");
+
+        let other = table.clients[5].judge(None, None, &json!({}));
+        assert!(other.ok.is_none() && other.got == "skipped" && other.expected == "skip: no such hardware");
+    }
+
+    #[test]
+    fn the_tables_of_the_test_bed() {
+        let mut count = 0;
+        for entry in fs::read_dir(tables()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "toml") {
+                count += Table::load(&path).unwrap().clients.len();
+            }
+        }
+        assert!(count > 0);
+    }
+}

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Results of pyverbs' own tests: those that are expected, which a file in the tree lists, and those of a run.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde::{Deserialize, Serialize};
+
+use crate::clients::Report;
+
+/// What is said of a test that is not in a list.
+const NONE: &str = "none";
+
+/// Results of tests: by class (`test_addr.AHTest`), by name, `pass`, `skip: why`, `fail: why` or `crash: how`.
+#[derive(Debug, Default, PartialEq, Deserialize, Serialize)]
+#[serde(transparent)]
+pub struct Results {
+    classes: BTreeMap<String, BTreeMap<String, String>>,
+    #[serde(skip)]
+    seconds: BTreeMap<String, f64>,
+}
+
+/// A line of `tests/suites/clients/pyverbs/run.py`.
+#[derive(Debug, Deserialize)]
+struct Line {
+    test: String,
+    result: String,
+    reason: String,
+    seconds: f64,
+}
+
+impl Results {
+    /// Reads a list.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be read, is no such list, or expects something else than tests to pass, or to be skipped, fail or crash
+    /// for a reason.
+    pub fn load(path: &Path) -> Result<Results> {
+        let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
+        Results::parse(&text).with_context(|| path.display().to_string())
+    }
+
+    fn parse(text: &str) -> Result<Results> {
+        let results: Results = toml::from_str(text)?;
+        for (test, result) in results.all() {
+            let has_reason = |kind: &str| {
+                result
+                    .strip_prefix(kind)
+                    .is_some_and(|reason| !reason.trim().is_empty())
+            };
+            ensure!(
+                result == "pass" || ["skip: ", "fail: ", "crash: "].into_iter().any(has_reason),
+                "{test}: {result:?} is not \"pass\", \"skip: why\", \"fail: why\" or \"crash: how\""
+            );
+        }
+        Ok(results)
+    }
+
+    /// Writes a list.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing a file.
+    pub fn store(&self, path: &Path) -> Result<()> {
+        let text = toml::to_string(&self.classes)?;
+        fs::write(path, text).with_context(|| path.display().to_string())
+    }
+
+    /// Adds what a run said.
+    ///
+    /// # Errors
+    ///
+    /// A line that is not of that form.
+    pub fn add(&mut self, output: &[u8]) -> Result<()> {
+        for line in String::from_utf8_lossy(output).lines() {
+            let line: Line = serde_json::from_str(line).with_context(|| format!("pyverbs' tests said {line:?}"))?;
+            let (class, name) = line.test.rsplit_once('.').unwrap_or(("", line.test.as_str()));
+            let result = match line.reason.as_str() {
+                "" => line.result,
+                reason => format!("{}: {reason}", line.result),
+            };
+            self.classes
+                .entry(class.to_owned())
+                .or_default()
+                .insert(name.to_owned(), result);
+            self.seconds.insert(line.test, line.seconds);
+        }
+        Ok(())
+    }
+
+    fn all(&self) -> impl Iterator<Item = (String, &str)> {
+        let tests = self.classes.iter().flat_map(|(class, tests)| {
+            let named = tests.iter();
+            named.map(move |(name, result)| (format!("{class}.{name}"), result.as_str()))
+        });
+        tests.map(|(test, result)| (test.trim_start_matches('.').to_owned(), result))
+    }
+
+    /// Compares a run with what was expected: a line for each test that is in either.
+    pub fn compare(&self, run: &Results) -> Vec<Report> {
+        let expected: BTreeMap<String, &str> = self.all().collect();
+        let got: BTreeMap<String, &str> = run.all().collect();
+        let mut tests: Vec<&String> = expected.keys().chain(got.keys()).collect();
+        tests.sort_unstable();
+        tests.dedup();
+        let reports = tests.into_iter().map(|test| {
+            let of = |results: &BTreeMap<String, &str>| results.get(test).copied().unwrap_or(NONE).to_owned();
+            let (expected, got) = (of(&expected), of(&got));
+            Report {
+                kernel: String::new(),
+                table: String::new(),
+                client: "pyverbs".into(),
+                command: test.clone(),
+                // A failure's text may have addresses and the like: its beginning counts.
+                ok: if expected == got && got.starts_with("skip: ") {
+                    None
+                } else {
+                    Some(expected == got || (expected.starts_with("fail: ") && got.starts_with(&expected)))
+                },
+                expected,
+                got,
+                seconds: run.seconds.get(test).copied().unwrap_or(0.0),
+                evidence: Vec::new(),
+            }
+        });
+        reports.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXPECTED: &str = r#"
+        ["test_addr.AHTest"]
+        test_create = "pass"
+        test_roce = "skip: no RoCE"
+        test_bad = "fail: PyverbsError: no"
+        test_gone = "pass"
+    "#;
+
+    const RUN: &str = r#"{"test": "test_addr.AHTest.test_create", "result": "pass", "reason": "", "seconds": 0.5}
+{"test": "test_addr.AHTest.test_roce", "result": "skip", "reason": "no RoCE", "seconds": 0}
+{"test": "test_addr.AHTest.test_bad", "result": "fail", "reason": "PyverbsError: no 0x1234", "seconds": 0}
+{"test": "test_new.Test.test", "result": "crash", "reason": "SIGSEGV", "seconds": 0}
+"#;
+
+    #[test]
+    fn a_run_is_compared() {
+        let expected = Results::parse(EXPECTED).unwrap();
+        let mut run = Results::default();
+        run.add(RUN.as_bytes()).unwrap();
+        let reports = expected.compare(&run);
+        let ok = |test: &str| {
+            let report = reports.iter().find(|report| report.command.ends_with(test)).unwrap();
+            (report.ok, report.expected.clone(), report.got.clone())
+        };
+        assert_eq!(reports.len(), 5);
+        assert_eq!(ok("create"), (Some(true), "pass".into(), "pass".into()));
+        assert!(ok("roce").0.is_none() && ok("bad").0 == Some(true));
+        assert_eq!(ok("gone"), (Some(false), "pass".into(), "none".into()));
+        assert_eq!(ok("Test.test"), (Some(false), "none".into(), "crash: SIGSEGV".into()));
+    }
+
+    #[test]
+    fn what_a_run_found_can_be_what_is_expected() {
+        let mut run = Results::default();
+        run.add(RUN.lines().take(3).collect::<Vec<_>>().join("\n").as_bytes())
+            .unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        run.store(file.path()).unwrap();
+        let expected = Results::load(file.path()).unwrap();
+        assert!(expected.compare(&run).iter().all(|report| report.ok != Some(false)));
+    }
+
+    #[test]
+    fn only_known_words_are_expected() {
+        for bad in ["skip: ", "skip", "crash: ", "ok"] {
+            let text = EXPECTED.replacen("\"pass\"", &format!("{bad:?}"), 1);
+            assert!(Results::parse(&text).is_err(), "{bad}");
+        }
+        assert!(Results::default().add(b"no json").is_err());
+    }
+}

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Runs the clients that others wrote, as the tables in `tests/suites/clients` say, and reports on each.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, ensure};
+use libtest_mimic::Trial;
+use p2pmem_guest::cases::Kernels;
+use p2pmem_vm::clients::{self, CLIENT, Client, Expected, Report, SERVER, Table, tables};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::counters::difference;
+use p2pmem_vm::pyverbs;
+use p2pmem_vm::vm::{Command, Outcome};
+use serde_json::{Value, json};
+
+use crate::bed::{Bed, DEBUG, LostRace, STOCK, Turn};
+use crate::{describe_outcome, failure, is_late, peer, report, write_report};
+
+/// How long a table's preparation may take.
+const SET_UP: Duration = Duration::from_secs(120);
+
+/// The topology for pyverbs' tests, which talk to themselves on one NIC.
+const PYVERBS_TOPOLOGY: &str = "rdma";
+/// How long all of them may take on a node.
+const PYVERBS: Duration = Duration::from_secs(1500);
+/// How long one of them may take, in seconds: a second or two on a machine that has nothing else to do.
+const PYVERBS_LIMIT: u32 = 120;
+/// Huge pages that some of them need.
+const HUGE_PAGES: u32 = 16;
+
+/// What came of the clients that ran.
+pub type Reports = Arc<Mutex<Vec<Report>>>;
+
+/// A trial for each client of all tables, with a kernel.
+pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
+    let mut trials = Vec::new();
+    for path in table_files()? {
+        let table = Arc::new(Table::load(&path)?);
+        for index in 0..table.clients.len() {
+            let name = format!("clients::{}::{}", table.name, table.clients[index].name);
+            let kernels = match &table.kernels {
+                clients::Kernels::Both => Kernels::Both,
+                clients::Kernels::Stock(why) => Kernels::Stock(why),
+                clients::Kernels::Debug(why) => Kernels::Debug(why),
+            };
+            let client = &table.clients[index];
+            if let Expected::Skip { reason } = &client.expected {
+                // It shows as ignored, and stands in the report if others of the kernel do.
+                add(bed, reports, &table.name, client.judge(None, None, &Value::Null))?;
+                let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
+                trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
+                continue;
+            }
+            let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
+            trials.push(bed.trial(&name, &table.topology, kernels, move |turn| {
+                let client = &shared.clients[index];
+                let ran = run(&own, &reports, &shared, client, turn);
+                if let Err(e) = &ran {
+                    let error = format!("{e:#}");
+                    let first = error.lines().next().unwrap_or_default();
+                    // Unless what came of it is known.
+                    add_missing(&own, &reports, &shared.name, client.not_run(first))?;
+                }
+                ran
+            }));
+        }
+    }
+    let (own, reports) = (bed.clone(), reports.clone());
+    let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
+    trials.push(bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |turn| {
+        pyverbs(&own, &reports, turn)
+    }));
+    Ok(trials)
+}
+
+/// The tables, in the order of their names.
+fn table_files() -> Result<Vec<PathBuf>> {
+    let folder = tables();
+    let entries = fs::read_dir(&folder).with_context(|| folder.display().to_string())?;
+    let paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let mut tables: Vec<PathBuf> = paths
+        .into_iter()
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
+        .collect();
+    tables.sort();
+    Ok(tables)
+}
+
+/// What tells a client that ran from all others.
+fn identity(report: &Report) -> [&str; 4] {
+    [&report.kernel, &report.table, &report.client, &report.command]
+}
+
+fn named(bed: &Bed, table: &str, report: Report) -> Report {
+    Report {
+        kernel: bed.name.to_owned(),
+        table: table.to_owned(),
+        ..report
+    }
+}
+
+/// Adds a report on a client that has none.
+fn add_missing(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
+    let report = named(bed, table, report);
+    let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
+    if !reports.iter().any(|known| identity(known) == identity(&report)) {
+        reports.push(report);
+    }
+    Ok(())
+}
+
+fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
+    let report = named(bed, table, report);
+    let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
+    // Of one that is run once more, the last counts.
+    reports.retain(|earlier| identity(earlier) != identity(&report));
+    reports.push(report);
+    Ok(())
+}
+
+fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn) -> Result<()> {
+    let mut guests = bed.guests(&table.topology, turn)?;
+    let env = environment(bed)?;
+    if let Some(script) = table
+        .set_up
+        .as_ref()
+        .filter(|_| guests.prepared.insert(table.name.clone()))
+    {
+        set_up(&mut guests.cluster, script, &env).with_context(|| format!("preparing the nodes for {}", table.name))?;
+    }
+    let cluster = &mut guests.cluster;
+    let before = cluster.snapshot()?;
+    let with = |mut command: Command| {
+        command.env.extend(env.clone());
+        command
+    };
+    let (server, outcome) = match client.server_command() {
+        Some(server) => {
+            let (server, own) = (with(server), with(client.client_command()));
+            let served = if client.server_ends() {
+                cluster.serve_to_the_end((SERVER, &server), (CLIENT, &own))?
+            } else {
+                cluster.serve((SERVER, &server), (CLIENT, &own))?
+            };
+            (Some(served.server), served.client)
+        }
+        None => (None, Some(cluster.exec(CLIENT, &with(client.client_command()))?)),
+    };
+    let alive = cluster.is_alive();
+    let counted = if alive {
+        difference(&before, &cluster.snapshot()?)
+    } else {
+        Value::Null
+    };
+    let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
+    add(bed, reports, &table.name, report.clone())?;
+    // Guests outlive a client that failed, as long as their kernels are in order and nothing was late.
+    let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
+    let sound = alive && ran.iter().all(|ran| ran.findings.is_empty() && !is_late(ran));
+    let dropped = match sound {
+        true if !client.ruins => {
+            bed.keep(guests, &client.name);
+            Ok(())
+        }
+        true => bed.drop_guests(guests),
+        false => Ok(()),
+    };
+    if report.ok != Some(true) {
+        let mut text = format!(
+            "{}\nexpected: {}\ngot: {}\n",
+            report.command, report.expected, report.got
+        );
+        for (node, outcome) in [(SERVER, &server), (CLIENT, &outcome)] {
+            if let Some(outcome) = outcome {
+                text.push_str(&format!("--- node {node}: {}", describe_outcome(outcome)));
+            }
+        }
+        text.push_str(&format!("--- counted: {counted}\n"));
+        if client.has_lost_race(outcome.as_ref()) {
+            return Err(LostRace(text).into());
+        }
+        return Err(failure(&ran, text));
+    }
+    dropped
+}
+
+/// Runs pyverbs' own tests, a part of them on each node, and compares the result of each with what is expected.
+fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
+    let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
+    let folder = unpack_pyverbs()?;
+    let mut guests = bed.guests(PYVERBS_TOPOLOGY, turn)?;
+    let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
+    let outcomes = guests.cluster.exec_all(|node| {
+        let part = nodes.iter().position(|name| name == node).unwrap_or(0);
+        let script = format!(
+            "echo 3 >/proc/sys/vm/drop_caches; echo 1 >/proc/sys/vm/compact_memory\n\
+             echo {HUGE_PAGES} >/proc/sys/vm/nr_hugepages\n\
+             [ $(cat /proc/sys/vm/nr_hugepages) = {HUGE_PAGES} ] || {{ echo no huge pages >&2; exit 1; }}\n\
+             PYTHONDONTWRITEBYTECODE=1 python3 {} {} $P2PMEM_RDMA_NIC0 {PYVERBS_LIMIT} {part}/{}",
+            runner.display(),
+            folder.display(),
+            nodes.len()
+        );
+        Command::new(["sh", "-c", &script]).limit(PYVERBS)
+    })?;
+    // Of one that was ended half of the results are missing, or the last one is cut off.
+    let all: Vec<_> = outcomes.values().collect();
+    if all.iter().any(|outcome| is_late(outcome)) {
+        let text = outcomes
+            .iter()
+            .map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome)));
+        return Err(failure(&all, text.collect::<Vec<_>>().join("\n")));
+    }
+    let mut results = pyverbs::Results::default();
+    let mut wrong = Vec::new();
+    for (node, outcome) in &outcomes {
+        results
+            .add(&outcome.stdout)
+            .with_context(|| format!("node {node}: {}", describe_outcome(outcome)))?;
+    }
+    results.store(&report("pyverbs.toml")?)?;
+    for report in expected.compare(&results) {
+        if report.ok == Some(false) {
+            wrong.push(format!(
+                "{}: expected {}, got {}",
+                report.command, report.expected, report.got
+            ));
+        }
+        add(bed, reports, "pyverbs", report)?;
+    }
+    let unclean = outcomes.iter().filter(|(_, outcome)| !outcome.is_clean());
+    wrong.extend(unclean.map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome))));
+    if guests.cluster.is_alive() && outcomes.values().all(|outcome| outcome.findings.is_empty()) {
+        bed.keep(guests, "clients::pyverbs");
+    }
+    if !wrong.is_empty() {
+        return Err(failure(&all, wrong.join("\n")));
+    }
+    Ok(())
+}
+
+/// The tests of Debian's package, some of which it has compressed, where guests can read them; compiled, which takes an
+/// emulated processor long.
+fn unpack_pyverbs() -> Result<PathBuf> {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pyverbs");
+    let script = format!(
+        "rm -rf {0} && mkdir -p {0} && cp -r /usr/share/doc/rdma-core/tests {0}/ && gunzip {0}/tests/*.gz && \
+         python3 -m compileall -q {0}/tests",
+        folder.display()
+    );
+    let output = std::process::Command::new("sh").args(["-c", &script]).output()?;
+    ensure!(
+        output.status.success(),
+        "unpacking pyverbs' tests: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Ok(folder)
+}
+
+/// Environment of all scripts: the module, where the programs of this build are, and where the scripts are.
+fn environment(bed: &Bed) -> Result<BTreeMap<String, String>> {
+    let module = bed.module()?;
+    let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
+    ensure!(
+        Path::new(&bin).join("p2pmemctl").exists(),
+        "{bin} has no p2pmemctl: make user"
+    );
+    Ok(BTreeMap::from([
+        ("P2PMEM_MODULE".into(), module),
+        ("P2PMEM_BIN".into(), bin),
+        ("P2PMEM_CLIENTS".into(), tables().display().to_string()),
+    ]))
+}
+
+fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -> Result<()> {
+    let outcomes = cluster.exec_all(|_| {
+        let mut command = Command::new(["bash", "-ec", script]).limit(SET_UP);
+        command.env.extend(env.clone());
+        command
+    })?;
+    if outcomes.values().all(Outcome::is_clean) {
+        return Ok(());
+    }
+    let all: Vec<_> = outcomes.values().collect();
+    let text = outcomes
+        .iter()
+        .map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome)));
+    Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
+}
+
+/// Writes the reports of what ran: one a kernel, as they run by turns, and the one on peer memory.
+pub fn write(reports: &Reports, said: &peer::Said) -> Result<()> {
+    let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
+    peer::write(said, &reports)?;
+    for (kernel, name) in [(STOCK, "clients.json"), (DEBUG, "clients-debug.json")] {
+        let own: Vec<&Report> = reports.iter().filter(|report| report.kernel == kernel).collect();
+        // What is skipped whatever runs does not make a report.
+        if own.iter().any(|report| report.ok.is_some()) {
+            let skipped = own.iter().filter(|report| report.ok.is_none()).count();
+            write_report(name, json!({ "skipped": skipped, "clients": own }))?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,392 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Tests that boot guests: of the runner itself, those of the module (`p2pmem_guest::cases`), and clients that others wrote.
+//!
+//! The tests of a topology run one after the other and share its guests as long as they are sound: after a test that fails,
+//! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones. As many topologies are tested at a
+//! time as there are processors; `--test-threads` says how many. A test that takes too long, and of which nothing else is known
+//! to be wrong, is run once more.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow};
+use libtest_mimic::{Arguments, Failed, Trial};
+use p2pmem_guest::cases::{self, Kernels};
+use p2pmem_guest::patience::{Overrun, TIMES};
+use p2pmem_vm::cluster::{Cluster, Served};
+use p2pmem_vm::kernel::DEBUG_KERNEL;
+use p2pmem_vm::stamp::stamp;
+use p2pmem_vm::vm::{Command, Outcome, Status, Vm, sibling};
+use serde_json::{Value, json};
+
+use bed::{Bed, Log, Turn};
+use lanes::Lanes;
+
+mod admin;
+mod bed;
+mod clients;
+mod debug;
+mod hardening;
+mod iommu;
+mod lanes;
+mod observe;
+mod pairs;
+mod peer;
+mod perf;
+mod registration;
+mod runner;
+mod unplug;
+
+/// How long a test's command may take.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// The tests with guests that are not cases of the module, and on which kernels they run.
+const TESTS: &[(&[Test], Kernels<'static>)] = &[
+    (debug::TESTS, Kernels::Debug("the stock kernel does not look")),
+    (runner::TESTS, Kernels::Stock("it is of the runner, not of the module")),
+    (pairs::TESTS, Kernels::Stock("it is of the runner, not of the module")),
+    (
+        perf::TESTS,
+        Kernels::Stock("it is of a program, with host memory alone"),
+    ),
+    (
+        admin::TESTS,
+        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+    ),
+    (
+        observe::TESTS,
+        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+    ),
+    (
+        iommu::TESTS,
+        Kernels::Stock("what the module asks of the kernel is the same without an IOMMU, and such machines are slow"),
+    ),
+    (unplug::TESTS, Kernels::Both),
+    (
+        registration::TESTS,
+        Kernels::Stock("it counts instructions of a kernel as people use it"),
+    ),
+];
+
+/// A test with guests of a topology.
+pub struct Test {
+    /// Its name.
+    pub name: &'static str,
+    /// The topology it needs.
+    pub topology: &'static str,
+    /// Whether it needs guests that nobody used, and leaves ones that nobody should use.
+    pub alone: bool,
+    /// What it does.
+    pub run: fn(&mut Cluster) -> Result<()>,
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    if !arguments.list {
+        if let Err(e) = begin_reports(&arguments) {
+            eprintln!("the reports: {e:#}");
+            return ExitCode::FAILURE;
+        }
+    }
+    let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
+    let reports = clients::Reports::default();
+    let said = peer::Said::default();
+    let mut trials: Vec<Trial> = runner::ALONE
+        .iter()
+        .map(|(name, test)| lanes.alone(name, &log, *test))
+        .collect();
+    match Bed::all(&lanes, &log) {
+        Ok(beds) => {
+            // What takes longest first: as the last it would leave a processor without anything to do.
+            for bed in beds.iter().rev() {
+                trials.extend(trials_on(bed, &reports, &said));
+            }
+            if beds.len() < 2 {
+                eprintln!("{DEBUG_KERNEL} is not set: no test runs on the debug kernel");
+            }
+        }
+        Err(e) => trials.push(Trial::test("kernels", move || Err(failed(e)))),
+    }
+    if std::env::var_os("P2PMEM_MODULE").is_none() {
+        eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
+    }
+    // Each waits for its turn in a thread of its own.
+    arguments.test_threads = Some(trials.len().max(2));
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let written = clients::write(&reports, &said).and_then(|()| hardening::write());
+    match written.and_then(|()| log.end()) {
+        Ok(false) => conclusion.exit_code(),
+        Ok(true) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("the reports: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// All tests on a kernel, in the order of topologies, so that guests are shared: first the clients, which need two.
+fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
+    let mut trials = Vec::new();
+    match clients::trials(bed, reports) {
+        Ok(clients) => trials.extend(clients),
+        Err(e) => trials.push(Trial::test(format!("{}::clients::tables", bed.name), move || {
+            Err(failed(e))
+        })),
+    }
+    for (tests, kernels) in TESTS {
+        for test in *tests {
+            let own = bed.clone();
+            trials.push(bed.trial(test.name, test.topology, *kernels, move |turn| {
+                with_guests(&own, test, turn)
+            }));
+        }
+    }
+    let mut of_module: Vec<_> = cases::all().collect();
+    of_module.sort_by_key(|case| (case.topology, case.ruins));
+    for case in of_module {
+        let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
+        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move |turn| {
+            run_case(&own, &said, case, turn)
+        }));
+    }
+    trials
+}
+
+/// What reports say of this run: where they come from, and of what tests they are.
+struct Origin {
+    stamp: Value,
+    /// The filter, where not all tests of a kernel were to run.
+    filter: Option<String>,
+    /// How many times as many rounds races go through.
+    times: u32,
+    /// The kernels all of whose tests were to run, and of others none.
+    kernels: Vec<&'static str>,
+}
+
+/// That of this run.
+static ORIGIN: OnceLock<Origin> = OnceLock::new();
+
+/// The reports, by the kernel whose tests make them.
+const REPORTS: &[(&str, &[&str])] = &[
+    (
+        bed::STOCK,
+        &[
+            hardening::REPORT,
+            "vm.json",
+            "clients.json",
+            "pyverbs.toml",
+            "registration.json",
+        ],
+    ),
+    (
+        bed::DEBUG,
+        &[
+            "vm-debug.json",
+            "clients-debug.json",
+            "peer.json",
+            hardening::DEBUG_ALONE,
+        ],
+    ),
+];
+
+/// Notes where reports come from. What an earlier run left of those that this one makes is removed; a run of some tests makes
+/// none of them, as its reports go to a folder of their own.
+fn begin_reports(arguments: &Arguments) -> Result<()> {
+    let named = |kernel: &str| arguments.filter.as_deref() == Some(&format!("{kernel}::")) && !arguments.exact;
+    let all = arguments.skip.is_empty() && !arguments.ignored;
+    let is_there = |kernel: &str| kernel != bed::DEBUG || std::env::var_os(DEBUG_KERNEL).is_some();
+    let whole = |kernel: &str| all && is_there(kernel) && (arguments.filter.is_none() || named(kernel));
+    let reports: Vec<_> = REPORTS.iter().filter(|(kernel, _)| whole(kernel)).collect();
+    let filter = reports
+        .is_empty()
+        .then(|| std::env::args().skip(1).collect::<Vec<_>>().join(" "));
+    let origin = Origin {
+        stamp: stamp()?,
+        filter,
+        times: times()?,
+        kernels: reports.iter().map(|(kernel, _)| *kernel).collect(),
+    };
+    // Nobody has set it before.
+    let _ = ORIGIN.set(origin);
+    for name in reports.iter().flat_map(|(_, names)| *names) {
+        match fs::remove_file(report(name)?) {
+            Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| (*name).to_owned()),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Where the report of a name goes.
+fn report(name: &str) -> Result<PathBuf> {
+    let filtered = ORIGIN.get().is_none_or(|origin| origin.filter.is_some());
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../build/reports");
+    let folder = folder.join(if filtered { "filtered" } else { "" });
+    fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+    Ok(folder.join(name))
+}
+
+/// Writes a report, an object, with its origin, so that nobody ever reads half of it.
+fn write_report(name: &str, mut value: Value) -> Result<()> {
+    let origin = ORIGIN.get().context("nobody began the reports")?;
+    value["stamp"] = origin.stamp.clone();
+    value["filter"] = json!(origin.filter);
+    value["times"] = json!(origin.times);
+    let (path, new) = (report(name)?, report(&format!(".{name}"))?);
+    fs::write(&new, serde_json::to_vec_pretty(&value)?).with_context(|| new.display().to_string())?;
+    fs::rename(&new, &path).with_context(|| path.display().to_string())
+}
+
+fn failed(e: anyhow::Error) -> Failed {
+    Failed::from(format!("{e:#}"))
+}
+
+fn with_guests(bed: &Bed, test: &Test, turn: Turn) -> Result<()> {
+    let turn = if test.alone { Turn::Again } else { turn };
+    let mut guests = bed.guests(test.topology, turn)?;
+    (test.run)(&mut guests.cluster)?;
+    if test.alone {
+        return bed.drop_guests(guests);
+    }
+    bed.keep(guests, test.name);
+    Ok(())
+}
+
+/// How many times as many rounds races go through: [`TIMES`], or 1.
+fn times() -> Result<u32> {
+    match std::env::var(TIMES) {
+        Ok(times) => Ok(times.parse::<u32>().with_context(|| format!("{TIMES}={times}"))?.max(1)),
+        Err(_) => Ok(1),
+    }
+}
+
+/// What runs a case in a guest, with the module of its kernel.
+fn case_command(name: &str, module: &str) -> Result<Command> {
+    let program = sibling("p2pmem-guest-tests")?;
+    let times = times()?;
+    let command = Command::new([program.to_str().context("path")?, "run", name]).limit(LIMIT * times);
+    Ok(command.env(TIMES, times.to_string()).env("P2PMEM_MODULE", module))
+}
+
+fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Result<()> {
+    let module = bed.module()?;
+    let mut guests = bed.guests(case.topology, turn)?;
+    let vm = guests.cluster.only()?;
+    let outcome = run(vm, &case_command(case.name, &module)?)?;
+    let result = if !outcome.is_clean() {
+        let text = format!("{}\n{}", case.about, describe(&outcome, vm));
+        Err(failure(&[&outcome], text))
+    } else if case.ruins {
+        bed.drop_guests(guests)
+    } else {
+        bed.keep(guests, case.name);
+        Ok(())
+    };
+    // What a case says for a report stands there, whatever came of it; unless it is run again, and says it again.
+    if !result.as_ref().is_err_and(Overrun::is) {
+        peer::collect(said, &outcome.stdout)?;
+        hardening::collect(bed.name, case.name, &outcome.stdout)?;
+    }
+    result
+}
+
+/// Whether a command ran out of time, or ended with the code that says so.
+fn is_late(outcome: &Outcome) -> bool {
+    let code = i32::from(Overrun::CODE);
+    outcome.status == Status::TimedOut || outcome.status == Status::Exited { code }
+}
+
+/// The error for commands that did not end as they should: an [`Overrun`] if time is all that they lacked. One that was stopped
+/// because another was late lacked nothing. What their kernels found wrong is counted for the report.
+fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
+    let fine = |outcome: &&Outcome| {
+        let ended = outcome.status == Status::Exited { code: 0 } || outcome.status == Status::Stopped;
+        outcome.findings.is_empty() && (ended || is_late(outcome))
+    };
+    for outcome in outcomes {
+        hardening::count(&outcome.findings);
+    }
+    if outcomes.iter().any(|outcome| is_late(outcome)) && outcomes.iter().all(fine) {
+        Overrun(text).into()
+    } else {
+        anyhow!(text)
+    }
+}
+
+/// The error for a server and its client, see [`failure`].
+fn served_failure(served: &Served) -> anyhow::Error {
+    let mut text = format!("server: {}", describe_outcome(&served.server));
+    match &served.client {
+        Some(client) => text.push_str(&format!("client: {}", describe_outcome(client))),
+        None => text.push_str("the server did not listen"),
+    }
+    let both: Vec<_> = [Some(&served.server), served.client.as_ref()]
+        .into_iter()
+        .flatten()
+        .collect();
+    failure(&both, text)
+}
+
+/// Fails unless a server and its client did what they should: the client's outcome.
+fn both_clean(served: Served) -> Result<Outcome> {
+    match &served.client {
+        Some(client) if client.is_clean() && served.server.is_clean() => {}
+        _ => return Err(served_failure(&served)),
+    }
+    served.client.context("no client")
+}
+
+/// The module for the stock kernel.
+fn module() -> Result<String> {
+    std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")
+}
+
+fn run(vm: &mut Vm, command: &Command) -> Result<Outcome> {
+    vm.exec(command, &mut |_, _| {})
+}
+
+fn sh(vm: &mut Vm, script: &str) -> Result<Outcome> {
+    run(vm, &Command::new(["sh", "-c", script]).limit(LIMIT))
+}
+
+fn describe(outcome: &Outcome, vm: &Vm) -> String {
+    let mut text = describe_outcome(outcome);
+    if !vm.is_alive() {
+        text.push_str(&vm.console_tail());
+    }
+    text
+}
+
+/// The errors come first: the last lines of a run show the beginning of this alone.
+fn describe_outcome(outcome: &Outcome) -> String {
+    let mut text = format!(
+        "{:?}\n{}{}",
+        outcome.status,
+        String::from_utf8_lossy(&outcome.stderr),
+        String::from_utf8_lossy(&outcome.stdout)
+    );
+    if !outcome.findings.is_empty() {
+        text.push_str("bad lines in the kernel log:\n");
+        text.push_str(&outcome.findings.join("\n"));
+        text.push('\n');
+    }
+    text.push_str("kernel log:\n");
+    let skip = outcome.dmesg.len().saturating_sub(60);
+    for record in &outcome.dmesg[skip..] {
+        text.push_str(&format!("  {}\n", record.text));
+    }
+    text
+}
+
+fn clean(vm: &mut Vm, script: &str) -> Result<Outcome> {
+    let outcome = sh(vm, script)?;
+    if !outcome.is_clean() {
+        return Err(failure(&[&outcome], format!("{script}: {}", describe(&outcome, vm))));
+    }
+    Ok(outcome)
+}

@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The accelerator: memory behind a BAR, compute operations on it, a DMA engine, and counters of every byte moved.
+//!
+//! The registers are those of crate `p2pmem-accel-regs`. Register accesses are answered on the thread that serves the
+//! emulator; commands run one after another on a worker thread, which a register access never waits for.
+
+// The README's example is compiled and run with the tests.
+#![cfg_attr(doctest, doc = include_str!("../README.md"))]
+
+mod counters;
+mod engine;
+mod queue;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use p2pmem_accel_regs as regs;
+use p2pmem_accel_regs::{Counter, reg};
+use p2pmem_vfio_user::{
+    BarKind, Bus, ConfigBuilder, ConfigSpace, Device, Health, LinkSpeed, Memory, Moved, Peers, Region, Worker,
+};
+use serde::Serialize;
+use tracing::error;
+
+pub use counters::Counters;
+use queue::{Command, Queue};
+
+/// How long a reset waits for the command it ended.
+const RESET_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What an accelerator is made of.
+#[derive(Clone, Copy, Debug)]
+pub struct Settings {
+    /// Size of BAR2 in bytes, a power of two from 4096 on.
+    pub memory: u64,
+    /// Speed the link is trained to.
+    pub speed: LinkSpeed,
+    /// Lanes the link is trained to.
+    pub lanes: u8,
+    /// Device serial number.
+    pub serial: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            memory: 256 << 20,
+            speed: LinkSpeed::Gen4,
+            lanes: 16,
+            serial: 0,
+        }
+    }
+}
+
+/// State of an accelerator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct State {
+    /// Size of BAR2 in bytes.
+    pub memory: u64,
+    /// Bus address of BAR2, while the BAR is decoded.
+    pub bar2_address: Option<u64>,
+    /// Sequence number of the last command that was submitted.
+    pub submitted: u32,
+    /// Sequence number of the last command that ended.
+    pub completed: u32,
+    /// Commands that were submitted and have not ended.
+    pub pending: u32,
+    /// Whether the driver has switched interrupts on.
+    pub interrupts_enabled: bool,
+}
+
+/// What the serving thread, the worker and those who ask from outside of the guest share.
+#[derive(Debug)]
+pub struct Shared {
+    bus: Bus,
+    memory: Arc<Memory>,
+    counters: Counters,
+    queue: Queue,
+    /// Bus address of BAR2, 0 for none.
+    bar2: AtomicU64,
+}
+
+impl Shared {
+    /// The counters, those of the bus included, in the order of [`Counter::ALL`].
+    pub fn counters(&self) -> [u64; Counter::COUNT] {
+        self.counters.snapshot(&self.bus.dma.counts())
+    }
+
+    /// Sets all counters to 0.
+    pub fn reset_counters(&self) {
+        self.counters.reset();
+        self.bus.dma.reset_counts();
+    }
+
+    /// Bytes that the DMA engine has moved, by the name of the memory on the other side.
+    pub fn moved(&self) -> BTreeMap<String, Moved> {
+        self.bus.dma.by_target()
+    }
+
+    /// The memory behind BAR2.
+    pub fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    /// The accelerator's state.
+    pub fn state(&self) -> State {
+        let (submitted, completed) = self.queue.sequence();
+        let bar2 = self.bar2.load(Ordering::Relaxed);
+        State {
+            memory: self.memory.len(),
+            bar2_address: (bar2 != 0).then_some(bar2),
+            submitted,
+            completed,
+            pending: self.queue.pending(),
+            interrupts_enabled: self.queue.control() != 0,
+        }
+    }
+}
+
+/// The accelerator as the emulator sees it. Its worker ends when it is dropped.
+#[derive(Debug)]
+pub struct Accel {
+    shared: Arc<Shared>,
+    config: ConfigSpace,
+    registers: Region,
+    bar2: Region,
+    msix: Region,
+    /// What the argument registers hold.
+    next: Command,
+    worker: Worker,
+}
+
+impl Accel {
+    /// Makes an accelerator and starts its worker.
+    ///
+    /// # Errors
+    ///
+    /// If the memory cannot be made, or the settings are none a PCI device can have.
+    pub fn new(settings: Settings) -> io::Result<Self> {
+        Self::make(settings, Bus::new(regs::MSIX_VECTORS))
+    }
+
+    /// As [`Accel::new`], for an accelerator called `name` that shares a process with other devices of its guest: they
+    /// reach its memory directly, and it theirs.
+    ///
+    /// # Errors
+    ///
+    /// As [`Accel::new`], and if there is a peer of that name.
+    pub fn among(settings: Settings, name: &str, peers: &Peers) -> io::Result<Self> {
+        let accel = Self::make(settings, Bus::among(regs::MSIX_VECTORS, peers))?;
+        let offered = accel.shared.bus.offer(2, name, &accel.shared.memory);
+        offered.map_err(|error| io::Error::new(io::ErrorKind::AlreadyExists, error))?;
+        Ok(accel)
+    }
+
+    fn make(settings: Settings, bus: Bus) -> io::Result<Self> {
+        if !settings.memory.is_power_of_two() || settings.memory < 4096 {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!(
+                    "memory of {} bytes: it must be a power of two, 4096 or more",
+                    settings.memory
+                ),
+            ));
+        }
+        let config = ConfigBuilder::new(regs::VENDOR_ID, regs::DEVICE_ID)
+            .class(regs::CLASS, regs::REVISION)
+            .bar(0, regs::BAR0_SIZE, BarKind::Memory32)
+            .bar(2, settings.memory, BarKind::Memory64Prefetchable)
+            .bar(4, regs::BAR4_SIZE, BarKind::Memory32)
+            .power_management()
+            .pcie(settings.speed, settings.lanes)
+            .msix(regs::MSIX_VECTORS, 4, regs::MSIX_TABLE, regs::MSIX_PBA)
+            .serial(settings.serial)
+            .build()
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+        let memory = Arc::new(Memory::new("p2pmem-accel-bar2", settings.memory)?);
+        let shared = Arc::new(Shared {
+            bus: bus.clone(),
+            memory: Arc::clone(&memory),
+            counters: Counters::default(),
+            queue: Queue::default(),
+            bar2: AtomicU64::new(0),
+        });
+        let worker = Worker::spawn("worker", bus, {
+            let shared = Arc::clone(&shared);
+            move || engine::run(&shared)
+        })?;
+        Ok(Self {
+            shared,
+            config,
+            registers: Region::registers(regs::BAR0_SIZE),
+            bar2: Region::memory(memory),
+            msix: Region::registers(regs::BAR4_SIZE),
+            next: Command::default(),
+            worker,
+        })
+    }
+
+    /// What others may look at while the device is served.
+    pub fn shared(&self) -> Arc<Shared> {
+        Arc::clone(&self.shared)
+    }
+
+    /// A way to ask whether the worker lives.
+    pub fn health(&self) -> Health {
+        self.worker.health()
+    }
+
+    /// The 8 bytes of registers at `offset`, a multiple of 8; `None` where there is nothing.
+    fn word(&self, offset: u64) -> Option<u64> {
+        let pair = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
+        let queue = &self.shared.queue;
+        Some(match offset {
+            reg::ID => pair(regs::ID, regs::VERSION),
+            reg::FEATURES => pair(regs::Op::features(), queue.control()),
+            reg::MEMORY_SIZE => self.shared.memory.len(),
+            reg::QUEUE_DEPTH => pair(regs::QUEUE_DEPTH, queue.pending()),
+            reg::SUBMITTED => {
+                let (submitted, completed) = queue.sequence();
+                pair(submitted, completed)
+            }
+            reg::REFUSED => pair(queue.refused(), 0),
+            reg::OP => pair(self.next.op, self.next.flags),
+            reg::OFFSET => self.next.offset,
+            reg::LENGTH => self.next.length,
+            reg::ARGUMENT => self.next.argument,
+            reg::DOORBELL | reg::COUNTERS_RESET => 0,
+            _ if (reg::COUNTERS..reg::COUNTERS + 8 * Counter::COUNT as u64).contains(&offset) => {
+                self.shared.counters()[((offset - reg::COUNTERS) / 8) as usize]
+            }
+            _ if (reg::RESULTS..reg::RESULTS + u64::from(regs::QUEUE_DEPTH) * regs::RESULT_SIZE).contains(&offset) => {
+                let result = queue.result(((offset - reg::RESULTS) / regs::RESULT_SIZE) as usize);
+                if offset % regs::RESULT_SIZE == 0 {
+                    pair(result.seq, result.status)
+                } else {
+                    result.value
+                }
+            }
+            _ => return None,
+        })
+    }
+
+    /// Writes 4 bytes of registers; false where nothing can be written.
+    fn write32(&mut self, offset: u64, value: u32) -> bool {
+        fn half(word: &mut u64, high: bool, value: u32) {
+            let shift = if high { 32 } else { 0 };
+            *word = *word & !(0xffff_ffff << shift) | (u64::from(value) << shift);
+        }
+        const HIGH: u64 = 4;
+        match offset {
+            reg::CONTROL => {
+                self.shared.queue.set_control(value);
+                if value & regs::control::ABORT != 0 {
+                    self.shared.queue.abort();
+                    self.shared.bus.dma.abort();
+                }
+            }
+            reg::OP => self.next.op = value,
+            reg::FLAGS => self.next.flags = value,
+            reg::OFFSET => half(&mut self.next.offset, false, value),
+            _ if offset == reg::OFFSET + HIGH => half(&mut self.next.offset, true, value),
+            reg::LENGTH => half(&mut self.next.length, false, value),
+            _ if offset == reg::LENGTH + HIGH => half(&mut self.next.length, true, value),
+            reg::ARGUMENT => half(&mut self.next.argument, false, value),
+            _ if offset == reg::ARGUMENT + HIGH => half(&mut self.next.argument, true, value),
+            reg::DOORBELL => self.shared.queue.submit(self.next),
+            reg::COUNTERS_RESET => self.shared.reset_counters(),
+            _ => return false,
+        }
+        true
+    }
+}
+
+impl Device for Accel {
+    fn bus(&self) -> &Bus {
+        &self.shared.bus
+    }
+
+    fn config(&mut self) -> &mut ConfigSpace {
+        &mut self.config
+    }
+
+    fn region(&self, index: u32) -> Option<&Region> {
+        match index {
+            0 => Some(&self.registers),
+            2 => Some(&self.bar2),
+            4 => Some(&self.msix),
+            _ => None,
+        }
+    }
+
+    fn read(&mut self, region: u32, offset: u64, data: &mut [u8]) {
+        if region != 0 {
+            return;
+        }
+        self.shared.counters.add(Counter::RegisterReads, 1);
+        let len = data.len();
+        let word = if (len == 4 || len == 8) && offset % len as u64 == 0 {
+            self.word(offset & !7)
+        } else {
+            None
+        };
+        match word {
+            Some(word) => data.copy_from_slice(&word.to_le_bytes()[(offset % 8) as usize..][..len]),
+            None => self.shared.counters.add(Counter::RegisterBad, 1),
+        }
+    }
+
+    fn write(&mut self, region: u32, offset: u64, data: &[u8]) {
+        if region != 0 {
+            return;
+        }
+        self.shared.counters.add(Counter::RegisterWrites, 1);
+        let done = match *data {
+            [a, b, c, d] if offset % 4 == 0 => self.write32(offset, u32::from_le_bytes([a, b, c, d])),
+            [a, b, c, d, e, f, g, h] if offset % 8 == 0 => {
+                let low = self.write32(offset, u32::from_le_bytes([a, b, c, d]));
+                self.write32(offset + 4, u32::from_le_bytes([e, f, g, h])) && low
+            }
+            _ => false,
+        };
+        if !done {
+            self.shared.counters.add(Counter::RegisterBad, 1);
+        }
+    }
+
+    fn reset(&mut self) {
+        self.shared.queue.abort();
+        self.shared.bus.dma.abort();
+        if !self.shared.queue.wait_idle(RESET_TIMEOUT) {
+            error!(
+                "the worker did not end its command within {} s of a reset",
+                RESET_TIMEOUT.as_secs()
+            );
+        }
+        self.shared.queue.reset();
+        self.next = Command::default();
+        self.shared.bar2.store(0, Ordering::Relaxed);
+    }
+
+    fn config_write(&mut self, offset: usize, data: &[u8]) {
+        self.config.write(offset, data);
+        self.shared
+            .bar2
+            .store(self.config.bar_address(2).unwrap_or(0), Ordering::Relaxed);
+    }
+
+    fn direct_access(&mut self, _region: u32, len: u64, write: bool) {
+        let counter = if write {
+            Counter::TrappedWritten
+        } else {
+            Counter::TrappedRead
+        };
+        self.shared.counters.add(counter, len);
+    }
+
+    fn disconnected(&mut self) {
+        // The next client finds a device fresh from power-on, but for its memory and counters.
+        self.reset();
+        self.config.reset();
+    }
+}
+
+impl Drop for Accel {
+    fn drop(&mut self) {
+        self.shared.queue.abort();
+        self.shared.bus.dma.abort();
+        self.shared.queue.stop();
+        self.worker.join();
+    }
+}

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Accelerators on the control socket.
+
+use p2pmem_accel::Shared;
+use p2pmem_accel_regs::Counter;
+use p2pmem_vfio_user::Moved;
+use serde_json::{Map, Value, json};
+
+use crate::control::Controlled;
+
+impl Controlled for Shared {
+    fn counters(&self) -> Result<Value, String> {
+        let values = self.counters();
+        let by_name = |(counter, name): &(Counter, &str)| ((*name).to_owned(), json!(values[*counter as usize]));
+        let mut all: Map<String, Value> = Counter::ALL.iter().map(by_name).collect();
+        let moved = self.moved().into_iter();
+        let moved = moved.map(|(name, Moved { read, written })| (name, json!({"read": read, "written": written})));
+        all.insert("by_target".to_owned(), Value::Object(moved.collect()));
+        Ok(Value::Object(all))
+    }
+
+    fn reset_counters(&self) -> Result<(), String> {
+        self.reset_counters();
+        Ok(())
+    }
+
+    fn state(&self) -> Result<Value, String> {
+        serde_json::to_value(self.state()).map_err(|error| error.to_string())
+    }
+}

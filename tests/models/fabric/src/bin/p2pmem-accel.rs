@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The accelerator as a process: serves one emulator after another on a vfio-user socket.
+//!
+//! Prints `ready` and the socket's path once it listens. Ends on SIGTERM or SIGINT, or with `--once` when its client does.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use p2pmem_accel::{Accel, Settings};
+use p2pmem_fabric::control::Control;
+use p2pmem_fabric::serving::{Ending, Place, Seat};
+use p2pmem_fabric::size::parse_size;
+use p2pmem_vfio_user::LinkSpeed;
+
+/// Emulated accelerator: a PCI device with memory behind a BAR, compute operations and a DMA engine.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Args {
+    /// Unix socket to listen on for the emulator
+    #[arg(long)]
+    socket: PathBuf,
+    /// Size of the memory behind BAR2: a power of two
+    #[arg(long, default_value = "256M", value_parser = parse_size)]
+    memory: u64,
+    /// Unix socket that answers questions about counters and state
+    #[arg(long)]
+    control: Option<PathBuf>,
+    /// File to write the counters to, as JSON, whenever a client has gone and at the end
+    #[arg(long)]
+    counters: Option<PathBuf>,
+    /// PCIe generation of the link
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=5))]
+    link_gen: u8,
+    /// Lanes of the link: 1, 2, 4, 8, 12, 16 or 32
+    #[arg(long, default_value_t = 16)]
+    link_width: u8,
+    /// Device serial number
+    #[arg(long, default_value_t = 0)]
+    serial: u64,
+    /// End when the first client has gone
+    #[arg(long)]
+    once: bool,
+}
+
+fn main() -> Result<()> {
+    let args = Args::parse();
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .with_writer(std::io::stderr)
+        .init();
+    let settings = Settings {
+        memory: args.memory,
+        speed: LinkSpeed::from_generation(args.link_gen).context("there is no such PCIe generation")?,
+        lanes: args.link_width,
+        serial: args.serial,
+    };
+    let accel = Accel::new(settings).context("cannot make the accelerator")?;
+    let place = Place {
+        socket: args.socket.clone(),
+        control: args.control,
+        counters: args.counters,
+    };
+    let seat = Seat::take("accel", place, Control::new(accel.shared()))?;
+    let ending = Arc::new(Ending::default());
+    ending.on_signals([&seat]).context("cannot watch for signals")?;
+    println!("ready {}", args.socket.display());
+    std::io::stdout().flush()?;
+    let health = accel.health();
+    seat.serve(Box::new(accel), &health, &ending, args.once)
+        .context("cannot accept a client")
+}

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What a fabric process serves: NICs and accelerators of one or more guests, and the switches between the NICs. It is
+//! read from TOML and checked before anything is made.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use p2pmem_vfio_user::{HOST, LinkSpeed, MESSAGE, OTHER_MAPPED};
+use serde::{Deserialize, Deserializer};
+
+use crate::serving::Place;
+use crate::size::parse_size;
+
+/// The switch there is where the file names none.
+const DEFAULT_SWITCH: &str = "sw";
+/// The first GUID; nodes and their NICs count up from it. Locally administered.
+const FIRST_GUID: u64 = 0x0200_00ff_fe00_0000;
+/// Lanes a link can have.
+const WIDTHS: [u8; 7] = [1, 2, 4, 8, 12, 16, 32];
+
+/// A whole configuration.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Decides which packets are lost on links that lose some.
+    #[serde(default)]
+    pub seed: u64,
+    /// Switches; without any, there is one called "sw".
+    #[serde(default)]
+    pub switch: Vec<Switch>,
+    /// Pairs of switches that are linked.
+    #[serde(default)]
+    pub link: Vec<(String, String)>,
+    /// Guests.
+    #[serde(default)]
+    pub node: Vec<Node>,
+}
+
+/// A switch.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Switch {
+    /// Its name.
+    pub name: String,
+}
+
+/// A guest.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Node {
+    /// Its name.
+    pub name: String,
+    /// Its NICs.
+    #[serde(default)]
+    pub nic: Vec<Nic>,
+    /// Its accelerators.
+    #[serde(default)]
+    pub accel: Vec<Accel>,
+}
+
+/// The PCIe link of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct PcieLink {
+    /// Speed it is trained to.
+    pub speed: LinkSpeed,
+    /// Lanes it is trained to.
+    pub lanes: u8,
+}
+
+/// A NIC.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nic {
+    /// Its name, unique in its node.
+    pub name: String,
+    socket: PathBuf,
+    control: Option<PathBuf>,
+    counters: Option<PathBuf>,
+    /// The switch it hangs on.
+    #[serde(default = "default_switch")]
+    pub switch: String,
+    /// GUID of its port; without it, one is made from its place in the file.
+    pub guid: Option<u64>,
+    #[serde(default = "default_gen")]
+    link_gen: u8,
+    #[serde(default = "default_width")]
+    link_width: u8,
+}
+
+/// An accelerator.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Accel {
+    /// Its name, unique in its node; what NICs count the bytes of its memory under.
+    pub name: String,
+    socket: PathBuf,
+    control: Option<PathBuf>,
+    counters: Option<PathBuf>,
+    /// Size of its memory in bytes.
+    #[serde(default = "default_memory", deserialize_with = "size")]
+    pub memory: u64,
+    /// Device serial number.
+    #[serde(default)]
+    pub serial: u64,
+    #[serde(default = "default_gen")]
+    link_gen: u8,
+    #[serde(default = "default_width")]
+    link_width: u8,
+}
+
+fn default_switch() -> String {
+    DEFAULT_SWITCH.to_owned()
+}
+
+fn default_gen() -> u8 {
+    4
+}
+
+fn default_width() -> u8 {
+    16
+}
+
+fn default_memory() -> u64 {
+    256 << 20
+}
+
+fn size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+    parse_size(&String::deserialize(from)?).map_err(serde::de::Error::custom)
+}
+
+/// What is wrong with a configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {0}: {1}")]
+    Read(PathBuf, std::io::Error),
+    /// It is not TOML, or has other keys than it should.
+    #[error("{0}")]
+    Parse(Box<toml::de::Error>),
+    /// Two things in it do not go together, or one does not work.
+    #[error("{0}: {1}")]
+    Check(String, String),
+}
+
+impl Config {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    ///
+    /// See [`ConfigError`].
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|error| ConfigError::Read(path.to_owned(), error))?;
+        Self::parse(&text)
+    }
+
+    /// Reads and checks a text.
+    ///
+    /// # Errors
+    ///
+    /// See [`ConfigError`].
+    pub fn parse(text: &str) -> Result<Self, ConfigError> {
+        let mut config: Self = toml::from_str(text).map_err(|error| ConfigError::Parse(Box::new(error)))?;
+        if config.switch.is_empty() {
+            config.switch.push(Switch { name: default_switch() });
+        }
+        for (number, node) in config.node.iter_mut().enumerate() {
+            for (index, nic) in node.nic.iter_mut().enumerate() {
+                let guid = FIRST_GUID + ((number as u64) << 12) + index as u64 + 1;
+                nic.guid.get_or_insert(guid);
+            }
+        }
+        config.check().map_err(|(what, why)| ConfigError::Check(what, why))?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), (String, String)> {
+        let wrong = |what: &str, why: String| Err((what.to_owned(), why));
+        let mut switches = BTreeSet::new();
+        for Switch { name } in &self.switch {
+            if name.is_empty() || !switches.insert(name) {
+                return wrong(&format!("switch {name:?}"), "its name is empty or taken".into());
+            }
+        }
+        for (one, other) in &self.link {
+            if let Some(name) = [one, other].into_iter().find(|name| !switches.contains(name)) {
+                return wrong(
+                    &format!("link {one:?} - {other:?}"),
+                    format!("there is no switch {name:?}"),
+                );
+            }
+        }
+        let mut nodes = BTreeSet::new();
+        let mut paths = BTreeSet::new();
+        let mut guids = BTreeSet::new();
+        for node in &self.node {
+            if node.name.is_empty() || !nodes.insert(&node.name) {
+                return wrong(&format!("node {:?}", node.name), "its name is empty or taken".into());
+            }
+            let mut names = BTreeSet::from([HOST, MESSAGE, OTHER_MAPPED]);
+            let nics = node.nic.iter().map(|nic| (&nic.name, nic.place(), nic.pcie()));
+            let accels = node
+                .accel
+                .iter()
+                .map(|accel| (&accel.name, accel.place(), accel.pcie()));
+            for (name, place, pcie) in nics.chain(accels) {
+                let what = format!("node {:?}: device {name:?}", node.name);
+                if name.is_empty() || !names.insert(name) {
+                    return wrong(&what, "its name is empty, reserved or taken".into());
+                }
+                for path in [Some(place.socket), place.control, place.counters]
+                    .into_iter()
+                    .flatten()
+                {
+                    if !paths.insert(path.clone()) {
+                        return wrong(&what, format!("{} is used already", path.display()));
+                    }
+                }
+                pcie.map_err(|why| (what, why))?;
+            }
+            for nic in &node.nic {
+                let what = format!("node {:?}: device {:?}", node.name, nic.name);
+                if !switches.contains(&nic.switch) {
+                    return wrong(&what, format!("there is no switch {:?}", nic.switch));
+                }
+                if nic.guid() == 0 || !guids.insert(nic.guid()) {
+                    return wrong(&what, format!("GUID {:#x} is zero or taken", nic.guid()));
+                }
+            }
+            for accel in &node.accel {
+                if !accel.memory.is_power_of_two() || accel.memory < 4096 {
+                    return wrong(
+                        &format!("node {:?}: device {:?}", node.name, accel.name),
+                        format!(
+                            "memory of {} bytes: it must be a power of two, 4096 or more",
+                            accel.memory
+                        ),
+                    );
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How many devices there are.
+    pub fn devices(&self) -> usize {
+        self.node.iter().map(|node| node.nic.len() + node.accel.len()).sum()
+    }
+}
+
+fn pcie(generation: u8, lanes: u8) -> Result<PcieLink, String> {
+    let speed = LinkSpeed::from_generation(generation)
+        .ok_or_else(|| format!("link_gen = {generation}: there are generations 1 to 5"))?;
+    if !WIDTHS.contains(&lanes) {
+        return Err(format!(
+            "link_width = {lanes}: a link has 1, 2, 4, 8, 12, 16 or 32 lanes"
+        ));
+    }
+    Ok(PcieLink { speed, lanes })
+}
+
+impl Nic {
+    /// Where it is found.
+    pub fn place(&self) -> Place {
+        Place {
+            socket: self.socket.clone(),
+            control: self.control.clone(),
+            counters: self.counters.clone(),
+        }
+    }
+
+    /// Its GUID.
+    pub fn guid(&self) -> u64 {
+        self.guid.unwrap_or_default()
+    }
+
+    /// Its PCIe link.
+    ///
+    /// # Errors
+    ///
+    /// There is no such link; never in a configuration that was checked.
+    pub fn pcie(&self) -> Result<PcieLink, String> {
+        pcie(self.link_gen, self.link_width)
+    }
+}
+
+impl Accel {
+    /// Where it is found.
+    pub fn place(&self) -> Place {
+        Place {
+            socket: self.socket.clone(),
+            control: self.control.clone(),
+            counters: self.counters.clone(),
+        }
+    }
+
+    /// Its PCIe link.
+    ///
+    /// # Errors
+    ///
+    /// There is no such link; never in a configuration that was checked.
+    pub fn pcie(&self) -> Result<PcieLink, String> {
+        pcie(self.link_gen, self.link_width)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TWO: &str = r#"
+        [[node]]
+        name = "a"
+        [[node.nic]]
+        name = "nic0"
+        socket = "/run/a/nic0.sock"
+        control = "/run/a/nic0.ctl"
+        [[node.nic]]
+        name = "nic1"
+        socket = "/run/a/nic1.sock"
+        link_gen = 5
+        link_width = 8
+        [[node.accel]]
+        name = "accel0"
+        socket = "/run/a/accel0.sock"
+        counters = "/run/a/accel0.json"
+        memory = "1G"
+        [[node]]
+        name = "b"
+        [[node.nic]]
+        name = "nic0"
+        socket = "/run/b/nic0.sock"
+    "#;
+
+    #[test]
+    fn what_is_not_said_has_a_default() {
+        let config = Config::parse(TWO).unwrap();
+        assert_eq!(config.switch[0].name, "sw");
+        assert_eq!(config.devices(), 4);
+        let [a, b] = &*config.node else { panic!() };
+        assert_eq!((a.nic[0].switch.as_str(), a.accel[0].memory), ("sw", 1 << 30));
+        assert_eq!(a.nic[0].pcie().unwrap().speed, LinkSpeed::Gen4);
+        let second = a.nic[1].pcie().unwrap();
+        assert_eq!((second.speed, second.lanes), (LinkSpeed::Gen5, 8));
+        let guids = BTreeSet::from([a.nic[0].guid(), a.nic[1].guid(), b.nic[0].guid(), 0]);
+        assert_eq!(guids.len(), 4);
+        assert_eq!(
+            a.accel[0].place().counters.as_deref(),
+            Some(Path::new("/run/a/accel0.json"))
+        );
+        assert_eq!(Config::parse("").unwrap().devices(), 0);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (from, to, error) in [
+            ("name = \"b\"", "name = \"a\"", "node \"a\": its name is empty or taken"),
+            ("nic1\"\n", "nic0\"\n", "device \"nic0\": its name"),
+            (
+                "\"accel0\"\n",
+                "\"host\"\n",
+                "device \"host\": its name is empty, reserved or taken",
+            ),
+            ("/run/b/nic0.sock", "/run/a/nic0.ctl", "/run/a/nic0.ctl is used already"),
+            ("link_gen = 5", "link_gen = 6", "device \"nic1\": link_gen = 6"),
+            ("link_width = 8", "link_width = 7", "link_width = 7"),
+            ("link_width = 8", "switch = \"no\"", "there is no switch \"no\""),
+            ("link_width = 8", "guid = 0", "GUID 0x0"),
+            ("link_width = 8", "lanes = 8", "unknown field `lanes`"),
+            ("\"1G\"", "\"3G\"", "power of two"),
+            ("\"1G\"", "\"much\"", "not a size"),
+            ("\"1G\"", "7", "expected a string"),
+            (
+                "[[node]]\n        name = \"a\"",
+                "link = [[\"x\", \"y\"]]\n[[node]]\nname = \"a\"",
+                "no switch \"x\"",
+            ),
+            (
+                "[[node]]\n        name = \"a\"",
+                "[[switch]]\nname = \"sw\"\n[[switch]]\nname = \"sw\"\n[[node]]\nname = \"a\"",
+                "switch \"sw\": its name is empty or taken",
+            ),
+            ("socket = \"/run/a/accel0.sock\"", "", "missing field `socket`"),
+        ] {
+            let text = TWO.replacen(from, to, 1);
+            assert_ne!(text, TWO);
+            let found = Config::parse(&text).unwrap_err().to_string();
+            assert!(found.contains(error), "{error:?} in {found:?}");
+        }
+        let missing = Config::load(Path::new("/nonexistent/fabric.toml")).unwrap_err();
+        assert!(missing.to_string().contains("/nonexistent/fabric.toml"));
+    }
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Commands about memory keys, and the driver's answer to page faults.
+
+use super::{Outcome, Refusal, refuse};
+use crate::adapter::{Adapter, Undrained};
+use crate::layout::ifc::*;
+use crate::mkey;
+use crate::model::Model;
+
+fn refusal(error: mkey::Refusal) -> Refusal {
+    tracing::debug!(%error, "a memory key is refused");
+    match error {
+        mkey::Refusal::Short => refuse!(MLX5_CMD_STAT_BAD_INP_LEN_ERR),
+        mkey::Refusal::Parameter(_) => refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR),
+        mkey::Refusal::NoKey => refuse!(MLX5_CMD_STAT_BAD_RES_ERR),
+        mkey::Refusal::Full => refuse!(MLX5_CMD_STAT_NO_RES_ERR),
+    }
+}
+
+pub(super) fn create(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
+    let index = adapter.hca().objects.mkeys.create(input).map_err(refusal)?;
+    create_mkey_out::MKEY_INDEX.set(output, index);
+    Ok(())
+}
+
+/// No access begins any more, those that have begun end, and then the key is gone. Should they not end, the key stays, of
+/// no use to anybody, and may be destroyed again.
+pub(super) fn destroy(adapter: &Adapter, input: &[u8], _: &mut [u8]) -> Outcome {
+    let index = destroy_mkey_in::MKEY_INDEX.get32(input);
+    let mut hca = adapter.hca();
+    hca.objects.mkeys.retire(index).map_err(refusal)?;
+    adapter
+        .drain(hca, index)
+        .map_err(|Undrained| refuse!(MLX5_CMD_STAT_INT_ERR))?;
+    adapter.hca().objects.mkeys.destroy(index).map_err(refusal)
+}
+
+pub(super) fn query(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
+    let index = query_mkey_in::MKEY_INDEX.get32(input);
+    adapter.hca().objects.mkeys.query(index, output).map_err(refusal)
+}
+
+/// The pages a fault was about are there, or will never be. An answer to nothing is no error: the fault may have been
+/// given up in between.
+pub(super) fn page_fault_resume(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
+    let info = page_fault_resume_in::PAGE_FAULT_INFO.of(input);
+    let high = mem_page_fault_info::FAULT_TOKEN_47_32.get(info);
+    let token = (high << 32) | mem_page_fault_info::FAULT_TOKEN_31_0.get(info);
+    let failed = mem_page_fault_info::ERROR.is_set(info);
+    model.hca.objects.faults.remove(&token);
+    if let Some(resumed) = model.hca.objects.mkeys.resume_fault(token, failed) {
+        model.engine.resume(token, resumed == mkey::Resumed::Repaired);
+    }
+    Ok(())
+}

@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The registers of BAR0: the initialisation segment, and the doorbells of user access regions.
+//!
+//! The serving thread answers from here and never waits; what has to be done goes to the worker's inbox.
+
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
+use super::inbox::{Inboxes, Message};
+use super::layout::{constants, wire};
+
+/// Size of BAR0 in bytes.
+pub(super) const BAR0_SIZE: u64 = 16 << 20;
+/// Number of MSI-X vectors.
+pub const VECTORS: u16 = 16;
+/// Where the MSI-X table is: behind the initialisation segment.
+pub(super) const MSIX_TABLE: u32 = 0x4000;
+/// Where the MSI-X pending bits are.
+pub(super) const MSIX_PBA: u32 = 0x5000;
+/// Size of a user access region.
+pub(super) const UAR_SIZE: u64 = 4096;
+/// The first user access region that is handed out; those before it are registers.
+pub(super) const FIRST_UAR: u32 = 16;
+/// How many there are.
+pub(super) const UARS: u32 = (BAR0_SIZE / UAR_SIZE) as u32 - FIRST_UAR;
+
+/// Firmware version that the driver prints.
+pub(super) const FIRMWARE: (u16, u16, u16) = (20, 99, 1);
+/// Revision of the command interface that the driver wants.
+const COMMAND_REVISION: u32 = 5;
+/// Entries of the command queue, and bytes of each, as logarithms.
+pub(super) const LOG_COMMAND_ENTRIES: u32 = 5;
+pub(super) const LOG_COMMAND_STRIDE: u32 = 6;
+/// The health counter counts these.
+const HEALTH_TICK_MS: u128 = 100;
+
+/// Byte offsets of registers, from the generated layout.
+mod at {
+    use super::wire::{health_buffer, init_seg};
+
+    const fn bytes(field: crate::layout::Field) -> u64 {
+        field.offset() as u64 / 8
+    }
+
+    pub(super) const FW_REV: u64 = bytes(init_seg::FW_REV);
+    pub(super) const CMDIF_REV: u64 = bytes(init_seg::CMDIF_REV_FW_SUB);
+    pub(super) const CMDQ_HIGH: u64 = bytes(init_seg::CMDQ_ADDR_H);
+    pub(super) const CMDQ_LOW: u64 = bytes(init_seg::CMDQ_ADDR_L_SZ);
+    pub(super) const CMD_DOORBELL: u64 = bytes(init_seg::CMD_DBELL);
+    pub(super) const INITIALIZING: u64 = bytes(init_seg::INITIALIZING);
+    pub(super) const HEALTH_FW_VER: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::FW_VER);
+    pub(super) const HEALTH_HW_ID: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::HW_ID);
+    pub(super) const HEALTH_SEVERITY: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::RFR_SEVERITY);
+    pub(super) const HEALTH_SYNDROME: u64 = init_seg::HEALTH.offset() as u64 + bytes(health_buffer::IRISC_INDEX);
+    pub(super) const TIMER_HIGH: u64 = bytes(init_seg::INTERNAL_TIMER_H);
+    pub(super) const TIMER_LOW: u64 = bytes(init_seg::INTERNAL_TIMER_L);
+    pub(super) const HEALTH_COUNTER: u64 = bytes(init_seg::HEALTH_COUNTER);
+}
+
+/// Byte offsets within a user access region. The event queues' two are in no header.
+mod doorbell {
+    use super::constants;
+
+    pub(super) const CQ: u64 = constants::MLX5_CQ_DOORBELL as u64;
+    pub(super) const EQ_ARM: u64 = 0x40;
+    pub(super) const EQ: u64 = 0x48;
+    pub(super) const SEND: u64 = constants::MLX5_BF_OFFSET as u64;
+}
+
+/// What the driver can see the adapter's interface to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(super) enum Interface {
+    /// Working.
+    Full = 0,
+    /// Off.
+    Disabled = 1,
+    /// The driver asks for a reset.
+    SoftwareReset = 7,
+}
+
+/// Registers that the serving thread and the worker share.
+#[derive(Debug)]
+pub(super) struct Registers {
+    started: Instant,
+    queue_high: AtomicU32,
+    queue_low: AtomicU32,
+    interface: AtomicU8,
+    initialising: AtomicBool,
+    /// The health counter stands still at this value, if it is not 0.
+    stuck: AtomicU32,
+    /// Syndrome in the health buffer.
+    syndrome: AtomicU8,
+    /// Accesses, and those among them that mean nothing.
+    reads: AtomicU64,
+    writes: AtomicU64,
+    bad: AtomicU64,
+}
+
+impl Registers {
+    pub(super) fn new() -> Self {
+        Self {
+            started: Instant::now(),
+            queue_high: AtomicU32::new(0),
+            queue_low: AtomicU32::new(0),
+            interface: AtomicU8::new(Interface::Full as u8),
+            initialising: AtomicBool::new(false),
+            stuck: AtomicU32::new(0),
+            syndrome: AtomicU8::new(0),
+            reads: AtomicU64::new(0),
+            writes: AtomicU64::new(0),
+            bad: AtomicU64::new(0),
+        }
+    }
+
+    /// Nanoseconds since the device was made: the adapter's clock, in its unit.
+    pub(super) fn clock(&self) -> u64 {
+        // Not truncated: 584 years.
+        self.started.elapsed().as_nanos() as u64
+    }
+
+    /// Reads, writes, and accesses that mean nothing.
+    pub(super) fn counts(&self) -> [u64; 3] {
+        [&self.reads, &self.writes, &self.bad].map(|counter| counter.load(Ordering::Relaxed))
+    }
+
+    /// Sets the counts to 0.
+    pub(super) fn reset_counts(&self) {
+        for counter in [&self.reads, &self.writes, &self.bad] {
+            counter.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// What a reset makes of them; the worker ends the initialisation. A driver that had given the adapter a command queue
+    /// finds it disabled: that is all it can know a reset by that somebody else began.
+    pub(super) fn reset(&self) {
+        self.queue_high.store(0, Ordering::Relaxed);
+        if self.queue_low.swap(0, Ordering::Relaxed) != 0 {
+            self.set_interface(Interface::Disabled);
+        }
+        self.stuck.store(0, Ordering::Relaxed);
+        self.syndrome.store(0, Ordering::Relaxed);
+        self.initialising.store(true, Ordering::SeqCst);
+    }
+
+    /// The adapter takes commands.
+    pub(super) fn ready(&self) {
+        self.initialising.store(false, Ordering::SeqCst);
+    }
+
+    /// Shows the driver another state of the interface.
+    pub(super) fn set_interface(&self, interface: Interface) {
+        self.interface.store(interface as u8, Ordering::SeqCst);
+    }
+
+    /// Whether commands and doorbells are taken.
+    pub(super) fn enabled(&self) -> bool {
+        self.interface.load(Ordering::SeqCst) == Interface::Full as u8 && self.syndrome.load(Ordering::SeqCst) == 0
+    }
+
+    /// Makes the adapter look broken: its health counter stands still, its health buffer holds `syndrome`, which must
+    /// not be 0, and asks for a reset; no command or doorbell is taken. A reset of the function ends it.
+    pub(super) fn fail(&self, syndrome: u8) {
+        let (counter, _) = self.health();
+        self.stuck.store(counter.max(1), Ordering::SeqCst);
+        self.syndrome.store(syndrome, Ordering::SeqCst);
+    }
+
+    fn health(&self) -> (u32, u8) {
+        let stuck = self.stuck.load(Ordering::SeqCst);
+        let ticks = self.started.elapsed().as_millis() / HEALTH_TICK_MS;
+        // Truncated on purpose: the counter wraps around.
+        let counter = if stuck == 0 { ticks as u32 & 0x00ff_ffff } else { stuck };
+        (counter, self.syndrome.load(Ordering::SeqCst))
+    }
+
+    /// The four bytes at `offset`, a multiple of 4.
+    fn word(&self, offset: u64) -> Option<u32> {
+        let (major, minor, sub) = FIRMWARE;
+        let version = (u32::from(major) << 24) | (u32::from(minor) << 16) | u32::from(sub);
+        Some(match offset {
+            at::FW_REV => (u32::from(minor) << 16) | u32::from(major),
+            at::CMDIF_REV => (COMMAND_REVISION << 16) | u32::from(sub),
+            at::CMDQ_HIGH => self.queue_high.load(Ordering::Relaxed),
+            at::CMDQ_LOW => {
+                let interface = u32::from(self.interface.load(Ordering::SeqCst));
+                let size = (LOG_COMMAND_ENTRIES << 4) | LOG_COMMAND_STRIDE;
+                self.queue_low.load(Ordering::Relaxed) | (interface << constants::MLX5_NIC_IFC_OFFSET) | size
+            }
+            at::CMD_DOORBELL => 0,
+            at::INITIALIZING => u32::from(self.initialising.load(Ordering::SeqCst)) << 31,
+            at::HEALTH_FW_VER => version,
+            at::HEALTH_HW_ID => u32::from(super::DEVICE_ID),
+            // Its first bit asks for a reset.
+            at::HEALTH_SEVERITY => u32::from(self.health().1 != 0) << 31,
+            at::HEALTH_SYNDROME => u32::from(self.health().1) << 16,
+            at::TIMER_HIGH => (self.clock() >> 32) as u32,
+            at::TIMER_LOW => self.clock() as u32,
+            at::HEALTH_COUNTER => self.health().0,
+            // The rest of the segment, and the regions' doorbells, read as zeros.
+            _ if offset < wire::init_seg::BYTES as u64 => 0,
+            _ if offset >= u64::from(FIRST_UAR) * UAR_SIZE => 0,
+            _ => return None,
+        })
+    }
+
+    /// Reads registers. Any length and alignment is possible.
+    pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
+        self.reads.fetch_add(1, Ordering::Relaxed);
+        let mut known = true;
+        let mut last = (u64::MAX, [0; 4]);
+        for (byte, at) in data.iter_mut().zip(offset..) {
+            let word = at & !3;
+            if last.0 != word {
+                let value = self.word(word);
+                known &= value.is_some();
+                last = (word, value.unwrap_or(0).to_be_bytes());
+            }
+            *byte = last.1[(at & 3) as usize];
+        }
+        if !known {
+            self.bad.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Writes registers. Any length and alignment is possible; only those of a doorbell do something.
+    pub(super) fn write(&self, offset: u64, data: &[u8], inbox: &Inboxes) {
+        self.writes.fetch_add(1, Ordering::Relaxed);
+        let done = if offset >= u64::from(FIRST_UAR) * UAR_SIZE {
+            self.ring(offset, data, inbox)
+        } else if let Ok(bytes) = <[u8; 4]>::try_from(data) {
+            self.write_word(offset, u32::from_be_bytes(bytes), inbox)
+        } else if let Some((high, low)) = data.split_first_chunk::<4>() {
+            let low = <[u8; 4]>::try_from(low);
+            low.is_ok_and(|low| {
+                self.write_word(offset, u32::from_be_bytes(*high), inbox)
+                    && self.write_word(offset + 4, u32::from_be_bytes(low), inbox)
+            })
+        } else {
+            false
+        };
+        if !done {
+            self.bad.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    fn write_word(&self, offset: u64, value: u32, inbox: &Inboxes) -> bool {
+        match offset {
+            at::CMDQ_HIGH => self.queue_high.store(value, Ordering::Relaxed),
+            at::CMDQ_LOW => {
+                self.queue_low.store(value & 0xffff_f000, Ordering::Relaxed);
+                let wanted = (value >> constants::MLX5_NIC_IFC_OFFSET) as u8 & 7;
+                if wanted == Interface::SoftwareReset as u8 {
+                    self.interface.store(wanted, Ordering::SeqCst);
+                    inbox.put(Message::SoftwareReset);
+                } else if wanted <= Interface::Disabled as u8 {
+                    self.interface.store(wanted, Ordering::SeqCst);
+                }
+            }
+            at::CMD_DOORBELL => {
+                let high = u64::from(self.queue_high.load(Ordering::Relaxed)) << 32;
+                let queue = high | u64::from(self.queue_low.load(Ordering::Relaxed));
+                if self.enabled() {
+                    inbox.put(Message::Command { queue, entries: value });
+                }
+            }
+            _ => return false,
+        }
+        true
+    }
+
+    /// A write to a user access region.
+    fn ring(&self, offset: u64, data: &[u8], inbox: &Inboxes) -> bool {
+        if !self.enabled() {
+            return false;
+        }
+        // Not truncated: BAR0 has 4096 of them.
+        let uar = (offset / UAR_SIZE) as u32;
+        let word = |at: usize| {
+            let bytes = data.get(at..at + 4).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
+            bytes.map(u32::from_be_bytes)
+        };
+        let message = match (offset % UAR_SIZE, word(0), word(4), data.len()) {
+            (at @ (doorbell::EQ_ARM | doorbell::EQ), Some(value), None, 4) => Message::EventQueue {
+                uar,
+                eqn: (value >> 24) as u8,
+                consumer: value & 0x00ff_ffff,
+                arm: at == doorbell::EQ_ARM,
+            },
+            (doorbell::CQ, Some(first), Some(second), 8) => Message::Arm {
+                uar,
+                words: [first, second],
+            },
+            // The start of a control segment; the rest of it, if it was written too, is read from the queue anyway.
+            (doorbell::SEND.., Some(_), Some(second), _) if offset % 256 == 0 => {
+                Message::Send { uar, qpn: second >> 8 }
+            }
+            _ => return false,
+        };
+        inbox.put(message);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::inbox::Wait;
+    use proptest::prelude::*;
+
+    fn messages(inbox: &Inboxes) -> Vec<Message> {
+        let mut messages = Vec::new();
+        inbox.commands.take(&mut messages, Wait::No);
+        let mut others = Vec::new();
+        inbox.transport.take(&mut others, Wait::No);
+        messages.extend(others);
+        messages
+    }
+
+    fn read(registers: &Registers, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        registers.read(offset, &mut data);
+        u32::from_be_bytes(data)
+    }
+
+    #[test]
+    fn command_queue_and_doorbell() {
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
+        assert_eq!(read(&registers, 0x14) & 0xff, 0x56);
+        registers.write(0x10, &[0, 0, 0, 1], &inbox);
+        registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
+        assert_eq!((read(&registers, 0x10), read(&registers, 0x14)), (1, 0x1234_5056));
+        registers.write(0x18, &[0x80, 0, 0, 1], &inbox);
+        match messages(&inbox)[..] {
+            [Message::Command { queue, entries }] => assert_eq!((queue, entries), (0x1_1234_5000, 0x8000_0001)),
+            ref other => panic!("{other:?}"),
+        }
+        registers.write(0x14, &[0, 0, 1, 0], &inbox);
+        assert_eq!(read(&registers, 0x14), 0x156, "disabled");
+        registers.write(0x18, &[0, 0, 0, 1], &inbox);
+        assert!(messages(&inbox).is_empty(), "a disabled adapter takes no commands");
+    }
+
+    #[test]
+    fn a_driver_sees_that_the_function_was_reset_under_it() {
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
+        let interface = |registers: &Registers| (read(registers, 0x14) >> 8) & 7;
+        registers.reset();
+        assert_eq!(interface(&registers), 0, "there was no driver");
+        registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
+        registers.reset();
+        assert_eq!((interface(&registers), registers.enabled()), (1, false));
+        registers.reset();
+        assert_eq!(interface(&registers), 1, "nobody has come since");
+        registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
+        assert_eq!((interface(&registers), registers.enabled()), (0, true));
+    }
+
+    #[test]
+    fn doorbells() {
+        let (registers, inbox) = (Registers::new(), Inboxes::default());
+        let uar = 17 * UAR_SIZE;
+        registers.write(uar + 0x40, &[3, 0, 1, 2], &inbox);
+        registers.write(uar + 0x48, &[3, 0, 1, 2], &inbox);
+        registers.write(uar + 0x20, &[1, 0, 0, 5, 0, 0, 0, 9], &inbox);
+        registers.write(uar + 0x900, &[0, 0, 0, 10, 0, 1, 2, 4], &inbox);
+        let all = messages(&inbox);
+        assert!(matches!(
+            all[..],
+            [
+                Message::EventQueue {
+                    uar: 17,
+                    eqn: 3,
+                    consumer: 0x102,
+                    arm: true
+                },
+                Message::EventQueue { arm: false, .. },
+                Message::Arm {
+                    uar: 17,
+                    words: [0x0100_0005, 9]
+                },
+                Message::Send { uar: 17, qpn: 0x102 },
+            ]
+        ));
+        assert_eq!(registers.bad.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn health_counts_until_it_fails() {
+        let registers = Registers::new();
+        assert_eq!(read(&registers, at::INITIALIZING), 0);
+        registers.fail(7);
+        let counter = read(&registers, 0x1010);
+        let tick = 2_000_000 * HEALTH_TICK_MS as u64;
+        let start = registers.clock();
+        while registers.clock() < start + tick {
+            std::thread::yield_now();
+        }
+        assert_eq!(read(&registers, 0x1010), counter);
+        assert_eq!((read(&registers, at::HEALTH_SYNDROME) >> 16) & 0xff, 7);
+        assert_eq!(read(&registers, at::HEALTH_SEVERITY), 1 << 31);
+        assert!(!registers.enabled());
+        registers.reset();
+        assert_eq!(read(&registers, at::INITIALIZING), 1 << 31);
+        assert_eq!(read(&registers, at::HEALTH_SYNDROME), 0);
+    }
+
+    proptest! {
+        /// Whatever is accessed however, nothing panics, and a read is the same byte by byte.
+        #[test]
+        fn any_access(offset in 0..BAR0_SIZE, len in 1_usize..80, data: [u8; 80]) {
+            let (registers, inbox) = (Registers::new(), Inboxes::default());
+            registers.write(offset, &data[..len], &inbox);
+            let mut whole = vec![0; len];
+            registers.read(offset, &mut whole);
+            if !(at::TIMER_HIGH - 80..at::HEALTH_COUNTER + 4).contains(&offset) {
+                for (i, byte) in whole.iter().enumerate() {
+                    let mut one = [0];
+                    registers.read(offset + i as u64, &mut one);
+                    prop_assert_eq!(one[0], *byte);
+                }
+            }
+        }
+    }
+}

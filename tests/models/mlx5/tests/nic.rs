@@ -1,0 +1,778 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The network adapter as a driver sees it: commands, queues, events, traffic, errors, resets.
+
+#[path = "nic/driver.rs"]
+mod driver;
+#[path = "nic/inflight.rs"]
+mod inflight;
+
+use std::os::fd::OwnedFd;
+
+use driver::{Driver, ENTRIES, LOG_ENTRIES, RAM, Refused, data, ended, remote, until};
+use p2pmem_ib::{Fabric, Topology};
+use p2pmem_mlx5::layout::{constants, ifc, op, wire};
+
+const RC: u32 = constants::MLX5_QP_ST_RC;
+const UD: u32 = constants::MLX5_QP_ST_UD;
+const GUID: u64 = 0x0002_c903_0000_1000;
+const BAD_OPCODE: u32 = constants::MLX5_CMD_STAT_BAD_OP_ERR;
+const BAD_PARAMETER: u32 = constants::MLX5_CMD_STAT_BAD_PARAM_ERR;
+const BAD_STATE: u32 = constants::MLX5_CMD_STAT_BAD_SYS_STATE_ERR;
+const BAD_RESOURCE: u32 = constants::MLX5_CMD_STAT_BAD_RES_ERR;
+const BUSY: u32 = constants::MLX5_CMD_STAT_RES_BUSY;
+const SHORT_INPUT: u32 = constants::MLX5_CMD_STAT_BAD_INP_LEN_ERR;
+const SHORT_OUTPUT: u32 = constants::MLX5_CMD_STAT_BAD_OUTP_LEN_ERR;
+
+fn fabric() -> Fabric {
+    let topology = Topology {
+        switches: vec!["sw".to_owned()],
+        links: Vec::new(),
+    };
+    Fabric::new(&topology, 1).unwrap()
+}
+
+/// One adapter that works.
+fn adapter() -> Driver {
+    let mut driver = Driver::new("nic", GUID, &fabric());
+    driver.init();
+    driver
+}
+
+fn lid(driver: &mut Driver) -> u16 {
+    use ifc::*;
+    let out = driver
+        .run(
+            op::QUERY_HCA_VPORT_CONTEXT,
+            query_hca_vport_context_in::BYTES,
+            query_hca_vport_context_out::BYTES,
+            |_| {},
+        )
+        .unwrap();
+    let context = query_hca_vport_context_out::HCA_VPORT_CONTEXT.of(&out);
+    assert_eq!(hca_vport_context::VPORT_STATE.get(context), 4, "active");
+    hca_vport_context::LID.get(context) as u16
+}
+
+fn raised(interrupt: &OwnedFd) -> bool {
+    let mut value = [0; 8];
+    rustix::io::read(interrupt, &mut value).is_ok()
+}
+
+fn pattern(len: usize, seed: u8) -> Vec<u8> {
+    (0..len)
+        .map(|i| (i as u8).wrapping_mul(31) ^ (i >> 8) as u8 ^ seed)
+        .collect()
+}
+
+#[test]
+fn a_driver_finds_its_way() {
+    let mut driver = Driver::new("nic", GUID, &fabric());
+    assert_eq!(driver.register(0x4) >> 16, 5, "command interface");
+    let query = |driver: &mut Driver, mode: u32| {
+        driver.run(
+            op::QUERY_HCA_CAP,
+            ifc::query_hca_cap_in::BYTES,
+            ifc::query_hca_cap_out::BYTES,
+            |input| ifc::query_hca_cap_in::OP_MOD.set(input, mode),
+        )
+    };
+    assert_eq!(query(&mut driver, 1), Err(Refused::Status(BAD_STATE)));
+    driver.init();
+    let caps = query(&mut driver, 1).unwrap();
+    let caps = ifc::query_hca_cap_out::CAPABILITY.of(&caps);
+    assert_eq!(ifc::cmd_hca_cap::NUM_PORTS.get(caps), 1);
+    assert_eq!(ifc::cmd_hca_cap::IB_VIRT.get(caps), 1);
+    assert_eq!(ifc::cmd_hca_cap::LOG_MAX_QP.get(caps), 16);
+    // A kind of capabilities that there is not.
+    assert_eq!(query(&mut driver, 1 | (4 << 1)), Err(Refused::Status(BAD_PARAMETER)));
+    assert!(lid(&mut driver) >= 2);
+    // Unknown opcodes are answered, and told of.
+    let unknown = driver.run(op::CREATE_TIR, 512, 64, |_| {});
+    assert_eq!(unknown, Err(Refused::Status(BAD_OPCODE)));
+    let report = driver.handle.report().unwrap();
+    assert_eq!(report.adapter.unknown.get("command 0x900 CREATE_TIR"), Some(&1));
+    // Lengths that are not the command's.
+    let len = ifc::create_cq_in::BYTES;
+    let short = driver.run(op::CREATE_CQ, len - 4, 16, |_| {});
+    assert_eq!(short, Err(Refused::Status(SHORT_INPUT)));
+    let short = driver.run(op::QUERY_CQ, 16, ifc::query_cq_out::BYTES - 4, |_| {});
+    assert_eq!(short, Err(Refused::Status(SHORT_OUTPUT)));
+}
+
+#[test]
+fn what_cannot_be_delivered() {
+    let mut driver = adapter();
+    let entry = RAM;
+    // A mailbox of another command.
+    let block = RAM + 0x1000;
+    driver.submit(0, &[0; 64], 16);
+    assert_eq!(driver.answer(0, 16), Err(Refused::Status(BAD_OPCODE)));
+    for (offset, value, delivery) in [
+        // Token of the first input mailbox, and its number.
+        (block + 573, vec![1], 2),
+        (block + 568, vec![0, 0, 0, 9], 3),
+        // In the entry: kind, length of input and output, pointers.
+        (entry, vec![6], 0x10),
+        (entry + 4, vec![0xff, 0, 0, 0], 7),
+        (entry + 4, vec![0, 0, 0, 7], 7),
+        (entry + 56, vec![0xff, 0, 0, 0], 8),
+        (entry + 8, vec![0; 8], 5),
+        (entry + 8, u64::to_be_bytes(RAM - 0x1000).to_vec(), 6),
+    ] {
+        driver.submit(1, &[0; 16], 16);
+        let _ = driver.answer(1, 16);
+        // Made good, then spoilt, then rung for.
+        let mut good = vec![0; 64];
+        ifc::nop_in::OPCODE.set(&mut good, op::NOP);
+        driver.submit(0, &good, 16);
+        assert!(driver.answer(0, 16).is_ok());
+        let saved = driver.read(entry, 64);
+        let mailbox = driver.read(block, 576);
+        driver.write(offset, &value);
+        driver.write(entry + 63, &[1]);
+        driver.write_register(0x18, 1);
+        assert_eq!(driver.answer(0, 16), Err(Refused::Delivery(delivery)), "{offset:#x}");
+        driver.write(entry, &saved);
+        driver.write(block, &mailbox);
+    }
+    // A command queue where there is no memory: nobody answers, and the adapter lives on.
+    driver.write_register(0x10, 0);
+    driver.write_register(0x18, 1);
+    driver.write_register(0x10, (RAM >> 32) as u32);
+    driver.run(op::NOP, 16, 16, |_| {}).unwrap();
+}
+
+#[test]
+fn commands_end_with_events_once_there_is_a_queue() {
+    let mut driver = adapter();
+    let command = constants::MLX5_EVENT_TYPE_CMD;
+    let mut events = driver.event_queue(3, &[command]);
+    assert_eq!(driver.event(&mut events), None, "the creation itself is not told of");
+    driver.arm_events(&events);
+    driver.submit(5, &pattern(16, 0), 16);
+    let event = until("an event", || driver.event(&mut events));
+    assert_eq!(wire::eqe::TYPE.get32(&event), command);
+    assert_eq!(wire::eqe::DATA.field(wire::eqe_cmd::VECTOR).get(&event), 1 << 5);
+    let interrupt = driver.interrupts[3].try_clone().unwrap();
+    until("an interrupt", || raised(&interrupt).then_some(()));
+    // Not armed again: more events, no interrupt.
+    driver.submit(6, &pattern(16, 0), 16);
+    until("an event", || driver.event(&mut events));
+    assert!(!raised(&interrupt));
+    driver.arm_events(&events);
+    // A second queue for the same type is refused; the first one can go, and is not told of that.
+    let refused = driver.run(op::CREATE_EQ, ifc::create_eq_in::BYTES + 8, 16, |input| {
+        ifc::create_eq_in::EVENT_BITMASK.at(0).set(input, 1_u64 << command);
+        let context = ifc::create_eq_in::EQ_CONTEXT_ENTRY.of_mut(input);
+        ifc::eqc::UAR_PAGE.set(context, 16_u32);
+    });
+    assert_eq!(refused, Err(Refused::Status(BUSY)));
+    until("an event", || driver.event(&mut events));
+    let number = events.number;
+    let destroy = |input: &mut [u8]| ifc::destroy_eq_in::EQ_NUMBER.set(input, number);
+    driver.run(op::DESTROY_EQ, 16, 16, destroy).unwrap();
+    assert_eq!(driver.event(&mut events), None);
+    let again = driver.run(op::DESTROY_EQ, 16, 16, destroy);
+    assert_eq!(again, Err(Refused::Status(BAD_RESOURCE)));
+}
+
+#[test]
+fn objects_hold_each_other() {
+    let mut driver = adapter();
+    let events = driver.event_queue(1, &[]);
+    let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let qp = driver.queue_pair(RC, &cq, |_| {});
+    let (uar, pd) = (driver.uar, driver.pd);
+    let busy = Err(Refused::Status(BUSY));
+    let mut run = |opcode, number: u32| driver.run(opcode, 16, 16, |input| ifc::dealloc_pd_in::PD.set(input, number));
+    assert_eq!(run(op::DEALLOC_PD, pd), busy);
+    assert_eq!(run(op::DEALLOC_UAR, uar), busy);
+    assert_eq!(run(op::DESTROY_CQ, cq.number), busy);
+    run(op::DESTROY_QP, qp.number).unwrap();
+    assert_eq!(run(op::DESTROY_QP, qp.number), Err(Refused::Status(BAD_RESOURCE)));
+    run(op::DESTROY_CQ, cq.number).unwrap();
+    run(op::DEALLOC_PD, pd).unwrap();
+    // What is not there cannot be used.
+    let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let result = driver.try_queue_pair(RC, &cq, |_| {});
+    assert_eq!(
+        result.err(),
+        Some(Refused::Status(BAD_RESOURCE)),
+        "a domain that is gone"
+    );
+}
+
+/// A queue pair connected with itself.
+fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
+    let events = driver.event_queue(1, &[]);
+    let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let qp = driver.queue_pair(RC, &cq, |_| {});
+    let lid = lid(driver);
+    driver.connect(&qp, lid, qp.number);
+    (events, cq, qp)
+}
+
+#[test]
+fn messages_arrive() {
+    let mut driver = adapter();
+    let (_, mut cq, mut qp) = loopback(&mut driver);
+    let key = driver.key;
+    let (from, to) = (driver.alloc(1 << 20), driver.alloc(1 << 20));
+    // More packets than one, into three pieces.
+    let bytes = pattern(5000, 1);
+    driver.write(from, &bytes);
+    driver.receive(
+        &mut qp,
+        &[(key, to, 1000), (key, to + 8192, 24), (key, to + 1000, 8000)],
+    );
+    driver.send(
+        &mut qp,
+        constants::MLX5_OPCODE_SEND_IMM,
+        0xdead_beef,
+        &[data((key, from, 5000))],
+    );
+    let (mut sent, mut received) = (None, None);
+    for _ in 0..2 {
+        let entry = driver.wait(&mut cq);
+        match ended(&entry).0 {
+            constants::MLX5_CQE_REQ => sent = Some(entry),
+            _ => received = Some(entry),
+        }
+    }
+    let (sent, received) = (sent.unwrap(), received.unwrap());
+    assert_eq!(
+        wire::cqe64::SOP_DROP_QPN.get32(&sent),
+        (constants::MLX5_OPCODE_SEND_IMM << 24) | qp.number
+    );
+    assert_eq!(ended(&received).0, constants::MLX5_CQE_RESP_SEND_IMM);
+    assert_eq!(wire::cqe64::IMMEDIATE.get(&received), 0xdead_beef);
+    assert_eq!(wire::cqe64::BYTE_CNT.get(&received), 5000);
+    assert_eq!(driver.read(to, 1000), bytes[..1000]);
+    assert_eq!(driver.read(to + 8192, 24), bytes[1000..1024]);
+    assert_eq!(driver.read(to + 1000, 3976), bytes[1024..]);
+    // Write, then read back elsewhere.
+    driver.send(
+        &mut qp,
+        constants::MLX5_OPCODE_RDMA_WRITE,
+        0,
+        &[remote(key, to + 0x1_0003), data((key, from, 5000))],
+    );
+    assert_eq!(ended(&driver.wait(&mut cq)).0, constants::MLX5_CQE_REQ);
+    assert_eq!(driver.read(to + 0x1_0003, 5000), bytes);
+    driver.send(
+        &mut qp,
+        constants::MLX5_OPCODE_RDMA_READ,
+        0,
+        &[remote(key, to + 0x1_0003), data((key, to + 0x2_0000, 5000))],
+    );
+    let read = driver.wait(&mut cq);
+    assert_eq!(ended(&read).0, constants::MLX5_CQE_REQ);
+    assert_eq!(wire::cqe64::BYTE_CNT.get(&read), 5000);
+    assert_eq!(driver.read(to + 0x2_0000, 5000), bytes);
+    // Data in the entry itself.
+    let mut inline = vec![0; 16];
+    wire::wqe_inline_seg::BYTE_COUNT.set(&mut inline, constants::MLX5_INLINE_SEG | 11);
+    inline[4..15].copy_from_slice(b"hello world");
+    driver.send(
+        &mut qp,
+        constants::MLX5_OPCODE_RDMA_WRITE,
+        0,
+        &[remote(key, to), inline],
+    );
+    assert_eq!(ended(&driver.wait(&mut cq)).0, constants::MLX5_CQE_REQ);
+    assert_eq!(driver.read(to, 11), b"hello world");
+    let report = driver.handle.report().unwrap();
+    assert_eq!(report.payload.host_written, 5000 * 3 + 11);
+    assert_eq!(report.payload.host_read, 5000 * 3);
+    assert_eq!(report.transport.retransmissions, 0);
+}
+
+#[test]
+fn atomics() {
+    let mut driver = adapter();
+    let (_, mut cq, mut qp) = loopback(&mut driver);
+    let key = driver.key;
+    let (target, result) = (driver.alloc(4096), driver.alloc(4096));
+    driver.write(target, &41_u64.to_be_bytes());
+    let segment = |swap: u64, compare: u64| [swap.to_be_bytes(), compare.to_be_bytes()].concat();
+    for (opcode, swap, compare, before, after) in [
+        (constants::MLX5_OPCODE_ATOMIC_FA, 1, 0, 41, 42),
+        (constants::MLX5_OPCODE_ATOMIC_CS, 7, 41, 42, 42),
+        (constants::MLX5_OPCODE_ATOMIC_CS, 7, 42, 42, 7_u64),
+    ] {
+        driver.send(
+            &mut qp,
+            opcode,
+            0,
+            &[remote(key, target), segment(swap, compare), data((key, result, 8))],
+        );
+        let entry = driver.wait(&mut cq);
+        assert_eq!(ended(&entry).0, constants::MLX5_CQE_REQ);
+        // Big-endian, because the driver has not asked for its own order.
+        assert_eq!(driver.read(result, 8), u64::to_be_bytes(before));
+        assert_eq!(driver.read(target, 8), after.to_be_bytes());
+    }
+}
+
+#[test]
+fn errors_have_their_status() {
+    let mut driver = adapter();
+    let key = driver.key;
+    let from = driver.alloc(4096);
+    let events = driver.event_queue(1, &[]);
+    let lid = lid(&mut driver);
+    let flushed = constants::MLX5_CQE_SYNDROME_WR_FLUSH_ERR;
+    for (local, far, expected) in [
+        (key ^ 1, key, constants::MLX5_CQE_SYNDROME_LOCAL_PROT_ERR),
+        (key, key ^ 1, constants::MLX5_CQE_SYNDROME_REMOTE_ACCESS_ERR),
+    ] {
+        let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+        let far_cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+        let mut qp = driver.queue_pair(RC, &cq, |_| {});
+        let far_qp = driver.queue_pair(RC, &far_cq, |_| {});
+        driver.connect(&qp, lid, far_qp.number);
+        driver.connect(&far_qp, lid, qp.number);
+        driver.receive(&mut qp, &[(key, from, 64)]);
+        for _ in 0..2 {
+            let segments = [remote(far, from), data((local, from, 64))];
+            driver.send(&mut qp, constants::MLX5_OPCODE_RDMA_WRITE, 0, &segments);
+        }
+        assert_eq!(ended(&driver.wait(&mut cq)), (constants::MLX5_CQE_REQ_ERR, expected));
+        let mut others = [ended(&driver.wait(&mut cq)), ended(&driver.wait(&mut cq))];
+        others.sort_unstable();
+        assert_eq!(
+            others,
+            [
+                (constants::MLX5_CQE_REQ_ERR, flushed),
+                (constants::MLX5_CQE_RESP_ERR, flushed)
+            ]
+        );
+        // Receives that come later are flushed too.
+        driver.receive(&mut qp, &[(key, from, 64)]);
+        assert_eq!(ended(&driver.wait(&mut cq)), (constants::MLX5_CQE_RESP_ERR, flushed));
+        let out = driver.run(
+            op::QUERY_QP,
+            ifc::query_qp_in::BYTES,
+            ifc::query_qp_out::BYTES,
+            |input| {
+                ifc::query_qp_in::QPN.set(input, qp.number);
+            },
+        );
+        let context = ifc::query_qp_out::QPC.of(out.as_ref().unwrap()).to_vec();
+        assert_eq!(ifc::qpc::STATE.get32(&context), constants::MLX5_QPC_STATE_ERR);
+        driver.end(op::_2RST_QP, &qp).unwrap();
+    }
+}
+
+#[test]
+fn work_that_makes_no_sense() {
+    let mut driver = adapter();
+    let key = driver.key;
+    let from = driver.alloc(4096);
+    // An unknown opcode; a write that ends before its remote address; an inline segment longer than the entry.
+    let mut long = vec![0; 16];
+    wire::wqe_inline_seg::BYTE_COUNT.set(&mut long, constants::MLX5_INLINE_SEG | 500);
+    for (opcode, segments) in [
+        (0x77, vec![data((key, from, 8))]),
+        (constants::MLX5_OPCODE_RDMA_WRITE, vec![]),
+        (constants::MLX5_OPCODE_SEND, vec![long]),
+        (constants::MLX5_OPCODE_UMR, vec![vec![0xff; 64]]),
+        (constants::MLX5_OPCODE_ATOMIC_FA, vec![remote(key, from)]),
+    ] {
+        let (_, mut cq, mut qp) = loopback(&mut driver);
+        driver.send(&mut qp, opcode, 0, &segments);
+        let expected = (
+            constants::MLX5_CQE_REQ_ERR,
+            constants::MLX5_CQE_SYNDROME_LOCAL_QP_OP_ERR,
+        );
+        assert_eq!(ended(&driver.wait(&mut cq)), expected, "opcode {opcode:#x}");
+    }
+    // A queue whose memory is nowhere: an event, because there is no entry to complete.
+    let fatal = constants::MLX5_EVENT_TYPE_WQ_CATAS_ERROR;
+    let mut events = driver.event_queue(2, &[fatal]);
+    let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let lid = lid(&mut driver);
+    let mut qp = driver.queue_pair(RC, &cq, |context| ifc::qpc::DBR_ADDR.set(context, 0x1000_u64));
+    driver.connect(&qp, lid, qp.number);
+    driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    let event = until("an event", || driver.event(&mut events));
+    assert_eq!(wire::eqe::TYPE.get32(&event), fatal);
+    let number = wire::eqe::DATA.field(wire::eqe_qp_srq::QP_SRQ_N).get32(&event);
+    assert_eq!(number, qp.number);
+}
+
+#[test]
+fn completions_are_told_of() {
+    let mut driver = adapter();
+    let (mut events, mut cq, mut qp) = loopback(&mut driver);
+    let nop = |driver: &mut Driver, qp: &mut driver::Qp| driver.send(qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    nop(&mut driver, &mut qp);
+    driver.wait(&mut cq);
+    assert_eq!(driver.event(&mut events), None, "nobody asked");
+    driver.arm_events(&events);
+    driver.arm_completions(&cq, 0, false);
+    nop(&mut driver, &mut qp);
+    let event = until("an event", || driver.event(&mut events));
+    assert_eq!(wire::eqe::DATA.field(wire::eqe_comp::CQN).get32(&event), cq.number);
+    let interrupt = driver.interrupts[1].try_clone().unwrap();
+    until("an interrupt", || raised(&interrupt).then_some(()));
+    // What is unread has had its event. Something that came after it makes one as soon as the queue is armed, but not with
+    // the same sequence number as before.
+    driver.arm_completions(&cq, 0, false);
+    driver.arm_completions(&cq, 1, false);
+    driver.run(op::NOP, 16, 16, |_| {}).unwrap();
+    assert_eq!(driver.event(&mut events), None);
+    nop(&mut driver, &mut qp);
+    until("an event", || driver.event(&mut events));
+    driver.wait(&mut cq);
+    driver.wait(&mut cq);
+    nop(&mut driver, &mut qp);
+    driver.wait(&mut cq);
+    driver.arm_completions(&cq, 1, false);
+    driver.run(op::NOP, 16, 16, |_| {}).unwrap();
+    assert_eq!(driver.event(&mut events), None);
+    cq.next -= 1;
+    driver.arm_completions(&cq, 2, false);
+    cq.next += 1;
+    until("an event", || driver.event(&mut events));
+    // Only solicited ones: the end of work here is none, a message with the bit set is.
+    driver.arm_completions(&cq, 3, true);
+    nop(&mut driver, &mut qp);
+    driver.wait(&mut cq);
+    driver.run(op::NOP, 16, 16, |_| {}).unwrap();
+    assert_eq!(driver.event(&mut events), None);
+    let (key, at) = (driver.key, driver.alloc(4096));
+    driver.receive(&mut qp, &[(key, at, 64)]);
+    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &[data((key, at, 1))]);
+    until("an event", || driver.event(&mut events));
+    driver.wait(&mut cq);
+    driver.wait(&mut cq);
+    // Moderated: after three.
+    driver
+        .run(
+            op::MODIFY_CQ,
+            ifc::modify_cq_in::BYTES,
+            ifc::modify_cq_out::BYTES,
+            |input| {
+                ifc::modify_cq_in::CQN.set(input, cq.number);
+                let select = ifc::modify_cq_in::MODIFY_FIELD_SELECT_RESIZE_FIELD_SELECT.of_mut(input);
+                let bits = constants::MLX5_CQ_MODIFY_COUNT | constants::MLX5_CQ_MODIFY_PERIOD;
+                ifc::modify_field_select::MODIFY_FIELD_SELECT.set(select, bits);
+                ifc::cqc::CQ_MAX_COUNT.set(ifc::modify_cq_in::CQ_CONTEXT.of_mut(input), 3_u32);
+            },
+        )
+        .unwrap();
+    driver.arm_completions(&cq, 0, false);
+    for left in [2, 1, 0] {
+        nop(&mut driver, &mut qp);
+        driver.wait(&mut cq);
+        driver.run(op::NOP, 16, 16, |_| {}).unwrap();
+        assert_eq!(driver.event(&mut events).is_some(), left == 0);
+    }
+}
+
+#[test]
+fn a_full_queue_breaks() {
+    let mut driver = adapter();
+    let error = constants::MLX5_EVENT_TYPE_CQ_ERROR;
+    let mut events = driver.event_queue(1, &[error]);
+    let cq = driver.completion_queue(events.number, 2, |_| {});
+    let lid = lid(&mut driver);
+    let mut qp = driver.queue_pair(RC, &cq, |_| {});
+    driver.connect(&qp, lid, qp.number);
+    for _ in 0..5 {
+        driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    }
+    let event = until("an event", || driver.event(&mut events));
+    assert_eq!(wire::eqe::TYPE.get32(&event), error);
+    assert_eq!(wire::eqe::DATA.field(wire::eqe_cq_err::CQN).get32(&event), cq.number);
+    assert_eq!(wire::eqe::DATA.field(wire::eqe_cq_err::SYNDROME).get32(&event), 1);
+    let report = driver.handle.report().unwrap();
+    assert_eq!(report.adapter.lost_completions, 1);
+    let out = driver.run(op::QUERY_CQ, 16, ifc::query_cq_out::BYTES, |input| {
+        ifc::query_cq_in::CQN.set(input, cq.number);
+    });
+    let out = out.unwrap();
+    let context = ifc::query_cq_out::CQ_CONTEXT.of(&out);
+    assert_eq!(
+        (ifc::cqc::STATUS.get(context), ifc::cqc::PRODUCER_COUNTER.get(context)),
+        (9, 4)
+    );
+    // Where overruns are allowed, the newest wins.
+    let mut cq = driver.completion_queue(events.number, 2, |context| ifc::cqc::OI.set(context, 1_u32));
+    let mut qp = driver.queue_pair(RC, &cq, |_| {});
+    driver.connect(&qp, lid, qp.number);
+    for _ in 0..3 {
+        driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+        driver.wait(&mut cq);
+    }
+}
+
+/// Asks for a ring of `1 << log_entries` entries in `buffer` for a completion queue.
+fn resize(driver: &mut Driver, cq: &driver::Ring, log_entries: u32, buffer: u64) -> Result<(), Refused> {
+    let entries = 1 << log_entries;
+    for i in 0..entries {
+        driver.write(buffer + i * 64 + 63, &[0xf1]);
+    }
+    let done = driver.run(
+        op::MODIFY_CQ,
+        ifc::modify_cq_in::BYTES + 16,
+        ifc::modify_cq_out::BYTES,
+        |input| {
+            ifc::modify_cq_in::CQN.set(input, cq.number);
+            ifc::modify_cq_in::OP_MOD.set(input, constants::MLX5_CQ_OPMOD_RESIZE);
+            let select = ifc::modify_cq_in::MODIFY_FIELD_SELECT_RESIZE_FIELD_SELECT.of_mut(input);
+            ifc::resize_field_select::RESIZE_FIELD_SELECT.set(select, 7_u32);
+            ifc::cqc::LOG_CQ_SIZE.set(ifc::modify_cq_in::CQ_CONTEXT.of_mut(input), log_entries);
+            let list = ifc::modify_cq_in::PAS.of_mut(input);
+            for (page, at) in (0..(entries * 64).div_ceil(4096)).zip((0..).step_by(8)) {
+                list[at..at + 8].copy_from_slice(&(buffer + page * 4096).to_be_bytes());
+            }
+        },
+    );
+    done.map(drop)
+}
+
+#[test]
+fn a_queue_is_resized() {
+    let mut driver = adapter();
+    let (_, mut cq, mut qp) = loopback(&mut driver);
+    driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    driver.wait(&mut cq);
+    let buffer = driver.alloc(8192);
+    resize(&mut driver, &cq, 7, buffer).unwrap();
+    // The old queue ends with an entry that says so; the next completion is in the new one.
+    assert_eq!(ended(&driver.wait(&mut cq)).0, constants::MLX5_CQE_RESIZE_CQ);
+    driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    let entry = until("a completion", || {
+        let entry = driver.read(buffer + 2 * 64, 64);
+        (entry[63] == 0).then_some(entry)
+    });
+    assert_eq!(wire::cqe64::WQE_COUNTER.get(&entry), 1);
+}
+
+#[test]
+fn a_queue_is_not_made_too_small_for_what_is_in_it() {
+    let mut driver = adapter();
+    let lid = lid(&mut driver);
+    let events = driver.event_queue(1, &[]);
+    let buffer = driver.alloc(4096);
+    // Work that was posted before counts, whether the adapter has come to it or not.
+    for _ in 0..200 {
+        let cq = driver.completion_queue(events.number, 3, |_| {});
+        let mut qp = driver.queue_pair(RC, &cq, |_| {});
+        driver.connect(&qp, lid, qp.number);
+        for _ in 0..6 {
+            driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+        }
+        let refused = resize(&mut driver, &cq, 2, buffer).unwrap_err();
+        assert_eq!(
+            refused,
+            Refused::Status(constants::MLX5_CMD_STAT_BAD_SIZE_OUTS_CQES_ERR)
+        );
+    }
+    // The entry that tells of a new ring has no place in it: all of the ring is for completions.
+    let cq = driver.completion_queue(events.number, 3, |_| {});
+    let mut qp = driver.queue_pair(RC, &cq, |_| {});
+    driver.connect(&qp, lid, qp.number);
+    resize(&mut driver, &cq, 1, buffer).unwrap();
+    resize(&mut driver, &cq, 2, buffer).unwrap();
+    for _ in 0..4 {
+        driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+    }
+    assert!(resize(&mut driver, &cq, 1, buffer).is_err(), "a full ring");
+    assert_eq!(driver.handle.report().unwrap().adapter.lost_completions, 0);
+}
+
+#[test]
+fn datagrams() {
+    let mut driver = adapter();
+    let events = driver.event_queue(1, &[]);
+    let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let mut qp = driver.queue_pair(UD, &cq, |_| {});
+    let lid = lid(&mut driver);
+    driver.connect(&qp, lid, 0);
+    let (key, at) = (driver.key, driver.alloc(8192));
+    driver.write(at, b"datagram");
+    driver.receive(&mut qp, &[(key, at + 4096, 100)]);
+    let mut vector = vec![0; wire::av::BYTES];
+    wire::av::KEY_QKEY_QKEY.set(&mut vector, 0x1234_u32);
+    wire::av::DQP_DCT.set(&mut vector, constants::MLX5_EXTENDED_UD_AV | qp.number);
+    wire::av::RLID.set(&mut vector, lid);
+    let segments = [vector.clone(), data((key, at, 8))];
+    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &segments);
+    let mut entries = [driver.wait(&mut cq), driver.wait(&mut cq)];
+    entries.sort_by_key(|entry| ended(entry).0);
+    assert_eq!(ended(&entries[0]).0, constants::MLX5_CQE_REQ);
+    let received = &entries[1];
+    assert_eq!(ended(received).0, constants::MLX5_CQE_RESP_SEND);
+    assert_eq!(
+        wire::cqe64::BYTE_CNT.get(received),
+        48,
+        "with room for a global route header"
+    );
+    assert_eq!(wire::cqe64::FLAGS_RQPN.get32(received), qp.number);
+    assert_eq!(wire::cqe64::SLID.get(received), u64::from(lid));
+    assert_eq!(driver.read(at + 4096 + 40, 8), b"datagram");
+    let report = driver.handle.report().unwrap();
+    assert_eq!((report.payload.host_read, report.payload.host_written), (0, 0));
+    assert_eq!(report.datagrams.host_read, 8);
+    // A header in the entry and the rest in memory, as UCX sends what was lost again.
+    let mut header = vec![0; 16];
+    wire::wqe_inline_seg::BYTE_COUNT.set(&mut header, constants::MLX5_INLINE_SEG | 6);
+    header[wire::wqe_inline_seg::BYTES..][..6].copy_from_slice(b"again ");
+    driver.receive(&mut qp, &[(key, at + 4096, 100)]);
+    let segments = [vector, header, data((key, at, 8))];
+    driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &segments);
+    let mut entries = [driver.wait(&mut cq), driver.wait(&mut cq)];
+    entries.sort_by_key(|entry| ended(entry).0);
+    assert_eq!(ended(&entries[0]).0, constants::MLX5_CQE_REQ);
+    assert_eq!(wire::cqe64::BYTE_CNT.get(&entries[1]), 54);
+    assert_eq!(driver.read(at + 4096 + 40, 14), b"again datagram");
+}
+
+#[test]
+fn shared_receives() {
+    let mut driver = adapter();
+    let limit = constants::MLX5_EVENT_TYPE_SRQ_RQ_LIMIT;
+    let mut events = driver.event_queue(1, &[limit]);
+    let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let (buffer, record) = (driver.alloc(4096), driver.alloc(4096));
+    let (key, pd, at) = (driver.key, driver.pd, driver.alloc(8192));
+    // Entries of 64 bytes, linked backwards after the first: 0, 63, 62, ...
+    for i in 0..u64::from(ENTRIES) {
+        let mut entry = vec![0; 16];
+        let next = (i + u64::from(ENTRIES) - 1) % u64::from(ENTRIES);
+        wire::wqe_srq_next_seg::NEXT_WQE_INDEX.set(&mut entry, next);
+        entry.extend(data((key, at + 4096 + i * 8, 8)));
+        entry.extend(data((0x100, 0, 0)));
+        driver.write(buffer + i * 64, &entry);
+    }
+    driver.write(record, &4_u32.to_be_bytes());
+    let out = driver
+        .run(
+            op::CREATE_SRQ,
+            ifc::create_srq_in::BYTES + 8,
+            ifc::create_srq_out::BYTES,
+            |input| {
+                let context = ifc::create_srq_in::SRQ_CONTEXT_ENTRY.of_mut(input);
+                ifc::srqc::LOG_SRQ_SIZE.set(context, LOG_ENTRIES);
+                ifc::srqc::LOG_RQ_STRIDE.set(context, 2_u32);
+                ifc::srqc::PD.set(context, pd);
+                ifc::srqc::DBR_ADDR.set(context, record);
+                ifc::create_srq_in::PAS
+                    .of_mut(input)
+                    .copy_from_slice(&buffer.to_be_bytes());
+            },
+        )
+        .unwrap();
+    let srqn = ifc::create_srq_out::SRQN.get32(&out);
+    driver
+        .run(op::ARM_RQ, 16, 16, |input| {
+            ifc::arm_rq_in::SRQ_NUMBER.set(input, srqn);
+            ifc::arm_rq_in::LWM.set(input, 2_u32);
+        })
+        .unwrap();
+    let mut qp = driver.queue_pair_of_shared(&cq, srqn);
+    let lid = lid(&mut driver);
+    driver.connect(&qp, lid, qp.number);
+    for (n, index) in [0_u64, 63, 62].into_iter().enumerate() {
+        assert_eq!(driver.event(&mut events), None);
+        driver.write(at, &[n as u8 + 1; 8]);
+        driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &[data((key, at, 8))]);
+        let mut entries = [driver.wait(&mut cq), driver.wait(&mut cq)];
+        entries.sort_by_key(|entry| ended(entry).0);
+        let received = &entries[1];
+        assert_eq!(ended(received).0, constants::MLX5_CQE_RESP_SEND);
+        assert_eq!(wire::cqe64::WQE_COUNTER.get(received), index);
+        assert_eq!(wire::cqe64::SRQN.get32(received), srqn);
+        assert_eq!(driver.read(at + 4096 + index * 8, 8), [n as u8 + 1; 8]);
+    }
+    // One left, which is less than two.
+    let event = until("an event", || driver.event(&mut events));
+    assert_eq!(wire::eqe::TYPE.get32(&event), limit);
+    let busy = driver.run(op::DESTROY_SRQ, 16, 16, |input| {
+        ifc::destroy_srq_in::SRQN.set(input, srqn)
+    });
+    assert_eq!(busy, Err(Refused::Status(BUSY)));
+}
+
+#[test]
+fn two_adapters() {
+    let fabric = fabric();
+    let mut a = Driver::new("a", GUID, &fabric);
+    let mut b = Driver::new("b", GUID + 16, &fabric);
+    a.init();
+    b.init();
+    let (lid_a, lid_b) = (lid(&mut a), lid(&mut b));
+    assert_ne!(lid_a, lid_b);
+    let port = constants::MLX5_EVENT_TYPE_PORT_CHANGE;
+    let mut events = a.event_queue(1, &[port]);
+    let mut cq_a = a.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let events_b = b.event_queue(1, &[]);
+    let cq_b = b.completion_queue(events_b.number, LOG_ENTRIES, |_| {});
+    let mut qp_a = a.queue_pair(RC, &cq_a, |_| {});
+    let qp_b = b.queue_pair(RC, &cq_b, |_| {});
+    a.connect(&qp_a, lid_b, qp_b.number);
+    b.connect(&qp_b, lid_a, qp_a.number);
+    let bytes = pattern(1 << 20, 9);
+    let (from, to) = (a.alloc(1 << 20), b.alloc(1 << 20));
+    a.write(from, &bytes);
+    let write = [remote(b.key, to), data((a.key, from, 1 << 20))];
+    a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
+    assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
+    assert!(b.read(to, 1 << 20) == bytes);
+    assert_eq!(b.handle.report().unwrap().payload.host_written, 1 << 20);
+    assert_eq!(a.handle.report().unwrap().payload.host_read, 1 << 20);
+    // The link goes down and comes up: the driver hears of it, and what was under way arrives.
+    a.handle.set_link(false).unwrap();
+    let event = until("an event", || a.event(&mut events));
+    let down = constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN;
+    assert_eq!(
+        (wire::eqe::TYPE.get32(&event), wire::eqe::SUB_TYPE.get32(&event)),
+        (port, down)
+    );
+    a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
+    a.handle.set_link(true).unwrap();
+    until("an event", || a.event(&mut events));
+    assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
+}
+
+#[test]
+fn resets_forget_everything() {
+    let mut driver = adapter();
+    let (_, cq, qp) = loopback(&mut driver);
+    for round in 0..3 {
+        let before = driver.handle.status().unwrap();
+        assert!(before.initialised, "round {round}");
+        driver.client().reset().unwrap();
+        driver.switch_on();
+        let after = driver.handle.status().unwrap();
+        assert!(!after.initialised && after.queue_pairs == 0 && after.memory_keys == 0);
+        // Doorbells of what is gone.
+        let uar = u64::from(driver.uar) * 4096;
+        driver
+            .client()
+            .write(0, uar + 0x800, &[0, 0, 0, 0, 0, 0, 0x40, 1])
+            .unwrap();
+        driver.arm_completions(&cq, 0, false);
+        driver.init();
+        let gone = driver.end(op::_2ERR_QP, &qp);
+        assert_eq!(gone, Err(Refused::Status(BAD_RESOURCE)));
+        let (_, mut cq, mut qp) = loopback(&mut driver);
+        driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
+        driver.wait(&mut cq);
+    }
+    // The driver's own way.
+    driver.run(op::TEARDOWN_HCA, 16, 16, |_| {}).unwrap();
+    driver.run(op::DISABLE_HCA, 16, 16, |_| {}).unwrap();
+    assert_eq!(driver.handle.status().unwrap().queue_pairs, 0);
+    driver.init();
+    // A software reset leaves it switched off until the driver switches it on.
+    driver.write_register(0x14, 7 << 8);
+    until("the reset", || ((driver.register(0x14) >> 8) & 7 == 1).then_some(()));
+    assert_eq!(driver.handle.status().unwrap().memory_keys, 0);
+    driver.write_register(0x14, RAM as u32);
+    driver.init();
+}

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Host tests of the module's pure parts: path classification, placement, rules, accounts, stripes, and lists of ranges.
+//!
+//! The files under test are the very ones the module is built from. They are held against oracles that go about it
+//! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
+//! a list for what `placement.rs` finds in one pass.
+#![forbid(unsafe_code)]
+
+// Their format is the module's business, and the tests need not use all that the module does.
+#[allow(dead_code)]
+#[path = "../../../../rust/policy"]
+mod policy {
+    #[rustfmt::skip]
+    pub(crate) mod distance;
+    #[rustfmt::skip]
+    pub(crate) mod life;
+    #[rustfmt::skip]
+    pub(crate) mod path;
+    #[rustfmt::skip]
+    pub(crate) mod placement;
+    #[rustfmt::skip]
+    pub(crate) mod quota;
+    #[rustfmt::skip]
+    pub(crate) mod ranges;
+    #[rustfmt::skip]
+    pub(crate) mod ranking;
+    #[rustfmt::skip]
+    pub(crate) mod rule;
+    #[rustfmt::skip]
+    pub(crate) mod rule_effect;
+    #[rustfmt::skip]
+    pub(crate) mod rule_text;
+    #[rustfmt::skip]
+    pub(crate) mod split;
+    #[rustfmt::skip]
+    pub(crate) mod verdict;
+}
+
+#[cfg(test)]
+mod abi;
+#[cfg(test)]
+mod no_panic;
+#[cfg(test)]
+mod oracle;
+#[cfg(test)]
+mod path_tests;
+#[cfg(test)]
+mod placement_tests;
+#[cfg(test)]
+mod policy_tests;
+#[cfg(test)]
+mod quota_tests;
+#[cfg(test)]
+mod ranges_tests;
+#[cfg(test)]
+mod stripe_tests;
+#[cfg(test)]
+mod tree;
