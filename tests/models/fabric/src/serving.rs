@@ -87,10 +87,19 @@ impl Seat {
     /// Serves `device` to one client after another, until the process ends, or with `once` until the first has gone. A
     /// device that panics, or whose worker did, is not served again; nothing else suffers.
     ///
+    /// Returns the device if the process is about to end: its worker answers the last question for counters, so the caller keeps
+    /// the device until the process exits.
+    ///
     /// # Errors
     ///
     /// Nobody can be waited for any more.
-    pub fn serve(self, mut device: Box<dyn Device>, health: &Health, ending: &Ending, once: bool) -> io::Result<()> {
+    pub fn serve(
+        self,
+        mut device: Box<dyn Device>,
+        health: &Health,
+        ending: &Ending,
+        once: bool,
+    ) -> io::Result<Option<Box<dyn Device>>> {
         let name = &*self.name;
         loop {
             let stream = self.listener.accept()?;
@@ -111,11 +120,11 @@ impl Seat {
             if result.is_err() || !health.is_good() {
                 // What it is made of may be half done, and panic again.
                 let _ = catch_unwind(AssertUnwindSafe(|| drop(device)));
-                return Ok(());
+                return Ok(None);
             }
             if ends || once {
                 self.place.clear();
-                return Ok(());
+                return Ok(ends.then_some(device));
             }
         }
     }
@@ -311,7 +320,7 @@ mod tests {
         let server = std::thread::spawn({
             let (health, ending) = (health.clone(), Arc::clone(&ending));
             // Made into a trait object in the thread, as it is not one that can be sent.
-            move || seat.serve(Box::new(device), &health, &ending, false)
+            move || seat.serve(Box::new(device), &health, &ending, false).map(drop)
         });
         let connect = || UnixStream::connect(path("device")).map(|stream| Client::new(stream).unwrap());
         let mut client = connect().unwrap();

@@ -71,5 +71,6 @@ fn main() -> Result<()> {
     std::io::stdout().flush()?;
     let health = accel.health();
     seat.serve(Box::new(accel), &health, &ending, args.once)
-        .context("cannot accept a client")
+        .context("cannot accept a client")?;
+    Ok(())
 }

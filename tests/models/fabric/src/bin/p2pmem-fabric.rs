@@ -124,8 +124,10 @@ fn main() -> Result<()> {
                 device,
                 health,
             } = ready;
-            if let Err(error) = seat.serve(device, &health, &ending, false) {
-                error!(name, %error, "the device can have no more clients");
+            match seat.serve(device, &health, &ending, false) {
+                // The thread that got the signal asks the device's worker for the counters once more, and then exits.
+                Ok(device) => std::mem::forget(device),
+                Err(error) => error!(name, %error, "the device can have no more clients"),
             }
         })?);
     }
