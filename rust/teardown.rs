@@ -365,7 +365,7 @@ fn wait_pinned(provider: &Provider) -> MemoryList {
                 first.owner,
                 seconds
             )));
-            if wait.is_due(seconds) {
+            if wait.should_log(seconds) {
                 pr_warn!(
                     "{}: waiting for I/O on {} pages of {} since {} s\n",
                     provider.addr,

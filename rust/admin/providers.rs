@@ -51,7 +51,7 @@ pub(crate) struct ProviderDir {
 
 /// The settings of a directory, and the provider that was made of them. Protected by `ProviderDir::settings`.
 struct Settings {
-    wanted: Publication,
+    publication: Publication,
     /// Id of the provider that `enable` published.
     enabled: Option<u32>,
     /// The provider while it is being removed.
@@ -123,7 +123,7 @@ impl ProviderDir {
     fn new(addr: PciAddr) -> impl PinInit<Self, Error> {
         try_pin_init!(Self {
             settings <- new_mutex!(Settings {
-                wanted: Publication {
+                publication: Publication {
                     addr,
                     bar: None,
                     offset: 0,
@@ -174,10 +174,10 @@ impl ProviderDir {
                 return Err(refuse!(
                     EBUSY,
                     "{} is published: write 0 to enable first",
-                    settings.wanted.addr
+                    settings.publication.addr
                 ));
             }
-            set(&mut settings.wanted)
+            set(&mut settings.publication)
         })
     }
 }
@@ -210,7 +210,7 @@ impl Settings {
             Some(provider) => Err(refuse!(
                 EBUSY,
                 "{} is still being taken back: {}",
-                self.wanted.addr,
+                self.publication.addr,
                 provider.progress().as_str()
             )),
         }
@@ -222,7 +222,7 @@ impl Settings {
             return Ok(());
         }
         self.check_idle()?;
-        let id = Orchestrator::get()?.publish(&self.wanted)?;
+        let id = Orchestrator::get()?.publish(&self.publication)?;
         self.enabled = Some(id);
         self.status = Text::new(fmt!("published as provider {}", id));
         Ok(())
@@ -231,7 +231,7 @@ impl Settings {
     /// Begins to remove the provider. Returns the provider to wait for, or `None` if there is none.
     fn disable(&mut self) -> Answer<Option<Arc<Provider>>> {
         if self.enabled() {
-            self.removing = Orchestrator::get()?.unpublish(self.wanted.addr)?;
+            self.removing = Orchestrator::get()?.unpublish(self.publication.addr)?;
             self.enabled = None;
             self.status = Text::new(fmt!("not published: write 1 to enable"));
         }
@@ -315,13 +315,13 @@ attributes! {
     ProviderDir;
     // bar
     0 (dir, page): {
-        match dir.settings.lock().wanted.bar {
+        match dir.settings.lock().publication.bar {
             Some(bar) => show(page, fmt!("{}", bar)),
             None => show(page, fmt!("auto")),
         }
     }, text: {
-        dir.set(|wanted| {
-            wanted.bar = match word(text)? {
+        dir.set(|publication| {
+            publication.bar = match word(text)? {
                 "auto" => None,
                 _ => match number(text)? {
                     bar @ 0..=5 => Some(bar as u32),
@@ -333,29 +333,29 @@ attributes! {
     };
     // offset
     1 (dir, page): {
-        show(page, fmt!("{}", dir.settings.lock().wanted.offset))
+        show(page, fmt!("{}", dir.settings.lock().publication.offset))
     }, text: {
-        dir.set(|wanted| {
-            wanted.offset = pages(text, "offset")?;
+        dir.set(|publication| {
+            publication.offset = pages(text, "offset")?;
             Ok(())
         })
     };
     // size
     2 (dir, page): {
-        show(page, fmt!("{}", dir.settings.lock().wanted.size))
+        show(page, fmt!("{}", dir.settings.lock().publication.size))
     }, text: {
-        dir.set(|wanted| {
-            wanted.size = pages(text, "size")?;
+        dir.set(|publication| {
+            publication.size = pages(text, "size")?;
             Ok(())
         })
     };
     // mode
     3 (dir, page): {
-        let pages = dir.settings.lock().wanted.pages;
+        let pages = dir.settings.lock().publication.pages;
         show(page, fmt!("{}", if pages { "paged" } else { "pageless" }))
     }, text: {
-        dir.set(|wanted| {
-            wanted.pages = match word(text)? {
+        dir.set(|publication| {
+            publication.pages = match word(text)? {
                 "paged" => true,
                 "pageless" => false,
                 _ => return Err(refuse!(EINVAL, "the modes are paged and pageless")),
@@ -365,13 +365,13 @@ attributes! {
     };
     // kernel_reserve
     4 (dir, page): {
-        match dir.settings.lock().wanted.kernel_reserve {
+        match dir.settings.lock().publication.kernel_reserve {
             Some(bytes) => show(page, fmt!("{}", bytes)),
             None => show(page, fmt!("auto")),
         }
     }, text: {
-        dir.set(|wanted| {
-            wanted.kernel_reserve = match word(text)? {
+        dir.set(|publication| {
+            publication.kernel_reserve = match word(text)? {
                 "auto" => None,
                 _ => Some(pages(text, "kernel_reserve")?),
             };
@@ -397,7 +397,7 @@ attributes! {
     };
     // pinned_exports
     7 (dir, page): {
-        show(page, fmt!("{}", u32::from(dir.settings.lock().wanted.pinned_exports)))
+        show(page, fmt!("{}", u32::from(dir.settings.lock().publication.pinned_exports)))
     }, text: {
         dir.change(|settings| {
             let allow = match word(text)? {
@@ -405,9 +405,9 @@ attributes! {
                 "0" => false,
                 _ => return Err(refuse!(EINVAL, "pinned_exports is 0 or 1")),
             };
-            settings.wanted.pinned_exports = allow;
+            settings.publication.pinned_exports = allow;
             // Takes effect at once, for providers that other drivers published too.
-            Orchestrator::get()?.set_pinned_exports(settings.wanted.addr, allow);
+            Orchestrator::get()?.set_pinned_exports(settings.publication.addr, allow);
             Ok(())
         })
     };

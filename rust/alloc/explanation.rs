@@ -123,12 +123,12 @@ impl QuickDecision {
     /// Returns `None` if the free hints do not suffice: no provider may be able to serve, or only the allocator can tell.
     /// Errors: `ENOMEM`.
     pub(crate) fn decide(
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         ruled: Option<&Arc<RuledRanking>>,
         spare: Option<KBox<Self>>,
     ) -> Result<Option<KBox<Self>>> {
-        let (snapshot, size) = (&*wanted.snapshot, wanted.size);
-        let Some(need) = FitBounds::of(size, wanted.align) else {
+        let (snapshot, size) = (&*alloc_request.snapshot, alloc_request.size);
+        let Some(need) = FitBounds::of(size, alloc_request.align) else {
             return Ok(None);
         };
         let parts = &snapshot.parts;
@@ -137,8 +137,8 @@ impl QuickDecision {
             None => KBox::new(
                 Self {
                     size,
-                    align: wanted.align,
-                    max_class: wanted.max_class,
+                    align: alloc_request.align,
+                    max_class: alloc_request.max_class,
                     parts: parts.clone(),
                     ruled: None,
                     capacities: KVec::new(),
@@ -153,11 +153,11 @@ impl QuickDecision {
             .resize(parts.ranking.len(), Capacity::EMPTY, GFP_KERNEL_ACCOUNT)?;
         let fit = |hint: &Arc<FreeHint>| hint.fit(&need);
         let ranking = Self::ranking_of(parts, ruled);
-        let chosen = ranking::nearest(wanted.max_class, ranking, &mut quick.capacities, fit);
+        let chosen = ranking::nearest(alloc_request.max_class, ranking, &mut quick.capacities, fit);
         let Some(ranked) = chosen else {
             return Ok(None);
         };
-        (quick.size, quick.align, quick.max_class) = (size, wanted.align, wanted.max_class);
+        (quick.size, quick.align, quick.max_class) = (size, alloc_request.align, alloc_request.max_class);
         (quick.chosen, quick.class) = (ranked.index, ranked.class_raw());
         if !Arc::ptr_eq(&quick.parts, parts) {
             quick.parts = parts.clone();
@@ -194,13 +194,13 @@ impl QuickDecision {
 
     /// Returns the id of the chosen provider.
     pub(crate) fn provider(&self) -> u32 {
-        self.parts.known.get(self.chosen).map_or(0, |known| known.id)
+        self.parts.providers.get(self.chosen).map_or(0, |known| known.id)
     }
 
     /// Computes the explanation from the capacities that the decision read. Errors: `ENOMEM`.
     pub(crate) fn explanation(&self) -> Result<Explanation> {
         let parts = &*self.parts;
-        let mut capacities = KVec::from_elem(None, parts.known.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut capacities = KVec::from_elem(None, parts.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (ranked, has) in self.ranking().iter().zip(&self.capacities) {
             if let Some(capacity) = capacities.get_mut(ranked.index) {
                 *capacity = Some(Capacity {
@@ -229,13 +229,13 @@ impl QuickDecision {
             rules: self
                 .ruled
                 .as_ref()
-                .map_or(Source::NONE, |ruled| ruled.standing.source()),
-            providers: &parts.known,
+                .map_or(Source::NONE, |ruled| ruled.applicable_rules.source()),
+            providers: &parts.providers,
             candidates: &candidates,
             verdicts: &verdicts,
             outcome: choice.outcome,
         }
-        .explanation(parts.known.get(self.chosen))
+        .explanation(parts.providers.get(self.chosen))
     }
 }
 
@@ -260,14 +260,14 @@ impl AllocRequest {
 
 /// Emits the trace event of a decision. `chosen` is a provider id, `error` a positive errno, 0 for none; `dry` says that
 /// nothing was to be allocated.
-pub(crate) fn traced(wanted: &AllocRequest, file: u64, (chosen, error): (u32, i32), dry: bool) {
+pub(crate) fn traced(alloc_request: &AllocRequest, file: u64, (chosen, error): (u32, i32), dry: bool) {
     trace::decision(|| trace::DecisionEvent {
-        size: wanted.size,
-        align: wanted.align,
+        size: alloc_request.size,
+        align: alloc_request.align,
         file,
-        clients: wanted.snapshot.clients.len(),
-        providers: wanted.snapshot.providers.len(),
-        strategy: wanted.strategy,
+        clients: alloc_request.snapshot.clients.len(),
+        providers: alloc_request.snapshot.providers.len(),
+        strategy: alloc_request.strategy,
         chosen,
         error: error as u32,
         dry,
@@ -401,8 +401,13 @@ impl DecisionInput<'_> {
     }
 
     /// Returns the explanation of a stripe. `picks` are the indexes of the parts' providers, or empty if there is no
-    /// stripe: then providers were found for `found` of `wanted` parts. Errors: `ENOMEM`.
-    pub(crate) fn stripe_explanation(&self, picks: &[usize], found: usize, wanted: usize) -> Result<Explanation> {
+    /// stripe: then providers were found for `found` of `alloc_request` parts. Errors: `ENOMEM`.
+    pub(crate) fn stripe_explanation(
+        &self,
+        picks: &[usize],
+        found: usize,
+        alloc_request: usize,
+    ) -> Result<Explanation> {
         let mut explanation = self.explanation(picks.first().and_then(|&at| self.providers.get(at)))?;
         let worst = picks
             .iter()
@@ -411,10 +416,10 @@ impl DecisionInput<'_> {
             .max();
         explanation.class = worst.unwrap_or(0);
         explanation.text = match picks.len() {
-            0 if wanted == 1 => explanation.text,
+            0 if alloc_request == 1 => explanation.text,
             0 => Text::new(fmt!(
                 "of {} parts of {} bytes {} would find a provider; for the next one: {}",
-                wanted,
+                alloc_request,
                 self.size,
                 found,
                 match self.outcome {

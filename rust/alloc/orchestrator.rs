@@ -383,27 +383,29 @@ impl Orchestrator {
     /// Errors: `EAGAIN` if the rules changed [`Self::RULE_CHANGES`] times, `ENOMEM`, `EINTR`.
     fn choose(
         &self,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         file: u64,
         take: bool,
         spare: Option<KBox<QuickDecision>>,
     ) -> Answer<(Option<Holder>, Decision)> {
         let mut spare = spare;
         // Without rules and without anything to charge, the decision does not need the caller's credentials.
-        if !take && self.rules.are_none() && wanted.own.as_ref().is_none_or(|own| own.is_empty()) {
-            if let Some((quick, provider)) = wanted.quick(None, spare.take())? {
-                if provider.charge_cgroup(wanted.size).is_ok() {
-                    traced(wanted, file, (provider.id, 0), true);
+        if !take && self.rules.are_none() && alloc_request.own.as_ref().is_none_or(|own| own.is_empty()) {
+            if let Some((quick, provider)) = alloc_request.quick(None, spare.take())? {
+                if provider.charge_cgroup(alloc_request.size).is_ok() {
+                    traced(alloc_request, file, (provider.id, 0), true);
                     return Ok((None, Decision::QuickDecision(quick)));
                 }
             }
         }
         for _ in 0..Self::RULE_CHANGES {
-            let rule_check = RuleCheck::new(&self.rules, wanted.own.clone(), file);
-            if let Some((held, quick)) = self.choose_fast(&rule_check, wanted, take.then_some(file), spare.take())? {
+            let rule_check = RuleCheck::new(&self.rules, alloc_request.own.clone(), file);
+            if let Some((held, quick)) =
+                self.choose_fast(&rule_check, alloc_request, take.then_some(file), spare.take())?
+            {
                 return Ok((held, Decision::QuickDecision(quick)));
             }
-            if let Some(chosen) = self.choose_by(&rule_check, wanted, take.then_some(file))? {
+            if let Some(chosen) = self.choose_by(&rule_check, alloc_request, take.then_some(file))? {
                 return Ok(chosen);
             }
         }
@@ -415,31 +417,36 @@ impl Orchestrator {
     fn choose_fast(
         &self,
         rule_check: &RuleCheck<'_>,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         take: Option<u64>,
         spare: Option<KBox<QuickDecision>>,
     ) -> Result<Option<(Option<Holder>, KBox<QuickDecision>)>> {
-        if !wanted.is_quick() {
+        if !alloc_request.is_quick() {
             return Ok(None);
         }
         let ruled = match rule_check.applicable_rules() {
             _ if rule_check.is_empty() => None,
-            Some(standing) => Some(wanted.snapshot.ruled(standing)?),
+            Some(standing) => Some(alloc_request.snapshot.ruled(standing)?),
             None => return Ok(None),
         };
-        let Some((quick, provider)) = wanted.quick(ruled.as_ref(), spare)? else {
+        let Some((quick, provider)) = alloc_request.quick(ruled.as_ref(), spare)? else {
             return Ok(None);
         };
         let held = match take {
-            Some(file) => match self.take(rule_check, (wanted.size, wanted.align, wanted.clearing), provider, file) {
+            Some(file) => match self.take(
+                rule_check,
+                (alloc_request.size, alloc_request.align, alloc_request.clearing),
+                provider,
+                file,
+            ) {
                 Ok(holder) => Some(holder),
                 Err(_) => return Ok(None),
             },
             // The dmem cgroup has no call that only checks: the charge is made and dropped.
-            None if provider.charge_cgroup(wanted.size).is_err() => return Ok(None),
+            None if provider.charge_cgroup(alloc_request.size).is_err() => return Ok(None),
             None => None,
         };
-        traced(wanted, rule_check.file(), (provider.id, 0), take.is_none());
+        traced(alloc_request, rule_check.file(), (provider.id, 0), take.is_none());
         Ok(Some((held, quick)))
     }
 
@@ -448,19 +455,19 @@ impl Orchestrator {
     fn choose_by(
         &self,
         rule_check: &RuleCheck<'_>,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         take: Option<u64>,
     ) -> Answer<Option<(Option<Holder>, Decision)>> {
-        let snapshot = &*wanted.snapshot;
+        let snapshot = &*alloc_request.snapshot;
         let providers = &snapshot.providers;
-        let mut candidates = snapshot.candidates(rule_check, wanted.size, wanted.align)?;
-        let strategy = match wanted.strategy {
+        let mut candidates = snapshot.candidates(rule_check, alloc_request.size, alloc_request.align)?;
+        let strategy = match alloc_request.strategy {
             consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(snapshot)?),
             consts::STRATEGY_SPREAD => Strategy::Spread,
             consts::STRATEGY_PACK => Strategy::Pack,
             _ => Strategy::Nearest,
         };
-        let request = wanted.request(strategy);
+        let request = alloc_request.request(strategy);
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
         // Each round that ends without memory excludes one candidate, so the loop ends.
         loop {
@@ -473,34 +480,39 @@ impl Orchestrator {
             }
             if let (None, Some((at, provider))) = (take, chosen) {
                 // The dmem cgroup has no call that only checks: the charge is made and dropped.
-                if provider.charge_cgroup(wanted.size).is_err_and(|e| e == EAGAIN) {
+                if provider.charge_cgroup(alloc_request.size).is_err_and(|e| e == EAGAIN) {
                     candidates[at].effect.over_cgroup = true;
                     continue;
                 }
             }
             let mut held = None;
             if let (Some(file), Some((at, provider))) = (take, chosen) {
-                match self.take(rule_check, (wanted.size, wanted.align, wanted.clearing), provider, file) {
+                match self.take(
+                    rule_check,
+                    (alloc_request.size, alloc_request.align, alloc_request.clearing),
+                    provider,
+                    file,
+                ) {
                     Ok(holder) => held = Some(holder),
                     Err(NotCharged::Stale) => return Ok(None),
                     Err(why) => {
-                        exclude(&mut candidates[at], wanted.size, why)?;
+                        exclude(&mut candidates[at], alloc_request.size, why)?;
                         continue;
                     }
                 }
             }
-            let decided = DecisionInput {
-                size: wanted.size,
+            let input = DecisionInput {
+                size: alloc_request.size,
                 clients: snapshot.clients.len(),
                 rules: rule_check.source(),
-                providers: &snapshot.parts.known,
+                providers: &snapshot.parts.providers,
                 candidates: &candidates,
                 verdicts: &verdicts,
                 outcome: choice.outcome,
             };
-            let explanation = decided.explanation(chosen.and_then(|(at, _)| snapshot.parts.known.get(at)))?;
+            let explanation = input.explanation(chosen.and_then(|(at, _)| snapshot.parts.providers.get(at)))?;
             traced(
-                wanted,
+                alloc_request,
                 rule_check.file(),
                 (explanation.chosen, explanation.error),
                 take.is_none(),
@@ -543,21 +555,21 @@ impl Orchestrator {
     /// memory of its own.
     pub(crate) fn alloc(
         &self,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         file: u64,
         spare: Option<KBox<QuickDecision>>,
     ) -> Answer<(Option<Holder>, Decision)> {
-        self.choose(wanted, file, true, spare)
+        self.choose(alloc_request, file, true, spare)
     }
 
     /// Decides as [`Self::alloc`] would, without allocating.
     pub(crate) fn explain(
         &self,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         file: u64,
         spare: Option<KBox<QuickDecision>>,
     ) -> Answer<Decision> {
-        Ok(self.choose(wanted, file, false, spare)?.1)
+        Ok(self.choose(alloc_request, file, false, spare)?.1)
     }
 
     // Adding and removing providers.

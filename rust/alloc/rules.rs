@@ -151,8 +151,8 @@ impl ProviderKey {
 
 /// The ledger's record of one buffer's charge.
 struct ChargeRecord {
-    who: Credentials,
-    place: ProviderKey,
+    cred: Credentials,
+    provider_key: ProviderKey,
     file: u64,
     bytes: u64,
     /// `Some` until the charge is returned.
@@ -164,7 +164,7 @@ struct ChargeRecord {
 /// Everything that `Rules::state` protects.
 struct State {
     rule_set: Arc<RuleSet>,
-    numbers: ByteCounts,
+    counts: ByteCounts,
     /// Charges by their numbers with reversed bits. Ascending keys would make the tree twice as deep as necessary.
     charges: RBTree<u64, ChargeRecord>,
     next_charge: u64,
@@ -185,7 +185,7 @@ impl Ledger for Rules {
         let mut state = self.state.lock();
         let mut record = state.charges.remove(&id);
         if let Some(charged) = record.as_mut().and_then(|record| record.charged.take()) {
-            uncharge(&mut state.numbers, charged);
+            uncharge(&mut state.counts, charged);
         }
         drop(state);
         drop(record);
@@ -211,7 +211,7 @@ impl Rules {
             pin_init!(Self {
                 state <- new_mutex!(State {
                     rule_set,
-                    numbers: ByteCounts(RBTree::new()),
+                    counts: ByteCounts(RBTree::new()),
                     charges: RBTree::new(),
                     next_charge: 1,
                     next_rule: 1,
@@ -288,11 +288,11 @@ impl Rules {
         rule_effect::kernel_reserve(&self.rule_set().rules, function)
     }
 
-    /// Returns the name of the rule that keeps `client` from reaching a buffer of `who` in `provider` over `path`, and
+    /// Returns the name of the rule that keeps `client` from reaching a buffer of `cred` in `provider` over `path`, and
     /// whether the length of the path is the reason. `None` if the rules allow it.
     pub(crate) fn denying_rule(
         &self,
-        who: &Credentials,
+        cred: &Credentials,
         provider: &Provider,
         client: &FunctionId,
         path: &Path,
@@ -302,7 +302,7 @@ impl Rules {
             return None;
         }
         let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
-        let applicable = Applicable::to(&rule_set.rules, who);
+        let applicable = Applicable::to(&rule_set.rules, cred);
         let applicable_rules = ApplicableRules { rule_set, applicable };
         let effect = applicable_rules.effect(&provider.function_id(), client, path);
         let rule = effect.denied.or(effect.too_far)?;
@@ -325,7 +325,7 @@ impl Rules {
                 name.as_str()
             ));
         }
-        for (key, &used) in state.numbers.0.iter() {
+        for (key, &used) in state.counts.0.iter() {
             match (key, rule.quota, rule.group_quota) {
                 (ChargeKey::User(of, uid), Some(limit), _) if *of == id && used > limit => {
                     return Text::new(fmt!(
@@ -351,7 +351,7 @@ impl Rules {
     /// Writes a line for each user, group and provider with bytes under rule `id`, as many as fit.
     pub(crate) fn usage(&self, id: u64, out: &mut kernel::str::Formatter<'_>) {
         let state = self.state.lock();
-        for (key, used) in state.numbers.0.iter() {
+        for (key, used) in state.counts.0.iter() {
             let line = match key {
                 ChargeKey::User(of, uid) if *of == id => out.write_fmt(fmt!("uid {} {}\n", uid, used)),
                 ChargeKey::Group(of) if *of == id => out.write_fmt(fmt!("group {}\n", used)),
@@ -369,7 +369,7 @@ impl Rules {
 
 /// A small cache of charge sets by credentials and provider, with round-robin replacement.
 struct ChargeSets {
-    known: KVec<(Credentials, u32, ChargeSet)>,
+    charge_sets: KVec<(Credentials, u32, ChargeSet)>,
     /// Index of the entry to replace next.
     oldest: usize,
 }
@@ -380,34 +380,38 @@ impl ChargeSets {
 
     fn new() -> Result<Self> {
         Ok(Self {
-            known: KVec::with_capacity(Self::MOST, GFP_KERNEL)?,
+            charge_sets: KVec::with_capacity(Self::MOST, GFP_KERNEL)?,
             oldest: 0,
         })
     }
 
     /// Returns the charge set of a charged buffer under `rule_set`, which need not be the rules in force.
     fn of(&mut self, rule_set: &RuleSet, record: &ChargeRecord) -> ChargeSet {
-        let same = |(who, provider, _): &&(Credentials, u32, ChargeSet)| {
-            who.is_same(&record.who) && *provider == record.place.id
+        let same = |(cred, provider, _): &&(Credentials, u32, ChargeSet)| {
+            cred.is_same(&record.cred) && *provider == record.provider_key.id
         };
-        if let Some((_, _, charge_set)) = self.known.iter().find(same) {
+        if let Some((_, _, charge_set)) = self.charge_sets.iter().find(same) {
             return charge_set.for_file(record.file);
         }
         let requester = Requester {
             rules: &rule_set.rules,
-            who: Applicable::to(&rule_set.rules, &record.who),
-            uid: record.who.uid(),
+            applicable: Applicable::to(&rule_set.rules, &record.cred),
+            uid: record.cred.uid(),
             file: record.file,
-            own: &[],
+            file_rules: &[],
         };
         // The keys of a charge set depend on no byte count, and limits do not matter here, so an empty store is good
         // enough.
-        let charge_set = ChargeSet::of(&ByteCounts(RBTree::new()), &requester, &record.place.charge_target());
-        let new = (record.who.clone(), record.place.id, charge_set);
-        if self.known.len() < Self::MOST {
+        let charge_set = ChargeSet::of(
+            &ByteCounts(RBTree::new()),
+            &requester,
+            &record.provider_key.charge_target(),
+        );
+        let new = (record.cred.clone(), record.provider_key.id, charge_set);
+        if self.charge_sets.len() < Self::MOST {
             // Cannot fail: the capacity was reserved in `new`.
-            let _ = self.known.push_within_capacity(new);
-        } else if let Some(old) = self.known.get_mut(self.oldest) {
+            let _ = self.charge_sets.push_within_capacity(new);
+        } else if let Some(old) = self.charge_sets.get_mut(self.oldest) {
             *old = new;
             self.oldest = (self.oldest + 1) % Self::MOST;
         }
@@ -421,11 +425,11 @@ impl State {
     /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
     /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.
     fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
-        let mut numbers = ByteCounts(RBTree::new());
+        let mut counts = ByteCounts(RBTree::new());
         let mut charge_sets = ChargeSets::new()?;
         let charged = self.charges.values_mut().try_for_each(|record| {
             let charge_set = charge_sets.of(&rule_set, record);
-            record.anew = Some(charge_unlimited(&mut numbers, &charge_set, record.bytes)?);
+            record.anew = Some(charge_unlimited(&mut counts, &charge_set, record.bytes)?);
             Ok::<(), Error>(())
         });
         if let Err(e) = charged {
@@ -437,7 +441,7 @@ impl State {
         for record in self.charges.values_mut() {
             record.charged = record.anew.take();
         }
-        self.numbers = numbers;
+        self.counts = counts;
         self.rule_set = rule_set;
         Ok(())
     }
@@ -494,7 +498,7 @@ impl ApplicableRules {
 #[derive(Clone, Copy)]
 pub(crate) struct Source<'a> {
     admin: &'a [Rule],
-    own: &'a [Rule],
+    file_rules: &'a [Rule],
     pub(crate) uid: u32,
 }
 
@@ -502,7 +506,7 @@ impl Source<'_> {
     /// No rules.
     pub(crate) const NONE: Self = Self {
         admin: &[],
-        own: &[],
+        file_rules: &[],
         uid: 0,
     };
 
@@ -510,7 +514,7 @@ impl Source<'_> {
     pub(crate) fn name(&self, rule: RuleRef) -> RuleName {
         let rules = match rule.set {
             RuleOrigin::Admin => self.admin,
-            RuleOrigin::File => self.own,
+            RuleOrigin::File => self.file_rules,
         };
         rules.get(rule.at).map_or(RuleName::EMPTY, |rule| rule.name)
     }
@@ -520,45 +524,45 @@ impl Source<'_> {
 pub(crate) struct RuleCheck<'a> {
     rules: &'a Arc<Rules>,
     applicable_rules: ApplicableRules,
-    own: Option<Arc<RuleSet>>,
-    who: Credentials,
+    file_rules: Option<Arc<RuleSet>>,
+    cred: Credentials,
     file: u64,
 }
 
 impl<'a> RuleCheck<'a> {
-    /// Takes the rules in force for a request of the current task through `file`, whose own rules are `own`.
-    pub(crate) fn new(rules: &'a Arc<Rules>, own: Option<Arc<RuleSet>>, file: u64) -> Self {
+    /// Takes the rules in force for a request of the current task through `file`, whose own rules are `file_rules`.
+    pub(crate) fn new(rules: &'a Arc<Rules>, file_rules: Option<Arc<RuleSet>>, file: u64) -> Self {
         let rule_set = rules.rule_set();
-        let who = Credentials::current();
-        let applicable = Applicable::to(&rule_set.rules, &who);
+        let cred = Credentials::current();
+        let applicable = Applicable::to(&rule_set.rules, &cred);
         Self {
             rules,
             applicable_rules: ApplicableRules { rule_set, applicable },
-            own,
-            who,
+            file_rules,
+            cred,
             file,
         }
     }
 
-    fn own(&self) -> &[Rule] {
-        self.own.as_ref().map_or(&[], |own| &own.rules)
+    fn file_rules(&self) -> &[Rule] {
+        self.file_rules.as_ref().map_or(&[], |file_rules| &file_rules.rules)
     }
 
     /// Whether there is no rule at all, neither an administrator's nor the file's own.
     pub(crate) fn is_empty(&self) -> bool {
-        self.applicable_rules.rule_set.is_empty() && self.own().is_empty()
+        self.applicable_rules.rule_set.is_empty() && self.file_rules().is_empty()
     }
 
     /// Returns the rules if their effect does not change between requests: no byte counts, no rules of the file's own.
     pub(crate) fn applicable_rules(&self) -> Option<&ApplicableRules> {
-        (self.own().is_empty() && !self.applicable_rules.counts()).then_some(&self.applicable_rules)
+        (self.file_rules().is_empty() && !self.applicable_rules.counts()).then_some(&self.applicable_rules)
     }
 
     /// Returns the rules for looking up names.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
-            own: self.own(),
-            uid: self.who.uid(),
+            file_rules: self.file_rules(),
+            uid: self.cred.uid(),
             ..self.applicable_rules.source()
         }
     }
@@ -577,10 +581,10 @@ impl<'a> RuleCheck<'a> {
             } else {
                 &[]
             },
-            who: *applicable,
-            uid: self.who.uid(),
+            applicable: *applicable,
+            uid: self.cred.uid(),
             file: self.file,
-            own: self.own(),
+            file_rules: self.file_rules(),
         }
     }
 
@@ -589,15 +593,23 @@ impl<'a> RuleCheck<'a> {
         if self.is_empty() {
             return RuleEffect::NONE;
         }
-        let place = ProviderKey::of(provider);
+        let provider_key = ProviderKey::of(provider);
         let everyone = Applicable::ALL;
-        let mut effect = self.applicable_rules.effect(&place.function, clients, paths);
-        effect.add(RuleOrigin::File, self.own(), &everyone, &place.function, clients, paths);
+        let mut effect = self.applicable_rules.effect(&provider_key.function, clients, paths);
+        effect.add(
+            RuleOrigin::File,
+            self.file_rules(),
+            &everyone,
+            &provider_key.function,
+            clients,
+            paths,
+        );
         let requester = self.requester();
         let state = self.rules.state.lock();
         (effect.reserved_for_others, effect.reserved_by) =
-            reserved_for_others(&state.numbers, &requester, &place.charge_target());
-        let broken = ChargeSet::of(&state.numbers, &requester, &place.charge_target()).broken(&state.numbers, size);
+            reserved_for_others(&state.counts, &requester, &provider_key.charge_target());
+        let broken =
+            ChargeSet::of(&state.counts, &requester, &provider_key.charge_target()).broken(&state.counts, size);
         drop(state);
         if let Some(broken) = broken {
             breaks(&mut effect, broken);
@@ -615,10 +627,10 @@ impl<'a> RuleCheck<'a> {
             e if e == EAGAIN => NotCharged::Cgroup,
             e => NotCharged::Error(e),
         })?;
-        let place = ProviderKey::of(provider);
+        let provider_key = ProviderKey::of(provider);
         let record = ChargeRecord {
-            who: self.who.clone(),
-            place,
+            cred: self.cred.clone(),
+            provider_key,
             file: self.file,
             bytes: size,
             charged: None,
@@ -630,8 +642,8 @@ impl<'a> RuleCheck<'a> {
         if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
             return Err(NotCharged::Stale);
         }
-        let charge_set = ChargeSet::of(&state.numbers, &self.requester(), &place.charge_target());
-        let charged = charge(&mut state.numbers, &charge_set, size).map_err(|e| match e {
+        let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
+        let charged = charge(&mut state.counts, &charge_set, size).map_err(|e| match e {
             quota::ChargeError::Broken(broken) => NotCharged::Broken(broken),
             quota::ChargeError::Store(e) => NotCharged::Error(e),
         })?;

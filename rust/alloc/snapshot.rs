@@ -61,7 +61,7 @@ pub(crate) struct ProviderInfo {
 /// program asks for the explanation.
 pub(crate) struct SnapshotParts {
     /// The providers in ascending order of their ids.
-    pub(crate) known: KVec<ProviderInfo>,
+    pub(crate) providers: KVec<ProviderInfo>,
     /// The path from each provider to each client, ordered by provider and then by client.
     pub(crate) paths: KVec<Path>,
     /// The providers from the nearest to the farthest, with their free hints.
@@ -74,9 +74,9 @@ impl SnapshotParts {
     /// Copies the properties of `providers` and ranks them. `paths` are ordered by provider and then by client. Errors:
     /// `ENOMEM`.
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
-        let mut known = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut infos = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
-            known.push(
+            infos.push(
                 ProviderInfo {
                     id: provider.id,
                     addr: provider.addr,
@@ -88,7 +88,7 @@ impl SnapshotParts {
         }
         let ranking = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         let mut parts = Self {
-            known,
+            providers: infos,
             paths,
             ranking,
             clients,
@@ -117,13 +117,13 @@ impl SnapshotParts {
 
     /// Returns the provider with that index as a candidate. `capacity` is `None` if the provider is being removed.
     pub(crate) fn candidate(&self, provider: usize, capacity: Option<Capacity>, effect: RuleEffect) -> Candidate<'_> {
-        let known = &self.known[provider];
+        let info = &self.providers[provider];
         let Capacity { free, largest } = capacity.unwrap_or(Capacity::EMPTY);
         Candidate {
-            id: known.id,
+            id: info.id,
             live: capacity.is_some(),
-            start: known.start,
-            size: known.size,
+            start: info.start,
+            size: info.size,
             free,
             largest,
             paths: self.paths_of(provider),
@@ -148,7 +148,7 @@ fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedP
 
 /// The effect of rules that count no bytes on all providers of a snapshot.
 pub(crate) struct RuledRanking {
-    pub(crate) standing: ApplicableRules,
+    pub(crate) applicable_rules: ApplicableRules,
     /// By the index of the provider.
     pub(crate) effects: KVec<RuleEffect>,
     /// As [`SnapshotParts::ranking`], with preferred providers first and avoided ones last.
@@ -157,12 +157,12 @@ pub(crate) struct RuledRanking {
 
 impl RuledRanking {
     /// Evaluates the rules for all providers of a snapshot, and ranks the providers by the result. Errors: `ENOMEM`.
-    fn new(snapshot: &TopologySnapshot, standing: ApplicableRules) -> Result<Arc<Self>> {
+    fn new(snapshot: &TopologySnapshot, applicable_rules: ApplicableRules) -> Result<Arc<Self>> {
         let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (index, provider) in snapshot.providers.iter().enumerate() {
             let paths = snapshot.parts.paths_of(index);
             effects.push(
-                standing.effect(&provider.function_id(), &snapshot.parties, paths),
+                applicable_rules.effect(&provider.function_id(), &snapshot.parties, paths),
                 GFP_KERNEL_ACCOUNT,
             )?;
         }
@@ -181,7 +181,7 @@ impl RuledRanking {
         }
         ranking::group(&mut ranking);
         let ruled = Self {
-            standing,
+            applicable_rules,
             effects,
             ranking,
         };
@@ -240,18 +240,20 @@ impl TopologySnapshot {
     }
 
     /// Returns the effect of these rules on the providers, cached or new. Errors: `ENOMEM`.
-    pub(crate) fn ruled(&self, standing: &ApplicableRules) -> Result<Arc<RuledRanking>> {
-        let known = |ruled: &&Arc<RuledRanking>| ruled.standing.is_same(standing);
+    pub(crate) fn ruled(&self, applicable_rules: &ApplicableRules) -> Result<Arc<RuledRanking>> {
+        let known = |ruled: &&Arc<RuledRanking>| ruled.applicable_rules.is_same(applicable_rules);
         let found = self.ruled.lock().iter().find(known).cloned();
         if let Some(ruled) = found {
             return Ok(ruled);
         }
-        let new = RuledRanking::new(self, standing.clone())?;
+        let new = RuledRanking::new(self, applicable_rules.clone())?;
         let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
         remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut ruled = self.ruled.lock();
         // Drops an equal entry that another task added meanwhile, and entries of rules that are not in force any more.
-        let useful = |old: &&Arc<RuledRanking>| old.standing.has_rules_of(standing) && !old.standing.is_same(standing);
+        let useful = |old: &&Arc<RuledRanking>| {
+            old.applicable_rules.has_rules_of(applicable_rules) && !old.applicable_rules.is_same(applicable_rules)
+        };
         for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
             remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
         }
@@ -351,7 +353,7 @@ pub(crate) fn forget(snapshots: &Mutex<SnapshotCache>) {
     drop(old);
 }
 
-#[kunit_tests(p2pmem_views)]
+#[kunit_tests(p2pmem_snapshot)]
 mod tests {
     use super::*;
 
@@ -364,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn views_are_those_of_their_clients_and_their_time() -> Result {
+    fn snapshots_are_those_of_their_clients_and_their_time() -> Result {
         let mut snapshots = SnapshotCache::new();
         assert!(snapshots.put(empty(1, 5)?)?.is_none());
         assert!(snapshots.put(empty(1, 6)?)?.is_none());

@@ -49,21 +49,21 @@ impl Orchestrator {
     /// explanation says why.
     ///
     /// Errors: `EAGAIN` if the rules changed too often, `EINVAL` if the size cannot be divided, `ENOMEM`, `EINTR`.
-    pub(crate) fn stripe(&self, wanted: &AllocRequest, capacity: usize, file: u64) -> Answer<Made> {
-        self.choose_stripe(wanted, capacity, file, true)
+    pub(crate) fn stripe(&self, alloc_request: &AllocRequest, capacity: usize, file: u64) -> Answer<Made> {
+        self.choose_stripe(alloc_request, capacity, file, true)
     }
 
     /// Decides as [`Self::stripe`] would, without allocating.
-    pub(crate) fn explain_stripe(&self, wanted: &AllocRequest, file: u64) -> Answer<Explanation> {
-        Ok(self.choose_stripe(wanted, consts::MAX_PARTS, file, false)?.1)
+    pub(crate) fn explain_stripe(&self, alloc_request: &AllocRequest, file: u64) -> Answer<Explanation> {
+        Ok(self.choose_stripe(alloc_request, consts::MAX_PARTS, file, false)?.1)
     }
 
     /// Decides a stripe of `file`; with `take` set also allocates the buffers. Repeats the decision if the rules changed
     /// meanwhile, [`Self::RULE_CHANGES`] times at most.
-    fn choose_stripe(&self, wanted: &AllocRequest, capacity: usize, file: u64, take: bool) -> Answer<Made> {
+    fn choose_stripe(&self, alloc_request: &AllocRequest, capacity: usize, file: u64, take: bool) -> Answer<Made> {
         for _ in 0..Self::RULE_CHANGES {
-            let rule_check = RuleCheck::new(self.rules(), wanted.own.clone(), file);
-            if let Some(made) = self.stripe_by(&rule_check, wanted, capacity, take.then_some(file))? {
+            let rule_check = RuleCheck::new(self.rules(), alloc_request.own.clone(), file);
+            if let Some(made) = self.stripe_by(&rule_check, alloc_request, capacity, take.then_some(file))? {
                 return Ok(made);
             }
         }
@@ -78,17 +78,17 @@ impl Orchestrator {
     fn stripe_by(
         &self,
         rule_check: &RuleCheck<'_>,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         capacity: usize,
         take: Option<u64>,
     ) -> Answer<Option<Made>> {
-        let snapshot = &*wanted.snapshot;
-        let (least, most) = match wanted.parts {
+        let snapshot = &*alloc_request.snapshot;
+        let (least, most) = match alloc_request.parts {
             0 => (1, snapshot.providers.len().min(capacity).clamp(1, consts::MAX_PARTS)),
             parts => (parts, parts),
         };
         let mut last = None;
-        let whole = snapshot.candidates(rule_check, wanted.size, wanted.align)?;
+        let whole = snapshot.candidates(rule_check, alloc_request.size, alloc_request.align)?;
         let avoided = whole
             .iter()
             .any(|candidate| candidate.effect.preference == Preference::Avoid);
@@ -98,10 +98,11 @@ impl Orchestrator {
             .filter(|skip_avoided| avoided || !skip_avoided)
         {
             for parts in (least..=most).rev() {
-                let Some(split) = Split::new(wanted.size, parts as u64, PAGE_SIZE as u64, wanted.align) else {
+                let Some(split) = Split::new(alloc_request.size, parts as u64, PAGE_SIZE as u64, alloc_request.align)
+                else {
                     continue;
                 };
-                match self.attempt(rule_check, wanted, (parts, &split), skip_avoided, take)? {
+                match self.attempt(rule_check, alloc_request, (parts, &split), skip_avoided, take)? {
                     Some((made, explanation)) if explanation.error == 0 => return Ok(Some((made, explanation))),
                     // Too few providers can serve a part of that size: try fewer parts.
                     Some((_, explanation)) => last = Some(explanation),
@@ -118,7 +119,7 @@ impl Orchestrator {
             return Err(refuse!(
                 EINVAL,
                 "{} bytes are not divided into {} equal parts of whole pages without one being empty",
-                wanted.size,
+                alloc_request.size,
                 least
             ));
         };
@@ -130,21 +131,21 @@ impl Orchestrator {
     fn attempt(
         &self,
         rule_check: &RuleCheck<'_>,
-        wanted: &AllocRequest,
+        alloc_request: &AllocRequest,
         (parts, split): (usize, &Split),
         skip_avoided: bool,
         take: Option<u64>,
     ) -> Answer<Option<Made>> {
-        let snapshot = &*wanted.snapshot;
+        let snapshot = &*alloc_request.snapshot;
         let providers = &snapshot.providers;
-        let mut candidates = snapshot.candidates(rule_check, split.share(), wanted.align)?;
+        let mut candidates = snapshot.candidates(rule_check, split.share(), alloc_request.align)?;
         let request = placement::Request {
             size: split.share(),
-            align: wanted.align,
+            align: alloc_request.align,
             clients: snapshot.clients.len(),
-            named: wanted.named,
+            named: alloc_request.named,
             strategy: Strategy::Nearest,
-            max_class: wanted.max_class,
+            max_class: alloc_request.max_class,
         };
         let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL_ACCOUNT)?;
         let mut capacity = [0; consts::MAX_PARTS];
@@ -161,7 +162,12 @@ impl Orchestrator {
                 let provider = &providers[at];
                 let answer = match take {
                     Some(file) => self
-                        .take(rule_check, (size, wanted.align, wanted.clearing), provider, file)
+                        .take(
+                            rule_check,
+                            (size, alloc_request.align, alloc_request.clearing),
+                            provider,
+                            file,
+                        )
                         .map(Some),
                     // The dmem cgroup has no call that only checks: the charge is made and dropped.
                     None => match provider.charge_cgroup(size) {
@@ -184,18 +190,18 @@ impl Orchestrator {
                 exclude(&mut candidates[at], split.share(), why)?;
                 continue;
             }
-            let decided = DecisionInput {
+            let input = DecisionInput {
                 size: split.share(),
                 clients: snapshot.clients.len(),
                 rules: rule_check.source(),
-                providers: &snapshot.parts.known,
+                providers: &snapshot.parts.providers,
                 candidates: &candidates,
                 verdicts: &verdicts,
                 outcome,
             };
-            let explanation = decided.stripe_explanation(if full { picks } else { &[] }, found, parts)?;
+            let explanation = input.stripe_explanation(if full { picks } else { &[] }, found, parts)?;
             traced(
-                wanted,
+                alloc_request,
                 rule_check.file(),
                 (explanation.chosen, explanation.error),
                 take.is_none(),

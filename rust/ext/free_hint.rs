@@ -139,7 +139,7 @@ impl FreeHint {
     }
 }
 
-#[kunit_tests(p2pmem_gauge)]
+#[kunit_tests(p2pmem_free_hint)]
 mod tests {
     use super::*;
 

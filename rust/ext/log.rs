@@ -30,7 +30,7 @@ pub(crate) fn now_ns() -> u64 {
 /// The schedule of log messages for a wait without a time limit: after 1, 10 and 60 seconds, then every 5 minutes.
 pub(crate) struct LoggedWait {
     began: u64,
-    told: u64,
+    logged: u64,
 }
 
 impl LoggedWait {
@@ -38,7 +38,7 @@ impl LoggedWait {
     pub(crate) fn new() -> Self {
         Self {
             began: now_ns(),
-            told: 0,
+            logged: 0,
         }
     }
 
@@ -50,13 +50,13 @@ impl LoggedWait {
     /// Returns the whole seconds since the start if a message is due, else `None`.
     pub(crate) fn due(&mut self) -> Option<u64> {
         let seconds = self.seconds();
-        self.is_due(seconds).then_some(seconds)
+        self.should_log(seconds).then_some(seconds)
     }
 
     /// Returns whether a message is due after `seconds`. Each time of the schedule is due once, even if the caller asks
     /// late.
-    pub(crate) fn is_due(&mut self, seconds: u64) -> bool {
-        let before = core::mem::replace(&mut self.told, seconds);
+    pub(crate) fn should_log(&mut self, seconds: u64) -> bool {
+        let before = core::mem::replace(&mut self.logged, seconds);
         let passed = |moment| before < moment && moment <= seconds;
         [1, 10, 60].into_iter().any(passed) || seconds / 300 > before / 300
     }
@@ -106,10 +106,10 @@ mod tests {
     #[test]
     fn a_wait_is_told_of_once_for_each_moment() {
         let mut wait = LoggedWait::new();
-        let told = [0, 0, 1, 1, 2, 9, 11, 12, 59, 75, 299, 301, 302, 1000].map(|seconds| wait.is_due(seconds));
+        let logged = [0, 0, 1, 1, 2, 9, 11, 12, 59, 75, 299, 301, 302, 1000].map(|seconds| wait.should_log(seconds));
         let wanted = [2, 6, 9, 11, 13];
-        for (at, told) in told.into_iter().enumerate() {
-            assert_eq!(told, wanted.contains(&at));
+        for (at, logged) in logged.into_iter().enumerate() {
+            assert_eq!(logged, wanted.contains(&at));
         }
     }
 }

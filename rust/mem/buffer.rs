@@ -103,7 +103,7 @@ pub(crate) struct Buffer {
     pub(crate) file: u64,
     pub(crate) owner: Owner,
     /// Credentials of the task that allocated the buffer. Rules apply to them.
-    pub(crate) who: Credentials,
+    pub(crate) cred: Credentials,
     #[pin]
     inner: Mutex<Inner>,
     /// Completed when the memory is clear. Only an allocation through `mmap()` leaves clearing for later.
@@ -114,7 +114,7 @@ pub(crate) struct Buffer {
 pub(crate) use crate::policy::life::State;
 
 /// The holders at the time of [`Buffer::revoke`]. None can be added afterwards.
-pub(crate) struct Held {
+pub(crate) struct HolderCounts {
     pub(crate) mappings: u32,
     /// Whether a dma-buf or a registration holds the buffer.
     pub(crate) by_devices: bool,
@@ -157,7 +157,7 @@ impl Buffer {
                 bus_addr,
                 file,
                 owner: Owner::current(),
-                who: Credentials::current(),
+                cred: Credentials::current(),
                 inner <- new_mutex!(Inner {
                     life: Life::new(),
                     exports: RBTree::new(),
@@ -182,7 +182,7 @@ impl Buffer {
         buffer.inner.lock().memory = Some(memory);
         trace::alloc(|| {
             let offset = buffer.bar_offset.unwrap_or(u64::MAX);
-            (buffer.about(), offset, file, buffer.who.uid())
+            (buffer.about(), offset, file, buffer.cred.uid())
         });
         let holder = Holder { buffer, file };
         holder.provider.register(holder.buffer.id, &holder.buffer)?;
@@ -446,9 +446,9 @@ impl Buffer {
 
     /// First part of a revocation: Live becomes Revoking, so that no mapping, export or registration can be added. Returns
     /// the holders, or `None` if the buffer was not Live.
-    pub(crate) fn revoke(&self) -> Option<Held> {
+    pub(crate) fn revoke(&self) -> Option<HolderCounts> {
         let mut inner = self.inner.lock();
-        inner.life.revoke().then(|| Held {
+        inner.life.revoke().then(|| HolderCounts {
             mappings: narrow(inner.life.count(Hold::Mapping)),
             by_devices: inner.life.count(Hold::Export) > 0 || inner.life.count(Hold::Registration) > 0,
         })

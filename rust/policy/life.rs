@@ -185,7 +185,7 @@ mod tests {
         Join(Hold),
         Copy(Hold),
         Touch,
-        RemovalKind(Hold),
+        Remove(Hold),
         Revoke,
         Finish,
     }
@@ -195,21 +195,21 @@ mod tests {
         Step::Join(Hold::Mapping),
         Step::Touch,
         Step::Copy(Hold::Mapping),
-        Step::RemovalKind(Hold::Mapping),
+        Step::Remove(Hold::Mapping),
         Step::Touch,
-        Step::RemovalKind(Hold::Mapping),
-        Step::RemovalKind(Hold::Handle),
+        Step::Remove(Hold::Mapping),
+        Step::Remove(Hold::Handle),
     ];
     /// A second holder that exports the buffer, and a device that touches it.
-    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::RemovalKind(Hold::Export)];
+    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::Remove(Hold::Export)];
     /// The RDMA core, for a program that registers a mapping and unmaps first.
     const REGISTRAR: [Step; 6] = [
         Step::Join(Hold::Mapping),
         Step::Join(Hold::Registration),
-        Step::RemovalKind(Hold::Mapping),
+        Step::Remove(Hold::Mapping),
         Step::Touch,
-        Step::RemovalKind(Hold::Registration),
-        Step::RemovalKind(Hold::Handle),
+        Step::Remove(Hold::Registration),
+        Step::Remove(Hold::Handle),
     ];
     const PROVIDER: [Step; 2] = [Step::Revoke, Step::Finish];
     const NOBODY: [Step; 0] = [];
@@ -247,7 +247,7 @@ mod tests {
                     true
                 }
                 Step::Touch => self.held[thread] == 0 || self.life.is_live() == usable,
-                Step::RemovalKind(hold) => {
+                Step::Remove(hold) => {
                     if hold == Hold::Handle {
                         self.handles -= 1;
                     } else if self.held[thread] > 0 {

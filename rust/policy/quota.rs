@@ -68,11 +68,11 @@ pub(crate) struct ChargeSet([Option<Entry>; ENTRIES]);
 pub(crate) struct Requester<'a> {
     /// The administrator's rules, and which of them apply to the requester.
     pub(crate) rules: &'a [Rule],
-    pub(crate) who: Applicable,
+    pub(crate) applicable: Applicable,
     pub(crate) uid: u32,
     /// Number of the file, and the file's own rules.
     pub(crate) file: u64,
-    pub(crate) own: &'a [Rule],
+    pub(crate) file_rules: &'a [Rule],
 }
 
 /// The properties of a provider that charges depend on.
@@ -94,7 +94,7 @@ pub(crate) fn reserved_for_others(
     let mut sum = (0u64, None);
     for (at, rule, bytes) in reserves(requester.rules, charge_target.function) {
         let left = match rule.reserve_for {
-            Some(Beneficiary::Group) if requester.who.has(at) => 0,
+            Some(Beneficiary::Group) if requester.applicable.has(at) => 0,
             Some(Beneficiary::Group) => bytes.saturating_sub(store.used(ChargeKey::Reserve(rule.id, charge_target.id))),
             _ => bytes.saturating_sub(charge_target.kernel_reserve),
         };
@@ -117,14 +117,14 @@ impl ChargeSet {
             limit: by.map(|by| (charge_target.size.saturating_sub(aside), by)),
         };
         let rule_id = |at: usize| requester.rules.get(at).map_or(0, |rule| rule.id);
-        let user = first(requester.rules, &requester.who, charge_target.function, |rule| {
+        let user = first(requester.rules, &requester.applicable, charge_target.function, |rule| {
             rule.quota
         })
         .map(|(at, bytes)| Entry {
             key: ChargeKey::User(rule_id(at), requester.uid),
             limit: limit(RuleOrigin::Admin, at, bytes),
         });
-        let group = first(requester.rules, &requester.who, charge_target.function, |rule| {
+        let group = first(requester.rules, &requester.applicable, charge_target.function, |rule| {
             rule.group_quota
         })
         .map(|(at, bytes)| Entry {
@@ -132,14 +132,14 @@ impl ChargeSet {
             limit: limit(RuleOrigin::Admin, at, bytes),
         });
         let reserve = reserves(requester.rules, charge_target.function)
-            .find(|(at, rule, _)| rule.reserve_for == Some(Beneficiary::Group) && requester.who.has(*at))
+            .find(|(at, rule, _)| rule.reserve_for == Some(Beneficiary::Group) && requester.applicable.has(*at))
             .map(|(_, rule, _)| Entry {
                 key: ChargeKey::Reserve(rule.id, charge_target.id),
                 limit: None,
             });
         let file = Entry {
             key: ChargeKey::File(requester.file),
-            limit: first(requester.own, &Applicable::ALL, charge_target.function, |rule| {
+            limit: first(requester.file_rules, &Applicable::ALL, charge_target.function, |rule| {
                 rule.quota
             })
             .and_then(|(at, bytes)| limit(RuleOrigin::File, at, bytes)),

@@ -408,7 +408,7 @@ pub(crate) trait Subject {
 }
 
 #[cfg(any(test, CONFIG_KUNIT))]
-#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_policy))]
+#[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_rule))]
 mod tests {
     use super::*;
 

@@ -557,14 +557,14 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
     let orchestrator = Orchestrator::get()?;
     let path = orchestrator.path(&buffer.provider, &function)?;
     let rules = orchestrator.rules();
-    match rules.denying_rule(&buffer.who, &buffer.provider, &function.function_id(), &path) {
+    match rules.denying_rule(&buffer.cred, &buffer.provider, &function.function_id(), &path) {
         None => Ok(()),
         Some((rule, far)) => Err(refuse!(
             EACCES,
             "{} may not reach the memory of {} that uid {} has: rule {}{}",
             name,
             buffer.provider.addr,
-            buffer.who.uid(),
+            buffer.cred.uid(),
             rule.as_str(),
             if far { ", for the path is too far" } else { "" }
         )),

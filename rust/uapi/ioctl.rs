@@ -235,11 +235,11 @@ impl File {
         }
         let clients = names.as_slice();
         let snapshot = self.orchestrator.snapshot(clients)?;
-        let (known, all) = (&snapshot.parts.known, &snapshot.parts.paths);
+        let (providers, all) = (&snapshot.parts.providers, &snapshot.parts.paths);
         let mut out = ArrayWriter::new(paths.paths, paths.nr_paths, paths.path_size)?;
         for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
             out.write(&abi::Path {
-                provider: known[i / clients.len()].id,
+                provider: providers[i / clients.len()].id,
                 client: (i % clients.len()) as u32,
                 class: path.class.as_raw(),
                 flags: if path.acs_redirect {

@@ -118,10 +118,10 @@ fn rule(id: u64, name: &str) -> Rule {
 fn requester<'a>(rules: &'a [Rule], user: &User) -> Requester<'a> {
     Requester {
         rules,
-        who: Applicable::to(rules, user),
+        applicable: Applicable::to(rules, user),
         uid: user.uid,
         file: 1,
-        own: &[],
+        file_rules: &[],
     }
 }
 
@@ -278,7 +278,7 @@ fn a_files_own_quota_counts_the_file() {
     let of = |books: &Books, file| {
         let requester = Requester {
             file,
-            own: &own,
+            file_rules: &own,
             ..requester(&[], &user(5, &[]))
         };
         ChargeSet::of(books, &requester, &charge_target(1, &p, 8 * MIB))
