@@ -7,13 +7,13 @@
 //! are undone.
 //!
 //! ```no_run
-//! use p2pmem::admin::{Admin, Publish};
+//! use p2pmem::admin::{Admin, Publish, Unpublish};
 //!
 //! let admin = Admin::new();
 //! let publish = Publish { bar: Some(2), ..Publish::new("0000:03:00.0".parse()?) };
 //! admin.publish(&publish)?;
 //! // ... and when it is no longer wanted:
-//! admin.unpublish("0000:03:00.0".parse()?, false)?;
+//! admin.unpublish(&Unpublish::new("0000:03:00.0".parse()?))?;
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
@@ -83,6 +83,27 @@ impl Publish {
             pinned_exports: None,
             rebind: false,
         }
+    }
+}
+
+/// What to unpublish, and what becomes of the device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Unpublish {
+    addr: PciAddr,
+    reprobe: bool,
+}
+
+impl Unpublish {
+    /// Unpublishes the memory of the device and leaves the device without a driver.
+    pub fn new(addr: PciAddr) -> Self {
+        Self { addr, reprobe: false }
+    }
+
+    /// Whether the PCI core looks for the device's own driver afterwards.
+    pub fn reprobe(mut self, reprobe: bool) -> Self {
+        self.reprobe = reprobe;
+        self
     }
 }
 
@@ -299,8 +320,7 @@ impl Admin {
         Ok(())
     }
 
-    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound. With `reprobe` the PCI
-    /// core then finds the device its own driver again.
+    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound.
     ///
     /// Waits until nobody uses the memory any more, for as long as that takes. The kernel log and [`Published::status`] name
     /// who it waits for.
@@ -308,7 +328,8 @@ impl Admin {
     /// # Errors
     ///
     /// [`Error::State`] where it is not published; [`Error::Admin`] where a file could not be written.
-    pub fn unpublish(&self, addr: PciAddr, reprobe: bool) -> Result<()> {
+    pub fn unpublish(&self, unpublish: &Unpublish) -> Result<()> {
+        let addr = unpublish.addr;
         let group = self.group(addr);
         let device = self.device(addr);
         let bound = driver_of(&device).as_deref() == Some(DRIVER);
@@ -327,7 +348,7 @@ impl Admin {
         // A surprise removal can have taken the device before.
         if device.exists() {
             self.step(Step::ClearOverride(addr))?;
-            if reprobe {
+            if unpublish.reprobe {
                 self.step(Step::Probe(addr))?;
             }
         }
@@ -611,7 +632,7 @@ mod tests {
         assert_eq!(machine.admin.published().unwrap(), [published]);
         assert!(matches!(machine.admin.publish(&publish), Err(Error::State(why)) if why.contains("already")));
 
-        machine.admin.unpublish(ADDR, true).unwrap();
+        machine.admin.unpublish(&Unpublish::new(ADDR).reprobe(true)).unwrap();
         let steps = [
             "enable=0",
             "rmdir",
@@ -624,7 +645,10 @@ mod tests {
             (machine.driver().as_deref(), machine.driver_override().as_str()),
             (Some("xdma"), "")
         );
-        assert!(matches!(machine.admin.unpublish(ADDR, false), Err(Error::State(_))));
+        assert!(matches!(
+            machine.admin.unpublish(&Unpublish::new(ADDR)),
+            Err(Error::State(_))
+        ));
     }
 
     #[test]
@@ -633,7 +657,7 @@ mod tests {
         machine.admin.publish(&Publish::new(ADDR)).unwrap();
         machine.log();
         machine.held.store(2, Relaxed);
-        machine.admin.unpublish(ADDR, false).unwrap();
+        machine.admin.unpublish(&Unpublish::new(ADDR)).unwrap();
         let steps = [
             "enable=0",
             "enable=0",

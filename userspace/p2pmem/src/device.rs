@@ -180,12 +180,25 @@ impl Device {
     }
 
     /// The paths between all providers and `clients`: all clients of the first provider first.
-    /// With `rescan` the module forgets what it knew of paths (after a change of ACS by setpci, say).
     ///
     /// # Errors
     ///
     /// [`Error::Refused`] with ENODEV where a client is no PCI function of this machine.
-    pub fn paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
+    pub fn paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
+        self.ask_paths(clients, false)
+    }
+
+    /// As [`Device::paths`], after the module has dropped the paths it keeps: for a change that the kernel does not report,
+    /// such as one of ACS by setpci.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Device::paths`].
+    pub fn rescan_paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
+        self.ask_paths(clients, true)
+    }
+
+    fn ask_paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
         let mut all = Vec::new();
         // A request takes so many clients; the matrix is put together from as many requests as it needs.
         for (n, some) in clients.chunks(abi::P2PMEM_MAX_CLIENTS as usize).enumerate() {
@@ -659,7 +672,7 @@ mod tests {
                 })
             })
             .collect();
-        let paths = device.paths(&clients, true).unwrap();
+        let paths = device.rescan_paths(&clients).unwrap();
         assert_eq!(paths.len(), 100 * 130);
         assert!(paths
             .iter()

@@ -326,7 +326,7 @@ impl Error {
             Self::Client { .. } => Some(
                 "name a PCI address (0000:03:00.0), an RDMA device (mlx5_0), an NVMe drive (nvme0) or a path in /sys",
             ),
-            Self::NotDirect => Some("open the file with p2pmem::open_direct()"),
+            Self::NotDirect => Some("open the file with p2pmem::DirectOptions or open_direct()"),
             Self::Io { .. } => match errno {
                 Some(libc::EINVAL) => {
                     Some("O_DIRECT wants offset and length in whole blocks of the drive, and the file system's consent")

@@ -24,7 +24,7 @@
 //! println!("{}", device.explain_last()?.lines().join("\n"));
 //!
 //! let memory = buffer.map()?;
-//! let file = open_direct("/mnt/nvme0/samples", false)?;
+//! let file = open_direct("/mnt/nvme0/samples")?;
 //! let bytes = memory.read_from(&file, 0, 0..memory.len())?;
 //! println!("{bytes} bytes went from the drive to provider {}", buffer.provider());
 //! # Ok::<(), p2pmem::Error>(())
@@ -33,6 +33,7 @@
 pub mod admin;
 mod buffer;
 mod device;
+mod direct;
 mod error;
 mod events;
 mod explain;
@@ -53,11 +54,12 @@ mod types;
 
 pub use buffer::Buffer;
 pub use device::{Device, Request, Strategy, DEFAULT_PATH};
+pub use direct::{open_direct, DirectOptions};
 pub use error::{Error, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};
-pub use mapping::{open_direct, Mapping};
+pub use mapping::Mapping;
 pub use own::FileRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciAddr, PciDevice};

@@ -3,21 +3,20 @@
 //! A buffer in the program's address space: volatile access, and direct file I/O into and out of it.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use p2pmem_access_sys::store_fence;
 
 use crate::buffer::Origin;
+use crate::direct::require_direct;
 use crate::error::{Error, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
-use crate::sys::{open_flags, Region};
+use crate::sys::Region;
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
 const MOST_AT_ONCE: usize = 1 << 30;
@@ -190,7 +189,7 @@ impl Mapping {
     /// Reads from `file` at byte `file_offset` straight into `range` of the buffer, device to device, until the range
     /// is full or the file ends. Returns the bytes read.
     ///
-    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
     /// The range may reach beyond the file's end.
     ///
     /// # Errors
@@ -224,7 +223,7 @@ impl Mapping {
 
     /// Writes `range` of the buffer straight to `file` at byte `file_offset`, device to device.
     ///
-    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
     /// Data is on the drive when [`File::sync_data`] has returned.
     ///
     /// # Errors
@@ -255,40 +254,10 @@ impl Mapping {
     }
 }
 
-fn require_direct(file: &File) -> Result<()> {
-    match open_flags(file) {
-        Ok(flags) if flags & libc::O_DIRECT != 0 => Ok(()),
-        Ok(_) => Err(Error::NotDirect),
-        Err(source) => Err(Error::Io {
-            what: "looking at the file",
-            offset: 0,
-            source,
-        }),
-    }
-}
-
-/// Opens a file or block device for direct I/O to read, and with `write` to write too (then a missing file is made).
-///
-/// # Errors
-///
-/// [`Error::Open`]: EINVAL where the file system has no direct I/O.
-pub fn open_direct(path: impl AsRef<Path>, write: bool) -> Result<File> {
-    let path = path.as_ref();
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(write)
-        .create(write)
-        .custom_flags(libc::O_DIRECT);
-    options.open(path).map_err(|source| Error::Open {
-        path: path.to_owned(),
-        source,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::direct::{open_direct, DirectOptions};
     use crate::fake::Fake;
     use crate::Request;
 
@@ -310,7 +279,7 @@ mod tests {
         .unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, content).unwrap();
-        match open_direct(&path, true) {
+        match DirectOptions::new().read(true).write(true).open(&path) {
             Ok(file) => Some((dir, file)),
             Err(error) if error.errno() == Some(libc::EINVAL) => {
                 eprintln!("skipped: no direct I/O in {}", dir.path().display());
@@ -405,7 +374,7 @@ mod tests {
             mapping.read_from(&file, 0, 0..8193),
             Err(Error::OutOfBounds { .. })
         ));
-        let read_only = open_direct(dir.path().join("data"), false).unwrap();
+        let read_only = open_direct(dir.path().join("data")).unwrap();
         let error = mapping.write_to(&read_only, 0, 0..4096).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EBADF));
     }

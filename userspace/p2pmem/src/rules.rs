@@ -512,13 +512,26 @@ impl Rules {
         Ok(state)
     }
 
-    /// Makes rules those of the machine; with `only` no others stay. Those that are there already are left alone. Either
-    /// all of it is done or, with an error, nothing.
+    /// Adds rules, or changes those of the same name; other rules stay. Rules that are in force already are left alone.
+    /// On an error all rules are as before.
     ///
     /// # Errors
     ///
     /// [`Error::Request`] for a name that is none or is there twice; else as for [`Rules::add`].
-    pub fn load(&self, rules: &[Rule], only: bool) -> Result<Loaded> {
+    pub fn load(&self, rules: &[Rule]) -> Result<Loaded> {
+        self.load_all(rules, false)
+    }
+
+    /// As [`Rules::load`], and removes all other rules.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Rules::load`].
+    pub fn load_only(&self, rules: &[Rule]) -> Result<Loaded> {
+        self.load_all(rules, true)
+    }
+
+    fn load_all(&self, rules: &[Rule], only: bool) -> Result<Loaded> {
         for (at, rule) in rules.iter().enumerate() {
             Rule::check_name(&rule.name)?;
             if rules[..at].iter().any(|other| other.name == rule.name) {
@@ -701,21 +714,21 @@ mod tests {
             ..deny("20-b")
         };
         let wanted = [other.clone(), deny("30-c")];
-        let loaded = rules.load(&wanted, false).unwrap();
+        let loaded = rules.load(&wanted).unwrap();
         assert_eq!(
             (loaded.added, loaded.changed),
             (vec!["30-c".to_owned()], vec!["20-b".to_owned()])
         );
         assert_eq!(names(&rules), ["10-a", "20-b", "30-c"]);
-        let loaded = rules.load(&wanted, true).unwrap();
+        let loaded = rules.load_only(&wanted).unwrap();
         assert_eq!((loaded.removed, loaded.unchanged.len()), (vec!["10-a".to_owned()], 2));
 
         // The last one is refused: the others go back to what they were.
         let bad = [deny("05-new"), deny("20-b"), Rule::new("40-empty")];
-        assert!(rules.load(&bad, true).is_err());
+        assert!(rules.load_only(&bad).is_err());
         assert_eq!(names(&rules), ["20-b", "30-c"]);
         assert_eq!(rules.get("20-b").unwrap().rule, other);
-        assert!(rules.load(&[deny("10-a"), deny("10-a")], false).is_err());
+        assert!(rules.load(&[deny("10-a"), deny("10-a")]).is_err());
     }
 
     #[test]
