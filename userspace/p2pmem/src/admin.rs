@@ -194,7 +194,7 @@ impl Admin {
     }
 
     fn write(&self, path: PathBuf, text: &str) -> Result<()> {
-        self.tree.write(&path, text).map_err(|source| {
+        self.tree.write(&path, text).map_err(|error| {
             // Only the groups of configfs have an attribute "status".
             let status = path
                 .parent()
@@ -209,7 +209,7 @@ impl Admin {
             Error::Admin {
                 action,
                 path,
-                source,
+                error,
                 status,
             }
         })
@@ -219,26 +219,26 @@ impl Admin {
     ///
     /// # Errors
     ///
-    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::State`] where it is published
-    /// already, is not there, or is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
+    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::Exists`] where it is published
+    /// already; [`Error::Missing`] where it is not there; [`Error::State`] where it is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
     /// the module's reason. All steps done until then are undone.
     pub fn publish(&self, publish: &Publish) -> Result<Published> {
         let addr = publish.addr;
         let device = self.device(addr);
         if !device.exists() {
-            return Err(Error::State(format!("there is no PCI device {addr}")));
+            return Err(Error::Missing(format!("there is no PCI device {addr}")));
         }
         if !self.groups().exists() {
-            let source = io::Error::from_raw_os_error(libc::ENOENT);
+            let error = io::Error::from_raw_os_error(libc::ENOENT);
             return Err(Error::Admin {
                 action: "open".into(),
                 path: self.groups(),
-                source,
+                error,
                 status: None,
             });
         }
         if self.group(addr).exists() && self.is_enabled(addr) {
-            return Err(Error::State(format!("{addr} is published already")));
+            return Err(Error::Exists(format!("{addr} is published already")));
         }
         let driver = driver_of(&device);
         if let Some(driver) = driver.as_deref().filter(|d| *d != DRIVER && !publish.rebind) {
@@ -292,10 +292,10 @@ impl Admin {
     fn configure(&self, publish: &Publish, undo: &mut Undo<'_>) -> Result<()> {
         let group = self.group(publish.addr);
         if !group.exists() {
-            self.tree.make_dir(&group).map_err(|source| Error::Admin {
+            self.tree.make_dir(&group).map_err(|error| Error::Admin {
                 action: "make".into(),
                 path: group.clone(),
-                source,
+                error,
                 status: None,
             })?;
             undo.steps.push(Step::RemoveGroup(publish.addr));
@@ -327,14 +327,14 @@ impl Admin {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where it is not published; [`Error::Admin`] where a file could not be written.
+    /// [`Error::Missing`] where it is not published; [`Error::Admin`] where a file could not be written.
     pub fn unpublish(&self, unpublish: &Unpublish) -> Result<()> {
         let addr = unpublish.addr;
         let group = self.group(addr);
         let device = self.device(addr);
         let bound = driver_of(&device).as_deref() == Some(DRIVER);
         if !group.exists() && !bound {
-            return Err(Error::State(format!("{addr} is not published by p2pmem")));
+            return Err(Error::Missing(format!("{addr} is not published by p2pmem")));
         }
         if group.exists() {
             if self.is_enabled(addr) {
@@ -359,7 +359,7 @@ impl Admin {
     fn disable(&self, group: &Path) -> Result<()> {
         loop {
             match self.write(group.join("enable"), "0") {
-                Err(Error::Admin { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {}
+                Err(Error::Admin { error, .. }) if error.raw_os_error() == Some(libc::EBUSY) => {}
                 done => return done,
             }
         }
@@ -372,10 +372,10 @@ impl Admin {
     /// [`Error::Admin`] where the module's folder is not in configfs.
     pub fn published(&self) -> Result<Vec<Published>> {
         let path = self.groups();
-        let failed = |source| Error::Admin {
+        let failed = |error| Error::Admin {
             action: "list".into(),
             path: path.clone(),
-            source,
+            error,
             status: None,
         };
         let mut all = Vec::new();
@@ -413,12 +413,12 @@ impl Admin {
             ),
             Step::RemoveGroup(addr) => {
                 let path = self.group(addr);
-                self.tree.remove_dir(&path).map_err(|source| {
+                self.tree.remove_dir(&path).map_err(|error| {
                     let status = read_status(&path);
                     Error::Admin {
                         action: "remove".into(),
                         path,
-                        source,
+                        error,
                         status,
                     }
                 })
@@ -630,7 +630,7 @@ mod tests {
         assert_eq!(machine.log(), steps);
         assert_eq!(machine.driver().as_deref(), Some("p2pmem"));
         assert_eq!(machine.admin.published().unwrap(), [published]);
-        assert!(matches!(machine.admin.publish(&publish), Err(Error::State(why)) if why.contains("already")));
+        assert!(matches!(machine.admin.publish(&publish), Err(Error::Exists(_))));
 
         machine.admin.unpublish(&Unpublish::new(ADDR).reprobe(true)).unwrap();
         let steps = [
@@ -647,7 +647,7 @@ mod tests {
         );
         assert!(matches!(
             machine.admin.unpublish(&Unpublish::new(ADDR)),
-            Err(Error::State(_))
+            Err(Error::Missing(_))
         ));
     }
 

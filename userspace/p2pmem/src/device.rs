@@ -73,9 +73,9 @@ impl Device {
     /// Those of [`Device::open`]; [`Error::Refused`] where `path` is another kind of device.
     pub fn open_path(path: impl AsRef<FsPath>) -> Result<Self> {
         let path = path.as_ref();
-        let device = CharDevice::open(path).map_err(|source| Error::Open {
+        let device = CharDevice::open(path).map_err(|error| Error::Open {
             path: path.to_owned(),
-            source,
+            error,
         })?;
         let device = Self::with(Box::new(device));
         let info = device.constant()?;

@@ -76,9 +76,9 @@ impl DirectOptions {
         let path = path.as_ref();
         let mut options = self.0.clone();
         options.custom_flags(libc::O_DIRECT);
-        options.open(path).map_err(|source| Error::Open {
+        options.open(path).map_err(|error| Error::Open {
             path: path.to_owned(),
-            source,
+            error,
         })
     }
 }
@@ -97,10 +97,10 @@ pub(crate) fn require_direct(file: &File) -> Result<()> {
     match open_flags(file) {
         Ok(flags) if flags & libc::O_DIRECT != 0 => Ok(()),
         Ok(_) => Err(Error::NotDirect),
-        Err(source) => Err(Error::Io {
+        Err(error) => Err(Error::Io {
             what: "looking at the file",
             offset: 0,
-            source,
+            error,
         }),
     }
 }

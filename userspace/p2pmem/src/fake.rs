@@ -31,14 +31,15 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use p2pmem_sys as abi;
+use rustix::event::{eventfd, EventfdFlags};
 
 use crate::device::Device;
 use crate::pci::PciAddr;
-use crate::sys::{memory_file, Kernel, Region};
+use crate::sys::{memory_file, wait_readable, Kernel, Region};
 use crate::types::PathClass;
 
 mod nic;
@@ -58,8 +59,6 @@ pub struct Fake {
 
 struct Machine {
     state: Mutex<State>,
-    /// Signalled when events were queued.
-    came: Condvar,
     memory: File,
 }
 
@@ -89,13 +88,32 @@ struct Provider {
     stats: abi::p2pmem_stats,
 }
 
-#[derive(Default)]
 struct OpenFile {
     buffers: BTreeMap<u32, abi::p2pmem_buffer>,
     last_handle: u32,
     events: VecDeque<abi::p2pmem_event>,
+    /// Readable while there are events.
+    wakeup: Arc<OwnedFd>,
     last: Option<Decision>,
     rules: Vec<abi::p2pmem_rule>,
+}
+
+impl OpenFile {
+    fn new(wakeup: Arc<OwnedFd>) -> Self {
+        Self {
+            buffers: BTreeMap::new(),
+            last_handle: 0,
+            events: VecDeque::new(),
+            wakeup,
+            last: None,
+            rules: Vec::new(),
+        }
+    }
+
+    fn queue(&mut self, event: &abi::p2pmem_event) {
+        self.events.push_back(*event);
+        rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()).expect("an eventfd counts to 2^64 - 2");
+    }
 }
 
 #[derive(Clone, Default)]
@@ -145,7 +163,6 @@ impl Fake {
         Self {
             machine: Arc::new(Machine {
                 state: Mutex::default(),
-                came: Condvar::new(),
                 memory,
             }),
         }
@@ -224,7 +241,6 @@ impl Fake {
         );
         state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_ADDED, id, 0));
         drop(state);
-        self.machine.came.notify_all();
         self
     }
 
@@ -238,11 +254,14 @@ impl Fake {
 
     /// Opens it, as `Device::open()` opens the real one.
     pub fn device(&self) -> Device {
-        let file = Arc::new(Mutex::new(OpenFile::default()));
+        let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
+        let wakeup = Arc::new(wakeup);
+        let file = Arc::new(Mutex::new(OpenFile::new(wakeup.clone())));
         lock(&self.machine.state).files.push(Arc::downgrade(&file));
         Device::with(Box::new(FakeDevice {
             machine: self.machine.clone(),
             file,
+            wakeup,
         }))
     }
 
@@ -296,14 +315,11 @@ impl Fake {
                 if let Some(buffer) = file.buffers.get_mut(&handle) {
                     buffer.state = abi::P2PMEM_BUFFER_GONE;
                 }
-                file.events
-                    .push_back(event(abi::P2PMEM_EVENT_BUFFER_REVOKED, id, handle));
+                file.queue(&event(abi::P2PMEM_EVENT_BUFFER_REVOKED, id, handle));
                 state.gone.revoked += 1;
             }
         }
         state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_REMOVED, id, 0));
-        drop(state);
-        self.machine.came.notify_all();
     }
 }
 
@@ -374,6 +390,7 @@ impl Provider {
 struct FakeDevice {
     machine: Arc<Machine>,
     file: Arc<Mutex<OpenFile>>,
+    wakeup: Arc<OwnedFd>,
 }
 
 impl FakeDevice {
@@ -705,35 +722,22 @@ impl Kernel for FakeDevice {
         for (to, from) in out.iter_mut().zip(file.events.drain(..n)) {
             *to = from;
         }
+        if file.events.is_empty() {
+            rustix::io::read(&self.wakeup, &mut [0; 8])?;
+        }
         Ok(n)
     }
 
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        let deadline = timeout.map(|t| Instant::now() + t);
-        let mut state = lock(&self.machine.state);
-        loop {
-            if !lock(&self.file).events.is_empty() {
-                return Ok(true);
-            }
-            state = match deadline {
-                None => self.machine.came.wait(state).unwrap_or_else(PoisonError::into_inner),
-                Some(deadline) => {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    if left.is_zero() {
-                        return Ok(false);
-                    }
-                    self.machine
-                        .came
-                        .wait_timeout(state, left)
-                        .unwrap_or_else(PoisonError::into_inner)
-                        .0
-                }
-            };
-        }
+        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.machine.memory.as_fd()
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
+        self.wakeup.as_fd()
     }
 }
 

@@ -55,7 +55,7 @@ mod types;
 pub use buffer::Buffer;
 pub use device::{Device, Request, Strategy, DEFAULT_PATH};
 pub use direct::{open_direct, DirectOptions};
-pub use error::{Error, Operation, Result};
+pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};

@@ -209,11 +209,11 @@ impl Mapping {
                 Ok(0) => break,
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
+                Err(error) => {
                     return Err(Error::Io {
                         what: "reading",
                         offset: at,
-                        source,
+                        error,
                     })
                 }
             }
@@ -241,11 +241,11 @@ impl Mapping {
                 Ok(0) => return Err(Error::ShortWrite { written: done, len }),
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
+                Err(error) => {
                     return Err(Error::Io {
                         what: "writing",
                         offset: at,
-                        source,
+                        error,
                     })
                 }
             }

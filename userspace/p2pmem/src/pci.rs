@@ -278,6 +278,7 @@ fn controllers_of(real: &Path) -> Vec<String> {
 
 /// A PCI function as sysfs shows it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct PciDevice {
     /// Where it is.
     pub addr: PciAddr,
@@ -318,10 +319,10 @@ impl PciDevice {
 /// [`Error::Admin`] where `sys` has no PCI bus.
 pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
     let path = sys.join("bus/pci/devices");
-    let failed = |source| Error::Admin {
+    let failed = |error| Error::Admin {
         action: "list".into(),
         path: path.clone(),
-        source,
+        error,
         status: None,
     };
     let mut devices = Vec::new();

@@ -381,10 +381,10 @@ impl Rules {
 
     fn failed(action: impl Into<String>, path: &Path) -> impl FnOnce(io::Error) -> Error + '_ {
         let action = action.into();
-        move |source| Error::Admin {
+        move |error| Error::Admin {
             action,
             path: path.to_owned(),
-            source,
+            error,
             status: path.parent().and_then(read_status),
         }
     }
@@ -416,11 +416,11 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where there is none of that name; [`Error::Admin`] where it cannot be read.
+    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be read.
     pub fn get(&self, name: &str) -> Result<RuleState> {
         let dir = self.dir(name);
         if !dir.exists() {
-            return Err(Error::State(format!("there is no rule {name}")));
+            return Err(Error::Missing(format!("there is no rule {name}")));
         }
         let read = |attribute: &str| -> Result<String> {
             let path = dir.join(attribute);
@@ -457,13 +457,13 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a name that is none; [`Error::State`] where there is a rule of that name;
+    /// [`Error::Request`] for a name that is none; [`Error::Exists`] where there is a rule of that name;
     /// [`Error::Admin`] where the module refuses it, with its reason. Nothing of it stays then.
     pub fn add(&self, rule: &Rule) -> Result<RuleState> {
         Rule::check_name(&rule.name)?;
         let dir = self.dir(&rule.name);
         if dir.exists() {
-            return Err(Error::State(format!("there is a rule {} already", rule.name)));
+            return Err(Error::Exists(format!("there is a rule {} already", rule.name)));
         }
         self.tree.make_dir(&dir).map_err(Self::failed("make", &dir))?;
         let enable = ("enable", if rule.enabled { "1" } else { "0" }.to_owned());
@@ -484,11 +484,11 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where there is none of that name; [`Error::Admin`] where it cannot be removed.
+    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be removed.
     pub fn remove(&self, name: &str) -> Result<()> {
         let dir = self.dir(name);
         if !dir.exists() {
-            return Err(Error::State(format!("there is no rule {name}")));
+            return Err(Error::Missing(format!("there is no rule {name}")));
         }
         self.tree.remove_dir(&dir).map_err(Self::failed("remove", &dir))
     }
@@ -669,7 +669,7 @@ mod tests {
         assert_eq!(all[1].usage.len(), 3);
         assert_eq!(all[1].usage[0], Usage::User { uid: 7, bytes: 4096 });
         rules.remove("20-b").unwrap();
-        assert!(matches!(rules.remove("20-b"), Err(Error::State(_))));
+        assert!(matches!(rules.remove("20-b"), Err(Error::Missing(_))));
         assert_eq!(names(&rules), ["10-a"]);
     }
 
@@ -701,7 +701,7 @@ mod tests {
         }
         assert!(names(&rules).is_empty());
         rules.add(&deny("10-a")).unwrap();
-        assert!(matches!(rules.add(&deny("10-a")), Err(Error::State(_))));
+        assert!(matches!(rules.add(&deny("10-a")), Err(Error::Exists(_))));
     }
 
     #[test]

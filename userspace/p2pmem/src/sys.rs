@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 
 use p2pmem_access_sys as access;
 use p2pmem_sys as abi;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 /// What is asked of the module: one method for each ioctl, with slices where the ABI has pointers.
 ///
@@ -65,6 +67,26 @@ pub(crate) trait Kernel: Send + Sync {
     /// Waits until there are events to read; false after `timeout` (none: without a limit).
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool>;
     fn fd(&self) -> BorrowedFd<'_>;
+    /// The descriptor that is readable while there are events.
+    fn event_fd(&self) -> BorrowedFd<'_>;
+}
+
+/// Waits until a descriptor is readable; false after `timeout` (none: without a limit). ENODEV where it never will be.
+pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<bool> {
+    let deadline = timeout.map(|t| Instant::now() + t);
+    loop {
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        // A time that the kernel's type cannot hold is no limit.
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        match poll(&mut fds, left.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) if fds[0].revents().contains(PollFlags::IN) => return Ok(true),
+            Ok(_) => return Err(Errno::NODEV.into()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
 }
 
 /// The real thing: an open `/dev/p2pmem`.
@@ -353,36 +375,14 @@ impl Kernel for CharDevice {
     }
 
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        let deadline = timeout.map(|t| Instant::now() + t);
-        loop {
-            let left = deadline.map_or(-1, |d| {
-                // Rounded up, so that the last wait is not a spin of zero-length ones.
-                let ms = d
-                    .saturating_duration_since(Instant::now())
-                    .as_nanos()
-                    .div_ceil(1_000_000);
-                libc::c_int::try_from(ms).unwrap_or(libc::c_int::MAX)
-            });
-            let mut poll = libc::pollfd {
-                fd: self.0.as_raw_fd(),
-                events: libc::POLLIN,
-                revents: 0,
-            };
-            // SAFETY: one pollfd, which lives across the call.
-            match unsafe { libc::poll(&mut poll, 1, left) } {
-                0 => return Ok(false),
-                n if n > 0 && poll.revents & libc::POLLIN != 0 => return Ok(true),
-                n if n > 0 => return Err(io::Error::from_raw_os_error(libc::ENODEV)),
-                _ => {}
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
-            }
-        }
+        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }

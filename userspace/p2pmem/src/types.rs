@@ -257,6 +257,7 @@ impl From<&abi::p2pmem_provider> for Provider {
 /// How far a provider is from a client; the smaller, the nearer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
 pub enum PathClass {
     /// The same function, or functions of one device.
     SameDevice,

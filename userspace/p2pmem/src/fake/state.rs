@@ -18,7 +18,7 @@ impl State {
         self.generation += 1;
         self.files.retain(|f| f.strong_count() > 0);
         for file in self.files.iter().filter_map(Weak::upgrade) {
-            lock(&file).events.push_back(*event);
+            lock(&file).queue(event);
         }
     }
 
