@@ -7,7 +7,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use crate::error::{Error, Result};
-use crate::sys::open_flags;
+use crate::sys::is_direct;
 
 /// How to open a file for direct I/O. The options are those of [`std::fs::OpenOptions`], and all are off at first.
 ///
@@ -94,9 +94,9 @@ pub fn open_direct(path: impl AsRef<Path>) -> Result<File> {
 
 /// Fails where reads and writes of the file would go through the page cache.
 pub(crate) fn require_direct(file: &File) -> Result<()> {
-    match open_flags(file) {
-        Ok(flags) if flags & libc::O_DIRECT != 0 => Ok(()),
-        Ok(_) => Err(Error::NotDirect),
+    match is_direct(file) {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Error::NotDirect),
         Err(error) => Err(Error::Io {
             what: "looking at the file",
             offset: 0,

@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use bitflags::bitflags;
 use p2pmem_verbs_sys::access;
 
 use crate::buffer::Origin;
@@ -19,7 +20,8 @@ use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
 use crate::sys::Region;
 use crate::types::human_size;
 
-/// What may be done with registered memory; local reading always may.
+/// What may be done with registered memory; local reading always may. The bits are those of `enum ibv_access_flags`; flags
+/// without a name here are passed on to libibverbs, from [`Access::from_bits_retain`].
 ///
 /// ```
 /// use p2pmem::Access;
@@ -31,45 +33,29 @@ use crate::types::human_size;
 #[must_use]
 pub struct Access(u32);
 
-impl Access {
-    /// The NIC may only read it, for its own side's work requests.
-    pub const LOCAL_READ: Self = Self(0);
-    /// The NIC may write it for its own side: receives, answers to RDMA READ.
-    pub const LOCAL_WRITE: Self = Self(access::LOCAL_WRITE);
-    /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
-    pub const REMOTE_WRITE: Self = Self(access::REMOTE_WRITE);
-    /// The other side may RDMA READ.
-    pub const REMOTE_READ: Self = Self(access::REMOTE_READ);
-    /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
-    pub const REMOTE_ATOMIC: Self = Self(access::REMOTE_ATOMIC);
-    /// Writes may arrive in another order than they were sent in, which some machines do faster.
-    pub const RELAXED_ORDERING: Self = Self(access::RELAXED_ORDERING);
-    /// All that both sides can do, in order.
-    pub const ALL: Self =
-        Self(access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC);
-
-    /// Flags of `enum ibv_access_flags`, as other crates have them.
-    pub const fn from_bits(bits: u32) -> Self {
-        Self(bits)
-    }
-
-    /// As `enum ibv_access_flags`.
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-
-    /// Whether it allows all that `other` does.
-    pub const fn contains(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
+bitflags! {
+    impl Access: u32 {
+        /// The NIC may write it for its own side: receives, answers to RDMA READ.
+        const LOCAL_WRITE = access::LOCAL_WRITE;
+        /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
+        const REMOTE_WRITE = access::REMOTE_WRITE;
+        /// The other side may RDMA READ.
+        const REMOTE_READ = access::REMOTE_READ;
+        /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
+        const REMOTE_ATOMIC = access::REMOTE_ATOMIC;
+        /// Writes may arrive in another order than they were sent in, which some machines do faster.
+        const RELAXED_ORDERING = access::RELAXED_ORDERING;
     }
 }
 
-impl std::ops::BitOr for Access {
-    type Output = Self;
-
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
+impl Access {
+    /// The NIC may only read it, for its own side's work requests: no flag is set.
+    pub const LOCAL_READ: Self = Self::empty();
+    /// All that both sides can do, in order: every named flag but [`Access::RELAXED_ORDERING`].
+    pub const ALL: Self = Self::LOCAL_WRITE
+        .union(Self::REMOTE_WRITE)
+        .union(Self::REMOTE_READ)
+        .union(Self::REMOTE_ATOMIC);
 }
 
 /// How memory comes to a NIC.
