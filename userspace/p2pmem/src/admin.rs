@@ -21,8 +21,9 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use crate::addr::PciAddr;
 use crate::error::{Error, Result};
-use crate::pci::{driver_of, PciAddr};
+use crate::pci::driver_of;
 
 /// Name of the module's PCI driver.
 const DRIVER: &str = "p2pmem";

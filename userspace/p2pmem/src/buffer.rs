@@ -10,36 +10,11 @@ use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::mapping::Mapping;
-use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
+use crate::origin::Origin;
+use crate::register::{Access, Handle, RegisterOptions, Registration};
+use crate::sys::verbs::ProtectionDomain;
 use crate::sys::Region;
-use crate::types::{human_size, known_offset, BufferInfo, PathClass};
-
-/// Where memory comes from: what a buffer and its mappings have in common.
-#[derive(Debug, Clone)]
-pub(crate) struct Origin {
-    pub(crate) device: Device,
-    pub(crate) handle: u32,
-    pub(crate) provider: u32,
-    /// Of the buffer, in bytes.
-    pub(crate) size: u64,
-}
-
-impl Origin {
-    /// Buffer and provider in words, for an error.
-    pub(crate) fn describe(&self) -> String {
-        let providers = self.device.providers().unwrap_or_default();
-        let provider = providers.iter().find(|p| p.id == self.provider);
-        format!(
-            "buffer {} ({} in {})",
-            self.handle,
-            human_size(self.size),
-            provider.map_or_else(
-                || format!("provider {}, which left", self.provider),
-                |p| format!("provider {}, {}", p.id, p.place())
-            )
-        )
-    }
-}
+use crate::types::{known_offset, BufferInfo, PathClass};
 
 /// An allocation. Dropping it ends its handle; the memory is free once its last mapping, dma-buf and registration are
 /// gone too.

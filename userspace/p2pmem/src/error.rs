@@ -6,9 +6,9 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use crate::pci::PciAddr;
-use crate::register::RegistrationMethod;
+use crate::addr::PciAddr;
 use crate::room::Room;
+use crate::types::RegistrationMethod;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

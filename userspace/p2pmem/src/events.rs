@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use p2pmem_sys as abi;
 
 use crate::device::Device;
-use crate::error::{Operation, Result};
+use crate::error::{Error, Operation, Result};
 
 /// What happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -97,6 +97,13 @@ pub struct Events {
     ready: VecDeque<Event>,
 }
 
+impl Device {
+    /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.
+    pub fn events(&self) -> Events {
+        Events::new(self.clone())
+    }
+}
+
 impl Events {
     pub(crate) fn new(device: Device) -> Self {
         Self {
@@ -109,7 +116,7 @@ impl Events {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`](crate::Error::Refused): ENODEV where the module is being unloaded.
+    /// [`Error::Refused`]: ENODEV where the module is being unloaded.
     pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let deadline = timeout.map(|t| Instant::now() + t);
         loop {
@@ -162,8 +169,8 @@ impl Events {
     }
 }
 
-fn refused(error: std::io::Error) -> crate::Error {
-    crate::Error::Refused {
+fn refused(error: std::io::Error) -> Error {
+    Error::Refused {
         operation: Operation::Events,
         errno: error.raw_os_error().unwrap_or(libc::EIO),
         reason: None,

@@ -4,8 +4,9 @@
 
 use p2pmem_sys as abi;
 
+use crate::addr::PciAddr;
 use crate::error::errno_text;
-use crate::pci::{Client, PciAddr};
+use crate::pci::Client;
 use crate::types::{human_size, PathClass};
 
 /// Why a provider was or was not chosen.

@@ -37,8 +37,8 @@ use std::time::Duration;
 use p2pmem_sys as abi;
 use rustix::event::{eventfd, EventfdFlags};
 
+use crate::addr::PciAddr;
 use crate::device::Device;
-use crate::pci::PciAddr;
 use crate::sys::{memory_file, wait_readable, Kernel, Region};
 use crate::types::PathClass;
 

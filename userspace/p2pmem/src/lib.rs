@@ -30,7 +30,9 @@
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
+mod addr;
 pub mod admin;
+mod alloc;
 mod buffer;
 mod device;
 mod direct;
@@ -41,19 +43,22 @@ mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod mapping;
+mod origin;
 mod own;
 mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
 mod register;
+mod request;
 mod room;
 pub mod rules;
 mod stripe;
 mod sys;
 mod types;
 
+pub use addr::PciAddr;
 pub use buffer::Buffer;
-pub use device::{Device, Request, Strategy, DEFAULT_PATH};
+pub use device::{Device, DEFAULT_PATH};
 pub use direct::{open_direct, DirectOptions};
 pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
@@ -62,10 +67,13 @@ pub use export::{DmaBuf, ExportOptions};
 pub use mapping::Mapping;
 pub use own::FileRule;
 pub use p2pmem_sys as abi;
-pub use pci::{devices_in, Client, PciAddr, PciDevice};
-pub use register::{Access, Pd, ProtectionDomain, RegisterOptions, Registration, RegistrationMethod, RemoteMemory};
+pub use pci::{devices_in, Client, PciDevice};
+pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
+pub use request::{Request, Strategy};
 pub use room::{Holder, Room};
 pub use stripe::Stripe;
+pub use sys::verbs::{Pd, ProtectionDomain};
 pub use types::{
-    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState, Stats,
+    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
+    RegistrationMethod, Stats,
 };

@@ -11,11 +11,12 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use p2pmem_access_sys::store_fence;
 
-use crate::buffer::Origin;
 use crate::direct::require_direct;
 use crate::error::{Error, Result};
 use crate::export::{DmaBuf, ExportOptions};
-use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
+use crate::origin::Origin;
+use crate::register::{Access, Handle, RegisterOptions, Registration};
+use crate::sys::verbs::ProtectionDomain;
 use crate::sys::Region;
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.

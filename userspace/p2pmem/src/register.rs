@@ -2,7 +2,6 @@
 
 //! Buffers registered with RDMA NICs.
 
-use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::io;
@@ -13,12 +12,12 @@ use std::sync::Arc;
 use bitflags::bitflags;
 use p2pmem_verbs_sys::access;
 
-use crate::buffer::Origin;
 use crate::error::{errno_text, Error, Result};
 use crate::export::{DmaBuf, ExportOptions};
-use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
+use crate::origin::Origin;
+use crate::sys::verbs::{Part, Pd, ProtectionDomain, RawMr};
 use crate::sys::Region;
-use crate::types::human_size;
+use crate::types::{human_size, RegistrationMethod};
 
 /// What may be done with registered memory; local reading always may. The bits are those of `enum ibv_access_flags`; flags
 /// without a name here are passed on to libibverbs, from [`Access::from_bits_retain`].
@@ -56,73 +55,6 @@ impl Access {
         .union(Self::REMOTE_WRITE)
         .union(Self::REMOTE_READ)
         .union(Self::REMOTE_ATOMIC);
-}
-
-/// How memory comes to a NIC.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum RegistrationMethod {
-    /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
-    DmaBuf,
-    /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
-    PeerMemory,
-}
-
-impl fmt::Display for RegistrationMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::DmaBuf => "dma-buf",
-            Self::PeerMemory => "peer memory",
-        })
-    }
-}
-
-/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
-#[derive(Clone)]
-pub struct Pd {
-    raw: RawPd,
-    /// Whose functions work on it.
-    verbs: Arc<dyn Verbs>,
-    /// What keeps the domain alive.
-    _keep: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-impl fmt::Debug for Pd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pd").field("nic", &self.nic()).finish_non_exhaustive()
-    }
-}
-
-impl Pd {
-    pub(crate) fn new(raw: RawPd, verbs: Arc<dyn Verbs>, keep: Option<Arc<dyn Any + Send + Sync>>) -> Self {
-        Self {
-            raw,
-            verbs,
-            _keep: keep,
-        }
-    }
-
-    /// Name of its NIC, as `mlx5_0`.
-    pub fn nic(&self) -> String {
-        self.verbs.nic(self.raw)
-    }
-}
-
-/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
-pub trait ProtectionDomain {
-    /// The domain in this crate's form.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Verbs`] where libibverbs is not installed.
-    fn to_pd(&self) -> Result<Pd>;
-}
-
-impl ProtectionDomain for Pd {
-    fn to_pd(&self) -> Result<Pd> {
-        Ok(self.clone())
-    }
 }
 
 /// Whether a buffer can be named by its handle: that of a mapping may be gone.
@@ -280,7 +212,7 @@ impl Attempt<'_> {
         let result = self
             .origin
             .device
-            .with_importer(|| self.pd.verbs.reg_dmabuf(self.pd.raw, dmabuf.as_fd(), part));
+            .with_importer(|| self.pd.verbs().reg_dmabuf(self.pd.raw(), dmabuf.as_fd(), part));
         match result {
             Ok(mr) => Ok(self.done(mr, Some(dmabuf))),
             Err((error, reason)) => Err(self.failed(RegistrationMethod::DmaBuf, &error, reason)),
@@ -293,7 +225,7 @@ impl Attempt<'_> {
                 "registration by addresses of a buffer that is not mapped: map it first".into(),
             ));
         };
-        match self.pd.verbs.reg_mapped(self.pd.raw, region, self.part) {
+        match self.pd.verbs().reg_mapped(self.pd.raw(), region, self.part) {
             Ok(mr) => Ok(self.done(mr, None)),
             Err(error) => Err(self.failed(RegistrationMethod::PeerMemory, &error, None)),
         }
@@ -336,7 +268,7 @@ impl Mr {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
         }
-        self.pd.verbs.dereg(&self.mr)
+        self.pd.verbs().dereg(&self.mr)
     }
 }
 
@@ -419,6 +351,11 @@ impl Registration {
     #[allow(clippy::len_without_is_empty)] // nothing empty can be registered
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The region that the NIC knows.
+    pub(crate) fn region(&self) -> &RawMr {
+        &self.mr.mr
     }
 
     /// The method taken.

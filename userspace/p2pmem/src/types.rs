@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use p2pmem_sys as abi;
 
-use crate::pci::PciAddr;
+use crate::addr::PciAddr;
 
 /// A NUL-terminated string in a fixed array. Without a NUL all of it; bytes that are no UTF-8 are replaced.
 fn text(chars: &[c_char]) -> String {
@@ -543,6 +543,26 @@ impl From<abi::p2pmem_buffer> for BufferInfo {
 /// The ABI says "not known" with all ones.
 pub(crate) fn known_offset(raw: u64) -> Option<u64> {
     Some(raw).filter(|o| *o != u64::MAX)
+}
+
+/// How memory comes to a NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum RegistrationMethod {
+    /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
+    DmaBuf,
+    /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
+    PeerMemory,
+}
+
+impl fmt::Display for RegistrationMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::DmaBuf => "dma-buf",
+            Self::PeerMemory => "peer memory",
+        })
+    }
 }
 
 #[cfg(test)]

@@ -10,7 +10,7 @@ use std::sync::Weak;
 use p2pmem_sys as abi;
 
 use super::{lock, Decision, OpenFile, State, PAGE, SPACING};
-use crate::pci::PciAddr;
+use crate::addr::PciAddr;
 use crate::types::{human_size, PathClass};
 
 impl State {

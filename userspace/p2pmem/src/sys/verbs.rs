@@ -5,7 +5,9 @@
 //! What the rest of the crate asks of it stands in the trait [`Verbs`], which is safe to implement and to call:
 //! [`Library`] asks the real one, `crate::fake` plays it.
 
+use std::any::Any;
 use std::ffi::{c_int, c_void, CStr, OsStr};
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -16,7 +18,6 @@ use libloading::os::unix::{Library as DynamicLibrary, RTLD_LOCAL, RTLD_NOW};
 use p2pmem_verbs_sys as ibv;
 
 use crate::error::{errno_text, Error, Result};
-use crate::register::Pd;
 
 use super::Region;
 
@@ -104,6 +105,61 @@ impl RawPd {
     }
 }
 
+/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
+#[derive(Clone)]
+pub struct Pd {
+    raw: RawPd,
+    /// Whose functions work on it.
+    verbs: Arc<dyn Verbs>,
+    /// What keeps the domain alive.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Pd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pd").field("nic", &self.nic()).finish_non_exhaustive()
+    }
+}
+
+impl Pd {
+    pub(crate) fn new(raw: RawPd, verbs: Arc<dyn Verbs>, keep: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+        Self {
+            raw,
+            verbs,
+            _keep: keep,
+        }
+    }
+
+    pub(crate) fn raw(&self) -> RawPd {
+        self.raw
+    }
+
+    pub(crate) fn verbs(&self) -> &dyn Verbs {
+        &*self.verbs
+    }
+
+    /// Name of its NIC, as `mlx5_0`.
+    pub fn nic(&self) -> String {
+        self.verbs.nic(self.raw)
+    }
+}
+
+/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
+pub trait ProtectionDomain {
+    /// The domain in this crate's form.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Verbs`] where libibverbs is not installed.
+    fn to_pd(&self) -> Result<Pd>;
+}
+
+impl ProtectionDomain for Pd {
+    fn to_pd(&self) -> Result<Pd> {
+        Ok(self.clone())
+    }
+}
+
 impl Pd {
     /// A protection domain made by another crate or library: a `struct ibv_pd *`.
     ///
@@ -179,7 +235,7 @@ impl Drop for OpenNic {
 }
 
 #[cfg(feature = "verbs")]
-impl crate::register::ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
+impl ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
     fn to_pd(&self) -> Result<Pd> {
         let verbs = Library::load()?;
         // SAFETY: the pointer is only used while the clone below keeps the domain.
