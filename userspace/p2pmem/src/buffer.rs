@@ -104,16 +104,28 @@ impl Buffer {
         self.mmap_offset
     }
 
-    /// The device it was allocated through.
+    /// The device that the buffer was allocated through.
     pub fn device(&self) -> &Device {
         &self.origin.device
     }
 
-    /// What the module says of it now.
+    /// State, place and users of the buffer at this moment.
+    ///
+    /// ```
+    /// # let fake = p2pmem::fake::Fake::example();
+    /// # let device = fake.device();
+    /// use p2pmem::{BufferState, Request};
+    ///
+    /// let buffer = device.alloc(&Request::new(4096).provider(2))?;
+    /// # fake.remove_provider(2);
+    /// // ... after provider 2 was removed:
+    /// assert_eq!(buffer.info()?.state, BufferState::Gone);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`].
+    /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
     pub fn info(&self) -> Result<BufferInfo> {
         self.origin
             .device
@@ -121,7 +133,7 @@ impl Buffer {
             .map(BufferInfo::from)
     }
 
-    /// Maps all of it, to read and write. It can be mapped more than once, and a mapping outlives the buffer.
+    /// Maps the whole buffer, to read and write. A buffer can be mapped more than once, and a mapping outlives the buffer.
     ///
     /// # Errors
     ///
@@ -170,7 +182,7 @@ impl Buffer {
         self.export(&ExportOptions::new())
     }
 
-    /// Exports it, or parts of it, as a dma-buf.
+    /// Exports the buffer, or parts of it, as a dma-buf.
     ///
     /// # Errors
     ///
@@ -219,7 +231,7 @@ impl Buffer {
         what.run(pd, &self.origin, mapped.as_ref(), Handle::Lives)
     }
 
-    /// Ends its handle, as dropping does, and says whether that worked.
+    /// Ends the handle of the buffer, as dropping does, and reports errors.
     ///
     /// # Errors
     ///

@@ -174,9 +174,19 @@ impl Device {
 
     /// All providers, in the order of their ids.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::human_size;
+    ///
+    /// for provider in device.providers()? {
+    ///     println!("{} {}: {} free", provider.id, provider.addr, human_size(provider.free));
+    /// }
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
-    /// [`Error::Refused`].
+    /// [`Error::Refused`]; [`Error::State`] where providers come faster than they can be listed.
     pub fn providers(&self) -> Result<Vec<Provider>> {
         let all = self.grow(Operation::List, 16, |k, out: &mut [abi::p2pmem_provider]| k.list(out))?;
         Ok(all.iter().map(Provider::from).collect())
@@ -196,7 +206,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Those of [`Device::paths`].
+    /// Those of [`Device::paths`]; [`Error::Refused`] with EPERM without CAP_SYS_ADMIN.
     pub fn rescan_paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
         self.ask_paths(clients, true)
     }

@@ -66,13 +66,13 @@ impl Mapping {
         Self { origin, region }
     }
 
-    /// Its length in bytes.
+    /// The length of the mapping in bytes.
     #[allow(clippy::len_without_is_empty)] // no buffer is empty
     pub fn len(&self) -> usize {
         self.region.len()
     }
 
-    /// Its address, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
+    /// The address of the mapping, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
     /// It is valid until the mapping is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.region.as_ptr()
@@ -93,7 +93,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn read<T: AnyBitPattern + NoUninit>(&self, offset: usize) -> Result<T> {
         self.check(offset, size_of::<T>())?;
         let mut value = T::zeroed();
@@ -105,7 +105,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn write<T: NoUninit>(&self, offset: usize, value: T) -> Result<()> {
         self.check(offset, size_of::<T>())?;
         self.region.write(offset, bytemuck::bytes_of(&value));
@@ -116,7 +116,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn copy_to_slice<T: AnyBitPattern + NoUninit>(&self, offset: usize, out: &mut [T]) -> Result<()> {
         let bytes = bytemuck::cast_slice_mut(out);
         self.check(offset, bytes.len())?;
@@ -128,7 +128,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn copy_from_slice<T: NoUninit>(&self, offset: usize, data: &[T]) -> Result<()> {
         let bytes = bytemuck::cast_slice(data);
         self.check(offset, bytes.len())?;
@@ -140,7 +140,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
         let len = self.length_of(&range)?;
         self.region.fill(range.start, len, byte);
@@ -153,7 +153,7 @@ impl Mapping {
         store_fence();
     }
 
-    /// Exports it, or parts of it, as a dma-buf. It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Exports the mapped memory, or parts of it, as a dma-buf. This works after the [`Buffer`](crate::Buffer) is dropped, too.
     ///
     /// # Errors
     ///
@@ -162,8 +162,8 @@ impl Mapping {
         parts.of_addresses(&self.origin.device, self.as_ptr() as u64, self.len() as u64)
     }
 
-    /// Registers all of it with the NIC of a protection domain. Work requests name its bytes by their addresses here.
-    /// It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Registers all of the mapped memory with the NIC of a protection domain. Work requests name bytes by their addresses in
+    /// the program. This works after the [`Buffer`](crate::Buffer) is dropped, too.
     ///
     /// # Errors
     ///
@@ -195,7 +195,10 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`].
+    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
+    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
+    /// provider), EBADF (the file is not open for this).
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
@@ -229,7 +232,11 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`], [`Error::ShortWrite`].
+    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
+    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
+    /// provider), EBADF (the file is not open for this); [`Error::ShortWrite`] where the
+    /// file's device is full.
     pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
