@@ -579,7 +579,7 @@ pub unsafe extern "C" fn p2pmem_register(
         let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
         // SAFETY: this function's own contract: the domain lives until the registration is ended.
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
-        let what = RegisterOptions::new(Access::from_bits(access)).range(range(buf.0.size(), offset, length));
+        let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range(buf.0.size(), offset, length));
         *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
         Ok(0)
     })

@@ -43,7 +43,7 @@ pub fn main() -> ExitCode {
                 // Where even that cannot be written the exit code is all that is left to say.
                 let _ = writeln!(out, "{value}");
             }
-            eprintln!("p2pmem-perf: {}", text(&error));
+            eprintln!("p2pmem-perf: {error:#}");
             if let Some(remedy) = remedy(&error) {
                 eprintln!("  remedy: {remedy}");
             }
@@ -75,18 +75,6 @@ fn remedy(error: &anyhow::Error) -> Option<&'static str> {
     known(error).and_then(p2pmem::Error::remedy)
 }
 
-/// An error with its causes. The library's errors name their own cause, which is not to be said twice.
-fn text(error: &anyhow::Error) -> String {
-    let mut said = Vec::new();
-    for link in error.chain() {
-        said.push(link.to_string());
-        if link.is::<p2pmem::Error>() {
-            break;
-        }
-    }
-    said.join(": ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -97,13 +85,12 @@ mod tests {
         let error = p2pmem::Error::Request("nothing".into());
         let result: Result<()> = Err(error).context("allocating");
         let error = result.unwrap_err();
-        assert_eq!(text(&error), "allocating: bad request: nothing");
+        assert_eq!(format!("{error:#}"), "allocating: bad request: nothing");
         let missing = p2pmem::Device::open_path("/nonexistent/p2pmem").unwrap_err();
         let error = anyhow::Error::new(missing).context("opening");
-        assert!(
-            text(&error).starts_with("opening: cannot open /nonexistent/p2pmem"),
-            "{}",
-            text(&error)
+        assert_eq!(
+            format!("{error:#}"),
+            "opening: cannot open /nonexistent/p2pmem: No such file or directory (ENOENT)"
         );
         assert!(remedy(&error).is_some());
     }

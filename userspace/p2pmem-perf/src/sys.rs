@@ -10,13 +10,14 @@ pub mod verbs;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
 use p2pmem::Mapping;
 use p2pmem_access_sys as access;
+use rustix::mm::{madvise, mmap, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
+use rustix::time::{clock_gettime, ClockId};
 
 /// Whose memory a span is.
 #[derive(Debug)]
@@ -62,7 +63,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if matches!(self.owner, Owner::Own) {
             // SAFETY: by the invariant this is our own mapping, and nobody has it any more.
-            unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
+            let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }
 }
@@ -74,7 +75,7 @@ impl Span {
     ///
     /// There is not as much.
     pub fn host(len: usize) -> io::Result<Self> {
-        Self::map(len, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE, None)
+        Self::map(len, MapFlags::PRIVATE | MapFlags::POPULATE, None)
     }
 
     /// A file's first bytes, shared with others that map it.
@@ -83,34 +84,27 @@ impl Span {
     ///
     /// It cannot be mapped, or not as much of it.
     pub fn file(file: &File, len: usize) -> io::Result<Self> {
-        Self::map(len, libc::MAP_SHARED, Some(file))
+        Self::map(len, MapFlags::SHARED, Some(file))
     }
 
-    fn map(len: usize, flags: libc::c_int, file: Option<&File>) -> io::Result<Self> {
+    fn map(len: usize, flags: MapFlags, file: Option<&File>) -> io::Result<Self> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address that the kernel chooses, touches nothing that exists.
         let start = unsafe {
-            libc::mmap(
-                ptr::null_mut(),
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                flags,
-                file.map_or(-1, AsRawFd::as_raw_fd),
-                0,
-            )
-        };
-        match NonNull::new(start.cast::<u8>()) {
-            Some(start) if start.as_ptr().cast() != libc::MAP_FAILED => {
-                // A child of a fork would otherwise share the pages, and the NIC go on with either's.
-                // SAFETY: the range is the mapping just made; the advice changes nothing for this process.
-                unsafe { libc::madvise(start.as_ptr().cast(), len, libc::MADV_DONTFORK) };
-                // INVARIANT: mapped just now, unmapped by `drop`.
-                let owner = Owner::Own;
-                Ok(Self {
-                    inner: Arc::new(Inner { start, len, owner }),
-                })
+            match file {
+                Some(file) => mmap(ptr::null_mut(), len, access, flags, file, 0),
+                None => mmap_anonymous(ptr::null_mut(), len, access, flags),
             }
-            _ => Err(io::Error::last_os_error()),
-        }
+        }?;
+        let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
+        // A child of a fork would otherwise share the pages, and the NIC go on with either's.
+        // SAFETY: the range is the mapping just made; the advice changes nothing for this process.
+        let _ = unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork) };
+        // INVARIANT: mapped just now, unmapped by `drop`.
+        let owner = Owner::Own;
+        Ok(Self {
+            inner: Arc::new(Inner { start, len, owner }),
+        })
     }
 
     /// A mapped buffer.
@@ -183,9 +177,7 @@ impl Span {
 
 /// Time that this process has run on processors, in the kernel and outside.
 pub fn cpu_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the time is ours to be written. Every Linux has the clock, so that it cannot fail.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     Duration::from_secs(seconds) + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or(0))
 }

@@ -15,7 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::process::{Command, ExitCode, Stdio};
 
 use p2pmem::rdma::Nic;
-use p2pmem::{human_size, open_direct, Access, Buffer, Device, Mapping, Request};
+use p2pmem::{human_size, Access, Buffer, Device, DirectOptions, Mapping, Request};
 use rustix::net::{
     recvmsg, sendmsg, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
@@ -99,7 +99,8 @@ fn reader(name: &str) -> Result<()> {
     } else if is_nic(name) {
         fetch(&device, &buffer, name)?
     } else {
-        memory.write_to(&open_direct(name, true)?, 0, 0..memory.len())?;
+        let drive = DirectOptions::new().write(true).open(name)?;
+        memory.write_to(&drive, 0, 0..memory.len())?;
         "by the drive".to_owned()
     };
     println!("process {} read it with {name}: {how}", std::process::id());

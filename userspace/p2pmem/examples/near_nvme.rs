@@ -7,7 +7,7 @@ use p2pmem::{human_size, open_direct, Client, Device, Request};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = std::env::args_os().nth(1).ok_or("usage: near_nvme FILE")?;
-    let file = open_direct(&path, false)?;
+    let file = open_direct(&path)?;
     let size = file.metadata()?.len().max(1);
 
     let device = Device::open()?;

@@ -7,13 +7,13 @@
 //! are undone.
 //!
 //! ```no_run
-//! use p2pmem::admin::{Admin, Publish};
+//! use p2pmem::admin::{Admin, Publish, Unpublish};
 //!
 //! let admin = Admin::new();
 //! let publish = Publish { bar: Some(2), ..Publish::new("0000:03:00.0".parse()?) };
 //! admin.publish(&publish)?;
 //! // ... and when it is no longer wanted:
-//! admin.unpublish("0000:03:00.0".parse()?, false)?;
+//! admin.unpublish(&Unpublish::new("0000:03:00.0".parse()?))?;
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
@@ -21,8 +21,9 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use crate::addr::PciAddr;
 use crate::error::{Error, Result};
-use crate::pci::{driver_of, PciAddr};
+use crate::pci::driver_of;
 
 /// Name of the module's PCI driver.
 const DRIVER: &str = "p2pmem";
@@ -83,6 +84,27 @@ impl Publish {
             pinned_exports: None,
             rebind: false,
         }
+    }
+}
+
+/// What to unpublish, and what becomes of the device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[must_use]
+pub struct Unpublish {
+    addr: PciAddr,
+    reprobe: bool,
+}
+
+impl Unpublish {
+    /// Unpublishes the memory of the device and leaves the device without a driver.
+    pub fn new(addr: PciAddr) -> Self {
+        Self { addr, reprobe: false }
+    }
+
+    /// Whether the PCI core looks for the device's own driver afterwards.
+    pub fn reprobe(mut self, reprobe: bool) -> Self {
+        self.reprobe = reprobe;
+        self
     }
 }
 
@@ -173,7 +195,7 @@ impl Admin {
     }
 
     fn write(&self, path: PathBuf, text: &str) -> Result<()> {
-        self.tree.write(&path, text).map_err(|source| {
+        self.tree.write(&path, text).map_err(|error| {
             // Only the groups of configfs have an attribute "status".
             let status = path
                 .parent()
@@ -188,7 +210,7 @@ impl Admin {
             Error::Admin {
                 action,
                 path,
-                source,
+                error,
                 status,
             }
         })
@@ -198,26 +220,26 @@ impl Admin {
     ///
     /// # Errors
     ///
-    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::State`] where it is published
-    /// already, is not there, or is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
+    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::Exists`] where it is published
+    /// already; [`Error::Missing`] where it is not there; [`Error::State`] where it is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
     /// the module's reason. All steps done until then are undone.
     pub fn publish(&self, publish: &Publish) -> Result<Published> {
         let addr = publish.addr;
         let device = self.device(addr);
         if !device.exists() {
-            return Err(Error::State(format!("there is no PCI device {addr}")));
+            return Err(Error::Missing(format!("there is no PCI device {addr}")));
         }
         if !self.groups().exists() {
-            let source = io::Error::from_raw_os_error(libc::ENOENT);
+            let error = io::Error::from_raw_os_error(libc::ENOENT);
             return Err(Error::Admin {
                 action: "open".into(),
                 path: self.groups(),
-                source,
+                error,
                 status: None,
             });
         }
         if self.group(addr).exists() && self.is_enabled(addr) {
-            return Err(Error::State(format!("{addr} is published already")));
+            return Err(Error::Exists(format!("{addr} is published already")));
         }
         let driver = driver_of(&device);
         if let Some(driver) = driver.as_deref().filter(|d| *d != DRIVER && !publish.rebind) {
@@ -271,10 +293,10 @@ impl Admin {
     fn configure(&self, publish: &Publish, undo: &mut Undo<'_>) -> Result<()> {
         let group = self.group(publish.addr);
         if !group.exists() {
-            self.tree.make_dir(&group).map_err(|source| Error::Admin {
+            self.tree.make_dir(&group).map_err(|error| Error::Admin {
                 action: "make".into(),
                 path: group.clone(),
-                source,
+                error,
                 status: None,
             })?;
             undo.steps.push(Step::RemoveGroup(publish.addr));
@@ -299,21 +321,21 @@ impl Admin {
         Ok(())
     }
 
-    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound. With `reprobe` the PCI
-    /// core then finds the device its own driver again.
+    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound.
     ///
     /// Waits until nobody uses the memory any more, for as long as that takes. The kernel log and [`Published::status`] name
     /// who it waits for.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where it is not published; [`Error::Admin`] where a file could not be written.
-    pub fn unpublish(&self, addr: PciAddr, reprobe: bool) -> Result<()> {
+    /// [`Error::Missing`] where it is not published; [`Error::Admin`] where a file could not be written.
+    pub fn unpublish(&self, unpublish: &Unpublish) -> Result<()> {
+        let addr = unpublish.addr;
         let group = self.group(addr);
         let device = self.device(addr);
         let bound = driver_of(&device).as_deref() == Some(DRIVER);
         if !group.exists() && !bound {
-            return Err(Error::State(format!("{addr} is not published by p2pmem")));
+            return Err(Error::Missing(format!("{addr} is not published by p2pmem")));
         }
         if group.exists() {
             if self.is_enabled(addr) {
@@ -327,7 +349,7 @@ impl Admin {
         // A surprise removal can have taken the device before.
         if device.exists() {
             self.step(Step::ClearOverride(addr))?;
-            if reprobe {
+            if unpublish.reprobe {
                 self.step(Step::Probe(addr))?;
             }
         }
@@ -338,7 +360,7 @@ impl Admin {
     fn disable(&self, group: &Path) -> Result<()> {
         loop {
             match self.write(group.join("enable"), "0") {
-                Err(Error::Admin { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {}
+                Err(Error::Admin { error, .. }) if error.raw_os_error() == Some(libc::EBUSY) => {}
                 done => return done,
             }
         }
@@ -351,10 +373,10 @@ impl Admin {
     /// [`Error::Admin`] where the module's folder is not in configfs.
     pub fn published(&self) -> Result<Vec<Published>> {
         let path = self.groups();
-        let failed = |source| Error::Admin {
+        let failed = |error| Error::Admin {
             action: "list".into(),
             path: path.clone(),
-            source,
+            error,
             status: None,
         };
         let mut all = Vec::new();
@@ -392,12 +414,12 @@ impl Admin {
             ),
             Step::RemoveGroup(addr) => {
                 let path = self.group(addr);
-                self.tree.remove_dir(&path).map_err(|source| {
+                self.tree.remove_dir(&path).map_err(|error| {
                     let status = read_status(&path);
                     Error::Admin {
                         action: "remove".into(),
                         path,
-                        source,
+                        error,
                         status,
                     }
                 })
@@ -437,314 +459,4 @@ pub(crate) fn read_status(group: &Path) -> Option<String> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::symlink;
-    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
-    use std::sync::{Arc, Mutex};
-
-    const ADDR: PciAddr = PciAddr {
-        domain: 0,
-        bus: 3,
-        devfn: 0,
-    };
-
-    /// A tree in a temporary folder that reacts as the kernel does: probing binds, unbinding unbinds, a group comes with
-    /// its attributes. `refuse` names the file whose writing fails, with the status the module leaves.
-    struct FakeTree {
-        root: PathBuf,
-        log: Arc<Mutex<Vec<String>>>,
-        refuse: Option<(&'static str, &'static str, i32)>,
-        /// How often disabling the provider ends before it was taken back.
-        held: Arc<AtomicU32>,
-    }
-
-    impl FakeTree {
-        fn unbind(&self) -> io::Result<()> {
-            fs::remove_file(self.root.join("bus/pci/devices/0000:03:00.0/driver"))
-        }
-    }
-
-    impl Tree for FakeTree {
-        fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-            let name = path.file_name().unwrap().to_str().unwrap();
-            let device = self.root.join("bus/pci/devices/0000:03:00.0");
-            self.log.lock().unwrap().push(format!("{name}={}", text.trim()));
-            if let Some((refused, status, errno)) = self.refuse {
-                if name == refused {
-                    if !status.is_empty() {
-                        fs::write(path.with_file_name("status"), format!("{status}\n"))?;
-                    }
-                    return Err(io::Error::from_raw_os_error(errno));
-                }
-            }
-            let held = |n: u32| n.checked_sub(1);
-            if (name, text) == ("enable", "0") && self.held.fetch_update(Relaxed, Relaxed, held).is_ok() {
-                fs::write(path, "0\n")?;
-                return Err(io::Error::from_raw_os_error(libc::EBUSY));
-            }
-            match name {
-                "unbind" => return self.unbind(),
-                "drivers_probe" if driver_of(&device).is_none() => {
-                    let wanted = fs::read_to_string(device.join("driver_override"))?;
-                    let driver = if wanted.trim().is_empty() {
-                        "xdma"
-                    } else {
-                        wanted.trim()
-                    };
-                    return symlink(self.root.join("bus/pci/drivers").join(driver), device.join("driver"));
-                }
-                _ => {}
-            }
-            RealTree.write(path, text)?;
-            // Attributes hold what was written last, not a file's leftovers.
-            if path.is_file() && name != "drivers_probe" {
-                fs::write(path, text)?;
-            }
-            Ok(())
-        }
-
-        fn make_dir(&self, path: &Path) -> io::Result<()> {
-            self.log.lock().unwrap().push("mkdir".into());
-            fs::create_dir(path)?;
-            let attributes = [
-                "bar",
-                "offset",
-                "size",
-                "mode",
-                "kernel_reserve",
-                "pinned_exports",
-                "enable",
-                "status",
-            ];
-            for name in attributes {
-                fs::write(path.join(name), if name == "enable" { "0\n" } else { "\n" })?;
-            }
-            Ok(())
-        }
-
-        fn remove_dir(&self, path: &Path) -> io::Result<()> {
-            self.log.lock().unwrap().push("rmdir".into());
-            fs::remove_dir_all(path)
-        }
-    }
-
-    struct Machine {
-        dir: tempfile::TempDir,
-        admin: Admin,
-        log: Arc<Mutex<Vec<String>>>,
-        held: Arc<AtomicU32>,
-    }
-
-    impl Machine {
-        fn new(driver: Option<&str>, refuse: Option<(&'static str, &'static str, i32)>) -> Self {
-            let dir = tempfile::tempdir().unwrap();
-            let root = dir.path().to_owned();
-            let device = root.join("bus/pci/devices/0000:03:00.0");
-            fs::create_dir_all(&device).unwrap();
-            fs::write(device.join("driver_override"), "\n").unwrap();
-            fs::write(root.join("bus/pci/drivers_probe"), "").unwrap();
-            for name in ["p2pmem", "xdma"] {
-                let driver = root.join("bus/pci/drivers").join(name);
-                fs::create_dir_all(&driver).unwrap();
-                fs::write(driver.join("unbind"), "").unwrap();
-            }
-            if let Some(driver) = driver {
-                symlink(root.join("bus/pci/drivers").join(driver), device.join("driver")).unwrap();
-            }
-            fs::create_dir_all(root.join("config/p2pmem/providers")).unwrap();
-            let log = Arc::new(Mutex::new(Vec::new()));
-            let held = Arc::new(AtomicU32::new(0));
-            let admin = Admin {
-                sys: root.clone(),
-                config: root.join("config"),
-                tree: Box::new(FakeTree {
-                    root,
-                    log: log.clone(),
-                    refuse,
-                    held: held.clone(),
-                }),
-            };
-            Self { dir, admin, log, held }
-        }
-
-        fn log(&self) -> Vec<String> {
-            std::mem::take(&mut self.log.lock().unwrap())
-        }
-
-        fn driver(&self) -> Option<String> {
-            driver_of(&self.admin.device(ADDR))
-        }
-
-        fn driver_override(&self) -> String {
-            fs::read_to_string(self.admin.device(ADDR).join("driver_override"))
-                .unwrap()
-                .trim()
-                .to_owned()
-        }
-    }
-
-    #[test]
-    fn publishing_and_back() {
-        let machine = Machine::new(None, None);
-        let publish = Publish {
-            bar: Some(2),
-            size: Some(1 << 20),
-            mode: Some(Mode::Pageless),
-            pinned_exports: Some(true),
-            ..Publish::new(ADDR)
-        };
-        let published = machine.admin.publish(&publish).unwrap();
-        assert!(published.enabled);
-        let steps = [
-            "driver_override=p2pmem",
-            "drivers_probe=0000:03:00.0",
-            "mkdir",
-            "bar=2",
-            "size=1048576",
-            "mode=pageless",
-            "pinned_exports=1",
-            "enable=1",
-        ];
-        assert_eq!(machine.log(), steps);
-        assert_eq!(machine.driver().as_deref(), Some("p2pmem"));
-        assert_eq!(machine.admin.published().unwrap(), [published]);
-        assert!(matches!(machine.admin.publish(&publish), Err(Error::State(why)) if why.contains("already")));
-
-        machine.admin.unpublish(ADDR, true).unwrap();
-        let steps = [
-            "enable=0",
-            "rmdir",
-            "unbind=0000:03:00.0",
-            "driver_override=",
-            "drivers_probe=0000:03:00.0",
-        ];
-        assert_eq!(machine.log(), steps);
-        assert_eq!(
-            (machine.driver().as_deref(), machine.driver_override().as_str()),
-            (Some("xdma"), "")
-        );
-        assert!(matches!(machine.admin.unpublish(ADDR, false), Err(Error::State(_))));
-    }
-
-    #[test]
-    fn memory_that_is_held_is_waited_for() {
-        let machine = Machine::new(None, None);
-        machine.admin.publish(&Publish::new(ADDR)).unwrap();
-        machine.log();
-        machine.held.store(2, Relaxed);
-        machine.admin.unpublish(ADDR, false).unwrap();
-        let steps = [
-            "enable=0",
-            "enable=0",
-            "enable=0",
-            "rmdir",
-            "unbind=0000:03:00.0",
-            "driver_override=",
-        ];
-        assert_eq!(machine.log(), steps);
-    }
-
-    #[test]
-    fn another_driver_s_device_is_left_alone_unless_forced() {
-        let machine = Machine::new(Some("xdma"), None);
-        let publish = Publish::new(ADDR);
-        let error = machine.admin.publish(&publish).unwrap_err();
-        assert_eq!(error.to_string(), "0000:03:00.0 is bound to the driver xdma");
-        assert!(error.remedy().unwrap().contains("--force"));
-        assert!(machine.log().is_empty(), "nothing was touched");
-        machine
-            .admin
-            .publish(&Publish {
-                rebind: true,
-                ..publish
-            })
-            .unwrap();
-        let steps = [
-            "driver_override=p2pmem",
-            "unbind=0000:03:00.0",
-            "drivers_probe=0000:03:00.0",
-            "mkdir",
-            "enable=1",
-        ];
-        assert_eq!(machine.log(), steps);
-        assert_eq!(machine.driver().as_deref(), Some("p2pmem"));
-    }
-
-    #[test]
-    fn a_refused_setting_is_explained_and_all_is_undone() {
-        let refuse = Some(("enable", "BAR 2 has no prefetchable memory", libc::EINVAL));
-        let machine = Machine::new(Some("xdma"), refuse);
-        let error = machine
-            .admin
-            .publish(&Publish {
-                rebind: true,
-                ..Publish::new(ADDR)
-            })
-            .unwrap_err();
-        let text = error.to_string();
-        assert!(text.contains("write \"1\" to"), "{text}");
-        assert!(
-            text.contains("providers/0000:03:00.0/enable: Invalid argument (EINVAL): BAR 2 has no"),
-            "{text}"
-        );
-        assert_eq!(error.reason(), Some("BAR 2 has no prefetchable memory"));
-        let steps = [
-            "driver_override=p2pmem",
-            "unbind=0000:03:00.0",
-            "drivers_probe=0000:03:00.0",
-            "mkdir",
-            "enable=1",
-            "rmdir",
-            "unbind=0000:03:00.0",
-            "driver_override=",
-            "drivers_probe=0000:03:00.0",
-        ];
-        assert_eq!(machine.log(), steps);
-        assert_eq!(machine.driver().as_deref(), Some("xdma"), "its own driver has it again");
-        assert!(machine.admin.published().unwrap().is_empty());
-    }
-
-    #[test]
-    fn every_step_that_fails_leaves_the_device_as_it_was() {
-        for driver in [None, Some("xdma"), Some("p2pmem")] {
-            for file in ["driver_override", "unbind", "drivers_probe", "bar", "offset", "enable"] {
-                let machine = Machine::new(driver, Some((file, "", libc::EIO)));
-                let publish = Publish {
-                    bar: Some(1),
-                    offset: Some(0),
-                    rebind: true,
-                    ..Publish::new(ADDR)
-                };
-                let result = machine.admin.publish(&publish);
-                // "unbind" and "drivers_probe" are part of undoing too: then the device cannot be given back.
-                let undoable = !["unbind", "drivers_probe", "driver_override"].contains(&file);
-                if undoable {
-                    assert!(
-                        matches!(result, Err(Error::Admin { .. })),
-                        "{driver:?} {file} {result:?}"
-                    );
-                    assert_eq!(machine.driver().as_deref(), driver, "{file}");
-                    assert!(machine.admin.published().unwrap().is_empty(), "{driver:?} {file}");
-                }
-                if result.is_err() && file != "driver_override" {
-                    assert_eq!(machine.driver_override(), "", "{driver:?} {file}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn missing_things_are_named() {
-        let machine = Machine::new(None, None);
-        let absent = PciAddr { bus: 9, ..ADDR };
-        let error = machine.admin.publish(&Publish::new(absent)).unwrap_err();
-        assert_eq!(error.to_string(), "there is no PCI device 0000:09:00.0");
-        fs::remove_dir(machine.dir.path().join("config/p2pmem/providers")).unwrap();
-        let error = machine.admin.publish(&Publish::new(ADDR)).unwrap_err();
-        assert!(error.remedy().unwrap().contains("configfs"), "{error}");
-        assert!(machine.admin.published().is_err());
-        let nowhere = Admin::with_roots("/nonexistent", "/nonexistent");
-        assert!(nowhere.publish(&Publish::new(ADDR)).is_err());
-    }
-}
+mod tests;

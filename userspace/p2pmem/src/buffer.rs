@@ -10,36 +10,11 @@ use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::mapping::Mapping;
-use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
+use crate::origin::Origin;
+use crate::register::{Access, Handle, RegisterOptions, Registration};
+use crate::sys::verbs::ProtectionDomain;
 use crate::sys::Region;
-use crate::types::{human_size, known_offset, BufferInfo, PathClass};
-
-/// Where memory comes from: what a buffer and its mappings have in common.
-#[derive(Debug, Clone)]
-pub(crate) struct Origin {
-    pub(crate) device: Device,
-    pub(crate) handle: u32,
-    pub(crate) provider: u32,
-    /// Of the buffer, in bytes.
-    pub(crate) size: u64,
-}
-
-impl Origin {
-    /// Buffer and provider in words, for an error.
-    pub(crate) fn describe(&self) -> String {
-        let providers = self.device.providers().unwrap_or_default();
-        let provider = providers.iter().find(|p| p.id == self.provider);
-        format!(
-            "buffer {} ({} in {})",
-            self.handle,
-            human_size(self.size),
-            provider.map_or_else(
-                || format!("provider {}, which left", self.provider),
-                |p| format!("provider {}, {}", p.id, p.place())
-            )
-        )
-    }
-}
+use crate::types::{known_offset, BufferInfo, PathClass};
 
 /// An allocation. Dropping it ends its handle; the memory is free once its last mapping, dma-buf and registration are
 /// gone too.
@@ -129,16 +104,28 @@ impl Buffer {
         self.mmap_offset
     }
 
-    /// The device it was allocated through.
+    /// The device that the buffer was allocated through.
     pub fn device(&self) -> &Device {
         &self.origin.device
     }
 
-    /// What the module says of it now.
+    /// State, place and users of the buffer at this moment.
+    ///
+    /// ```
+    /// # let fake = p2pmem::fake::Fake::example();
+    /// # let device = fake.device();
+    /// use p2pmem::{BufferState, Request};
+    ///
+    /// let buffer = device.alloc(&Request::new(4096).provider(2))?;
+    /// # fake.remove_provider(2);
+    /// // ... after provider 2 was removed:
+    /// assert_eq!(buffer.info()?.state, BufferState::Gone);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`].
+    /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
     pub fn info(&self) -> Result<BufferInfo> {
         self.origin
             .device
@@ -146,7 +133,7 @@ impl Buffer {
             .map(BufferInfo::from)
     }
 
-    /// Maps all of it, to read and write. It can be mapped more than once, and a mapping outlives the buffer.
+    /// Maps the whole buffer, to read and write. A buffer can be mapped more than once, and a mapping outlives the buffer.
     ///
     /// # Errors
     ///
@@ -195,7 +182,7 @@ impl Buffer {
         self.export(&ExportOptions::new())
     }
 
-    /// Exports it, or parts of it, as a dma-buf.
+    /// Exports the buffer, or parts of it, as a dma-buf.
     ///
     /// # Errors
     ///
@@ -244,7 +231,7 @@ impl Buffer {
         what.run(pd, &self.origin, mapped.as_ref(), Handle::Lives)
     }
 
-    /// Ends its handle, as dropping does, and says whether that worked.
+    /// Ends the handle of the buffer, as dropping does, and reports errors.
     ///
     /// # Errors
     ///

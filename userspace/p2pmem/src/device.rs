@@ -10,16 +10,15 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use p2pmem_sys as abi;
 
-use crate::buffer::Buffer;
+use crate::addr::PciAddr;
 use crate::error::{Error, Operation, Result};
-use crate::events::Events;
 use crate::explain::Explanation;
-use crate::pci::{Client, PciAddr};
-use crate::room::{holders, Holder, Room};
-use crate::stripe::Stripe;
+use crate::pci::Client;
+use crate::request::{addresses, Request};
+use crate::room::{holders, Holder};
 use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
-use crate::types::{Info, Path, PathClass, Provider, Stats};
+use crate::types::{Info, Path, Provider, Stats};
 
 /// Where the module's device is.
 pub const DEFAULT_PATH: &str = "/dev/p2pmem";
@@ -73,9 +72,9 @@ impl Device {
     /// Those of [`Device::open`]; [`Error::Refused`] where `path` is another kind of device.
     pub fn open_path(path: impl AsRef<FsPath>) -> Result<Self> {
         let path = path.as_ref();
-        let device = CharDevice::open(path).map_err(|source| Error::Open {
+        let device = CharDevice::open(path).map_err(|error| Error::Open {
             path: path.to_owned(),
-            source,
+            error,
         })?;
         let device = Self::with(Box::new(device));
         let info = device.constant()?;
@@ -109,11 +108,15 @@ impl Device {
     }
 
     /// What is under the lock is whole at any time, so a thread that panicked with it left nothing broken.
-    fn lock(&self) -> MutexGuard<'_, Option<Request>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Request>> {
         self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn call_locked<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
+    pub(crate) fn call_locked<T>(
+        &self,
+        operation: Operation,
+        f: impl FnOnce(&dyn Kernel) -> io::Result<T>,
+    ) -> Result<T> {
         f(self.kernel()).map_err(|error| {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
             // These two leave no sentence of their own, and an older one would mislead.
@@ -171,21 +174,44 @@ impl Device {
 
     /// All providers, in the order of their ids.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::human_size;
+    ///
+    /// for provider in device.providers()? {
+    ///     println!("{} {}: {} free", provider.id, provider.addr, human_size(provider.free));
+    /// }
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
-    /// [`Error::Refused`].
+    /// [`Error::Refused`]; [`Error::State`] where providers come faster than they can be listed.
     pub fn providers(&self) -> Result<Vec<Provider>> {
         let all = self.grow(Operation::List, 16, |k, out: &mut [abi::p2pmem_provider]| k.list(out))?;
         Ok(all.iter().map(Provider::from).collect())
     }
 
     /// The paths between all providers and `clients`: all clients of the first provider first.
-    /// With `rescan` the module forgets what it knew of paths (after a change of ACS by setpci, say).
     ///
     /// # Errors
     ///
     /// [`Error::Refused`] with ENODEV where a client is no PCI function of this machine.
-    pub fn paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
+    pub fn paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
+        self.ask_paths(clients, false)
+    }
+
+    /// As [`Device::paths`], after the module has dropped the paths it keeps: for a change that the kernel does not report,
+    /// such as one of ACS by setpci.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Device::paths`]; [`Error::Refused`] with EPERM without CAP_SYS_ADMIN.
+    pub fn rescan_paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
+        self.ask_paths(clients, true)
+    }
+
+    fn ask_paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
         let mut all = Vec::new();
         // A request takes so many clients; the matrix is put together from as many requests as it needs.
         for (n, some) in clients.chunks(abi::P2PMEM_MAX_CLIENTS as usize).enumerate() {
@@ -208,92 +234,6 @@ impl Device {
         Ok(all)
     }
 
-    /// Allocates a buffer.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoRoom`] where providers are too small
-    /// (ENODEV) or full (ENOSPC), with their sizes and who uses them; [`Error::Refused`] with ENODEV (no provider could
-    /// ever serve it, or a client is not there) or EINVAL, and with the module's reason.
-    pub fn alloc(&self, request: &Request) -> Result<Buffer> {
-        if request.strategy == Strategy::Stripe {
-            return Err(Error::Request(
-                "a stripe is several buffers: allocate it with Device::alloc_stripe()".into(),
-            ));
-        }
-        let raw = request.raw()?;
-        let clients = addresses(&request.clients);
-        let mut last = self.lock();
-        *last = Some(request.clone());
-        let got = self.call_locked(Operation::Alloc, |k| k.alloc(&raw, &clients));
-        let verdicts = match got {
-            Ok(_) => None,
-            Err(_) => self.explain_raw(None).ok().map(|(_, verdicts, _)| verdicts),
-        };
-        drop(last);
-        match got {
-            Ok(got) => Ok(Buffer::new(self.clone(), &got)),
-            Err(error) => Err(self.with_rooms(error, &verdicts.unwrap_or_default())),
-        }
-    }
-
-    /// Allocates a stripe: a buffer in each of several providers, which together serve a request with
-    /// [`Strategy::Stripe`]. All parts are allocated, or none.
-    ///
-    /// # Errors
-    ///
-    /// As for [`Device::alloc`]; [`Error::Refused`] also where fewer providers than [`Request::parts`] can hold one.
-    pub fn alloc_stripe(&self, request: &Request) -> Result<Stripe> {
-        if request.strategy != Strategy::Stripe {
-            let other = request.strategy;
-            return Err(Error::Request(format!(
-                "a stripe with strategy {other:?}: it takes Strategy::Stripe"
-            )));
-        }
-        let raw = request.raw()?;
-        let clients = addresses(&request.clients);
-        let mut parts = vec![abi::p2pmem_part::default(); abi::P2PMEM_MAX_PARTS as usize];
-        let mut last = self.lock();
-        *last = Some(request.clone());
-        let there = self.call_locked(Operation::Stripe, |k| k.stripe(&raw, &clients, &mut parts))?;
-        drop(last);
-        let parts = parts.iter().take(there);
-        Ok(Stripe::new(
-            parts.map(|part| Buffer::of_part(self.clone(), part)).collect(),
-        ))
-    }
-
-    /// Makes a buffer of a descriptor that [`Buffer::share`](crate::Buffer::share) made, in whichever process. The
-    /// descriptor can be closed afterwards.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Refused`] with EINVAL (no dma-buf), EXDEV (a dma-buf of another driver's), EACCES (a dma-buf of parts of
-    /// a buffer), ENODEV (the buffer was revoked).
-    pub fn import(&self, shared: impl AsFd) -> Result<Buffer> {
-        let got = self.call(Operation::Import, |k| k.import(shared.as_fd()))?;
-        Ok(Buffer::imported(self.clone(), &got))
-    }
-
-    /// Adds to a refused allocation who uses the memory, where it was refused for want of it.
-    fn with_rooms(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
-        match error {
-            Error::Refused { errno, reason, .. } if [libc::ENOSPC, libc::ENODEV].contains(&errno) => {
-                let providers = self.providers().unwrap_or_default();
-                let table = self.kernel().holders().ok();
-                match Room::of(verdicts, &providers, table.as_deref()) {
-                    rooms if rooms.is_empty() => Error::Refused {
-                        operation: Operation::Alloc,
-                        errno,
-                        reason,
-                    },
-                    rooms => Error::NoRoom { errno, reason, rooms },
-                }
-            }
-            error => error,
-        }
-    }
-
     /// Says what [`Device::alloc`] would do with `request` now, and why. Nothing is allocated.
     ///
     /// # Errors
@@ -302,7 +242,7 @@ impl Device {
     /// [`Explanation::errno`].
     pub fn explain(&self, request: &Request) -> Result<Explanation> {
         let raw = request.raw()?;
-        let clients = addresses(&request.clients);
+        let clients = addresses(request.clients());
         let (answer, verdicts, text) = {
             let _guard = self.lock();
             self.explain_raw(Some((&raw, &clients)))
@@ -320,7 +260,7 @@ impl Device {
             },
             ..answer
         };
-        Ok(Explanation::new(&answer, &verdicts, text, &request.clients))
+        Ok(Explanation::new(&answer, &verdicts, text, request.clients()))
     }
 
     /// As [`Device::explain`], of what another user would get: rules may say other things of him. Only root can ask.
@@ -354,7 +294,7 @@ impl Device {
             req: abi::p2pmem_request { size, ..answer.req },
             ..answer
         };
-        let clients = last.as_ref().map_or(&[][..], |r| &r.clients);
+        let clients = last.as_ref().map_or(&[][..], Request::clients);
         Ok(Explanation::new(&answer, &verdicts, text, clients))
     }
 
@@ -391,11 +331,6 @@ impl Device {
         self.kernel().holders().ok().map(|table| holders(&table))
     }
 
-    /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.
-    pub fn events(&self) -> Events {
-        Events::new(self.clone())
-    }
-
     /// Asks `f` to fill an array, with more room as long as it says that there is more.
     fn grow<T: Default + Clone>(
         &self,
@@ -418,7 +353,7 @@ impl Device {
     }
 
     #[allow(clippy::type_complexity)]
-    fn explain_raw(
+    pub(crate) fn explain_raw(
         &self,
         request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
     ) -> io::Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
@@ -439,324 +374,5 @@ impl Device {
     }
 }
 
-fn addresses(clients: &[Client]) -> Vec<abi::p2pmem_pci_addr> {
-    clients.iter().map(|c| c.addr().into()).collect()
-}
-
-/// Who chooses among the providers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Strategy {
-    /// The module: path class, hops, bandwidth, NUMA, load.
-    #[default]
-    Nearest,
-    /// The kernel's own `pci_p2pmem_find_many()`.
-    Upstream,
-    /// The least loaded provider that can serve, however far it is; [`Request::max_class`] keeps it near.
-    Spread,
-    /// The most loaded provider that can serve, so that others stay empty.
-    Pack,
-    /// Several providers, each with an equal part: for [`Device::alloc_stripe`].
-    Stripe,
-}
-
-/// What a buffer has to be.
-///
-/// ```
-/// use p2pmem::{Client, PathClass, PciAddr, Request};
-///
-/// let drive: PciAddr = "0000:03:00.0".parse()?;
-/// let request = Request::new(16 << 20).align(2 << 20).near([drive]).max_class(PathClass::SameSwitch);
-/// # let _ = request;
-/// # Ok::<(), p2pmem::Error>(())
-/// ```
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[must_use]
-pub struct Request {
-    size: u64,
-    align: u64,
-    clients: Vec<Client>,
-    strategy: Strategy,
-    provider: Option<u32>,
-    prefer: bool,
-    max_class: Option<PathClass>,
-    parts: u32,
-}
-
-impl Request {
-    /// Asks for `size` bytes (rounded up to pages) near nothing in particular.
-    pub fn new(size: u64) -> Self {
-        Self {
-            size,
-            align: 0,
-            clients: Vec::new(),
-            strategy: Strategy::default(),
-            provider: None,
-            prefer: false,
-            max_class: None,
-            parts: 0,
-        }
-    }
-
-    /// Alignment in the BAR in bytes: a power of two up to 1 GiB. Default: a page.
-    pub fn align(mut self, align: u64) -> Self {
-        self.align = align;
-        self
-    }
-
-    /// Adds devices that will do DMA with the buffer, 64 at most in all.
-    pub fn near(mut self, clients: impl IntoIterator<Item = impl Into<Client>>) -> Self {
-        self.clients.extend(clients.into_iter().map(Into::into));
-        self
-    }
-
-    /// Says who chooses.
-    pub fn strategy(mut self, strategy: Strategy) -> Self {
-        self.strategy = strategy;
-        self
-    }
-
-    /// Takes the provider with this id and no other; see [`Request::prefer`].
-    pub fn provider(mut self, id: u32) -> Self {
-        self.provider = Some(id);
-        self.prefer = false;
-        self
-    }
-
-    /// Takes the provider with this id if it can serve, else another one.
-    pub fn prefer(mut self, id: u32) -> Self {
-        self.provider = Some(id);
-        self.prefer = true;
-        self
-    }
-
-    /// The farthest path class allowed. Default: any that is reachable.
-    pub fn max_class(mut self, class: PathClass) -> Self {
-        self.max_class = Some(class);
-        self
-    }
-
-    /// How many providers a stripe is divided among, 16 at most. Default: as many as can hold a part.
-    pub fn parts(mut self, parts: u32) -> Self {
-        self.parts = parts;
-        self
-    }
-
-    /// What it wants of one provider, 0 where only the module knows: verdicts speak of that.
-    fn size_of_one(&self) -> u64 {
-        match self.strategy {
-            Strategy::Stripe => 0,
-            _ => self.size,
-        }
-    }
-
-    /// The clients asked for.
-    pub fn clients(&self) -> &[Client] {
-        &self.clients
-    }
-
-    /// The ABI's form, without the clients. What can be known to be wrong is refused here in words.
-    fn raw(&self) -> Result<abi::p2pmem_request> {
-        let bad = |why: String| Err(Error::Request(why));
-        let most = abi::P2PMEM_MAX_CLIENTS as usize;
-        if self.size == 0 {
-            return bad("a buffer of 0 bytes".into());
-        }
-        if self.align != 0 && !self.align.is_power_of_two() {
-            return bad(format!(
-                "an alignment of {} bytes, which is no power of two",
-                self.align
-            ));
-        }
-        if self.align > u64::from(abi::P2PMEM_MAX_ALIGN) {
-            return bad(format!(
-                "an alignment of {} bytes, at most {} are possible",
-                self.align,
-                abi::P2PMEM_MAX_ALIGN
-            ));
-        }
-        if self.clients.len() > most {
-            return bad(format!("{} clients, at most {most} are possible", self.clients.len()));
-        }
-        if self.provider == Some(0) {
-            return bad("provider 0, but ids start at 1".into());
-        }
-        if self.strategy != Strategy::Stripe && self.parts != 0 {
-            return bad(format!("{} parts without Strategy::Stripe", self.parts));
-        }
-        if self.parts > abi::P2PMEM_MAX_PARTS {
-            let most = abi::P2PMEM_MAX_PARTS;
-            return bad(format!("{} parts, at most {most} are possible", self.parts));
-        }
-        if u64::from(self.parts) > self.size.div_ceil(4096) {
-            return bad(format!("{} bytes in {} parts of whole pages", self.size, self.parts));
-        }
-        if self.strategy == Strategy::Stripe && self.provider.is_some() && !self.prefer {
-            return bad("a stripe is in several providers: one can be preferred, but not required".into());
-        }
-        Ok(abi::p2pmem_request {
-            size: self.size,
-            align: self.align,
-            flags: if self.prefer { abi::P2PMEM_ALLOC_PREFER } else { 0 },
-            strategy: match self.strategy {
-                Strategy::Nearest => abi::P2PMEM_STRATEGY_NEAREST,
-                Strategy::Upstream => abi::P2PMEM_STRATEGY_UPSTREAM,
-                Strategy::Spread => abi::P2PMEM_STRATEGY_SPREAD,
-                Strategy::Pack => abi::P2PMEM_STRATEGY_PACK,
-                Strategy::Stripe => abi::P2PMEM_STRATEGY_STRIPE,
-            },
-            provider: self.provider.unwrap_or(0),
-            max_class: self.max_class.map_or(0, PathClass::to_raw),
-            parts: self.parts,
-            ..Default::default()
-        })
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::Fake;
-    use crate::pci::PciAddr;
-
-    fn client(text: &str) -> Client {
-        Client::new(text.parse().unwrap())
-    }
-
-    #[test]
-    fn everything_can_be_asked() {
-        let device = Fake::example().device();
-        let info = device.info().unwrap();
-        assert_eq!((info.abi_version, info.providers), (abi::P2PMEM_ABI_VERSION, 3));
-        let providers = device.providers().unwrap();
-        assert_eq!(providers.iter().map(|p| p.id).collect::<Vec<_>>(), [1, 2, 3]);
-        assert_eq!(device.stats(None).unwrap(), Stats::default());
-        assert_eq!(device.explain_last().unwrap_err().errno(), Some(libc::ENODATA));
-    }
-
-    #[test]
-    fn answers_larger_than_the_first_guess_are_read_whole() {
-        let mut fake = Fake::new();
-        for n in 0..100 {
-            fake = fake.provider(
-                PciAddr {
-                    domain: 0,
-                    bus: n,
-                    devfn: 0,
-                },
-                1 << 20,
-            );
-        }
-        let device = fake.device();
-        assert_eq!(device.providers().unwrap().len(), 100);
-        let clients: Vec<_> = (0..130)
-            .map(|n| {
-                Client::new(PciAddr {
-                    domain: 1,
-                    bus: n,
-                    devfn: 0,
-                })
-            })
-            .collect();
-        let paths = device.paths(&clients, true).unwrap();
-        assert_eq!(paths.len(), 100 * 130);
-        assert!(paths
-            .iter()
-            .enumerate()
-            .all(|(i, p)| (p.provider as usize, p.client) == (i / 130 + 1, i % 130)));
-        let explanation = device.explain(&Request::new(4096)).unwrap();
-        assert_eq!(explanation.verdicts.len(), 100);
-    }
-
-    #[test]
-    fn the_nearest_provider_is_taken_and_explained() {
-        let device = Fake::example().device();
-        let request = Request::new(16 << 20).near([client("0000:04:00.0")]);
-        let dry = device.explain(&request).unwrap();
-        assert_eq!((dry.chosen, dry.errno), (Some(1), None));
-        let buffer = device.alloc(&request).unwrap();
-        assert_eq!((buffer.provider(), buffer.class()), (1, Some(PathClass::SameSwitch)));
-        let last = device.explain_last().unwrap();
-        assert_eq!(
-            (last.chosen, &last.verdicts),
-            (Some(1), &dry.verdicts),
-            "the names of clients too"
-        );
-    }
-
-    #[test]
-    fn a_refusal_carries_errno_reason_and_remedy() {
-        let device = Fake::example().device();
-        let error = device.alloc(&Request::new(1 << 40)).unwrap_err();
-        assert_eq!(error.errno(), Some(libc::ENODEV));
-        assert!(error.reason().unwrap().contains("no provider"), "{error}");
-        assert!(error.remedy().is_some());
-        let why = &device.explain_last().unwrap().verdicts[0].why;
-        assert_eq!(why, "too small: 256 MiB in all, 1 TiB wanted");
-        let error = device.stats(Some(99)).unwrap_err();
-        assert_eq!(error.errno(), Some(libc::ENOENT));
-        assert!(error.reason().unwrap().contains("99"), "{error}");
-    }
-
-    #[test]
-    fn a_reason_is_not_taken_for_another_call_s() {
-        let fake = Fake::example();
-        let device = fake.device();
-        device.stats(Some(99)).unwrap_err();
-        fake.fail_next(libc::EFAULT);
-        assert_eq!(device.info().unwrap_err().reason(), None);
-    }
-
-    #[test]
-    fn impossible_requests_never_reach_the_module() {
-        let device = Fake::example().device();
-        let many = (0..65).map(|n| PciAddr {
-            domain: 0,
-            bus: n,
-            devfn: 0,
-        });
-        let requests = [
-            Request::new(0),
-            Request::new(1).align(3),
-            Request::new(1).align(2 << 30),
-            Request::new(1).near(many),
-            Request::new(1).provider(0),
-        ];
-        for request in requests {
-            assert!(matches!(device.alloc(&request), Err(Error::Request(_))), "{request:?}");
-            assert!(
-                matches!(device.explain(&request), Err(Error::Request(_))),
-                "{request:?}"
-            );
-        }
-    }
-
-    #[test]
-    fn other_files_are_refused() {
-        assert!(matches!(
-            Device::open_path("/nonexistent/p2pmem"),
-            Err(Error::Open { .. })
-        ));
-        let error = Device::open_path("/dev/null").unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Refused {
-                    operation: Operation::Info,
-                    errno: libc::ENOTTY,
-                    ..
-                }
-            ),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn it_can_be_shared_among_threads() {
-        fn check<T: Send + Sync>() {}
-        check::<Device>();
-        check::<Buffer>();
-        check::<crate::Mapping>();
-    }
-}
+mod tests;

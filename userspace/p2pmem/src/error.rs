@@ -6,9 +6,9 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use crate::pci::PciAddr;
-use crate::register::RegistrationMethod;
+use crate::addr::PciAddr;
 use crate::room::Room;
+use crate::types::RegistrationMethod;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -71,17 +71,18 @@ impl fmt::Display for Operation {
 
 /// An error of this crate.
 ///
-/// Its text says what failed and why; [`Error::remedy`] says what to do, where that is known.
+/// Its text says what failed and why, the kernel's error included; so `source()` is `None`, and `{:#}` of anyhow prints no
+/// text twice. [`Error::remedy`] says what to do, where that is known. Programs match on [`Error::kind`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The device could not be opened.
-    #[error("cannot open {}: {}", path.display(), os_text(source))]
+    #[error("cannot open {}: {}", path.display(), os_text(error))]
     Open {
         /// The path tried.
         path: PathBuf,
         /// What the kernel said.
-        source: io::Error,
+        error: io::Error,
     },
 
     /// Module and library are of different versions of the ABI.
@@ -144,14 +145,14 @@ pub enum Error {
     NotDirect,
 
     /// Direct I/O failed.
-    #[error("{what} at byte {offset} of the file failed: {}", os_text(source))]
+    #[error("{what} at byte {offset} of the file failed: {}", os_text(error))]
     Io {
         /// "reading" or "writing".
         what: &'static str,
         /// Offset in the file, in bytes.
         offset: u64,
         /// What the kernel said.
-        source: io::Error,
+        error: io::Error,
     },
 
     /// Writing stopped before the end: the file's device takes no more.
@@ -212,14 +213,14 @@ pub enum Error {
     Verbs(String),
 
     /// A file of sysfs or configfs could not be read or written.
-    #[error("cannot {action} {}: {}{}", path.display(), os_text(source), status.as_deref().map(|s| format!(": {s}")).unwrap_or_default())]
+    #[error("cannot {action} {}: {}{}", path.display(), os_text(error), status.as_deref().map(|s| format!(": {s}")).unwrap_or_default())]
     Admin {
         /// What was tried, such as `write "1" to`.
         action: String,
         /// The file or folder.
         path: PathBuf,
         /// What the kernel said.
-        source: io::Error,
+        error: io::Error,
         /// The sentence in the provider's attribute `status`, where there is one.
         status: Option<String>,
     },
@@ -233,16 +234,129 @@ pub enum Error {
         driver: String,
     },
 
-    /// Publishing what is published, or the reverse, or a device that is not there.
+    /// A device, a published device or a rule does not exist.
+    #[error("{0}")]
+    Missing(String),
+
+    /// A published device or a rule exists already.
+    #[error("{0}")]
+    Exists(String),
+
+    /// The machine is in no state for the operation.
     #[error("{0}")]
     State(String),
 }
 
+/// What kind an error is, for programs that act on it: [`Error::kind`].
+///
+/// ```
+/// use p2pmem::{ErrorKind, Request};
+///
+/// # let device = p2pmem::fake::Fake::example().device();
+/// let error = device.alloc(&Request::new(1 << 50)).unwrap_err();
+/// match error.kind() {
+///     ErrorKind::NoSpace | ErrorKind::QuotaExceeded => println!("later, perhaps: {error}"),
+///     ErrorKind::NoProvider => println!("never on this machine: {error}"),
+///     _ => println!("{error}"),
+/// }
+/// # assert_eq!(error.kind(), ErrorKind::NoProvider);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The module is not loaded, or was unloaded.
+    ModuleMissing,
+    /// Module or libraries are older or newer than this program.
+    Incompatible,
+    /// The user may not do this: EACCES or EPERM.
+    PermissionDenied,
+    /// A rule denies the memory: EACCES of an allocation.
+    DeniedByRule,
+    /// The arguments are wrong.
+    InvalidRequest,
+    /// A device, a provider, a file or a rule does not exist.
+    NotFound,
+    /// A published device, a rule or a file exists already.
+    AlreadyExists,
+    /// Another driver or program has the device.
+    Busy,
+    /// No provider can serve the request, however much is freed: ENODEV of an allocation.
+    NoProvider,
+    /// Too little is free: ENOSPC.
+    NoSpace,
+    /// A quota is used up: EDQUOT.
+    QuotaExceeded,
+    /// The NIC or the kernel lacks memory or descriptors: ENOMEM, EMFILE or ENFILE.
+    OutOfResources,
+    /// The provider was removed, and its buffers with it: ENODEV.
+    Removed,
+    /// A device cannot reach the provider's memory.
+    Unreachable,
+    /// Kernel, driver, drive or library cannot do this.
+    Unsupported,
+    /// Reading or writing a file failed.
+    Io,
+    /// A step of an RDMA transfer failed.
+    Transfer,
+    /// Anything else; [`Error::errno`] may say more.
+    Other,
+}
+
 impl Error {
+    /// What kind of error this is.
+    pub fn kind(&self) -> ErrorKind {
+        use ErrorKind as Kind;
+        let allocation = matches!(
+            self,
+            Self::NoRoom { .. }
+                | Self::Refused {
+                    operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
+                    ..
+                }
+        );
+        match (self, self.errno()) {
+            (Self::Abi { .. }, _) => Kind::Incompatible,
+            (Self::Client { .. } | Self::Request(_) | Self::OutOfBounds { .. } | Self::NotDirect, _) => {
+                Kind::InvalidRequest
+            }
+            (Self::Missing(_), _) => Kind::NotFound,
+            (Self::Exists(_), _) => Kind::AlreadyExists,
+            (Self::Bound { .. }, _) => Kind::Busy,
+            (Self::Verbs(_), _) => Kind::Unsupported,
+            (Self::Transfer { .. } | Self::Rdma { .. } | Self::Deregister { .. }, _) => Kind::Transfer,
+            (Self::ShortWrite { .. }, _) => Kind::Io,
+            (Self::Open { path, .. }, Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => {
+                if path.starts_with("/dev/p2pmem") {
+                    Kind::ModuleMissing
+                } else {
+                    Kind::NotFound
+                }
+            }
+            (_, Some(libc::ENODEV)) if allocation => Kind::NoProvider,
+            (_, Some(libc::EACCES)) if allocation => Kind::DeniedByRule,
+            (Self::Io { .. }, Some(libc::EREMOTEIO)) => Kind::Unsupported,
+            (_, Some(libc::EACCES | libc::EPERM)) => Kind::PermissionDenied,
+            (_, Some(libc::EINVAL | libc::E2BIG)) => Kind::InvalidRequest,
+            (_, Some(libc::ENOENT)) => Kind::NotFound,
+            (_, Some(libc::EEXIST)) => Kind::AlreadyExists,
+            (_, Some(libc::EBUSY)) => Kind::Busy,
+            (_, Some(libc::ENOSPC)) => Kind::NoSpace,
+            (_, Some(libc::EDQUOT)) => Kind::QuotaExceeded,
+            (_, Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => Kind::OutOfResources,
+            (_, Some(libc::ENODEV)) => Kind::Removed,
+            (_, Some(libc::EHOSTUNREACH | libc::EREMOTEIO)) => Kind::Unreachable,
+            (_, Some(libc::EOPNOTSUPP | libc::ENOSYS)) => Kind::Unsupported,
+            (_, Some(libc::ENOTTY)) => Kind::Incompatible,
+            (Self::Io { .. }, _) => Kind::Io,
+            _ => Kind::Other,
+        }
+    }
+
     /// The errno behind the error, positive, where there is one.
     pub fn errno(&self) -> Option<i32> {
         match self {
-            Self::Open { source, .. } | Self::Io { source, .. } | Self::Admin { source, .. } => source.raw_os_error(),
+            Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
             Self::Refused { errno, .. } | Self::NoRoom { errno, .. } | Self::Register { errno, .. } => Some(*errno),
             _ => None,
         }
@@ -326,7 +440,7 @@ impl Error {
             Self::Client { .. } => Some(
                 "name a PCI address (0000:03:00.0), an RDMA device (mlx5_0), an NVMe drive (nvme0) or a path in /sys",
             ),
-            Self::NotDirect => Some("open the file with p2pmem::open_direct()"),
+            Self::NotDirect => Some("open the file with p2pmem::DirectOptions or open_direct()"),
             Self::Io { .. } => match errno {
                 Some(libc::EINVAL) => {
                     Some("O_DIRECT wants offset and length in whole blocks of the drive, and the file system's consent")
@@ -456,40 +570,4 @@ pub(crate) fn errno_text(errno: i32) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn texts_name_errno_and_reason() {
-        let error = Error::Refused {
-            operation: Operation::Alloc,
-            errno: libc::ENOSPC,
-            reason: Some("0000:04:00.0 has 4096 bytes free".into()),
-        };
-        assert_eq!(
-            error.to_string(),
-            "the allocation was refused: No space left on device (ENOSPC): 0000:04:00.0 has 4096 bytes free"
-        );
-        assert_eq!(error.errno(), Some(libc::ENOSPC));
-        assert_eq!(error.reason(), Some("0000:04:00.0 has 4096 bytes free"));
-        assert!(error.remedy().unwrap().contains("ask for less"));
-    }
-
-    #[test]
-    fn a_missing_device_says_load_the_module() {
-        let error = Error::Open {
-            path: "/dev/p2pmem".into(),
-            source: io::Error::from_raw_os_error(libc::ENOENT),
-        };
-        assert_eq!(
-            error.to_string(),
-            "cannot open /dev/p2pmem: No such file or directory (ENOENT)"
-        );
-        assert!(error.remedy().unwrap().contains("modprobe p2pmem"));
-    }
-
-    #[test]
-    fn unknown_errnos_keep_their_number() {
-        assert!(errno_text(libc::EDOM).ends_with("(errno 33)"));
-    }
-}
+mod tests;

@@ -4,12 +4,13 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use p2pmem_sys as abi;
 
 use crate::device::Device;
-use crate::error::{Operation, Result};
+use crate::error::{Error, Operation, Result};
 
 /// What happened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -47,6 +48,7 @@ pub enum EventKind {
 
 /// One event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct Event {
     /// What happened.
     #[serde(flatten)]
@@ -95,6 +97,13 @@ pub struct Events {
     ready: VecDeque<Event>,
 }
 
+impl Device {
+    /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.
+    pub fn events(&self) -> Events {
+        Events::new(self.clone())
+    }
+}
+
 impl Events {
     pub(crate) fn new(device: Device) -> Self {
         Self {
@@ -107,31 +116,71 @@ impl Events {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`](crate::Error::Refused): ENODEV where the module is being unloaded.
+    /// [`Error::Refused`]: ENODEV where the module is being unloaded.
     pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let deadline = timeout.map(|t| Instant::now() + t);
         loop {
-            if let Some(event) = self.ready.pop_front() {
+            // None after a wait: another reader of the same file was faster.
+            if let Some(event) = self.try_next()? {
                 return Ok(Some(event));
             }
             let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-            // Not through Device::call(): it would hold a lock that other threads' calls need.
-            let refused = |error: std::io::Error| crate::Error::Refused {
-                operation: Operation::Events,
-                errno: error.raw_os_error().unwrap_or(libc::EIO),
-                reason: None,
-            };
             if !self.device.kernel().wait(left).map_err(refused)? {
                 return Ok(None);
             }
+        }
+    }
+
+    /// The next event if there is one; never waits.
+    ///
+    /// The descriptor ([`AsFd`]) is readable while the kernel has events, for `poll()` or the event loop of a runtime.
+    /// `try_next` takes several of them from the kernel at once: call it until it returns `None` before waiting again.
+    ///
+    /// ```
+    /// # let fake = p2pmem::fake::Fake::example();
+    /// # let device = fake.device();
+    /// use std::os::fd::AsFd;
+    ///
+    /// let mut events = device.events();
+    /// # fake.remove_provider(2);
+    /// // ... when events.as_fd() is readable:
+    /// while let Some(event) = events.try_next()? {
+    ///     println!("{event}");
+    /// }
+    /// # let _ = events.as_fd();
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Events::next_within`].
+    pub fn try_next(&mut self) -> Result<Option<Event>> {
+        while self.ready.is_empty() {
             let mut raw = [abi::p2pmem_event::default(); 32];
+            // Not through Device::call(): it would hold a lock that other threads' calls need.
             match self.device.kernel().read_events(&mut raw) {
                 Ok(n) => self.ready.extend(raw.iter().take(n).map(Event::from)),
-                // Another reader of the same file was faster, or a signal came.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EINTR)) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => return Ok(None),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
                 Err(error) => return Err(refused(error)),
             }
         }
+        Ok(self.ready.pop_front())
+    }
+}
+
+fn refused(error: std::io::Error) -> Error {
+    Error::Refused {
+        operation: Operation::Events,
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        reason: None,
+    }
+}
+
+/// The descriptor that is readable while the kernel has events for [`Events::try_next`].
+impl AsFd for Events {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.device.kernel().event_fd()
     }
 }
 
@@ -148,6 +197,7 @@ mod tests {
     use super::*;
     use crate::fake::Fake;
     use crate::Request;
+    use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
     #[test]
     fn events_come_in_order_and_waiting_ends() {
@@ -164,6 +214,25 @@ mod tests {
         };
         assert_eq!(kinds, [revoked, EventKind::ProviderRemoved { provider: 1 }]);
         assert!(events.next_within(Some(Duration::ZERO)).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_descriptor_is_readable_while_there_are_events() {
+        let fake = Fake::example();
+        let mut events = fake.device().events();
+        let readable = |events: &Events| {
+            let mut fds = [PollFd::new(events, PollFlags::IN)];
+            poll(&mut fds, Some(&Timespec::default())).unwrap() == 1
+        };
+        assert!(!readable(&events) && events.try_next().unwrap().is_none());
+        fake.remove_provider(2);
+        fake.remove_provider(3);
+        assert!(readable(&events));
+        let mut next = || events.try_next().unwrap().map(|event| event.kind);
+        assert_eq!(next(), Some(EventKind::ProviderRemoved { provider: 2 }));
+        assert_eq!(next(), Some(EventKind::ProviderRemoved { provider: 3 }));
+        assert_eq!(next(), None);
+        assert!(!readable(&events));
     }
 
     #[test]

@@ -24,15 +24,18 @@
 //! println!("{}", device.explain_last()?.lines().join("\n"));
 //!
 //! let memory = buffer.map()?;
-//! let file = open_direct("/mnt/nvme0/samples", false)?;
+//! let file = open_direct("/mnt/nvme0/samples")?;
 //! let bytes = memory.read_from(&file, 0, 0..memory.len())?;
 //! println!("{bytes} bytes went from the drive to provider {}", buffer.provider());
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
+mod addr;
 pub mod admin;
+mod alloc;
 mod buffer;
 mod device;
+mod direct;
 mod error;
 mod events;
 mod explain;
@@ -40,30 +43,37 @@ mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod mapping;
+mod origin;
 mod own;
 mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
 mod register;
+mod request;
 mod room;
 pub mod rules;
 mod stripe;
 mod sys;
 mod types;
 
+pub use addr::PciAddr;
 pub use buffer::Buffer;
-pub use device::{Device, Request, Strategy, DEFAULT_PATH};
-pub use error::{Error, Operation, Result};
+pub use device::{Device, DEFAULT_PATH};
+pub use direct::{open_direct, DirectOptions};
+pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};
-pub use mapping::{open_direct, Mapping};
+pub use mapping::Mapping;
 pub use own::FileRule;
 pub use p2pmem_sys as abi;
-pub use pci::{devices_in, Client, PciAddr, PciDevice};
-pub use register::{Access, Pd, ProtectionDomain, RegisterOptions, Registration, RegistrationMethod, RemoteMemory};
+pub use pci::{devices_in, Client, PciDevice};
+pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
+pub use request::{Request, Strategy};
 pub use room::{Holder, Room};
 pub use stripe::Stripe;
+pub use sys::verbs::{Pd, ProtectionDomain};
 pub use types::{
-    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState, Stats,
+    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
+    RegistrationMethod, Stats,
 };

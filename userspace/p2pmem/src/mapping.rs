@@ -3,21 +3,21 @@
 //! A buffer in the program's address space: volatile access, and direct file I/O into and out of it.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use p2pmem_access_sys::store_fence;
 
-use crate::buffer::Origin;
+use crate::direct::require_direct;
 use crate::error::{Error, Result};
 use crate::export::{DmaBuf, ExportOptions};
-use crate::register::{Access, Handle, ProtectionDomain, RegisterOptions, Registration};
-use crate::sys::{open_flags, Region};
+use crate::origin::Origin;
+use crate::register::{Access, Handle, RegisterOptions, Registration};
+use crate::sys::verbs::ProtectionDomain;
+use crate::sys::Region;
 
 /// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
 const MOST_AT_ONCE: usize = 1 << 30;
@@ -66,13 +66,13 @@ impl Mapping {
         Self { origin, region }
     }
 
-    /// Its length in bytes.
+    /// The length of the mapping in bytes.
     #[allow(clippy::len_without_is_empty)] // no buffer is empty
     pub fn len(&self) -> usize {
         self.region.len()
     }
 
-    /// Its address, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
+    /// The address of the mapping, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
     /// It is valid until the mapping is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.region.as_ptr()
@@ -93,7 +93,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn read<T: AnyBitPattern + NoUninit>(&self, offset: usize) -> Result<T> {
         self.check(offset, size_of::<T>())?;
         let mut value = T::zeroed();
@@ -105,7 +105,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn write<T: NoUninit>(&self, offset: usize, value: T) -> Result<()> {
         self.check(offset, size_of::<T>())?;
         self.region.write(offset, bytemuck::bytes_of(&value));
@@ -116,7 +116,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn copy_to_slice<T: AnyBitPattern + NoUninit>(&self, offset: usize, out: &mut [T]) -> Result<()> {
         let bytes = bytemuck::cast_slice_mut(out);
         self.check(offset, bytes.len())?;
@@ -128,7 +128,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn copy_from_slice<T: NoUninit>(&self, offset: usize, data: &[T]) -> Result<()> {
         let bytes = bytemuck::cast_slice(data);
         self.check(offset, bytes.len())?;
@@ -140,7 +140,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
     pub fn fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
         let len = self.length_of(&range)?;
         self.region.fill(range.start, len, byte);
@@ -153,7 +153,7 @@ impl Mapping {
         store_fence();
     }
 
-    /// Exports it, or parts of it, as a dma-buf. It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Exports the mapped memory, or parts of it, as a dma-buf. This works after the [`Buffer`](crate::Buffer) is dropped, too.
     ///
     /// # Errors
     ///
@@ -162,8 +162,8 @@ impl Mapping {
         parts.of_addresses(&self.origin.device, self.as_ptr() as u64, self.len() as u64)
     }
 
-    /// Registers all of it with the NIC of a protection domain. Work requests name its bytes by their addresses here.
-    /// It works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Registers all of the mapped memory with the NIC of a protection domain. Work requests name bytes by their addresses in
+    /// the program. This works after the [`Buffer`](crate::Buffer) is dropped, too.
     ///
     /// # Errors
     ///
@@ -190,12 +190,15 @@ impl Mapping {
     /// Reads from `file` at byte `file_offset` straight into `range` of the buffer, device to device, until the range
     /// is full or the file ends. Returns the bytes read.
     ///
-    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
     /// The range may reach beyond the file's end.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`].
+    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
+    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
+    /// provider), EBADF (the file is not open for this).
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
@@ -210,11 +213,11 @@ impl Mapping {
                 Ok(0) => break,
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
+                Err(error) => {
                     return Err(Error::Io {
                         what: "reading",
                         offset: at,
-                        source,
+                        error,
                     })
                 }
             }
@@ -224,12 +227,16 @@ impl Mapping {
 
     /// Writes `range` of the buffer straight to `file` at byte `file_offset`, device to device.
     ///
-    /// The file must be open with O_DIRECT ([`open_direct`]); offset and length must be multiples of its block size.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
     /// Data is on the drive when [`File::sync_data`] has returned.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`], [`Error::NotDirect`], [`Error::Io`], [`Error::ShortWrite`].
+    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
+    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
+    /// provider), EBADF (the file is not open for this); [`Error::ShortWrite`] where the
+    /// file's device is full.
     pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
@@ -242,11 +249,11 @@ impl Mapping {
                 Ok(0) => return Err(Error::ShortWrite { written: done, len }),
                 Ok(n) => done += n,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(source) => {
+                Err(error) => {
                     return Err(Error::Io {
                         what: "writing",
                         offset: at,
-                        source,
+                        error,
                     })
                 }
             }
@@ -255,40 +262,10 @@ impl Mapping {
     }
 }
 
-fn require_direct(file: &File) -> Result<()> {
-    match open_flags(file) {
-        Ok(flags) if flags & libc::O_DIRECT != 0 => Ok(()),
-        Ok(_) => Err(Error::NotDirect),
-        Err(source) => Err(Error::Io {
-            what: "looking at the file",
-            offset: 0,
-            source,
-        }),
-    }
-}
-
-/// Opens a file or block device for direct I/O to read, and with `write` to write too (then a missing file is made).
-///
-/// # Errors
-///
-/// [`Error::Open`]: EINVAL where the file system has no direct I/O.
-pub fn open_direct(path: impl AsRef<Path>, write: bool) -> Result<File> {
-    let path = path.as_ref();
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(write)
-        .create(write)
-        .custom_flags(libc::O_DIRECT);
-    options.open(path).map_err(|source| Error::Open {
-        path: path.to_owned(),
-        source,
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::direct::{open_direct, DirectOptions};
     use crate::fake::Fake;
     use crate::Request;
 
@@ -310,7 +287,7 @@ mod tests {
         .unwrap();
         let path = dir.path().join(name);
         std::fs::write(&path, content).unwrap();
-        match open_direct(&path, true) {
+        match DirectOptions::new().read(true).write(true).open(&path) {
             Ok(file) => Some((dir, file)),
             Err(error) if error.errno() == Some(libc::EINVAL) => {
                 eprintln!("skipped: no direct I/O in {}", dir.path().display());
@@ -405,7 +382,7 @@ mod tests {
             mapping.read_from(&file, 0, 0..8193),
             Err(Error::OutOfBounds { .. })
         ));
-        let read_only = open_direct(dir.path().join("data"), false).unwrap();
+        let read_only = open_direct(dir.path().join("data")).unwrap();
         let error = mapping.write_to(&read_only, 0, 0..4096).unwrap_err();
         assert_eq!(error.errno(), Some(libc::EBADF));
     }

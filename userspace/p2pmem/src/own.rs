@@ -4,9 +4,9 @@
 
 use p2pmem_sys as abi;
 
+use crate::addr::PciAddr;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
-use crate::pci::PciAddr;
 use crate::rules::Action;
 use crate::types::PathClass;
 

@@ -6,73 +6,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use p2pmem_sys as abi;
-
+use crate::addr::PciAddr;
 use crate::error::{Error, Result};
-
-/// Where a PCI function is: `domain:bus:device.function`.
-///
-/// ```
-/// use p2pmem::PciAddr;
-///
-/// let addr: PciAddr = "03:00.1".parse()?;
-/// assert_eq!(addr.to_string(), "0000:03:00.1");
-/// assert_eq!((addr.domain, addr.bus, addr.device(), addr.function()), (0, 3, 0, 1));
-/// # Ok::<(), p2pmem::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
-pub struct PciAddr {
-    /// PCI domain (segment).
-    pub domain: u32,
-    /// Bus number.
-    pub bus: u8,
-    /// Device number << 3 | function number.
-    pub devfn: u8,
-}
-
-impl PciAddr {
-    /// Device number, 0 to 31.
-    pub fn device(&self) -> u8 {
-        self.devfn >> 3
-    }
-
-    /// Function number, 0 to 7.
-    pub fn function(&self) -> u8 {
-        self.devfn & 7
-    }
-
-    /// Parses `dddd:bb:dd.f` or `bb:dd.f`, all hexadecimal.
-    fn parse(text: &str) -> Option<Self> {
-        fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
-            let plain = digits.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
-            plain.then(|| u32::from_str_radix(text, 16).ok())?
-        }
-        let (rest, function) = text.rsplit_once('.')?;
-        let (rest, device) = rest.rsplit_once(':')?;
-        let (domain, bus) = rest.rsplit_once(':').unwrap_or(("0000", rest));
-        let (device, function) = (hex(device, 2..=2)?, hex(function, 1..=1)?);
-        if device > 31 || function > 7 {
-            return None;
-        }
-        Some(Self {
-            domain: hex(domain, 4..=8)?,
-            bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
-            devfn: u8::try_from((device << 3) | function).ok()?,
-        })
-    }
-}
-
-impl fmt::Display for PciAddr {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(&format!(
-            "{:04x}:{:02x}:{:02x}.{:x}",
-            self.domain,
-            self.bus,
-            self.device(),
-            self.function()
-        ))
-    }
-}
 
 impl FromStr for PciAddr {
     type Err = Error;
@@ -82,33 +17,6 @@ impl FromStr for PciAddr {
             name: text.to_owned(),
             why: "a PCI address looks like 0000:03:00.0 or 03:00.0".into(),
         })
-    }
-}
-
-impl serde::Serialize for PciAddr {
-    fn serialize<S: serde::Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl From<abi::p2pmem_pci_addr> for PciAddr {
-    fn from(addr: abi::p2pmem_pci_addr) -> Self {
-        Self {
-            domain: addr.domain,
-            bus: addr.bus,
-            devfn: addr.devfn,
-        }
-    }
-}
-
-impl From<PciAddr> for abi::p2pmem_pci_addr {
-    fn from(addr: PciAddr) -> Self {
-        Self {
-            domain: addr.domain,
-            bus: addr.bus,
-            devfn: addr.devfn,
-            reserved: 0,
-        }
     }
 }
 
@@ -278,6 +186,7 @@ fn controllers_of(real: &Path) -> Vec<String> {
 
 /// A PCI function as sysfs shows it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
 pub struct PciDevice {
     /// Where it is.
     pub addr: PciAddr,
@@ -318,10 +227,10 @@ impl PciDevice {
 /// [`Error::Admin`] where `sys` has no PCI bus.
 pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
     let path = sys.join("bus/pci/devices");
-    let failed = |source| Error::Admin {
+    let failed = |error| Error::Admin {
         action: "list".into(),
         path: path.clone(),
-        source,
+        error,
         status: None,
     };
     let mut devices = Vec::new();
@@ -511,7 +420,7 @@ mod tests {
         fn addresses_survive_a_round_trip(domain: u32, bus: u8, devfn: u8) {
             let addr = PciAddr { domain, bus, devfn };
             prop_assert_eq!(addr.to_string().parse::<PciAddr>().unwrap(), addr);
-            prop_assert_eq!(PciAddr::from(abi::p2pmem_pci_addr::from(addr)), addr);
+            prop_assert_eq!(PciAddr::from(p2pmem_sys::p2pmem_pci_addr::from(addr)), addr);
         }
 
         #[test]

@@ -2,7 +2,6 @@
 
 //! Buffers registered with RDMA NICs.
 
-use std::any::Any;
 use std::ffi::c_void;
 use std::fmt;
 use std::io;
@@ -10,16 +9,18 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
+use bitflags::bitflags;
 use p2pmem_verbs_sys::access;
 
-use crate::buffer::Origin;
 use crate::error::{errno_text, Error, Result};
 use crate::export::{DmaBuf, ExportOptions};
-use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
+use crate::origin::Origin;
+use crate::sys::verbs::{Part, Pd, ProtectionDomain, RawMr};
 use crate::sys::Region;
-use crate::types::human_size;
+use crate::types::{human_size, RegistrationMethod};
 
-/// What may be done with registered memory; local reading always may.
+/// What may be done with registered memory; local reading always may. The bits are those of `enum ibv_access_flags`; flags
+/// without a name here are passed on to libibverbs, from [`Access::from_bits_retain`].
 ///
 /// ```
 /// use p2pmem::Access;
@@ -31,112 +32,29 @@ use crate::types::human_size;
 #[must_use]
 pub struct Access(u32);
 
+bitflags! {
+    impl Access: u32 {
+        /// The NIC may write it for its own side: receives, answers to RDMA READ.
+        const LOCAL_WRITE = access::LOCAL_WRITE;
+        /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
+        const REMOTE_WRITE = access::REMOTE_WRITE;
+        /// The other side may RDMA READ.
+        const REMOTE_READ = access::REMOTE_READ;
+        /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
+        const REMOTE_ATOMIC = access::REMOTE_ATOMIC;
+        /// Writes may arrive in another order than they were sent in, which some machines do faster.
+        const RELAXED_ORDERING = access::RELAXED_ORDERING;
+    }
+}
+
 impl Access {
-    /// The NIC may only read it, for its own side's work requests.
-    pub const LOCAL_READ: Self = Self(0);
-    /// The NIC may write it for its own side: receives, answers to RDMA READ.
-    pub const LOCAL_WRITE: Self = Self(access::LOCAL_WRITE);
-    /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
-    pub const REMOTE_WRITE: Self = Self(access::REMOTE_WRITE);
-    /// The other side may RDMA READ.
-    pub const REMOTE_READ: Self = Self(access::REMOTE_READ);
-    /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
-    pub const REMOTE_ATOMIC: Self = Self(access::REMOTE_ATOMIC);
-    /// Writes may arrive in another order than they were sent in, which some machines do faster.
-    pub const RELAXED_ORDERING: Self = Self(access::RELAXED_ORDERING);
-    /// All that both sides can do, in order.
-    pub const ALL: Self =
-        Self(access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ | access::REMOTE_ATOMIC);
-
-    /// Flags of `enum ibv_access_flags`, as other crates have them.
-    pub const fn from_bits(bits: u32) -> Self {
-        Self(bits)
-    }
-
-    /// As `enum ibv_access_flags`.
-    pub const fn bits(self) -> u32 {
-        self.0
-    }
-
-    /// Whether it allows all that `other` does.
-    pub const fn contains(self, other: Self) -> bool {
-        self.0 & other.0 == other.0
-    }
-}
-
-impl std::ops::BitOr for Access {
-    type Output = Self;
-
-    fn bitor(self, other: Self) -> Self {
-        Self(self.0 | other.0)
-    }
-}
-
-/// How memory comes to a NIC.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum RegistrationMethod {
-    /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
-    DmaBuf,
-    /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
-    PeerMemory,
-}
-
-impl fmt::Display for RegistrationMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::DmaBuf => "dma-buf",
-            Self::PeerMemory => "peer memory",
-        })
-    }
-}
-
-/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
-#[derive(Clone)]
-pub struct Pd {
-    raw: RawPd,
-    /// Whose functions work on it.
-    verbs: Arc<dyn Verbs>,
-    /// What keeps the domain alive.
-    _keep: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-impl fmt::Debug for Pd {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pd").field("nic", &self.nic()).finish_non_exhaustive()
-    }
-}
-
-impl Pd {
-    pub(crate) fn new(raw: RawPd, verbs: Arc<dyn Verbs>, keep: Option<Arc<dyn Any + Send + Sync>>) -> Self {
-        Self {
-            raw,
-            verbs,
-            _keep: keep,
-        }
-    }
-
-    /// Name of its NIC, as `mlx5_0`.
-    pub fn nic(&self) -> String {
-        self.verbs.nic(self.raw)
-    }
-}
-
-/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
-pub trait ProtectionDomain {
-    /// The domain in this crate's form.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Verbs`] where libibverbs is not installed.
-    fn to_pd(&self) -> Result<Pd>;
-}
-
-impl ProtectionDomain for Pd {
-    fn to_pd(&self) -> Result<Pd> {
-        Ok(self.clone())
-    }
+    /// The NIC may only read it, for its own side's work requests: no flag is set.
+    pub const LOCAL_READ: Self = Self::empty();
+    /// All that both sides can do, in order: every named flag but [`Access::RELAXED_ORDERING`].
+    pub const ALL: Self = Self::LOCAL_WRITE
+        .union(Self::REMOTE_WRITE)
+        .union(Self::REMOTE_READ)
+        .union(Self::REMOTE_ATOMIC);
 }
 
 /// Whether a buffer can be named by its handle: that of a mapping may be gone.
@@ -294,7 +212,7 @@ impl Attempt<'_> {
         let result = self
             .origin
             .device
-            .with_importer(|| self.pd.verbs.reg_dmabuf(self.pd.raw, dmabuf.as_fd(), part));
+            .with_importer(|| self.pd.verbs().reg_dmabuf(self.pd.raw(), dmabuf.as_fd(), part));
         match result {
             Ok(mr) => Ok(self.done(mr, Some(dmabuf))),
             Err((error, reason)) => Err(self.failed(RegistrationMethod::DmaBuf, &error, reason)),
@@ -307,7 +225,7 @@ impl Attempt<'_> {
                 "registration by addresses of a buffer that is not mapped: map it first".into(),
             ));
         };
-        match self.pd.verbs.reg_mapped(self.pd.raw, region, self.part) {
+        match self.pd.verbs().reg_mapped(self.pd.raw(), region, self.part) {
             Ok(mr) => Ok(self.done(mr, None)),
             Err(error) => Err(self.failed(RegistrationMethod::PeerMemory, &error, None)),
         }
@@ -350,7 +268,7 @@ impl Mr {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
         }
-        self.pd.verbs.dereg(&self.mr)
+        self.pd.verbs().dereg(&self.mr)
     }
 }
 
@@ -435,6 +353,11 @@ impl Registration {
         self.len
     }
 
+    /// The region that the NIC knows.
+    pub(crate) fn region(&self) -> &RawMr {
+        &self.mr.mr
+    }
+
     /// The method taken.
     pub fn method(&self) -> RegistrationMethod {
         if self.dmabuf.is_some() {
@@ -474,177 +397,4 @@ impl Registration {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::{Fake, FakeNic};
-    use crate::{Device, Request};
-
-    fn bed() -> (Fake, Device, FakeNic) {
-        let fake = Fake::example();
-        let device = fake.device();
-        (fake, device, FakeNic::new("mlx5_0"))
-    }
-
-    #[test]
-    fn addresses_are_the_mapping_s_where_there_is_one() {
-        let (_fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(1 << 20)).unwrap();
-        let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
-        let unmapped = buffer.register(&nic.pd(), access).unwrap();
-        assert_eq!(
-            (unmapped.addr(), unmapped.len(), unmapped.method()),
-            (0, 1 << 20, RegistrationMethod::DmaBuf)
-        );
-        assert_eq!(unmapped.dmabuf().unwrap().size(), 1 << 20);
-
-        let memory = buffer.map().unwrap();
-        let at = memory.as_ptr() as u64;
-        assert_eq!(buffer.register(&nic.pd(), access).unwrap().addr(), at);
-        let part = RegisterOptions::new(access).range(5000..5100);
-        let registration = memory.register_with(&nic.pd(), &part).unwrap();
-        assert_eq!((registration.addr(), registration.len()), (at + 5000, 100));
-        assert_eq!(
-            registration.dmabuf().unwrap().size(),
-            4096,
-            "the page that the bytes are in"
-        );
-        assert_ne!(registration.rkey(), unmapped.rkey());
-        drop(memory);
-        let moved = buffer.register(&nic.pd(), access).unwrap();
-        assert_eq!(moved.addr(), at, "a registration keeps the mapping it goes by");
-        drop((registration, moved));
-        assert_eq!(
-            buffer.register(&nic.pd(), access).unwrap().addr(),
-            0,
-            "no mapping is left"
-        );
-        assert_eq!(nic.regions(), 1);
-    }
-
-    #[test]
-    fn a_registration_ends_once_and_may_outlive_its_buffer_and_device() {
-        let (fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(4096)).unwrap();
-        let first = buffer.register(&nic.pd(), Access::ALL).unwrap();
-        let second = buffer.register(&nic.pd(), Access::ALL).unwrap();
-        drop((buffer, device, fake));
-        assert_eq!(nic.regions(), 2);
-        first.deregister().unwrap();
-        drop(second);
-        assert_eq!(nic.regions(), 0);
-    }
-
-    #[test]
-    fn an_end_that_fails_is_told() {
-        let (_fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(4096)).unwrap();
-        let registration = buffer.register(&nic.pd(), Access::LOCAL_READ).unwrap();
-        nic.fail_next(libc::EBUSY);
-        let error = registration.deregister().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "ending a registration with mlx5_0 failed: Device or resource busy (EBUSY)"
-        );
-        assert_eq!(nic.regions(), 1, "it is not tried twice");
-    }
-
-    #[test]
-    fn a_failure_names_buffer_nic_method_errno_and_remedy() {
-        let (fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(16 << 20).provider(1)).unwrap();
-        nic.fail_next(libc::EOPNOTSUPP);
-        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "registering 16 MiB of buffer 1 (16 MiB in provider 1, 0000:03:00.0 BAR 2) with mlx5_0 by dma-buf failed: \
-             Operation not supported (EOPNOTSUPP)"
-        );
-        assert!(error.remedy().unwrap().contains("on-demand paging"));
-        assert_eq!(error.reason(), None, "the allocation's sentence is not about this");
-
-        fake.refuse_importer(libc::EHOSTUNREACH, "0000:0a:00.0 cannot reach 0000:03:00.0: ACS");
-        nic.fail_next(libc::EHOSTUNREACH);
-        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
-        assert_eq!(error.reason(), Some("0000:0a:00.0 cannot reach 0000:03:00.0: ACS"));
-        assert!(error
-            .to_string()
-            .ends_with("(EHOSTUNREACH): 0000:0a:00.0 cannot reach 0000:03:00.0: ACS"));
-        assert!(error.remedy().unwrap().contains("allocate near it"));
-        nic.fail_next(libc::ENOMEM);
-        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
-        assert_eq!(error.reason(), None, "the driver's own error, not the module's");
-
-        fake.remove_provider(1);
-        let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
-        assert!(
-            matches!(
-                error,
-                Error::Refused {
-                    errno: libc::ENODEV,
-                    ..
-                }
-            ),
-            "the export fails before the NIC is asked: {error}"
-        );
-        assert_eq!(nic.regions(), 0);
-    }
-
-    #[test]
-    fn impossible_registrations_never_reach_the_nic() {
-        let (_fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(8192)).unwrap();
-        let what = RegisterOptions::new(Access::ALL);
-        #[allow(clippy::reversed_empty_ranges)]
-        let bad = [
-            what.clone().range(0..0),
-            what.clone().range(0..8193),
-            what.clone().range(9..8),
-            what.clone().range(100..200).iova(4096),
-            what.clone().method(RegistrationMethod::PeerMemory),
-        ];
-        for what in bad {
-            let error = buffer.register_with(&nic.pd(), &what).unwrap_err();
-            assert!(matches!(error, Error::Request(_)), "{what:?}: {error}");
-        }
-        assert_eq!(nic.regions(), 0);
-        let fitting = what.range(100..200).iova((7 << 12) + 100);
-        assert_eq!(
-            buffer.register_with(&nic.pd(), &fitting).unwrap().addr(),
-            (7 << 12) + 100
-        );
-    }
-
-    #[test]
-    fn the_method_of_addresses_is_taken_where_it_is_asked_for() {
-        let (_fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(8192)).unwrap();
-        let memory = buffer.map().unwrap();
-        let what = RegisterOptions::new(Access::ALL)
-            .method(RegistrationMethod::PeerMemory)
-            .range(4096..8192);
-        let registration = memory.register_with(&nic.pd(), &what).unwrap();
-        assert_eq!(
-            (registration.method(), registration.len()),
-            (RegistrationMethod::PeerMemory, 4096)
-        );
-        assert!(registration.dmabuf().is_none());
-        nic.fail_next(libc::EREMOTEIO);
-        let error = memory.register_with(&nic.pd(), &what).unwrap_err();
-        assert!(error.to_string().contains("by peer memory failed"), "{error}");
-        assert!(error.remedy().unwrap().contains("by dma-buf"), "{error}");
-    }
-
-    #[test]
-    fn a_registration_of_a_mapping_outlives_both() {
-        fn check<T: Send + Sync>() {}
-        check::<Registration>();
-        check::<Pd>();
-        let (_fake, device, nic) = bed();
-        let buffer = device.alloc(&Request::new(8192)).unwrap();
-        let memory = buffer.map().unwrap();
-        let registration = memory.register(&nic.pd(), Access::ALL).unwrap();
-        drop((buffer, memory));
-        assert_eq!(registration.len(), 8192);
-        assert!(format!("{registration:?}").contains("mlx5_0"));
-    }
-}
+mod tests;

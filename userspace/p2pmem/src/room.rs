@@ -6,7 +6,7 @@ use std::fmt;
 
 use p2pmem_sys as abi;
 
-use crate::pci::PciAddr;
+use crate::addr::PciAddr;
 use crate::types::{human_size, Provider};
 
 /// Most holders that an error's text names for one provider.

@@ -14,18 +14,19 @@
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
-use std::fmt;
 use std::fs;
 use std::io;
-use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 
 use crate::admin::{read_status, RealTree, Tree};
 use crate::error::{Error, Result};
 use crate::types::PathClass;
+
+mod users;
+
+pub use users::Users;
 
 /// Most characters of a rule's name.
 const NAME_MOST: usize = 31;
@@ -87,92 +88,6 @@ words! {
         Kernel = "kernel",
         /// The members of the rule's group.
         Group = "group",
-    }
-}
-
-/// Users: numbers and ranges of numbers, as `1000,100000-165535`. A user and his subordinate ids (subuid(5)) are several users to the
-/// kernel; so a rule can name all of them.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Users(Vec<RangeInclusive<u32>>);
-
-impl Users {
-    /// Most ranges that the module keeps.
-    pub const MOST: usize = 4;
-
-    /// Users by ranges of their numbers.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Request`] where there are none, more than [`Self::MOST`], or an empty one, or where all ones is in one.
-    pub fn new(ranges: impl IntoIterator<Item = RangeInclusive<u32>>) -> Result<Self> {
-        let ranges: Vec<_> = ranges.into_iter().collect();
-        let sound = |range: &RangeInclusive<u32>| !range.is_empty() && *range.end() != u32::MAX;
-        if ranges.is_empty() || ranges.len() > Self::MOST || !ranges.iter().all(sound) {
-            return Err(Error::Request(format!(
-                "a rule names one to {} ranges of users, such as 1000,100000-165535, and not {ranges:?}",
-                Self::MOST
-            )));
-        }
-        Ok(Self(ranges))
-    }
-
-    /// The ranges.
-    pub fn ranges(&self) -> &[RangeInclusive<u32>] {
-        &self.0
-    }
-
-    /// The number, where it is one user alone.
-    pub fn one(&self) -> Option<u32> {
-        match &self.0[..] {
-            [one] if one.start() == one.end() => Some(*one.start()),
-            _ => None,
-        }
-    }
-}
-
-impl From<u32> for Users {
-    fn from(uid: u32) -> Self {
-        Self(vec![uid..=uid])
-    }
-}
-
-impl fmt::Display for Users {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (at, range) in self.0.iter().enumerate() {
-            f.write_str(if at > 0 { "," } else { "" })?;
-            range.start().fmt(f)?;
-            if range.start() < range.end() {
-                write!(f, "-{}", range.end())?;
-            }
-        }
-        Ok(())
-    }
-}
-
-impl FromStr for Users {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let range = |part: &str| {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            Some(first.parse().ok()?..=last.parse().ok()?)
-        };
-        match text.split(',').map(range).collect::<Option<Vec<_>>>() {
-            Some(ranges) => Self::new(ranges),
-            None => Err(Error::Request(format!(
-                "{text:?} are no numbers of users, such as 1000,100000-165535"
-            ))),
-        }
-    }
-}
-
-/// As a number where it is one user, else as text.
-impl Serialize for Users {
-    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        match self.one() {
-            Some(uid) => serializer.serialize_u32(uid),
-            None => serializer.collect_str(self),
-        }
     }
 }
 
@@ -381,10 +296,10 @@ impl Rules {
 
     fn failed(action: impl Into<String>, path: &Path) -> impl FnOnce(io::Error) -> Error + '_ {
         let action = action.into();
-        move |source| Error::Admin {
+        move |error| Error::Admin {
             action,
             path: path.to_owned(),
-            source,
+            error,
             status: path.parent().and_then(read_status),
         }
     }
@@ -416,11 +331,11 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where there is none of that name; [`Error::Admin`] where it cannot be read.
+    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be read.
     pub fn get(&self, name: &str) -> Result<RuleState> {
         let dir = self.dir(name);
         if !dir.exists() {
-            return Err(Error::State(format!("there is no rule {name}")));
+            return Err(Error::Missing(format!("there is no rule {name}")));
         }
         let read = |attribute: &str| -> Result<String> {
             let path = dir.join(attribute);
@@ -457,13 +372,13 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a name that is none; [`Error::State`] where there is a rule of that name;
+    /// [`Error::Request`] for a name that is none; [`Error::Exists`] where there is a rule of that name;
     /// [`Error::Admin`] where the module refuses it, with its reason. Nothing of it stays then.
     pub fn add(&self, rule: &Rule) -> Result<RuleState> {
         Rule::check_name(&rule.name)?;
         let dir = self.dir(&rule.name);
         if dir.exists() {
-            return Err(Error::State(format!("there is a rule {} already", rule.name)));
+            return Err(Error::Exists(format!("there is a rule {} already", rule.name)));
         }
         self.tree.make_dir(&dir).map_err(Self::failed("make", &dir))?;
         let enable = ("enable", if rule.enabled { "1" } else { "0" }.to_owned());
@@ -484,11 +399,11 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] where there is none of that name; [`Error::Admin`] where it cannot be removed.
+    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be removed.
     pub fn remove(&self, name: &str) -> Result<()> {
         let dir = self.dir(name);
         if !dir.exists() {
-            return Err(Error::State(format!("there is no rule {name}")));
+            return Err(Error::Missing(format!("there is no rule {name}")));
         }
         self.tree.remove_dir(&dir).map_err(Self::failed("remove", &dir))
     }
@@ -512,13 +427,26 @@ impl Rules {
         Ok(state)
     }
 
-    /// Makes rules those of the machine; with `only` no others stay. Those that are there already are left alone. Either
-    /// all of it is done or, with an error, nothing.
+    /// Adds rules, or changes those of the same name; other rules stay. Rules that are in force already are left alone.
+    /// On an error all rules are as before.
     ///
     /// # Errors
     ///
     /// [`Error::Request`] for a name that is none or is there twice; else as for [`Rules::add`].
-    pub fn load(&self, rules: &[Rule], only: bool) -> Result<Loaded> {
+    pub fn load(&self, rules: &[Rule]) -> Result<Loaded> {
+        self.load_all(rules, false)
+    }
+
+    /// As [`Rules::load`], and removes all other rules.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Rules::load`].
+    pub fn load_only(&self, rules: &[Rule]) -> Result<Loaded> {
+        self.load_all(rules, true)
+    }
+
+    fn load_all(&self, rules: &[Rule], only: bool) -> Result<Loaded> {
         for (at, rule) in rules.iter().enumerate() {
             Rule::check_name(&rule.name)?;
             if rules[..at].iter().any(|other| other.name == rule.name) {
@@ -570,177 +498,4 @@ impl Rules {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A folder that answers as configfs would: a rule comes with its attributes, and one that says nothing is refused.
-    struct FakeTree;
-
-    impl Tree for FakeTree {
-        fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-            let rule = path.parent().unwrap();
-            if path.ends_with("enable") && text == "1" {
-                let set = ["action", "max_class", "quota", "group_quota", "reserve"];
-                let empty = set.iter().all(|a| fs::read_to_string(rule.join(a)).unwrap() == "none");
-                if empty {
-                    fs::write(rule.join("status"), "refused: the rule says nothing\n")?;
-                    return Err(io::Error::from_raw_os_error(libc::EINVAL));
-                }
-                fs::write(rule.join("status"), "in force\n")?;
-            }
-            fs::write(path, text)
-        }
-
-        fn make_dir(&self, path: &Path) -> io::Result<()> {
-            fs::create_dir(path)?;
-            for (name, value) in Rule::new("").attributes() {
-                fs::write(path.join(name), value)?;
-            }
-            fs::write(path.join("enable"), "0\n")?;
-            fs::write(path.join("status"), "not in force\n")?;
-            fs::write(
-                path.join("usage"),
-                "uid 7 4096\ngroup 8192\nprovider 3 12288\nwhat is this\n",
-            )
-        }
-
-        fn remove_dir(&self, path: &Path) -> io::Result<()> {
-            fs::remove_dir_all(path)
-        }
-    }
-
-    fn rules() -> (tempfile::TempDir, Rules) {
-        let root = tempfile::tempdir().unwrap();
-        fs::create_dir_all(root.path().join("p2pmem/rules")).unwrap();
-        let rules = Rules {
-            tree: Box::new(FakeTree),
-            ..Rules::with_root(root.path())
-        };
-        (root, rules)
-    }
-
-    fn deny(name: &str) -> Rule {
-        Rule {
-            action: Some(Action::Deny),
-            ..Rule::new(name)
-        }
-    }
-
-    fn names(rules: &Rules) -> Vec<String> {
-        rules.list().unwrap().into_iter().map(|state| state.rule.name).collect()
-    }
-
-    #[test]
-    fn what_is_added_is_listed() {
-        let (_root, rules) = rules();
-        let full = Rule {
-            provider: Some("0000:03:00.0".into()),
-            client: Some("15b3:101b".into()),
-            uid: Some(1000.into()),
-            gid: Some(7),
-            max_class: Some(PathClass::SameSwitch),
-            quota: Some(1 << 30),
-            group_quota: Some(0),
-            reserve: Some(5),
-            reserve_for: Some(Beneficiary::Group),
-            ..deny("20-b")
-        };
-        assert_eq!(rules.add(&full).unwrap().rule, full);
-        let off = Rule {
-            enabled: false,
-            ..Rule::new("10-a")
-        };
-        rules.add(&off).unwrap();
-        let all = rules.list().unwrap();
-        assert_eq!((&all[0].rule, &all[1].rule), (&off, &full));
-        assert_eq!(all[1].usage.len(), 3);
-        assert_eq!(all[1].usage[0], Usage::User { uid: 7, bytes: 4096 });
-        rules.remove("20-b").unwrap();
-        assert!(matches!(rules.remove("20-b"), Err(Error::State(_))));
-        assert_eq!(names(&rules), ["10-a"]);
-    }
-
-    #[test]
-    fn users_are_numbers_and_ranges() {
-        let users: Users = "1000,100000-165535".parse().unwrap();
-        assert_eq!(users.ranges(), [1000..=1000, 100_000..=165_535]);
-        assert_eq!(users.to_string(), "1000,100000-165535");
-        assert_eq!(serde_json::to_string(&users).unwrap(), "\"1000,100000-165535\"");
-        assert_eq!(serde_json::to_string(&Users::from(7)).unwrap(), "7");
-        for bad in ["", "root", "-1", "2-1", "1,2,3,4,5", "1-4294967295", "1, 2"] {
-            assert!(matches!(bad.parse::<Users>(), Err(Error::Request(_))), "{bad:?}");
-        }
-        let (_root, rules) = rules();
-        let rule = Rule {
-            uid: Some(users),
-            ..deny("10-alice")
-        };
-        assert_eq!(rules.add(&rule).unwrap().rule, rule);
-    }
-
-    #[test]
-    fn what_is_refused_leaves_nothing() {
-        let (_root, rules) = rules();
-        let error = rules.add(&Rule::new("10-empty")).unwrap_err();
-        assert!(error.to_string().contains("the rule says nothing"), "{error}");
-        for name in ["", "rule", "10-", "1-a", "10-a b", "10-\u{e9}", &"10-x".repeat(8)] {
-            assert!(matches!(rules.add(&deny(name)), Err(Error::Request(_))), "{name:?}");
-        }
-        assert!(names(&rules).is_empty());
-        rules.add(&deny("10-a")).unwrap();
-        assert!(matches!(rules.add(&deny("10-a")), Err(Error::State(_))));
-    }
-
-    #[test]
-    fn all_is_loaded_or_nothing() {
-        let (_root, rules) = rules();
-        rules.add(&deny("10-a")).unwrap();
-        rules.add(&deny("20-b")).unwrap();
-        let other = Rule {
-            uid: Some(5.into()),
-            ..deny("20-b")
-        };
-        let wanted = [other.clone(), deny("30-c")];
-        let loaded = rules.load(&wanted, false).unwrap();
-        assert_eq!(
-            (loaded.added, loaded.changed),
-            (vec!["30-c".to_owned()], vec!["20-b".to_owned()])
-        );
-        assert_eq!(names(&rules), ["10-a", "20-b", "30-c"]);
-        let loaded = rules.load(&wanted, true).unwrap();
-        assert_eq!((loaded.removed, loaded.unchanged.len()), (vec!["10-a".to_owned()], 2));
-
-        // The last one is refused: the others go back to what they were.
-        let bad = [deny("05-new"), deny("20-b"), Rule::new("40-empty")];
-        assert!(rules.load(&bad, true).is_err());
-        assert_eq!(names(&rules), ["20-b", "30-c"]);
-        assert_eq!(rules.get("20-b").unwrap().rule, other);
-        assert!(rules.load(&[deny("10-a"), deny("10-a")], false).is_err());
-    }
-
-    #[test]
-    fn a_long_name_has_a_stand_in_too() {
-        let (_root, rules) = rules();
-        let long = format!("10-{}", "x".repeat(28));
-        rules.add(&deny(&long)).unwrap();
-        let other = Rule {
-            uid: Some(1.into()),
-            ..deny(&long)
-        };
-        rules.replace(&other).unwrap();
-        assert_eq!(names(&rules), [long.clone()]);
-        assert!(rules.replace(&Rule::new(&long)).is_err());
-        assert_eq!(rules.get(&long).unwrap().rule, other);
-    }
-
-    #[test]
-    fn without_the_module_it_says_so() {
-        let root = tempfile::tempdir().unwrap();
-        let error = Rules::with_root(root.path()).list().unwrap_err();
-        assert!(
-            error.remedy().unwrap_or_default().contains("modprobe p2pmem"),
-            "{error} {:?}",
-            error.remedy()
-        );
-    }
-}
+mod tests;

@@ -5,7 +5,7 @@
 use std::ops::Range;
 
 use crate::buffer::Buffer;
-use crate::{Error, Result};
+use crate::error::{Error, Result};
 
 /// What [`Device::alloc_stripe`](crate::Device::alloc_stripe) allocated: parts in several providers, one after the
 /// other.

@@ -22,6 +22,11 @@ use std::time::{Duration, Instant};
 
 use p2pmem_access_sys as access;
 use p2pmem_sys as abi;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::fs::OFlags;
+use rustix::io::Errno;
+use rustix::ioctl::{ioctl, Updater};
+use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
 /// What is asked of the module: one method for each ioctl, with slices where the ABI has pointers.
 ///
@@ -65,6 +70,26 @@ pub(crate) trait Kernel: Send + Sync {
     /// Waits until there are events to read; false after `timeout` (none: without a limit).
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool>;
     fn fd(&self) -> BorrowedFd<'_>;
+    /// The descriptor that is readable while there are events.
+    fn event_fd(&self) -> BorrowedFd<'_>;
+}
+
+/// Waits until a descriptor is readable; false after `timeout` (none: without a limit). ENODEV where it never will be.
+pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<bool> {
+    let deadline = timeout.map(|t| Instant::now() + t);
+    loop {
+        let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
+        // A time that the kernel's type cannot hold is no limit.
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        match poll(&mut fds, left.as_ref()) {
+            Ok(0) => return Ok(false),
+            Ok(_) if fds[0].revents().contains(PollFlags::IN) => return Ok(true),
+            Ok(_) => return Err(Errno::NODEV.into()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
 }
 
 /// The real thing: an open `/dev/p2pmem`.
@@ -107,28 +132,26 @@ impl CharDevice {
             .map(Self)
     }
 
-    /// Issues an ioctl whose number was made from the type of `argument`.
+    /// Issues an ioctl whose number was made from the type of `argument`, which the compiler checks.
     ///
     /// # Safety
     ///
     /// Addresses inside `argument` must be zero, or valid for what the ioctl reads and writes there.
-    unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> io::Result<()> {
-        assert_eq!(
-            abi::ioc_size(request) as usize,
-            size_of::<T>(),
-            "ioctl {request:#x} takes another structure"
-        );
+    unsafe fn ioctl<const NUMBER: u32, T>(&self, argument: &mut T) -> io::Result<()> {
+        const {
+            assert!(
+                abi::ioc_size(NUMBER) as usize == size_of::<T>(),
+                "this ioctl takes another structure"
+            )
+        };
         loop {
             // SAFETY: the kernel reads and writes size_of::<T>() bytes at `argument`, as the assertion above ties the
             // number to the type; the caller answers for addresses in it. All structures are plain integers, so any
             // bytes the kernel writes are valid.
-            let result = unsafe { libc::ioctl(self.0.as_raw_fd(), request as _, std::ptr::from_mut(argument)) };
-            if result >= 0 {
-                return Ok(());
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
+            let result = unsafe { ioctl(&self.0, Updater::<NUMBER, T>::new(argument)) };
+            match result {
+                Err(Errno::INTR) => {}
+                result => return Ok(result?),
             }
         }
     }
@@ -175,7 +198,7 @@ impl Kernel for CharDevice {
     fn info(&self) -> io::Result<abi::p2pmem_info> {
         let mut info = abi::p2pmem_info::default();
         // SAFETY: the structure holds no addresses.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_INFO, &mut info) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_INFO }, _>(&mut info) }?;
         Ok(info)
     }
 
@@ -187,7 +210,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the kernel writes at most `count` elements at `providers`, which is a slice that long.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_LIST, &mut list) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_LIST }, _>(&mut list) }?;
         Ok(list.count as usize)
     }
 
@@ -204,7 +227,7 @@ impl Kernel for CharDevice {
         };
         // SAFETY: the kernel reads `nr_clients` elements at `clients` and writes at most `nr_paths` at `paths`; both
         // are slices that long.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_PATHS, &mut paths) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_PATHS }, _>(&mut paths) }?;
         Ok(paths.nr_paths as usize)
     }
 
@@ -214,7 +237,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the only address is that of the clients, a slice as long as `nr_clients` says.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_ALLOC, &mut alloc) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_ALLOC }, _>(&mut alloc) }?;
         Ok(alloc)
     }
 
@@ -222,7 +245,7 @@ impl Kernel for CharDevice {
         let mut free = abi::p2pmem_free { handle, flags: 0 };
         // SAFETY: the structure holds no addresses. Mappings of the buffer stay valid: the kernel keeps the memory
         // until the last one is gone.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_FREE, &mut free) }
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_FREE }, _>(&mut free) }
     }
 
     fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer> {
@@ -231,7 +254,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the structure holds no addresses of this process.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_BUFFER, &mut buffer) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_BUFFER }, _>(&mut buffer) }?;
         Ok(buffer)
     }
 
@@ -255,7 +278,7 @@ impl Kernel for CharDevice {
         };
         // SAFETY: the kernel reads the clients and writes at most `nr_verdicts` elements and `text_len` bytes; all
         // three are slices that long.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPLAIN, &mut explain) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_EXPLAIN }, _>(&mut explain) }?;
         Ok(explain)
     }
 
@@ -265,7 +288,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the structure holds no addresses.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_STATS, &mut stats) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_STATS }, _>(&mut stats) }?;
         Ok(stats)
     }
 
@@ -277,7 +300,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the kernel reads the rules, a slice as long as `count` says.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_RULES, &mut ask) }
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_RULES }, _>(&mut ask) }
     }
 
     fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
@@ -296,7 +319,7 @@ impl Kernel for CharDevice {
         };
         // SAFETY: the kernel reads the ranges, a slice as long as `nr_ranges` says. What they name is the kernel's to
         // check: it touches no memory of the program.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_EXPORT_DMABUF }, _>(&mut export) }?;
         // SAFETY: the ioctl succeeded, so the descriptor is new, and nobody else knows of it.
         Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
     }
@@ -307,7 +330,7 @@ impl Kernel for CharDevice {
             ..Default::default()
         };
         // SAFETY: the structure holds no addresses.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_IMPORT, &mut import) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_IMPORT }, _>(&mut import) }?;
         Ok(import)
     }
 
@@ -326,7 +349,7 @@ impl Kernel for CharDevice {
         };
         // SAFETY: the kernel reads the clients and writes at most `nr_parts` elements at `parts`; both are slices that
         // long.
-        unsafe { self.ioctl(abi::P2PMEM_IOC_STRIPE, &mut stripe) }?;
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_STRIPE }, _>(&mut stripe) }?;
         Ok(stripe.nr_parts as usize)
     }
 
@@ -346,43 +369,19 @@ impl Kernel for CharDevice {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let room = ROOM.min(size_of_val(out));
-        // SAFETY: the kernel writes at most `room` bytes, and the array has at least so many.
-        let n = unsafe { libc::read(self.0.as_raw_fd(), bytes.as_mut_ptr().cast(), room) };
-        let n = usize::try_from(n).map_err(|_| io::Error::last_os_error())?;
+        let n = rustix::io::read(&self.0, &mut bytes[..room])?;
         split_events(&bytes[..n], out)
     }
 
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        let deadline = timeout.map(|t| Instant::now() + t);
-        loop {
-            let left = deadline.map_or(-1, |d| {
-                // Rounded up, so that the last wait is not a spin of zero-length ones.
-                let ms = d
-                    .saturating_duration_since(Instant::now())
-                    .as_nanos()
-                    .div_ceil(1_000_000);
-                libc::c_int::try_from(ms).unwrap_or(libc::c_int::MAX)
-            });
-            let mut poll = libc::pollfd {
-                fd: self.0.as_raw_fd(),
-                events: libc::POLLIN,
-                revents: 0,
-            };
-            // SAFETY: one pollfd, which lives across the call.
-            match unsafe { libc::poll(&mut poll, 1, left) } {
-                0 => return Ok(false),
-                n if n > 0 && poll.revents & libc::POLLIN != 0 => return Ok(true),
-                n if n > 0 => return Err(io::Error::from_raw_os_error(libc::ENODEV)),
-                _ => {}
-            }
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
-            }
-        }
+        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+
+    fn event_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
 }
@@ -408,21 +407,20 @@ unsafe impl Sync for Region {}
 impl Region {
     /// Maps `len` bytes of `file` from `offset` on, shared, to read and write.
     pub(crate) fn map(file: &File, offset: u64, len: usize) -> io::Result<Self> {
-        let offset = libc::off_t::try_from(offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
+        if i64::try_from(offset).is_err() {
+            return Err(Errno::OVERFLOW.into());
+        }
         // SAFETY: a new mapping at an address the kernel chooses touches no memory of the program.
         let start = unsafe {
-            libc::mmap(
+            mmap(
                 std::ptr::null_mut(),
                 len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_SHARED,
-                file.as_raw_fd(),
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                file,
                 offset,
             )
-        };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        }?;
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
         // INVARIANT: the mapping was just made, and nobody else knows of it.
         Ok(Self { start, len })
@@ -489,31 +487,20 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         // SAFETY: the mapping is ours (type invariant) and nobody uses it after this.
-        let result = unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
-        debug_assert_eq!(result, 0, "munmap: {}", io::Error::last_os_error());
+        let result = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        debug_assert_eq!(result, Ok(()), "munmap");
     }
 }
 
-/// Flags of an open file, as `open()` took them.
-pub(crate) fn open_flags(file: &File) -> io::Result<libc::c_int> {
-    // SAFETY: F_GETFL takes no argument and touches no memory.
-    let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
-    if flags < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(flags)
+/// Whether a file is open with O_DIRECT.
+pub(crate) fn is_direct(file: &File) -> io::Result<bool> {
+    Ok(rustix::fs::fcntl_getfl(file)?.contains(OFlags::DIRECT))
 }
 
 /// A file that lives in memory only, `len` bytes long and zeroed.
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
-    // SAFETY: the name is NUL-terminated and only read.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new, and ours alone.
-    let file = unsafe { File::from_raw_fd(fd) };
+    let file = File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
     file.set_len(len)?;
     Ok(file)
 }

@@ -85,15 +85,7 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 fn report(context: &mut Context<'_>, error: &anyhow::Error) {
     let known = error.chain().find_map(|e| e.downcast_ref::<p2pmem::Error>());
     let remedy = known.and_then(p2pmem::Error::remedy);
-    // The library's errors name their own cause, which is not to be said twice.
-    let mut said = Vec::new();
-    for link in error.chain() {
-        said.push(link.to_string());
-        if link.is::<p2pmem::Error>() {
-            break;
-        }
-    }
-    let text = said.join(": ");
+    let text = format!("{error:#}");
     if context.json {
         let value = serde_json::json!({
             "error": text,

@@ -40,7 +40,8 @@ pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::
 
 pub(crate) fn unpublish(context: &mut Context<'_>, args: &UnpublishArgs) -> anyhow::Result<Outcome> {
     let client = context.client(&args.device_name)?;
-    admin(context).unpublish(client.addr(), args.reprobe)?;
+    let unpublish = admin::Unpublish::new(client.addr()).reprobe(args.reprobe);
+    admin(context).unpublish(&unpublish)?;
     if context.json {
         context.print_json(&serde_json::json!({ "addr": client.addr(), "enabled": false }))?;
     } else {

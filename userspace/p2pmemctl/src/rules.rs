@@ -199,7 +199,12 @@ fn all_rules(context: &Context<'_>, files: &[(PathBuf, File)]) -> anyhow::Result
 
 fn load(context: &mut Context<'_>, files: &[(PathBuf, File)], only: bool) -> anyhow::Result<Outcome> {
     let wanted = all_rules(context, files)?;
-    let loaded = rules(context).load(&wanted, only)?;
+    let rules = rules(context);
+    let loaded = if only {
+        rules.load_only(&wanted)?
+    } else {
+        rules.load(&wanted)?
+    };
     if context.json {
         context.print_json(&loaded)?;
     } else {
@@ -291,7 +296,7 @@ pub(crate) fn apply(context: &mut Context<'_>, args: &ApplyArgs) -> anyhow::Resu
     let wanted = all_rules(context, &files)?;
     // Rules first: from its first moment on a provider is under them.
     let mut applied = Applied {
-        rules: rules(context).load(&wanted, true)?,
+        rules: rules(context).load_only(&wanted)?,
         published: Vec::new(),
         unchanged: Vec::new(),
         failed: Vec::new(),

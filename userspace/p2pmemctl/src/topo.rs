@@ -32,8 +32,10 @@ pub(crate) fn topo(context: &mut Context<'_>, args: &TopoArgs) -> anyhow::Result
     let providers = device.providers()?;
     let paths = if clients.is_empty() {
         Vec::new()
+    } else if args.rescan {
+        device.rescan_paths(&clients)?
     } else {
-        device.paths(&clients, args.rescan)?
+        device.paths(&clients)?
     };
     let topology = Topology {
         providers,

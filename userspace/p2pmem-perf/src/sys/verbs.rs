@@ -10,13 +10,15 @@ use std::ffi::CStr;
 use std::fmt;
 use std::io;
 use std::mem;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
 
 use p2pmem::{Access, Buffer, Pd, Registration};
 use rdma_mummy_sys as ffi;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
 
 use super::Span;
 use crate::wire::{Endpoint, Link};
@@ -359,7 +361,7 @@ impl BufferMemory {
         // long as the clone in what is returned, which is dropped after the registration.
         let pd = unsafe { Pd::from_raw(domain.raw.cast()) }?;
         Ok(Self {
-            registration: buffer.register(&pd, Access::from_bits(ACCESS))?,
+            registration: buffer.register(&pd, Access::from_bits_retain(ACCESS))?,
             _domain: domain.clone(),
         })
     }
@@ -529,24 +531,13 @@ impl Completions {
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
         // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
-        let mut poll = libc::pollfd {
-            fd: fd.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
-        let limit = libc::c_int::try_from(limit.as_millis()).unwrap_or(libc::c_int::MAX);
-        // SAFETY: one descriptor, ours to be written.
-        match unsafe { libc::poll(&mut poll, 1, limit) } {
-            0 => return Ok(false),
-            1.. => {}
-            _ => {
-                let error = io::Error::last_os_error();
-                return if error.kind() == io::ErrorKind::Interrupted {
-                    Ok(false)
-                } else {
-                    Err(error)
-                };
-            }
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        // A time that the kernel's type cannot hold is no limit.
+        let limit = Timespec::try_from(limit).ok();
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(0) | Err(Errno::INTR) => return Ok(false),
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
         }
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the channel lives by the invariant and has an event, as just polled; only this queue uses it. The event

@@ -8,8 +8,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
 
-use crate::register::Pd;
-use crate::sys::verbs::{Part, RawMr, RawPd, Verbs};
+use crate::sys::verbs::{Part, Pd, RawMr, RawPd, Verbs};
 use crate::sys::Region;
 
 use super::{errno, lock};

@@ -10,7 +10,7 @@ use std::sync::Weak;
 use p2pmem_sys as abi;
 
 use super::{lock, Decision, OpenFile, State, PAGE, SPACING};
-use crate::pci::PciAddr;
+use crate::addr::PciAddr;
 use crate::types::{human_size, PathClass};
 
 impl State {
@@ -18,7 +18,7 @@ impl State {
         self.generation += 1;
         self.files.retain(|f| f.strong_count() > 0);
         for file in self.files.iter().filter_map(Weak::upgrade) {
-            lock(&file).events.push_back(*event);
+            lock(&file).queue(event);
         }
     }
 

@@ -8,7 +8,7 @@ use sideway::ibverbs::queue_pair::{
     BasicQueuePair, PostSendError, PostSendGuard, QueuePair, SetScatterGatherEntry, WorkRequestFlags,
 };
 
-use crate::register::Registration;
+use super::verbs::RawMr;
 
 /// What a work request does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,14 +26,14 @@ impl fmt::Display for Verb {
     }
 }
 
-/// Posts one signalled work request between `len` bytes of a registration, from `start` on, and remote memory.
+/// Posts one signalled work request between `len` bytes of a registration, from the address `start` on, and remote memory.
 #[allow(clippy::too_many_arguments)] // a work request has so many
 pub(crate) fn post(
     qp: &mut BasicQueuePair,
     id: u64,
     verb: Verb,
-    local: &Registration,
-    start: usize,
+    local: &RawMr,
+    start: u64,
     len: u32,
     rkey: u32,
     remote: u64,
@@ -44,9 +44,8 @@ pub(crate) fn post(
         Verb::Write => request.setup_write(rkey, remote),
         Verb::Read => request.setup_read(rkey, remote),
     };
-    let at = local.addr().wrapping_add(start as u64);
     // SAFETY: the key is that of a registration, so the NIC touches no other memory than what that covers, whatever the
     // address; and that memory is none that Rust has references to. When the registration ends so does the NIC's access.
-    unsafe { request.setup_sge(local.lkey(), at, len) };
+    unsafe { request.setup_sge(local.lkey, start, len) };
     guard.post()
 }

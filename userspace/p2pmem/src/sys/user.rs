@@ -4,30 +4,27 @@
 
 use std::io;
 
-fn result(value: libc::c_long) -> io::Result<()> {
-    if value < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
-}
+use rustix::process::{Gid, Uid};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
 /// Runs `work` in a thread that has the ids of another user, and returns what it returns. The calls go to the kernel
 /// directly: there they change the calling thread alone, while the C library's would change the whole process.
-pub(crate) fn as_user<T: Send>(
-    uid: libc::uid_t,
-    gid: libc::gid_t,
-    groups: &[libc::gid_t],
-    work: impl FnOnce() -> T + Send,
-) -> io::Result<T> {
+///
+/// # Errors
+///
+/// EINVAL for an id that is none (`u32::MAX`); EPERM where the process may not take on other ids.
+pub(crate) fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    // The kernel takes the largest number for "leave the id as it is".
+    if [uid, gid].iter().chain(groups).any(|id| *id == u32::MAX) {
+        return Err(rustix::io::Errno::INVAL.into());
+    }
+    let groups: Vec<Gid> = groups.iter().copied().map(Gid::from_raw).collect();
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // SAFETY: the kernel reads as many groups as the slice has, and keeps no pointer to them.
-            result(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) })?;
-            // SAFETY: the call takes numbers.
-            result(unsafe { libc::syscall(libc::SYS_setresgid, gid, gid, gid) })?;
-            // SAFETY: the call takes numbers.
-            result(unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) })?;
+            set_thread_groups(&groups)?;
+            set_thread_res_gid(gid, gid, gid)?;
+            set_thread_res_uid(uid, uid, uid)?;
             Ok(work())
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))

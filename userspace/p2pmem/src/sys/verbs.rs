@@ -5,16 +5,19 @@
 //! What the rest of the crate asks of it stands in the trait [`Verbs`], which is safe to implement and to call:
 //! [`Library`] asks the real one, `crate::fake` plays it.
 
-use std::ffi::{c_int, c_void, CStr};
+use std::any::Any;
+use std::ffi::{c_int, c_void, CStr, OsStr};
+use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::ptr::NonNull;
 use std::sync::{Arc, OnceLock};
 
+use libloading::os::unix::{Library as DynamicLibrary, RTLD_LOCAL, RTLD_NOW};
 use p2pmem_verbs_sys as ibv;
 
 use crate::error::{errno_text, Error, Result};
-use crate::register::Pd;
 
 use super::Region;
 
@@ -102,6 +105,61 @@ impl RawPd {
     }
 }
 
+/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
+#[derive(Clone)]
+pub struct Pd {
+    raw: RawPd,
+    /// Whose functions work on it.
+    verbs: Arc<dyn Verbs>,
+    /// What keeps the domain alive.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl fmt::Debug for Pd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pd").field("nic", &self.nic()).finish_non_exhaustive()
+    }
+}
+
+impl Pd {
+    pub(crate) fn new(raw: RawPd, verbs: Arc<dyn Verbs>, keep: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+        Self {
+            raw,
+            verbs,
+            _keep: keep,
+        }
+    }
+
+    pub(crate) fn raw(&self) -> RawPd {
+        self.raw
+    }
+
+    pub(crate) fn verbs(&self) -> &dyn Verbs {
+        &*self.verbs
+    }
+
+    /// Name of its NIC, as `mlx5_0`.
+    pub fn nic(&self) -> String {
+        self.verbs.nic(self.raw)
+    }
+}
+
+/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
+pub trait ProtectionDomain {
+    /// The domain in this crate's form.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Verbs`] where libibverbs is not installed.
+    fn to_pd(&self) -> Result<Pd>;
+}
+
+impl ProtectionDomain for Pd {
+    fn to_pd(&self) -> Result<Pd> {
+        Ok(self.clone())
+    }
+}
+
 impl Pd {
     /// A protection domain made by another crate or library: a `struct ibv_pd *`.
     ///
@@ -177,7 +235,7 @@ impl Drop for OpenNic {
 }
 
 #[cfg(feature = "verbs")]
-impl crate::register::ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
+impl ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
     fn to_pd(&self) -> Result<Pd> {
         let verbs = Library::load()?;
         // SAFETY: the pointer is only used while the clone below keeps the domain.
@@ -204,17 +262,6 @@ pub(crate) struct Library {
     dereg_mr: ibv::ibv_dereg_mr,
 }
 
-/// What the dynamic linker says of its last failure in this thread.
-fn dl_error() -> String {
-    // SAFETY: it returns null, or a string that is good until the thread's next call of the linker.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "the dynamic linker does not say why".into();
-    }
-    // SAFETY: not null, so it is such a string, and no call is made before it is copied.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
 impl Library {
     /// Loads it, once.
     pub(crate) fn load() -> Result<Arc<Self>> {
@@ -224,37 +271,36 @@ impl Library {
     }
 
     fn open() -> std::result::Result<Self, String> {
-        // SAFETY: the name is NUL-terminated. The library's constructors are those that every RDMA program runs.
-        let handle = unsafe { libc::dlopen(ibv::LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        let handle = NonNull::new(handle).ok_or_else(dl_error)?;
-        let find = |name: &CStr| {
-            // SAFETY: the handle is open, and stays so; the name is NUL-terminated.
-            NonNull::new(unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) })
-        };
-        let must = |name: &CStr| {
-            find(name).ok_or_else(|| format!("{} has no {}", ibv::LIBRARY.to_string_lossy(), name.to_string_lossy()))
-        };
-        /// A function pointer of type `$type` from an address.
+        // SAFETY: the library's constructors are those that every RDMA program runs.
+        let library =
+            unsafe { DynamicLibrary::open(Some(OsStr::from_bytes(ibv::LIBRARY.to_bytes())), RTLD_NOW | RTLD_LOCAL) };
+        let library = library.map_err(|error| error.to_string())?;
+        /// The function of that name, as `ibv::$type`.
         macro_rules! function {
-            ($type:ident, $address:expr) => {
+            ($type:ident, $name:expr) => {
                 // SAFETY: the symbol is the function of that name, whose type is that of the library's own header (a test
                 // of p2pmem-verbs-sys compares them).
-                unsafe { std::mem::transmute::<NonNull<c_void>, ibv::$type>($address) }
+                unsafe { library.get::<ibv::$type>($name.to_bytes_with_nul()) }
+                    .map(|function| *function)
+                    .map_err(|_| format!("{} has no {}", ibv::LIBRARY.to_string_lossy(), $name.to_string_lossy()))
             };
         }
-        Ok(Self {
-            get_device_list: function!(ibv_get_device_list, must(ibv::name::GET_DEVICE_LIST)?),
-            free_device_list: function!(ibv_free_device_list, must(ibv::name::FREE_DEVICE_LIST)?),
-            get_device_name: function!(ibv_get_device_name, must(ibv::name::GET_DEVICE_NAME)?),
-            open_device: function!(ibv_open_device, must(ibv::name::OPEN_DEVICE)?),
-            close_device: function!(ibv_close_device, must(ibv::name::CLOSE_DEVICE)?),
-            alloc_pd: function!(ibv_alloc_pd, must(ibv::name::ALLOC_PD)?),
-            dealloc_pd: function!(ibv_dealloc_pd, must(ibv::name::DEALLOC_PD)?),
-            reg_mr: function!(ibv_reg_mr, must(ibv::name::REG_MR)?),
-            reg_mr_iova2: find(ibv::name::REG_MR_IOVA2).map(|f| function!(ibv_reg_mr_iova2, f)),
-            reg_dmabuf_mr: find(ibv::name::REG_DMABUF_MR).map(|f| function!(ibv_reg_dmabuf_mr, f)),
-            dereg_mr: function!(ibv_dereg_mr, must(ibv::name::DEREG_MR)?),
-        })
+        let functions = Self {
+            get_device_list: function!(ibv_get_device_list, ibv::name::GET_DEVICE_LIST)?,
+            free_device_list: function!(ibv_free_device_list, ibv::name::FREE_DEVICE_LIST)?,
+            get_device_name: function!(ibv_get_device_name, ibv::name::GET_DEVICE_NAME)?,
+            open_device: function!(ibv_open_device, ibv::name::OPEN_DEVICE)?,
+            close_device: function!(ibv_close_device, ibv::name::CLOSE_DEVICE)?,
+            alloc_pd: function!(ibv_alloc_pd, ibv::name::ALLOC_PD)?,
+            dealloc_pd: function!(ibv_dealloc_pd, ibv::name::DEALLOC_PD)?,
+            reg_mr: function!(ibv_reg_mr, ibv::name::REG_MR)?,
+            reg_mr_iova2: function!(ibv_reg_mr_iova2, ibv::name::REG_MR_IOVA2).ok(),
+            reg_dmabuf_mr: function!(ibv_reg_dmabuf_mr, ibv::name::REG_DMABUF_MR).ok(),
+            dereg_mr: function!(ibv_dereg_mr, ibv::name::DEREG_MR)?,
+        };
+        // Its functions are called until the process ends.
+        std::mem::forget(library);
+        Ok(functions)
     }
 
     /// Name of a device.

@@ -17,7 +17,7 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, Subcommand};
 use memmap2::{MmapMut, MmapOptions};
 use num_complex::{Complex32, Complex64};
-use p2pmem::{Buffer, Client, Device, Mapping, PciAddr, Request, human_size, open_direct};
+use p2pmem::{Buffer, Client, Device, DirectOptions, Mapping, PciAddr, Request, human_size, open_direct};
 use p2pmem_accel_regs::driver::{Accel, Direction};
 use p2pmem_demo::compare::{Comparator, Comparison};
 use p2pmem_demo::job::{Job, POINTS, Run, SAMPLE, Seconds, Way};
@@ -394,7 +394,7 @@ fn make(path: &Path, size: usize, seed: u64) -> Result<()> {
     let mut memory = host_memory(size)?;
     Generator::new(seed, &demo_tones(POINTS)).fill(bytemuck::cast_slice_mut(&mut memory));
     let generated = start.elapsed().as_secs_f64();
-    let file = open_direct(path, true)?;
+    let file = DirectOptions::new().write(true).create(true).open(path)?;
     for piece in pieces(size) {
         file.write_all_at(&memory[piece.clone()], piece.start as u64)
             .context("writing the samples")?;
@@ -440,7 +440,7 @@ fn spectrum(samples: &[Complex32]) -> Vec<Complex32> {
 fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
     let devices = devices::load()?;
     let blocks = [block(&devices, from_name)?, block(&devices, to_name)?];
-    let from = open_direct(path, false)?;
+    let from = open_direct(path)?;
     let size = usize::try_from(from.metadata()?.len())?;
     ensure!(
         size > 0 && size % (POINTS * SAMPLE) == 0,
@@ -493,7 +493,7 @@ fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
     let bench = Bench {
         size,
         from,
-        to: open_direct(&to_block, true)?,
+        to: DirectOptions::new().read(true).write(true).open(&to_block)?,
         mapping: buffer.map()?,
         accel: Accel::open(&provider.addr.to_string())?,
         buffer,

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+use super::*;
+
+#[test]
+fn texts_name_errno_and_reason() {
+    let error = Error::Refused {
+        operation: Operation::Alloc,
+        errno: libc::ENOSPC,
+        reason: Some("0000:04:00.0 has 4096 bytes free".into()),
+    };
+    assert_eq!(
+        error.to_string(),
+        "the allocation was refused: No space left on device (ENOSPC): 0000:04:00.0 has 4096 bytes free"
+    );
+    assert_eq!(error.errno(), Some(libc::ENOSPC));
+    assert_eq!(error.reason(), Some("0000:04:00.0 has 4096 bytes free"));
+    assert!(error.remedy().unwrap().contains("ask for less"));
+}
+
+#[test]
+fn a_missing_device_says_load_the_module() {
+    let error = Error::Open {
+        path: "/dev/p2pmem".into(),
+        error: io::Error::from_raw_os_error(libc::ENOENT),
+    };
+    assert_eq!(
+        error.to_string(),
+        "cannot open /dev/p2pmem: No such file or directory (ENOENT)"
+    );
+    assert!(error.remedy().unwrap().contains("modprobe p2pmem"));
+}
+
+#[test]
+fn no_text_is_said_twice() {
+    let error = || io::Error::from_raw_os_error(libc::EACCES);
+    let all = [
+        Error::Open {
+            path: "/dev/p2pmem".into(),
+            error: error(),
+        },
+        Error::Io {
+            what: "reading",
+            offset: 0,
+            error: error(),
+        },
+        Error::Admin {
+            action: "read".into(),
+            path: "/sys".into(),
+            error: error(),
+            status: None,
+        },
+    ];
+    for error in all {
+        let text = error.to_string();
+        assert!(text.ends_with("Permission denied (EACCES)"), "{text}");
+        assert!(std::error::Error::source(&error).is_none(), "{text}");
+        assert_eq!(error.kind(), ErrorKind::PermissionDenied, "{text}");
+    }
+}
+
+#[test]
+fn kinds_tell_errors_of_one_errno_apart() {
+    let refused = |operation, errno| Error::Refused {
+        operation,
+        errno,
+        reason: None,
+    };
+    let kinds = [
+        (refused(Operation::Alloc, libc::ENODEV), ErrorKind::NoProvider),
+        (refused(Operation::Map, libc::ENODEV), ErrorKind::Removed),
+        (refused(Operation::Stripe, libc::EACCES), ErrorKind::DeniedByRule),
+        (refused(Operation::Import, libc::EACCES), ErrorKind::PermissionDenied),
+        (refused(Operation::Alloc, libc::EDQUOT), ErrorKind::QuotaExceeded),
+        (refused(Operation::Stats, libc::ENOENT), ErrorKind::NotFound),
+        (refused(Operation::Info, libc::ENOTTY), ErrorKind::Incompatible),
+        (refused(Operation::Free, libc::EDOM), ErrorKind::Other),
+    ];
+    for (error, kind) in kinds {
+        assert_eq!(error.kind(), kind, "{error}");
+    }
+    let open = |path: &str| Error::Open {
+        path: path.into(),
+        error: io::Error::from_raw_os_error(libc::ENOENT),
+    };
+    assert_eq!(open("/dev/p2pmem").kind(), ErrorKind::ModuleMissing);
+    assert_eq!(open("/data/samples").kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn unknown_errnos_keep_their_number() {
+    assert!(errno_text(libc::EDOM).ends_with("(errno 33)"));
+}

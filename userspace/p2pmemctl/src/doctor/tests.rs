@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+use super::*;
+use p2pmem::fake::Fake;
+use std::fs;
+use std::path::Path;
+
+fn put(root: &Path, path: &str, content: impl AsRef<[u8]>) {
+    let path = root.join(path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, content).unwrap();
+}
+
+fn pci(root: &Path, addr: &str, vendor: &str, class: &str, config: &[u8]) {
+    let real = format!("sys/devices/pci0000:00/{addr}");
+    for (name, value) in [("vendor", vendor), ("device", "0x09a2"), ("class", class)] {
+        put(root, &format!("{real}/{name}"), format!("{value}\n"));
+    }
+    put(root, &format!("{real}/config"), config);
+    fs::create_dir_all(root.join("sys/bus/pci/devices")).unwrap();
+    std::os::unix::fs::symlink(root.join(real), root.join("sys/bus/pci/devices").join(addr)).unwrap();
+}
+
+/// Config space with a first extended capability (AER), then ACS with this control word.
+fn config_with_acs(control: u16) -> Vec<u8> {
+    let mut config = vec![0; 4096];
+    config[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x14]); // next at 0x140
+    config[0x140..0x144].copy_from_slice(&[0x0d, 0, 0x01, 0]);
+    config[0x146..0x148].copy_from_slice(&control.to_le_bytes());
+    config
+}
+
+fn nic(root: &Path, name: &str, driver: Option<&str>) {
+    put(root, &format!("sys/class/infiniband/{name}/node_type"), "1: CA\n");
+    let Some(driver) = driver else { return };
+    put(root, &format!("sys/bus/pci/drivers/{driver}/new_id"), "");
+    let device = root.join("sys/class/infiniband").join(name).join("device");
+    fs::create_dir_all(&device).unwrap();
+    std::os::unix::fs::symlink(root.join("sys/bus/pci/drivers").join(driver), device.join("driver")).unwrap();
+}
+
+fn healthy(root: &Path) -> Environment {
+    put(root, "sys/module/p2pmem/version", "0.1.0\n");
+    put(root, "proc/sys/kernel/osrelease", "7.2.0-test\n");
+    put(root, "boot/config-7.2.0-test", "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n");
+    put(root, "proc/mounts", "configfs /sys/kernel/config configfs rw 0 0\n");
+    put(root, "proc/cpuinfo", "vendor_id\t: AuthenticAMD\ncpu family\t: 25\n");
+    put(
+        root,
+        "proc/kallsyms",
+        "0000000000000000 T ib_register_peer_memory_client\t[ib_core]\n",
+    );
+    put(
+        root,
+        "sys/kernel/debug/p2pmem/peer_memory",
+        "interface /usr/src/ofa_kernel/default/Module.symvers\nregistered_as ex\nacquire 3\n",
+    );
+    nic(root, "mlx5_0", Some("mlx5_core"));
+    fs::create_dir_all(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
+    pci(root, "0000:00:00.0", "0x8086", "0x060000", &[0; 256]);
+    pci(root, "0000:00:01.0", "0x1b36", "0x060400", &config_with_acs(0));
+    Environment {
+        root: root.to_owned(),
+        open: Box::new(|| Ok(Fake::example().device())),
+    }
+}
+
+fn level(checks: &[Check], name: &str) -> (Level, String) {
+    let check = checks
+        .iter()
+        .find(|c| c.check == name)
+        .unwrap_or_else(|| panic!("no check {name}: {checks:?}"));
+    (
+        check.level,
+        format!("{} -> {}", check.found, check.remedy.as_deref().unwrap_or_default()),
+    )
+}
+
+#[test]
+fn a_healthy_machine_is_found_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let checks = examine(&healthy(dir.path()));
+    assert!(checks.iter().all(|c| c.level == Level::Ok), "{checks:#?}");
+    assert_eq!(checks.len(), 12, "{checks:#?}");
+}
+
+#[test]
+fn each_fault_is_found_and_has_a_remedy() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let mut machine = healthy(root);
+    let expect = |machine: &Environment, name: &str, expected: Level, words: &str| {
+        let (level, text) = level(&examine(machine), name);
+        assert!(level == expected && text.contains(words), "{name}: {level:?} {text}");
+    };
+
+    put(root, "boot/config-7.2.0-test", "# CONFIG_PCI_P2PDMA is not set\n");
+    expect(&machine, "kernel config", Level::Failure, "boot a kernel");
+    fs::remove_file(root.join("boot/config-7.2.0-test")).unwrap();
+    expect(&machine, "kernel config", Level::Failure, "by its symbols");
+    let peer = "sys/kernel/debug/p2pmem/peer_memory";
+    expect(
+        &machine,
+        "RDMA peer memory",
+        Level::Ok,
+        "ofa_kernel/default/Module.symvers",
+    );
+    put(root, peer, "interface /m\nregistered_as persistent\n");
+    expect(&machine, "RDMA peer memory", Level::Warning, "peer_memory=ex");
+    put(root, peer, "interface /m\nregistered_as off\n");
+    expect(&machine, "RDMA peer memory", Level::Warning, "no client of");
+    put(root, peer, "interface none\nregistered_as off\n");
+    expect(&machine, "RDMA peer memory", Level::Warning, "PEER_SYMVERS");
+    fs::remove_file(root.join(peer)).unwrap();
+    expect(&machine, "RDMA peer memory", Level::Info, "as root");
+    put(root, "proc/kallsyms", "0000000000000000 T pci_p2pdma_distance_many\n");
+    expect(&machine, "kernel config", Level::Ok, "by its symbols");
+    expect(&machine, "RDMA peer memory", Level::Info, "ibv_reg_dmabuf_mr()");
+    put(root, "proc/kallsyms", "");
+    expect(&machine, "kernel config", Level::Info, "neither");
+    expect(&machine, "RDMA peer memory", Level::Info, "cannot be read");
+    fs::remove_dir_all(root.join("sys/class/infiniband")).unwrap();
+    expect(&machine, "RDMA", Level::Info, "no RDMA devices");
+
+    fs::remove_dir(root.join("sys/kernel/config/p2pmem/providers")).unwrap();
+    expect(&machine, "configfs", Level::Failure, "modprobe p2pmem");
+    put(root, "proc/mounts", "proc /proc proc rw 0 0\n");
+    expect(&machine, "configfs", Level::Failure, "mount -t configfs");
+    fs::remove_dir_all(root.join("sys/module")).unwrap();
+    expect(&machine, "module", Level::Failure, "modprobe p2pmem");
+
+    put(root, "proc/cpuinfo", "vendor_id\t: GenuineIntel\ncpu family\t: 6\n");
+    expect(&machine, "host bridge", Level::Ok, "8086:09a2");
+    put(root, "sys/devices/pci0000:00/0000:00:00.0/vendor", "0x1234\n");
+    expect(&machine, "host bridge", Level::Warning, "below one PCIe switch");
+
+    put(root, "sys/kernel/iommu_groups/0/type", "identity\n");
+    expect(&machine, "IOMMU", Level::Ok, "passed through");
+    put(root, "sys/kernel/iommu_groups/1/type", "DMA-FQ\n");
+    expect(&machine, "IOMMU", Level::Warning, "iommu=pt");
+
+    put(
+        root,
+        "sys/devices/pci0000:00/0000:00:01.0/config",
+        config_with_acs(0x1d),
+    );
+    expect(&machine, "ACS", Level::Warning, "disable_acs_redir=0000:00:01.0");
+    put(root, "sys/devices/pci0000:00/0000:00:01.0/config", [0; 64]);
+    expect(&machine, "ACS", Level::Info, "as root");
+
+    machine.open = Box::new(|| Ok(Fake::new().device()));
+    expect(&machine, "providers", Level::Warning, "p2pmemctl publish");
+    machine.open = Box::new(|| Err(p2pmem::Error::Abi { module: 9, program: 1 }));
+    expect(&machine, "ABI version", Level::Failure, "one version");
+    machine.open = Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem"));
+    expect(&machine, "device", Level::Failure, "modprobe p2pmem");
+}
+
+#[test]
+fn each_nic_s_driver_is_looked_at() {
+    let dir = tempfile::tempdir().unwrap();
+    let machine = healthy(dir.path());
+    nic(dir.path(), "rxe0", None);
+    nic(dir.path(), "bnxt_re0", Some("bnxt_en"));
+    nic(dir.path(), "irdma0", Some("ice"));
+    nic(dir.path(), "cxgb4_0", Some("cxgb4"));
+    let all: Vec<_> = examine(&machine)
+        .into_iter()
+        .filter(|c| c.check == "RDMA dma-buf")
+        .map(|c| (c.level, c.found, c.remedy.unwrap_or_default()))
+        .collect();
+    let wanted = [
+        (Level::Warning, "bnxt_re0 (bnxt_en)", "pinned_exports"),
+        (Level::Warning, "cxgb4_0 (cxgb4)", "selftest --provider P --nic cxgb4_0"),
+        (Level::Ok, "irdma0 (ice)", ""),
+        (Level::Ok, "mlx5_0 (mlx5_core)", ""),
+        (Level::Warning, "rxe0 is on no PCI device", "hardware NIC"),
+    ];
+    assert_eq!(all.len(), wanted.len(), "{all:#?}");
+    for ((level, found, remedy), wanted) in all.iter().zip(wanted) {
+        assert!(
+            *level == wanted.0 && found.starts_with(wanted.1) && remedy.contains(wanted.2),
+            "{found} -> {remedy}"
+        );
+    }
+}
+
+#[test]
+fn acs_is_found_in_any_config_space() {
+    assert_eq!(acs_control(&config_with_acs(0x1d)), Ok(Some(0x1d)));
+    assert_eq!(acs_control(&[0; 256]), Ok(None));
+    assert_eq!(acs_control(&[0; 64]), Err(()));
+    assert_eq!(acs_control(&[0xff; 4096]), Ok(None), "a device that is gone");
+    let mut looping = vec![0; 4096];
+    looping[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x10]);
+    assert_eq!(acs_control(&looping), Ok(None));
+}
+
+#[test]
+fn an_empty_machine_is_reported_without_a_panic() {
+    let dir = tempfile::tempdir().unwrap();
+    let machine = Environment {
+        root: dir.path().to_owned(),
+        open: Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem")),
+    };
+    let checks = examine(&machine);
+    let report = Report { ok: false, checks };
+    let text = render_report(&report);
+    assert!(
+        text.contains("FAIL  module") && text.contains("-> modprobe p2pmem"),
+        "{text}"
+    );
+    assert!(text.contains("3 failures"), "{text}");
+}
