@@ -203,7 +203,7 @@ impl Window {
     }
 
     /// Maps page frames from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table
-    /// and the area have room for.
+    /// and the area can hold.
     ///
     /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for page frames or is in
     /// another address space, or the range is empty; `ENOMEM`.
@@ -216,7 +216,7 @@ impl Window {
         let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
         // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
         self.shown.add(fault.page_offset(), pages as u64);
-        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has room for the
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has space for the
         // page frames, and the C function refuses areas that are not for page frames. By the type invariant the frames
         // belong to this window, whose drop unmaps everything within `shown`.
         to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })

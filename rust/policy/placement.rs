@@ -141,7 +141,7 @@ struct Rank {
     distance: Distance,
     /// Load in permille.
     load: u64,
-    /// Size of the largest contiguous piece. The larger piece wins: it leaves more space for the next request.
+    /// Size of the largest contiguous piece. The larger piece wins: more space remains for the next request.
     largest: Reverse<u64>,
     /// The provider's number: the provider that was published first wins.
     id: u32,

@@ -93,7 +93,7 @@ impl chrdev::Operations for File {
             *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
         }
         let Some(waiting) = &*polled else {
-            // Without memory for the wait queue, poll reports the file as readable, and a read tells.
+            // Without memory for the wait queue, poll reports the file as readable, and a read returns the state.
             return READABLE;
         };
         table.register_wait(file, waiting);
