@@ -150,7 +150,8 @@ impl Window {
         // SAFETY: The p2pdma data was initialised above, and `within()` has checked that `bar` is a standard BAR.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
         let provider = NonNull::new(provider).ok_or(abi::errno(abi::EOPNOTSUPP))?;
-        // SAFETY: `within()` has checked that the BAR contains the range. The BAR is enabled while the driver is bound.
+        // SAFETY: `within()` has checked that a memory BAR contains the range, so the range is I/O memory. The call maps
+        // the range and does not access it.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
         *windows.count.lock() += 1;
