@@ -399,7 +399,7 @@ pub(crate) struct Target {
 // SAFETY: A `struct p2pdma_provider` is not bound to a thread and does not change after its creation. `Backing` is `Send`
 // and `Sync`.
 unsafe impl Send for Target {}
-// SAFETY: As for `Send`.
+// SAFETY: A shared reference only reads fields that do not change, and `Backing` is `Sync`.
 unsafe impl Sync for Target {}
 
 impl Target {

@@ -2,6 +2,8 @@
 
 //! The file operations of `/dev/p2pmem`.
 //!
+//! Context: process context, may sleep. The core holds no lock, except the mmap lock, for writing, during `mmap`.
+//!
 //! C header: [`include/linux/fs.h`](srctree/include/linux/fs.h) (`struct file_operations`)
 
 use crate::{

@@ -133,7 +133,7 @@ impl File {
                     true,
                 );
                 if answer.is_err() && handle != 0 {
-                    // As for ALLOC.
+                    // The caller never learns the handle, so the handle is freed.
                     let _ = self.free(handle);
                 }
                 ("IMPORT", answer)
