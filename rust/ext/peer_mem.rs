@@ -386,7 +386,8 @@ pub(crate) struct ModuleRef(());
 impl ModuleRef {
     /// Takes a reference. Returns `None` while the module is being unloaded.
     pub(crate) fn get() -> Option<Self> {
-        // INVARIANT: `p2pmem_module_get()` returns true if it took a reference. SAFETY: The function has no requirements.
+        // INVARIANT: `p2pmem_module_get()` returns true if it took a reference for this object.
+        // SAFETY: The function has no requirements.
         unsafe { sys::p2pmem_module_get() }.then_some(Self(()))
     }
 }
