@@ -304,9 +304,9 @@ impl Slot {
 
     /// Closes the slot and makes the core invalidate the registration.
     ///
-    /// Returns true if the adapter no longer uses the memory and the mapping has ended. With [`Form::Legacy`] the core
-    /// calls `dma_unmap` meanwhile, which ends the mapping. Returns false if nothing is mapped or the client cannot
-    /// invalidate.
+    /// Returns true if the core was called: the adapter no longer uses the memory. With [`Form::Ex`] the mapping has
+    /// ended. With [`Form::Legacy`] the core calls `dma_unmap` meanwhile, which ends the mapping; check
+    /// [`Self::is_mapped`]. Returns false if nothing is mapped or the client cannot invalidate.
     ///
     /// May sleep. The caller must not hold a lock that the client's `get_pages`, `dma_map`, `dma_unmap` or `put_pages`
     /// take.
