@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The administrator's files: configfs for providers and rules, debugfs for looking.
+//! The administrator's interfaces: configfs for providers and rules, debugfs for inspection.
 
 pub(crate) mod debugfs;
 pub(crate) mod providers;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
 //! Allocation: the topology, the rules in force, the choice of a provider, stripes, and the explanation of a choice.
+//!
+//! The choice itself is pure ([`crate::policy`]). The files here collect its input and act on the result.
 
 pub(crate) mod explanation;
 pub(crate) mod orchestrator;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Safe wrappers, in the shape of the kernel crate's own, of what p2pmem needs and the kernel crate lacks.
+//! Safe wrappers of C interfaces that the kernel crate does not cover, in the shape of that crate.
 //!
-//! This module and [`crate::sys`] are the only ones that contain `unsafe`.
+//! Only this module and [`crate::sys`] contain `unsafe`. The wrappers contain no decisions of p2pmem: other layers pass
+//! them in, as trait implementations or closures. Context and locks are documented in each file.
 
 pub(crate) mod abi;
 pub(crate) mod buddy;
@@ -33,13 +34,14 @@ pub(crate) mod workqueue;
 
 use kernel::sync::atomic::{AtomicFlag, Relaxed};
 
-/// Initialises the static locks. The first thing that the module does.
+/// Initialises the static locks. The module's init function calls this before everything else. Further calls do nothing.
 pub(crate) fn init() {
     static BEGUN: AtomicFlag = AtomicFlag::new(false);
     if BEGUN.xchg(true, Relaxed) {
         return;
     }
-    // SAFETY: Each is called once, as `BEGUN` ensures, and before `set_initialised()`.
+    // SAFETY: `BEGUN` lets only the first call get here, so each function is called once. `set_initialised()` comes after
+    // them, and users of the locks check for it, so no lock is in use yet.
     unsafe {
         global::init_lock();
         bus::init_lock();

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Memory: providers, their memory and how it is cleared, and buffers; and the traits by which later layers are told of them.
+//! Memory: providers, how their memory is allocated and cleared, and buffers.
+//!
+//! The traits by which later layers are notified of buffers are in [`traits`].
 
 pub(crate) mod buffer;
 pub(crate) mod memory;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Publishing: own BARs, adopted memory, memory of drivers that register it, and the events by which providers come and go.
+//! Publishes memory: own BARs, adopted pools, memory that drivers register, and the bus events that begin and end
+//! providers.
 
 pub(crate) mod adopted;
 pub(crate) mod bar;

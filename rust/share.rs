@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Sharing buffers with devices: the dma-buf exporter and the peer-memory client.
+//! Shares buffers with devices: the dma-buf exporter and the peer-memory client.
 
 pub(crate) mod dmabuf;
 pub(crate) mod export_count;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Generated bindings of what [`kernel::bindings`] lacks: the uapi structures and the C helpers.
+//! Generated bindings that supplement [`kernel::bindings`]: the uapi structures and the C helpers.
+//!
+//! Only [`crate::ext`] uses this module. The C helpers document their own context and locks.
 //!
 //! C headers: `include/uapi/linux/p2pmem.h`, `rust/sys/helpers.h`
-//!
-//! Only [`crate::ext`] uses this module.
 
 #![allow(
     clippy::all,

@@ -7,11 +7,11 @@
 //!
 //! 1. [`Provider::stop`] takes the provider's source of memory away. Allocations and registrations fail with `ENODEV`.
 //! 2. Every buffer is revoked: state, user mappings, dma-bufs and registrations, event, log line.
-//! 3. Only when all importers were told to let go does the removal wait for them: for each dma-buf until its last mapping
+//! 3. Only when all importers were notified does the removal wait for them: for each dma-buf until its last mapping
 //!    is gone, without a limit; then for fences, 2 s for all dma-bufs of the provider together. The buffer then gives its
 //!    memory back.
 //! 4. Waits until no memory is in the hands of an allocation or of the scrubber.
-//! 5. Waits until nobody refers to the pages any more (O_DIRECT under way), without a limit.
+//! 5. Waits until nobody refers to the pages any more (O_DIRECT in progress), without a limit.
 //! 6. Where the pool stays, clears the memory that was in use.
 //! 7. The chunk goes back to the pool, or the window is unmapped.
 //! 8. Calls `revoked` of the driver that registered the memory.
@@ -142,7 +142,7 @@ impl Orchestrator {
     }
 
     /// Removes the provider of `function`, if there is one. On return nobody can reach the memory through p2pmem, and the
-    /// driver that registered it was told.
+    /// driver that registered it was notified.
     ///
     /// If another thread removes the provider, waits for that thread.
     ///
@@ -231,9 +231,9 @@ impl Orchestrator {
         }
     }
 
-    /// Step 2 for one buffer: sets the state to Revoking, takes down the user mappings, tells importers and RDMA NICs to
-    /// let go, sends the event and logs. A buffer that no device holds gives its memory back here. Returns false if the
-    /// buffer was Gone or being revoked already.
+    /// Step 2 for one buffer: sets the state to Revoking, takes down the user mappings, starts the invalidation at
+    /// importers and RDMA NICs, sends the event and logs. A buffer that no device holds gives its memory back here.
+    /// Returns false if the buffer was Gone or being revoked already.
     ///
     /// Context: process context, may sleep, with no lock held: `unmap_mapping_range()` and importers take their own.
     fn revoke(&self, buffer: &Arc<Buffer>) -> bool {
@@ -289,7 +289,7 @@ impl Removal {
         // Step 2.
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));
-        // Step 3: only now, when all were told to let go, is anyone waited for.
+        // Step 3: the removal waits for importers only now, when all of them were notified.
         let mut deadline = RevokeDeadline::new();
         provider.for_each_buffer(|buffer| orchestrator.finish_revoke(buffer, &mut deadline));
         // Step 4.

@@ -202,7 +202,7 @@ impl Settings {
         there
     }
 
-    /// Checks that no removal is under way. Errors: `EBUSY`; the message says what the removal waits for.
+    /// Checks that no removal is in progress. Errors: `EBUSY`; the message says what the removal waits for.
     fn check_idle(&mut self) -> Answer {
         self.enabled();
         match &self.removing {

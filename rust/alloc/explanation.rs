@@ -120,7 +120,7 @@ impl QuickDecision {
     ///
     /// `spare` is an unused decision whose memory is reused, so that nothing is allocated.
     ///
-    /// Returns `None` if the free hints do not suffice: no provider may be able to serve, or only the allocator can tell.
+    /// Returns `None` if the free hints do not suffice: no provider may be able to serve, or only the allocator knows.
     /// Errors: `ENOMEM`.
     pub(crate) fn decide(
         alloc_request: &AllocRequest,

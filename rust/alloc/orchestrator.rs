@@ -3,7 +3,7 @@
 //! The orchestrator: the list of providers and of open files, cached paths, and the choice of a provider for a request.
 //!
 //! Deciding goes in three stages, from cheap to complete: [`AllocRequest::quick`] without rules, `choose_fast` with rules
-//! that count no bytes, `choose_by` with everything. A stage that cannot decide leaves the request to the next one; all
+//! that count no bytes, `choose_by` with everything. A stage that cannot decide passes the request to the next one; all
 //! give the same answer.
 //!
 //! Context: process context, may sleep. `registry`, `snapshots` and `files` are mutexes that are never held together. While
@@ -103,7 +103,7 @@ pub(crate) fn exclude(candidate: &mut Candidate<'_>, size: u64, why: NotCharged)
     Ok(())
 }
 
-/// An open file of `/dev/p2pmem`, for code that has something to tell it.
+/// An open file of `/dev/p2pmem`, for code that reports refusals and events to the file.
 ///
 /// Context: process context, may sleep, with none of the module's locks held.
 pub(crate) trait OpenFile: Send + Sync {

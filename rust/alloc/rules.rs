@@ -6,7 +6,7 @@
 //! file keeps the list of rules and the byte counts, looks up the credentials of the caller, and makes a [`Charge`] for
 //! each buffer, whose drop gives the bytes back.
 //!
-//! When the rules change, all live buffers are charged anew under the new rules. No buffer loses its memory by that:
+//! When the rules change, all live buffers are charged again, under the new rules. No buffer loses its memory by that:
 //! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`.
 //!
 //! Context: process context, may sleep. `Rules::state` is a mutex; no lock of p2pmem is taken while it is held, but memory
@@ -232,7 +232,7 @@ impl Rules {
         !self.some.load(Relaxed)
     }
 
-    /// Replaces the rules in force and charges all buffers anew. Errors: `ENOMEM`; nothing has changed then.
+    /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
     fn enforce(&self, state: &mut State, rule_set: Arc<RuleSet>) -> Result {
         let some = !rule_set.is_empty();
         state.enforce(rule_set)?;
@@ -420,7 +420,7 @@ impl ChargeSets {
 }
 
 impl State {
-    /// Replaces the rules in force and charges all buffers anew. Errors: `ENOMEM`; nothing has changed then.
+    /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
     ///
     /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
     /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.

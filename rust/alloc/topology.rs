@@ -100,7 +100,7 @@ pub(crate) struct PathCache {
 
 impl PathCache {
     /// Maximum number of paths, more than any machine needs. A program that names all functions one after the other makes
-    /// the cache start anew.
+    /// the cache start again from empty.
     const MOST: usize = 65_536;
 
     pub(crate) fn new() -> Self {

@@ -2,10 +2,13 @@
 
 //! The kernel's buddy allocator over the offsets of a BAR.
 //!
-//! C header: [`include/linux/gpu_buddy.h`](srctree/include/linux/gpu_buddy.h)
+//! [`kernel::gpu::buddy`] wraps the same allocator, but can neither return the size of the largest free piece, which every
+//! placement decision needs, nor which memory is cleared, which clearing between owners needs.
 //!
-//! [`kernel::gpu::buddy`] wraps the same allocator, but it can neither tell the largest free piece, which placement
-//! asks for in every decision, nor say which memory was cleared, which scrubbing between owners is built on.
+//! Context: process context, may sleep, except for [`Buddy::hint`] and the accessors of [`Extent`]. `Buddy::lock` is a
+//! mutex that protects the C structure. No other lock of p2pmem is taken under it.
+//!
+//! C header: [`include/linux/gpu_buddy.h`](srctree/include/linux/gpu_buddy.h)
 
 use crate::{
     ext::{
@@ -33,50 +36,62 @@ const CLEAR: usize = bindings::GPU_BUDDY_CLEAR_ALLOCATION;
 const RANGE: usize = bindings::GPU_BUDDY_RANGE_ALLOCATION;
 const CLEARED: u32 = bindings::GPU_BUDDY_CLEARED as u32;
 
-/// No size of a piece: it has to be worked out.
+/// Placeholder for a largest piece that is not known.
 const UNKNOWN: u64 = u64::MAX;
 
-/// An allocator of page-granular pieces of `0..size`, where what lies before `start` is never handed out.
+/// An allocator of contiguous, page-aligned pieces of `0..size`. Memory before `start` is never allocated to callers.
 ///
 /// # Invariants
 ///
-/// `inner` is an initialised `struct gpu_buddy`, touched only with `lock` held, and not after it lost its trees.
+/// - `inner` is a `struct gpu_buddy` that `gpu_buddy_init()` initialised. It is accessed only with `lock` held, except for
+///   its size, which never changes.
+/// - If `lost` is set, the trees of `inner` may be corrupt, and no C function is called on `inner` any more.
+/// - Every non-empty [`Blocks`] of an allocator, in `below` or in an [`Extent`], holds blocks that are allocated from
+///   `inner`.
 #[pin_data(PinnedDrop)]
 pub(crate) struct Buddy {
     #[pin]
     inner: Opaque<bindings::gpu_buddy>,
     #[pin]
     lock: Mutex<Locked>,
-    /// The largest piece, or [`UNKNOWN`] since the last change. Touched only with `lock` held.
+    /// Size in bytes of the largest piece, or [`UNKNOWN`] after a change. Accessed only with `lock` held.
     longest: Atomic<u64>,
     hint: Arc<FreeHint>,
 }
 
-// SAFETY: The C structure is not bound to a thread.
+// SAFETY: Nothing in the C structure depends on the thread that initialised it.
 unsafe impl Send for Buddy {}
-// SAFETY: All access to the C structure is serialised by `lock`.
+// SAFETY: By the type invariant the C structure is accessed only with `lock` held, except for its constant size. All other
+// fields are `Sync`.
 unsafe impl Sync for Buddy {}
 
-/// What the lock of an allocator is for besides the allocator.
+/// State that the allocator's lock protects.
 struct Locked {
-    /// What lies before the managed range.
+    /// The blocks before `start`, which stay allocated.
     below: Blocks,
-    /// A block at least as large as this is free.
+    /// Size in bytes of a block that is free: a lower bound of the largest free block.
     block: Cell<u64>,
-    /// The allocator lost its trees: it is not touched any more, and stays allocated.
+    /// Whether the allocator's trees may be corrupt. Then `inner` is not accessed any more, and its C memory is leaked.
     lost: Cell<bool>,
 }
 
-/// A list of allocated blocks; empty, or owned by one allocator.
+/// A list of blocks of one allocator.
+///
+/// # Invariants
+///
+/// The box contains an initialised list head. The list is empty, or contains only blocks that one allocator allocated and
+/// that no other list contains.
 struct Blocks(KBox<Opaque<bindings::list_head>>);
 
-// SAFETY: The blocks are only touched with the lock of their allocator held.
+// SAFETY: The box owns the list head. By the invariant the list's blocks belong to one allocator, whose lock the functions
+// of [`Buddy`] hold when they access the list, on any thread.
 unsafe impl Send for Blocks {}
 
 impl Blocks {
     fn new() -> Result<Self> {
         let head = KBox::new(Opaque::new(bindings::list_head::default()), GFP_KERNEL_ACCOUNT)?;
-        // SAFETY: The head is ours, and boxed, so that it does not move while it points to itself.
+        // SAFETY: `head` is a new allocation, which nothing else refers to. It is boxed, so the address that it stores in
+        // itself stays valid when the box moves.
         unsafe {
             (*head.get()).next = head.get();
             (*head.get()).prev = head.get();
@@ -85,7 +100,12 @@ impl Blocks {
     }
 }
 
-/// One allocated piece. Dropping it gives it back, as memory that has to be cleared before its next owner sees it.
+/// An allocated piece. Dropping the extent frees the piece, as cleared memory if [`Self::set_clear`] said so, otherwise as
+/// memory that must be cleared before its next use.
+///
+/// # Invariants
+///
+/// `blocks` contains the blocks of one allocation from `buddy`, which are `size` contiguous bytes from `offset` on.
 pub(crate) struct Extent {
     buddy: Arc<Buddy>,
     blocks: Blocks,
@@ -95,10 +115,13 @@ pub(crate) struct Extent {
 }
 
 impl Buddy {
-    /// More than any BAR has, and the allocator can still add two such sizes.
+    /// Maximum size: more than any BAR has, and the C code can add two such sizes without an overflow.
     const MOST: u64 = 1 << 62;
 
-    /// Manages `start..end`, both multiples of the page size.
+    /// Makes an allocator of `start..end`. May sleep.
+    ///
+    /// Errors: `EINVAL` if the range is empty, not whole pages or larger than [`Self::MOST`]; `ENOMEM`; `EINTR` if the
+    /// task is being killed; `EIO` if the allocator failed.
     pub(crate) fn new(start: u64, end: u64) -> Result<Arc<Self>> {
         if start >= end || end > Self::MOST || (start | end) % PAGE_SIZE as u64 != 0 {
             return Err(EINVAL);
@@ -110,10 +133,11 @@ impl Buddy {
         };
         let hint = FreeHint::new()?;
         let buddy: Arc<Self> = Arc::pin_init(
-            // INVARIANT: `gpu_buddy_init()` initialised the structure.
+            // INVARIANT: `gpu_buddy_init()` initialises the structure, or the initialiser fails. `below` is empty.
             try_pin_init!(Self {
                 inner <- Opaque::try_ffi_init(|slot| {
-                    // SAFETY: `slot` is ours to initialise.
+                    // SAFETY: `slot` is valid for writes of the structure, which is pinned from here on. `end` is not 0,
+                    // and a multiple of the page size, which is a power of two.
                     to_result(unsafe { bindings::gpu_buddy_init(slot, end, PAGE_SIZE as u64) })
                 }),
                 lock <- new_mutex!(lock),
@@ -131,14 +155,18 @@ impl Buddy {
         Ok(buddy)
     }
 
-    /// Allocates one contiguous piece; `size` a multiple of the page size, `align` a power of two of at least a page.
+    /// Allocates one contiguous piece of at least `size` bytes. Cleared memory is preferred. May sleep.
+    ///
+    /// `size` is a multiple of the page size, `align` a power of two that is at least the page size. Errors: `EINVAL` for
+    /// other arguments; `ENOSPC` if no such piece is free; `ENOMEM`; `EINTR` if the task is being killed; `EIO` if the
+    /// allocator failed.
     pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<Extent> {
         let blocks = Blocks::new()?;
         let guard = self.lock.lock();
         let (offset, size, clear) = self.take(&guard, &blocks, size, align)?;
         self.note(&guard);
         drop(guard);
-        // From here on the piece goes back when it is dropped.
+        // INVARIANT: `take()` put the blocks of one allocation into the list, with this offset and size.
         Ok(Extent {
             buddy: self.clone(),
             blocks,
@@ -148,8 +176,9 @@ impl Buddy {
         })
     }
 
-    /// Allocates one block that was not cleared, of `most` bytes at most, a power of two of at least a page. None where all that
-    /// is free is clear.
+    /// Allocates one block that is not cleared, of at most `most` bytes. Returns `None` if all free memory is cleared.
+    ///
+    /// `most` is a power of two that is at least the page size. May sleep. Errors: as [`Self::alloc`].
     pub(crate) fn take_unclear(self: &Arc<Self>, most: u64) -> Result<Option<Extent>> {
         if most < PAGE_SIZE as u64 || !most.is_power_of_two() {
             return Err(EINVAL);
@@ -157,16 +186,18 @@ impl Buddy {
         let blocks = Blocks::new()?;
         let guard = self.lock.lock();
         self.check(&guard)?;
-        // SAFETY: By the type invariant the allocator is initialised and has its trees, and its lock is held.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // are valid.
         let largest = unsafe { sys::p2pmem_buddy_largest_dirty(self.inner.get()) };
         let size = largest.min(most);
         if size == 0 {
             return Ok(None);
         }
-        // Where no clear memory is asked for it looks among the other first.
+        // Without `CLEAR`, the allocator looks among memory that is not cleared first.
         self.ask(&guard, &blocks, self.end(), size, PAGE_SIZE as u64, 0)?;
         let (mut offset, mut len, mut clear) = (0, 0, false);
-        // SAFETY: As above; the list holds the blocks of one allocation.
+        // SAFETY: By the type invariant the structure is initialised, and the lock is held. `ask()` succeeded, so the list
+        // contains the blocks of one allocation. The other pointers are those of local variables.
         let whole =
             unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
         if !whole {
@@ -184,8 +215,8 @@ impl Buddy {
         }))
     }
 
-    /// Takes one contiguous piece into an empty list: its offset, its bytes, and whether it is all zeroes. Nothing is in
-    /// the list after an error.
+    /// Allocates one contiguous piece into `blocks`, an empty list. Returns the offset, the size in bytes, and whether the
+    /// piece is all zeroes. The list is empty after an error. Errors: as [`Self::alloc`].
     fn take(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
         let page = PAGE_SIZE as u64;
         if size == 0 || size % page != 0 || align < page || !align.is_power_of_two() {
@@ -197,21 +228,22 @@ impl Buddy {
         if align > self.end() {
             return Err(ENOSPC);
         }
-        // The allocator aligns a contiguous piece to its rounded size. For more than that it has to be asked for a
-        // power of two.
+        // The allocator aligns a contiguous allocation to its size, rounded up to a power of two. For a larger alignment,
+        // request a power of two without `CONTIGUOUS`.
         let (ask, flags) = if align > rounded {
             (rounded, CLEAR)
         } else {
             (size, CLEAR | CONTIGUOUS)
         };
-        // The range is named although it is all there is: cleared and other memory is only joined within the range.
-        // It says EINVAL of a size beyond its own.
+        // The range contains all memory, but must be given: the allocator joins cleared and other memory only within a
+        // range. It returns `EINVAL` if the size exceeds the range.
         let ask = || {
             let ret = self.ask(guard, blocks, self.end(), ask, align, flags);
             ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })
         };
         match ask() {
-            // Of a size that rounds up to more than there is, and of no other, it joins no cleared and other memory.
+            // If the rounded size exceeds all memory, the allocator does not join cleared with other memory. Join them
+            // here and try again.
             Err(e) if e == ENOSPC && rounded > self.end() && size <= self.longest_run(guard) => {
                 self.join(guard);
                 ask()?;
@@ -219,7 +251,8 @@ impl Buddy {
             done => done?,
         }
         let (mut offset, mut len, mut clear) = (0, 0, false);
-        // SAFETY: As above; the list holds the blocks of one allocation.
+        // SAFETY: By the type invariant the structure is initialised, and the lock is held. `ask()` succeeded, so the list
+        // contains the blocks of one allocation. The other pointers are those of local variables.
         let whole =
             unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
         if !whole || offset & (align - 1) != 0 || len < size {
@@ -229,14 +262,16 @@ impl Buddy {
         Ok((offset, len, clear))
     }
 
-    /// Asks the allocator for blocks of `0..end`, into an empty list.
+    /// Requests blocks within `0..end` from the allocator, into an empty list.
     ///
-    /// Not for a task that is about to die. Where the kernel has no memory to split a block with, the allocator takes its
-    /// steps back by freeing a block that is free already, and its trees are lost with that. Such small allocations wait for
-    /// memory as long as it takes; only those of a task that was killed for want of memory fail, once the reserves are used
-    /// up as well. What is left is a task that gets killed between here and there, with no reserves. It shows in that nothing is
-    /// found although a block is there that has room for it, or of a new allocator that it does not have its first bytes: then it is
-    /// not touched any more, by this or by anybody (`EIO`).
+    /// If the kernel has no memory to split a block, the error path of `gpu_buddy_alloc_blocks()` frees a block that is
+    /// free already, and corrupts its trees. Such small allocations normally wait until memory is free. They fail only in
+    /// a task that was killed, after the memory reserves are used up. So a task that is being killed gets `EINTR` here.
+    ///
+    /// A task that is killed after this check can still corrupt the trees. The symptom is an error although a block of a
+    /// sufficient size is free, or an error of the first request of a new allocator (`RANGE`). After the symptom,
+    /// [`Self::lose`] stops all use of the allocator. Errors: `EIO` then, or `ENOMEM`; `ENOSPC` and `EINVAL` of the C
+    /// function.
     fn ask(
         &self,
         guard: &MutexGuard<'_, Locked>,
@@ -250,7 +285,8 @@ impl Buddy {
         if is_killed() {
             return Err(EINTR);
         }
-        // SAFETY: By the type invariant the allocator is initialised and has its trees, its lock is held, and the list is empty.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // are valid. The list is initialised and empty. The C function checks the range, the size and the alignment.
         let ret =
             unsafe { bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags) };
         let fits = size.max(align).checked_next_power_of_two();
@@ -261,7 +297,7 @@ impl Buddy {
         to_result(ret)
     }
 
-    /// Errors: `EIO` when the allocator lost its trees.
+    /// Checks that the allocator's trees are valid. Errors: `EIO` if they may be corrupt.
     fn check(&self, guard: &MutexGuard<'_, Locked>) -> Result {
         if guard.lost.get() {
             return Err(EIO);
@@ -269,7 +305,7 @@ impl Buddy {
         Ok(())
     }
 
-    /// The allocator lost its trees.
+    /// Stops all use of the allocator, whose trees may be corrupt, and logs that.
     fn remove_before_reset(&self, guard: &MutexGuard<'_, Locked>) {
         guard.lost.set(true);
         self.note(guard);
@@ -279,39 +315,47 @@ impl Buddy {
         );
     }
 
-    /// Gives back what is in a list that came from this allocator.
+    /// Frees the blocks of a list of this allocator, as cleared memory if `clear`. The blocks leak if the trees may be
+    /// corrupt.
     fn give(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, clear: bool) {
         if self.check(guard).is_err() {
             return;
         }
         let flags = if clear { CLEARED } else { 0 };
-        // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // are valid. By the invariant of `Blocks` the blocks are allocated, from this allocator as the callers guarantee.
         unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), flags) };
     }
 
-    /// Joins all neighbours that are free. What was cleared is not known any more.
+    /// Joins all free neighbours, cleared or not. Afterwards no memory counts as cleared. The trees must be valid.
     fn join(&self, _: &MutexGuard<'_, Locked>) {
-        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held. The caller has seen a
+        // `longest_run()` above 0, which is 0 if the trees may be corrupt.
         unsafe { bindings::gpu_buddy_reset_clear(self.inner.get(), false) };
     }
 
-    /// The largest piece that can be had once neighbours were joined.
+    /// Returns the size in bytes of the largest piece that can be allocated after neighbours are joined. Reads every
+    /// block.
     fn longest_run(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
         if self.check(guard).is_err() {
             return 0;
         }
-        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // are valid.
         unsafe { sys::p2pmem_buddy_longest(self.inner.get()) }
     }
 
-    /// Gives back what is in a list that came from this allocator and was not used: what was cleared is known still.
+    /// Frees the blocks of a list of this allocator that were not used. Cleared blocks stay cleared.
     fn put_back(&self, _: &MutexGuard<'_, Locked>, blocks: &Blocks) {
-        // SAFETY: By the type invariant the allocator is initialised. Its lock is held, and the blocks came from it.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held. The blocks come from an `ask()`
+        // that succeeded under this lock, so they are allocated and the trees are valid.
         unsafe { sys::p2pmem_buddy_put_back(self.inner.get(), blocks.0.get()) };
     }
 
-    /// Whether a piece can be had. `blocks` is an empty list. The lock is held all the time, so that nobody finds less free
-    /// memory than there is. What was cleared is known afterwards, but for neighbours that can only be had together.
+    /// Returns whether a piece can be allocated, by a trial. `blocks` is an empty list.
+    ///
+    /// The caller holds the lock during the trial, so no other request finds less free memory than there is. Cleared
+    /// memory stays known as cleared, except for neighbours that had to be joined for the piece.
     fn fits(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> bool {
         let taken = self.take(guard, blocks, size, align);
         if taken.is_ok() {
@@ -321,12 +365,12 @@ impl Buddy {
         taken.is_ok()
     }
 
-    /// What it has, without its lock.
+    /// Returns the free-space hint, which is readable without the lock.
     pub(crate) fn hint(&self) -> Arc<FreeHint> {
         self.hint.clone()
     }
 
-    /// Updates the hint.
+    /// Updates the free-space hint after a change.
     fn note(&self, guard: &MutexGuard<'_, Locked>) {
         let block = self.largest_block(guard);
         self.longest.store(UNKNOWN, Relaxed);
@@ -334,7 +378,7 @@ impl Buddy {
         self.hint.set(self.free_bytes(guard), block);
     }
 
-    /// Free bytes.
+    /// Returns the number of free bytes. May sleep.
     pub(crate) fn free(&self) -> u64 {
         self.free_bytes(&self.lock.lock())
     }
@@ -347,22 +391,26 @@ impl Buddy {
         unsafe { (*self.inner.get()).avail }
     }
 
-    /// Where the managed range ends.
+    /// Returns the end of the managed range.
     fn end(&self) -> u64 {
-        // SAFETY: By the type invariant the allocator is initialised; the size never changes.
+        // SAFETY: By the type invariant the structure is initialised. Its size never changes, so no lock is needed.
         unsafe { (*self.inner.get()).size }
     }
 
-    /// The largest block that is free without joining neighbours, a power of two.
+    /// Returns the size in bytes of the largest free block, a power of two, without joining neighbours.
     fn largest_block(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
         if self.check(guard).is_err() {
             return 0;
         }
-        // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // are valid.
         unsafe { sys::p2pmem_buddy_largest(self.inner.get()) }
     }
 
-    /// A lower bound of the largest piece that can be had, which is exact as to whether `size` at `align` fits.
+    /// Returns a lower bound in bytes of the largest free piece. May sleep.
+    ///
+    /// If the result is at least `size`, an allocation of `size` bytes with alignment `align` would succeed now. Otherwise
+    /// the allocation would fail, or there was no memory for the trial.
     pub(crate) fn largest_for(&self, size: u64, align: u64) -> u64 {
         let trial = Blocks::new();
         let guard = self.lock.lock();
@@ -374,12 +422,14 @@ impl Buddy {
         if may && trial.is_ok_and(|blocks| self.fits(&guard, &blocks, size, align)) {
             return size.max(block);
         }
-        // The block is large enough in bytes, but not with that alignment.
+        // The block has enough bytes, but not the alignment.
         block.min(size.saturating_sub(PAGE_SIZE as u64))
     }
 
-    /// The largest piece that can be had at page alignment. It looks at every block, once for each change: for people to see, not
-    /// to decide by. It changes nothing.
+    /// Returns the size in bytes of the largest piece that can be allocated with page alignment. Changes nothing. May
+    /// sleep.
+    ///
+    /// Reads every block once after each change, so this is for display, not for decisions.
     pub(crate) fn largest(&self) -> u64 {
         let guard = self.lock.lock();
         let known = self.longest.load(Relaxed);
@@ -400,8 +450,9 @@ impl PinnedDrop for Buddy {
         if self.check(&guard).is_err() {
             return;
         }
-        // SAFETY: By the type invariant the allocator is initialised. Extents keep it by a reference, so what is
-        // still allocated is the part before `start` alone, which goes back here.
+        // SAFETY: By the type invariant the structure is initialised, and `check()` says that its trees are valid. Each
+        // extent holds a reference to the allocator, so none exists any more: only the blocks in `below` are allocated,
+        // and they are freed first, as `gpu_buddy_fini()` requires. The C structure is not used afterwards.
         unsafe {
             bindings::gpu_buddy_free_list(self.inner.get(), guard.below.0.get(), 0);
             bindings::gpu_buddy_fini(self.inner.get());
@@ -410,22 +461,22 @@ impl PinnedDrop for Buddy {
 }
 
 impl Extent {
-    /// Offset in the BAR.
+    /// Returns the offset in bytes in the BAR.
     pub(crate) fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes; at least what was asked for.
+    /// Returns the size in bytes, which is at least the requested size.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Whether the memory was cleared since its last owner had it.
+    /// Returns whether the memory is known to be all zeroes.
     pub(crate) fn is_clear(&self) -> bool {
         self.clear
     }
 
-    /// States that the memory is all zeroes now.
+    /// Sets whether the memory is all zeroes now.
     pub(crate) fn set_clear(&mut self, clear: bool) {
         self.clear = clear;
     }
@@ -452,7 +503,7 @@ mod tests {
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
-    /// Single pages until there is none left.
+    /// Allocates single pages until none is free.
     fn all_pages(buddy: &Arc<Buddy>) -> Result<KVec<Extent>> {
         let mut pages = KVec::new();
         while let Ok(page) = buddy.alloc(PAGE, PAGE) {
@@ -499,7 +550,7 @@ mod tests {
             (buddy.free(), buddy.largest(), buddy.largest_for(PAGE, PAGE)),
             (0, 0, 0)
         );
-        // Nothing was touched, so that it can be found again here.
+        // `lose()` does not change the allocator, so the test can use it again.
         buddy.lock.lock().lost.set(false);
         assert_eq!(buddy.free(), 13 * PAGE);
         drop(extent);
@@ -574,7 +625,7 @@ mod tests {
         assert_eq!(buddy.largest_for(2 * PAGE, PAGE), PAGE);
         assert!(buddy.largest_for(PAGE, PAGE) >= PAGE);
         assert!(buddy.alloc(2 * PAGE, PAGE).is_err_and(|e| e == ENOSPC));
-        // Pages 8 to 15 are free as well, and with 7 nine in a row.
+        // Pages 8 to 15 are free as well, and page 7: nine pages in a row.
         pages.retain(|page| !(8..16).contains(&(page.offset() / PAGE)));
         assert_eq!(buddy.largest_for(8 * PAGE, 8 * PAGE), 8 * PAGE);
         assert!(buddy.largest_for(8 * PAGE, 16 * PAGE) < 8 * PAGE);
@@ -599,7 +650,7 @@ mod tests {
         let half = buddy.alloc(32 * PAGE, PAGE)?;
         assert!(is(31, 16));
         let page = buddy.alloc(PAGE, PAGE)?;
-        // Who asks what would fit changes nothing.
+        // A query does not change the hint.
         assert!(buddy.largest() >= 16 * PAGE && is(30, 16));
         assert!(buddy.alloc(40 * PAGE, PAGE).is_err() && is(30, 16));
         drop(half);
@@ -617,7 +668,7 @@ mod tests {
         let at = extent.offset();
         extent.set_clear(true);
         drop(extent);
-        // Clear memory is taken first, and is dirty when it comes back without having been cleared.
+        // Cleared memory is allocated first. It is dirty if it is freed without having been cleared.
         let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
         assert!(extent.is_clear() && extent.offset() == at);
         extent.set_clear(false);
@@ -629,7 +680,7 @@ mod tests {
     #[test]
     fn who_asks_for_the_largest_piece_changes_nothing() -> Result {
         let buddy = Buddy::new(0, 60 * PAGE)?;
-        // Clear memory and other by turns, in pieces of two pages, one of which is in use.
+        // Cleared and other pieces of two pages alternate. One of the pieces stays in use.
         let mut pieces = KVec::new();
         while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
             piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
@@ -641,7 +692,7 @@ mod tests {
         // Pages 22 to 59, of which 32 to 47 are the largest block.
         assert_eq!(buddy.largest(), 31 * PAGE);
         assert_eq!(buddy.largest(), 31 * PAGE);
-        // What is clear is known as before.
+        // The query kept the state of cleared memory.
         let mut unclear = 0;
         while let Some(mut extent) = buddy.take_unclear(64 * PAGE)? {
             unclear += extent.size();
@@ -656,7 +707,7 @@ mod tests {
     #[test]
     fn who_asks_whether_it_fits_changes_nothing() -> Result {
         let buddy = Buddy::new(0, 4 * PAGE)?;
-        // Page 0 is in use, page 1 is clear, pages 2 and 3 are not: three pages are there in two blocks.
+        // Page 0 is in use, page 1 is cleared, pages 2 and 3 are not. The three free pages are in two blocks.
         let mut pages = all_pages(&buddy)?;
         for page in pages.iter_mut() {
             page.set_clear(page.offset() == PAGE);
@@ -674,7 +725,7 @@ mod tests {
 
     #[test]
     fn cleared_and_other_memory_is_one_piece() -> Result {
-        // 50 pages round up to more than there is, or to all of it.
+        // Rounded up, 50 pages are more than 60 pages, and exactly 64 pages.
         for all in [60, 64] {
             let buddy = Buddy::new(0, all * PAGE)?;
             let mut pieces = KVec::new();
@@ -698,7 +749,7 @@ mod tests {
         for most in [0, 1, PAGE - 1, PAGE + 1, 3 * PAGE, u64::MAX] {
             assert!(buddy.take_unclear(most).is_err_and(|e| e == EINVAL));
         }
-        // Nobody cleared what is new.
+        // New memory is not cleared.
         let first = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
         assert!(first.size() == 16 * PAGE && !first.is_clear());
         drop(first);
@@ -709,7 +760,7 @@ mod tests {
             steps += 1;
         }
         assert_eq!(steps, 4);
-        // One page among clear ones.
+        // One page is not cleared, all others are.
         let mut all = all_pages(&buddy)?;
         for (at, page) in all.iter_mut().enumerate() {
             page.set_clear(at != 20);

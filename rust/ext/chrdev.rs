@@ -2,7 +2,7 @@
 
 //! A misc character device with an owner, a mode, and the file operations read, poll, ioctl and mmap.
 //!
-//! [`kernel::miscdevice`] lacks these: it sets no owner, so the module could be unloaded while a file is open; it sets no
+//! [`kernel::miscdevice`] does not cover these: it sets no owner, so the module could be unloaded while a file is open; it sets no
 //! mode, has no poll operation, and gives mappings no operations of their own.
 //!
 //! All file operations are called in process context and may sleep. This file takes no locks.

@@ -44,7 +44,8 @@ impl<A: Send + Sync + 'static, B: Send + Sync + 'static> Tree<A, B> {
             // private fields of a pinned `Tree`. If a later initialiser fails, fields are dropped in the reverse order of
             // their initialisation.
             second: unsafe { DefaultGroup::new(&subsystem, second) }?,
-            // SAFETY: As for `second`.
+            // SAFETY: `first` is declared before `subsystem`, so it is dropped before it. If a later initialiser fails,
+            // the reverse order of initialisation has the same effect.
             first: unsafe { DefaultGroup::new(&subsystem, first) }?,
         }? Error)
     }

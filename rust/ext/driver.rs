@@ -260,7 +260,8 @@ impl<'a> Published<'a> {
         range: &'a mut Option<(u32, u64, u64)>,
         windows: &'a Arc<Windows>,
     ) -> Self {
-        // INVARIANT: By the contract above.
+        // INVARIANT: The caller guarantees that `range` was added since the device was bound, and that unbinding waits for
+        // `windows`. `device` is bound as long as the result lives.
         Self {
             device,
             claimed: None,

@@ -127,7 +127,7 @@ impl FreeHint {
     /// Returns whether certainly too little is free.
     ///
     /// Bytes that move between free and returning are counted at least once: `returning` is read before and after `free`,
-    /// and `returns` tells of bytes that moved meanwhile.
+    /// and `returns` counts bytes that moved meanwhile.
     #[cold]
     fn is_short(&self, need: &FitBounds) -> bool {
         let returns = self.returns.load(Acquire);

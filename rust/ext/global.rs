@@ -122,7 +122,7 @@ impl<T: Send + Sync + 'static> Registered<T> {
         // SAFETY: `Arc::into_raw()` never returns null.
         let object = unsafe { NonNull::new_unchecked(Arc::into_raw(object).cast_mut()) }.cast();
         // INVARIANT: The pointer is from `Arc::into_raw()` of a `T`, which is `Send` and `Sync`, and the reference was the
-        // argument's. The list has room, so the push cannot fail.
+        // argument's. The list has spare capacity, so the push cannot fail.
         let _ = all.push_within_capacity(Instance {
             kind: TypeId::of::<T>(),
             object,
@@ -156,7 +156,7 @@ pub(crate) fn instance<T: Send + Sync + 'static>() -> Result<Arc<T>> {
     initialised();
     let all = INSTANCES.lock();
     let found = all.iter().find(|instance| instance.is::<T>()).ok_or(ENODEV)?;
-    // SAFETY: By the type invariant of `Instance` the pointer is that of a `T` with a reference. `ManuallyDrop` leaves the
+    // SAFETY: By the type invariant of `Instance` the pointer is that of a `T` with a reference. `ManuallyDrop` keeps the
     // reference with the entry.
     let kept = core::mem::ManuallyDrop::new(unsafe { Arc::from_raw(found.object.cast::<T>().as_ptr()) });
     Ok(Arc::clone(&kept))

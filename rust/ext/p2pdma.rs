@@ -241,7 +241,7 @@ impl PoolChunk {
     }
 
     /// Maps pages from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
-    /// the area have room for.
+    /// the area can hold.
     ///
     /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages, the range is empty,
     /// or [`Self::hold`] was not called; `EBUSY` if a page is mapped already; `ENOMEM`.
@@ -251,7 +251,7 @@ impl PoolChunk {
         if pages == 0 {
             return Err(EFAULT);
         }
-        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has room for the
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has space for the
         // pages. By the type invariant this object owns the pages. The C function refuses areas that are not for pages, and
         // pages without p2pmem's reference.
         to_result(unsafe { sys::p2pmem_pages_insert(fault.vma_raw(), fault.address(), kaddr, pages) })
@@ -348,7 +348,7 @@ impl Backing {
     }
 
     /// Maps memory from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
-    /// the area have room for.
+    /// the area can hold.
     ///
     /// Called in a page fault, with the area locked. Errors: see [`PoolChunk::insert`] and [`Window::insert`].
     pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
@@ -399,7 +399,7 @@ pub(crate) struct Target {
 // SAFETY: A `struct p2pdma_provider` is not bound to a thread and does not change after its creation. `Backing` is `Send`
 // and `Sync`.
 unsafe impl Send for Target {}
-// SAFETY: As for `Send`.
+// SAFETY: A shared reference only reads fields that do not change, and `Backing` is `Sync`.
 unsafe impl Sync for Target {}
 
 impl Target {

@@ -1,16 +1,22 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The peer-memory interface: how an RDMA core that has it learns that memory which a program registers is ours.
+//! The peer-memory interface, by which an RDMA core that has the interface registers memory of p2pmem.
+//!
+//! The core calls a client for each registration in the order acquire, get_pages, dma_map, and later dma_unmap, put_pages,
+//! release. In between, the client may *invalidate* the registration. `invalidate_peer_memory()` returns after the adapter
+//! has stopped using the memory. The core may then call the second half at any time, from another thread, only in part, or
+//! twice.
+//!
+//! The core knows a registration by a number instead of a pointer, so a late call finds no registration and does nothing.
+//! Numbers are never used twice, and a slot belongs to the first number that uses it. So only the core's calls for that
+//! one registration, and an invalidation, end a mapping.
+//!
+//! Context: all functions are for process context and may sleep. The core's callbacks are called without locks of p2pmem.
+//! [`Slot::invalidate`] calls back into the client: its caller must not hold a lock that the client's callbacks take.
+//! Locks: `PEER_CLIENT`, `Gate::passage` and `Slot::room` are mutexes for short sections, except that a mapping is made
+//! and ended with `room` held. None of them is taken under another, and none is held when the core is called.
 //!
 //! C header: `rust/sys/peer_mem.h`
-//!
-//! The core calls a client for each registration in the order acquire, get_pages, dma_map; and dma_unmap, put_pages,
-//! release. Between the two the client may *invalidate*: the core then makes the adapter forget the registration before
-//! that call returns, and the second half may come at any time, from another thread, in part, or twice.
-//!
-//! A registration is known to the core by a number, not by a pointer: a call that comes too late finds nothing. Numbers are
-//! given out here and never used twice, and a slot belongs to the one number that it is first used for: so a mapping ends by
-//! what the core says of its own registration, and by nothing else, as long as an adapter may use it.
 
 use crate::ext::{
     dma_buf::{
@@ -43,7 +49,7 @@ use kernel::{
     },
 };
 
-/// Memory that a program wants to register, as it named it: not in whole pages.
+/// Memory that a program registers, as the program named it: address and size need not be whole pages.
 #[derive(Clone, Copy)]
 pub(crate) struct RegistrationRequest {
     pub(crate) address: u64,
@@ -51,39 +57,44 @@ pub(crate) struct RegistrationRequest {
     pub(crate) size: u64,
 }
 
-/// The number of registrations that there is no memory for: it finds nothing, and the core releases it as any other.
+/// The number of a registration for which there was no memory. It names no registration, and the core releases it as
+/// usual.
 const NO_MEMORY: usize = usize::MAX;
 
-/// The next number.
+/// The next number of a registration.
 static NEXT: Atomic<u64> = Atomic::<u64>::new(1);
 
-/// What the core knows a registration by, when it is told of it.
+/// The core's identifier of a registration, which [`Gate::invalidate`] passes to the core.
 #[derive(Clone, Copy)]
 struct CoreContext(u64);
 
-/// A client of the interface.
+/// A client of the interface. All functions are called in process context and may sleep.
 pub(crate) trait Client: Sized + 'static {
-    /// A registration.
+    /// A registration of the client.
     type Context: Send + Sync + 'static;
 
-    /// Makes a registration of that number for memory that is the client's; false where it is not. The core asks in the process
-    /// that registers, one at a time, holding a lock that others need for asking too.
+    /// Creates the registration `number` if the memory belongs to the client. Returns `false` if it does not.
     ///
-    /// Errors: the memory is the client's, and there is none for its registration, which fails with `ENOMEM`.
+    /// Called in the process that registers the memory. The core holds a lock that serialises these calls of all
+    /// processes.
+    ///
+    /// Errors: the memory belongs to the client, but the registration cannot be created. The registration fails with
+    /// `ENOMEM`.
     fn acquire(number: u64, asked: RegistrationRequest) -> Result<bool>;
-    /// The registration of a number. None where it was released.
+    /// Returns the registration `number`, or `None` if it was released.
     fn find(number: u64) -> Option<Arc<Self::Context>>;
-    /// The memory is to stay. `write`: the adapter will write to it. From here on [`Slot::invalidate`] can be called.
+    /// The memory must stay from now on; `write` says that the adapter will write to it. From here on [`Slot::invalidate`]
+    /// may be called.
     fn get_pages(context: &Arc<Self::Context>, write: bool) -> Result;
-    /// Maps the memory in the context's slot.
+    /// Maps the memory in the registration's slot.
     fn dma_map(context: &Self::Context, adapter: &Adapter<'_>) -> Result;
-    /// Where the context has its mapping.
+    /// Returns the slot of the registration's mapping.
     fn slot(context: &Self::Context) -> &Slot;
-    /// The adapter has no use for the mapping any more, which has ended. Comes any number of times.
+    /// The adapter no longer uses the mapping, which has ended. May be called any number of times.
     fn dma_unmap(context: &Self::Context);
-    /// The memory need not stay; the mapping has ended. Comes any number of times.
+    /// The memory no longer needs to stay; the mapping has ended. May be called any number of times.
     fn put_pages(context: &Self::Context);
-    /// The core forgets the number; the mapping has ended. Comes any number of times.
+    /// The core no longer uses the number; the mapping has ended. May be called any number of times.
     fn release(number: u64);
 }
 
@@ -91,11 +102,11 @@ pub(crate) trait Client: Sized + 'static {
 ///
 /// # Invariants
 ///
-/// The pointer, where there is one, is a device that the core keeps for `'a`.
+/// The pointer, if there is one, is a device that the core keeps valid for `'a`.
 pub(crate) struct Adapter<'a>(Option<NonNull<bindings::device>>, PhantomData<&'a ()>);
 
 impl Adapter<'_> {
-    /// Whether it is one that works with the CPU, on kernel addresses. Such an adapter has no device.
+    /// Returns whether the adapter accesses memory with the CPU, at kernel addresses. Such an adapter has no DMA device.
     pub(crate) fn is_virtual(&self) -> bool {
         self.0.is_none()
     }
@@ -104,54 +115,57 @@ impl Adapter<'_> {
         self.0.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    /// Its device's name; none of a virtual one.
+    /// Returns the names of the device, or `None` for a virtual adapter.
     pub(crate) fn name(&self) -> Option<DeviceName> {
         self.0?;
-        // SAFETY: By the type invariant the device is valid.
+        // SAFETY: By the type invariant the device is valid during the call.
         Some(unsafe { DeviceName::of(self.device()) })
     }
 
-    /// The PCI function that it is, if it is one.
+    /// Returns the device as a PCI function, or `None` if it is none.
     pub(crate) fn function(&self) -> Option<Function> {
         self.0?;
-        // SAFETY: By the type invariant the device is valid, and it keeps those above it.
+        // SAFETY: By the type invariant the device is valid, and a device holds references to the devices above it.
         let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
-        // SAFETY: `pdev` is kept by the device until we have a reference of our own.
+        // SAFETY: The device keeps `pdev` valid at least until `of_raw()` has taken its own reference.
         Some(unsafe { Function::of_raw(pdev) })
     }
 
-    /// Whether the kernel says that it reaches the provider. C: `pci_p2pdma_distance_many()`.
+    /// Returns whether the adapter can reach the provider. May sleep. C: `pci_p2pdma_distance_many()`.
     pub(crate) fn reaches(&self, provider: &Function) -> bool {
         self.function()
             .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }
 
-/// A mapping, and what keeps the memory while it is one.
+/// A DMA mapping, and the reference that keeps the mapped memory.
 ///
 /// # Invariants
 ///
-/// `raw` is a mapping that is ours, for `device`, which it keeps, of memory that `target` keeps while the mapping is live.
+/// `raw` is a mapping from `p2pmem_peer_map()` that this object owns. `raw` is for `device` and holds a reference to it.
+/// While `live` is set, `target` keeps the mapped memory, except for a mapping without a target, whose entries nothing
+/// uses.
 struct PeerMapping {
     raw: NonNull<sys::p2pmem_peer_map>,
-    /// Null for an adapter that has none.
+    /// Null for a virtual adapter.
     device: *mut bindings::device,
     target: Option<Target>,
-    /// Neither unmapped nor, where it is one of pages, given up.
+    /// Whether the mapping may be in use: false after `p2pmem_peer_unmap()`.
     live: bool,
 }
 
-// SAFETY: A mapping is not bound to a thread.
+// SAFETY: Nothing in the C object depends on the thread that created it. `device` is only compared.
 unsafe impl Send for PeerMapping {}
 
 impl Drop for PeerMapping {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the mapping is ours.
+        // SAFETY: By the type invariant this object owns the mapping, so it is freed here only. `target` is dropped
+        // afterwards.
         unsafe { sys::p2pmem_peer_free(self.raw.as_ptr()) };
     }
 }
 
-/// What a slot has to keep what it is part of.
+/// The object that contains a slot, which the slot keeps alive.
 trait Keep: Send + Sync {}
 
 impl<C: Send + Sync> Keep for C {}
@@ -159,17 +173,19 @@ impl<C: Send + Sync> Keep for C {}
 struct SlotState {
     mapped: Option<PeerMapping>,
     closed: bool,
-    /// The registration's number, and what the core knows it by.
+    /// The registration's number, and the core's identifier of the registration.
     owner: Option<(u64, CoreContext)>,
-    /// What the slot is part of, from when the core was given a list of addresses until it releases the registration.
+    /// A reference to the object that contains the slot, from [`Slot::keep`] until [`Slot::release`].
     keep: Option<Arc<dyn Keep>>,
 }
 
-/// Where a registration has its one mapping. The list of addresses that the core was given stays until this is dropped;
-/// what they mean ends when it is unmapped.
+/// The place of a registration's single mapping.
+///
+/// The core gets a view of the list of addresses, which stays valid until the slot is dropped. The addresses themselves
+/// are valid until the mapping ends.
 #[pin_data]
 pub(crate) struct Slot {
-    /// Held while the mapping is made and ended, and never while the core is called.
+    /// Held while a mapping is made and ended, but never while the core is called.
     #[pin]
     room: Mutex<SlotState>,
 }
@@ -186,11 +202,11 @@ impl Slot {
         })
     }
 
-    /// Maps pieces of the target for an adapter; for a virtual one as the pages that they have to have. Returns the number of
+    /// Maps pieces of `target` for an adapter: as DMA addresses, or for a virtual adapter as pages. Returns the number of
     /// entries.
     ///
-    /// Errors: `ENODEV` when it is closed, `EBUSY` when there is or was a mapping, `EINVAL` where a piece is not the target's, or
-    /// the target is nothing for such an adapter, and those of the kernel.
+    /// May sleep. Errors: `ENODEV` if the slot is closed; `EBUSY` if the slot has or had a mapping; `EINVAL` if a piece
+    /// does not lie in the target's memory, or the target cannot be mapped for such an adapter; those of the DMA mapping.
     pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[PhysRange]) -> Result<u32> {
         let serves = match adapter.is_virtual() {
             true => target.has_pages(),
@@ -199,16 +215,16 @@ impl Slot {
         if !serves || !pieces.iter().all(|piece| piece.is_in(&target)) {
             return Err(EINVAL);
         }
-        // SAFETY: Seen just now.
+        // SAFETY: The checks above are the requirements.
         unsafe { self.map_unchecked(adapter, Some(target), pieces) }
     }
 
-    /// As [`Self::map`].
+    /// Maps as [`Self::map`], without checks.
     ///
     /// # Safety
     ///
-    /// All pieces must lie in the memory of the target, which can be mapped for such an adapter; or without a target, the adapter
-    /// must be a virtual one, and nothing may use the entries.
+    /// All pieces must lie in the memory of `target`, which must have pages for a virtual adapter, and be for DMA for
+    /// other adapters. Without a target, the adapter must be virtual, and nothing may use the entries.
     unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[PhysRange]) -> Result<u32> {
         let provider = target
             .as_ref()
@@ -223,22 +239,23 @@ impl Slot {
         if room.mapped.is_some() {
             return Err(EBUSY);
         }
-        // SAFETY: The core keeps the device during the call, and the mapping keeps it afterwards; the target keeps the
-        // provider and the memory, which by the requirement all pieces are in; the slice has as many pieces as the call is told.
+        // SAFETY: By the invariant of `Adapter` the device is null or valid; the mapping takes a reference to it. The
+        // caller guarantees that `target` keeps all pieces; `target` also keeps the provider and is stored next to the
+        // mapping. `PhysRange` is a transparent wrapper of `struct phys_vec`, and `count` is the slice's length.
         let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
         let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
-        // INVARIANT: Made just now, of the target's memory.
+        // INVARIANT: `p2pmem_peer_map()` returned a new mapping for this device. `target` keeps its memory.
         let mapped = room.mapped.insert(PeerMapping {
             raw,
             device: adapter.device(),
             target,
             live: true,
         });
-        // SAFETY: By the type invariant the mapping is ours.
+        // SAFETY: By the type invariant the object owns the mapping, so it is valid.
         Ok(unsafe { sys::p2pmem_peer_nents(mapped.raw.as_ptr()) })
     }
 
-    /// Makes it the slot of a registration. Errors: `EBUSY` when it is another one's.
+    /// Assigns the slot to a registration. Errors: `EBUSY` if the slot belongs to another registration.
     fn give_to(&self, number: u64, core: CoreContext) -> Result {
         let mut room = self.room.lock();
         if room.owner.is_some_and(|(owner, _)| owner != number) {
@@ -252,8 +269,10 @@ impl Slot {
         self.room.lock().owner.is_some_and(|(owner, _)| owner == number)
     }
 
-    /// Keeps what the slot is part of until [`Self::release`]. Errors: `EINVAL` when it is not that registration's, or not mapped
-    /// for that adapter, `ENODEV` when the mapping has ended.
+    /// Keeps the object that contains the slot, until [`Self::release`].
+    ///
+    /// Errors: `EINVAL` if the slot does not belong to the registration, or has no mapping for this adapter; `ENODEV` if
+    /// the mapping has ended.
     fn keep(&self, number: u64, adapter: &Adapter<'_>, whole: Arc<dyn Keep>) -> Result {
         if !self.is_of(number) {
             return Err(EINVAL);
@@ -270,23 +289,27 @@ impl Slot {
         Ok(())
     }
 
-    /// The core does not look at the list of addresses any more.
+    /// Drops the reference from [`Self::keep`]. The core no longer reads the list of addresses.
     fn release(&self) {
         let keep = self.room.lock().keep.take();
         drop(keep);
     }
 
-    /// Ends the mapping of a registration that no adapter uses any more.
+    /// Ends the mapping of a registration if the slot belongs to it. The caller knows that no adapter uses the mapping.
     fn unmap_for(&self, number: u64) {
         if self.is_of(number) {
             self.unmap();
         }
     }
 
-    /// Closes the slot, and has the core make the adapter forget what is mapped. When this returns true, the adapter uses the
-    /// memory no more, and the mapping has ended; in the form [`Form::Legacy`] the core has called for that. None of the
-    /// caller's locks may be one that get_pages, dma_map, dma_unmap or put_pages take. False where nothing is mapped, or the
-    /// client cannot do this.
+    /// Closes the slot and makes the core invalidate the registration.
+    ///
+    /// Returns true if the core was called: the adapter no longer uses the memory. With [`Form::Ex`] the mapping has
+    /// ended. With [`Form::Legacy`] the core calls `dma_unmap` meanwhile, which ends the mapping; check
+    /// [`Self::is_mapped`]. Returns false if nothing is mapped or the client cannot invalidate.
+    ///
+    /// May sleep. The caller must not hold a lock that the client's `get_pages`, `dma_map`, `dma_unmap` or `put_pages`
+    /// take.
     pub(crate) fn invalidate(&self) -> bool {
         let mut room = self.room.lock();
         room.closed = true;
@@ -308,23 +331,23 @@ impl Slot {
         true
     }
 
-    /// Ends the mapping, which no adapter may use any more. Whether there was one.
+    /// Ends the mapping, which no adapter may use any more. Returns whether there was one.
     fn unmap(&self) -> bool {
         let mut room = self.room.lock();
         let Some(mapped) = room.mapped.as_mut().filter(|mapped| mapped.live) else {
             return false;
         };
         mapped.live = false;
-        // SAFETY: By the type invariant the mapping is ours.
+        // SAFETY: By the type invariant the object owns the mapping. `live` was set, so this is the only call.
         unsafe { sys::p2pmem_peer_unmap(mapped.raw.as_ptr()) };
         let target = mapped.target.take();
         drop(room);
-        // Outside the lock, as this may be the last reference to a provider's memory.
+        // Dropped outside the lock: the drop may free the provider's memory.
         drop(target);
         true
     }
 
-    /// Nothing is mapped from here on. Whether something is.
+    /// Closes the slot: no mapping can be made any more. Returns whether one exists.
     pub(crate) fn close(&self) -> bool {
         self.room.lock().closed = true;
         self.is_mapped()
@@ -334,15 +357,18 @@ impl Slot {
         self.room.lock().mapped.as_ref().is_some_and(|mapped| mapped.live)
     }
 
-    /// Makes a table of the core's a view of the entries. Returns their number.
+    /// Writes a view of the entries to a table of the core. Returns the number of entries. Errors: `EINVAL` without a
+    /// mapping.
     ///
     /// # Safety
     ///
-    /// `sg_head` must be valid for writing, and not be used after the slot is dropped.
+    /// `sg_head` must be valid for writes. The table must not be used after the slot is dropped.
     unsafe fn show(&self, sg_head: *mut bindings::sg_table) -> Result<u32> {
         let room = self.room.lock();
         let mapped = room.mapped.as_ref().ok_or(EINVAL)?;
-        // SAFETY: By the type invariant the mapping is ours; the caller promises the rest.
+        // SAFETY: By the type invariant of `PeerMapping` the mapping is valid. It stays in the slot until the slot is
+        // dropped, and so do the entries. The caller guarantees that `sg_head` is valid, and that the view is not used for
+        // longer.
         unsafe {
             sys::p2pmem_peer_entries(mapped.raw.as_ptr(), sg_head);
             Ok(sys::p2pmem_peer_nents(mapped.raw.as_ptr()))
@@ -350,44 +376,44 @@ impl Slot {
     }
 }
 
-/// A reference to this module: it is not unloaded while there is one.
+/// A reference to this module, which prevents its unloading.
 ///
 /// # Invariants
 ///
-/// The reference is ours.
+/// The object owns one reference to the module.
 pub(crate) struct ModuleRef(());
 
 impl ModuleRef {
-    /// None where the module is being unloaded.
+    /// Takes a reference. Returns `None` while the module is being unloaded.
     pub(crate) fn get() -> Option<Self> {
-        // INVARIANT: A reference was taken.
-        // SAFETY: No requirements.
+        // INVARIANT: `p2pmem_module_get()` returns true if it took a reference for this object.
+        // SAFETY: The function has no requirements.
         unsafe { sys::p2pmem_module_get() }.then_some(Self(()))
     }
 }
 
 impl Drop for ModuleRef {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the reference is ours.
+        // SAFETY: By the type invariant the object owns the reference, and the drop happens once.
         unsafe { sys::p2pmem_module_put() };
     }
 }
 
-/// How a client is registered.
+/// The form in which a client is registered.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// It can invalidate, and unmaps by itself afterwards.
+    /// The client can invalidate, and ends the mapping itself afterwards.
     Ex,
-    /// It can invalidate, in which the core has it unmap.
+    /// The client can invalidate, and the core calls `dma_unmap` meanwhile.
     Legacy,
-    /// It cannot invalidate: a registration ends when the program ends it.
+    /// The client cannot invalidate: a registration ends only when the program ends it.
     Persistent,
 }
 
 impl Form {
-    /// The one that the administrator chose; none where he wants no client.
+    /// Returns the form that the administrator chose with the module parameter `peer_memory`, or `None` for `off`.
     pub(crate) fn chosen() -> Option<Self> {
-        // SAFETY: No requirements; the value does not change after the module was loaded.
+        // SAFETY: The function has no requirements. The parameter is read-only after the module is loaded.
         match unsafe { sys::p2pmem_peer_form() } {
             sys::P2PMEM_PEER_EX => Some(Self::Ex),
             sys::P2PMEM_PEER_LEGACY => Some(Self::Legacy),
@@ -405,47 +431,50 @@ impl Form {
     }
 }
 
-/// The Module.symvers in which the interface was found when the module was built.
+/// Returns the path of the Module.symvers in which the build found the interface.
 pub(crate) fn symvers() -> &'static CStr {
-    // SAFETY: The string is a literal.
+    // SAFETY: The C function returns a string literal, which is NUL-terminated and valid as long as the module.
     unsafe { CStr::from_char_ptr(sys::p2pmem_peer_symvers()) }
 }
 
-/// What invalidating takes.
+/// The arguments of an invalidation.
 ///
 /// # Invariants
 ///
-/// `handle` and `call` are what the core returned for a client that is registered.
+/// `handle` and `call` are those that the core returned for one client. They may be used while that client is registered.
 #[derive(Clone, Copy)]
 struct Invalidator {
     handle: NonNull<ffi::c_void>,
     call: sys::invalidate_peer_memory,
 }
 
-// SAFETY: The handle is not bound to a thread.
+// SAFETY: The handle is an opaque pointer to an object of the core, which accepts calls from any thread.
 unsafe impl Send for Invalidator {}
 
 struct Passage {
-    /// There while the client is registered.
+    /// Set while the client is registered.
     by: Option<Invalidator>,
-    /// Calls of the core that are under way.
+    /// Number of calls of the core in progress.
     inside: usize,
 }
 
 kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises it, and all that uses it calls `initialised()` first.
+    // SAFETY: The module's init function calls `init_lock()` first. All users of the lock call `initialised()` before.
     unsafe(uninit) static PEER_CLIENT: Mutex<Option<Arc<Gate>>> = None;
 }
 
+/// Initialises the lock of the client.
+///
 /// # Safety
 ///
-/// Called once, before the static locks are said to be initialised.
+/// Must be called once, before [`set_initialised`](super::global::set_initialised).
 pub(super) unsafe fn init_lock() {
-    // SAFETY: By the requirement, as all that uses the lock calls `initialised()` first.
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`,
+    // as `initialised()` panics.
     unsafe { PEER_CLIENT.init() };
 }
 
-/// The way from a client to the core: closed before the client is unregistered.
+/// Guards calls of the core by the client. Closed before the client is unregistered.
 #[pin_data]
 pub(super) struct Gate {
     form: Form,
@@ -475,7 +504,7 @@ impl Gate {
         self.passage.lock().by.is_some()
     }
 
-    /// The core is called no more. Waits for the calls that are under way.
+    /// Forbids further calls of the core, and waits for those in progress.
     fn close(&self) {
         let mut passage = self.passage.lock();
         passage.by = None;
@@ -484,7 +513,8 @@ impl Gate {
         }
     }
 
-    /// Calls `call` with what is there while the gate is open, which is closed no sooner than that has returned.
+    /// Runs `call` if the gate is open, and keeps the gate from closing until `call` returns. Returns `None` if it is
+    /// closed.
     fn pass<R>(&self, call: impl FnOnce(Invalidator) -> R) -> Option<R> {
         let mut passage = self.passage.lock();
         let by = passage.by?;
@@ -496,29 +526,30 @@ impl Gate {
         Some(answer)
     }
 
-    /// Has the core make the adapter forget a registration. False where the client cannot do this.
+    /// Makes the core invalidate a registration. Returns false if the client cannot invalidate or the gate is closed.
     fn invalidate(&self, core: CoreContext) -> bool {
         let told = self.pass(|by| {
-            // SAFETY: By the type invariant both are the core's, and the client is registered until this has returned. A number
-            // that the core does not know (any more) is not an error.
+            // SAFETY: By the type invariant both are from the core, for one client. The client stays registered during the
+            // call: its registration's drop closes the gate first, which waits for `pass()`. The core ignores a number
+            // that it no longer knows.
             by.call.map(|call| unsafe { call(by.handle.as_ptr(), core.0) })
         });
         told.flatten().is_some()
     }
 }
 
-/// How the client is registered; none while it is not.
+/// Returns the form of the registered client, or `None` if no client is registered.
 pub(crate) fn registered() -> Option<Form> {
     initialised();
     let gate = PEER_CLIENT.lock().clone();
     gate.filter(|gate| gate.is_open()).map(|gate| gate.form)
 }
 
-/// The client's place, of which there is one: taken before the core knows the client, and free again after it has forgotten it.
+/// The claim to be the module's only client: taken before the client is registered, dropped after it is unregistered.
 struct Place(Arc<Gate>);
 
 impl Place {
-    /// Errors: `EBUSY` while there is another client.
+    /// Takes the claim. Errors: `EBUSY` if there is another client; `ENOMEM`.
     fn take(form: Form) -> Result<Self> {
         initialised();
         let gate = Gate::new(form)?;
@@ -538,11 +569,11 @@ impl Drop for Place {
     }
 }
 
-/// A client that the core knows. Dropping it waits until all its registrations have been released.
+/// A registered client. Dropping it waits until the core has released all its registrations.
 ///
 /// # Invariants
 ///
-/// `handle` is what the core returned for `client`, which stays where it is.
+/// `handle` is the result of registering `client`, which stays registered, and at its address, as long as `self`.
 pub(crate) struct PeerMemoryRegistration<T: Client> {
     place: Place,
     handle: NonNull<ffi::c_void>,
@@ -551,13 +582,15 @@ pub(crate) struct PeerMemoryRegistration<T: Client> {
     _client: PhantomData<fn() -> T>,
 }
 
-// SAFETY: A registered client is not bound to a thread.
+// SAFETY: `handle` is an opaque pointer to an object of the core, which accepts calls from any thread.
 unsafe impl<T: Client> Send for PeerMemoryRegistration<T> {}
-// SAFETY: There is nothing to be done with a shared reference.
+// SAFETY: The type has no method that takes a shared reference.
 unsafe impl<T: Client> Sync for PeerMemoryRegistration<T> {}
 
 impl<T: Client> PeerMemoryRegistration<T> {
-    /// Registers the client. Errors: `EINVAL` when the core does not take it, `EBUSY` while there is another one.
+    /// Registers the client. May sleep.
+    ///
+    /// Errors: `EBUSY` if there is another client; `EINVAL` if the core refuses the client; `ENOMEM`.
     pub(crate) fn new(name: &CStr, form: Form) -> Result<Self> {
         let place = Place::take(form)?;
         let mut client = sys::peer_memory_client {
@@ -594,13 +627,14 @@ impl<T: Client> PeerMemoryRegistration<T> {
             Form::Ex | Form::Legacy => &raw mut call,
             Form::Persistent => ptr::null_mut(),
         };
-        // SAFETY: The client is complete, and in a box that goes after it was unregistered. Until the gate is open nothing is
-        // acquired.
+        // SAFETY: The client has all callbacks. It is boxed, and the box is freed after the client is unregistered. The
+        // core writes to `slot`, a local variable or null, only during the call. Before the gate is open, `acquire`
+        // refuses all memory.
         let handle = unsafe { sys::ib_register_peer_memory_client(&client.client, slot) };
         let handle = NonNull::new(handle).ok_or(EINVAL)?;
-        // INVARIANT: As the core returned them; the gate is closed before the client is unregistered.
+        // INVARIANT: Both are from the core, for this client.
         place.0.open(Invalidator { handle, call });
-        // INVARIANT: See above.
+        // INVARIANT: The call returned `handle` for `client`, which is registered until `drop()`.
         Ok(Self {
             place,
             handle,
@@ -609,15 +643,17 @@ impl<T: Client> PeerMemoryRegistration<T> {
         })
     }
 
-    /// The number that a pointer of the core's is, and its registration.
+    /// Returns the number that the core passes as a pointer, and its registration. Errors: `EINVAL` if there is none.
     fn context(pointer: *mut ffi::c_void) -> Result<(u64, Arc<T::Context>)> {
         let number = pointer.addr() as u64;
         Ok((number, T::find(number).ok_or(EINVAL)?))
     }
 
+    /// Takes a registration for memory of the client.
+    ///
     /// # Safety
     ///
-    /// Called by the core with a place for the number.
+    /// To be called by the core only. `client_context` must be valid for writes.
     unsafe extern "C" fn acquire(
         addr: usize,
         size: usize,
@@ -634,20 +670,20 @@ impl<T: Client> PeerMemoryRegistration<T> {
         };
         let number = NEXT.fetch_add(1, Relaxed);
         let number = match T::acquire(number, asked) {
-            // No machine counts as far as the last one.
+            // On no supported machine does the counter reach `NO_MEMORY`.
             Ok(true) => number as usize,
             Ok(false) => return 0,
-            // Cores take an error for "not mine", and would go on to ask others for memory that is.
+            // The core takes an error as a refusal, and would go on to ask other clients for this memory.
             Err(_) => NO_MEMORY,
         };
-        // SAFETY: The core has a place for it.
+        // SAFETY: The caller guarantees that the pointer is valid for writes.
         unsafe { *client_context = ptr::without_provenance_mut(number) };
         1
     }
 
     /// # Safety
     ///
-    /// Called by the core for what was acquired.
+    /// To be called by the core only, for a context from `acquire`.
     unsafe extern "C" fn get_pages(
         _addr: usize,
         _size: usize,
@@ -670,8 +706,8 @@ impl<T: Client> PeerMemoryRegistration<T> {
 
     /// # Safety
     ///
-    /// Called by the core for what was acquired, with a table and a place for a number. The table is not used after
-    /// the registration was released.
+    /// To be called by the core only, for a context from `acquire`. `sg_head` and `nmap` must be valid for writes, and
+    /// `dma_device` null or valid during the call. The table must not be used after `release`.
     unsafe extern "C" fn dma_map(
         sg_head: *mut bindings::sg_table,
         client_context: *mut ffi::c_void,
@@ -681,14 +717,15 @@ impl<T: Client> PeerMemoryRegistration<T> {
     ) -> ffi::c_int {
         from_result(|| {
             let (number, context) = Self::context(client_context)?;
-            // INVARIANT: The core keeps the device, if there is one, during the call.
+            // INVARIANT: The caller guarantees that the device is null or valid during the call.
             let adapter = Adapter(NonNull::new(dma_device), PhantomData);
             T::dma_map(&context, &adapter)?;
             let slot = T::slot(&context);
             slot.keep(number, &adapter, context.clone())?;
-            // SAFETY: The core's table is valid. The slot is kept until the core releases the registration, which it does last.
+            // SAFETY: The caller guarantees that the table is valid for writes. `keep()` has stored a reference to the
+            // object with the slot, which is dropped in `release`, after which the core does not use the table.
             let count = unsafe { slot.show(sg_head) }?;
-            // SAFETY: The core has a place for it.
+            // SAFETY: The caller guarantees that `nmap` is valid for writes.
             unsafe { *nmap = count as ffi::c_int };
             Ok(0)
         })
@@ -696,7 +733,7 @@ impl<T: Client> PeerMemoryRegistration<T> {
 
     /// # Safety
     ///
-    /// Called by the core, with what `dma_map` was called with.
+    /// To be called by the core only, with the arguments of `dma_map`, when the adapter no longer uses the mapping.
     unsafe extern "C" fn dma_unmap(
         _sg_head: *mut bindings::sg_table,
         client_context: *mut ffi::c_void,
@@ -711,7 +748,7 @@ impl<T: Client> PeerMemoryRegistration<T> {
 
     /// # Safety
     ///
-    /// Called by the core, with what `get_pages` was called with.
+    /// To be called by the core only, with the arguments of `get_pages`, when the adapter no longer uses the mapping.
     unsafe extern "C" fn put_pages(_sg_head: *mut bindings::sg_table, client_context: *mut ffi::c_void) {
         if let Ok((number, context)) = Self::context(client_context) {
             T::slot(&context).unmap_for(number);
@@ -721,15 +758,16 @@ impl<T: Client> PeerMemoryRegistration<T> {
 
     /// # Safety
     ///
-    /// Called by the core.
+    /// To be called by the core only.
     unsafe extern "C" fn get_page_size(_client_context: *mut ffi::c_void) -> usize {
-        // Entries are as long as they can be, in whole pages. A larger size would have the core cut them to it.
+        // Entries are whole pages, and as long as possible. With a larger size, the core would cut the memory to that
+        // size.
         PAGE_SIZE
     }
 
     /// # Safety
     ///
-    /// Called by the core for what was acquired.
+    /// To be called by the core only, for a context from `acquire`, as the last call for that context.
     unsafe extern "C" fn release(client_context: *mut ffi::c_void) {
         let number = client_context.addr() as u64;
         let context = T::find(number);
@@ -748,13 +786,13 @@ impl<T: Client> PeerMemoryRegistration<T> {
 impl<T: Client> Drop for PeerMemoryRegistration<T> {
     fn drop(&mut self) {
         self.place.0.close();
-        // SAFETY: By the type invariant the handle is the core's, of a client that is registered, and nobody calls it with it any
-        // more.
+        // SAFETY: By the type invariant the handle is that of a registered client. The gate is closed, so no call with the
+        // handle is in progress, and none follows.
         unsafe { sys::ib_unregister_peer_memory_client(self.handle.as_ptr()) };
     }
 }
 
-/// Asserts the layout that every core with the interface was built with.
+/// Asserts the layout of a structure that the core was built with.
 macro_rules! layout {
     ($type:ident: $size:literal { $($field:ident @ $offset:literal),* $(,)? }) => {
         const _: () = {
@@ -780,13 +818,13 @@ mod tests {
     };
 
     const PAGE: u64 = kernel::page::PAGE_SIZE as u64;
-    /// The longest entry that whole pages allow.
+    /// The largest length of an entry in whole pages.
     const MOST: u64 = (u32::MAX as u64) & !(PAGE - 1);
     const CPU: Adapter<'static> = Adapter(None, PhantomData);
 
     #[test]
     fn a_piece_is_one_entry_as_long_as_lengths_allow() -> Result {
-        // No byte of this is touched, so that it need not be there.
+        // Nothing accesses these addresses, so no memory is needed there.
         let at = 1 << 38;
         for (size, lengths) in [
             (PAGE, &[PAGE] as &[u64]),
@@ -822,7 +860,7 @@ mod tests {
 
     #[test]
     fn more_entries_than_one_page_of_them_holds() -> Result {
-        // Scatterlists are chained page by page.
+        // The kernel chains scatterlists page by page.
         let mut pieces = KVec::new();
         for at in 0..1_000 {
             pieces.push(((1 << 38) + 2 * at * PAGE, PAGE), GFP_KERNEL)?;
@@ -841,12 +879,12 @@ mod tests {
         let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
         let piece = [PhysRange::new(1 << 38, PAGE)?];
         let mut table = bindings::sg_table::default();
-        // SAFETY: The table is ours.
+        // SAFETY: The table is a local variable, and the slot outlives it.
         assert!(unsafe { slot.show(&mut table) }.is_err_and(|e| e == EINVAL));
         assert!(!slot.unmap() && !slot.is_mapped());
         assert_eq!(untouched(&slot, &piece)?, 1);
         assert!(untouched(&slot, &piece).is_err_and(|e| e == EBUSY));
-        // Closing does not end it, it only keeps others out; what the core has can be looked at to the end.
+        // Closing does not end the mapping, but prevents new ones. The entries stay readable after the mapping has ended.
         assert!(slot.close() && slot.is_mapped());
         assert!(slot.unmap() && !slot.close());
         assert!(untouched(&slot, &piece).is_err_and(|e| e == ENODEV));
@@ -858,7 +896,7 @@ mod tests {
     fn a_slot_is_of_one_registration() -> Result {
         let slot = Arc::pin_init(Slot::new(), GFP_KERNEL)?;
         let whole = Arc::new((), GFP_KERNEL)?;
-        // Nobody's yet, and then that of the first one who comes, however often it comes.
+        // The slot belongs to the first registration that uses it, even if that comes several times.
         assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
         slot.give_to(1, CoreContext(11))?;
         slot.give_to(1, CoreContext(12))?;
@@ -866,7 +904,7 @@ mod tests {
         assert!(slot.give_to(2, CoreContext(21)).is_err_and(|e| e == EBUSY));
         assert_eq!(untouched(&slot, &[PhysRange::new(1 << 38, PAGE)?])?, 1);
         assert!(slot.keep(2, &CPU, whole.clone()).is_err_and(|e| e == EINVAL));
-        // Nothing looks at this device.
+        // Nothing dereferences this device.
         let other = Adapter(Some(NonNull::dangling()), PhantomData);
         assert!(slot.keep(1, &other, whole.clone()).is_err_and(|e| e == EINVAL));
         slot.keep(1, &CPU, whole.clone())?;
@@ -876,7 +914,7 @@ mod tests {
         assert!(!slot.is_mapped());
         assert!(slot.keep(1, &CPU, whole.clone()).is_err_and(|e| e == ENODEV));
         slot.release();
-        // Nobody but the test has it.
+        // The test holds the only reference.
         assert!(Arc::into_unique_or_drop(whole).is_some());
         Ok(())
     }
@@ -889,7 +927,7 @@ mod tests {
             handle: NonNull::dangling(),
             call: None,
         });
-        // It cannot be invalidated with what has no call for it.
+        // A client without the core's function cannot invalidate.
         assert!(gate.is_open() && !gate.invalidate(CoreContext(1)));
         let (begun, end, closed) = (
             Arc::pin_init(Completion::new(), GFP_KERNEL)?,
@@ -917,32 +955,32 @@ mod tests {
         Ok(())
     }
 
-    /// Maps for an adapter that works with the CPU.
+    /// Maps pieces for a virtual adapter, without a target.
     fn untouched(slot: &Slot, pieces: &[PhysRange]) -> Result<u32> {
-        // SAFETY: Nothing here uses the entries, but to compare them.
+        // SAFETY: The adapter is virtual, and the tests only compare the entries' numbers.
         unsafe { slot.map_unchecked(&CPU, None, pieces) }
     }
 
-    /// Sizes of the entries of the table that a core would get.
+    /// Returns address and length of each entry that a core would get.
     fn entries(slot: &Slot) -> Result<KVec<(u64, u64)>> {
         let mut table = bindings::sg_table::default();
-        // SAFETY: The table is ours, and the slot outlives it.
+        // SAFETY: The table is a local variable, and the slot outlives it.
         let count = unsafe { slot.show(&mut table) }?;
         let mut list = KVec::new();
         let mut at = table.sgl;
         for _ in 0..count {
-            // SAFETY: The table has as many entries as the call said.
+            // SAFETY: The table has `count` entries, and `at` is one of them.
             let entry = unsafe { &*at };
             list.push((entry.dma_address, u64::from(entry.dma_length)), GFP_KERNEL)?;
-            // SAFETY: As above.
+            // SAFETY: `at` is an entry of a valid table, as above.
             at = unsafe { bindings::sg_next(at) };
         }
-        // The last one says so.
+        // The last entry is marked as the end.
         assert!(at.is_null() && table.nents == count);
         Ok(list)
     }
 
-    /// What pieces at these physical addresses become for an adapter that works with the CPU.
+    /// Returns the entries of pieces at these physical addresses for a virtual adapter.
     fn mapped(pieces: &[(u64, u64)]) -> Result<KVec<(u64, u64)>> {
         let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
         let mut list = KVec::new();

@@ -5,7 +5,7 @@
 //! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
 //! registrations.
 //!
-//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are leaves. `RevokeCallback::told` is
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `Publisher::told` is
 //! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`
@@ -60,7 +60,7 @@ pub(crate) struct Publication {
 pub(crate) trait Registrar: Send + Sync {
     /// Returns whether the function is a provider.
     fn is_provided(&self, function: &Function) -> bool;
-    /// Makes a provider of `wanted` and returns its id. `publisher` is told when the provider is revoked.
+    /// Makes a provider of `wanted` and returns its id. `publisher` is notified when the provider is revoked.
     fn register(&self, wanted: &Publication, device: Published<'_>, publisher: Arc<RevokeCallback>) -> Answer<u32>;
     /// Removes a provider, if it still exists. The driver's callback has returned when this returns.
     fn unregister(&self, function: &Function, provider: u32);

@@ -3,7 +3,7 @@
 //! Tracepoints of the group `p2pmem`: events of buffers and decisions, for `trace-cmd` and `perf`.
 //!
 //! [`kernel::tracepoint`] declares tracepoints of the kernel itself, in whose bindings it looks for them. The tracepoints
-//! here work the same way: while an event is disabled, its place in the code is a no-op instruction. The arguments are
+//! here work in the same manner: while an event is disabled, its place in the code is a no-op instruction. The arguments are
 //! closures that are called only while the event is enabled.
 //!
 //! The functions do not sleep and take no locks, but the closures may.

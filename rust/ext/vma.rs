@@ -111,7 +111,8 @@ impl<T: Mappable> NewMapping<'_, T> {
         let page_offset = page_offset.min((u64::MAX - self.len()) >> PAGE_SHIFT);
         // SAFETY: By the type invariant the area is valid and nobody else uses it.
         unsafe { sys::p2pmem_vma_prepare(self.vma.as_ptr(), combine, pages) };
-        // SAFETY: As for the call above.
+        // SAFETY: By the type invariant the area is valid and nobody else uses it, so there is no other reference to it.
+        // The area gets a reference to `object`, as [`Operations`] require of `vm_private_data`.
         let vma = unsafe { self.vma.as_mut() };
         vma.vm_pgoff = page_offset as usize;
         vma.vm_private_data = Arc::into_raw(object).cast_mut().cast();

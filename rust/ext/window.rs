@@ -150,7 +150,8 @@ impl Window {
         // SAFETY: The p2pdma data was initialised above, and `within()` has checked that `bar` is a standard BAR.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
         let provider = NonNull::new(provider).ok_or(abi::errno(abi::EOPNOTSUPP))?;
-        // SAFETY: `within()` has checked that the BAR contains the range. The BAR is enabled while the driver is bound.
+        // SAFETY: `within()` has checked that a memory BAR contains the range, so the range is I/O memory. The call maps
+        // the range and does not access it.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
         *windows.count.lock() += 1;
@@ -203,7 +204,7 @@ impl Window {
     }
 
     /// Maps page frames from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table
-    /// and the area have room for.
+    /// and the area can hold.
     ///
     /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for page frames or is in
     /// another address space, or the range is empty; `ENOMEM`.
@@ -216,7 +217,7 @@ impl Window {
         let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
         // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
         self.shown.add(fault.page_offset(), pages as u64);
-        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has room for the
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has space for the
         // page frames, and the C function refuses areas that are not for page frames. By the type invariant the frames
         // belong to this window, whose drop unmaps everything within `shown`.
         to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })

@@ -85,7 +85,7 @@ struct Inner {
 
 /// An allocation.
 ///
-/// The memory leaves the buffer exactly once, at the step to Gone, and never comes back.
+/// The memory is taken from the buffer exactly once, at the step to Gone, and never comes back.
 #[pin_data]
 pub(crate) struct Buffer {
     /// The buffer's number, never used twice.
@@ -106,7 +106,7 @@ pub(crate) struct Buffer {
     pub(crate) cred: Credentials,
     #[pin]
     inner: Mutex<Inner>,
-    /// Completed when the memory is clear. Only an allocation through `mmap()` leaves clearing for later.
+    /// Completed when the memory is clear. Only an allocation through `mmap()` postpones clearing.
     #[pin]
     cleared: Completion,
 }

@@ -113,7 +113,7 @@ struct Inner<B> {
     clearing: u64,
     /// Whether the buddy allocator has memory that was in use and is not cleared, since an allocation needed it at once.
     unscrubbed: bool,
-    /// How often outstanding memory came back, so that a waiter can tell that it missed one.
+    /// How often outstanding memory came back, so that a waiter can detect that it missed one.
     returns: u64,
 }
 
@@ -151,7 +151,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     pub(crate) start: u64,
     /// Bytes that p2pmem manages.
     pub(crate) size: u64,
-    /// Bytes that p2pmem leaves in the kernel's pool for other drivers.
+    /// Bytes that p2pmem keeps in the kernel's pool for other drivers.
     pub(crate) kernel_reserve: u64,
     /// Whether user mappings are write-combining.
     pub(crate) combine: bool,
@@ -162,7 +162,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     /// Number of open dma-bufs.
     exports: Atomic<u32>,
     pub(crate) counters: Counters,
-    /// The driver that registered the memory, which is told when it is revoked.
+    /// The driver that registered the memory, which is notified when the memory is revoked.
     publisher: Option<Arc<RevokeCallback>>,
     function: Function,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
@@ -307,8 +307,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         region.charge(bytes)
     }
 
-    /// Returns the bytes of an adopted pool that p2pmem leaves to other drivers. An own provider left them their part when it was
-    /// published, so it has no bound here.
+    /// Returns the bytes of an adopted pool that p2pmem keeps free for other drivers. An own provider gave other drivers their
+    /// part when it was published, so it has no bound here.
     pub(crate) fn kernel_reserve(&self) -> u64 {
         match self.kind {
             ProviderKind::Own | ProviderKind::Registered => u64::MAX,

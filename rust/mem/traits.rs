@@ -34,8 +34,8 @@ impl RevokeDeadline {
 ///
 /// Context: process context, may sleep, with none of the module's locks held.
 pub(crate) trait Revocable: Send + Sync {
-    /// First part of a revocation: refuses new mappings and tells importers or the RDMA core to let go. Does not wait for
-    /// them.
+    /// First part of a revocation: refuses new mappings and starts the invalidation at importers or at the RDMA core. Does
+    /// not wait for them.
     fn revoke(self: Arc<Self>);
 
     /// Second part: waits until no device can reach the memory, without a limit. Waits for fences spend `deadline`.

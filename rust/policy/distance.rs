@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! How far a provider is from all clients of a request together.
+//! The distance of a provider from all clients of a request.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
@@ -12,7 +12,10 @@ use crate::policy::path::{
 };
 use core::cmp::Reverse;
 
-/// What a candidate's paths amount to for all clients together.
+/// Summary of the paths between a candidate and all clients.
+///
+/// `worst` is the class and the hops of the farthest path, `worst_client` is its client; `hops` is the sum of all paths;
+/// `bandwidth` is the narrowest known link in MB/s; `numa_distance` is the largest. 0 means unknown.
 pub(super) struct Reach {
     pub(super) worst_client: usize,
     worst: Option<(PathClass, u32)>,
@@ -45,7 +48,7 @@ impl Reach {
         reach
     }
 
-    /// Keeps the farthest path, the first of several.
+    /// Keeps the farthest path; the first one of equal paths.
     fn note(&mut self, client: usize, distance: (PathClass, u32)) {
         if self.worst.is_none_or(|worst| distance > worst) {
             self.worst = Some(distance);
@@ -58,27 +61,27 @@ impl Reach {
     }
 }
 
-/// How far a provider is from all clients together: the criteria of [`Rank`] that paths alone
-/// decide, in their order; the smaller distance wins.
+/// The distance of a provider from all clients: the criteria of [`Rank`](super::placement) that depend only on paths, in
+/// their order. The smaller distance wins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Distance {
-    /// Class of the farthest path: a buffer is as near as the client that is farthest from it.
+    /// Class of the farthest path.
     pub(super) class: Option<PathClass>,
     /// Sum of hops.
     pub(super) hops: u32,
-    /// Narrowest link: wider is better, unknown (0) is worst.
+    /// Bandwidth of the narrowest link in MB/s. More bandwidth wins, and unknown (0) loses.
     pub(super) bandwidth: Reverse<u32>,
-    /// Largest NUMA distance: unknown (0) is worst.
+    /// Largest NUMA distance; `u32::MAX` if unknown.
     pub(super) numa: u32,
 }
 
 impl Distance {
-    /// From a provider with these paths to each of so many clients.
+    /// Returns the distance of a provider with these paths from `clients` clients.
     pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
         Self::from(&Reach::of(clients, paths))
     }
 
-    /// Whether every client can reach it.
+    /// Returns whether every client can reach the provider.
     pub(crate) fn is_reachable(&self) -> bool {
         self.class != Some(PathClass::Unreachable)
     }

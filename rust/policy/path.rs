@@ -7,7 +7,7 @@
 //! there or has to go up to the root complex, and the narrowest link of the path.
 //!
 //! The kernel routes the traffic as `calc_map_type_and_dist()` (drivers/pci/p2pdma.c) decides. The result agrees with it:
-//! hops are counted in the same way, and [`Path::bus_addr`] is set exactly where the kernel maps bus addresses. Whether the
+//! hops are counted in the same manner, and [`Path::bus_addr`] is set exactly where the kernel maps bus addresses. Whether the
 //! root complex forwards peer traffic depends on the CPU and on the kernel's list of host bridges, so the caller passes
 //! that verdict in.
 //!

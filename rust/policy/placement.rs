@@ -2,22 +2,23 @@
 
 //! The choice of a provider for a buffer.
 //!
-//! [`decide`] gets a request and one [`Candidate`] per provider and answers two questions: which
-//! provider serves the request, and, for each of the others, why not. A verdict carries the numbers
-//! it was reached with, so that it can be checked by whoever reads it.
+//! [`decide`] gets a request and one [`Candidate`] per provider. The result is the provider that serves the request, and a
+//! [`Verdict`] for every candidate, with the numbers that led to the verdict.
 //!
-//! The rules are written down in Documentation/design/placement.md. In short: a provider is
-//! *eligible* when it is the named one (if one is required), is not leaving, can be reached by
-//! every client over paths no farther than allowed, and has the space in one piece, and when no
-//! rule ([`crate::policy::rule`]) stands against it. Among the eligible ones the criteria of [`Rank`]
-//! decide, one after the other.
+//! A provider is *eligible* if all of these hold:
 //!
-//! Nothing is remembered and nothing is left to chance: equal input gives equal output, and the
-//! order of the candidates does not matter.
+//! - the request requires no other provider, and the provider is not being removed;
+//! - every client can reach the provider, over paths no farther than the request and the rules allow;
+//! - the provider has the requested bytes free in one piece, and no rule ([`crate::policy::rule`]) forbids the allocation.
 //!
-//! The file is pure: it needs nothing but `core` and [`Path`], allocates nothing, cannot panic, and
-//! holds no `unsafe`. The same text is compiled into the module and into the host tests of
-//! tests/suites/pure.
+//! The criteria of [`Rank`] choose among the eligible providers, one after the other. Documentation/design/placement.md
+//! describes the rules.
+//!
+//! A decision depends on its arguments alone: equal input gives equal output, and the order of the candidates does not
+//! matter.
+//!
+//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no
+//! `unsafe`. The same source is compiled into the module and into the host tests of tests/pure.
 
 use crate::policy::{
     distance::{
@@ -44,81 +45,81 @@ use crate::policy::{
 };
 use core::cmp::{Ordering, Reverse};
 
-/// Which provider a request names.
+/// The provider that a request names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Named {
-    /// None: any will do.
+    /// No provider: every provider may serve the request.
     Any,
-    /// This one or none.
+    /// The provider of this number. No other provider may serve the request.
     Require(u32),
-    /// This one if it is eligible, else the best of the others.
+    /// The provider of this number if it is eligible, otherwise the best of the others.
     Prefer(u32),
 }
 
-/// Who chooses among the eligible providers when naming one has not settled it.
+/// How to choose among the eligible providers, if the request does not name one of them. The values correspond to
+/// `P2PMEM_STRATEGY_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Strategy {
-    /// The criteria of [`Rank`].
+    /// By the criteria of [`Rank`].
     Nearest,
-    /// The least loaded, and only then the criteria of [`Rank`].
+    /// The least loaded provider first, then by the criteria of [`Rank`].
     Spread,
-    /// The most loaded, and only then the criteria of [`Rank`].
+    /// The most loaded provider first, then by the criteria of [`Rank`].
     Pack,
-    /// The kernel: the provider that `pci_p2pmem_find_many()` returned, `None` where it returned
-    /// none.
+    /// The kernel's choice: the number of the provider that `pci_p2pmem_find_many()` returned, or `None` if the kernel
+    /// chose no provider.
     Upstream(Option<u32>),
 }
 
-/// What is asked for.
+/// The part of an allocation request that the choice depends on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request {
-    /// Bytes, a multiple of the page size.
+    /// Requested bytes, a multiple of the page size.
     pub(crate) size: u64,
-    /// Alignment in bytes in the address space in which [`Candidate::start`] counts; 0 and 1 mean
-    /// none.
+    /// Alignment in bytes, in the address space of [`Candidate::start`]. 0 and 1 mean no alignment.
     pub(crate) align: u64,
-    /// How many clients there are, that is, how many paths every candidate has to have.
+    /// Number of clients. Every candidate needs a path to each of them.
     pub(crate) clients: usize,
-    /// Which provider is named.
+    /// The named provider.
     pub(crate) named: Named,
-    /// Who chooses.
+    /// How to choose among eligible providers.
     pub(crate) strategy: Strategy,
-    /// Farthest path class allowed; `None` for any that is reachable.
+    /// Farthest allowed path class, or `None` to allow every reachable provider.
     pub(crate) max_class: Option<PathClass>,
 }
 
-/// A provider as far as the choice depends on it.
+/// A provider as input of the choice.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Candidate<'a> {
-    /// Its number. Smaller numbers came earlier; no two candidates have the same.
+    /// The provider's number, unique among the candidates. A smaller number means an earlier publication.
     pub(crate) id: u32,
-    /// Whether buffers can be allocated from it at all: `false` while it is being revoked.
+    /// Whether the provider accepts allocations; `false` while it is being removed.
     pub(crate) live: bool,
-    /// Where its memory begins in the BAR, bytes, 0 where that is not known.
+    /// Offset in bytes of the provider's memory in the BAR, or 0 if the offset is unknown.
     pub(crate) start: u64,
-    /// Bytes it manages.
+    /// Bytes that the provider manages.
     pub(crate) size: u64,
     /// Bytes of `size` that are free.
     pub(crate) free: u64,
-    /// Largest contiguous piece, bytes, that an allocation with the request's alignment could get.
+    /// Size in bytes of the largest contiguous piece that an allocation with the request's alignment can get.
     pub(crate) largest: u64,
-    /// Its path to each client, in the order of the clients. A path that is missing is one that
-    /// does not exist.
+    /// The paths to the clients, in the order of the clients. A missing path means that the client cannot reach the
+    /// provider.
     pub(crate) paths: &'a [Path],
-    /// What the rules say of it for this request.
+    /// The effect of the rules on the provider for this request.
     pub(crate) effect: RuleEffect,
 }
 
 impl Candidate<'_> {
-    /// Notes that an allocation of `size` bytes failed although the numbers had promised it
-    /// (another request was faster), so that the next [`decide`] looks elsewhere: the candidate
-    /// counts as having no such piece. Every call takes one candidate out of the race, so that
-    /// retrying ends after as many rounds as there are candidates.
+    /// Notes that an allocation of `size` bytes failed, because another request took the memory first.
+    ///
+    /// The next [`decide`] treats the candidate as if it had no contiguous piece of `size` bytes. Each call excludes one
+    /// candidate, so retries end after as many rounds as there are candidates.
     pub(crate) fn refused(&mut self, size: u64) {
         self.largest = self.largest.min(size.saturating_sub(1));
     }
 
-    /// Whether it could hold the request were it empty.
+    /// Returns whether an empty provider of this size could hold the request.
     fn could_hold(&self, request: &Request) -> bool {
         let align = request.align.max(1);
         let past = self.start.checked_rem(align).unwrap_or(0);
@@ -126,24 +127,23 @@ impl Candidate<'_> {
         self.size.checked_sub(skipped).is_some_and(|room| room >= request.size)
     }
 
-    /// Share of its bytes that is in use, in permille.
+    /// Returns the used part of the provider's bytes, in permille.
     fn load(&self) -> u64 {
         load(self.size, self.free)
     }
 }
 
-/// The criteria that decide among eligible candidates, in the order in which they are looked at;
-/// the smaller rank wins.
+/// The criteria that choose among eligible candidates, in the order of their importance. The smaller rank wins.
 struct Rank {
-    /// What the administrator's rules want, then what the application's own want.
+    /// The preference of the administrator's rules, then the preference of the file rules.
     preference: (Preference, Preference),
-    /// What paths decide.
+    /// The distance to the clients.
     distance: Distance,
     /// Load in permille.
     load: u64,
-    /// Largest contiguous piece: larger is better, as it leaves more for the next one.
+    /// Size of the largest contiguous piece. The larger piece wins: more space remains for the next request.
     largest: Reverse<u64>,
-    /// Order in which the providers came.
+    /// The provider's number: the provider that was published first wins.
     id: u32,
 }
 
@@ -158,7 +158,7 @@ impl Rank {
         }
     }
 
-    /// Compares, and names the criterion that decides.
+    /// Compares two ranks. Returns the order, and the verdict code of the criterion that decides.
     fn compare(&self, other: &Self, strategy: Strategy) -> (Ordering, VerdictCode) {
         let same = (Ordering::Equal, VerdictCode::Order);
         let (here, there) = (&self.distance, &other.distance);
@@ -183,15 +183,16 @@ impl Rank {
     }
 }
 
-/// Why a candidate cannot serve.
+/// The reason why a candidate cannot serve a request.
 struct Objection {
     code: VerdictCode,
     rule: Option<RuleRef>,
     reason: Outcome,
 }
 
-/// Whether a candidate can serve the request, and if not, the first rule that forbids it. The rules
-/// that no time will change come first: a provider that is out of reach *and* full is out of reach.
+/// Returns whether a candidate can serve the request, or the first objection.
+///
+/// Permanent objections come first: a provider that is both unreachable and full is reported as unreachable.
 fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), Objection> {
     let class = reach.class();
     let effect = &candidate.effect;
@@ -225,19 +226,20 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
     Err(Objection { code, rule, reason })
 }
 
-/// On whose word a candidate may win; the earlier variant beats the later one.
+/// The reason why a candidate may win. An earlier variant beats a later one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum By {
-    /// The request prefers it.
+    /// The request prefers the candidate.
     AllocRequest,
-    /// The kernel chose it.
+    /// The kernel chose the candidate.
     Kernel,
-    /// Its rank.
+    /// The candidate's rank decides.
     Rank,
 }
 
-/// On whose word the candidate may win, `None` if it may not because the kernel wants another one.
-/// A required provider leaves the kernel nothing to choose.
+/// Returns the reason why the candidate may win, or `None` if the kernel chose another provider.
+///
+/// The kernel has no choice if the request requires a provider.
 fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
     match (request.named, request.strategy) {
         (Named::Prefer(id), _) if id == candidate.id => Some(By::AllocRequest),
@@ -254,12 +256,13 @@ struct Winner {
     effect: RuleEffect,
 }
 
-/// Whether the administrator wants a candidate only where no other serves, whoever else wants it.
+/// Returns whether the administrator's rules allow the candidate only if no other candidate can serve. This overrides the
+/// request's and the kernel's choice.
 fn avoided(effect: &RuleEffect) -> bool {
     effect.preference == Preference::Avoid
 }
 
-/// Why an eligible candidate lost, and the rule that decided where a rule did.
+/// Returns why an eligible candidate lost, and the rule that decided, if a rule did.
 fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<RuleRef>) {
     if avoided(effect) && !avoided(&winner.effect) {
         return (VerdictCode::Preference, effect.preference_by);
@@ -269,7 +272,7 @@ fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) ->
         By::Kernel => (VerdictCode::Upstream, None),
         By::Rank => match rank.compare(&winner.rank, request.strategy).1 {
             VerdictCode::Preference => {
-                // Either this one is avoided, or the other one preferred.
+                // The rules either avoid this candidate or prefer the winner.
                 let (own, other, by, other_by) = if effect.preference == winner.effect.preference {
                     let other = &winner.effect;
                     (
@@ -299,7 +302,10 @@ fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) ->
     }
 }
 
-/// Finds the best candidate that is not among `taken`, and with `skip_avoided` none that rules avoid; and how that ended.
+/// Finds the best candidate that is not among `taken`. With `skip_avoided`, excludes candidates that the rules avoid.
+///
+/// Returns the winner and the outcome. Without a winner, the outcome is the reason of the candidate that came closest to
+/// being eligible.
 fn best(
     request: &Request,
     candidates: &[Candidate<'_>],
@@ -344,8 +350,10 @@ fn best(
     (winner, outcome)
 }
 
-/// Says of each candidate what became of it: `chosen` were chosen, of which `last` was the worst. Where `last` is none
-/// the kernel wanted another one, or, where there are some in `chosen`, too few could be.
+/// Writes a verdict for each candidate.
+///
+/// `chosen` are the indices of the chosen candidates, and `last` is the worst of them. If `last` is `None`, the kernel
+/// chose another provider (`chosen` is empty), or too few candidates can hold a part (`chosen` is not empty).
 fn say(
     request: &Request,
     candidates: &[Candidate<'_>],
@@ -364,7 +372,7 @@ fn say(
             }
             (Ok(()), Some(last)) => lost(request, &candidate.effect, &Rank::of(candidate, &reach), last),
             (Ok(()), None) if !chosen.is_empty() => (VerdictCode::Alone, None),
-            // Eligible, and yet there is no winner: the kernel wants another one.
+            // The candidate is eligible, but there is no winner: the kernel chose another provider.
             (Ok(()), None) => (VerdictCode::Upstream, None),
         };
         *slot = Verdict {
@@ -385,11 +393,10 @@ fn say(
 
 /// Chooses a provider.
 ///
-/// `verdicts[i]` is what the decision says of `candidates[i]`; where `verdicts` is shorter only
-/// that many are written, where it is longer the rest is left alone. The decision itself does not
-/// depend on it.
+/// Writes the verdict of `candidates[i]` to `verdicts[i]`. If `verdicts` is shorter than `candidates`, writes only that
+/// many verdicts; if it is longer, keeps the rest as it is. The choice does not depend on `verdicts`.
 ///
-/// Takes time in proportion to candidates times clients, and a constant amount of stack.
+/// The time is proportional to candidates times clients, the stack usage is constant.
 pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Choice {
     let (winner, outcome) = best(request, candidates, &[], false);
     let chosen = winner.as_ref().map(|winner| winner.index);
@@ -397,11 +404,12 @@ pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: 
     Choice { chosen, outcome }
 }
 
-/// Chooses as many providers as `picks` has room for, each for a part of the requested size, the best one first. Either
-/// all are found or the answer says how many were, and why no other one is; with `skip_avoided` only such that rules do not
-/// avoid.
+/// Chooses up to `picks.len()` providers, the best one first, each for a part of the requested size.
 ///
-/// Takes as many times the time of [`decide`] as there are picks.
+/// Returns the number of chosen providers, and the outcome of the last step. If the number is less than `picks.len()`, the
+/// outcome says why there is no further provider. With `skip_avoided`, excludes providers that the rules avoid.
+///
+/// The time is that of [`decide`], multiplied by the number of picks.
 pub(crate) fn decide_several(
     request: &Request,
     candidates: &[Candidate<'_>],
@@ -472,7 +480,7 @@ mod tests {
         max_class: None,
     };
 
-    /// The codes of two candidates, and which one was chosen.
+    /// Returns the index of the chosen candidate and the verdict codes of two candidates.
     fn codes(request: &Request, candidates: &[Candidate<'_>; 2]) -> (Option<usize>, [VerdictCode; 2]) {
         let mut verdicts = [Verdict::EMPTY; 2];
         let decision = decide(request, candidates, &mut verdicts);
@@ -495,7 +503,7 @@ mod tests {
             (worse(|path| path.numa_distance += 1), VerdictCode::Numa),
             (near, VerdictCode::Order),
         ] {
-            // The one that came earlier loses, except where nothing else decides.
+            // The earlier candidate loses, except if the order is the criterion.
             let (lost, won) = if code == VerdictCode::Order { (1, 0) } else { (0, 1) };
             let mut pair = [candidate(1, &near), candidate(2, &near)];
             pair[lost].paths = &paths;
@@ -577,18 +585,18 @@ mod tests {
         assert_eq!((answer, picks), ((2, Outcome::Chosen), [1, 2]));
         let codes = verdicts.map(|verdict| verdict.code);
         assert_eq!(codes, [VerdictCode::Hops, VerdictCode::Chosen, VerdictCode::Chosen]);
-        // One pick is what a plain decision chooses.
+        // With one pick, the result is the choice of `decide()`.
         let mut one = [9];
         assert_eq!(decide_several(&REQUEST, &all, false, &mut one, &mut []).0, 1);
         assert_eq!(decide(&REQUEST, &all, &mut []).chosen, Some(one[0]));
-        // One is full: what the others could do is of no use.
+        // One provider is full. The free memory of the others does not suffice.
         all[0].free = 0;
         let mut three = [0; 3];
         let answer = decide_several(&REQUEST, &all, false, &mut three, &mut verdicts);
         assert_eq!(answer, (2, Outcome::Full));
         let codes = verdicts.map(|verdict| verdict.code);
         assert_eq!(codes, [VerdictCode::Full, VerdictCode::Alone, VerdictCode::Alone]);
-        // One that rules avoid comes last, or not at all.
+        // A provider that the rules avoid comes last, and is excluded with `skip_avoided`.
         all[1].effect.preference = Preference::Avoid;
         assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);
         assert_eq!(picks, [2, 1]);

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The fast path of a decision: the nearest provider of a ranking that was sorted once, from one hint of free space per provider.
+//! The fast path of a decision.
 //!
-//! [`nearest`] gives the answer of [`decide`](super::placement::decide) or none at all.
+//! [`nearest`] chooses from a ranking that is sorted once, and from one free-space hint per provider. If the hints do not
+//! suffice, [`nearest`] returns nothing and the caller falls back to [`decide`](super::placement::decide), which gives the
+//! same answer.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
@@ -13,10 +15,10 @@ use crate::policy::{
     rule_effect::Preference, //
 };
 
-/// Share of `size` bytes that is not among the `free` ones, in permille, rounded down; 1000 of nothing.
+/// Returns the used part of `size` bytes of which `free` are free, in permille, rounded down. Returns 1000 if `size` is 0.
 pub(super) fn load(size: u64, free: u64) -> u64 {
     let used = size.saturating_sub(free);
-    // A thousandfold has to fit; KiB do for providers of petabytes.
+    // `used * 1000` must not overflow. Providers of petabytes are counted in KiB.
     let unit = if size > u64::MAX / 1000 { 10 } else { 0 };
     (used >> unit)
         .saturating_mul(1000)
@@ -24,27 +26,27 @@ pub(super) fn load(size: u64, free: u64) -> u64 {
         .unwrap_or(1000)
 }
 
-/// What a provider has that is not being revoked, as two numbers that may be of different moments.
+/// The free memory of a provider that is not being removed. The two numbers may be from different moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Capacity {
-    /// Free bytes, unless [`Self::largest`] is more.
+    /// Free bytes as counted. Use [`Self::free()`], as [`Self::largest`] may be more.
     pub(crate) free: u64,
-    /// [`Candidate::largest`].
+    /// Size in bytes of the largest contiguous piece.
     pub(crate) largest: u64,
 }
 
 impl Capacity {
-    /// Nothing.
+    /// No free memory.
     pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
 
-    /// [`Candidate::free`]: a piece may have grown since the free bytes were counted.
+    /// Returns the free bytes, at least [`Self::largest`]: a piece may have grown after the free bytes were counted.
     pub(crate) fn free(&self) -> u64 {
         self.free.max(self.largest)
     }
 }
 
-/// What is said of a provider at a fit: what it has, and whether the request fits, its alignment
-/// thought of.
+/// What a free-space hint says about a request: whether size and alignment fit, and the provider's capacity. `Unknown` if
+/// the hint cannot prove either.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FitHint {
     Fits(Capacity),
@@ -52,23 +54,23 @@ pub(crate) enum FitHint {
     Unknown,
 }
 
-/// A provider in the ranking that [`nearest`] goes through. `G` tells what it has.
+/// A provider in the ranking of [`nearest`]. `G` is the type of its free-space hint.
 #[derive(Clone, Debug)]
 pub(crate) struct RankedProvider<G> {
-    /// Its index in the order of numbers.
+    /// Index of the provider in the order of provider numbers.
     pub(crate) index: usize,
-    /// [`Candidate::size`].
+    /// Bytes that the provider manages.
     pub(crate) size: u64,
-    /// How much the administrator's rules want it; `None` where they forbid it, or a client cannot reach it.
+    /// Preference of the administrator's rules; `None` if rules deny the provider or a client cannot reach it.
     pub(crate) preference: Option<Preference>,
-    /// How far it is.
+    /// Distance from the clients.
     pub(crate) distance: Distance,
-    /// How many are wanted as much and are as far, this one and those after it; see [`group`].
+    /// Number of providers of the same order from this one on, including this one. Set by [`group`].
     pub(crate) equal: usize,
     pub(crate) hint: G,
 }
 
-/// Notes in a ranking that is in the order of [`RankedProvider::order`] how many are as far.
+/// Sets [`RankedProvider::equal`] in a ranking that is sorted by [`RankedProvider::order`].
 pub(crate) fn group<G>(ranking: &mut [RankedProvider<G>]) {
     let mut after: Option<(Order, usize)> = None;
     for ranked in ranking.iter_mut().rev() {
@@ -79,32 +81,32 @@ pub(crate) fn group<G>(ranking: &mut [RankedProvider<G>]) {
     }
 }
 
-/// Where a provider stands in the ranking: those without a preference come last.
+/// The position in the ranking. Providers without a preference come last.
 type Order = (bool, Option<Preference>, Distance);
 
 impl<G> RankedProvider<G> {
-    /// The smaller, the earlier in the ranking.
+    /// Returns the sort key; a smaller key comes earlier in the ranking.
     pub(crate) fn order(&self) -> Order {
         (self.preference.is_none(), self.preference, self.distance)
     }
 
-    /// The number the ABI has for the class: 0 without clients.
+    /// Returns the value of the class in the ABI; 0 without clients.
     pub(crate) fn class_raw(&self) -> u32 {
         self.distance.class.map_or(0, PathClass::as_raw)
     }
 }
 
-/// The provider that [`decide`] would choose where none is named,
-/// [`Strategy::Nearest`] chooses, and rules say no more than [`RankedProvider::preference`]. `None` where none can
-/// serve, where rules want one that is too far more than one that can serve, or where `fit` cannot
-/// tell what one has. `ranking` are in their [order](RankedProvider::order), those of the same order in that of
-/// numbers, and [grouped](group).
+/// Returns the provider that [`decide`](super::placement::decide) would choose for a request that names no provider and
+/// has the strategy *nearest*, if no rule affects the choice except by [`RankedProvider::preference`].
 ///
-/// Each hint is asked once, and what it says is kept in `capacities`, which is as long as `ranking` and
-/// in their order.
+/// Returns `None` if no provider can serve, if rules prefer a provider that is too far to one that can serve, or if `fit`
+/// returns [`FitHint::Unknown`].
 ///
-/// Compares the first that can serve and those that are as far, and looks at no path. So this is
-/// for the many decisions nobody will ask about; who asks is told by [`decide`].
+/// `ranking` is sorted by [`RankedProvider::order`], then by provider number, and is [grouped](group). `fit` is called
+/// once for each hint. The result is stored in `capacities`, which has the length and the order of `ranking`.
+///
+/// Compares only the first provider that can serve and those of the same order, and reads no path. There are no verdicts:
+/// a caller that needs them calls `decide()`.
 pub(crate) fn nearest<'a, G>(
     max_class: Option<PathClass>,
     ranking: &'a [RankedProvider<G>],
@@ -112,7 +114,7 @@ pub(crate) fn nearest<'a, G>(
     mut fit: impl FnMut(&G) -> FitHint,
 ) -> Option<&'a RankedProvider<G>> {
     let mut best = None;
-    // The best one's load, its size and what it has; none has nothing, where no request fits.
+    // Load, size and capacity of `best`. Without `best`, the capacity is empty: no request fits in it.
     let mut least = u64::MAX;
     let mut whole = 0;
     let mut its = Capacity::EMPTY;
@@ -138,7 +140,7 @@ pub(crate) fn nearest<'a, G>(
                 FitHint::Unknown => return None,
             };
             *slot = has;
-            // No less a load, without a division: idle providers of one kind.
+            // Skip the division if the load cannot be less. This is common for idle providers of the same size.
             if has.free == its.free && ranked.size == whole && has.largest <= its.largest {
                 continue;
             }
@@ -151,7 +153,7 @@ pub(crate) fn nearest<'a, G>(
             }
         }
     }
-    // The others are wanted less, or too far. What they have is kept for who asks.
+    // The remaining providers are less preferred or too far. Only their capacity is stored.
     for (ranked, slot) in left.iter().zip(slots) {
         *slot = match fit(&ranked.hint) {
             FitHint::Fits(has) | FitHint::Short(has) => has,

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Rules: what the administrator, or an application for itself, allows, wants and limits.
+//! Rules: what the administrator allows, prefers and limits, and what a program restricts for its own open file.
 //!
-//! A [`Rule`] matches pairs of a provider and a client, for a user, and sets attributes. Rules are looked at in the
-//! order of their names, and for each attribute the first rule that matches and sets it decides. What a request's
-//! pairs come to together, for one provider, is a [`RuleEffect`]; what a buffer in it counts against is a
-//! [`crate::policy::quota::ChargeSet`]. All of it is written down in Documentation/design/rules.md.
+//! A [`Rule`] matches pairs of a provider and a client, for a user or a group, and sets attributes. Rules are read in the
+//! order of their names. For each attribute, the first matching rule that sets the attribute decides. The effect on one
+//! provider and one request is a [`RuleEffect`](super::rule_effect::RuleEffect); the quotas that a buffer counts against
+//! are a [`ChargeSet`](super::quota::ChargeSet). Documentation/design/rules.md describes the rules.
 //!
-//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds
-//! no `unsafe`. The same text is compiled into the module and into the host tests of tests/suites/pure.
+//! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no
+//! `unsafe`. The same source is compiled into the module and into the host tests of tests/pure.
 
 use crate::policy::path::{
     indexed,
@@ -16,7 +16,7 @@ use crate::policy::path::{
     PciAddr, //
 };
 
-/// Most rules of the administrator.
+/// Maximum number of the administrator's rules.
 pub(crate) const MAX_RULES: usize = 256;
 
 /// The name of a rule.
@@ -27,16 +27,17 @@ pub(crate) struct RuleName {
 }
 
 impl RuleName {
-    /// Most bytes of a name: one less than the ABI has room for.
+    /// Maximum length of a name in bytes. The ABI's field has one byte more.
     pub(crate) const MAX_LEN: usize = 31;
 
-    /// What stands for a name where there is none.
+    /// The placeholder for a missing name.
     pub(crate) const EMPTY: Self = Self {
         bytes: [0; Self::MAX_LEN],
         len: 0,
     };
 
-    /// Letters, digits, `.`, `_` and `-`, at least one and at most [`Self::MAX_LEN`].
+    /// Makes a name of letters, digits, `.`, `_` and `-`, with 1 to [`Self::MAX_LEN`] bytes. Returns `None` for other
+    /// text.
     pub(crate) fn new(text: &[u8]) -> Option<Self> {
         let fits = !text.is_empty() && text.len() <= Self::MAX_LEN;
         let plain = |c: &u8| c.is_ascii_alphanumeric() || b"._-".contains(c);
@@ -51,7 +52,8 @@ impl RuleName {
         Some(name)
     }
 
-    /// As [`Self::new`], of an administrator's rule: two digits, `-`, and what it is about.
+    /// Makes the name of an administrator's rule: two digits, `-`, and at least one more character. Otherwise as
+    /// [`Self::new`].
     pub(crate) fn ordered(text: &[u8]) -> Option<Self> {
         match text {
             [a, b, b'-', _, ..] if a.is_ascii_digit() && b.is_ascii_digit() => Self::new(text),
@@ -59,32 +61,32 @@ impl RuleName {
         }
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub(crate) fn as_str(&self) -> &str {
         let bytes = self.bytes.get(..usize::from(self.len)).unwrap_or_default();
         core::str::from_utf8(bytes).unwrap_or_default()
     }
 }
 
-/// A PCI function, as far as a rule can tell it from others.
+/// The identity of a PCI function, as rules match it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FunctionId {
-    /// Where it is.
+    /// PCI address.
     pub(crate) addr: PciAddr,
-    /// PCI vendor id.
+    /// PCI vendor ID.
     pub(crate) vendor: u16,
-    /// PCI device id.
+    /// PCI device ID.
     pub(crate) device: u16,
 }
 
-/// Which functions a rule matches.
+/// The functions that a rule matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceMatch {
-    /// All of them, and where a request has no client, that too.
+    /// All functions, and also a request without clients.
     Any,
-    /// The one at an address.
+    /// The function at this address.
     At(PciAddr),
-    /// Those of a vendor and device id.
+    /// Functions with this vendor and device ID.
     Ids(u16, u16),
 }
 
@@ -98,58 +100,58 @@ impl DeviceMatch {
         }
     }
 
-    /// Whether all that `other` matches is certainly matched by this.
+    /// Returns whether this match certainly includes everything that `other` matches. May return `false` although it does.
     fn covers(self, other: Self) -> bool {
         self == Self::Any || self == other
     }
 }
 
-/// What a rule says of a pair.
+/// What a rule does with a pair of provider and client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// It may be.
+    /// The pair is allowed.
     Allow,
-    /// It may not be.
+    /// The pair is not allowed.
     Deny,
-    /// It may be, and comes before those that are not preferred.
+    /// The pair is allowed, and the provider is chosen before others.
     Prefer,
-    /// It may be, where nothing else serves.
+    /// The pair is allowed, and the provider is chosen only if no other provider can serve.
     Avoid,
 }
 
-/// For whom memory is set aside.
+/// The beneficiary of a reserve.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Beneficiary {
-    /// Other drivers of the kernel.
+    /// Other drivers, which allocate from the kernel's pool.
     Kernel,
-    /// The members of the rule's group.
+    /// Members of the rule's group.
     Group,
 }
 
-/// Users: ranges of user ids.
+/// A set of user IDs: up to [`Self::MAX_RANGES`] ranges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Users([Option<(u32, u32)>; Self::MAX_RANGES]);
 
 impl Users {
-    /// Most ranges: a user's own id, and the ranges of his subordinate ids.
+    /// Maximum number of ranges: the user's own ID, and the ranges of subordinate IDs.
     pub(crate) const MAX_RANGES: usize = 4;
 
     pub(crate) const NOBODY: Self = Self([None; Self::MAX_RANGES]);
 
-    /// Users of one range of ids, from the first to the last.
+    /// Makes a set of one range, `first` and `last` included.
     #[cfg(any(test, CONFIG_KUNIT))]
     pub(super) const fn one(first: u32, last: u32) -> Self {
         Self([Some((first, last)), None, None, None])
     }
 
-    /// One range more, from its first id to its last. None when it is empty or there are too many.
+    /// Adds a range, `first` and `last` included. Returns `None` if the range is empty or the set is full.
     pub(crate) fn and(mut self, first: u32, last: u32) -> Option<Self> {
         let free = self.0.iter_mut().find(|range| range.is_none())?;
         *free = Some((first, last));
         (first <= last).then_some(self)
     }
 
-    /// The first and the last id of each range.
+    /// Returns the first and the last ID of each range.
     pub(crate) fn ranges(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
         self.0.iter().flatten().copied()
     }
@@ -158,7 +160,7 @@ impl Users {
         self.ranges().any(|(first, last)| (first..=last).contains(&uid))
     }
 
-    /// Whether each range of the other ones is in one of these.
+    /// Returns whether each range of `other` is part of one range of this set.
     fn covers(&self, other: &Self) -> bool {
         other
             .ranges()
@@ -166,64 +168,64 @@ impl Users {
     }
 }
 
-/// One rule.
+/// A rule. An attribute that is `None` is not set; a matcher that is `None` matches everyone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Rule {
-    /// Tells it from all others there ever were, unlike its name.
+    /// Identifies the rule. Unlike a name, an ID is never used again.
     pub(crate) id: u64,
-    /// Its name.
+    /// Determines the order of the rules.
     pub(crate) name: RuleName,
-    /// Whose memory.
+    /// Matches the provider of the memory.
     pub(crate) provider: DeviceMatch,
-    /// Who does DMA.
+    /// Matches the function that does DMA.
     pub(crate) client: DeviceMatch,
-    /// Effective user id of who asks.
+    /// Matches the effective user ID of the caller.
     pub(crate) uid: Option<Users>,
-    /// A group that who asks is a member of.
+    /// Matches callers that are members of this group.
     pub(crate) gid: Option<u32>,
-    /// Attribute: what is said of it.
+    /// Attribute: allow, deny, prefer or avoid.
     pub(crate) action: Option<Action>,
-    /// Attribute: farthest path class.
+    /// Attribute: farthest allowed path class.
     pub(crate) max_class: Option<PathClass>,
-    /// Attribute: bytes that each user may hold.
+    /// Attribute: bytes that each matching user may hold.
     pub(crate) quota: Option<u64>,
-    /// Attribute: bytes that the members of the group, or the users, may hold together.
+    /// Attribute: bytes that all members of the group, or all matching users, may hold together.
     pub(crate) group_quota: Option<u64>,
-    /// Attribute: bytes of each provider that are set aside.
+    /// Attribute: bytes of each matching provider that are reserved.
     pub(crate) reserve: Option<u64>,
-    /// For whom.
+    /// The beneficiary of `reserve`.
     pub(crate) reserve_for: Option<Beneficiary>,
 }
 
-/// What is wrong with a rule by itself.
+/// An error in a rule, independent of other rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RuleError {
-    /// It sets nothing.
+    /// The rule sets no attribute.
     Empty,
-    /// It denies, and limits what it denies.
+    /// The rule denies, and also sets a limit.
     DenyAndMore,
-    /// It counts bytes and names a client.
+    /// The rule has a quota or a reserve, and names a client.
     CountsClient,
-    /// It has a quota for several users together, and does not say for whom.
+    /// The rule has a group quota, but names neither a group nor users.
     NoGroup,
-    /// It has a reserve for a group, and names no group.
+    /// The rule has a reserve for a group, but names no group.
     ReserveNoGroup,
-    /// It sets memory aside, and does not say for whom.
+    /// The rule has a reserve, but no beneficiary.
     ReserveForNobody,
-    /// It says for whom, and sets nothing aside.
+    /// The rule has a beneficiary, but no reserve.
     ReserveForWithoutReserve,
-    /// It sets memory aside for the kernel, and names a user or a group.
+    /// The rule has a reserve for the kernel, and names a user or a group.
     KernelReserveNamesUser,
-    /// It sets memory aside for a group, and names a user.
+    /// The rule has a reserve for a group, and names a user.
     ReserveNamesUser,
-    /// A rule of an application, which cannot name users or set memory aside.
+    /// A file rule names a user or a group, or has a group quota or a reserve.
     FileRuleNamesOthers,
-    /// A rule of an application with a quota, which counts the file's buffers wherever they are.
+    /// A file rule has a quota and names a provider. The quota counts the file's buffers in all providers.
     FileQuotaNamesProvider,
 }
 
 impl RuleError {
-    /// The flaw as a sentence.
+    /// Returns the message for the administrator or the program.
     pub(crate) fn text(self) -> &'static str {
         match self {
             Self::Empty => "the rule says nothing: set action, max_class, quota, group_quota or reserve",
@@ -268,7 +270,7 @@ impl Attribute {
         Self::Reserve,
     ];
 
-    /// Its name.
+    /// Returns the name of the attribute in the rule text and in configfs.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::Action => "action",
@@ -281,7 +283,7 @@ impl Attribute {
 }
 
 impl Rule {
-    /// A rule that matches everything and sets nothing.
+    /// Makes a rule that matches everything and sets no attribute.
     pub(crate) const fn new(name: RuleName) -> Self {
         Self {
             id: 0,
@@ -313,12 +315,12 @@ impl Rule {
         self.limits_holders() || self.reserve.is_some()
     }
 
-    /// Whether it limits what those whom it is for may hold.
+    /// Returns whether the rule limits the bytes that users may hold.
     pub(crate) fn limits_holders(&self) -> bool {
         self.quota.is_some() || self.group_quota.is_some()
     }
 
-    /// Whether the rule makes sense by itself.
+    /// Checks the rule by itself. An error is the first problem of the rule.
     pub(crate) fn check(&self) -> Result<(), RuleError> {
         let limits = self.max_class.is_some() || self.counts();
         if self.reserve.is_none() && self.reserve_for.is_some() {
@@ -344,7 +346,7 @@ impl Rule {
         }
     }
 
-    /// As [`Self::check`], of a rule of an application.
+    /// Checks a file rule by itself, which has more restrictions than a rule of the administrator.
     pub(crate) fn check_file_rule(&self) -> Result<(), RuleError> {
         let others = self.uid.is_some() || self.gid.is_some() || self.group_quota.is_some();
         if others || self.reserve.is_some() || self.reserve_for.is_some() {
@@ -364,7 +366,7 @@ impl Rule {
         self.provider.matches(Some(provider)) && self.client.matches(client)
     }
 
-    /// Whether all that `other` matches is certainly matched by this rule.
+    /// Returns whether this rule certainly matches everything that `other` matches. May return `false` although it does.
     fn covers(&self, other: &Self) -> bool {
         self.provider.covers(other.provider)
             && self.client.covers(other.client)
@@ -374,13 +376,16 @@ impl Rule {
             && self.gid.is_none_or(|gid| other.gid == Some(gid))
     }
 
-    /// Whether a reserve of this rule and one of `other` are for the same.
+    /// Returns whether reserves of both rules have the same beneficiary.
     pub(super) fn same_beneficiary(&self, other: &Self) -> bool {
         (self.reserve_for, self.gid) == (other.reserve_for, other.gid)
     }
 }
 
-/// The first attribute of a rule that never decides, and the earlier rule that always does.
+/// Returns the first attribute of rule `at` that never takes effect, and the index of the earlier rule that always
+/// decides.
+///
+/// Returns `None` if there is no such attribute or no rule `at`.
 pub(crate) fn shadowed(rules: &[Rule], at: usize) -> Option<(Attribute, usize)> {
     let rule = rules.get(at)?;
     Attribute::ALL.into_iter().find_map(|attribute| {
@@ -388,7 +393,7 @@ pub(crate) fn shadowed(rules: &[Rule], at: usize) -> Option<(Attribute, usize)> 
             return None;
         }
         let always = |earlier: &Rule| match attribute {
-            // Reserves are for different beneficiaries side by side, and match providers alone.
+            // Reserves of different beneficiaries exist side by side. A reserve depends on the provider only.
             Attribute::Reserve => earlier.same_beneficiary(rule) && earlier.provider.covers(rule.provider),
             _ => earlier.covers(rule),
         };
@@ -399,11 +404,11 @@ pub(crate) fn shadowed(rules: &[Rule], at: usize) -> Option<(Attribute, usize)> 
     })
 }
 
-/// Who asks.
+/// The user that sends a request.
 pub(crate) trait Subject {
-    /// Effective user id.
+    /// Returns the effective user ID.
     fn uid(&self) -> u32;
-    /// Whether a group is the effective one or one of the others.
+    /// Returns whether `gid` is the effective group or one of the supplementary groups.
     fn is_member(&self, gid: u32) -> bool;
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What the rules say of a provider for a request: which rules apply to the caller, and what they allow, prefer and set aside.
+//! The effect of rules on a provider and a request: which rules apply to the caller, and what they deny, prefer and
+//! reserve.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
@@ -20,17 +21,19 @@ use crate::policy::{
     }, //
 };
 
-/// Which of the rules are for a subject: worked out once, not for each provider and client.
+/// The set of rules that apply to a subject, computed once per request instead of once per provider and client.
+///
+/// Bit `i` stands for the rule with index `i`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Applicable([u64; MAX_RULES.div_ceil(64)]);
 
 impl Applicable {
-    /// All rules, whoever asks.
+    /// All rules, for any subject.
     pub(crate) const ALL: Self = Self([u64::MAX; MAX_RULES.div_ceil(64)]);
 
     const NONE: Self = Self([0; MAX_RULES.div_ceil(64)]);
 
-    /// Those that are for `subject`.
+    /// Returns the rules that apply to `subject`.
     #[inline]
     pub(crate) fn to(rules: &[Rule], subject: &impl Subject) -> Self {
         if rules.is_empty() {
@@ -39,7 +42,7 @@ impl Applicable {
         Self::of(rules, |rule| rule.is_for(subject))
     }
 
-    /// Those of which `is` holds.
+    /// Returns the rules for which `is` returns true.
     pub(crate) fn of(rules: &[Rule], is: impl Fn(&Rule) -> bool) -> Self {
         let mut bits = [0u64; MAX_RULES.div_ceil(64)];
         for (chunk, word) in rules.chunks(64).zip(bits.iter_mut()) {
@@ -52,7 +55,7 @@ impl Applicable {
         Self(bits)
     }
 
-    /// Whether one rule is among both.
+    /// Returns whether both sets have a rule in common.
     pub(crate) fn meets(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).any(|(here, there)| here & there != 0)
     }
@@ -63,23 +66,23 @@ impl Applicable {
     }
 }
 
-/// Whose rule.
+/// The origin of a set of rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RuleOrigin {
-    /// The administrator's.
+    /// The rules of the administrator.
     Admin,
-    /// The open file's own, see `P2PMEM_IOC_RULES`.
+    /// The file rules of the open file; see `P2PMEM_IOC_RULES`.
     File,
 }
 
-/// Which rule: an index into the rules of a set.
+/// A rule, as an index into the rules of one origin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RuleRef {
     pub(crate) set: RuleOrigin,
     pub(crate) at: usize,
 }
 
-/// How much a candidate is wanted; the smaller the more.
+/// How much rules prefer a candidate. The smaller value wins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Preference {
     Prefer,
@@ -87,34 +90,35 @@ pub(crate) enum Preference {
     Avoid,
 }
 
-/// A limit that a request would break.
+/// A quota that the request would exceed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OverLimit {
-    /// The rule that limits.
+    /// The rule with the quota.
     pub(crate) rule: RuleRef,
-    /// Whether the limit is the group's, and not one user's or file's.
+    /// Whether the quota is a group quota, not the quota of one user or file.
     pub(crate) group: bool,
-    /// Bytes held already.
+    /// Bytes that are held already.
     pub(crate) used: u64,
-    /// Bytes that may be held.
+    /// Maximum number of bytes.
     pub(crate) limit: u64,
 }
 
-/// What the rules say of one provider for one request.
+/// The effect of the rules on one provider for one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RuleEffect {
-    /// The rule that denies it.
+    /// The rule that denies the provider.
     pub(crate) denied: Option<RuleRef>,
-    /// The rule whose farthest class a path exceeds.
+    /// The rule whose maximum class a path exceeds.
     pub(crate) too_far: Option<RuleRef>,
-    /// The limit that the request would break.
+    /// The quota that the request would exceed.
     pub(crate) over: Option<OverLimit>,
-    /// Whether it would break a limit of the cgroup.
+    /// Whether the request would exceed a limit of the cgroup.
     pub(crate) over_cgroup: bool,
-    /// Bytes that are set aside for others, and the first rule that does it.
+    /// Bytes that rules reserve for others. `reserved_by` is the first such rule.
     pub(crate) reserved_for_others: u64,
     pub(crate) reserved_by: Option<RuleRef>,
-    /// What the administrator wants, and what the application wants.
+    /// The administrator's preference. `file_preference` is the preference of the file rules; `*_by` are the rules that
+    /// decide.
     pub(crate) preference: Preference,
     pub(crate) preference_by: Option<RuleRef>,
     pub(crate) file_preference: Preference,
@@ -122,7 +126,7 @@ pub(crate) struct RuleEffect {
 }
 
 impl RuleEffect {
-    /// What no rule says.
+    /// The effect if there are no rules.
     pub(crate) const NONE: Self = Self {
         denied: None,
         too_far: None,
@@ -136,8 +140,11 @@ impl RuleEffect {
         file_preference_by: None,
     };
 
-    /// Adds what a set of rules says of `provider` for `clients`, whose paths to it are `paths`. A rule of the second
-    /// set can only narrow what the first one left.
+    /// Adds the effect of the rules of origin `set` on `provider` for `clients`; `paths` are the paths to the clients, in
+    /// the same order.
+    ///
+    /// Call this for the administrator's rules first, so that their objection is the one that is reported. A file rule can
+    /// only add a restriction: it never resets `denied` or `too_far`, and its preference is separate.
     pub(crate) fn add(
         &mut self,
         set: RuleOrigin,
@@ -159,7 +166,7 @@ impl RuleEffect {
                 let rule_ref = Some(RuleRef { set, at });
                 match rule.action {
                     Some(Action::Deny) => self.denied = self.denied.or(rule_ref),
-                    // One client's need to avoid it counts for all.
+                    // If one client's rule avoids the provider, the provider is avoided for all clients.
                     Some(Action::Avoid) if preference != Preference::Avoid => {
                         (preference, by) = (Preference::Avoid, rule_ref)
                     }
@@ -188,7 +195,8 @@ impl RuleEffect {
     }
 }
 
-/// The first rule that sets an attribute of memory of `provider`, and what it sets.
+/// Returns the first applicable rule that sets an attribute of the memory of `provider`, as an index, and the attribute's
+/// value.
 pub(crate) fn first<T>(
     rules: &[Rule],
     who: &Applicable,
@@ -200,7 +208,7 @@ pub(crate) fn first<T>(
         .find_map(|(at, rule)| Some((at, get(rule)?)))
 }
 
-/// The reserves there are in `provider`: for each beneficiary the first rule, and how many bytes.
+/// Returns the reserves in `provider`: for each beneficiary the first rule, with its index and the reserved bytes.
 pub(crate) fn reserves<'a>(
     rules: &'a [Rule],
     provider: &'a FunctionId,
@@ -216,7 +224,7 @@ pub(crate) fn reserves<'a>(
     })
 }
 
-/// Bytes that a rule sets aside for the kernel in `provider`.
+/// Returns the bytes of `provider` that a rule reserves for the kernel, or `None` if no rule does.
 pub(crate) fn kernel_reserve(rules: &[Rule], provider: &FunctionId) -> Option<u64> {
     reserves(rules, provider)
         .find(|(_, rule, _)| rule.reserve_for == Some(Beneficiary::Kernel))
@@ -336,7 +344,7 @@ mod tests {
 
     #[test]
     fn the_last_of_max_rules_decides() {
-        // More than the kernel's stack takes.
+        // The array is too large for the kernel's stack.
         static RULES: [Rule; MAX_RULES] = {
             let mut rules = [Rule::new(RuleName::EMPTY); MAX_RULES];
             rules[MAX_RULES - 1].action = Some(Action::Deny);

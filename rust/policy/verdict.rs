@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! What a decision says of each provider, and how the decision ended.
+//! The result of a decision: a verdict for each provider, and the outcome.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
@@ -10,94 +10,96 @@ use crate::policy::{
     rule_effect::RuleRef, //
 };
 
-/// What became of a candidate. The values are those of `enum p2pmem_verdict_code`.
+/// The result of a decision for one candidate. The values are those of `enum p2pmem_verdict_code`.
+///
+/// "Winner" is the chosen provider, "clients" are those of the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum VerdictCode {
-    /// It was chosen.
+    /// The provider was chosen.
     Chosen = 1,
-    /// A client cannot reach it.
+    /// A client cannot reach the provider.
     Unreachable = 2,
-    /// A path is farther than allowed.
+    /// A path is farther than the request or a rule allows.
     TooFar = 3,
-    /// It could not hold the buffer were it empty.
+    /// The provider could not hold the buffer even if it were empty.
     TooSmall = 4,
-    /// It has not enough free bytes.
+    /// The provider has too few free bytes.
     Full = 5,
-    /// It has the bytes, but not in one piece with that alignment.
+    /// The provider has enough free bytes, but no piece of that size and alignment.
     Fragmented = 6,
-    /// It is being revoked.
+    /// The provider is being removed.
     Leaving = 7,
-    /// The request names another one.
+    /// The request names another provider.
     NotNamed = 8,
-    /// The chosen one's worst path class is nearer.
+    /// The winner's farthest path has a nearer class.
     Class = 9,
-    /// The chosen one is fewer hops away, all clients taken together.
+    /// The winner's paths have fewer hops in total.
     Hops = 10,
-    /// The chosen one's narrowest link is wider, or the only one known.
+    /// The winner's narrowest link has more bandwidth, or only the winner's bandwidth is known.
     Bandwidth = 11,
-    /// The chosen one is nearer in NUMA distance, or the only one whose distance is known.
+    /// The winner has the smaller NUMA distance, or only the winner's distance is known.
     Numa = 12,
-    /// The chosen one is less loaded.
+    /// The winner is less loaded.
     Load = 13,
-    /// The chosen one has a larger contiguous piece.
+    /// The winner has a larger contiguous piece.
     Space = 14,
-    /// Equal in everything to the chosen one, which came earlier.
+    /// The winner is equal in all criteria, and was published earlier.
     Order = 15,
-    /// The kernel did not choose it.
+    /// The kernel did not choose the provider.
     Upstream = 16,
-    /// A rule denies it.
+    /// A rule denies the provider.
     Denied = 17,
-    /// The buffer would break a quota.
+    /// The buffer would exceed a quota.
     Quota = 18,
-    /// Rules set aside for others what is free.
+    /// Rules reserve the free memory for others.
     Reserved = 19,
-    /// A rule prefers the chosen one, or avoids this one.
+    /// A rule prefers the winner, or avoids this provider.
     Preference = 20,
-    /// The chosen one is more loaded, and memory was to be packed.
+    /// The winner is more loaded, and the strategy is to pack.
     Packed = 21,
-    /// The buffer would break a limit of the dmem controller.
+    /// The buffer would exceed a limit of the dmem cgroup controller.
     Cgroup = 22,
-    /// It could hold a part, but too few others can.
+    /// The provider could hold a part of the buffer, but too few others can hold the other parts.
     Alone = 23,
 }
 
 impl VerdictCode {
-    /// The number the ABI has for it.
+    /// Returns the value in the ABI.
     pub(crate) fn as_raw(self) -> u32 {
         self as u32
     }
 }
 
-/// What a decision says of one candidate, and the numbers it says it from.
+/// The verdict for one candidate, with the numbers that led to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Verdict {
-    /// [`Candidate::id`].
+    /// [`Candidate::id`](super::placement::Candidate::id).
     pub(crate) provider: u32,
-    /// What became of it.
+    /// The result.
     pub(crate) code: VerdictCode,
-    /// The rule that decided it, where a rule did.
+    /// The rule that decided, if a rule did.
     pub(crate) rule: Option<RuleRef>,
-    /// Index of the client with the farthest path, 0 without clients.
+    /// Index of the client with the farthest path; 0 without clients.
     pub(crate) worst_client: u32,
-    /// Class of that path, `None` without clients.
+    /// Class of the farthest path; `None` without clients.
     pub(crate) class: Option<PathClass>,
     /// Sum of the hops to all clients.
     pub(crate) hops: u32,
-    /// Narrowest link on any of the paths, MB/s, 0 where none tells.
+    /// Bandwidth of the narrowest link of all paths in MB/s; 0 if no bandwidth is known.
     pub(crate) bandwidth: u32,
-    /// Largest NUMA distance to a client, 0 where none is known.
+    /// Largest NUMA distance to a client; 0 if no distance is known.
     pub(crate) numa_distance: u32,
-    /// [`Candidate::size`].
+    /// [`Candidate::size`](super::placement::Candidate::size), in bytes.
     pub(crate) size: u64,
-    /// [`Candidate::free`].
+    /// [`Candidate::free`](super::placement::Candidate::free), in bytes.
     pub(crate) free: u64,
-    /// [`Candidate::largest`].
+    /// [`Candidate::largest`](super::placement::Candidate::largest), in bytes.
     pub(crate) largest: u64,
 }
 
 impl Verdict {
-    /// Fills an array before [`decide`] overwrites it; it says nothing of any provider.
+    /// The initial value of an array that [`decide`](super::placement::decide) overwrites.
     pub(crate) const EMPTY: Self = Self {
         provider: 0,
         code: VerdictCode::NotNamed,
@@ -112,59 +114,61 @@ impl Verdict {
         largest: 0,
     };
 
-    /// The number the ABI has for the class: 0 without clients.
+    /// Returns the value of the class in the ABI; 0 without clients.
     pub(crate) fn class_raw(&self) -> u32 {
         self.class.map_or(0, PathClass::as_raw)
     }
 }
 
-/// How a decision ended. Where no provider was chosen, the candidate that came nearest to being
-/// eligible gives the reason: the variants are in that order.
+/// The outcome of a decision.
+///
+/// If no provider was chosen, the outcome is the reason of the candidate that came closest to being eligible. The variants
+/// are in that order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Outcome {
     /// There is no provider.
     NoProvider,
-    /// The required provider is not there.
+    /// The required provider does not exist.
     NoSuchProvider,
-    /// The kernel chose none, or one that is not a candidate.
+    /// The kernel chose no provider, or one that is not a candidate.
     NotUpstream,
-    /// All are leaving.
+    /// All providers are being removed.
     Leaving,
-    /// None can be reached by every client.
+    /// No provider can be reached by every client.
     Unreachable,
-    /// Rules deny all that can be reached.
+    /// Rules deny all reachable providers.
     Denied,
-    /// None is near enough.
+    /// All reachable providers are too far.
     TooFar,
-    /// None is large enough.
+    /// No provider is large enough.
     TooSmall,
-    /// The buffer would break a quota wherever it were.
+    /// The buffer would exceed a quota in every provider.
     Quota,
-    /// The buffer would break a limit of the cgroup wherever it were.
+    /// The buffer would exceed a cgroup limit in every provider.
     Cgroup,
-    /// Those that could serve have not enough free bytes.
+    /// The remaining providers have too few free bytes.
     Full,
-    /// Those that could serve have the bytes, but set aside for others.
+    /// The remaining providers have enough free bytes, but rules reserve them for others.
     Reserved,
-    /// Those that could serve have the bytes, but not in one piece.
+    /// The remaining providers have enough free bytes, but not in one piece.
     Fragmented,
     /// A provider was chosen.
     Chosen,
 }
 
 impl Outcome {
-    /// Whether the same request may succeed once memory has been freed (`ENOSPC`). For the other
-    /// failures something has to change in the machine or in the request (`ENODEV`).
+    /// Returns whether the same request may succeed after memory was freed (`ENOSPC`). The other failures need a change of
+    /// the machine, the rules or the request.
     pub(crate) fn is_out_of_space(self) -> bool {
         matches!(self, Self::Full | Self::Reserved | Self::Fragmented)
     }
 }
 
-/// What was decided.
+/// The result of [`decide`](super::placement::decide).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Choice {
-    /// Index of the chosen candidate; `Some` exactly where `outcome` is [`Outcome::Chosen`].
+    /// Index of the chosen candidate; `Some` if and only if `outcome` is [`Outcome::Chosen`].
     pub(crate) chosen: Option<usize>,
-    /// How it ended.
+    /// The outcome.
     pub(crate) outcome: Outcome,
 }

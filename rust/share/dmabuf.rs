@@ -2,9 +2,15 @@
 
 //! Exports: dma-bufs of buffers, and the importers that are attached to them.
 //!
-//! An export holds its buffer like a handle or a mapping does, until its last reference is gone. It is *revoked* when its
-//! provider leaves: from then on nothing can be mapped, all importers are told to let go, and whoever ends the
-//! provider waits until they have. See Documentation/design/dmabuf.md.
+//! An export holds its buffer, like a handle or a mapping does, until the last reference to the dma-buf is gone. When the
+//! provider is removed, the export is *revoked*: no importer can map the memory any more, p2pmem invalidates the existing
+//! mappings, and the removal waits until the importers have ended them. See Documentation/design/dmabuf.md.
+//!
+//! Context: all functions are for process context and may sleep. The callbacks `pin`, `unpin`, `map` and `unmapped` of
+//! [`Exporter`] are called with the dma-buf's reservation locked. `Export::state` is a mutex for short sections. It is
+//! taken under the reservation lock and under the lock of [`Link`]; no other mutex of p2pmem is taken under it.
+//!
+//! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h), wrapped by [`crate::ext::dma_buf`].
 
 use crate::{
     alloc::orchestrator::Orchestrator,
@@ -78,14 +84,14 @@ use kernel::{
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Numbers of exports and of importers, never used twice.
+/// The next number of an export or of an importer. Numbers are never used twice.
 static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
 
-/// What is known of an importer that is attached.
+/// An attached importer.
 struct Attached {
     name: DeviceName,
     owner: Owner,
-    /// When it attached, `CLOCK_MONOTONIC` in ns.
+    /// Time of the attach, `CLOCK_MONOTONIC` in ns.
     since: u64,
     revocable: bool,
     mappings: u32,
@@ -93,7 +99,7 @@ struct Attached {
 }
 
 impl Attached {
-    /// How it holds the memory, as the log and debugfs have it.
+    /// Returns how the importer holds the memory, as text for the log and debugfs.
     fn kind(&self) -> &'static str {
         match (self.revocable, self.pins) {
             (true, 0) => "revocable",
@@ -104,27 +110,27 @@ impl Attached {
 }
 
 struct State {
-    /// What is mapped; gone with the last mapping after the revocation.
+    /// The memory to map. `None` when the last mapping is gone after the revocation, or the dma-buf is released.
     target: Option<Target>,
     revoked: bool,
-    /// Whether the buffer knows of the export.
+    /// Whether the buffer's list of exports has the export.
     registered: bool,
-    /// Mappings of all importers.
+    /// Number of mappings of all importers.
     mappings: u32,
     importers: RBTree<u64, Attached>,
 }
 
-/// A dma-buf of ours.
+/// The object behind a dma-buf of p2pmem.
 #[pin_data]
 pub(crate) struct Export {
     pub(crate) id: u64,
     buffer: Arc<Buffer>,
-    /// What it consists of, as parts of the buffer.
+    /// The exported parts of the buffer.
     ranges: KVec<Range>,
-    /// The same, as physical memory.
+    /// The same parts as physical memory.
     pieces: KVec<PhysRange>,
     pinned: bool,
-    /// The file that exported it.
+    /// Number of the open file that exported the buffer.
     file: u64,
     _counted: ExportSlot,
     owner: Owner,
@@ -132,7 +138,7 @@ pub(crate) struct Export {
     link: Link,
     #[pin]
     state: Mutex<State>,
-    /// It was revoked and the last mapping is gone.
+    /// Completed when the export is revoked and no mapping is left.
     #[pin]
     idle: Completion,
     #[pin]
@@ -152,9 +158,11 @@ impl WorkItem for Export {
 }
 
 impl Export {
-    /// Exports ranges of a buffer.
+    /// Makes a dma-buf of ranges of a buffer. `pinned` also admits importers that cannot be revoked.
     ///
-    /// Errors: those of `P2PMEM_IOC_EXPORT_DMABUF` that concern the buffer and the ranges.
+    /// Errors: those of `P2PMEM_IOC_EXPORT_DMABUF` that concern the buffer and the ranges, among them `EPERM` if the
+    /// administrator does not allow pinned exports, `EOPNOTSUPP` if the memory cannot be exported, `ENODEV` if the buffer
+    /// is revoked.
     pub(crate) fn new(
         buffer: Arc<Buffer>,
         ranges: KVec<Range>,
@@ -211,14 +219,16 @@ impl Export {
         let node = RBTreeNode::new(export.id, revocable, GFP_KERNEL_ACCOUNT)?;
         let made = DmaBuf::new(export.clone(), size, compat::this_module())?;
         buffer.add_export(node).map_err(|_| export.revoked())?;
-        // It cannot be released before this: the reference to it is ours.
+        // `made` holds a reference to the dma-buf, so the dma-buf cannot be released before this.
         export.state.lock().registered = true;
         Ok(made)
     }
 
-    /// Makes one of these dma-bufs of a whole buffer a handle again, of a file.
+    /// Creates a handle of the open file `file` from a dma-buf of a whole buffer.
     ///
-    /// Errors: those of `P2PMEM_IOC_IMPORT` that concern the descriptor and the buffer.
+    /// Errors: `EBADF`, `EXDEV` if the dma-buf is not of p2pmem, `EACCES` if the dma-buf does not contain the whole
+    /// buffer, `ENODEV` if the buffer is revoked, and the others of `P2PMEM_IOC_IMPORT` that concern the descriptor and
+    /// the buffer.
     pub(crate) fn import(fd: i32, file: u64) -> Answer<Holder> {
         let dma_buf = match DmaBuf::<Self>::get(fd) {
             Ok(Lookup::Ours(dma_buf)) => dma_buf,
@@ -251,14 +261,17 @@ impl Export {
         })
     }
 
-    /// Nothing is mapped any more from here on, and importers were told to let go, by this call or by one before it. Most have
-    /// done so when this returns.
+    /// Marks the export as revoked and invalidates the importers' mappings, once. When this returns, no new mapping can be
+    /// made. Most importers have ended their mappings.
+    ///
+    /// May sleep. Takes the reservation lock.
     fn invalidate(&self) {
         self.link
             .invalidate(|| !core::mem::replace(&mut self.state.lock().revoked, true));
     }
 
-    /// Whether no mapping is left after the revocation.
+    /// Returns whether no mapping is left. If so, drops the reference to the provider's memory. Call this after
+    /// [`Self::invalidate`].
     fn is_idle(&self) -> bool {
         let mut state = self.state.lock();
         if state.mappings > 0 {
@@ -270,7 +283,7 @@ impl Export {
         true
     }
 
-    /// Says in the log who has mappings after `waited` seconds.
+    /// Logs the importers that still have mappings after `waited` seconds.
     fn name_holders(&self, waited: u64) {
         let state = self.state.lock();
         for importer in state.importers.values().filter(|i| i.mappings > 0) {
@@ -287,7 +300,11 @@ impl Export {
         }
     }
 
-    /// Whether an importer may attach.
+    /// Checks whether an importer may attach.
+    ///
+    /// Errors: `EOPNOTSUPP` if the importer does not support peer-to-peer DMA, or cannot be revoked and the export is not
+    /// pinned; `EPERM` if the administrator no longer allows pinned exports; `EHOSTUNREACH`; `EACCES` if a rule forbids
+    /// the access.
     fn admit(&self, importer: &Importer<'_>, name: &DeviceName) -> Answer {
         let provider = &self.buffer.provider;
         if !importer.peer_to_peer() {
@@ -319,9 +336,11 @@ impl Export {
         Err(unreachable(provider, name, importer.function()))
     }
 
-    /// Takes an importer into the books.
+    /// Adds an importer to the list and returns its number. Errors: those of [`Self::admit`], `ENODEV` if revoked,
+    /// `ENOMEM`.
     fn enter(&self, importer: &Importer<'_>) -> Answer<u64> {
-        // Kept until it was admitted: what is asked about the provider is asked of one that has not left.
+        // The target keeps the provider's memory published until the importer is admitted, as the checks read the
+        // provider.
         let state = self.state.lock();
         let target = state.target.clone().filter(|_| !state.revoked);
         drop(state);
@@ -358,7 +377,7 @@ impl Export {
         )
     }
 
-    /// Tells the exporting file of a refusal that its own calls do not show.
+    /// Reports a refusal to the exporting file, whose own calls do not show it; without the file, logs the refusal.
     fn refused(&self, what: &str, refusal: &Refusal) {
         match Orchestrator::get().ok().and_then(|o| o.file(self.file)) {
             Some(file) => file.refused(what, refusal),
@@ -366,7 +385,7 @@ impl Export {
         }
     }
 
-    /// Changes what is known of an importer.
+    /// Changes the record of an importer, if the importer is attached.
     fn change(&self, importer: u64, change: impl FnOnce(&mut Attached)) {
         if let Some(attached) = self.state.lock().importers.get_mut(&importer) {
             change(attached);
@@ -374,21 +393,25 @@ impl Export {
     }
 }
 
-/// What tells dma-bufs of ours from others.
+/// The operations of all dma-bufs of p2pmem. Their address distinguishes them from other dma-bufs.
 static OPERATIONS: Operations<Export> = Operations::new();
 
 impl Revocable for Export {
-    /// First part of a revocation, which begins to tell importers to let go. That is done on the module's workqueue: an importer's
-    /// driver may wait for its device, and the waits for many dma-bufs are to be one.
+    /// Starts the first part of a revocation, the invalidation, on the module's workqueue.
+    ///
+    /// An importer's driver may wait for its device. On the workqueue the waits for several dma-bufs overlap. If the work
+    /// item cannot be queued, invalidates synchronously.
     fn revoke(self: Arc<Self>) {
         if !workqueue::enqueue(self.clone()) {
             self.invalidate();
         }
     }
 
-    /// Second part: tells them if that is not done yet, and waits until no importer can reach the memory. For DMA that importers
-    /// said was under way there is a limit; for mappings there is none, as the memory cannot be anybody else's before, but a line
-    /// in the log that names who holds on.
+    /// Second part of a revocation: completes the invalidation and waits until no importer can reach the memory. May
+    /// sleep.
+    ///
+    /// The wait for mappings has no limit, because the memory must not be reused before they end; the log names their
+    /// holders periodically. The wait for fences ends at `deadline`.
     fn await_idle(&self, deadline: &mut RevokeDeadline) {
         self.invalidate();
         let mut wait = log::LoggedWait::new();
@@ -398,8 +421,8 @@ impl Revocable for Export {
             }
             self.idle.wait(1_000);
         }
-        // Without a mapping nobody can use the memory; a fence that is left is one that a program put there, or of an
-        // importer that is slow to tell that it is done.
+        // Without a mapping, no device can use the memory. A fence that is not signalled yet was added by a program, or
+        // belongs to an importer that has not signalled it yet.
         loop {
             let ms = deadline.next(100);
             if self.link.wait_fences(ms) {
@@ -418,12 +441,12 @@ impl Revocable for Export {
         }
     }
 
-    /// Importers that are attached.
+    /// Returns the number of attached importers.
     fn attachments(&self) -> u32 {
         self.state.lock().importers.values().count() as u32
     }
 
-    /// One line about the dma-buf and one about each importer, for debugfs.
+    /// Writes one line about the dma-buf and one line per importer, for debugfs.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_fmt(fmt!(
             "dma-buf {} of buffer {} in {}:",
@@ -490,7 +513,8 @@ impl Exporter for Export {
     }
 
     fn pin(this: ArcBorrow<'_, Self>, importer: u64) -> Result {
-        // The memory never moves. An importer that attached may pin: it can be revoked, or is allowed not to be.
+        // The memory never moves, so there is nothing to do. `attach()` has checked that the importer can be revoked, or
+        // that the administrator allows pinned exports.
         this.change(importer, |attached| attached.pins += 1);
         Ok(())
     }
@@ -548,8 +572,10 @@ impl Exporter for Export {
     }
 }
 
-/// Whether rules let a device reach a buffer, which was not necessarily allocated for it. What is no PCI function is no client
-/// of any rule.
+/// Checks whether rules allow a device to access a buffer, which may have been allocated for other devices.
+///
+/// `None` for `function` means that the device is no PCI function: no rule has such a client, and access is allowed. May
+/// sleep. Errors: `EACCES` if a rule forbids the access; those of the path lookup.
 pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
     let Some(function) = function else {
         return Ok(());
@@ -571,7 +597,8 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
     }
 }
 
-/// Why the kernel says that a device, which is a PCI function or not, does not reach a provider.
+/// Returns the refusal for a device that cannot reach a provider, with the reason: `EHOSTUNREACH`, or the error of the
+/// path lookup. `None` for `function` means that the device is no PCI function.
 pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
     let unreachable = abi::errno(abi::EHOSTUNREACH);
     let Some(function) = function else {
@@ -603,12 +630,14 @@ pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function:
     }
 }
 
-/// Whether ranges can be a dma-buf of a buffer of `size` bytes. Returns their sum.
+/// Checks that ranges can form a dma-buf of a buffer of `size` bytes, and returns the sum of their sizes.
+///
+/// Errors: `EINVAL`, with a message that names the range.
 pub(crate) fn check(list: &[Range], size: u64) -> Answer<u64> {
     ranges::check(list, size, PAGE).map_err(|fault| explain(fault, list, size))
 }
 
-/// Whether a range of addresses can be looked up.
+/// Returns the range of addresses at index `at`, if it is whole pages and does not overflow. Errors: `EINVAL`.
 pub(crate) fn check_address(list: &[Range], at: usize) -> Answer<Range> {
     let range = list.get(at).copied().ok_or(EINVAL)?;
     range.check_pages(PAGE, at).map_err(|fault| explain(fault, list, 0))?;
@@ -618,7 +647,9 @@ pub(crate) fn check_address(list: &[Range], at: usize) -> Answer<Range> {
     }
 }
 
-/// Appends a range, or makes the last one longer. Errors: `E2BIG`.
+/// Appends a range to the list, or extends the last range if both are adjacent.
+///
+/// Errors: `E2BIG` if the list has `P2PMEM_MAX_RANGES` ranges; `ENOMEM`.
 pub(crate) fn append(list: &mut KVec<Range>, range: Range) -> Answer {
     if let Some(last) = list.last_mut() {
         if let Some(both) = last.join(range) {
@@ -641,7 +672,7 @@ pub(crate) fn too_many(count: u64) -> Refusal {
     )
 }
 
-/// Puts what is wrong with a list into words.
+/// Makes the refusal for an error in a list of ranges.
 fn explain(fault: RangeError, list: &[Range], size: u64) -> Refusal {
     let of = |at: usize| {
         let none = Range { offset: 0, size: 0 };
@@ -670,7 +701,7 @@ fn explain(fault: RangeError, list: &[Range], size: u64) -> Refusal {
     }
 }
 
-/// All dma-bufs there are, for debugfs.
+/// Writes all dma-bufs, for debugfs.
 pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let mut result = Ok(());
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
@@ -739,7 +770,7 @@ mod tests {
         }
         assert_eq!(list.len(), 1);
         assert!(list.last() == Some(&pages(0, 4)));
-        // Downwards nothing joins.
+        // Ranges in descending order are not joined.
         list.clear();
         let most = u64::from(consts::MAX_RANGES);
         for at in 0..most {
@@ -749,7 +780,7 @@ mod tests {
         let refusal = append(&mut list, pages(4 * most, 1)).err();
         assert!(refusal.is_some_and(|r| r.error == E2BIG));
         assert_eq!(list.len() as u64, most);
-        // What continues the last one fits all the same.
+        // A range that extends the last one fits into a full list.
         assert!(append(&mut list, pages(3, 7)).is_ok());
         assert!(list.last() == Some(&pages(2, 8)));
         Ok(())

@@ -26,6 +26,7 @@ pub(crate) struct ExportCount(Arc<Atomic<i32>>);
 pub(crate) struct ExportSlot(Arc<Atomic<i32>>);
 
 impl ExportCount {
+    /// Creates a counter that is 0. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Self> {
         Ok(Self(Arc::new(Atomic::<i32>::new(0), GFP_KERNEL_ACCOUNT)?))
     }

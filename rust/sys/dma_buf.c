@@ -85,7 +85,7 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 			to = sg_next(to);
 		}
 	}
-	/* orig_nents 0 tells importers that the entries have no pages. */
+	/* orig_nents 0 means for importers that the entries have no pages. */
 	map->sgt.orig_nents = 0;
 	map->keep = keep;
 	return &map->sgt;

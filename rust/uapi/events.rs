@@ -2,6 +2,8 @@
 
 //! The queue of events of an open file.
 //!
+//! Context: nothing here allocates or sleeps. The file's mutex protects the queue.
+//!
 //! C header: `include/uapi/linux/p2pmem.h` (`struct p2pmem_event`)
 
 use crate::ext::{

@@ -2,6 +2,8 @@
 
 //! The file operations of `/dev/p2pmem`.
 //!
+//! Context: process context, may sleep. The core holds no lock, except the mmap lock, for writing, during `mmap`.
+//!
 //! C header: [`include/linux/fs.h`](srctree/include/linux/fs.h) (`struct file_operations`)
 
 use crate::{
@@ -93,7 +95,7 @@ impl chrdev::Operations for File {
             *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
         }
         let Some(waiting) = &*polled else {
-            // Without memory for the wait queue, poll reports the file as readable, and a read tells.
+            // Without memory for the wait queue, poll reports the file as readable, and a read returns the state.
             return READABLE;
         };
         table.register_wait(file, waiting);

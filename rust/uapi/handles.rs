@@ -22,7 +22,7 @@ use kernel::{
     sync::Arc,
 };
 
-/// The most handles that a file has at a time. They take about 12 MiB of kernel memory, charged to the cgroup of their maker.
+/// Maximum number of handles of a file. They take about 12 MiB of kernel memory, charged to the cgroup of their creator.
 const MAX_HANDLES: u32 = 1 << 16;
 
 /// The handles of a file.

@@ -133,7 +133,7 @@ impl File {
                     true,
                 );
                 if answer.is_err() && handle != 0 {
-                    // As for ALLOC.
+                    // The caller never learns the handle, so the handle is freed.
                     let _ = self.free(handle);
                 }
                 ("IMPORT", answer)
@@ -205,7 +205,7 @@ impl File {
         Ok(())
     }
 
-    /// Lists the providers. `count` returns how many there are, which may be more than the array has room for.
+    /// Lists the providers. `count` returns how many there are, which may be more than the array can hold.
     fn list(&self, list: &mut abi::List) -> Answer {
         no_flags(list.flags, 0)?;
         no_reserved(list.reserved)?;

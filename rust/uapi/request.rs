@@ -181,7 +181,7 @@ pub(super) fn check(
     })
 }
 
-/// Returns the number of parts of a stripe of `pages` pages, 0 if the request leaves the number open or wants no stripe.
+/// Returns the number of parts of a stripe of `pages` pages, 0 if the request does not set the number or wants no stripe.
 fn parts(req: &abi::Request, pages: u64) -> Answer<usize> {
     let parts = req.parts as usize;
     if req.strategy != consts::STRATEGY_STRIPE {

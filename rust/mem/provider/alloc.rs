@@ -179,7 +179,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         memory
     }
 
-    /// Makes room for a request of `size` bytes. Returns the number of bytes released.
+    /// Makes space for a request of `size` bytes. Returns the number of bytes released.
     ///
     /// In an own provider, memory that waits for the scrubber goes to the buddy allocator uncleared until `size` bytes are free;
     /// the allocation clears the memory that it gets, and the scrubber the rest. A chunk of another driver's pool is cleared

@@ -112,7 +112,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.being_removed.load(Relaxed)
     }
 
-    /// Tells the driver that registered the memory, if one did, that nobody can reach the memory any more.
+    /// Notifies the driver that registered the memory, if one did, that nobody can reach the memory any more.
     pub(crate) fn notify_publisher(&self) {
         if let Some(publisher) = &self.publisher {
             publisher.revoked();

@@ -2,7 +2,7 @@
 
 //! Takes memory back and clears it: the scrubber, a work item of each provider.
 //!
-//! Freed memory is *dirty* until it is cleared, and *pinned* while somebody else still refers to its pages, as O_DIRECT does
+//! Freed memory is *dirty* until it is cleared, and *pinned* while another user still refers to its pages, as O_DIRECT does
 //! that is in flight when the mapping ends. The scrubber clears dirty memory and gives it back to the buddy allocator or to the
 //! other driver's pool; pinned memory becomes dirty when the last reference is gone.
 //!
@@ -95,7 +95,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         }
     }
 
-    /// Ends what [`Self::take_dirty`] began for `taken` bytes: `then` updates the books with the lock held.
+    /// Ends what [`Self::take_dirty`] began for `taken` bytes: `then` updates the accounting with the lock held.
     pub(super) fn finish_scrub(&self, taken: u64, then: impl FnOnce(&mut Inner<B>)) {
         let mut inner = self.inner.lock();
         inner.put_outstanding();

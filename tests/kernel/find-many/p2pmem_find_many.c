@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Times the kernel's own choice of a provider, which no program can make by itself.
+ * Measures the kernel's own choice of a provider, which user space cannot call.
  *
- * A write to /dev/p2pmem-find-many holds lists of clients, separated by semicolons; a client is domain:bus:device.function.
- * A read then returns three words: the nanoseconds that pci_p2pmem_find_many() takes for a list, the nanoseconds that it
- * takes together with pci_alloc_p2pmem() and pci_free_p2pmem() of one page, and the last provider found, or "none".
- * With several lists each figure is the mean of one round over all lists. Both figures are the cheapest of TIMES rounds.
+ * A write to /dev/p2pmem-find-many contains lists of clients, separated by semicolons; a client is
+ * domain:bus:device.function. A read then returns three words:
+ *
+ *   - the nanoseconds of pci_p2pmem_find_many() for one list;
+ *   - the nanoseconds of pci_p2pmem_find_many(), pci_alloc_p2pmem() and pci_free_p2pmem() of one page together;
+ *   - the last provider found, or "none".
+ *
+ * With several lists, a time is the mean of one round over all lists. Both times are those of the fastest of TIMES rounds.
  */
 
 #include <linux/fs.h>
@@ -33,7 +37,7 @@ struct clients {
 	int count;
 };
 
-/* Serialises writes, and reads of their results; protects lists and answer. */
+/* Protects lists and answer. */
 static DEFINE_MUTEX(lock);
 static struct clients lists[MOST_LISTS];
 static char answer[96];
@@ -47,7 +51,7 @@ static struct pci_dev *function_of(const char *name)
 	return pci_get_domain_bus_and_slot(domain, bus, PCI_DEVFN(device, function));
 }
 
-/* Finds a provider for one list, and with @take allocates a page of it and frees the page. */
+/* Finds a provider for one list. With @take, also allocates and frees a page of the provider. Adds the time to @took. */
 static int find(struct clients *list, bool take, u64 *took, struct pci_dev **found)
 {
 	u64 start = ktime_get_ns();
@@ -63,7 +67,7 @@ static int find(struct clients *list, bool take, u64 *took, struct pci_dev **fou
 	return *found && take && !page ? -ENOMEM : 0;
 }
 
-/* The mean nanoseconds for a list in the cheapest round, and the last provider found, with a reference. */
+/* Returns in @best the mean nanoseconds for a list in the fastest round, and in @found a reference to the last provider. */
 static int measure(int count, bool take, u64 *best, struct pci_dev **found)
 {
 	int round, i, ret;
@@ -101,7 +105,7 @@ static int measure_both(int count)
 	return ret;
 }
 
-/* Fills a list from names that spaces separate. The list holds a reference to each of its devices, in a failure too. */
+/* Fills a list from names, separated by spaces. The list holds a reference to each of its devices, also after an error. */
 static int parse(struct clients *list, char *text)
 {
 	char *name;

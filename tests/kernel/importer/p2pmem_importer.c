@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * An importer of dma-bufs for tests: attaches a dma-buf as any PCI function there is, maps it, and does or does not let
- * go of it when it is told to.
+ * An importer of dma-bufs for tests. The importer attaches to a dma-buf as any PCI function, maps the dma-buf, and either
+ * ends its mapping or keeps it when the exporter invalidates the mapping.
  *
- * Each open file of /dev/p2pmem-importer is one importer. A write is one command, and fails with the errno that the
- * kernel had for it:
+ * Each open file of /dev/p2pmem-importer is one importer. A write is one command. If the kernel refuses the command, the
+ * write fails with the kernel's errno:
  *
  *   attach FD DEVICE [p2p] [notify] [hold]   DEVICE: domain:bus:device.function, or "none" for a device that is no PCI
- *                                            function; p2p: can do peer-to-peer DMA; notify: can be told to let go;
- *                                            hold: does not when it is told
- *   attach FD DEVICE static                  as drivers do that know nothing of either
- *   pin | unpin | map | unmap | detach
- *   fence | signal                           says that DMA is under way, and that it is done
+ *                                            function; p2p: allow peer-to-peer DMA; notify: accept invalidations; hold:
+ *                                            keep the mapping when it is invalidated
+ *   attach FD DEVICE static                  attach with dma_buf_attach(), without peer-to-peer DMA and invalidations
+ *   pin | unpin | map | unmap | detach       call the dma-buf function of that name
+ *   fence | signal                           add a fence to the dma-buf, as for DMA in progress, and signal it
  *
- * A read gives the state: lines of a word and numbers. What is left is undone when the file is closed.
+ * A read returns the state, as lines of a word and numbers. Closing the file detaches the importer.
  */
 
 #include <linux/dma-buf.h>
@@ -39,7 +39,7 @@ MODULE_IMPORT_NS("DMA_BUF");
 static struct miscdevice importer_device;
 
 struct importer {
-	/* Serialises commands. Outside of the reservation's lock. */
+	/* Serialises commands. Taken before the reservation's lock. */
 	struct mutex lock;
 	struct dma_buf *dma_buf;
 	struct dma_buf_attachment *attachment;
@@ -49,7 +49,7 @@ struct importer {
 	/* Changed with the reservation locked. */
 	struct sg_table *table;
 	unsigned int pins;
-	/* How often it was told to let go, since the file was opened. */
+	/* Number of invalidations since the file was opened. */
 	unsigned int told;
 };
 
@@ -267,7 +267,7 @@ static ssize_t importer_write(struct file *file, const char __user *from, size_t
 	return ret ?: len;
 }
 
-/* The whole state at each read: it is read in one go. */
+/* Returns the whole state at each read, from any file position. */
 static ssize_t importer_read(struct file *file, char __user *to, size_t len, loff_t *pos)
 {
 	struct importer *im = file->private_data;

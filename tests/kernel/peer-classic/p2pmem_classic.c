@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A peer-memory client of the classic kind, to compare p2pmem's with: memory is known by a list of pages of 64 KiB, each
- * of which is looked up in the process' page tables, pinned, mapped for DMA by itself, and made an entry of its own.
+ * A peer-memory client of the classic kind, to compare with the client of p2pmem. A registration is a list of pages of
+ * 64 KiB. The client looks up each page in the page tables of the process, pins it, maps it for DMA separately, and makes
+ * one entry of it.
  *
- * It takes a PCI function as its driver (driver_override p2pmem_classic) and lends one of its BARs (parameter "bar"):
- * mmap() of /dev/p2pmem-classic maps it, from offset 0 on, and ibv_reg_mr() takes the mapping. Registrations cannot be
- * taken back, as with most clients of this kind: each has a reference to the module, and the driver is not unbound
- * before the last one has ended.
+ * The driver binds to a PCI function by driver_override (p2pmem_classic) and lends one BAR of the function (parameter
+ * "bar"): mmap() of /dev/p2pmem-classic maps the BAR from offset 0 on, and ibv_reg_mr() registers the mapping. As with most
+ * clients of this kind, a registration cannot be invalidated: it holds a reference to the module, and unbinding the driver
+ * waits until the last registration has ended.
  */
 
 #define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
@@ -35,11 +36,11 @@ static int bar = 2;
 module_param(bar, int, 0444);
 MODULE_PARM_DESC(bar, "the BAR that is lent");
 
-/* The one function that is lent, and what of it is in use. */
+/* The BAR that is lent, and its use. There is one at most. */
 struct lender {
 	phys_addr_t start;
 	size_t size;
-	/* By page of 64 KiB: how many registrations have it pinned. Under lock. */
+	/* Number of registrations that pin each page of 64 KiB. Protected by lock. */
 	u32 *pins;
 	unsigned int registrations;
 };
@@ -48,7 +49,7 @@ static DEFINE_MUTEX(lock);
 static DECLARE_WAIT_QUEUE_HEAD(unused);
 static struct lender *lender;
 static void *client_handle;
-/* What all files of the device map, once one was opened; it lives as long as the device node. */
+/* The address space of all files of the device; set by the first open, with a reference to the inode. */
 static struct address_space *mapping;
 
 /* A page of a registration. */
@@ -69,7 +70,7 @@ struct registration {
 
 static int classic_mmap(struct file *file, struct vm_area_struct *vma);
 
-/* The driver takes mappings down when it goes, by any file's address space: there is one device node. */
+/* All files must have the same address space, that is the same device node, as remove unmaps only that address space. */
 static int classic_open(struct inode *inode, struct file *file)
 {
 	guard(mutex)(&lock);
@@ -85,7 +86,7 @@ static int classic_open(struct inode *inode, struct file *file)
 static unsigned long classic_area(struct file *file, unsigned long addr, unsigned long len, unsigned long pgoff,
 				  unsigned long flags)
 {
-	/* Pages of 64 KiB begin at multiples of it, in the address space too. */
+	/* Pages of 64 KiB must be aligned in the address space, too. */
 	addr = mm_get_unmapped_area(file, 0, len + CLASSIC_SIZE, pgoff, flags);
 	return IS_ERR_VALUE(addr) ? addr : ALIGN(addr, CLASSIC_SIZE);
 }
@@ -121,7 +122,7 @@ static struct miscdevice classic_device = {
 
 /* --- the client --------------------------------------------------------------------------------------------------- */
 
-/* Whether all of a range is mapped from our device. The mmap lock is held. */
+/* Returns whether a whole range is mapped from this device. The caller holds the mmap lock. */
 static bool is_ours(unsigned long addr, unsigned long end)
 {
 	struct vm_area_struct *vma;
@@ -167,7 +168,7 @@ static int classic_acquire(unsigned long addr, size_t size, void *private_data, 
 	return 1;
 }
 
-/* Where an address of the process is in physical memory. The mmap lock is held. */
+/* Looks up the physical address of an address of the process. The caller holds the mmap lock. */
 static int walk(unsigned long addr, phys_addr_t *phys)
 {
 	struct follow_pfnmap_args args = { .address = addr };
@@ -255,7 +256,7 @@ static int classic_dma_map(struct sg_table *sg_head, void *client_context, struc
 	struct scatterlist *sg;
 	int ret;
 
-	/* An adapter that works with the CPU needs pages, which this memory has not. */
+	/* An adapter without a DMA device accesses memory with the CPU, through pages, and this memory has no pages. */
 	if (!dma_device)
 		return -EOPNOTSUPP;
 	ret = sg_alloc_table(sg_head, reg->npages, GFP_KERNEL);
@@ -381,7 +382,7 @@ static void classic_remove(struct pci_dev *pdev)
 	kfree(old);
 }
 
-/* Nothing by itself: functions are bound by driver_override. */
+/* No ids: functions are bound by driver_override only. */
 static const struct pci_device_id classic_ids[] = { {} };
 
 static struct pci_driver classic_driver = {
@@ -401,7 +402,7 @@ static int __init classic_init(void)
 	ret = misc_register(&classic_device);
 	if (ret)
 		goto driver;
-	/* No way to invalidate. */
+	/* Without a place for the invalidation function, the client cannot invalidate. */
 	client_handle = ib_register_peer_memory_client(&classic_client, NULL);
 	if (!client_handle) {
 		ret = -EINVAL;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Does on purpose what a debug kernel is to find, so that tests can see that it does: loading it with what=WORD does one
- * of these, and succeeds.
+ * Contains the bugs that a debug kernel must report, so that tests can check that it does. Loading the module with
+ * what=WORD runs one of these bugs, and succeeds:
  *
- *   leak          allocates memory and forgets it
- *   locks         takes two mutexes in one order, and then in the other
- *   sleep         sleeps with a spinlock held
- *   after-free    reads memory that was freed
+ *   leak          allocate memory and lose the pointer (kmemleak)
+ *   locks         take two mutexes in one order, and then in the other (lockdep)
+ *   sleep         sleep with a spinlock held (atomic sleep check)
+ *   after-free    read memory that was freed (KASAN)
  */
 
 #include <linux/delay.h>
@@ -26,7 +26,7 @@ static int sum;
 
 static noinline void leak(void)
 {
-	/* Of a size of its own, and with what no pointer looks like. */
+	/* The test looks for the size of the slab object, 1024 bytes. No value in the memory looks like a pointer. */
 	u8 *memory = kmalloc(1000, GFP_KERNEL);
 
 	if (memory)

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A driver that publishes memory of its device through p2pmem, as an accelerator's own driver would.
+ * A driver that registers memory of its device with p2pmem, as an accelerator's own driver would.
  *
- * It is bound by driver_override alone. The device gets these attributes:
+ * The driver binds to a device only by driver_override. The device gets these attributes:
  *
- *   publish   write "BAR OFFSET SIZE RESERVE HOW", with HOW one of paged, pageless and pinned: registers that range;
- *             write "off": unregisters it. Reads the provider's id, 0 where nothing is registered.
- *   revoked   how often the callback was called (read only)
- *   hold      write 1: the callback waits, until 0 is written (30 s at most). Reads how many callbacks are under way, and
- *             how often unregistering returned before the callback had.
+ *   publish   write "BAR OFFSET SIZE RESERVE HOW", with HOW one of paged, pageless and pinned: register that range;
+ *             write "off": unregister it. Reads as the provider's id, or 0 if nothing is registered.
+ *   revoked   read only: number of calls of the callback that have returned
+ *   hold      write 1: the callback waits until 0 is written, at most 30 s. Reads as the number of callbacks in progress,
+ *             and the number of times that unregistering returned before the callback returned.
  */
 
 #include <linux/completion.h>
@@ -19,7 +19,7 @@
 #include <linux/pci.h>
 
 struct publisher {
-	struct mutex lock;	/* of registration */
+	struct mutex lock;	/* protects registration */
 	struct p2pmem_registration *registration;
 	atomic_t revoked;
 	bool hold;
@@ -148,7 +148,7 @@ static void publisher_remove(struct pci_dev *pdev)
 {
 	struct publisher *p = pci_get_drvdata(pdev);
 
-	/* The bus told p2pmem before: the memory is this driver's again. */
+	/* p2pmem's bus notifier ran before this function, and has revoked the memory. */
 	WARN_ON(p->registration && atomic_read(&p->revoked) == 0);
 	p2pmem_unregister_provider(p->registration);
 	dev_info(&pdev->dev, "removed, revoked %d times\n", atomic_read(&p->revoked));
