@@ -71,7 +71,7 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
 
 /// `providers`: one line for each provider.
 fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    f.write_str("id function size free largest buffers exports parked scrubbing kernel_reserve\n")?;
+    f.write_str("id function size free largest buffers exports pinned scrubbing kernel_reserve\n")?;
     for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
         let row = provider.describe();
         f.write_fmt(fmt!(
@@ -83,7 +83,7 @@ fn providers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fm
             row.largest,
             row.buffers,
             row.exports,
-            row.parked,
+            row.pinned,
             row.scrubbing,
             row.kernel_reserve
         ))?;
@@ -145,7 +145,7 @@ fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::R
         sum.free_bytes,
         sum.maps,
         sum.scrubbed_bytes,
-        sum.parked,
+        sum.pinned,
         sum.revoked,
         sum.exports,
         sum.attaches,

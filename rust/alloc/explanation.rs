@@ -361,7 +361,7 @@ impl DecisionInput<'_> {
         if let Some(rule) = verdict.rule {
             row.rule_set = match rule.set {
                 RuleOrigin::Admin => consts::RULES_ADMIN,
-                RuleOrigin::File => consts::RULES_OWN,
+                RuleOrigin::File => consts::RULES_FILE,
             };
             let name = self.name(rule);
             for (to, from) in row.rule.iter_mut().zip(name.as_str().bytes()) {
@@ -448,7 +448,7 @@ impl DecisionInput<'_> {
             Outcome::NoProvider => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
             Outcome::NoSuchProvider => Text::new(fmt!("the provider that was named is not there")),
             Outcome::NotUpstream => Text::new(fmt!("the kernel's own choice found no provider for these clients")),
-            Outcome::Leaving => Text::new(fmt!("all providers that could serve are being revoked")),
+            Outcome::Removing => Text::new(fmt!("all providers that could serve are being revoked")),
             Outcome::Unreachable => Text::new(fmt!(
                 "the kernel says that no provider can be reached by all {} clients (host bridge not on its list, or ACS)",
                 clients

@@ -123,7 +123,7 @@ pub(crate) mod consts {
     pub(crate) const STRATEGY_STRIPE: u32 = sys::p2pmem_strategy_P2PMEM_STRATEGY_STRIPE;
     pub(crate) const RULES_NONE: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_NONE;
     pub(crate) const RULES_ADMIN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_ADMIN;
-    pub(crate) const RULES_OWN: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_OWN;
+    pub(crate) const RULES_FILE: u32 = sys::p2pmem_rule_set_P2PMEM_RULES_FILE;
     pub(crate) const RULE_PROVIDER: u32 = sys::P2PMEM_RULE_PROVIDER;
     pub(crate) const RULE_CLIENT: u32 = sys::P2PMEM_RULE_CLIENT;
     pub(crate) const RULE_QUOTA: u32 = sys::P2PMEM_RULE_QUOTA;

@@ -637,7 +637,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gauge_says_what_the_allocator_has() -> Result {
+    fn the_hint_agrees_with_the_allocator() -> Result {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
         let hint = buddy.hint();
         let one = FitBounds::of(PAGE, PAGE).ok_or(EINVAL)?;

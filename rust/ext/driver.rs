@@ -253,9 +253,11 @@ pub(crate) struct Published<'a> {
 impl<'a> Published<'a> {
     /// Access to a device of another driver that registers memory.
     ///
+    /// # Safety
+    ///
     /// `range` must be the range that was added to the device's pool since it was bound, if any, and the driver must not be
-    /// unbound before `windows` counts no window. The caller keeps the type invariants.
-    pub(super) fn by_other(
+    /// unbound before `windows` counts no window.
+    pub(super) unsafe fn by_other(
         device: &'a pci::Device<Bound>,
         range: &'a mut Option<(u32, u64, u64)>,
         windows: &'a Arc<Windows>,

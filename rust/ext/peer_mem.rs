@@ -13,8 +13,8 @@
 //!
 //! Context: all functions are for process context and may sleep. The core's callbacks are called without locks of p2pmem.
 //! [`Slot::invalidate`] calls back into the client: its caller must not hold a lock that the client's callbacks take.
-//! Locks: `PEER_CLIENT`, `Gate::passage` and `Slot::room` are mutexes for short sections, except that a mapping is made
-//! and ended with `room` held. None of them is taken under another, and none is held when the core is called.
+//! Locks: `PEER_CLIENT`, `Gate::passage` and `Slot::state` are mutexes for short sections, except that a mapping is made
+//! and ended with `state` held. None of them is taken under another, and none is held when the core is called.
 //!
 //! C header: `rust/sys/peer_mem.h`
 
@@ -187,13 +187,13 @@ struct SlotState {
 pub(crate) struct Slot {
     /// Held while a mapping is made and ended, but never while the core is called.
     #[pin]
-    room: Mutex<SlotState>,
+    state: Mutex<SlotState>,
 }
 
 impl Slot {
     pub(crate) fn new() -> impl PinInit<Self> {
         pin_init!(Self {
-            room <- new_mutex!(SlotState {
+            state <- new_mutex!(SlotState {
                 mapped: None,
                 closed: false,
                 owner: None,
@@ -232,11 +232,11 @@ impl Slot {
             .and_then(Target::provider);
         let provider = provider.map_or(ptr::null_mut(), NonNull::as_ptr);
         let count = u32::try_from(pieces.len())?;
-        let mut room = self.room.lock();
-        if room.closed {
+        let mut state = self.state.lock();
+        if state.closed {
             return Err(ENODEV);
         }
-        if room.mapped.is_some() {
+        if state.mapped.is_some() {
             return Err(EBUSY);
         }
         // SAFETY: By the invariant of `Adapter` the device is null or valid; the mapping takes a reference to it. The
@@ -245,7 +245,7 @@ impl Slot {
         let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
         let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
         // INVARIANT: `p2pmem_peer_map()` returned a new mapping for this device. `target` keeps its memory.
-        let mapped = room.mapped.insert(PeerMapping {
+        let mapped = state.mapped.insert(PeerMapping {
             raw,
             device: adapter.device(),
             target,
@@ -257,16 +257,16 @@ impl Slot {
 
     /// Assigns the slot to a registration. Errors: `EBUSY` if the slot belongs to another registration.
     fn give_to(&self, number: u64, core: CoreContext) -> Result {
-        let mut room = self.room.lock();
-        if room.owner.is_some_and(|(owner, _)| owner != number) {
+        let mut state = self.state.lock();
+        if state.owner.is_some_and(|(owner, _)| owner != number) {
             return Err(EBUSY);
         }
-        room.owner = Some((number, core));
+        state.owner = Some((number, core));
         Ok(())
     }
 
     fn is_of(&self, number: u64) -> bool {
-        self.room.lock().owner.is_some_and(|(owner, _)| owner == number)
+        self.state.lock().owner.is_some_and(|(owner, _)| owner == number)
     }
 
     /// Keeps the object that contains the slot, until [`Self::release`].
@@ -277,21 +277,21 @@ impl Slot {
         if !self.is_of(number) {
             return Err(EINVAL);
         }
-        let mut room = self.room.lock();
-        match room.mapped.as_ref().filter(|mapped| mapped.device == adapter.device()) {
+        let mut state = self.state.lock();
+        match state.mapped.as_ref().filter(|mapped| mapped.device == adapter.device()) {
             None => return Err(EINVAL),
             Some(mapped) if !mapped.live => return Err(ENODEV),
             Some(_) => {}
         }
-        let old = room.keep.replace(whole);
-        drop(room);
+        let old = state.keep.replace(whole);
+        drop(state);
         drop(old);
         Ok(())
     }
 
     /// Drops the reference from [`Self::keep`]. The core no longer reads the list of addresses.
     fn release(&self) {
-        let keep = self.room.lock().keep.take();
+        let keep = self.state.lock().keep.take();
         drop(keep);
     }
 
@@ -311,12 +311,12 @@ impl Slot {
     /// May sleep. The caller must not hold a lock that the client's `get_pages`, `dma_map`, `dma_unmap` or `put_pages`
     /// take.
     pub(crate) fn invalidate(&self) -> bool {
-        let mut room = self.room.lock();
-        room.closed = true;
-        let owner = room
+        let mut state = self.state.lock();
+        state.closed = true;
+        let owner = state
             .owner
-            .filter(|_| room.mapped.as_ref().is_some_and(|mapped| mapped.live));
-        drop(room);
+            .filter(|_| state.mapped.as_ref().is_some_and(|mapped| mapped.live));
+        drop(state);
         let Some((_, core)) = owner else {
             return false;
         };
@@ -333,15 +333,15 @@ impl Slot {
 
     /// Ends the mapping, which no adapter may use any more. Returns whether there was one.
     fn unmap(&self) -> bool {
-        let mut room = self.room.lock();
-        let Some(mapped) = room.mapped.as_mut().filter(|mapped| mapped.live) else {
+        let mut state = self.state.lock();
+        let Some(mapped) = state.mapped.as_mut().filter(|mapped| mapped.live) else {
             return false;
         };
         mapped.live = false;
         // SAFETY: By the type invariant the object owns the mapping. `live` was set, so this is the only call.
         unsafe { sys::p2pmem_peer_unmap(mapped.raw.as_ptr()) };
         let target = mapped.target.take();
-        drop(room);
+        drop(state);
         // Dropped outside the lock: the drop may free the provider's memory.
         drop(target);
         true
@@ -349,12 +349,12 @@ impl Slot {
 
     /// Closes the slot: no mapping can be made any more. Returns whether one exists.
     pub(crate) fn close(&self) -> bool {
-        self.room.lock().closed = true;
+        self.state.lock().closed = true;
         self.is_mapped()
     }
 
     pub(crate) fn is_mapped(&self) -> bool {
-        self.room.lock().mapped.as_ref().is_some_and(|mapped| mapped.live)
+        self.state.lock().mapped.as_ref().is_some_and(|mapped| mapped.live)
     }
 
     /// Writes a view of the entries to a table of the core. Returns the number of entries. Errors: `EINVAL` without a
@@ -364,8 +364,8 @@ impl Slot {
     ///
     /// `sg_head` must be valid for writes. The table must not be used after the slot is dropped.
     unsafe fn show(&self, sg_head: *mut bindings::sg_table) -> Result<u32> {
-        let room = self.room.lock();
-        let mapped = room.mapped.as_ref().ok_or(EINVAL)?;
+        let state = self.state.lock();
+        let mapped = state.mapped.as_ref().ok_or(EINVAL)?;
         // SAFETY: By the type invariant of `PeerMapping` the mapping is valid. It stays in the slot until the slot is
         // dropped, and so do the entries. The caller guarantees that `sg_head` is valid, and that the view is not used for
         // longer.

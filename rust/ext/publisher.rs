@@ -5,7 +5,7 @@
 //! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
 //! registrations.
 //!
-//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `Publisher::told` is
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `Publisher::called` is
 //! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`
@@ -131,8 +131,8 @@ impl Drop for Open {
 ///
 /// # Invariants
 ///
-/// `revoked`, if any, can be called with `context` while `told` is false. Both a failed registration and an unregistration
-/// set `told` before they return to the driver.
+/// `revoked`, if any, can be called with `context` while `called` is false. Both a failed registration and an unregistration
+/// set `called` before they return to the driver.
 #[pin_data]
 pub(crate) struct RevokeCallback {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
@@ -140,12 +140,12 @@ pub(crate) struct RevokeCallback {
     windows: Arc<Windows>,
     /// True once the callback was called or is not to be called any more. Locked during the callback.
     #[pin]
-    told: Mutex<bool>,
+    called: Mutex<bool>,
 }
 
 // SAFETY: By the contract of `p2pmem_register_provider()` the callback may be called on any thread, with `context`.
 unsafe impl Send for RevokeCallback {}
-// SAFETY: As for `Send`; `told` serialises the calls, of which there is one at most.
+// SAFETY: As for `Send`; `called` serialises the calls, of which there is one at most.
 unsafe impl Sync for RevokeCallback {}
 
 impl RevokeCallback {
@@ -160,13 +160,13 @@ impl RevokeCallback {
         context: *mut ffi::c_void,
         windows: Arc<Windows>,
     ) -> Result<Arc<Self>> {
-        // INVARIANT: The caller guarantees that the callback can be called; `told` is false.
+        // INVARIANT: The caller guarantees that the callback can be called; `called` is false.
         Arc::pin_init(
             pin_init!(Self {
                 revoked,
                 context,
                 windows,
-                told <- new_mutex!(false),
+                called <- new_mutex!(false),
             }),
             GFP_KERNEL,
         )
@@ -179,12 +179,12 @@ impl RevokeCallback {
     /// memory. The callback must not call this.
     pub(crate) fn revoked(&self) {
         self.windows.wait();
-        let mut told = self.told.lock();
-        if core::mem::replace(&mut *told, true) {
+        let mut called = self.called.lock();
+        if core::mem::replace(&mut *called, true) {
             return;
         }
         if let Some(revoked) = self.revoked {
-            // SAFETY: By the type invariant, as `told` was false and is locked, the callback can be called with `context`.
+            // SAFETY: By the type invariant, as `called` was false and is locked, the callback can be called with `context`.
             unsafe { revoked(self.context) };
         }
     }
@@ -192,7 +192,7 @@ impl RevokeCallback {
     /// Disarms the callback: it is not called from now on. Waits until no window maps the memory. Sleeps.
     fn disarm(&self) {
         self.windows.wait();
-        *self.told.lock() = true;
+        *self.called.lock() = true;
     }
 }
 
@@ -261,7 +261,9 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
     let mut range = paged_range(&function, |range| *range)?;
-    let bound = Published::by_other(device, &mut range, &windows);
+    // SAFETY: `range` is what this file has recorded of the device since it was bound. By the contract of the header the driver
+    // unregisters before it is unbound, and unregistering waits until `windows` counts no window.
+    let bound = unsafe { Published::by_other(device, &mut range, &windows) };
     let made = registrar.register(&wanted, bound, publisher.clone());
     if range.is_some() {
         // INVARIANT: The range was added to the pool of the device, which is still bound.
@@ -389,46 +391,46 @@ mod tests {
     /// `context` must be a valid `FakeDriver`.
     unsafe extern "C" fn revoked(context: *mut ffi::c_void) {
         // SAFETY: The caller guarantees a valid `FakeDriver`.
-        let told = unsafe { &*context.cast::<FakeDriver>() };
-        told.calls.fetch_add(1, Relaxed);
-        told.begun.complete();
-        told.end.wait(60_000);
-        told.ended.fetch_add(1, Relaxed);
+        let driver = unsafe { &*context.cast::<FakeDriver>() };
+        driver.calls.fetch_add(1, Relaxed);
+        driver.begun.complete();
+        driver.end.wait(60_000);
+        driver.ended.fetch_add(1, Relaxed);
     }
 
     #[test]
     fn who_comes_second_waits_for_the_callback() -> Result {
-        let told = FakeDriver::new()?;
-        let publisher = told.publisher()?;
+        let driver = FakeDriver::new()?;
+        let publisher = driver.publisher()?;
         let returned = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
         // Both work items of the queue run at the same time, since neither occupies the CPU while it waits.
         let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
         let first = publisher.clone();
         queue.try_spawn(move || first.revoked())?;
-        assert!(told.begun.wait(60_000));
+        assert!(driver.begun.wait(60_000));
         let (second, done) = (publisher.clone(), returned.clone());
         queue.try_spawn(move || {
             second.revoked();
             done.complete();
         })?;
         assert!(!returned.wait(20));
-        told.end.complete();
+        driver.end.complete();
         assert!(returned.wait(60_000));
-        assert_eq!(told.ended.load(Relaxed), 1);
+        assert_eq!(driver.ended.load(Relaxed), 1);
         publisher.revoked();
         // Waits for both work items.
         drop(queue);
-        assert_eq!(told.calls.load(Relaxed), 1);
+        assert_eq!(driver.calls.load(Relaxed), 1);
         Ok(())
     }
 
     #[test]
     fn a_driver_that_is_let_go_is_not_told() -> Result {
-        let told = FakeDriver::new()?;
-        let publisher = told.publisher()?;
+        let driver = FakeDriver::new()?;
+        let publisher = driver.publisher()?;
         publisher.disarm();
         publisher.revoked();
-        assert_eq!(told.calls.load(Relaxed), 0);
+        assert_eq!(driver.calls.load(Relaxed), 0);
         Ok(())
     }
 }

@@ -455,7 +455,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             row.flags |= consts::PROVIDER_CLEARING;
         }
         row.buffers = inner.count;
-        row.parked = inner.pinned.bytes;
+        row.pinned = inner.pinned.bytes;
         row.scrubbing = inner.returning();
         row.state = if inner.source.is_some() {
             consts::PROVIDER_LIVE

@@ -199,7 +199,7 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
     let (code, rule, reason) = if matches!(request.named, Named::Require(id) if id != candidate.id) {
         (VerdictCode::NotNamed, None, Outcome::NoSuchProvider)
     } else if !candidate.live {
-        (VerdictCode::Leaving, None, Outcome::Leaving)
+        (VerdictCode::Removing, None, Outcome::Removing)
     } else if class == Some(PathClass::Unreachable) {
         (VerdictCode::Unreachable, None, Outcome::Unreachable)
     } else if effect.denied.is_some() {
@@ -371,7 +371,7 @@ fn say(
                 (VerdictCode::Chosen, effect.preference_by.filter(|_| preferred))
             }
             (Ok(()), Some(last)) => lost(request, &candidate.effect, &Rank::of(candidate, &reach), last),
-            (Ok(()), None) if !chosen.is_empty() => (VerdictCode::Alone, None),
+            (Ok(()), None) if !chosen.is_empty() => (VerdictCode::TooFew, None),
             // The candidate is eligible, but there is no winner: the kernel chose another provider.
             (Ok(()), None) => (VerdictCode::Upstream, None),
         };
@@ -544,7 +544,7 @@ mod tests {
         }];
         type Spoil = fn(&mut Candidate<'_>);
         let cases: [(Spoil, VerdictCode, Outcome); 5] = [
-            (|c| c.live = false, VerdictCode::Leaving, Outcome::Leaving),
+            (|c| c.live = false, VerdictCode::Removing, Outcome::Removing),
             (|c| c.paths = &[], VerdictCode::Unreachable, Outcome::Unreachable),
             (|c| c.size = 3 * PAGE, VerdictCode::TooSmall, Outcome::TooSmall),
             (|c| c.free = 3 * PAGE, VerdictCode::Full, Outcome::Full),
@@ -595,7 +595,7 @@ mod tests {
         let answer = decide_several(&REQUEST, &all, false, &mut three, &mut verdicts);
         assert_eq!(answer, (2, Outcome::Full));
         let codes = verdicts.map(|verdict| verdict.code);
-        assert_eq!(codes, [VerdictCode::Full, VerdictCode::Alone, VerdictCode::Alone]);
+        assert_eq!(codes, [VerdictCode::Full, VerdictCode::TooFew, VerdictCode::TooFew]);
         // A provider that the rules avoid comes last, and is excluded with `skip_avoided`.
         all[1].effect.preference = Preference::Avoid;
         assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);

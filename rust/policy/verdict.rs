@@ -29,7 +29,7 @@ pub(crate) enum VerdictCode {
     /// The provider has enough free bytes, but no piece of that size and alignment.
     Fragmented = 6,
     /// The provider is being removed.
-    Leaving = 7,
+    Removing = 7,
     /// The request names another provider.
     NotNamed = 8,
     /// The winner's farthest path has a nearer class.
@@ -61,7 +61,7 @@ pub(crate) enum VerdictCode {
     /// The buffer would exceed a limit of the dmem cgroup controller.
     Cgroup = 22,
     /// The provider could hold a part of the buffer, but too few others can hold the other parts.
-    Alone = 23,
+    TooFew = 23,
 }
 
 impl VerdictCode {
@@ -133,7 +133,7 @@ pub(crate) enum Outcome {
     /// The kernel chose no provider, or one that is not a candidate.
     NotUpstream,
     /// All providers are being removed.
-    Leaving,
+    Removing,
     /// No provider can be reached by every client.
     Unreachable,
     /// Rules deny all reachable providers.

@@ -149,7 +149,7 @@ enum p2pmem_provider_state {
  * @free: free bytes of @size
  * @largest: size of the largest piece that one allocation can get now
  * @kernel_reserve: bytes that stay in the kernel's pool for other drivers
- * @parked: bytes of freed buffers that DMA or page references of others still pin
+ * @pinned: bytes of freed buffers that DMA or page references of others still pin
  * @scrubbing: bytes of freed buffers that wait to be cleared
  * @vendor: PCI vendor id
  * @device: PCI device id
@@ -171,7 +171,7 @@ struct p2pmem_provider {
 	__u64 free;
 	__u64 largest;
 	__u64 kernel_reserve;
-	__u64 parked;
+	__u64 pinned;
 	__u64 scrubbing;
 	__u16 vendor;
 	__u16 device;
@@ -562,7 +562,7 @@ struct p2pmem_stripe {
  * @P2PMEM_VERDICT_TOO_SMALL: the provider could not hold the buffer even if empty
  * @P2PMEM_VERDICT_FULL: the provider has too few free bytes
  * @P2PMEM_VERDICT_FRAGMENTED: the provider has enough free bytes, but not in one piece with the alignment
- * @P2PMEM_VERDICT_LEAVING: the provider is being removed
+ * @P2PMEM_VERDICT_REMOVING: the provider is being removed
  * @P2PMEM_VERDICT_NOT_NAMED: the request names another provider
  * @P2PMEM_VERDICT_CLASS: another provider has a nearer path class
  * @P2PMEM_VERDICT_HOPS: another provider is fewer hops away
@@ -578,7 +578,7 @@ struct p2pmem_stripe {
  * @P2PMEM_VERDICT_PREFERENCE: a rule prefers another provider or avoids this one
  * @P2PMEM_VERDICT_PACKED: another provider is more loaded, with %P2PMEM_STRATEGY_PACK
  * @P2PMEM_VERDICT_CGROUP: the buffer would exceed the cgroup's limit for the provider (dmem.max)
- * @P2PMEM_VERDICT_ALONE: the provider could hold a part of the stripe, but too few others can
+ * @P2PMEM_VERDICT_TOO_FEW: the provider could hold a part of the stripe, but too few others can
  */
 enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_CHOSEN = 1,
@@ -587,7 +587,7 @@ enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_TOO_SMALL = 4,
 	P2PMEM_VERDICT_FULL = 5,
 	P2PMEM_VERDICT_FRAGMENTED = 6,
-	P2PMEM_VERDICT_LEAVING = 7,
+	P2PMEM_VERDICT_REMOVING = 7,
 	P2PMEM_VERDICT_NOT_NAMED = 8,
 	P2PMEM_VERDICT_CLASS = 9,
 	P2PMEM_VERDICT_HOPS = 10,
@@ -603,19 +603,19 @@ enum p2pmem_verdict_code {
 	P2PMEM_VERDICT_PREFERENCE = 20,
 	P2PMEM_VERDICT_PACKED = 21,
 	P2PMEM_VERDICT_CGROUP = 22,
-	P2PMEM_VERDICT_ALONE = 23,
+	P2PMEM_VERDICT_TOO_FEW = 23,
 };
 
 /**
  * enum p2pmem_rule_set - the set that a rule belongs to
  * @P2PMEM_RULES_NONE: no rule
  * @P2PMEM_RULES_ADMIN: the administrator's rules, in configfs
- * @P2PMEM_RULES_OWN: the file's rules, see &P2PMEM_IOC_RULES
+ * @P2PMEM_RULES_FILE: the file's rules, see &P2PMEM_IOC_RULES
  */
 enum p2pmem_rule_set {
 	P2PMEM_RULES_NONE = 0,
 	P2PMEM_RULES_ADMIN = 1,
-	P2PMEM_RULES_OWN = 2,
+	P2PMEM_RULES_FILE = 2,
 };
 
 /**
@@ -694,7 +694,7 @@ struct p2pmem_explain {
  * @free_bytes: bytes of @frees
  * @maps: user mappings made
  * @scrubbed_bytes: bytes cleared between owners
- * @parked: freed buffers that other page references pinned
+ * @pinned: freed buffers that other page references pinned
  * @revoked: buffers that were revoked
  * @exports: dma-bufs exported
  * @attaches: importers attached
@@ -712,7 +712,7 @@ struct p2pmem_stats {
 	__u64 free_bytes;
 	__u64 maps;
 	__u64 scrubbed_bytes;
-	__u64 parked;
+	__u64 pinned;
 	__u64 revoked;
 	__u64 exports;
 	__u64 attaches;

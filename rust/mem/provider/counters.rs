@@ -42,7 +42,7 @@ counters!(
     free_bytes,
     maps,
     scrubbed_bytes,
-    parked,
+    pinned,
     revoked,
     exports,
     attaches,

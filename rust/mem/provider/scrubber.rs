@@ -91,7 +91,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             self.update_hint(&inner);
             drop(inner);
             self.returned.notify_all();
-            self.counters.parked.fetch_add(1, Relaxed);
+            self.counters.pinned.fetch_add(1, Relaxed);
         }
     }
 

@@ -45,10 +45,10 @@ const GAUGES: &[Gauge] = &[
         |p| p.kernel_reserve,
     ),
     Gauge(
-        "parked",
-        "Freed memory that others still refer to",
+        "pinned",
+        "Freed memory whose pages others still refer to",
         Some(Unit::Bytes),
-        |p| p.parked,
+        |p| p.pinned,
     ),
     Gauge(
         "scrubbing",
@@ -82,8 +82,8 @@ const COUNTERS: &[Counter] = &[
     Counter("scrubbed", "Bytes cleared between owners", Some(Unit::Bytes), |s| {
         s.scrubbed_bytes
     }),
-    Counter("parkings", "Freed buffers that had to wait for others", None, |s| {
-        s.parked
+    Counter("pinned_buffers", "Freed buffers whose pages others still referred to", None, |s| {
+        s.pinned
     }),
     Counter("revoked", "Buffers ended by a revocation", None, |s| s.revoked),
     Counter("exports", "Dma-bufs made", None, |s| s.exports),

@@ -18,9 +18,9 @@ pub type p2pmem_path_class = core::ffi::c_uint;
 pub type p2pmem_strategy = core::ffi::c_uint;
 #[doc = " enum p2pmem_buffer_state - the state of a buffer\n @P2PMEM_BUFFER_LIVE: the buffer can be mapped and used\n @P2PMEM_BUFFER_REVOKING: the provider is being removed, and mappings are being unmapped\n @P2PMEM_BUFFER_GONE: the buffer has no memory any more; an access to a mapping raises SIGBUS"]
 pub type p2pmem_buffer_state = core::ffi::c_uint;
-#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: the provider was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach the provider\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than max_class of the request\n @P2PMEM_VERDICT_TOO_SMALL: the provider could not hold the buffer even if empty\n @P2PMEM_VERDICT_FULL: the provider has too few free bytes\n @P2PMEM_VERDICT_FRAGMENTED: the provider has enough free bytes, but not in one piece with the alignment\n @P2PMEM_VERDICT_LEAVING: the provider is being removed\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another provider has a nearer path class\n @P2PMEM_VERDICT_HOPS: another provider is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: the narrowest link to another provider is wider\n @P2PMEM_VERDICT_NUMA: another provider has a smaller NUMA distance\n @P2PMEM_VERDICT_LOAD: another provider is less loaded\n @P2PMEM_VERDICT_SPACE: another provider has a larger free piece\n @P2PMEM_VERDICT_ORDER: the provider equals the chosen one, which comes first in the order of ids\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another provider\n @P2PMEM_VERDICT_DENIED: a rule denies the provider\n @P2PMEM_VERDICT_QUOTA: the buffer would exceed a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules reserve the free memory for others\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another provider or avoids this one\n @P2PMEM_VERDICT_PACKED: another provider is more loaded, with %P2PMEM_STRATEGY_PACK\n @P2PMEM_VERDICT_CGROUP: the buffer would exceed the cgroup's limit for the provider (dmem.max)\n @P2PMEM_VERDICT_ALONE: the provider could hold a part of the stripe, but too few others can"]
+#[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: the provider was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach the provider\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than max_class of the request\n @P2PMEM_VERDICT_TOO_SMALL: the provider could not hold the buffer even if empty\n @P2PMEM_VERDICT_FULL: the provider has too few free bytes\n @P2PMEM_VERDICT_FRAGMENTED: the provider has enough free bytes, but not in one piece with the alignment\n @P2PMEM_VERDICT_REMOVING: the provider is being removed\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another provider has a nearer path class\n @P2PMEM_VERDICT_HOPS: another provider is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: the narrowest link to another provider is wider\n @P2PMEM_VERDICT_NUMA: another provider has a smaller NUMA distance\n @P2PMEM_VERDICT_LOAD: another provider is less loaded\n @P2PMEM_VERDICT_SPACE: another provider has a larger free piece\n @P2PMEM_VERDICT_ORDER: the provider equals the chosen one, which comes first in the order of ids\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another provider\n @P2PMEM_VERDICT_DENIED: a rule denies the provider\n @P2PMEM_VERDICT_QUOTA: the buffer would exceed a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules reserve the free memory for others\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another provider or avoids this one\n @P2PMEM_VERDICT_PACKED: another provider is more loaded, with %P2PMEM_STRATEGY_PACK\n @P2PMEM_VERDICT_CGROUP: the buffer would exceed the cgroup's limit for the provider (dmem.max)\n @P2PMEM_VERDICT_TOO_FEW: the provider could hold a part of the stripe, but too few others can"]
 pub type p2pmem_verdict_code = core::ffi::c_uint;
-#[doc = " enum p2pmem_rule_set - the set that a rule belongs to\n @P2PMEM_RULES_NONE: no rule\n @P2PMEM_RULES_ADMIN: the administrator's rules, in configfs\n @P2PMEM_RULES_OWN: the file's rules, see &P2PMEM_IOC_RULES"]
+#[doc = " enum p2pmem_rule_set - the set that a rule belongs to\n @P2PMEM_RULES_NONE: no rule\n @P2PMEM_RULES_ADMIN: the administrator's rules, in configfs\n @P2PMEM_RULES_FILE: the file's rules, see &P2PMEM_IOC_RULES"]
 pub type p2pmem_rule_set = core::ffi::c_uint;
 #[doc = " enum p2pmem_rule_action - the action of a rule for a provider\n @P2PMEM_RULE_ALLOW: the provider is allowed\n @P2PMEM_RULE_DENY: the provider is denied\n @P2PMEM_RULE_PREFER: the provider is chosen before providers that are not preferred\n @P2PMEM_RULE_AVOID: the provider is chosen only if no other can serve"]
 pub type p2pmem_rule_action = core::ffi::c_uint;
@@ -51,7 +51,7 @@ pub struct p2pmem_info {
     pub abi_compatible: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_provider - a provider\n @id: number of the provider, never 0, and never used again while the module is loaded\n @kind: &enum p2pmem_kind\n @addr: the PCI function that has the memory\n @state: &enum p2pmem_provider_state\n @bar: the BAR, or -1 if the device's own driver published memory in an unknown BAR\n @numa_node: NUMA node of the function, or -1\n @buffers: number of live buffers\n @bar_offset: first published byte in the BAR\n @size: bytes that p2pmem manages; for an adopted provider, the size of the driver's pool\n @free: free bytes of @size\n @largest: size of the largest piece that one allocation can get now\n @kernel_reserve: bytes that stay in the kernel's pool for other drivers\n @parked: bytes of freed buffers that DMA or page references of others still pin\n @scrubbing: bytes of freed buffers that wait to be cleared\n @vendor: PCI vendor id\n @device: PCI device id\n @class: PCI class code (24 bits)\n @flags: P2PMEM_PROVIDER_PAGELESS and the bits defined with it\n @exports: number of dma-bufs of the provider's buffers that are not released yet\n @driver: name of the driver bound to the function, NUL-terminated; empty if there is none"]
+#[doc = " struct p2pmem_provider - a provider\n @id: number of the provider, never 0, and never used again while the module is loaded\n @kind: &enum p2pmem_kind\n @addr: the PCI function that has the memory\n @state: &enum p2pmem_provider_state\n @bar: the BAR, or -1 if the device's own driver published memory in an unknown BAR\n @numa_node: NUMA node of the function, or -1\n @buffers: number of live buffers\n @bar_offset: first published byte in the BAR\n @size: bytes that p2pmem manages; for an adopted provider, the size of the driver's pool\n @free: free bytes of @size\n @largest: size of the largest piece that one allocation can get now\n @kernel_reserve: bytes that stay in the kernel's pool for other drivers\n @pinned: bytes of freed buffers that DMA or page references of others still pin\n @scrubbing: bytes of freed buffers that wait to be cleared\n @vendor: PCI vendor id\n @device: PCI device id\n @class: PCI class code (24 bits)\n @flags: P2PMEM_PROVIDER_PAGELESS and the bits defined with it\n @exports: number of dma-bufs of the provider's buffers that are not released yet\n @driver: name of the driver bound to the function, NUL-terminated; empty if there is none"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_provider {
@@ -67,7 +67,7 @@ pub struct p2pmem_provider {
     pub free: __u64,
     pub largest: __u64,
     pub kernel_reserve: __u64,
-    pub parked: __u64,
+    pub pinned: __u64,
     pub scrubbing: __u64,
     pub vendor: __u16,
     pub device: __u16,
@@ -255,7 +255,7 @@ pub struct p2pmem_explain {
     pub chosen: __u32,
     pub verdict_size: __u32,
 }
-#[doc = " struct p2pmem_stats - counters of one provider since it was added, or of the whole module\n @provider: in: id of the provider, or 0 for the sum over all providers since the module was loaded\n @flags: must be zero\n @allocs: buffers allocated\n @frees: buffers whose memory was returned\n @failed: failed requests that named or considered the provider\n @alloc_bytes: bytes of @allocs\n @free_bytes: bytes of @frees\n @maps: user mappings made\n @scrubbed_bytes: bytes cleared between owners\n @parked: freed buffers that other page references pinned\n @revoked: buffers that were revoked\n @exports: dma-bufs exported\n @attaches: importers attached\n @attach_failed: importers refused\n\n Errors: -ENOENT (no such provider)."]
+#[doc = " struct p2pmem_stats - counters of one provider since it was added, or of the whole module\n @provider: in: id of the provider, or 0 for the sum over all providers since the module was loaded\n @flags: must be zero\n @allocs: buffers allocated\n @frees: buffers whose memory was returned\n @failed: failed requests that named or considered the provider\n @alloc_bytes: bytes of @allocs\n @free_bytes: bytes of @frees\n @maps: user mappings made\n @scrubbed_bytes: bytes cleared between owners\n @pinned: freed buffers that other page references pinned\n @revoked: buffers that were revoked\n @exports: dma-bufs exported\n @attaches: importers attached\n @attach_failed: importers refused\n\n Errors: -ENOENT (no such provider)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_stats {
@@ -268,7 +268,7 @@ pub struct p2pmem_stats {
     pub free_bytes: __u64,
     pub maps: __u64,
     pub scrubbed_bytes: __u64,
-    pub parked: __u64,
+    pub pinned: __u64,
     pub revoked: __u64,
     pub exports: __u64,
     pub attaches: __u64,
@@ -390,7 +390,7 @@ const _: () = {
     ["Offset of field: p2pmem_provider::largest"][::core::mem::offset_of!(p2pmem_provider, largest) - 56usize];
     ["Offset of field: p2pmem_provider::kernel_reserve"]
         [::core::mem::offset_of!(p2pmem_provider, kernel_reserve) - 64usize];
-    ["Offset of field: p2pmem_provider::parked"][::core::mem::offset_of!(p2pmem_provider, parked) - 72usize];
+    ["Offset of field: p2pmem_provider::pinned"][::core::mem::offset_of!(p2pmem_provider, pinned) - 72usize];
     ["Offset of field: p2pmem_provider::scrubbing"][::core::mem::offset_of!(p2pmem_provider, scrubbing) - 80usize];
     ["Offset of field: p2pmem_provider::vendor"][::core::mem::offset_of!(p2pmem_provider, vendor) - 88usize];
     ["Offset of field: p2pmem_provider::device"][::core::mem::offset_of!(p2pmem_provider, device) - 90usize];
@@ -567,7 +567,7 @@ pub const P2PMEM_VERDICT_TOO_FAR: p2pmem_verdict_code = 3;
 pub const P2PMEM_VERDICT_TOO_SMALL: p2pmem_verdict_code = 4;
 pub const P2PMEM_VERDICT_FULL: p2pmem_verdict_code = 5;
 pub const P2PMEM_VERDICT_FRAGMENTED: p2pmem_verdict_code = 6;
-pub const P2PMEM_VERDICT_LEAVING: p2pmem_verdict_code = 7;
+pub const P2PMEM_VERDICT_REMOVING: p2pmem_verdict_code = 7;
 pub const P2PMEM_VERDICT_NOT_NAMED: p2pmem_verdict_code = 8;
 pub const P2PMEM_VERDICT_CLASS: p2pmem_verdict_code = 9;
 pub const P2PMEM_VERDICT_HOPS: p2pmem_verdict_code = 10;
@@ -583,10 +583,10 @@ pub const P2PMEM_VERDICT_RESERVED: p2pmem_verdict_code = 19;
 pub const P2PMEM_VERDICT_PREFERENCE: p2pmem_verdict_code = 20;
 pub const P2PMEM_VERDICT_PACKED: p2pmem_verdict_code = 21;
 pub const P2PMEM_VERDICT_CGROUP: p2pmem_verdict_code = 22;
-pub const P2PMEM_VERDICT_ALONE: p2pmem_verdict_code = 23;
+pub const P2PMEM_VERDICT_TOO_FEW: p2pmem_verdict_code = 23;
 pub const P2PMEM_RULES_NONE: p2pmem_rule_set = 0;
 pub const P2PMEM_RULES_ADMIN: p2pmem_rule_set = 1;
-pub const P2PMEM_RULES_OWN: p2pmem_rule_set = 2;
+pub const P2PMEM_RULES_FILE: p2pmem_rule_set = 2;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of p2pmem_verdict"][::core::mem::size_of::<p2pmem_verdict>() - 96usize];
@@ -633,7 +633,7 @@ const _: () = {
     ["Offset of field: p2pmem_stats::free_bytes"][::core::mem::offset_of!(p2pmem_stats, free_bytes) - 40usize];
     ["Offset of field: p2pmem_stats::maps"][::core::mem::offset_of!(p2pmem_stats, maps) - 48usize];
     ["Offset of field: p2pmem_stats::scrubbed_bytes"][::core::mem::offset_of!(p2pmem_stats, scrubbed_bytes) - 56usize];
-    ["Offset of field: p2pmem_stats::parked"][::core::mem::offset_of!(p2pmem_stats, parked) - 64usize];
+    ["Offset of field: p2pmem_stats::pinned"][::core::mem::offset_of!(p2pmem_stats, pinned) - 64usize];
     ["Offset of field: p2pmem_stats::revoked"][::core::mem::offset_of!(p2pmem_stats, revoked) - 72usize];
     ["Offset of field: p2pmem_stats::exports"][::core::mem::offset_of!(p2pmem_stats, exports) - 80usize];
     ["Offset of field: p2pmem_stats::attaches"][::core::mem::offset_of!(p2pmem_stats, attaches) - 88usize];

@@ -41,7 +41,7 @@ fn of_rust() -> Numbers {
         p2pmem_pci_addr { domain, bus, devfn, reserved }
         p2pmem_info { abi_version, page_size, features, providers, buffers, size, free, generation, version, abi_compatible, reserved }
         p2pmem_provider {
-            id, kind, addr, state, bar, numa_node, buffers, bar_offset, size, free, largest, kernel_reserve, parked,
+            id, kind, addr, state, bar, numa_node, buffers, bar_offset, size, free, largest, kernel_reserve, pinned,
             scrubbing, vendor, device, class, flags, exports, driver,
         }
         p2pmem_list { providers, count, flags, provider_size, reserved }
@@ -62,7 +62,7 @@ fn of_rust() -> Numbers {
         }
         p2pmem_explain { req, verdicts, text, nr_verdicts, text_len, flags, error, chosen, verdict_size }
         p2pmem_stats {
-            provider, flags, allocs, frees, failed, alloc_bytes, free_bytes, maps, scrubbed_bytes, parked, revoked,
+            provider, flags, allocs, frees, failed, alloc_bytes, free_bytes, maps, scrubbed_bytes, pinned, revoked,
             exports, attaches, attach_failed,
         }
         p2pmem_rule { name, provider, client, flags, action, max_class, reserved, quota }
@@ -91,11 +91,11 @@ fn of_rust() -> Numbers {
         P2PMEM_BUFFER_LIVE, P2PMEM_BUFFER_REVOKING, P2PMEM_BUFFER_GONE,
         P2PMEM_EXPORT_PINNED, P2PMEM_EXPORT_MAPPED,
         P2PMEM_VERDICT_CHOSEN, P2PMEM_VERDICT_UNREACHABLE, P2PMEM_VERDICT_TOO_FAR, P2PMEM_VERDICT_TOO_SMALL,
-        P2PMEM_VERDICT_FULL, P2PMEM_VERDICT_FRAGMENTED, P2PMEM_VERDICT_LEAVING, P2PMEM_VERDICT_NOT_NAMED,
+        P2PMEM_VERDICT_FULL, P2PMEM_VERDICT_FRAGMENTED, P2PMEM_VERDICT_REMOVING, P2PMEM_VERDICT_NOT_NAMED,
         P2PMEM_VERDICT_CLASS, P2PMEM_VERDICT_HOPS, P2PMEM_VERDICT_BANDWIDTH, P2PMEM_VERDICT_NUMA,
         P2PMEM_VERDICT_LOAD, P2PMEM_VERDICT_SPACE, P2PMEM_VERDICT_ORDER, P2PMEM_VERDICT_UPSTREAM,
         P2PMEM_VERDICT_DENIED, P2PMEM_VERDICT_QUOTA, P2PMEM_VERDICT_RESERVED, P2PMEM_VERDICT_PREFERENCE,
-        P2PMEM_VERDICT_PACKED, P2PMEM_VERDICT_CGROUP, P2PMEM_VERDICT_ALONE, P2PMEM_RULES_NONE, P2PMEM_RULES_ADMIN, P2PMEM_RULES_OWN,
+        P2PMEM_VERDICT_PACKED, P2PMEM_VERDICT_CGROUP, P2PMEM_VERDICT_TOO_FEW, P2PMEM_RULES_NONE, P2PMEM_RULES_ADMIN, P2PMEM_RULES_FILE,
         P2PMEM_RULE_ALLOW, P2PMEM_RULE_DENY, P2PMEM_RULE_PREFER, P2PMEM_RULE_AVOID,
         P2PMEM_RULE_PROVIDER, P2PMEM_RULE_CLIENT, P2PMEM_RULE_QUOTA,
         P2PMEM_EXPLAIN_LAST,

@@ -27,7 +27,7 @@ pub enum VerdictCode {
     /// It has the bytes, but not in one piece with that alignment.
     Fragmented,
     /// It is being revoked.
-    Leaving,
+    Removing,
     /// The request names another provider.
     NotNamed,
     /// Another one's path class is nearer.
@@ -59,7 +59,7 @@ pub enum VerdictCode {
     /// The buffer would break the cgroup's limit for it.
     Cgroup,
     /// It could hold a part of the stripe, but too few others can.
-    Alone,
+    TooFew,
     /// A code that this version of the library does not know.
     Unknown,
 }
@@ -73,7 +73,7 @@ impl VerdictCode {
             abi::P2PMEM_VERDICT_TOO_SMALL => Self::TooSmall,
             abi::P2PMEM_VERDICT_FULL => Self::Full,
             abi::P2PMEM_VERDICT_FRAGMENTED => Self::Fragmented,
-            abi::P2PMEM_VERDICT_LEAVING => Self::Leaving,
+            abi::P2PMEM_VERDICT_REMOVING => Self::Removing,
             abi::P2PMEM_VERDICT_NOT_NAMED => Self::NotNamed,
             abi::P2PMEM_VERDICT_CLASS => Self::Class,
             abi::P2PMEM_VERDICT_HOPS => Self::Hops,
@@ -89,7 +89,7 @@ impl VerdictCode {
             abi::P2PMEM_VERDICT_PREFERENCE => Self::Preference,
             abi::P2PMEM_VERDICT_PACKED => Self::Packed,
             abi::P2PMEM_VERDICT_CGROUP => Self::Cgroup,
-            abi::P2PMEM_VERDICT_ALONE => Self::Alone,
+            abi::P2PMEM_VERDICT_TOO_FEW => Self::TooFew,
             _ => Self::Unknown,
         }
     }
@@ -109,7 +109,7 @@ impl DecidingRule {
     fn of(raw: &abi::p2pmem_verdict) -> Option<Self> {
         let own = match raw.rule_set {
             abi::P2PMEM_RULES_ADMIN => false,
-            abi::P2PMEM_RULES_OWN => true,
+            abi::P2PMEM_RULES_FILE => true,
             _ => return None,
         };
         let name = raw
@@ -332,7 +332,7 @@ fn sentence(
             human_size(own.free),
             human_size(own.largest)
         ),
-        VerdictCode::Leaving => "leaving: it is being revoked".into(),
+        VerdictCode::Removing => "removing: the provider is being removed".into(),
         VerdictCode::NotNamed => "not named: the request names another provider".into(),
         VerdictCode::Class => {
             let nearer = versus(&|c| {
@@ -376,7 +376,7 @@ fn sentence(
         VerdictCode::Preference => format!("not preferred: {by} prefers the chosen one, or avoids this one"),
         VerdictCode::Packed => format!("emptier: {}", in_use()),
         VerdictCode::Cgroup => format!("over the cgroup's limit: dmem.max does not allow {wanted} more"),
-        VerdictCode::Alone => "one of too few: it could hold a part, but not enough others can".into(),
+        VerdictCode::TooFew => "one of too few: it could hold a part, but not enough others can".into(),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }
 }

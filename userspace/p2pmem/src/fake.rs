@@ -348,7 +348,7 @@ fn sum(into: &mut abi::p2pmem_stats, from: &abi::p2pmem_stats) {
     into.free_bytes += from.free_bytes;
     into.maps += from.maps;
     into.scrubbed_bytes += from.scrubbed_bytes;
-    into.parked += from.parked;
+    into.pinned += from.pinned;
     into.revoked += from.revoked;
     into.exports += from.exports;
     into.attaches += from.attaches;

@@ -92,7 +92,7 @@ impl fmt::Display for Room {
             }
             _ => {}
         }
-        match provider.parked + provider.scrubbing {
+        match provider.pinned + provider.scrubbing {
             0 => Ok(()),
             waiting => write!(f, ", {} of freed buffers not ready yet", human_size(waiting)),
         }

@@ -185,7 +185,7 @@ pub struct Provider {
     /// Bytes left to the kernel's own users.
     pub kernel_reserve: u64,
     /// Bytes of freed buffers that wait for DMA or page references of others to end.
-    pub parked: u64,
+    pub pinned: u64,
     /// Bytes of freed buffers that wait to be cleared.
     pub scrubbing: u64,
     /// PCI vendor id.
@@ -240,7 +240,7 @@ impl From<&abi::p2pmem_provider> for Provider {
             free: raw.free,
             largest: raw.largest,
             kernel_reserve: raw.kernel_reserve,
-            parked: raw.parked,
+            pinned: raw.pinned,
             scrubbing: raw.scrubbing,
             vendor: raw.vendor,
             device: raw.device,
@@ -450,7 +450,7 @@ pub struct Stats {
     /// Bytes cleared between owners.
     pub scrubbed_bytes: u64,
     /// Times a freed buffer had to wait for others' page references.
-    pub parked: u64,
+    pub pinned: u64,
     /// Buffers ended by a revocation.
     pub revoked: u64,
     /// Dma-bufs made.
@@ -471,7 +471,7 @@ impl From<abi::p2pmem_stats> for Stats {
             free_bytes: raw.free_bytes,
             maps: raw.maps,
             scrubbed_bytes: raw.scrubbed_bytes,
-            parked: raw.parked,
+            pinned: raw.pinned,
             revoked: raw.revoked,
             exports: raw.exports,
             attaches: raw.attaches,
@@ -487,7 +487,7 @@ impl From<abi::p2pmem_stats> for Stats {
 pub enum BufferState {
     /// It can be mapped and used.
     Live,
-    /// Its provider is leaving, mappings are being taken down.
+    /// The buffer is being revoked: its mappings are being removed.
     Revoking,
     /// Its memory is another's: touching a mapping of it ends in SIGBUS.
     Gone,

@@ -49,7 +49,7 @@ fn render_list(providers: &[Provider]) -> String {
         number("LARGEST"),
         number("BUFFERS"),
         number("DMABUFS"),
-        number("PARKED"),
+        number("PINNED"),
     ];
     let dash = |value: Option<String>| value.unwrap_or_else(|| "-".into());
     let rows: Vec<_> = providers
@@ -69,10 +69,10 @@ fn render_list(providers: &[Provider]) -> String {
                 human_size(p.largest),
                 p.buffers.to_string(),
                 p.exports.to_string(),
-                if p.parked == 0 {
+                if p.pinned == 0 {
                     "-".into()
                 } else {
-                    human_size(p.parked)
+                    human_size(p.pinned)
                 },
             ]
         })
@@ -134,7 +134,7 @@ fn render_stats(names: &[String], all: &[OneStats]) -> String {
         number("FAILED"),
         number("MAPS"),
         number("SCRUBBED"),
-        number("PARKED"),
+        number("PINNED"),
         number("REVOKED"),
         number("DMABUFS"),
         number("IMPORTERS"),
@@ -153,7 +153,7 @@ fn render_stats(names: &[String], all: &[OneStats]) -> String {
                 s.failed.to_string(),
                 s.maps.to_string(),
                 human_size(s.scrubbed_bytes),
-                s.parked.to_string(),
+                s.pinned.to_string(),
                 s.revoked.to_string(),
                 s.exports.to_string(),
                 s.attaches.to_string(),

@@ -88,7 +88,7 @@ fn list_shows_providers_aligned() {
     let (code, out) = machine.run(&["list"]);
     assert_eq!(code, 0);
     let expected = "\
-ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  DMABUFS  PARKED
+ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  DMABUFS  PINNED
  1  0000:03:00.0  own      paged  live   p2pmem  2+0x0  -     256 MiB  256 MiB  256 MiB        0        0       -
  2  0000:08:00.0  own      paged  live   p2pmem  2+0x0  -      64 MiB   64 MiB   64 MiB        0        0       -
  3  0000:05:00.0  adopted  paged  live   nvme    -      -      32 MiB   32 MiB   32 MiB        0        0       -
@@ -226,7 +226,7 @@ fn a_stripe_has_its_boundaries() {
     );
     assert_eq!(json["parts"][1]["provider"], 3);
     let (code, json) = machine.json(&["explain", "4M", "--strategy", "stripe", "--parts", "4"]);
-    assert_eq!((code, &json["verdicts"][0]["code"]), (1, &"alone".into()));
+    assert_eq!((code, &json["verdicts"][0]["code"]), (1, &"too-few".into()));
     assert_eq!(machine.run(&["alloc", "4M", "--parts", "2"]).0, 2);
     let (_, json) = machine.json(&["list"]);
     assert_eq!(json["info"]["buffers"], 0);

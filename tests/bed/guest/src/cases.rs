@@ -334,14 +334,14 @@ impl Bed {
         let deadline = Instant::now() + patiently(SETTLE);
         loop {
             let p = self.provider("accel0")?;
-            if !is_clearing(&p) && p.parked == 0 {
+            if !is_clearing(&p) && p.pinned == 0 {
                 return Ok((p.free, p.buffers));
             }
             in_time!(
                 Instant::now() < deadline,
-                "after {SETTLE:?} there are still {} bytes to clear and {} parked",
+                "after {SETTLE:?} there are still {} bytes to clear and {} pinned",
                 p.scrubbing,
-                p.parked
+                p.pinned
             );
             thread::sleep(Duration::from_millis(10));
         }

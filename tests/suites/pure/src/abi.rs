@@ -63,7 +63,7 @@ fn verdict_codes() {
         V::TooSmall,
         V::Full,
         V::Fragmented,
-        V::Leaving,
+        V::Removing,
         V::NotNamed,
         V::Class,
         V::Hops,
@@ -79,7 +79,7 @@ fn verdict_codes() {
         V::Preference,
         V::Packed,
         V::Cgroup,
-        V::Alone,
+        V::TooFew,
     ];
     let known: BTreeMap<String, u32> = all.into_iter().map(|code| (name(code), code.as_raw())).collect();
     let header: BTreeMap<String, u32> = enumerators("P2PMEM_VERDICT_")

@@ -66,7 +66,7 @@ impl Provider {
             }
         }
         if !self.live {
-            broken.push(VerdictCode::Leaving);
+            broken.push(VerdictCode::Removing);
         }
         let unreachable =
             self.paths.len() < request.clients || self.paths.iter().any(|path| path.class == PathClass::Unreachable);

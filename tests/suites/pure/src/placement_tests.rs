@@ -164,8 +164,8 @@ fn each_rule_excludes() {
     };
     let cases: [(V, Outcome, Provider); 6] = [
         (
-            V::Leaving,
-            Outcome::Leaving,
+            V::Removing,
+            Outcome::Removing,
             Provider {
                 live: false,
                 ..near.clone()
@@ -232,7 +232,7 @@ fn only_lack_of_space_can_pass() {
         (Outcome::NoProvider, false),
         (Outcome::NoSuchProvider, false),
         (Outcome::NotUpstream, false),
-        (Outcome::Leaving, false),
+        (Outcome::Removing, false),
         (Outcome::Unreachable, false),
         (Outcome::TooFar, false),
         (Outcome::TooSmall, false),
@@ -333,7 +333,7 @@ fn a_preferred_provider_is_tried_first() {
         live: false,
         ..near.clone()
     };
-    check(&req, &[gone, far.clone()], Outcome::Chosen, &[V::Leaving, V::Chosen]);
+    check(&req, &[gone, far.clone()], Outcome::Chosen, &[V::Removing, V::Chosen]);
     // The wish comes before the kernel's choice, the kernel's choice before the rank.
     let best = provider(3, &[path(PathClass::SameDevice, 0)]);
     let req = Request {
@@ -810,7 +810,7 @@ fn verdict_is_true(
         | V::TooSmall
         | V::Full
         | V::Fragmented
-        | V::Leaving
+        | V::Removing
         | V::Denied
         | V::Quota
         | V::Reserved

@@ -52,7 +52,7 @@ proptest! {
             prop_assert_eq!(chosen, expected);
         } else {
             prop_assert!(chosen.is_empty());
-            prop_assert!(expected.iter().all(|&at| verdicts[at].code == VerdictCode::Alone));
+            prop_assert!(expected.iter().all(|&at| verdicts[at].code == VerdictCode::TooFew));
         }
     }
 

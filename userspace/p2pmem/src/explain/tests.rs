@@ -41,7 +41,7 @@ fn sentences_name_the_rule_that_decided() {
     let admin = abi::P2PMEM_RULES_ADMIN;
     assert_eq!(say(abi::P2PMEM_VERDICT_DENIED, admin).why, "denied: by rule 20-lab");
     assert_eq!(
-        say(abi::P2PMEM_VERDICT_QUOTA, abi::P2PMEM_RULES_OWN).why,
+        say(abi::P2PMEM_VERDICT_QUOTA, abi::P2PMEM_RULES_FILE).why,
         "over quota: this file's own rule 20-lab does not allow 16 MiB more"
     );
     assert_eq!(
@@ -112,7 +112,7 @@ fn sentences_carry_the_numbers_that_decided() {
             abi::P2PMEM_VERDICT_FRAGMENTED,
             "fragmented: 8 MiB free, but the largest aligned piece is 4 MiB, 16 MiB wanted",
         ),
-        (abi::P2PMEM_VERDICT_LEAVING, "leaving: it is being revoked"),
+        (abi::P2PMEM_VERDICT_REMOVING, "removing: the provider is being removed"),
         (
             abi::P2PMEM_VERDICT_NOT_NAMED,
             "not named: the request names another provider",
@@ -159,7 +159,7 @@ fn sentences_carry_the_numbers_that_decided() {
             "emptier: 56 MiB of 64 MiB in use, of the chosen one 16 MiB of 256 MiB",
         ),
         (
-            abi::P2PMEM_VERDICT_ALONE,
+            abi::P2PMEM_VERDICT_TOO_FEW,
             "one of too few: it could hold a part, but not enough others can",
         ),
         (999, "verdict 999, which this program does not know"),

@@ -76,7 +76,7 @@ impl State {
                 size: now.size,
                 free: now.free,
                 largest: now.largest,
-                rule_set: deny.map_or(abi::P2PMEM_RULES_NONE, |_| abi::P2PMEM_RULES_OWN),
+                rule_set: deny.map_or(abi::P2PMEM_RULES_NONE, |_| abi::P2PMEM_RULES_FILE),
                 rule: deny.map_or_else(Default::default, |rule| rule.name),
                 ..Default::default()
             });
@@ -157,7 +157,7 @@ impl State {
                 let picked = picks.iter().any(|pick| pick.2 == verdict.provider);
                 verdict.code = match (picked, enough) {
                     (true, true) => abi::P2PMEM_VERDICT_CHOSEN,
-                    (true, false) => abi::P2PMEM_VERDICT_ALONE,
+                    (true, false) => abi::P2PMEM_VERDICT_TOO_FEW,
                     (false, _) => verdict.code,
                 };
             }

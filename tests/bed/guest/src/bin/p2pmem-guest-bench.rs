@@ -121,7 +121,7 @@ fn settle(bed: &Bed, name: &str) -> Result<()> {
     let deadline = Instant::now() + SETTLE;
     loop {
         let provider = bed.provider(name)?;
-        if !is_clearing(&provider) && provider.parked == 0 {
+        if !is_clearing(&provider) && provider.pinned == 0 {
             return Ok(());
         }
         ensure!(

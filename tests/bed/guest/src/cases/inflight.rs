@@ -19,11 +19,11 @@ use crate::sys::Mapping;
 
 pub(super) const CASES: &[Case] = &[
     Case {
-        name: "parked",
+        name: "pinned",
         about: "memory that is freed while a drive writes to it goes to nobody before the drive is done",
         topology: "slow",
         ruins: false,
-        run: parked,
+        run: pinned,
     },
     Case {
         name: "unbind-pinned",
@@ -71,7 +71,7 @@ pub(super) fn slow_drive(bed: &Bed) -> Result<File> {
     Ok(drive)
 }
 
-fn parked(bed: &mut Bed) -> Result<()> {
+fn pinned(bed: &mut Bed) -> Result<()> {
     let block = bed.block("nvme0")?;
     let drive = slow_drive(bed)?;
     bed.settled()?;
@@ -89,8 +89,8 @@ fn parked(bed: &mut Bed) -> Result<()> {
         until("the drive has begun", || busy(&block))?;
         free(file.as_fd(), a.handle).map_err(errno)?;
         map.vacate().map_err(errno)?;
-        until("the memory is parked", || {
-            Ok(bed.provider("accel0")?.parked >= IO as u64 || done.load(Ordering::SeqCst))
+        until("the memory is pinned", || {
+            Ok(bed.provider("accel0")?.pinned >= IO as u64 || done.load(Ordering::SeqCst))
         })?;
         in_time!(
             !done.load(Ordering::SeqCst),
@@ -98,7 +98,7 @@ fn parked(bed: &mut Bed) -> Result<()> {
         );
         // As long as the drive writes, no allocation may get these bytes: all others together are too few.
         let rest = alloc(file.as_fd(), whole.free);
-        let still = bed.provider("accel0")?.parked;
+        let still = bed.provider("accel0")?.pinned;
         match rest {
             Err(code) => ensure!(code == libc::ENOSPC, "ALLOC: {}", errno(code)),
             Ok(got) => {
@@ -110,7 +110,7 @@ fn parked(bed: &mut Bed) -> Result<()> {
         ensure!(got == IO, "the drive read {got} of {IO} bytes");
         Ok(())
     })?;
-    until("nothing is parked any more", || Ok(bed.provider("accel0")?.parked == 0))?;
+    until("nothing is pinned any more", || Ok(bed.provider("accel0")?.pinned == 0))?;
     bed.settled()?;
     let all = alloc(file.as_fd(), whole.free).map_err(errno)?;
     free(file.as_fd(), all.handle).map_err(errno)

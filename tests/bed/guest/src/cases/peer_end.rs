@@ -275,7 +275,7 @@ fn persistent(bed: &mut Bed) -> Result<()> {
         let start = Instant::now();
         let waited = thread::scope(|scope| -> Result<Duration> {
             let unbinding = scope.spawn(|| bed.unbind("accel0"));
-            let rows = await_rows("the provider is leaving", |rows| {
+            let rows = await_rows("the provider is being removed", |rows| {
                 rows.iter()
                     .any(|row| row.address == target.map.address() && row.state == "revoking")
             });

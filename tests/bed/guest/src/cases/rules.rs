@@ -442,7 +442,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     named.req.provider = id;
     let denied = sys::alloc(fd, &mut named, Memory::Slice(&mut []));
     expect("what the file denies itself", denied, libc::EACCES)?;
-    ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_DENIED, "not-this".into(), abi::P2PMEM_RULES_OWN));
+    ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_DENIED, "not-this".into(), abi::P2PMEM_RULES_FILE));
     ensure!(explain_last(fd)?.2.contains("own rule not-this"));
     // They are this file's alone.
     alloc(open()?.as_fd(), MIB).map_err(errno)?;
@@ -532,7 +532,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     set_own(fd, &mut [quota]).map_err(errno)?;
     let second = alloc(fd, MIB).map_err(errno)?;
     expect("a third", alloc(fd, 4096), libc::EDQUOT)?;
-    ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_QUOTA, "small".into(), abi::P2PMEM_RULES_OWN));
+    ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_QUOTA, "small".into(), abi::P2PMEM_RULES_FILE));
     free(fd, before.handle).map_err(errno)?;
     alloc(fd, MIB).map_err(errno)?;
     set_own(fd, &mut []).map_err(errno)?;

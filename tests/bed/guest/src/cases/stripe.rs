@@ -38,11 +38,11 @@ pub(super) const CASES: &[Case] = &[
         run: rules,
     },
     Case {
-        name: "decide-while-leaving",
+        name: "decide-during-removal",
         about: "providers come and go in the middle of decisions, and every request is served whole or refused",
         topology: "demo",
         ruins: false,
-        run: leaving,
+        run: during_removal,
     },
 ];
 
@@ -248,7 +248,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
     let (_, verdicts, said) = explain_last(fd)?;
     for id in order {
         let code = verdicts.iter().find(|v| v.provider == id).map(|v| v.code);
-        ensure!(code == Some(abi::P2PMEM_VERDICT_ALONE), "{verdicts:?}");
+        ensure!(code == Some(abi::P2PMEM_VERDICT_TOO_FEW), "{verdicts:?}");
     }
     ensure!(
         said.contains(&format!("of 4 parts of {} bytes 3 would find a provider", 16 * MIB))
@@ -399,7 +399,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
     unpublish(bed)
 }
 
-fn leaving(bed: &mut Bed) -> Result<()> {
+fn during_removal(bed: &mut Bed) -> Result<()> {
     publish(bed)?;
     let stays = bed.provider("accel0")?;
     // With rules, so that a decision has more to look at.
