@@ -82,9 +82,12 @@ const COUNTERS: &[Counter] = &[
     Counter("scrubbed", "Bytes cleared between owners", Some(Unit::Bytes), |s| {
         s.scrubbed_bytes
     }),
-    Counter("pinned_buffers", "Freed buffers whose pages others still referred to", None, |s| {
-        s.pinned
-    }),
+    Counter(
+        "pinned_buffers",
+        "Freed buffers whose pages others still referred to",
+        None,
+        |s| s.pinned,
+    ),
     Counter("revoked", "Buffers ended by a revocation", None, |s| s.revoked),
     Counter("exports", "Dma-bufs made", None, |s| s.exports),
     Counter("attaches", "Importers attached to dma-bufs", None, |s| s.attaches),

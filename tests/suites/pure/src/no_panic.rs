@@ -55,7 +55,7 @@ pub fn entry_points(
         candidate.effect.add(rule_effect::RuleOrigin::Admin, admin, &who, function, functions, paths);
         candidate.effect.add(rule_effect::RuleOrigin::File, own, &rule_effect::Applicable::ALL, function, functions, paths);
         let requester = quota::Requester { rules: admin, applicable: who, uid: n, file: u64::from(m), file_rules: own };
-        let target = quota::ChargeTarget { id: o, function, size: candidate.size, kernel_has: u64::from(p) };
+        let target = quota::ChargeTarget { id: o, function, size: candidate.size, kernel_reserve: u64::from(p) };
         let mut store = Numbers(candidate.free);
         let charges = quota::ChargeSet::of(&store, &requester, &target);
         if let Ok(charged) = quota::charge(&mut store, &charges, u64::from(n)) {

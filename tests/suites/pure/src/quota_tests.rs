@@ -104,7 +104,7 @@ fn charge_target(id: u32, function: &FunctionId, size: u64) -> ChargeTarget<'_> 
         id,
         function,
         size,
-        kernel_has: u64::MAX,
+        kernel_reserve: u64::MAX,
     }
 }
 
@@ -260,7 +260,7 @@ fn the_kernels_reserve_counts_what_it_has() {
         reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
         0
     );
-    f.kernel_has = MIB;
+    f.kernel_reserve = MIB;
     assert_eq!(
         reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
         3 * MIB
