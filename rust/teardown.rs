@@ -173,7 +173,7 @@ impl Orchestrator {
     /// Context: as for [`Self::remove`].
     pub(crate) fn remove_before_reset(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
-            pr_notice!("{}: its memory is taken back: {}\n", provider.addr, why);
+            pr_notice!("{}: removing the provider: {}\n", provider.addr, why);
             self.remove(
                 function,
                 if answers {
@@ -206,7 +206,7 @@ impl Orchestrator {
     pub(crate) fn before_sleep(self: &Arc<Self>) -> Result {
         while let Some(provider) = self.first() {
             pr_notice!(
-                "{}: its memory is taken back: the machine is about to sleep\n",
+                "{}: removing the provider: the machine is about to sleep\n",
                 provider.addr
             );
             self.begin_retire(provider.function())?;
@@ -320,7 +320,7 @@ impl Removal {
         orchestrator.forget_paths();
         orchestrator.notify(consts::EVENT_PROVIDER_REMOVED, provider.id);
         pr_info!(
-            "{}: no provider any more, {} buffers were revoked\n",
+            "{}: provider removed, {} buffers revoked\n",
             provider.addr,
             revoked
         );

@@ -105,7 +105,7 @@ impl GroupOperations for Providers {
             })
             .and_then(|addr| match Function::find(addr) {
                 Some(_) => Ok(addr),
-                None => Err(refuse!(ENODEV, "{} is no PCI function of this machine", addr)),
+                None => Err(refuse!(ENODEV, "{} is not a PCI function of this machine", addr)),
             })
             .map_err(|refusal| {
                 refusal.log("mkdir");
@@ -209,7 +209,7 @@ impl Settings {
             None => Ok(()),
             Some(provider) => Err(refuse!(
                 EBUSY,
-                "{} is still being taken back: {}",
+                "{} is still being removed: {}",
                 self.publication.addr,
                 provider.progress().as_str()
             )),
@@ -247,7 +247,7 @@ impl Settings {
             .as_ref()
             .or(by_others.as_ref().filter(|p| p.is_being_removed()))
         {
-            Some(provider) => Text::new(fmt!("being taken back: {}", provider.progress().as_str())),
+            Some(provider) => Text::new(fmt!("being removed: {}", provider.progress().as_str())),
             None => self.status,
         }
     }
@@ -260,7 +260,7 @@ impl PinnedDrop for ProviderDir {
         let begun = self.settings.lock().disable();
         match begun {
             Ok(Some(provider)) if !provider.await_end_for(WAIT) => pr_notice!(
-                "{}: its directory is gone, and it is still being taken back: {}\n",
+                "{}: its directory is removed, and the provider is still being removed: {}\n",
                 provider.addr,
                 provider.progress().as_str()
             ),
@@ -274,7 +274,7 @@ impl PinnedDrop for ProviderDir {
 pub(crate) fn word(page: &[u8]) -> Answer<&str> {
     core::str::from_utf8(page)
         .map(str::trim)
-        .map_err(|_| refuse!(EINVAL, "what was written is no text"))
+        .map_err(|_| refuse!(EINVAL, "the value is not UTF-8 text"))
 }
 
 /// Parses a number, decimal or hexadecimal with 0x. Errors: `EINVAL`.
@@ -284,7 +284,7 @@ fn number(page: &[u8]) -> Answer<u64> {
         Some(digits) => u64::from_str_radix(digits, 16),
         None => word.parse(),
     };
-    parsed.map_err(|_| refuse!(EINVAL, "what was written is no number of bytes"))
+    parsed.map_err(|_| refuse!(EINVAL, "the value is not a number of bytes"))
 }
 
 /// Writes an attribute's value and a line feed into the page. Returns the number of bytes.

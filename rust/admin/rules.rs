@@ -172,7 +172,7 @@ impl Settings {
             orchestrator.rules().remove(id).map_err(|refusal| {
                 refuse!(
                     refusal.error,
-                    "there is no memory to end the rule with: it stays in force"
+                    "out of memory: the rule stays in force"
                 )
             })?;
         }
@@ -216,7 +216,7 @@ impl PinnedDrop for RuleDir {
 
 /// Parses the written text. `what` names the accepted values in the refusal. Errors: `EINVAL`.
 fn parsed<T>(text: &[u8], parse: impl FnOnce(&str) -> Option<T>, what: &str) -> Answer<T> {
-    parse(word(text)?).ok_or_else(|| refuse!(EINVAL, "what was written is not {}", what))
+    parse(word(text)?).ok_or_else(|| refuse!(EINVAL, "the value is not {}", what))
 }
 
 /// Parses a value as [`parsed`] does; `none` stands for no value.

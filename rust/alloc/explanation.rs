@@ -418,7 +418,7 @@ impl DecisionInput<'_> {
         explanation.text = match picks.len() {
             0 if alloc_request == 1 => explanation.text,
             0 => Text::new(fmt!(
-                "of {} parts of {} bytes {} would find a provider; for the next one: {}",
+                "a stripe needs {} parts of {} bytes, and {} find a provider; next part: {}",
                 alloc_request,
                 self.size,
                 found,
@@ -446,16 +446,16 @@ impl DecisionInput<'_> {
         };
         match self.outcome {
             Outcome::NoProvider => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
-            Outcome::NoSuchProvider => Text::new(fmt!("the provider that was named is not there")),
-            Outcome::NotUpstream => Text::new(fmt!("the kernel's own choice found no provider for these clients")),
-            Outcome::Removing => Text::new(fmt!("all providers that could serve are being revoked")),
+            Outcome::NoSuchProvider => Text::new(fmt!("the named provider does not exist: see p2pmemctl list")),
+            Outcome::NotUpstream => Text::new(fmt!("pci_p2pmem_find_many() finds no provider for these clients: use another strategy")),
+            Outcome::Removing => Text::new(fmt!("all eligible providers are being removed")),
             Outcome::Unreachable => Text::new(fmt!(
-                "the kernel says that no provider can be reached by all {} clients (host bridge not on its list, or ACS)",
+                "no provider can be reached by all {} clients: the host bridge is not on the kernel's list, or ACS redirects",
                 clients
             )),
             Outcome::Denied => match self.first(VerdictCode::Denied) {
                 Some((rule, provider, _)) => Text::new(fmt!(
-                    "{} {} denies {} to uid {}, and no other provider is left",
+                    "{} {} denies {} to uid {}, and no other provider is eligible",
                     whose(rule),
                     self.name(rule).as_str(),
                     provider.addr,
@@ -465,15 +465,15 @@ impl DecisionInput<'_> {
             },
             Outcome::TooFar => match self.first(VerdictCode::TooFar) {
                 Some((rule, provider, _)) => Text::new(fmt!(
-                    "{} {} does not allow a path as far as that to {}, and no nearer provider is left",
+                    "{} {}: the path to {} exceeds its max_class, and no nearer provider is eligible",
                     whose(rule),
                     self.name(rule).as_str(),
                     provider.addr
                 )),
-                None => Text::new(fmt!("all providers are farther than max_class allows")),
+                None => Text::new(fmt!("the paths to all providers exceed max_class")),
             },
             Outcome::TooSmall => Text::new(fmt!(
-                "no provider that could serve is as large as {} bytes at that alignment",
+                "no eligible provider is large enough for {} bytes at this alignment",
                 size
             )),
             Outcome::Quota => match self.first(VerdictCode::Quota) {
@@ -485,21 +485,21 @@ impl DecisionInput<'_> {
                     let name = self.name(rule);
                     match (rule.set, group) {
                         (RuleOrigin::File, _) => Text::new(fmt!(
-                            "the file's own rule {}: it holds {} bytes of {}, {} more were wanted",
+                            "quota of the file's own rule {}: {} of {} bytes used, {} requested",
                             name.as_str(),
                             used,
                             limit,
                             size
                         )),
                         (RuleOrigin::Admin, true) => Text::new(fmt!(
-                            "rule {}: those it is for hold {} bytes of {} together, {} more were wanted",
+                            "group_quota of rule {}: {} of {} bytes used, {} requested",
                             name.as_str(),
                             used,
                             limit,
                             size
                         )),
                         (RuleOrigin::Admin, false) => Text::new(fmt!(
-                            "rule {}: uid {} holds {} bytes of {}, {} more were wanted",
+                            "quota of rule {}: uid {} uses {} of {} bytes, {} requested",
                             name.as_str(),
                             self.uid(),
                             used,
@@ -511,13 +511,13 @@ impl DecisionInput<'_> {
                 None => Text::EMPTY,
             },
             Outcome::Cgroup => Text::new(fmt!(
-                "{} bytes more would break the limit of the cgroup (dmem.max) for memory of all providers that could serve",
+                "{} bytes exceed the cgroup's dmem.max on every eligible provider",
                 size
             )),
-            Outcome::Full => Text::new(fmt!("no provider that could serve has {} bytes free", size)),
+            Outcome::Full => Text::new(fmt!("no eligible provider has {} bytes free", size)),
             Outcome::Reserved => match self.first(VerdictCode::Reserved) {
                 Some((rule, provider, candidate)) => Text::new(fmt!(
-                    "rule {} sets aside for others what is free in {}: {} bytes, {} were wanted",
+                    "rule {} reserves the free memory of {} for others: {} bytes free, {} requested",
                     self.name(rule).as_str(),
                     provider.addr,
                     candidate.free,
@@ -526,7 +526,7 @@ impl DecisionInput<'_> {
                 None => Text::EMPTY,
             },
             Outcome::Fragmented => Text::new(fmt!(
-                "no provider that could serve has {} bytes in one piece at that alignment",
+                "no eligible provider has {} contiguous bytes at this alignment",
                 size
             )),
             Outcome::Chosen => Text::EMPTY,

@@ -293,7 +293,7 @@ impl Orchestrator {
                 let name = PciAddr::from_raw(name).ok_or_else(|| refuse!(EINVAL, "a reserved field is not zero"))?;
                 let function = Function::find(name);
                 let function =
-                    function.ok_or_else(|| refuse!(ENODEV, "{} is no PCI function of this machine", name))?;
+                    function.ok_or_else(|| refuse!(ENODEV, "{} is not a PCI function of this machine", name))?;
                 clients.push(function, GFP_KERNEL_ACCOUNT)?;
             }
             let providers = self.providers()?;
@@ -409,7 +409,7 @@ impl Orchestrator {
                 return Ok(chosen);
             }
         }
-        Err(refuse!(EAGAIN, "the rules changed again and again"))
+        Err(refuse!(EAGAIN, "the rules changed during every attempt: try again"))
     }
 
     /// Decides as [`Self::choose`] does, if strategy `nearest` is wanted, no rule counts bytes and a provider can serve.

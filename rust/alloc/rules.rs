@@ -262,7 +262,7 @@ impl Rules {
         if rules.len() > rule::MAX_RULES {
             return Err(refuse!(
                 ENOSPC,
-                "there are {} rules in force: no more are possible",
+                "{} rules are in force, which is the maximum: remove one",
                 rule::MAX_RULES
             ));
         }

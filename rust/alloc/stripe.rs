@@ -67,7 +67,7 @@ impl Orchestrator {
                 return Ok(made);
             }
         }
-        Err(refuse!(EAGAIN, "the rules changed again and again"))
+        Err(refuse!(EAGAIN, "the rules changed during every attempt: try again"))
     }
 
     /// Decides as [`Self::choose_stripe`] does, with the rules of `rule_check`. Returns `None` if the rules changed

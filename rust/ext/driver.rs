@@ -139,7 +139,7 @@ impl<H: Hooks> Driver<H> {
     /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
         // SAFETY: The caller guarantees a bound device.
-        unsafe { Self::remove_before_reset(device, c"it is about to be reset", true) };
+        unsafe { Self::remove_before_reset(device, c"the device is about to be reset", true) };
     }
 
     /// Withdraws the device's pool and reports the device as lost.
@@ -168,11 +168,11 @@ impl<H: Hooks> Driver<H> {
             // The memory's contents are intact.
             bindings::pci_channel_io_normal => return bindings::pci_ers_result_PCI_ERS_RESULT_CAN_RECOVER,
             bindings::pci_channel_io_frozen => (
-                c"it had an error and is reset",
+                c"the device reported an error and is being reset",
                 bindings::pci_ers_result_PCI_ERS_RESULT_NEED_RESET,
             ),
             _ => (
-                c"it had an error that it does not recover from",
+                c"the device reported an unrecoverable error",
                 bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT,
             ),
         };

@@ -299,7 +299,7 @@ impl Buffer {
     /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     pub(crate) fn target(&self) -> Answer<(Target, u64)> {
         let inner = self.usable().map_err(|e| match e {
-            e if e == ENODEV => refuse!(e, "the buffer was revoked: its provider {} left", self.provider.addr),
+            e if e == ENODEV => refuse!(e, "the buffer is revoked: provider {} was removed", self.provider.addr),
             e => e.into(),
         })?;
         let memory = inner.memory.as_ref().ok_or(ENODEV)?;

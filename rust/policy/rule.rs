@@ -238,7 +238,7 @@ impl RuleError {
             Self::ReserveForNobody => "a reserve is for somebody: set reserve_for to kernel or group",
             Self::ReserveForWithoutReserve => "reserve_for without a reserve: set how many bytes",
             Self::KernelReserveNamesUser => {
-                "a reserve for the kernel is nobody's of user space: the rule cannot name uid or gid"
+                "a reserve for the kernel names no user: remove uid and gid from the rule"
             }
             Self::ReserveNamesUser => "a reserve is for a group or the kernel: the rule cannot name a uid",
             Self::FileRuleNamesOthers => {

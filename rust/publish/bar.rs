@@ -50,7 +50,7 @@ impl Orchestrator {
         let addr = wanted.addr;
         driver::with_bound(addr, |device| self.publish_bound(wanted, device, None)).unwrap_or_else(|| {
             Err(match Function::find(addr) {
-                None => refuse!(ENODEV, "{} is no PCI function of this machine", addr),
+                None => refuse!(ENODEV, "{} is not a PCI function of this machine", addr),
                 Some(_) => refuse!(
                     ENODEV,
                     "{} is not bound to the p2pmem driver: set its driver_override to p2pmem, unbind it, and probe it again",
@@ -81,7 +81,7 @@ impl Orchestrator {
             function
         });
         let function =
-            function.ok_or_else(|| refuse!(ENODEV, "{} is not bound to the p2pmem driver any more", addr))?;
+            function.ok_or_else(|| refuse!(ENODEV, "{} is no longer bound to the p2pmem driver", addr))?;
         Ok(self.begin_retire(&function)?)
     }
 
@@ -100,7 +100,7 @@ impl Orchestrator {
             return Err(if provider.is_being_removed() {
                 refuse!(
                     EBUSY,
-                    "{} is still being taken back: {}",
+                    "{} is still being removed: {}",
                     addr,
                     provider.progress().as_str()
                 )
@@ -220,7 +220,7 @@ impl Orchestrator {
         let chunk = pool.take(size - reserve).ok_or_else(|| {
             refuse!(
                 EBUSY,
-                "other drivers use memory of {} that should be handed out: raise kernel_reserve",
+                "other drivers use memory of {} that p2pmem would manage: raise kernel_reserve",
                 addr
             )
         })?;
@@ -301,7 +301,7 @@ fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<
     device.claim(bar).map_err(|e| match e {
         e if e == EBUSY => refuse!(
             e,
-            "BAR {} of {} is claimed by somebody else, whom /proc/iomem names",
+            "BAR {} of {} is busy: see /proc/iomem",
             bar,
             addr
         ),

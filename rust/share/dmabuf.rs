@@ -235,13 +235,13 @@ impl Export {
             Ok(Lookup::Foreign(name)) => {
                 return Err(refuse!(
                     EXDEV,
-                    "descriptor {} is a dma-buf of {}, not of p2pmem: it is no buffer",
+                    "descriptor {} is a dma-buf of {}, not of p2pmem",
                     fd,
                     name
                 ));
             }
-            Err(e) if e == EBADF => return Err(refuse!(e, "{} is no descriptor of this process", fd)),
-            Err(e) => return Err(refuse!(e, "descriptor {} is no dma-buf", fd)),
+            Err(e) if e == EBADF => return Err(refuse!(e, "{} is not an open file descriptor", fd)),
+            Err(e) => return Err(refuse!(e, "descriptor {} is not a dma-buf", fd)),
         };
         let export = dma_buf.exporter();
         let buffer = &export.buffer;
@@ -252,7 +252,7 @@ impl Export {
         if export.ranges[..] != [whole] {
             return Err(refuse!(
                 EACCES,
-                "the dma-buf is of parts of a buffer: one of the whole buffer has to be exported for an import"
+                "the dma-buf has parts of a buffer: an import needs an export of the whole buffer"
             ));
         }
         buffer.hold(file).map_err(|e| match e {
@@ -318,14 +318,14 @@ impl Export {
         if !revocable && !self.pinned {
             return Err(refuse!(
                 abi::errno(abi::EOPNOTSUPP),
-                "{} cannot be made to let go of a dma-buf: export it with P2PMEM_EXPORT_PINNED, which the administrator has to allow",
+                "{} cannot release a revoked dma-buf: export with P2PMEM_EXPORT_PINNED, if the administrator allows pinned exports",
                 name
             ));
         }
         if !revocable && !provider.pinned_exports() {
             return Err(refuse!(
                 EPERM,
-                "{} cannot be made to let go of a dma-buf, and the administrator does not allow that of {} any more",
+                "{} cannot release a revoked dma-buf, and the administrator no longer allows pinned exports of {}",
                 name,
                 provider.addr
             ));
@@ -372,7 +372,7 @@ impl Export {
     fn revoked(&self) -> Refusal {
         refuse!(
             ENODEV,
-            "the dma-buf was revoked: its provider {} left",
+            "the dma-buf is revoked: provider {} was removed",
             self.buffer.provider.addr
         )
     }
@@ -587,7 +587,7 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
         None => Ok(()),
         Some((rule, far)) => Err(refuse!(
             EACCES,
-            "{} may not reach the memory of {} that uid {} has: rule {}{}",
+            "{} is denied memory of {} that uid {} allocated: rule {}{}",
             name,
             buffer.provider.addr,
             buffer.cred.uid(),
@@ -604,7 +604,7 @@ pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function:
     let Some(function) = function else {
         return refuse!(
             unreachable,
-            "{} is no PCI function, so there is no way to {}",
+            "{} is not a PCI function, so it has no path to {}",
             name,
             provider.addr
         );
@@ -616,14 +616,14 @@ pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function:
     if path.acs_redirect {
         refuse!(
             unreachable,
-            "{} cannot reach {}: a port on the way redirects peer traffic (ACS), and the kernel does not know that this host bridge forwards it",
+            "{} cannot reach {}: a port on the path redirects peer traffic (ACS), and the host bridge is not on the kernel's list",
             name,
             provider.addr
         )
     } else {
         refuse!(
             unreachable,
-            "{} cannot reach {}: the way is through the host bridge, of which the kernel does not know that it forwards peer traffic",
+            "{} cannot reach {}: the path is through a host bridge that is not on the kernel's list",
             name,
             provider.addr
         )
@@ -643,7 +643,7 @@ pub(crate) fn check_address(list: &[Range], at: usize) -> Answer<Range> {
     range.check_pages(PAGE, at).map_err(|fault| explain(fault, list, 0))?;
     match range.end() {
         Some(_) => Ok(range),
-        None => Err(refuse!(EINVAL, "range {} ends behind the last address", at)),
+        None => Err(refuse!(EINVAL, "range {} wraps around the address space", at)),
     }
 }
 
@@ -680,7 +680,7 @@ fn explain(fault: RangeError, list: &[Range], size: u64) -> Refusal {
         (range.offset, range.size)
     };
     match fault {
-        RangeError::None => refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0"),
+        RangeError::None => refuse!(EINVAL, "a dma-buf needs a range: nr_ranges is 0"),
         RangeError::Empty(at) => refuse!(EINVAL, "range {} has 0 bytes", at),
         RangeError::Unaligned(at) => {
             let (offset, len) = of(at);
@@ -730,7 +730,7 @@ mod tests {
         let size = 4 * PAGE;
         assert!(check(&[pages(1, 2)], size).is_ok_and(|sum| sum == 2 * PAGE));
         let wrong: [(&[Range], &str); 5] = [
-            (&[], "a dma-buf of no range at all: nr_ranges is 0"),
+            (&[], "a dma-buf needs a range: nr_ranges is 0"),
             (&[pages(0, 1), pages(1, 0)], "range 1 has 0 bytes"),
             (
                 &[Range { offset: 1, size: PAGE }],

@@ -43,7 +43,7 @@ impl ExportCount {
         if before >= most {
             return Err(refuse!(
                 EMFILE,
-                "this file has {} dma-bufs that are not released: no more are possible on one file",
+                "this file has {} unreleased dma-bufs, which is the maximum: close some",
                 most
             ));
         }

@@ -128,7 +128,7 @@ fn collect(space: &AddressSpace<Buffer>, asked: RegistrationRequest, at: &mut u6
     let Some(end) = end.and_then(|end| end.checked_next_multiple_of(PAGE)) else {
         return Err(refuse!(
             EINVAL,
-            "{:#x} bytes at {:#x} end behind the last address",
+            "{:#x} bytes at {:#x} wrap around the address space",
             asked.size,
             asked.address
         ));
@@ -137,7 +137,7 @@ fn collect(space: &AddressSpace<Buffer>, asked: RegistrationRequest, at: &mut u6
         let Some(part) = space.mapped_at(*at, end - *at) else {
             return Err(refuse!(
                 EFAULT,
-                "{:#x} bytes at {:#x} begin in a buffer, and at {:#x} there is something else, or nothing",
+                "{:#x} bytes at {:#x} begin in a buffer, and {:#x} is not mapped to it",
                 asked.size,
                 asked.address,
                 *at

@@ -241,7 +241,7 @@ impl PeerRegistration {
                 "the buffer was freed and unmapped while it was being registered"
             )
         } else {
-            refuse!(ENODEV, "the buffer was revoked: its provider {} left", provider.addr)
+            refuse!(ENODEV, "the buffer is revoked: provider {} was removed", provider.addr)
         }
     }
 
@@ -271,7 +271,7 @@ impl PeerRegistration {
             if !provider.has_pages() {
                 return Err(refuse!(
                     unsupported,
-                    "{} was published without pages, which an RDMA adapter needs that works with the CPU",
+                    "software RDMA needs struct pages, and {} is pageless: publish it with mode paged",
                     provider.addr
                 ));
             }
@@ -285,7 +285,7 @@ impl PeerRegistration {
             e if e == ENODEV => self.gone(),
             e => refuse!(
                 e,
-                "the kernel does not map {} bytes of {} for the adapter",
+                "DMA mapping of {} bytes of {} for the adapter failed",
                 self.asked.size,
                 provider.addr
             ),

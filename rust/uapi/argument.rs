@@ -73,7 +73,7 @@ impl Argument {
         }
         Err(refuse!(
             EINVAL,
-            "an argument of {} bytes, at least {} are needed",
+            "the argument has {} bytes, at least {} are needed",
             self.size,
             least
         ))
@@ -115,13 +115,13 @@ pub(super) fn array(at: u64, count: u32, size: u32) -> Answer<UserSlice> {
     if size > consts::MAX_ELEMENT {
         return Err(refuse!(
             E2BIG,
-            "elements of {} bytes, at most {} are possible",
+            "the array elements have {} bytes, at most {} are allowed",
             size,
             consts::MAX_ELEMENT
         ));
     }
     if size < 4 {
-        return Err(refuse!(EINVAL, "elements of {} bytes, at least 4 are needed", size));
+        return Err(refuse!(EINVAL, "the array elements have {} bytes, at least 4 are needed", size));
     }
     let len = (size as usize).checked_mul(count as usize).ok_or(EFAULT)?;
     Ok(UserSlice::new(UserPtr::from_addr(at), len))

@@ -73,7 +73,7 @@ impl Handles {
         if self.count >= MAX_HANDLES {
             return Err(refuse!(
                 EMFILE,
-                "this file has {} handles: no more are possible on one file",
+                "this file has {} handles, which is the maximum: free some",
                 self.count
             ));
         }

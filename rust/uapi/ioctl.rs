@@ -296,7 +296,7 @@ impl File {
         if capacity < request.parts.max(1) {
             return Err(refuse!(
                 EINVAL,
-                "there is room for {} parts, {} are wanted",
+                "nr_parts is {}, and {} parts are requested",
                 capacity,
                 request.parts.max(1)
             ));
@@ -445,7 +445,7 @@ impl File {
                 left.size -= size;
             }
         }
-        let none = || refuse!(EINVAL, "a dma-buf of no range at all: nr_ranges is 0");
+        let none = || refuse!(EINVAL, "a dma-buf needs a range: nr_ranges is 0");
         Ok((found.ok_or_else(none)?, list))
     }
 

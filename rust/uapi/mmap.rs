@@ -71,7 +71,7 @@ impl File {
         if offset >= buffer.size || len > buffer.size - offset {
             return Err(refuse!(
                 EINVAL,
-                "{} bytes at {} of a buffer of {} bytes reach past its end",
+                "{} bytes at offset {} reach past the end of a buffer of {} bytes",
                 len,
                 offset,
                 buffer.size
@@ -85,7 +85,7 @@ impl File {
 fn attach(area: NewMapping<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer {
     buffer
         .map()
-        .map_err(|e| refuse!(e, "the buffer was revoked: its provider {} left", buffer.provider.addr))?;
+        .map_err(|e| refuse!(e, "the buffer is revoked: provider {} was removed", buffer.provider.addr))?;
     buffer.provider.mapped();
     trace::map(|| {
         let offset = (page - buffer.page_offset) << PAGE_SHIFT;

@@ -67,7 +67,7 @@ impl ClientNames {
         if count > consts::MAX_CLIENTS {
             return Err(refuse!(
                 E2BIG,
-                "{} clients, at most {} are possible",
+                "{} clients, at most {} are allowed",
                 count,
                 consts::MAX_CLIENTS
             ));
@@ -137,7 +137,7 @@ pub(super) fn check(
     if req.align != 0 && !req.align.is_power_of_two() || align > consts::MAX_ALIGN {
         return Err(refuse!(
             EINVAL,
-            "an alignment of {} is no power of two up to {}",
+            "the alignment {} is not a power of two up to {}",
             req.align,
             consts::MAX_ALIGN
         ));
@@ -163,7 +163,7 @@ pub(super) fn check(
     let max_class = match req.max_class {
         0 => None,
         raw => match PathClass::from_raw(raw) {
-            Some(PathClass::Unreachable) | None => return Err(refuse!(EINVAL, "{} is no max_class", raw)),
+            Some(PathClass::Unreachable) | None => return Err(refuse!(EINVAL, "{} is not a path class for max_class", raw)),
             class => class,
         },
     };
@@ -187,13 +187,13 @@ fn parts(req: &abi::Request, pages: u64) -> Answer<usize> {
     if req.strategy != consts::STRATEGY_STRIPE {
         return match parts {
             0 => Ok(0),
-            _ => Err(refuse!(EINVAL, "parts are for P2PMEM_STRATEGY_STRIPE alone")),
+            _ => Err(refuse!(EINVAL, "parts is for P2PMEM_STRATEGY_STRIPE only")),
         };
     }
     if parts > consts::MAX_PARTS {
         return Err(refuse!(
             E2BIG,
-            "a stripe of {} parts, at most {} are possible",
+            "a stripe of {} parts, at most {} are allowed",
             parts,
             consts::MAX_PARTS
         ));
@@ -209,7 +209,7 @@ fn parts(req: &abi::Request, pages: u64) -> Answer<usize> {
     if req.provider != 0 && req.flags & consts::ALLOC_PREFER == 0 {
         return Err(refuse!(
             EINVAL,
-            "a stripe is in several providers: one can be preferred, but not required"
+            "a stripe spans several providers: prefer one, but do not require it"
         ));
     }
     Ok(parts)

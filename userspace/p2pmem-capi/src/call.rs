@@ -172,11 +172,11 @@ impl Want {
         match self.parts {
             0 => Err(Failure::argument("a stripe of 0 parts")),
             P2PMEM_PARTS_ALL if room < most => Err(Failure::argument(format!(
-                "there is room for {room} parts, there may be {most}"
+                "nr_parts is {room}, and there may be {most} parts"
             ))),
             P2PMEM_PARTS_ALL => self.request(),
             parts if parts as usize > room => Err(Failure::argument(format!(
-                "there is room for {room} parts, {parts} are wanted"
+                "nr_parts is {room}, and {parts} parts are requested"
             ))),
             _ => self.request(),
         }

@@ -130,13 +130,13 @@ impl Request {
         }
         if self.align != 0 && !self.align.is_power_of_two() {
             return bad(format!(
-                "an alignment of {} bytes, which is no power of two",
+                "an alignment of {} bytes, which is not a power of two",
                 self.align
             ));
         }
         if self.align > u64::from(abi::P2PMEM_MAX_ALIGN) {
             return bad(format!(
-                "an alignment of {} bytes, at most {} are possible",
+                "an alignment of {} bytes, at most {} are allowed",
                 self.align,
                 abi::P2PMEM_MAX_ALIGN
             ));
@@ -158,7 +158,7 @@ impl Request {
             return bad(format!("{} bytes in {} parts of whole pages", self.size, self.parts));
         }
         if self.strategy == Strategy::Stripe && self.provider.is_some() && !self.prefer {
-            return bad("a stripe is in several providers: one can be preferred, but not required".into());
+            return bad("a stripe spans several providers: prefer one, but do not require it".into());
         }
         Ok(abi::p2pmem_request {
             size: self.size,

@@ -188,12 +188,12 @@ impl Kernel for FakeDevice {
             return Err(self.refuse(libc::EINVAL, "the descriptor is no dma-buf".into()));
         };
         if !whole {
-            return Err(self.refuse(libc::EACCES, "the dma-buf is of parts of a buffer".into()));
+            return Err(self.refuse(libc::EACCES, "the dma-buf has parts of a buffer".into()));
         }
         let start = buffer.mmap_offset - u64::from(buffer.provider) * SPACING;
         let provider = state.providers.get(&buffer.provider);
         if provider.is_none_or(|p| p.used.get(&start) != Some(&buffer.size)) {
-            return Err(self.refuse(libc::ENODEV, "the buffer was revoked".into()));
+            return Err(self.refuse(libc::ENODEV, "the buffer is revoked".into()));
         }
         *state.imported.entry(buffer.mmap_offset).or_default() += 1;
         let mut mine = lock(&self.file);

@@ -167,7 +167,7 @@ impl State {
             }
             if decision.error == 0 {
                 (decision.error, decision.chosen) = (libc::ENODEV, 0);
-                decision.text = format!("{} of {parts} parts would find a provider", picks.len());
+                decision.text = format!("a stripe needs {parts} parts, and {} find a provider", picks.len());
             }
             failed = (decision, Vec::new(), share);
         }

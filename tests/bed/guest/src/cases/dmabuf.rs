@@ -376,7 +376,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     /// Ranges, the errno that they are refused with, and words of the sentence that says why.
     type Case<'a> = (&'a [(u64, u64)], i32, &'a str);
     let cases: &[Case<'_>] = &[
-        (&[], libc::EINVAL, "no range"),
+        (&[], libc::EINVAL, "needs a range"),
         (&[(0, 0)], libc::EINVAL, "0 bytes"),
         (&[(0, page), (page, 0)], libc::EINVAL, "range 1 has 0 bytes"),
         (&[(1, page)], libc::EINVAL, "whole pages"),
@@ -591,7 +591,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
         ("nvme0", "notify", libc::EOPNOTSUPP, "does not allow peer-to-peer"),
         ("nvme0", "static", libc::EOPNOTSUPP, "does not allow peer-to-peer"),
         ("nvme0", "p2p", libc::EOPNOTSUPP, "P2PMEM_EXPORT_PINNED"),
-        ("none", GOOD, libc::EHOSTUNREACH, "is no PCI function"),
+        ("none", GOOD, libc::EHOSTUNREACH, "is not a PCI function"),
     ];
     for (device, how, code, word) in cases {
         expect(
@@ -666,7 +666,7 @@ fn pinned_rule(bed: &mut Bed) -> Result<()> {
         second.attach(bed, &dma_buf, "nvme0", "p2p"),
         libc::EPERM,
     )?;
-    sentence(fd, libc::EPERM, "any more")?;
+    sentence(fd, libc::EPERM, "no longer allows pinned exports")?;
     expect(
         "a pinned export",
         export(fd, a.handle, abi::P2PMEM_EXPORT_PINNED, &[(0, MIB)]),

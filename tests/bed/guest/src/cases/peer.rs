@@ -323,7 +323,7 @@ fn software(bed: &mut Bed) -> Result<()> {
             libc::EOPNOTSUPP,
         )?;
         let reason = source.reason()?;
-        ensure!(reason.contains("without pages"), "{reason}");
+        ensure!(reason.contains("is pageless"), "{reason}");
         Ok(())
     })?;
     // The NIC needs none.

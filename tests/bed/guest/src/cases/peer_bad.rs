@@ -89,7 +89,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let mut short = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     short.unmap_part(MIB - 4096, 4096).map_err(errno)?;
     expect("a hole", try_it(short.address() + 8192, MIB - 8192), libc::EFAULT)?;
-    because("something else, or nothing")?;
+    because("is not mapped to it")?;
 
     // Two buffers.
     let two = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
@@ -164,7 +164,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     // A buffer that was revoked.
     bed.unbind("accel0")?;
     expect("revoked", try_it(start, MIB), libc::ENODEV)?;
-    because("was revoked")?;
+    because("is revoked: provider")?;
     ensure!(rows()?.is_empty(), "{:#?}", rows()?);
 
     let after = counted()?;

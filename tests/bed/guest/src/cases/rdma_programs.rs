@@ -305,7 +305,7 @@ fn c_sharing(bed: &mut Bed) -> Result<()> {
     let output = example.run(&["12582912", "5", &drive])?;
     let said = String::from_utf8_lossy(&output.stderr);
     ensure!(
-        output.status.code() == Some(1) && said.contains("stripe: ") && said.contains("of 5 parts"),
+        output.status.code() == Some(1) && said.contains("stripe: ") && said.contains("needs 5 parts"),
         "five parts in four providers: {}",
         text(&output)
     );

@@ -142,7 +142,7 @@ fn reset(bed: &mut Bed) -> Result<()> {
         let owned = Owned::new(bed)?;
         let mut log = Log::new()?;
         write(&sysfs.join("reset"), "1")?;
-        log.wait(&["its memory is taken back", "it is about to be reset"])?;
+        log.wait(&["removing the provider", "the device is about to be reset"])?;
         owned.lost(bed)?;
         survivor.finish()?;
         pool_is_clear(bed)?;
@@ -170,7 +170,7 @@ fn port_error(bed: &mut Bed) -> Result<()> {
         name: "rp0".into(),
         error: "MALF_TLP".into(),
     })?;
-    log.wait(&["its memory is taken back", "it had an error and is reset"])?;
+    log.wait(&["removing the provider", "the device reported an error and is being reset"])?;
     until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
     owned.lost(bed)?;
     log.wait(&["AER", "device recovery successful"])?;
@@ -204,7 +204,7 @@ fn sleep(bed: &mut Bed) -> Result<()> {
     let owned = Owned::new(bed)?;
     let mut log = Log::new()?;
     sleep_for_a_moment()?;
-    log.wait(&["its memory is taken back: the machine is about to sleep"])?;
+    log.wait(&["removing the provider: the machine is about to sleep"])?;
     // Drivers' own pools are there again without anybody's help.
     ensure!(adopted()? == before, "{:?} were {before:?}", adopted()?);
     owned.lost(bed)?;

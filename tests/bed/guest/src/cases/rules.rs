@@ -577,7 +577,7 @@ fn quota(bed: &mut Bed) -> Result<()> {
     expect("alice", alloc_as(fd, ALICE, &[LAB], 4096)?, libc::EDQUOT)?;
     ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_QUOTA, "50-each".into(), abi::P2PMEM_RULES_ADMIN));
     let sentence = explain_last(fd)?.2;
-    let numbers = format!("uid {ALICE} holds {} bytes of {}", 2 * MIB, 2 * MIB);
+    let numbers = format!("uid {ALICE} uses {} of {} bytes", 2 * MIB, 2 * MIB);
     ensure!(
         sentence.contains("rule 50-each") && sentence.contains(&numbers),
         "{sentence:?}"
@@ -585,7 +585,7 @@ fn quota(bed: &mut Bed) -> Result<()> {
     // Bob has a quota of his own, and shares the group's.
     alloc_as(fd, BOB, &[LAB], MIB)?.map_err(errno)?;
     expect("bob", alloc_as(fd, BOB, &[LAB], 4096)?, libc::EDQUOT)?;
-    ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("those it is for hold"));
+    ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("group_quota of rule 40-lab"));
     // Without the group he is not bound by its quota.
     let alone = alloc_as(fd, BOB, &[], MIB)?.map_err(errno)?;
     ensure!(

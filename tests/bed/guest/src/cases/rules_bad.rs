@@ -140,7 +140,7 @@ fn values(_: &mut Bed) -> Result<()> {
         ),
         (&[("group_quota", "none"), ("reserve", "1M")], "reserve is for somebody"),
         (&[("reserve_for", "group")], "needs the group"),
-        (&[("reserve_for", "kernel"), ("gid", "5")], "nobody's of user space"),
+        (&[("reserve_for", "kernel"), ("gid", "5")], "names no user"),
     ];
     for (attributes, reason) in contradictions {
         for (attribute, value) in attributes {

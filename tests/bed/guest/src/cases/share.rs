@@ -401,7 +401,7 @@ fn revoke(bed: &mut Bed) -> Result<()> {
         libc::ENODEV,
     )?;
     let said = explain_last(fd)?.2;
-    ensure!(said.contains("was revoked") && said.contains("left"), "{said:?}");
+    ensure!(said.contains("is revoked") && said.contains("was removed"), "{said:?}");
     drop((map, dma_buf));
     free(fd, a.handle).map_err(errno)?;
     free(fd, twice.handle).map_err(errno)?;
@@ -426,13 +426,13 @@ fn bad(bed: &mut Bed) -> Result<()> {
             "a number that is no descriptor",
             import(fd, no),
             libc::EBADF,
-            "is no descriptor",
+            "is not an open file descriptor",
         )?;
     }
     let (near, _far) = UnixStream::pair()?;
     let null = std::fs::File::open("/dev/null")?;
     for other in [near.as_raw_fd(), null.as_raw_fd(), fd.as_raw_fd()] {
-        says("another kind of file", import(fd, other), libc::EINVAL, "is no dma-buf")?;
+        says("another kind of file", import(fd, other), libc::EINVAL, "is not a dma-buf")?;
     }
     let foreign = sys::host_dma_buf(MIB).context("/dev/udmabuf")?;
     says(
@@ -447,7 +447,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             "parts of a buffer",
             import(fd, part.as_raw_fd()),
             libc::EACCES,
-            "of parts of a buffer",
+            "has parts of a buffer",
         )?;
     }
     // Two halves in their order are the whole.

@@ -251,8 +251,8 @@ fn refused(bed: &mut Bed) -> Result<()> {
         ensure!(code == Some(abi::P2PMEM_VERDICT_TOO_FEW), "{verdicts:?}");
     }
     ensure!(
-        said.contains(&format!("of 4 parts of {} bytes 3 would find a provider", 16 * MIB))
-            && said.contains("as large as"),
+        said.contains(&format!("needs 4 parts of {} bytes, and 3 find a provider", 16 * MIB))
+            && said.contains("is large enough for"),
         "{said:?}"
     );
     expect("5 parts", near(bed, fd, &["nvme0"], wanted(5 * PAGE, 5))?, libc::ENODEV)?;
@@ -279,7 +279,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
         libc::ENOSPC,
     )?;
     ensure!(
-        explain_last(fd)?.2.contains("2 would find a provider"),
+        explain_last(fd)?.2.contains("and 2 find a provider"),
         "{:?}",
         explain_last(fd)?.2
     );
@@ -359,7 +359,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
     )?;
     let said = explain_last(fd)?.2;
     ensure!(
-        said.contains("rule 50-some") && said.contains("2 would find a provider"),
+        said.contains("rule 50-some") && said.contains("and 2 find a provider"),
         "{said:?}"
     );
     ensure!(quota.get("usage")?.is_empty(), "{}", quota.get("usage")?);

@@ -167,7 +167,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         let began = Instant::now();
         let mut off = disabling(&dir)?;
         until("the removal waits for the drive", || {
-            Ok(status(&dir)?.starts_with("being taken back: waiting for I/O"))
+            Ok(status(&dir)?.starts_with("being removed: waiting for I/O"))
         })?;
         let said = status(&dir)?;
         ensure!(
