@@ -209,7 +209,7 @@ impl Buffer {
             Some(RBTreeNode::new(file, 0, GFP_KERNEL_ACCOUNT)?)
         };
         let mut inner = self.inner.lock();
-        if !inner.life.join(Hold::Handle) {
+        if !inner.life.add(Hold::Handle) {
             drop(inner);
             drop(node);
             return Err(ENODEV);
@@ -284,7 +284,7 @@ impl Buffer {
 
     /// Adds a user mapping. Errors: `ENODEV` if the buffer is not Live.
     pub(crate) fn map(&self) -> Result {
-        if self.inner.lock().life.join(Hold::Mapping) {
+        if self.inner.lock().life.add(Hold::Mapping) {
             Ok(())
         } else {
             Err(ENODEV)
@@ -364,7 +364,7 @@ impl Buffer {
     /// Adds a dma-buf; the key of `node` is the dma-buf's number. Errors: `ENODEV` if the buffer is not Live.
     pub(crate) fn add_export(&self, node: RBTreeNode<u64, Arc<dyn Revocable>>) -> Result {
         let mut inner = self.inner.lock();
-        if !inner.life.join(Hold::Export) {
+        if !inner.life.add(Hold::Export) {
             drop(inner);
             drop(node);
             return Err(ENODEV);
@@ -392,7 +392,7 @@ impl Buffer {
     #[cfg(p2pmem_peer)]
     pub(crate) fn add_registration(&self, node: RBTreeNode<u64, Arc<dyn Revocable>>) -> Result {
         let mut inner = self.inner.lock();
-        if !inner.life.join(Hold::Registration) {
+        if !inner.life.add(Hold::Registration) {
             drop(inner);
             drop(node);
             return Err(ENODEV);
@@ -426,7 +426,7 @@ impl Buffer {
 
     /// Removes a holder. The last one makes a Live buffer Gone.
     fn release(&self, hold: Hold) {
-        self.end(|life| life.leave(hold));
+        self.end(|life| life.remove(hold));
     }
 
     /// Runs a step of the state machine. If `step` returns true the buffer has just become Gone, and its memory goes back

@@ -83,7 +83,7 @@ impl Life {
 
     /// Adds a holder. Returns false, and changes nothing, if the buffer is not Live.
     #[must_use]
-    pub(crate) fn join(&mut self, hold: Hold) -> bool {
+    pub(crate) fn add(&mut self, hold: Hold) -> bool {
         if self.is_live() {
             self.copy(hold);
         }
@@ -99,7 +99,7 @@ impl Life {
 
     /// Removes a holder. Returns true if that made a Live buffer Gone: the caller gives the memory back.
     #[must_use]
-    pub(crate) fn leave(&mut self, hold: Hold) -> bool {
+    pub(crate) fn remove(&mut self, hold: Hold) -> bool {
         let count = self.count_mut(hold);
         *count = count.saturating_sub(1);
         let held = self.handles | self.mappings | self.exports | self.registrations;
@@ -139,17 +139,17 @@ mod tests {
     fn the_last_holder_ends_it() {
         let mut life = Life::new();
         assert_eq!(life.state(), State::Live);
-        assert!(life.join(Hold::Mapping));
-        assert!(life.join(Hold::Export));
+        assert!(life.add(Hold::Mapping));
+        assert!(life.add(Hold::Export));
         life.copy(Hold::Mapping);
         assert_eq!(life.count(Hold::Mapping), 2);
-        assert!(!life.leave(Hold::Handle));
-        assert!(!life.leave(Hold::Mapping));
-        assert!(!life.leave(Hold::Export));
+        assert!(!life.remove(Hold::Handle));
+        assert!(!life.remove(Hold::Mapping));
+        assert!(!life.remove(Hold::Export));
         assert!(life.is_live());
-        assert!(life.leave(Hold::Mapping));
+        assert!(life.remove(Hold::Mapping));
         assert_eq!(life.state(), State::Gone);
-        assert!(!life.join(Hold::Handle));
+        assert!(!life.add(Hold::Handle));
         assert!(!life.revoke());
         assert!(!life.finish());
     }
@@ -157,15 +157,15 @@ mod tests {
     #[test]
     fn a_revoked_one_outlives_its_holders_or_they_it() {
         let mut life = Life::new();
-        assert!(life.join(Hold::Mapping));
+        assert!(life.add(Hold::Mapping));
         assert!(life.revoke());
         assert!(!life.revoke());
-        assert!(!life.join(Hold::Export));
+        assert!(!life.add(Hold::Export));
         assert_eq!(life.count(Hold::Export), 0);
         // All holders let go during the revocation: the revocation gives the memory back.
         let mut early = life;
-        assert!(!early.leave(Hold::Mapping));
-        assert!(!early.leave(Hold::Handle));
+        assert!(!early.remove(Hold::Mapping));
+        assert!(!early.remove(Hold::Handle));
         assert_eq!(early.state(), State::Revoking);
         assert!(early.finish());
         // The holders outlive the revocation.
@@ -173,16 +173,16 @@ mod tests {
         assert!(!life.finish());
         life.copy(Hold::Mapping);
         assert_eq!(life.count(Hold::Mapping), 2);
-        assert!(!life.leave(Hold::Mapping));
-        assert!(!life.leave(Hold::Mapping));
-        assert!(!life.leave(Hold::Handle));
+        assert!(!life.remove(Hold::Mapping));
+        assert!(!life.remove(Hold::Mapping));
+        assert!(!life.remove(Hold::Handle));
         assert_eq!(life.state(), State::Gone);
     }
 
     /// A step of a thread. If a step is refused, the steps that undo it are skipped.
     #[derive(Clone, Copy, PartialEq, Eq)]
     enum Step {
-        Join(Hold),
+        Add(Hold),
         Copy(Hold),
         Touch,
         Remove(Hold),
@@ -192,7 +192,7 @@ mod tests {
 
     /// A program that maps, forks, touches and lets go.
     const PROGRAM: [Step; 7] = [
-        Step::Join(Hold::Mapping),
+        Step::Add(Hold::Mapping),
         Step::Touch,
         Step::Copy(Hold::Mapping),
         Step::Remove(Hold::Mapping),
@@ -201,11 +201,11 @@ mod tests {
         Step::Remove(Hold::Handle),
     ];
     /// A second holder that exports the buffer, and a device that touches it.
-    const EXPORTER: [Step; 3] = [Step::Join(Hold::Export), Step::Touch, Step::Remove(Hold::Export)];
+    const EXPORTER: [Step; 3] = [Step::Add(Hold::Export), Step::Touch, Step::Remove(Hold::Export)];
     /// The RDMA core, for a program that registers a mapping and unmaps first.
     const REGISTRAR: [Step; 6] = [
-        Step::Join(Hold::Mapping),
-        Step::Join(Hold::Registration),
+        Step::Add(Hold::Mapping),
+        Step::Add(Hold::Registration),
         Step::Remove(Hold::Mapping),
         Step::Touch,
         Step::Remove(Hold::Registration),
@@ -234,8 +234,8 @@ mod tests {
             self.at[thread] += 1;
             let usable = !self.revoked && self.back == 0;
             match step {
-                Step::Join(hold) => {
-                    let joined = self.life.join(hold);
+                Step::Add(hold) => {
+                    let joined = self.life.add(hold);
                     self.held[thread] += u64::from(joined);
                     joined == usable
                 }
@@ -255,7 +255,7 @@ mod tests {
                     } else {
                         return true;
                     }
-                    let goes = self.life.leave(hold);
+                    let goes = self.life.remove(hold);
                     self.back += u64::from(goes);
                     let nobody = self.handles == 0 && self.held == [0; 3];
                     goes == (usable && nobody)
@@ -359,7 +359,7 @@ mod tests {
         assert_eq!((orders, broken), (1, 1));
         // A handle that is removed twice: the memory goes back while the program has it mapped.
         let mut world = begin(2);
-        assert!(!world.life.leave(Hold::Handle));
+        assert!(!world.life.remove(Hold::Handle));
         assert!(explore(&world, &[&PROGRAM, &EXPORTER, &NOBODY]).1 > 0);
     }
 }

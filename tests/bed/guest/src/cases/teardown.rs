@@ -63,7 +63,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "clear-beside-alloc",
-        about: "a request for all there is succeeds whatever the janitor has in its hands at the moment",
+        about: "a request for all there is succeeds whatever the scrubber has in its hands at the moment",
         topology: "small",
         ruins: false,
         run: clear_beside_alloc,
@@ -471,7 +471,7 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
     let (all, mut contended) = (rounds(100), 0);
     for round in 0..all {
-        // A request that needs what waits for the janitor leaves the rest of it to be cleared as free memory.
+        // A request that needs what waits for the scrubber leaves the rest of it to be cleared as free memory.
         let whole = small(accel.largest).with_context(|| format!("round {round}"))?;
         let map = Mapping::shared(fd, whole.mmap_offset, accel.largest as usize).map_err(errno)?;
         map.set(accel.largest as usize - 8, 1);
@@ -481,10 +481,10 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
         free(fd, some.handle).map_err(errno)?;
         contended += u32::from(is_clearing(&bed.provider("accel0")?));
     }
-    println!("in {contended} of {all} rounds the janitor was at work");
+    println!("in {contended} of {all} rounds the scrubber was at work");
     ensure!(
         2 * contended > all,
-        "the janitor was at work in {contended} of {all} rounds only"
+        "the scrubber was at work in {contended} of {all} rounds only"
     );
     bed.settled()?;
     let after = bed.provider("accel0")?;
@@ -539,7 +539,7 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         best < 0.4,
         "an allocation of 1 MiB takes {best:.2} of the time that clearing all {size} bytes takes"
     );
-    // The janitor cleared what the allocation took back from it.
+    // The scrubber cleared what the allocation took back from it.
     let stats = |id: u32| -> Result<u64> {
         let mut stats = abi::p2pmem_stats {
             provider: id,
