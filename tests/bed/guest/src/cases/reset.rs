@@ -170,7 +170,10 @@ fn port_error(bed: &mut Bed) -> Result<()> {
         name: "rp0".into(),
         error: "MALF_TLP".into(),
     })?;
-    log.wait(&["removing the provider", "the device reported an error and is being reset"])?;
+    log.wait(&[
+        "removing the provider",
+        "the device reported an error and is being reset",
+    ])?;
     until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
     owned.lost(bed)?;
     log.wait(&["AER", "device recovery successful"])?;

@@ -432,7 +432,12 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let (near, _far) = UnixStream::pair()?;
     let null = std::fs::File::open("/dev/null")?;
     for other in [near.as_raw_fd(), null.as_raw_fd(), fd.as_raw_fd()] {
-        says("another kind of file", import(fd, other), libc::EINVAL, "is not a dma-buf")?;
+        says(
+            "another kind of file",
+            import(fd, other),
+            libc::EINVAL,
+            "is not a dma-buf",
+        )?;
     }
     let foreign = sys::host_dma_buf(MIB).context("/dev/udmabuf")?;
     says(
