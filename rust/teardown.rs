@@ -319,11 +319,7 @@ impl Removal {
         provider.ended();
         orchestrator.forget_paths();
         orchestrator.notify(consts::EVENT_PROVIDER_REMOVED, provider.id);
-        pr_info!(
-            "{}: provider removed, {} buffers revoked\n",
-            provider.addr,
-            revoked
-        );
+        pr_info!("{}: provider removed, {} buffers revoked\n", provider.addr, revoked);
     }
 }
 

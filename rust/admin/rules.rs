@@ -169,12 +169,10 @@ impl Settings {
     /// Ends the rule. Errors: `ENOMEM`; the rule stays in force then.
     fn disable(&mut self) -> Answer {
         if let (Some(id), Ok(orchestrator)) = (self.enabled, Orchestrator::get()) {
-            orchestrator.rules().remove(id).map_err(|refusal| {
-                refuse!(
-                    refusal.error,
-                    "out of memory: the rule stays in force"
-                )
-            })?;
+            orchestrator
+                .rules()
+                .remove(id)
+                .map_err(|refusal| refuse!(refusal.error, "out of memory: the rule stays in force"))?;
         }
         self.enabled = None;
         Ok(())

@@ -237,9 +237,7 @@ impl RuleError {
             Self::ReserveNoGroup => "a reserve for a group needs the group: name it by gid",
             Self::ReserveForNobody => "a reserve is for somebody: set reserve_for to kernel or group",
             Self::ReserveForWithoutReserve => "reserve_for without a reserve: set how many bytes",
-            Self::KernelReserveNamesUser => {
-                "a reserve for the kernel names no user: remove uid and gid from the rule"
-            }
+            Self::KernelReserveNamesUser => "a reserve for the kernel names no user: remove uid and gid from the rule",
             Self::ReserveNamesUser => "a reserve is for a group or the kernel: the rule cannot name a uid",
             Self::FileRuleNamesOthers => {
                 "an application's rule is about its own file: it has no uid, gid, group_quota or reserve"

@@ -80,8 +80,7 @@ impl Orchestrator {
             p2pdma::withdraw(device.device());
             function
         });
-        let function =
-            function.ok_or_else(|| refuse!(ENODEV, "{} is no longer bound to the p2pmem driver", addr))?;
+        let function = function.ok_or_else(|| refuse!(ENODEV, "{} is no longer bound to the p2pmem driver", addr))?;
         Ok(self.begin_retire(&function)?)
     }
 
@@ -299,12 +298,7 @@ impl Orchestrator {
 /// Requests the BAR's region. Errors: `EBUSY` if it belongs to another driver.
 fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<()> {
     device.claim(bar).map_err(|e| match e {
-        e if e == EBUSY => refuse!(
-            e,
-            "BAR {} of {} is busy: see /proc/iomem",
-            bar,
-            addr
-        ),
+        e if e == EBUSY => refuse!(e, "BAR {} of {} is busy: see /proc/iomem", bar, addr),
         e => refuse!(e, "BAR {} of {} cannot be claimed", bar, addr),
     })
 }

@@ -121,7 +121,11 @@ pub(super) fn array(at: u64, count: u32, size: u32) -> Answer<UserSlice> {
         ));
     }
     if size < 4 {
-        return Err(refuse!(EINVAL, "the array elements have {} bytes, at least 4 are needed", size));
+        return Err(refuse!(
+            EINVAL,
+            "the array elements have {} bytes, at least 4 are needed",
+            size
+        ));
     }
     let len = (size as usize).checked_mul(count as usize).ok_or(EFAULT)?;
     Ok(UserSlice::new(UserPtr::from_addr(at), len))

@@ -163,7 +163,9 @@ pub(super) fn check(
     let max_class = match req.max_class {
         0 => None,
         raw => match PathClass::from_raw(raw) {
-            Some(PathClass::Unreachable) | None => return Err(refuse!(EINVAL, "{} is not a path class for max_class", raw)),
+            Some(PathClass::Unreachable) | None => {
+                return Err(refuse!(EINVAL, "{} is not a path class for max_class", raw))
+            }
             class => class,
         },
     };
