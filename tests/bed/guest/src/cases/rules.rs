@@ -817,7 +817,7 @@ fn reserve(bed: &mut Bed) -> Result<()> {
     };
     expect("into the reserve", ask(BOB, &[], 9 * MIB)?, libc::ENOSPC)?;
     ensure!(said(fd, row.id)? == (abi::P2PMEM_VERDICT_RESERVED, "10-lab".into(), abi::P2PMEM_RULES_ADMIN));
-    ensure!(explain_last(fd)?.2.contains("rule 10-lab sets aside"));
+    ensure!(explain_last(fd)?.2.contains("rule 10-lab reserves"));
     let rest = ask(BOB, &[], 8 * MIB)?.map_err(errno)?;
     expect("one page more", ask(BOB, &[], 4096)?, libc::ENOSPC)?;
     // The group can have what was set aside for it, and uses that up.
