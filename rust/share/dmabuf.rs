@@ -759,7 +759,7 @@ mod tests {
             size: PAGE,
         };
         let refusal = check_address(&[last], 0).err();
-        assert!(refusal.is_some_and(|r| r.text().as_str() == "range 0 ends behind the last address"));
+        assert!(refusal.is_some_and(|r| r.text().as_str() == "range 0 wraps around the address space"));
     }
 
     #[test]
