@@ -2,19 +2,18 @@
 
 //! Adapters as they are used: a thread each, with an inbox, on a fabric in real time.
 
-use std::collections::VecDeque;
+#[path = "../examples/write/adapter.rs"]
+mod adapter;
+
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use p2pmem_ib::{
-    Access, AccessFlags, Atomic, Completion, Delivery, Engine, Event, Fabric, Fault, Faults, Fetched, Host, Modify,
-    Mtu, Next, Packet, Path, Payload, Port, PortAttributes, PortConfig, QpConfig, Queue, ReceiveFrom, ReceiveWork,
-    Remote, SendFlags, SendOp, SendWork, Service, Sge, State, Status, Topology,
+    Completion, Delivery, Engine, Fabric, Faults, Host, Next, PortConfig, Remote, SendOp, SendWork, Status, Topology,
 };
 
-/// The one queue pair of an adapter.
-const QPN: u32 = 7;
+use adapter::{QPN, work};
 
 enum Message {
     Delivery(Delivery),
@@ -22,86 +21,7 @@ enum Message {
     Stop,
 }
 
-struct Memory {
-    start: Instant,
-    port: Port,
-    bytes: Vec<u8>,
-    sends: VecDeque<SendWork>,
-    completions: Sender<Completion>,
-}
-
-impl Memory {
-    fn range(&self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
-        let end = access
-            .address
-            .checked_add(access.length)
-            .filter(|end| *end <= self.bytes.len() as u64);
-        end.map(|end| access.address as usize..end as usize)
-            .ok_or(Fault::Bounds)
-    }
-}
-
-impl Host for Memory {
-    fn now(&mut self) -> Duration {
-        self.start.elapsed()
-    }
-
-    fn next_send(&mut self, _: u32) -> Fetched<SendWork> {
-        self.sends.pop_front().map_or(Fetched::Empty, Fetched::Work)
-    }
-
-    fn next_receive(&mut self, _: Queue) -> Fetched<ReceiveWork> {
-        Fetched::Empty
-    }
-
-    fn read(&mut self, access: &Access, data: &mut [u8]) -> Result<(), Fault> {
-        data.copy_from_slice(&self.bytes[self.range(access)?]);
-        Ok(())
-    }
-
-    fn write(&mut self, access: &Access, data: &[u8]) -> Result<(), Fault> {
-        let range = self.range(access)?;
-        self.bytes[range].copy_from_slice(data);
-        Ok(())
-    }
-
-    fn check(&mut self, access: &Access) -> Result<(), Fault> {
-        self.range(access).map(drop)
-    }
-
-    fn atomic(&mut self, _: &Access, _: Atomic) -> Result<u64, Fault> {
-        Err(Fault::Rights)
-    }
-
-    fn local(&mut self, _: u32, _: u64) -> Result<(), Status> {
-        Ok(())
-    }
-
-    fn invalidate(&mut self, _: u32, _: u32, _: u32) -> Result<(), Fault> {
-        Err(Fault::Key)
-    }
-
-    fn complete(&mut self, completion: Completion) {
-        // Whoever asked may have gone.
-        let _ = self.completions.send(completion);
-    }
-
-    fn event(&mut self, _: Event) {}
-
-    fn transmit(&mut self, packets: Vec<Packet>) {
-        self.port.send(packets);
-    }
-
-    fn has_room(&mut self, dlid: u16) -> bool {
-        self.port.has_room(dlid)
-    }
-
-    fn in_flight(&mut self, dlid: u16) -> bool {
-        self.port.in_flight(dlid)
-    }
-}
-
-fn run(mut engine: Engine, mut host: Memory, inbox: Receiver<Message>) -> (Engine, Vec<u8>) {
+fn run(mut engine: Engine, mut host: adapter::Adapter, inbox: Receiver<Message>) -> (Engine, Vec<u8>) {
     let mut stopped = false;
     let mut busy_until = None;
     loop {
@@ -110,7 +30,7 @@ fn run(mut engine: Engine, mut host: Memory, inbox: Receiver<Message>) -> (Engin
             // What the other side needs from here is still given to it.
             let until = *busy_until.get_or_insert(host.now() + Duration::from_millis(200));
             if host.now() >= until {
-                return (engine, host.bytes);
+                return (engine, host.memory);
             }
             next = match next {
                 Next::At(time) => Next::At(time.min(until)),
@@ -126,7 +46,7 @@ fn run(mut engine: Engine, mut host: Memory, inbox: Receiver<Message>) -> (Engin
         let mut message = match inbox.recv_timeout(wait) {
             Ok(message) => Some(message),
             Err(RecvTimeoutError::Timeout) => None,
-            Err(RecvTimeoutError::Disconnected) => return (engine, host.bytes),
+            Err(RecvTimeoutError::Disconnected) => return (engine, host.memory),
         };
         while let Some(now) = message {
             match now {
@@ -134,7 +54,7 @@ fn run(mut engine: Engine, mut host: Memory, inbox: Receiver<Message>) -> (Engin
                 Message::Delivery(Delivery::Room) => engine.room(),
                 Message::Delivery(Delivery::Link(_)) => {}
                 Message::Work(work) => {
-                    host.sends.extend(work);
+                    host.send_queue.extend(work);
                     engine.doorbell(QPN);
                 }
                 Message::Stop => stopped = true,
@@ -144,14 +64,15 @@ fn run(mut engine: Engine, mut host: Memory, inbox: Receiver<Message>) -> (Engin
     }
 }
 
-struct Adapter {
+/// An adapter with a thread of its own.
+struct Running {
     inbox: Sender<Message>,
     completions: Receiver<Completion>,
     thread: JoinHandle<(Engine, Vec<u8>)>,
 }
 
 /// Two adapters on one switch with a connected queue pair each, and what happens on the first one's link.
-fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Adapter; 2] {
+fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Running; 2] {
     let topology = Topology {
         switches: vec!["sw".into()],
         links: Vec::new(),
@@ -181,67 +102,9 @@ fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Adapter; 2] {
     let mut bytes = bytes.into_iter();
     [1, 0].map(|other| {
         let (port, (sender, inbox)) = (ports.next().unwrap(), inboxes.next().unwrap());
-        let (sink, completions) = mpsc::channel();
-        let attributes = PortAttributes {
-            lid: port.lid(),
-            lmc: 0,
-            gids: vec![port.gid()],
-            pkeys: vec![0xffff],
-        };
-        let mut engine = Engine::new(attributes);
-        let bytes = bytes.next().unwrap();
-        let mut host = Memory {
-            start: Instant::now(),
-            port,
-            bytes,
-            sends: VecDeque::new(),
-            completions: sink,
-        };
-        let config = QpConfig {
-            service: Service::Rc,
-            pd: 1,
-            send_cqn: 1,
-            receive_cqn: 1,
-            receive: ReceiveFrom::None,
-            xrcd: 0,
-            source_qpn: None,
-            deaf_to_itself: false,
-        };
-        engine.create_qp(QPN, config).unwrap();
-        let change = Modify {
-            access: Some(AccessFlags {
-                write: true,
-                read: true,
-                atomic: false,
-            }),
-            mtu: Some(Mtu::B4096),
-            receive_psn: Some(0),
-            send_psn: Some(0),
-            remote_qpn: Some(QPN),
-            path: Some(Path {
-                dlid: lids[other],
-                path_bits: 0,
-                sl: 0,
-                grh: None,
-            }),
-            retry_count: Some(7),
-            ack_timeout: Some(12),
-            max_initiated: Some(16),
-            ..Modify::default()
-        };
-        for state in [State::Init, State::Rtr, State::Rts] {
-            engine
-                .modify(
-                    &mut host,
-                    QPN,
-                    &Modify {
-                        state: Some(state),
-                        ..change
-                    },
-                )
-                .unwrap();
-        }
-        Adapter {
+        let (mut host, mut engine, completions) = adapter::Adapter::new(port, bytes.next().unwrap());
+        host.connect(&mut engine, lids[other]).unwrap();
+        Running {
             inbox: sender,
             completions,
             thread: std::thread::spawn(move || run(engine, host, inbox)),
@@ -249,30 +112,8 @@ fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Adapter; 2] {
     })
 }
 
-fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
-    SendWork {
-        id,
-        op,
-        flags: SendFlags {
-            signaled: true,
-            ..SendFlags::default()
-        },
-        payload: Payload::Memory(
-            [Sge {
-                key: 1,
-                address,
-                length,
-            }]
-            .into_iter()
-            .collect(),
-        ),
-        to: None,
-        remote_srqn: 0,
-    }
-}
-
 /// Waits for the success of so many work requests, in order.
-fn expect(adapter: &Adapter, ids: std::ops::Range<u64>) {
+fn expect(adapter: &Running, ids: std::ops::Range<u64>) {
     for expected in ids {
         let completion = adapter
             .completions
@@ -285,7 +126,7 @@ fn expect(adapter: &Adapter, ids: std::ops::Range<u64>) {
     }
 }
 
-fn stop(adapters: [Adapter; 2]) -> [(Engine, Vec<u8>); 2] {
+fn stop(adapters: [Running; 2]) -> [(Engine, Vec<u8>); 2] {
     for adapter in &adapters {
         adapter.inbox.send(Message::Stop).unwrap();
     }
@@ -312,7 +153,7 @@ fn bytes_arrive_over_a_bad_link() {
     let piece = 100_000;
     let count = half as u64 / piece;
     for (i, adapter) in adapters.iter().enumerate() {
-        let work = (0..count).map(|id| {
+        let requests = (0..count).map(|id| {
             let (own, other) = (id * piece, half as u64 + id * piece);
             if i == 0 {
                 let remote = Remote { address: other, key: 1 };
@@ -323,7 +164,7 @@ fn bytes_arrive_over_a_bad_link() {
                 work(id, SendOp::Read { remote }, own, piece as u32)
             }
         });
-        adapter.inbox.send(Message::Work(work.collect())).unwrap();
+        adapter.inbox.send(Message::Work(requests.collect())).unwrap();
     }
     for adapter in &adapters {
         expect(adapter, 0..count);
