@@ -20,7 +20,8 @@ use crate::{
         p2pdma::Target,
         refusal::{
             refuse,
-            Answer, //
+            Answer,
+            Refusal, //
         },
         trace,
         vma::{
@@ -291,6 +292,15 @@ impl Buffer {
         }
     }
 
+    /// Returns the refusal (`ENODEV`) of an operation on the buffer after its provider was removed.
+    pub(crate) fn revoked(&self) -> Refusal {
+        refuse!(
+            ENODEV,
+            "the buffer is revoked: provider {} was removed",
+            self.provider.addr
+        )
+    }
+
     /// Returns the target for DMA mappings of the buffer and the buffer's physical address. Clears the memory before if
     /// necessary.
     ///
@@ -299,7 +309,7 @@ impl Buffer {
     /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     pub(crate) fn target(&self) -> Answer<(Target, u64)> {
         let inner = self.usable().map_err(|e| match e {
-            e if e == ENODEV => refuse!(e, "the buffer is revoked: provider {} was removed", self.provider.addr),
+            e if e == ENODEV => self.revoked(),
             e => e.into(),
         })?;
         let memory = inner.memory.as_ref().ok_or(ENODEV)?;

@@ -234,14 +234,13 @@ impl PeerRegistration {
 
     /// Returns the reason why the buffer is not Live any more.
     fn gone(&self) -> Refusal {
-        let provider = &self.buffer().provider;
-        if provider.is_live() {
+        if self.buffer().provider.is_live() {
             refuse!(
                 ENODEV,
                 "the buffer was freed and unmapped while it was being registered"
             )
         } else {
-            refuse!(ENODEV, "the buffer is revoked: provider {} was removed", provider.addr)
+            self.buffer().revoked()
         }
     }
 

@@ -58,6 +58,7 @@ use kernel::{
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{aref::ARef, Arc},
+    transmute::{AsBytes, FromBytes},
     uaccess::UserPtr,
 };
 
@@ -85,23 +86,13 @@ impl File {
                 arg.exchange(offset_of!(abi::List, reserved), |a| self.list(a), true),
             ),
             calls::PATHS => ("PATHS", arg.exchange(size_of::<abi::Paths>(), |a| self.paths(a), true)),
-            calls::ALLOC => {
-                let mut handle = 0;
-                let answer = arg.exchange(
-                    offset_of!(abi::Alloc, provider),
-                    |a: &mut abi::Alloc| {
-                        self.alloc(a)?;
-                        handle = a.handle;
-                        Ok(())
-                    },
-                    true,
-                );
-                if answer.is_err() && handle != 0 {
-                    // The caller never learns the handle, so the buffer is freed.
-                    let _ = self.free(handle);
-                }
-                ("ALLOC", answer)
-            }
+            calls::ALLOC => (
+                "ALLOC",
+                self.exchange_handle(arg, offset_of!(abi::Alloc, provider), |a: &mut abi::Alloc| {
+                    self.alloc(a)?;
+                    Ok(a.handle)
+                }),
+            ),
             calls::STRIPE => {
                 let mut parts = KVec::new();
                 let answer = arg.exchange(
@@ -121,23 +112,13 @@ impl File {
                 }
                 ("STRIPE", answer)
             }
-            calls::IMPORT => {
-                let mut handle = 0;
-                let answer = arg.exchange(
-                    offset_of!(abi::Import, provider),
-                    |arg: &mut abi::Import| {
-                        self.import(arg)?;
-                        handle = arg.handle;
-                        Ok(())
-                    },
-                    true,
-                );
-                if answer.is_err() && handle != 0 {
-                    // The caller never learns the handle, so the handle is freed.
-                    let _ = self.free(handle);
-                }
-                ("IMPORT", answer)
-            }
+            calls::IMPORT => (
+                "IMPORT",
+                self.exchange_handle(arg, offset_of!(abi::Import, provider), |a: &mut abi::Import| {
+                    self.import(a)?;
+                    Ok(a.handle)
+                }),
+            ),
             calls::FREE => (
                 "FREE",
                 arg.exchange(offset_of!(abi::Free, flags), |a| self.free_ioctl(a), false),
@@ -179,6 +160,29 @@ impl File {
             self.refused(what, &refusal);
             refusal.error
         })
+    }
+
+    /// As [`Argument::exchange`], for a `method` that returns a new handle. Frees the handle if the structure cannot be copied
+    /// back, as the caller never learns the handle then.
+    fn exchange_handle<T: FromBytes + AsBytes + Default>(
+        &self,
+        arg: Argument,
+        least: usize,
+        method: impl FnOnce(&mut T) -> Answer<u32>,
+    ) -> Answer {
+        let mut made = None;
+        let answer = arg.exchange(
+            least,
+            |value| {
+                made = Some(method(value)?);
+                Ok(())
+            },
+            true,
+        );
+        if let (Err(_), Some(handle)) = (&answer, made) {
+            let _ = self.free(handle);
+        }
+        answer
     }
 
     /// Describes the module and its totals.

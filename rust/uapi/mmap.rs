@@ -83,13 +83,7 @@ impl File {
 
 /// Makes an area a mapping of a buffer.
 fn attach(area: NewMapping<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answer {
-    buffer.map().map_err(|e| {
-        refuse!(
-            e,
-            "the buffer is revoked: provider {} was removed",
-            buffer.provider.addr
-        )
-    })?;
+    buffer.map().map_err(|_| buffer.revoked())?;
     buffer.provider.mapped();
     trace::map(|| {
         let offset = (page - buffer.page_offset) << PAGE_SHIFT;
