@@ -80,7 +80,7 @@ struct P2pmem {
     #[pin]
     driver: kernel::driver::Registration<pci::Adapter<driver::Driver<DriverEvents>>>,
     /// Removes adopted and registered providers, while `notifier` still reports drivers that are unbound.
-    retire: GlobalOrchestrator,
+    instance: GlobalOrchestrator,
     #[pin]
     power: power::Notifier<PowerEvents>,
     #[pin]
@@ -147,7 +147,7 @@ impl kernel::InPlaceModule for P2pmem {
                 },
                 notifier <- Notifier::new(for_bus),
                 power <- power::Notifier::new(for_power),
-                retire: GlobalOrchestrator::new(last)?,
+                instance: GlobalOrchestrator::new(last)?,
                 driver <- kernel::driver::Registration::new(c"p2pmem", module),
                 configfs <- Tree::new(c"p2pmem", module, rules::rules()?, providers::providers()?),
                 chardev <- chrdev::CharDeviceRegistration::new(c"p2pmem", 0o660, module),

@@ -71,7 +71,7 @@ struct Removal {
     orchestrator: Arc<Orchestrator>,
     provider: Arc<Provider>,
     stopped: Stopped,
-    leave: RemovalKind,
+    kind: RemovalKind,
 }
 
 /// A work item that runs a removal on the module's workqueue.
@@ -132,7 +132,7 @@ impl Orchestrator {
                 orchestrator: self.clone(),
                 provider: provider.clone(),
                 stopped,
-                leave: RemovalKind::GlobalOrchestrator,
+                kind: RemovalKind::Retire,
             });
             if !workqueue::enqueue(work.clone()) {
                 work.finish();
@@ -147,7 +147,7 @@ impl Orchestrator {
     /// If another thread removes the provider, waits for that thread.
     ///
     /// Context: process context, may sleep, for as long as an importer or I/O holds the memory.
-    pub(crate) fn remove(self: &Arc<Self>, function: &Function, leave: RemovalKind) {
+    pub(crate) fn remove(self: &Arc<Self>, function: &Function, kind: RemovalKind) {
         let Some(provider) = self.find(function) else {
             return;
         };
@@ -156,7 +156,7 @@ impl Orchestrator {
                 orchestrator: self.clone(),
                 provider,
                 stopped,
-                leave,
+                kind,
             }
             .run(),
             // Another thread got the source and runs the removal.
@@ -177,7 +177,7 @@ impl Orchestrator {
             self.remove(
                 function,
                 if answers {
-                    RemovalKind::GlobalOrchestrator
+                    RemovalKind::Retire
                 } else {
                     RemovalKind::Lost
                 },
@@ -227,7 +227,7 @@ impl Orchestrator {
     /// Context: as for [`Self::remove`].
     pub(crate) fn shutdown(self: &Arc<Self>) {
         while let Some(provider) = self.first() {
-            self.remove(provider.function(), RemovalKind::GlobalOrchestrator);
+            self.remove(provider.function(), RemovalKind::Retire);
         }
     }
 
@@ -283,7 +283,7 @@ impl Removal {
             orchestrator,
             provider,
             stopped,
-            leave,
+            kind,
         } = self;
         provider.set_progress(Text::new(fmt!("its buffers are being revoked")));
         // Step 2.
@@ -297,7 +297,7 @@ impl Removal {
         // Step 5.
         let mut returned = wait_pinned(&provider);
         // Step 6: for an `Unbind` the pool ends, and `Lost` memory is cleared when the device answers again.
-        if leave == RemovalKind::GlobalOrchestrator {
+        if kind == RemovalKind::Retire {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
             while let Some(mut memory) = returned.pop() {
                 provider.clear_stopped(&mut memory);
@@ -307,9 +307,9 @@ impl Removal {
         }
         drop(returned);
         // Step 7: dropping `stopped` gives the chunk back to the pool or unmaps the window.
-        match leave {
+        match kind {
             RemovalKind::Lost => orchestrator.keep_lost(Lost::new(provider.clone(), stopped)),
-            RemovalKind::Unbind | RemovalKind::GlobalOrchestrator => drop(stopped),
+            RemovalKind::Unbind | RemovalKind::Retire => drop(stopped),
         }
         // Step 8, while the provider is still on the list: a driver that unregisters at the same time finds the provider
         // and waits for the end.

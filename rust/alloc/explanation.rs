@@ -401,13 +401,8 @@ impl DecisionInput<'_> {
     }
 
     /// Returns the explanation of a stripe. `picks` are the indexes of the parts' providers, or empty if there is no
-    /// stripe: then providers were found for `found` of `alloc_request` parts. Errors: `ENOMEM`.
-    pub(crate) fn stripe_explanation(
-        &self,
-        picks: &[usize],
-        found: usize,
-        alloc_request: usize,
-    ) -> Result<Explanation> {
+    /// stripe: then providers were found for `found` of `nr_parts` parts. Errors: `ENOMEM`.
+    pub(crate) fn stripe_explanation(&self, picks: &[usize], found: usize, nr_parts: usize) -> Result<Explanation> {
         let mut explanation = self.explanation(picks.first().and_then(|&at| self.providers.get(at)))?;
         let worst = picks
             .iter()
@@ -416,10 +411,10 @@ impl DecisionInput<'_> {
             .max();
         explanation.class = worst.unwrap_or(0);
         explanation.text = match picks.len() {
-            0 if alloc_request == 1 => explanation.text,
+            0 if nr_parts == 1 => explanation.text,
             0 => Text::new(fmt!(
                 "a stripe needs {} parts of {} bytes, and {} find a provider; next part: {}",
-                alloc_request,
+                nr_parts,
                 self.size,
                 found,
                 match self.outcome {

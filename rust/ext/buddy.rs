@@ -291,7 +291,7 @@ impl Buddy {
             unsafe { bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags) };
         let fits = size.max(align).checked_next_power_of_two();
         if ret != 0 && (flags & RANGE != 0 || fits.is_some_and(|block| block <= guard.block.get())) {
-            self.remove_before_reset(guard);
+            self.give_up(guard);
             return Err(if ret == ENOMEM.to_errno() { ENOMEM } else { EIO });
         }
         to_result(ret)
@@ -306,7 +306,7 @@ impl Buddy {
     }
 
     /// Stops all use of the allocator, whose trees may be corrupt, and logs that.
-    fn remove_before_reset(&self, guard: &MutexGuard<'_, Locked>) {
+    fn give_up(&self, guard: &MutexGuard<'_, Locked>) {
         guard.lost.set(true);
         self.note(guard);
         pr_err!(
@@ -543,14 +543,14 @@ mod tests {
     fn what_lost_its_trees_is_left_alone() -> Result {
         let buddy = Buddy::new(PAGE, 16 * PAGE)?;
         let extent = buddy.alloc(2 * PAGE, PAGE)?;
-        buddy.remove_before_reset(&buddy.lock.lock());
+        buddy.give_up(&buddy.lock.lock());
         assert!(buddy.alloc(PAGE, PAGE).is_err_and(|e| e == EIO));
         assert!(buddy.take_unclear(PAGE).is_err_and(|e| e == EIO));
         assert_eq!(
             (buddy.free(), buddy.largest(), buddy.largest_for(PAGE, PAGE)),
             (0, 0, 0)
         );
-        // `lose()` does not change the allocator, so the test can use it again.
+        // `give_up()` does not change the allocator, so the test can use it again.
         buddy.lock.lock().lost.set(false);
         assert_eq!(buddy.free(), 13 * PAGE);
         drop(extent);

@@ -5,7 +5,7 @@
 //! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
 //! registrations.
 //!
-//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `Publisher::called` is
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `RevokeCallback::called` is
 //! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`

@@ -89,7 +89,7 @@ enum Source {
     /// Another driver's pool: the bytes taken from it, and the largest request that may succeed, in bytes.
     Adopted {
         pool: Arc<Pool>,
-        reserved: u64,
+        allocated: u64,
         ceiling: u64,
     },
 }
@@ -224,7 +224,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     pub(crate) fn adopted(config: ProviderConfig, pool: Arc<Pool>, size: u64) -> Result<Arc<Self>> {
         // A DMA mapping of a dma-buf needs the BAR.
         let flags = config.bar.map_or(0, |_| consts::PROVIDER_EXPORTABLE);
-        let (reserved, ceiling) = (0, size);
+        let (allocated, ceiling) = (0, size);
         Self::new(
             config,
             ProviderKind::Adopted,
@@ -232,7 +232,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             flags,
             Source::Adopted {
                 pool,
-                reserved,
+                allocated,
                 ceiling,
             },
         )
@@ -336,8 +336,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         match &inner.source {
             None => self.hint.close(),
             Some(Source::Own { .. }) => self.hint.set_returning(inner.returning(), inner.returns),
-            Some(Source::Adopted { reserved, ceiling, .. }) => {
-                let free = self.size - reserved;
+            Some(Source::Adopted { allocated, ceiling, .. }) => {
+                let free = self.size - allocated;
                 self.hint.set_returning(inner.returning(), inner.returns);
                 self.hint.set(free, free.min(*ceiling));
             }
@@ -367,9 +367,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 let joined = largest < size && (clearing || self.has_moved(returns));
                 (free, if joined { size.min(free) } else { largest })
             }
-            Some(Source::Adopted { reserved, ceiling, .. }) => {
+            Some(Source::Adopted { allocated, ceiling, .. }) => {
                 let returning = inner.returning();
-                let free = self.size - reserved + returning;
+                let free = self.size - allocated + returning;
                 let largest = free.min((*ceiling).max(returning));
                 // A chunk of the pool is aligned by taking more.
                 let fits = largest >= padded(size, align);
@@ -465,8 +465,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let own = match &inner.source {
             None => None,
             Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
-            Some(Source::Adopted { reserved, ceiling, .. }) => {
-                row.free = self.size - reserved;
+            Some(Source::Adopted { allocated, ceiling, .. }) => {
+                row.free = self.size - allocated;
                 row.largest = row.free.min(*ceiling);
                 None
             }
@@ -490,7 +490,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 drop(inner);
                 buddy.free()
             }
-            Some(Source::Adopted { reserved, .. }) => self.size - reserved,
+            Some(Source::Adopted { allocated, .. }) => self.size - allocated,
         };
         (count, free)
     }

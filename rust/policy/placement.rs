@@ -324,8 +324,8 @@ fn best(
             continue;
         };
         let reach = Reach::of(request.clients, candidate.paths);
-        if let Err(denying_rule) = eligible(request, candidate, &reach) {
-            outcome = outcome.max(denying_rule.reason);
+        if let Err(objection) = eligible(request, candidate, &reach) {
+            outcome = outcome.max(objection.reason);
             continue;
         }
         let rank = Rank::of(candidate, &reach);
@@ -364,7 +364,7 @@ fn say(
     for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
         let reach = Reach::of(request.clients, candidate.paths);
         let (code, rule) = match (eligible(request, candidate, &reach), last) {
-            (Err(denying_rule), _) => (denying_rule.code, denying_rule.rule),
+            (Err(objection), _) => (objection.code, objection.rule),
             (Ok(()), Some(_)) if chosen.contains(&index) => {
                 let effect = &candidate.effect;
                 let preferred = effect.preference == Preference::Prefer;

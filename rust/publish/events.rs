@@ -84,7 +84,7 @@ impl Registrar for DriverMemory {
 
     fn unregister(&self, function: &Function, provider: u32) {
         if self.0.find(function).is_some_and(|found| found.id == provider) {
-            self.0.remove(function, RemovalKind::GlobalOrchestrator);
+            self.0.remove(function, RemovalKind::Retire);
         }
     }
 }

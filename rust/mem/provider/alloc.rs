@@ -91,12 +91,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let mut inner = self.inner.lock();
         let own = match inner.source.as_mut().ok_or(ENODEV)? {
             Source::Own { backing, buddy } => Ok((backing.clone(), buddy.clone())),
-            Source::Adopted { pool, reserved, .. } => {
+            Source::Adopted { pool, allocated, .. } => {
                 let taken = padded(size, align);
-                if self.size - *reserved < taken {
+                if self.size - *allocated < taken {
                     return Err(ENOSPC);
                 }
-                *reserved += taken;
+                *allocated += taken;
                 Err(pool.clone())
             }
         };
@@ -139,8 +139,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Takes `taken` bytes of another driver's pool out of the provider's account: the chunk has gone back to the pool.
     fn unreserve(&self, taken: u64) {
         let mut inner = self.inner.lock();
-        if let Some(Source::Adopted { reserved, .. }) = &mut inner.source {
-            *reserved -= taken;
+        if let Some(Source::Adopted { allocated, .. }) = &mut inner.source {
+            *allocated -= taken;
         }
         self.update_hint(&inner);
     }
@@ -167,8 +167,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         if let Err(e) = memory.as_ref() {
             let full = *e == ENOSPC;
             let mut inner = self.inner.lock();
-            if let Some(Source::Adopted { reserved, ceiling, .. }) = &mut inner.source {
-                *reserved -= taken;
+            if let Some(Source::Adopted { allocated, ceiling, .. }) = &mut inner.source {
+                *allocated -= taken;
                 if full {
                     // The other driver itself uses part of the pool.
                     *ceiling = (*ceiling).min(taken - PAGE_SIZE as u64);

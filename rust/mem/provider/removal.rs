@@ -32,8 +32,9 @@ pub(crate) enum RemovalKind {
     /// The device's driver is unbound, and the kernel's pool ends with the driver.
     Unbind,
     /// Only p2pmem gives up the memory. The kernel's pool stays, and memory that goes back to the pool is cleared first.
-    GlobalOrchestrator,
-    /// As [`Self::GlobalOrchestrator`], but the device does not answer. Its memory is cleared and goes back once the device answers again.
+    Retire,
+    /// As [`Self::Retire`], but the device does not answer. Its memory is cleared and goes back once the device answers
+    /// again.
     Lost,
 }
 

@@ -121,8 +121,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         memory.mark_cleared();
         drop(memory);
         self.finish_scrub(taken, |inner| {
-            if let Some(Source::Adopted { reserved, ceiling, .. }) = &mut inner.source {
-                *reserved -= taken;
+            if let Some(Source::Adopted { allocated, ceiling, .. }) = &mut inner.source {
+                *allocated -= taken;
                 *ceiling = self.size;
             }
         });
