@@ -49,7 +49,7 @@ pub(crate) fn init() {
         publisher::init_lock();
         workqueue::init_lock();
         #[cfg(p2pmem_peer)]
-        peer_mem::init_lock();
+        peer_mem::gate::init_lock();
     }
     global::set_initialised();
 }
