@@ -10,7 +10,7 @@
 use crate::{
     alloc::{
         request::AllocRequest,
-        rules::Source,
+        rules::check::Source,
         snapshot::{
             ProviderInfo,
             RuledRanking,

@@ -3,8 +3,8 @@
 //! The administrator's rules in force, and the bytes that users, groups and files hold under them.
 //!
 //! [`crate::policy::rule`] says what rules mean and [`crate::policy::quota`] how bytes are counted; both are pure. This
-//! file keeps the list of rules and the byte counts, looks up the credentials of the caller, and makes a [`Charge`] for
-//! each buffer, whose drop gives the bytes back.
+//! file keeps the list of rules and the byte counts. [`check`] applies them to a request of a caller, and makes a
+//! [`Charge`](crate::mem::traits::Charge) for each buffer, whose drop gives the bytes back.
 //!
 //! When the rules change, all live buffers are charged again, under the new rules. No buffer loses its memory by that:
 //! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`.
@@ -23,20 +23,13 @@ use crate::{
     },
     mem::{
         buffer::Provider,
-        traits::{
-            Charge,
-            Ledger, //
-        }, //
+        traits::Ledger, //
     },
     policy::{
-        path::Path,
         quota::{
             self,
-            charge,
             charge_unlimited,
-            reserved_for_others,
             uncharge,
-            Broken,
             ChargeKey,
             ChargeSet,
             ChargeTarget,
@@ -48,15 +41,11 @@ use crate::{
             shadowed,
             FunctionId,
             Rule,
-            RuleName,
             Subject as _, //
         },
         rule_effect::{
             self,
-            Applicable,
-            RuleEffect,
-            RuleOrigin,
-            RuleRef, //
+            Applicable, //
         }, //
     }, //
 };
@@ -64,12 +53,14 @@ use core::fmt::Write as _;
 use kernel::{
     new_mutex,
     prelude::*,
-    rbtree::{RBTree, RBTreeNode},
+    rbtree::RBTree,
     sync::{
         atomic::{AtomicFlag, Relaxed},
         Arc, Mutex,
     },
 };
+
+pub(crate) mod check;
 
 /// An immutable list of rules in the order of evaluation: the administrator's rules by name, a file's as given.
 pub(crate) struct RuleSet {
@@ -192,17 +183,6 @@ impl Ledger for Rules {
     }
 }
 
-/// Why a buffer was not charged.
-pub(crate) enum NotCharged {
-    /// A quota or a reserve of a rule does not allow it.
-    Broken(Broken),
-    /// The dmem limit of the caller's cgroup does not allow it.
-    Cgroup,
-    /// The rules changed since the [`RuleCheck`] was made.
-    Stale,
-    Error(Error),
-}
-
 impl Rules {
     /// Creates the ledger without any rule. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
@@ -242,7 +222,7 @@ impl Rules {
 
     /// Puts `rule` into force, instead of rule `old` if that is in force. Returns the id of the new rule.
     ///
-    /// Errors: `EINVAL` if the rule contradicts itself, `ENOSPC` if there are [`rule::MOST`] rules, `ENOMEM`. Nothing has
+    /// Errors: `EINVAL` if the rule contradicts itself, `ENOSPC` if there are [`rule::MAX_RULES`] rules, `ENOMEM`. Nothing has
     /// changed then.
     pub(crate) fn put(&self, rule: &Rule, old: Option<u64>) -> Answer<u64> {
         rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
@@ -286,27 +266,6 @@ impl Rules {
     /// Returns the bytes of the kernel reserve that a rule sets for a provider, if one does.
     pub(crate) fn kernel_reserve(&self, function: &FunctionId) -> Option<u64> {
         rule_effect::kernel_reserve(&self.rule_set().rules, function)
-    }
-
-    /// Returns the name of the rule that keeps `client` from reaching a buffer of `cred` in `provider` over `path`, and
-    /// whether the length of the path is the reason. `None` if the rules allow it.
-    pub(crate) fn denying_rule(
-        &self,
-        cred: &Credentials,
-        provider: &Provider,
-        client: &FunctionId,
-        path: &Path,
-    ) -> Option<(RuleName, bool)> {
-        let rule_set = self.rule_set();
-        if rule_set.is_empty() {
-            return None;
-        }
-        let (client, path) = (core::slice::from_ref(client), core::slice::from_ref(path));
-        let applicable = Applicable::to(&rule_set.rules, cred);
-        let applicable_rules = ApplicableRules { rule_set, applicable };
-        let effect = applicable_rules.effect(&provider.function_id(), client, path);
-        let rule = effect.denied.or(effect.too_far)?;
-        Some((applicable_rules.source().name(rule), effect.denied.is_none()))
     }
 
     /// Returns the text of `status` for rule `id`: in force, shadowed by another rule, or with more bytes held than its
@@ -444,228 +403,5 @@ impl State {
         self.counts = counts;
         self.rule_set = rule_set;
         Ok(())
-    }
-}
-
-/// A set of rules, and which of them apply to some credentials. The effect on a provider and its paths does not change,
-/// except by byte counts.
-#[derive(Clone)]
-pub(crate) struct ApplicableRules {
-    rule_set: Arc<RuleSet>,
-    applicable: Applicable,
-}
-
-impl ApplicableRules {
-    /// Whether both have the same rules, applied to the same credentials.
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.has_rules_of(other) && self.applicable == other.applicable
-    }
-
-    /// Whether both have the same rules.
-    pub(crate) fn has_rules_of(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.rule_set, &other.rule_set)
-    }
-
-    /// Whether any of these rules depends on byte counts.
-    fn counts(&self) -> bool {
-        self.rule_set.reserves || self.rule_set.limiting.meets(&self.applicable)
-    }
-
-    /// Returns the effect on `provider` for `clients`, except for what byte counts decide.
-    pub(crate) fn effect(&self, provider: &FunctionId, clients: &[FunctionId], paths: &[Path]) -> RuleEffect {
-        let mut effect = RuleEffect::NONE;
-        effect.add(
-            RuleOrigin::Admin,
-            &self.rule_set.rules,
-            &self.applicable,
-            provider,
-            clients,
-            paths,
-        );
-        effect
-    }
-
-    /// Returns the rules for looking up names.
-    pub(crate) fn source(&self) -> Source<'_> {
-        Source {
-            admin: &self.rule_set.rules,
-            ..Source::NONE
-        }
-    }
-}
-
-/// The rules and the uid of a decision, for its explanation.
-#[derive(Clone, Copy)]
-pub(crate) struct Source<'a> {
-    admin: &'a [Rule],
-    file_rules: &'a [Rule],
-    pub(crate) uid: u32,
-}
-
-impl Source<'_> {
-    /// No rules.
-    pub(crate) const NONE: Self = Self {
-        admin: &[],
-        file_rules: &[],
-        uid: 0,
-    };
-
-    /// Returns the name of a rule.
-    pub(crate) fn name(&self, rule: RuleRef) -> RuleName {
-        let rules = match rule.set {
-            RuleOrigin::Admin => self.admin,
-            RuleOrigin::File => self.file_rules,
-        };
-        rules.get(rule.at).map_or(RuleName::EMPTY, |rule| rule.name)
-    }
-}
-
-/// The rules for one request: the set in force when the request began, the file's own rules, and the caller's credentials.
-pub(crate) struct RuleCheck<'a> {
-    rules: &'a Arc<Rules>,
-    applicable_rules: ApplicableRules,
-    file_rules: Option<Arc<RuleSet>>,
-    cred: Credentials,
-    file: u64,
-}
-
-impl<'a> RuleCheck<'a> {
-    /// Takes the rules in force for a request of the current task through `file`, whose own rules are `file_rules`.
-    pub(crate) fn new(rules: &'a Arc<Rules>, file_rules: Option<Arc<RuleSet>>, file: u64) -> Self {
-        let rule_set = rules.rule_set();
-        let cred = Credentials::current();
-        let applicable = Applicable::to(&rule_set.rules, &cred);
-        Self {
-            rules,
-            applicable_rules: ApplicableRules { rule_set, applicable },
-            file_rules,
-            cred,
-            file,
-        }
-    }
-
-    fn file_rules(&self) -> &[Rule] {
-        self.file_rules.as_ref().map_or(&[], |file_rules| &file_rules.rules)
-    }
-
-    /// Whether there is no rule at all, neither an administrator's nor the file's own.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.applicable_rules.rule_set.is_empty() && self.file_rules().is_empty()
-    }
-
-    /// Returns the rules if their effect does not change between requests: no byte counts, no rules of the file's own.
-    pub(crate) fn applicable_rules(&self) -> Option<&ApplicableRules> {
-        (self.file_rules().is_empty() && !self.applicable_rules.counts()).then_some(&self.applicable_rules)
-    }
-
-    /// Returns the rules for looking up names.
-    pub(crate) fn source(&self) -> Source<'_> {
-        Source {
-            file_rules: self.file_rules(),
-            uid: self.cred.uid(),
-            ..self.applicable_rules.source()
-        }
-    }
-
-    /// Returns the number of the file.
-    pub(crate) fn file(&self) -> u64 {
-        self.file
-    }
-
-    fn requester(&self) -> Requester<'_> {
-        let ApplicableRules { rule_set, applicable } = &self.applicable_rules;
-        Requester {
-            // Without rules that depend on byte counts nothing has to be searched.
-            rules: if self.applicable_rules.counts() {
-                &rule_set.rules
-            } else {
-                &[]
-            },
-            applicable: *applicable,
-            uid: self.cred.uid(),
-            file: self.file,
-            file_rules: self.file_rules(),
-        }
-    }
-
-    /// Returns the effect on `provider` for `clients` and a buffer of `size` bytes, with the present byte counts.
-    pub(crate) fn effect(&self, provider: &Provider, clients: &[FunctionId], paths: &[Path], size: u64) -> RuleEffect {
-        if self.is_empty() {
-            return RuleEffect::NONE;
-        }
-        let provider_key = ProviderKey::of(provider);
-        let everyone = Applicable::ALL;
-        let mut effect = self.applicable_rules.effect(&provider_key.function, clients, paths);
-        effect.add(
-            RuleOrigin::File,
-            self.file_rules(),
-            &everyone,
-            &provider_key.function,
-            clients,
-            paths,
-        );
-        let requester = self.requester();
-        let state = self.rules.state.lock();
-        (effect.reserved_for_others, effect.reserved_by) =
-            reserved_for_others(&state.counts, &requester, &provider_key.charge_target());
-        let broken =
-            ChargeSet::of(&state.counts, &requester, &provider_key.charge_target()).broken(&state.counts, size);
-        drop(state);
-        if let Some(broken) = broken {
-            breaks(&mut effect, broken);
-        }
-        effect
-    }
-
-    /// Charges `size` bytes of `provider` to the caller's cgroup, and to the users, groups and the file of the rules.
-    ///
-    /// Context: process context, may sleep; takes `Rules::state`.
-    ///
-    /// Errors: [`NotCharged`]; nothing is charged then.
-    pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, NotCharged> {
-        let held = provider.charge_cgroup(size).map_err(|e| match e {
-            e if e == EAGAIN => NotCharged::Cgroup,
-            e => NotCharged::Error(e),
-        })?;
-        let provider_key = ProviderKey::of(provider);
-        let record = ChargeRecord {
-            cred: self.cred.clone(),
-            provider_key,
-            file: self.file,
-            bytes: size,
-            charged: None,
-            anew: None,
-        };
-        // Allocates before taking the lock.
-        let reservation = kernel::rbtree::RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
-        let mut state = self.rules.state.lock();
-        if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
-            return Err(NotCharged::Stale);
-        }
-        let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
-        let charged = charge(&mut state.counts, &charge_set, size).map_err(|e| match e {
-            quota::ChargeError::Broken(broken) => NotCharged::Broken(broken),
-            quota::ChargeError::Store(e) => NotCharged::Error(e),
-        })?;
-        let id = state.next_charge.reverse_bits();
-        state.next_charge += 1;
-        let node: RBTreeNode<u64, ChargeRecord> = reservation.into_node(
-            id,
-            ChargeRecord {
-                charged: Some(charged),
-                ..record
-            },
-        );
-        state.charges.insert(node);
-        drop(state);
-        Ok(Charge::new(self.rules.clone(), id, held))
-    }
-}
-
-/// Records in `effect` that a request would break a limit.
-pub(crate) fn breaks(effect: &mut RuleEffect, broken: Broken) {
-    match broken {
-        Broken::Quota(over) => effect.over = Some(over),
-        Broken::Reserve(rule) => (effect.reserved_for_others, effect.reserved_by) = (u64::MAX, Some(rule)),
     }
 }

@@ -11,7 +11,7 @@
 //! taken inside.
 
 use crate::{
-    alloc::rules::{
+    alloc::rules::check::{
         ApplicableRules,
         RuleCheck, //
     },

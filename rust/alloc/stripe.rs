@@ -12,11 +12,11 @@ use crate::{
             Explanation, //
         },
         orchestrator::{
-            exclude,
+            choice::exclude,
             Orchestrator, //
         },
         request::AllocRequest,
-        rules::{
+        rules::check::{
             NotCharged,
             RuleCheck, //
         }, //

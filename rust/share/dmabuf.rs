@@ -15,10 +15,7 @@
 use crate::{
     alloc::orchestrator::Orchestrator,
     ext::{
-        abi::{
-            self,
-            consts, //
-        },
+        abi,
         compat,
         completion::Completion,
         dma_buf::{
@@ -37,7 +34,6 @@ use crate::{
             Owner, //
         },
         p2pdma::Target,
-        pci::Function,
         refusal::{
             refuse,
             Answer,
@@ -52,8 +48,7 @@ use crate::{
     mem::{
         buffer::{
             Buffer,
-            Holder,
-            Provider, //
+            Holder, //
         },
         traits::{
             Revocable,
@@ -61,18 +56,16 @@ use crate::{
         }, //
     },
     policy::{
-        ranges::{
-            self,
-            Range,
-            RangeError, //
-        },
-        rule::Subject as _, //
+        ranges::Range, //
     },
-    share::export_count::ExportSlot, //
+    share::{
+        access,
+        export_count::ExportSlot,
+        range_list, //
+    }, //
 };
 use kernel::{
     fmt, new_mutex, new_work,
-    page::PAGE_SIZE,
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
@@ -81,8 +74,6 @@ use kernel::{
     },
     workqueue::{impl_has_work, Work, WorkItem},
 };
-
-const PAGE: u64 = PAGE_SIZE as u64;
 
 /// The next number of an export or of an importer. Numbers are never used twice.
 static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
@@ -171,7 +162,7 @@ impl Export {
         counted: ExportSlot,
     ) -> Answer<DmaBuf<Self>> {
         let provider = &buffer.provider;
-        let size = check(&ranges, buffer.size)?;
+        let size = range_list::check(&ranges, buffer.size)?;
         if pinned && !provider.pinned_exports() {
             return Err(refuse!(
                 EPERM,
@@ -331,9 +322,9 @@ impl Export {
             ));
         }
         if importer.reaches(provider.function()) {
-            return allowed(&self.buffer, importer.function(), name);
+            return access::allowed(&self.buffer, importer.function(), name);
         }
-        Err(unreachable(provider, name, importer.function()))
+        Err(access::unreachable(provider, name, importer.function()))
     }
 
     /// Adds an importer to the list and returns its number. Errors: those of [`Self::admit`], `ENODEV` if revoked,
@@ -572,135 +563,6 @@ impl Exporter for Export {
     }
 }
 
-/// Checks whether rules allow a device to access a buffer, which may have been allocated for other devices.
-///
-/// `None` for `function` means that the device is no PCI function: no rule has such a client, and access is allowed. May
-/// sleep. Errors: `EACCES` if a rule forbids the access; those of the path lookup.
-pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
-    let Some(function) = function else {
-        return Ok(());
-    };
-    let orchestrator = Orchestrator::get()?;
-    let path = orchestrator.path(&buffer.provider, &function)?;
-    let rules = orchestrator.rules();
-    match rules.denying_rule(&buffer.cred, &buffer.provider, &function.function_id(), &path) {
-        None => Ok(()),
-        Some((rule, far)) => Err(refuse!(
-            EACCES,
-            "{} is denied memory of {} that uid {} allocated: rule {}{}",
-            name,
-            buffer.provider.addr,
-            buffer.cred.uid(),
-            rule.as_str(),
-            if far { ", for the path is too far" } else { "" }
-        )),
-    }
-}
-
-/// Returns the refusal for a device that cannot reach a provider, with the reason: `EHOSTUNREACH`, or the error of the
-/// path lookup. `None` for `function` means that the device is no PCI function.
-pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
-    let unreachable = abi::errno(abi::EHOSTUNREACH);
-    let Some(function) = function else {
-        return refuse!(
-            unreachable,
-            "{} is not a PCI function, so it has no path to {}",
-            name,
-            provider.addr
-        );
-    };
-    let path = match Orchestrator::get().and_then(|o| o.path(provider, &function)) {
-        Ok(path) => path,
-        Err(e) => return e.into(),
-    };
-    if path.acs_redirect {
-        refuse!(
-            unreachable,
-            "{} cannot reach {}: a port on the path redirects peer traffic (ACS), and the host bridge is not on the kernel's list",
-            name,
-            provider.addr
-        )
-    } else {
-        refuse!(
-            unreachable,
-            "{} cannot reach {}: the path is through a host bridge that is not on the kernel's list",
-            name,
-            provider.addr
-        )
-    }
-}
-
-/// Checks that ranges can form a dma-buf of a buffer of `size` bytes, and returns the sum of their sizes.
-///
-/// Errors: `EINVAL`, with a message that names the range.
-pub(crate) fn check(list: &[Range], size: u64) -> Answer<u64> {
-    ranges::check(list, size, PAGE).map_err(|fault| explain(fault, list, size))
-}
-
-/// Returns the range of addresses at index `at`, if it is whole pages and does not overflow. Errors: `EINVAL`.
-pub(crate) fn check_address(list: &[Range], at: usize) -> Answer<Range> {
-    let range = list.get(at).copied().ok_or(EINVAL)?;
-    range.check_pages(PAGE, at).map_err(|fault| explain(fault, list, 0))?;
-    match range.end() {
-        Some(_) => Ok(range),
-        None => Err(refuse!(EINVAL, "range {} wraps around the address space", at)),
-    }
-}
-
-/// Appends a range to the list, or extends the last range if both are adjacent.
-///
-/// Errors: `E2BIG` if the list has `P2PMEM_MAX_RANGES` ranges; `ENOMEM`.
-pub(crate) fn append(list: &mut KVec<Range>, range: Range) -> Answer {
-    if let Some(last) = list.last_mut() {
-        if let Some(both) = last.join(range) {
-            *last = both;
-            return Ok(());
-        }
-    }
-    if list.len() >= consts::MAX_RANGES as usize {
-        return Err(too_many(list.len() as u64 + 1));
-    }
-    Ok(list.push(range, GFP_KERNEL_ACCOUNT)?)
-}
-
-pub(crate) fn too_many(count: u64) -> Refusal {
-    refuse!(
-        E2BIG,
-        "{} ranges, at most {} are possible in one dma-buf",
-        count,
-        consts::MAX_RANGES
-    )
-}
-
-/// Makes the refusal for an error in a list of ranges.
-fn explain(fault: RangeError, list: &[Range], size: u64) -> Refusal {
-    let of = |at: usize| {
-        let none = Range { offset: 0, size: 0 };
-        let range = list.get(at).copied().unwrap_or(none);
-        (range.offset, range.size)
-    };
-    match fault {
-        RangeError::None => refuse!(EINVAL, "a dma-buf needs a range: nr_ranges is 0"),
-        RangeError::Empty(at) => refuse!(EINVAL, "range {} has 0 bytes", at),
-        RangeError::Unaligned(at) => {
-            let (offset, len) = of(at);
-            refuse!(EINVAL, "range {} ({:#x}+{:#x}) is not whole pages", at, offset, len)
-        }
-        RangeError::Outside(at) => {
-            let (offset, len) = of(at);
-            refuse!(
-                EINVAL,
-                "range {} ({:#x}+{:#x}) reaches past the end of a buffer of {} bytes",
-                at,
-                offset,
-                len,
-                size
-            )
-        }
-        RangeError::Overlap(at, before) => refuse!(EINVAL, "ranges {} and {} overlap", before, at),
-    }
-}
-
 /// Writes all dma-bufs, for debugfs.
 pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let mut result = Ok(());
@@ -712,77 +574,4 @@ pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Format
         });
     }
     result
-}
-
-#[kunit_tests(p2pmem_dmabuf)]
-mod tests {
-    use super::*;
-
-    fn pages(offset: u64, count: u64) -> Range {
-        Range {
-            offset: offset * PAGE,
-            size: count * PAGE,
-        }
-    }
-
-    #[test]
-    fn what_is_wrong_with_a_list_is_put_into_words() {
-        let size = 4 * PAGE;
-        assert!(check(&[pages(1, 2)], size).is_ok_and(|sum| sum == 2 * PAGE));
-        let wrong: [(&[Range], &str); 5] = [
-            (&[], "a dma-buf needs a range: nr_ranges is 0"),
-            (&[pages(0, 1), pages(1, 0)], "range 1 has 0 bytes"),
-            (
-                &[Range { offset: 1, size: PAGE }],
-                "range 0 (0x1+0x1000) is not whole pages",
-            ),
-            (
-                &[pages(3, 2)],
-                "range 0 (0x3000+0x2000) reaches past the end of a buffer of 16384 bytes",
-            ),
-            (&[pages(0, 2), pages(3, 1), pages(1, 1)], "ranges 0 and 2 overlap"),
-        ];
-        for (list, said) in wrong {
-            let refusal = check(list, size).err();
-            assert!(refusal.is_some_and(|r| r.error == EINVAL && r.text().as_str() == said));
-        }
-    }
-
-    #[test]
-    fn ranges_of_addresses_end_where_addresses_do() {
-        let top = u64::MAX - PAGE + 1;
-        assert!(check_address(&[pages(1, 1)], 0).is_ok_and(|r| r == pages(1, 1)));
-        assert!(check_address(&[pages(1, 1)], 1).is_err_and(|r| r.error == EINVAL));
-        assert!(check_address(&[pages(1, 0)], 0).is_err_and(|r| r.text().as_str() == "range 0 has 0 bytes"));
-        let last = Range {
-            offset: top,
-            size: PAGE,
-        };
-        let refusal = check_address(&[last], 0).err();
-        assert!(refusal.is_some_and(|r| r.text().as_str() == "range 0 wraps around the address space"));
-    }
-
-    #[test]
-    fn neighbours_are_one_piece_and_there_is_a_most() -> Result {
-        let mut list = KVec::new();
-        for at in 0..4 {
-            assert!(append(&mut list, pages(at, 1)).is_ok());
-        }
-        assert_eq!(list.len(), 1);
-        assert!(list.last() == Some(&pages(0, 4)));
-        // Ranges in descending order are not joined.
-        list.clear();
-        let most = u64::from(consts::MAX_RANGES);
-        for at in 0..most {
-            assert!(append(&mut list, pages(2 * (most - at), 1)).is_ok());
-        }
-        assert_eq!(list.len() as u64, most);
-        let refusal = append(&mut list, pages(4 * most, 1)).err();
-        assert!(refusal.is_some_and(|r| r.error == E2BIG));
-        assert_eq!(list.len() as u64, most);
-        // A range that extends the last one fits into a full list.
-        assert!(append(&mut list, pages(3, 7)).is_ok());
-        assert!(list.last() == Some(&pages(2, 8)));
-        Ok(())
-    }
 }

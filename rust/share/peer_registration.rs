@@ -50,7 +50,7 @@ use crate::{
         walk, //
     },
     policy::ranges::Range,
-    share::dmabuf, //
+    share::access, //
 };
 use kernel::{
     fmt, new_mutex,
@@ -256,9 +256,9 @@ impl PeerRegistration {
         let (target, start) = buffer.target()?;
         if let Some(name) = &name {
             if !adapter.reaches(provider.function()) {
-                return Err(dmabuf::unreachable(provider, name, adapter.function()));
+                return Err(access::unreachable(provider, name, adapter.function()));
             }
-            dmabuf::allowed(buffer, adapter.function(), name)?;
+            access::allowed(buffer, adapter.function(), name)?;
             if !target.is_for_dma() {
                 return Err(refuse!(
                     unsupported,

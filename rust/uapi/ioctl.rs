@@ -28,11 +28,9 @@ use crate::{
     mem::buffer::Buffer,
     policy::ranges::Range,
     share::{
-        dmabuf::{
-            self,
-            Export, //
-        },
-        peer_client, //
+        dmabuf::Export,
+        peer_client,
+        range_list, //
     },
     uapi::{
         argument::{
@@ -393,10 +391,10 @@ impl File {
             self.mapped(&ranges)?
         } else {
             let buffer = self.buffer(arg.handle)?;
-            dmabuf::check(&ranges, buffer.size)?;
+            range_list::check(&ranges, buffer.size)?;
             let mut list = KVec::new();
             for &range in &ranges {
-                dmabuf::append(&mut list, range)?;
+                range_list::append(&mut list, range)?;
             }
             (buffer, list)
         };
@@ -418,7 +416,7 @@ impl File {
         let mut found: Option<Arc<Buffer>> = None;
         let mut list = KVec::new();
         for at in 0..ranges.len() {
-            let mut left = dmabuf::check_address(ranges, at)?;
+            let mut left = range_list::check_address(ranges, at)?;
             while left.size > 0 {
                 let Some(part) = self.orchestrator.space().mapped_at(left.offset, left.size) else {
                     // Not logged: the preload shim tries this for all memory that a program registers.
@@ -444,7 +442,7 @@ impl File {
                 }
                 let offset = part.offset - (buffer.page_offset << PAGE_SHIFT);
                 let size = part.size;
-                dmabuf::append(&mut list, Range { offset, size })?;
+                range_list::append(&mut list, Range { offset, size })?;
                 left.offset += size;
                 left.size -= size;
             }

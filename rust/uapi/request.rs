@@ -26,7 +26,7 @@ use crate::{
         placement::Named,
         ranges::Range, //
     },
-    share::dmabuf,
+    share::range_list,
     uapi::argument::{
         array,
         no_flags,
@@ -103,7 +103,7 @@ impl ClientNames {
 /// Reads an array of ranges. Errors: `E2BIG` (more than `MAX_RANGES`), `ENOMEM`, and those of [`read_sized`].
 pub(super) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
     if count > consts::MAX_RANGES {
-        return Err(dmabuf::too_many(count.into()));
+        return Err(range_list::too_many(count.into()));
     }
     let mut reader = ArrayReader::new(at, count, size)?;
     let mut list = KVec::with_capacity(count as usize, GFP_KERNEL_ACCOUNT)?;
