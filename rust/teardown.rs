@@ -173,7 +173,7 @@ impl Orchestrator {
     /// Context: as for [`Self::remove`].
     pub(crate) fn remove_before_reset(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
         if let Some(provider) = self.find(function) {
-            pr_notice!("{}: removing the provider: {}\n", provider.addr, why);
+            dev_notice!(provider.function().device(), "p2pmem: removing the provider: {}\n", why);
             self.remove(
                 function,
                 if answers {
@@ -205,15 +205,15 @@ impl Orchestrator {
     /// Errors: `EBUSY` if a provider did not end in time (the log names the holder of its memory), `ENOMEM`.
     pub(crate) fn before_sleep(self: &Arc<Self>) -> Result {
         while let Some(provider) = self.first() {
-            pr_notice!(
-                "{}: removing the provider: the machine is about to sleep\n",
-                provider.addr
+            dev_notice!(
+                provider.function().device(),
+                "p2pmem: removing the provider: the machine is about to sleep\n"
             );
             self.begin_retire(provider.function())?;
             if !provider.await_end_for(SUSPEND_TIMEOUT_MS) {
-                pr_warn!(
-                    "{}: keeps the machine from sleeping: {}\n",
-                    provider.addr,
+                dev_warn!(
+                    provider.function().device(),
+                    "p2pmem: keeps the machine from sleeping: {}\n",
                     provider.progress().as_str()
                 );
                 return Err(EBUSY);
@@ -251,9 +251,9 @@ impl Orchestrator {
         buffer.provider.counters.revoked.fetch_add(1, Relaxed);
         self.notify_revoked(buffer);
         if log::allowed() {
-            pr_info!(
-                "{}: revoked a buffer of {} bytes with {} mappings of {}\n",
-                buffer.provider.addr,
+            dev_info!(
+                buffer.provider.function().device(),
+                "p2pmem: revoked a buffer of {} bytes with {} mappings of {}\n",
                 buffer.size,
                 held.mappings,
                 buffer.owner
@@ -319,7 +319,11 @@ impl Removal {
         provider.ended();
         orchestrator.forget_paths();
         orchestrator.notify(consts::EVENT_PROVIDER_REMOVED, provider.id);
-        pr_info!("{}: provider removed, {} buffers revoked\n", provider.addr, revoked);
+        dev_info!(
+            provider.function().device(),
+            "p2pmem: provider removed, {} buffers revoked\n",
+            revoked
+        );
     }
 }
 
@@ -362,9 +366,9 @@ fn wait_pinned(provider: &Provider) -> MemoryList {
                 seconds
             )));
             if wait.should_log(seconds) {
-                pr_warn!(
-                    "{}: waiting for I/O on {} pages of {} since {} s\n",
-                    provider.addr,
+                dev_warn!(
+                    provider.function().device(),
+                    "p2pmem: waiting for I/O on {} pages of {} since {} s\n",
                     pages,
                     first.owner,
                     seconds

@@ -259,9 +259,9 @@ impl PinnedDrop for ProviderDir {
         // `rmdir` holds the inode lock of the parent directory. After `WAIT` the removal goes on without the directory.
         let begun = self.settings.lock().disable();
         match begun {
-            Ok(Some(provider)) if !provider.await_end_for(WAIT) => pr_notice!(
-                "{}: its directory is removed, and the provider is still being removed: {}\n",
-                provider.addr,
+            Ok(Some(provider)) if !provider.await_end_for(WAIT) => dev_notice!(
+                provider.function().device(),
+                "p2pmem: its directory is removed, and the provider is still being removed: {}\n",
                 provider.progress().as_str()
             ),
             Ok(_) => {}

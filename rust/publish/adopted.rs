@@ -39,7 +39,10 @@ impl Orchestrator {
         // One page suffices to look up the published range. How much of the range the driver uses itself shows when an
         // allocation fails: to probe for it would take memory from the driver.
         let Some(probe) = pool.take(PAGE) else {
-            pr_notice!("{}: its driver uses all memory that it published\n", function.address());
+            dev_notice!(
+                function.device(),
+                "p2pmem: its driver uses all memory that it published\n"
+            );
             return Ok(());
         };
         let (phys, len) = probe.published_range();
@@ -67,9 +70,9 @@ impl Orchestrator {
         };
         let provider = Provider::adopted(parts, pool, size)?;
         self.add(&provider).map_err(|refusal| refusal.error)?;
-        pr_info!(
-            "{}: adopted {} of the {} bytes that its driver published\n",
-            provider.addr,
+        dev_info!(
+            provider.function().device(),
+            "p2pmem: adopted {} of the {} bytes that its driver published\n",
             size,
             len
         );
@@ -90,7 +93,11 @@ impl Orchestrator {
     /// Adopts as [`Self::adopt`] does, and logs an error.
     pub(crate) fn try_adopt(&self, function: &Function) {
         if let Err(e) = self.adopt(function) {
-            pr_warn!("{}: cannot be adopted (errno {})\n", function.address(), -e.to_errno());
+            dev_warn!(
+                function.device(),
+                "p2pmem: cannot be adopted (errno {})\n",
+                -e.to_errno()
+            );
         }
     }
 }

@@ -283,9 +283,9 @@ impl Orchestrator {
         };
         let provider = Provider::own(parts, backing)?;
         self.add(&provider)?;
-        pr_info!(
-            "{}: published {} bytes of BAR {} at offset {}{}\n",
-            provider.addr,
+        dev_info!(
+            provider.function().device(),
+            "p2pmem: published {} bytes of BAR {} at offset {}{}\n",
             provider.size,
             bar,
             wanted.offset,

@@ -278,9 +278,9 @@ impl Export {
     fn name_holders(&self, waited: u64) {
         let state = self.state.lock();
         for importer in state.importers.values().filter(|i| i.mappings > 0) {
-            pr_warn!(
-                "{}: waiting for {} of {} to let go of dma-buf {} since {} s: {} mappings, {}\n",
-                self.buffer.provider.addr,
+            dev_warn!(
+                self.buffer.provider.function().device(),
+                "p2pmem: waiting for {} of {} to let go of dma-buf {} since {} s: {} mappings, {}\n",
                 importer.name,
                 importer.owner,
                 self.id,
@@ -421,9 +421,9 @@ impl Revocable for Export {
             }
             deadline.spend(ms);
             if ms == 0 {
-                pr_warn!(
-                    "{}: going on with fences of dma-buf {} of {} that are not signalled: nobody has it mapped\n",
-                    self.buffer.provider.addr,
+                dev_warn!(
+                    self.buffer.provider.function().device(),
+                    "p2pmem: going on with fences of dma-buf {} of {} that are not signalled: nobody has it mapped\n",
                     self.id,
                     self.owner
                 );

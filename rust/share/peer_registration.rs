@@ -343,9 +343,9 @@ impl Revocable for PeerRegistration {
         let mut wait = LoggedWait::new();
         while self.place.is_mapped() {
             if let Some(seconds) = wait.due() {
-                pr_warn!(
-                    "{}: waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s\n",
-                    self.buffer().provider.addr,
+                dev_warn!(
+                    self.buffer().provider.function().device(),
+                    "p2pmem: waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s\n",
                     self.owner,
                     self.asked.size,
                     self.asked.address,

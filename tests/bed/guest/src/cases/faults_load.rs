@@ -143,7 +143,7 @@ fn loading(bed: &mut Bed) -> Result<()> {
                     "nothing failed, and the drive's memory was not adopted"
                 );
                 if !adopted {
-                    let named = format!("{}: cannot be adopted", bed.device("nvme1")?.bdf);
+                    let named = format!("{}: p2pmem: cannot be adopted", bed.device("nvme1")?.bdf);
                     ensure!(
                         said.iter().any(|line| line.contains(&named)),
                         "not adopted, and not named: {said:#?}"

@@ -133,7 +133,10 @@ fn again(bed: &Bed) -> Result<()> {
 }
 
 fn reset(bed: &mut Bed) -> Result<()> {
-    let sysfs = bed.device("accel0")?.sysfs();
+    let device = bed.device("accel0")?;
+    // The kernel log's records of a device have a field that names the device.
+    let field = format!("DEVICE=+pci:{}", device.bdf);
+    let sysfs = device.sysfs();
     let methods = read(&sysfs.join("reset_method"))?;
     ensure!(methods == "flr bus", "the accelerator can be reset by {methods:?}");
     for method in methods.split(' ') {
@@ -142,7 +145,11 @@ fn reset(bed: &mut Bed) -> Result<()> {
         let owned = Owned::new(bed)?;
         let mut log = Log::new()?;
         write(&sysfs.join("reset"), "1")?;
-        log.wait(&["removing the provider", "the device is about to be reset"])?;
+        log.wait(&[
+            "p2pmem: removing the provider",
+            "the device is about to be reset",
+            &field,
+        ])?;
         owned.lost(bed)?;
         survivor.finish()?;
         pool_is_clear(bed)?;
