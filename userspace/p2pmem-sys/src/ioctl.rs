@@ -64,6 +64,11 @@ pub const fn ioc_nr(request: u32) -> u32 {
     request & 0xff
 }
 
+/// Whether the kernel reads the caller's structure of `request`, rather than only writing to it.
+pub const fn ioc_reads(request: u32) -> bool {
+    (request >> DIR_SHIFT) & arch::WRITE != 0
+}
+
 /// Ask what the module is and holds: [`p2pmem_info`].
 pub const P2PMEM_IOC_INFO: u32 = ioc::<p2pmem_info>(arch::READ, 0x00);
 /// List the providers: [`p2pmem_list`].
@@ -89,25 +94,26 @@ pub const P2PMEM_IOC_IMPORT: u32 = ioc::<p2pmem_import>(arch::READ | arch::WRITE
 /// Allocate over several providers: [`p2pmem_stripe`].
 pub const P2PMEM_IOC_STRIPE: u32 = ioc::<p2pmem_stripe>(arch::READ | arch::WRITE, 0x0b);
 
-// The row has no holes: a number given twice or skipped is a mistake.
+/// All ioctl numbers, in ascending order of [`ioc_nr`].
+pub const P2PMEM_IOCS: [u32; 12] = [
+    P2PMEM_IOC_INFO,
+    P2PMEM_IOC_LIST,
+    P2PMEM_IOC_PATHS,
+    P2PMEM_IOC_ALLOC,
+    P2PMEM_IOC_FREE,
+    P2PMEM_IOC_BUFFER,
+    P2PMEM_IOC_EXPLAIN,
+    P2PMEM_IOC_STATS,
+    P2PMEM_IOC_EXPORT_DMABUF,
+    P2PMEM_IOC_RULES,
+    P2PMEM_IOC_IMPORT,
+    P2PMEM_IOC_STRIPE,
+];
+
 const _: () = {
-    let all = [
-        P2PMEM_IOC_INFO,
-        P2PMEM_IOC_LIST,
-        P2PMEM_IOC_PATHS,
-        P2PMEM_IOC_ALLOC,
-        P2PMEM_IOC_FREE,
-        P2PMEM_IOC_BUFFER,
-        P2PMEM_IOC_EXPLAIN,
-        P2PMEM_IOC_STATS,
-        P2PMEM_IOC_EXPORT_DMABUF,
-        P2PMEM_IOC_RULES,
-        P2PMEM_IOC_IMPORT,
-        P2PMEM_IOC_STRIPE,
-    ];
     let mut i = 0;
-    while i < all.len() {
-        assert!(ioc_nr(all[i]) as usize == i, "ioctl numbers are not contiguous");
+    while i < P2PMEM_IOCS.len() {
+        assert!(ioc_nr(P2PMEM_IOCS[i]) as usize == i, "ioctl numbers are not contiguous");
         i += 1;
     }
 };

@@ -297,3 +297,15 @@ fn layout_is_that_of_32_bit_programs_too() {
     };
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
+
+#[test]
+fn the_list_of_ioctls_has_all_of_the_header() {
+    let text = std::fs::read_to_string(header()).expect("the uapi header");
+    let defined = text
+        .lines()
+        .filter(|line| line.starts_with("#define P2PMEM_IOC_") && line.contains("_IO"));
+    assert_eq!(
+        defined.filter(|line| line.contains("(P2PMEM_IOC_MAGIC, ")).count(),
+        p2pmem_sys::P2PMEM_IOCS.len()
+    );
+}

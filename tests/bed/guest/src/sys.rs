@@ -58,6 +58,8 @@ impl<T> Memory<'_, T> {
 }
 
 thread_local! {
+    /// The ioctls that this thread has made in [`calls_in`]: a bit for each number.
+    static CALLED: Cell<u32> = const { Cell::new(0) };
     /// Whether this thread's calls go through the kernel's entry for 32-bit programs.
     static BY_32_BIT: Cell<bool> = const { Cell::new(false) };
 }
@@ -71,11 +73,21 @@ pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
     answer
 }
 
+/// Does `work`. Returns its answer and the ioctls that this thread made meanwhile: a bit for each number.
+pub fn calls_in<T>(work: impl FnOnce() -> T) -> (T, u32) {
+    let before = CALLED.replace(0);
+    let answer = work();
+    (answer, CALLED.replace(before))
+}
+
 fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
     assert!(
         abi::ioc_size(request) as usize <= size_of::<T>(),
         "the argument is smaller than the call says"
     );
+    if abi::P2PMEM_IOCS.contains(&request) {
+        CALLED.set(CALLED.get() | 1 << abi::ioc_nr(request));
+    }
     if BY_32_BIT.get() {
         // SAFETY: as below; the argument is copied to a place that is as large, and back.
         return unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) };

@@ -64,25 +64,10 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-const ROW: [u32; 12] = [
-    abi::P2PMEM_IOC_INFO,
-    abi::P2PMEM_IOC_LIST,
-    abi::P2PMEM_IOC_PATHS,
-    abi::P2PMEM_IOC_ALLOC,
-    abi::P2PMEM_IOC_FREE,
-    abi::P2PMEM_IOC_BUFFER,
-    abi::P2PMEM_IOC_EXPLAIN,
-    abi::P2PMEM_IOC_STATS,
-    abi::P2PMEM_IOC_EXPORT_DMABUF,
-    abi::P2PMEM_IOC_RULES,
-    abi::P2PMEM_IOC_IMPORT,
-    abi::P2PMEM_IOC_STRIPE,
-];
-
 fn calls(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
-    for request in ROW {
+    for request in abi::P2PMEM_IOCS {
         for (bad, address) in BAD_POINTERS.iter().enumerate() {
             expect(
                 &format!("call {request:#x} at {address:#x}"),
@@ -93,7 +78,7 @@ fn calls(_: &mut Bed) -> Result<()> {
         let mut any = [0u64; 32];
         // Another number, another magic, another direction.
         for other in [request + 0x40, request ^ 0x100, request ^ (3 << 30)] {
-            if !ROW.contains(&other) && abi::ioc_size(other) <= 256 {
+            if !abi::P2PMEM_IOCS.contains(&other) && abi::ioc_size(other) <= 256 {
                 expect(
                     &format!("call {other:#x}"),
                     sys::plain(fd, other, &mut any),

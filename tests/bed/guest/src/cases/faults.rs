@@ -7,6 +7,7 @@ use std::fs::OpenOptions;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
@@ -131,6 +132,9 @@ fn sweep_after<S, T>(
     sweep_checked(1..MANY, what, others, prepare, thing, |_, _| Ok(()))
 }
 
+/// The ioctls of all sweeps: a bit for each number.
+static SWEPT: AtomicU32 = AtomicU32::new(0);
+
 /// What came of a sweep.
 pub(super) struct Swept {
     /// How many allocations failed, each of them once.
@@ -155,7 +159,8 @@ pub(super) fn sweep_checked<S, T>(
         let prepared = prepare().with_context(|| format!("before {what}, {n}"))?;
         let mut nth = OpenOptions::new().read(true).write(true).open(path).context(path)?;
         nth.write_all(n.to_string().as_bytes()).context(path)?;
-        let answer = thing(prepared);
+        let (answer, calls) = sys::calls_in(|| thing(prepared));
+        SWEPT.fetch_or(calls, Relaxed);
         let mut left = String::new();
         nth.read_to_string(&mut left).context(path)?;
         nth.write_all(b"0").context(path)?;
@@ -303,6 +308,7 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
     arm()?;
+    SWEPT.store(0, Relaxed);
     let must = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
     each("LIST", &[], || {
         let mut rows = vec![abi::p2pmem_provider::default(); 16];
@@ -413,6 +419,19 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     })?;
     drop(dma_buf);
     free(fd, first.handle).map_err(errno)?;
+    // The cases `allocation-failures` and `allocation-failures-admin` make these calls fail.
+    let elsewhere = [
+        abi::P2PMEM_IOC_BUFFER,
+        abi::P2PMEM_IOC_EXPORT_DMABUF,
+        abi::P2PMEM_IOC_RULES,
+    ];
+    for call in abi::P2PMEM_IOCS {
+        ensure!(
+            SWEPT.load(Relaxed) & (1 << abi::ioc_nr(call)) != 0 || elsewhere.contains(&call),
+            "ioctl {:#04x}: no case lets its allocations fail",
+            abi::ioc_nr(call)
+        );
+    }
     bed.unpublish("accel1")
 }
 

@@ -128,21 +128,9 @@ fn sizes(bed: &mut Bed) -> Result<()> {
     let answer = sys::alloc_clients(fd, &mut request(4096), &[longer[0], 1], 16);
     expect("a client with unknown content", answer, libc::E2BIG)?;
     // Every call that reads its structure: what the module does not know of it has to be zero, and something has to be there.
-    let calls = [
-        ("LIST", abi::P2PMEM_IOC_LIST),
-        ("PATHS", abi::P2PMEM_IOC_PATHS),
-        ("ALLOC", abi::P2PMEM_IOC_ALLOC),
-        ("FREE", abi::P2PMEM_IOC_FREE),
-        ("BUFFER", abi::P2PMEM_IOC_BUFFER),
-        ("EXPLAIN", abi::P2PMEM_IOC_EXPLAIN),
-        ("STATS", abi::P2PMEM_IOC_STATS),
-        ("EXPORT_DMABUF", abi::P2PMEM_IOC_EXPORT_DMABUF),
-        ("RULES", abi::P2PMEM_IOC_RULES),
-        ("IMPORT", abi::P2PMEM_IOC_IMPORT),
-        ("STRIPE", abi::P2PMEM_IOC_STRIPE),
-    ];
-    for (name, call) in calls {
-        ensure!((call >> 16) & 0x3fff <= 248, "{name} is longer than what is tried here");
+    for call in abi::P2PMEM_IOCS.into_iter().filter(|&call| abi::ioc_reads(call)) {
+        let name = format!("ioctl {:#04x}", abi::ioc_nr(call));
+        ensure!(abi::ioc_size(call) <= 248, "{name} is longer than what is tried here");
         let mut ask = [0u64; 32];
         ask[31] = 1 << 63;
         let answer = sys::sized(fd, call, 256, &mut ask);
