@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Bytes of payload by the bridge they crossed: which way a transfer takes follows from where its two ends are in the
-//! topology.
+//! Counts payload bytes for each bridge that they cross. The topology determines the path of a transfer between two
+//! ends.
 //!
-//! The way is that of a machine whose switches route peer traffic by address, as they do unless access control services
-//! redirect it: up from one end to the first bus that is above the other end as well, and down from there. Where that bus
-//! is no switch's, the way leads through the root complex. The emulator itself copies bytes and models no link, so this
-//! is what a transfer between these two ends costs, not a second measurement of which ends it had.
+//! The path is that of a machine whose switches route peer traffic by address, as switches do unless access control
+//! services (ACS) redirect the traffic: up from one end to the lowest bus that is also above the other end, and down
+//! from there. If that bus is not inside a switch, the path crosses the root complex. QEMU copies bytes and models no
+//! link, so these counts follow from the measured ends of each transfer. They are no second measurement.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,11 +15,11 @@ use serde_json::{Value, json};
 use crate::counters::{HOST, UNKNOWN};
 use crate::topology::{BridgeKind, ROOT, Topology};
 
-/// Name among a node's devices under which a snapshot has what bridges carried.
+/// The key of the bridges' counts among a node's devices in a snapshot.
 pub const BRIDGES: &str = "bridges";
-/// Name of the target that an adapter counts bytes under for which it asked the emulator.
+/// The target under which an adapter counts bytes that QEMU moved for it (by messages, without a mapping).
 const MESSAGE: &str = "message";
-/// Name of the target of bytes in a mapping that is no device's by name.
+/// The target of bytes in a mapping that belongs to no device with a name.
 const MAPPED: &str = "mapped";
 
 /// The bridges between two ends of a transfer.
@@ -27,18 +27,18 @@ const MAPPED: &str = "mapped";
 pub struct Crossed {
     /// Root ports, switches' upstream ports (by the switch's name), their downstream ports (`sw0-port0`) and host bridges.
     pub bridges: BTreeSet<String>,
-    /// Whether the way leads through a root complex: between root ports, or to host memory.
+    /// Whether the path crosses a root complex: the ends are below different root ports, or one end is host memory.
     pub root_complex: bool,
 }
 
-/// The bridges above a device, the nearest first. The last one is a host bridge.
+/// Returns the bridges above a device, the nearest first. The last one is a host bridge.
 fn chain(topology: &Topology, device: &str) -> Option<Vec<String>> {
     let mut chain = Vec::new();
     let mut child = device.to_owned();
     let mut parent = topology.device(device)?.parent().to_owned();
     loop {
         let Some(bridge) = topology.bridge(&parent) else {
-            // Every other parent was checked when the file was read.
+            // The check of the topology file found every other parent.
             chain.push(ROOT.to_owned());
             return Some(chain);
         };
@@ -59,8 +59,8 @@ fn chain(topology: &Topology, device: &str) -> Option<Vec<String>> {
     }
 }
 
-/// The bridges between a device and what its transfers reach: another device, [`HOST`], or itself. None if either is no
-/// device of the topology.
+/// Returns the bridges between a device and the target of its transfers: another device, [`HOST`], or the device
+/// itself. Returns `None` if either is not a device of the topology.
 pub fn crossed(topology: &Topology, initiator: &str, target: &str) -> Option<Crossed> {
     let up = chain(topology, initiator)?;
     if target == HOST {
@@ -76,7 +76,8 @@ pub fn crossed(topology: &Topology, initiator: &str, target: &str) -> Option<Cro
             root_complex: false,
         });
     }
-    // The lowest bridge above both: a switch, whose upstream port is not crossed, or a host bridge, which is; or none.
+    // The lowest bridge above both, if there is one: a switch, whose upstream port is not crossed, or a host bridge,
+    // which is.
     let meeting = up.iter().find(|bridge| down.contains(bridge));
     let is_switch = |name: &String| {
         let bridge = topology.bridge(name);
@@ -93,7 +94,7 @@ pub fn crossed(topology: &Topology, initiator: &str, target: &str) -> Option<Cro
     })
 }
 
-/// Payload by initiator and target, as far as a snapshot's devices have counted it.
+/// Returns the payload in bytes by initiator and target, for the devices of a snapshot that have counted any.
 fn payload(devices: &serde_json::Map<String, Value>) -> Vec<(String, String, u64)> {
     let mut all = Vec::new();
     let number = |value: &Value| value.as_u64().unwrap_or(0);
@@ -117,9 +118,9 @@ fn payload(devices: &serde_json::Map<String, Value>) -> Vec<(String, String, u64
     all
 }
 
-/// What bridges carried, of what the devices of a snapshot have counted: `{"kind": "bridges", "crossed": {"rp0": N, ..},
-/// "root_complex": N, "unknown": N}`. `unknown` is payload whose way cannot be told, because its target is not known:
-/// while that is not 0, no other number can be relied on.
+/// Returns the bytes that crossed each bridge, from the counts of a snapshot's devices: `{"kind": "bridges", "crossed":
+/// {"rp0": N, ..}, "root_complex": N, "unknown": N}`. `unknown` is payload to an unknown target, so its path is unknown
+/// too. If `unknown` is not 0, the other numbers are too small.
 pub fn count(topology: &Topology, devices: &serde_json::Map<String, Value>) -> Value {
     let mut by_bridge: BTreeMap<String, u64> = BTreeMap::from([(ROOT.to_owned(), 0)]);
     for bridge in &topology.bridge {
@@ -219,7 +220,7 @@ mod tests {
     fn ways() {
         let topology = tree();
         for (from, to, bridges, root_complex) in [
-            // The first port of the outer switch has the inner one.
+            // The inner switch is below the first port of the outer switch.
             ("drive", "near", &["sw0-port1", "sw0-port2"][..], false),
             ("deeper", "deep", &["sw1-port0", "sw1-port1"], false),
             ("deeper", "near", &["sw1-port1", "sw1", "sw0-port0", "sw0-port1"], false),

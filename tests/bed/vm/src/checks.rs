@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a debug kernel found wrong by itself: memory that was leaked, and whether lockdep still looks.
+//! The checks that a debug kernel makes by itself: leaked memory, and whether lockdep is still enabled.
 //!
-//! Everything else such a kernel finds is in its log, see [`crate::dmesg`].
+//! All other errors that such a kernel finds are in its log: see [`crate::dmesg`].
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use p2pmem_guest::in_time;
 use crate::command::{Command, Status};
 use crate::vm::Vm;
 
-/// Scans twice: an object is reported when it had no reference in two scans and its content did not change, and not
-/// before it is five seconds old at the second, for which the kernel has no other sign than the time.
+/// Scans twice. kmemleak reports an object that had no reference in two scans and did not change in between. At the
+/// second scan the object must be at least five seconds old; the kernel has no other sign of this than the time.
 const SCAN: &str = "
     set -e
     leaks=/sys/kernel/debug/kmemleak
@@ -26,21 +26,21 @@ const SCAN: &str = "
     # What was told once is not told again.
     echo clear >$leaks";
 
-/// How long that may take on a kernel that is not slow.
+/// The time limit of the checks, on a kernel that is not a slow one.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// Leaks that the kernel has without any help, by functions of their backtrace, all of which it has.
+/// Leaks of the kernel itself. Each entry lists functions; a leak matches if its backtrace has all of them.
 const KNOWN: &[&[&str]] = &[
-    // nvmet keeps the p2pdma device of each namespace in a radix tree of its controller. When it frees a controller it puts the
-    // devices, and leaves the tree's nodes (nvmet_release_p2p_ns_map()).
+    // nvmet keeps the p2pdma device of each namespace in a radix tree of its controller. When nvmet frees a controller,
+    // it puts the devices but does not free the nodes of the tree (`nvmet_release_p2p_ns_map()`).
     &["radix_tree_insert+", "[nvmet]"],
 ];
 
-/// Asks a guest's kernel. Without [`crate::kernel::Kernel::checks`] there is nothing to ask.
+/// Runs the checks in a guest and returns their findings. A kernel without [`crate::kernel::Kernel::checks`] has none.
 ///
 /// # Errors
 ///
-/// The guest is gone, its kernel has no such checks, or they take too long, which is an [`Overrun`].
+/// The guest has ended, its kernel has no such checks, or the checks exceed their time limit ([`Overrun`]).
 pub fn run(vm: &mut Vm) -> Result<Vec<String>> {
     if !vm.kernel().checks {
         return Ok(Vec::new());
@@ -60,7 +60,7 @@ pub fn run(vm: &mut Vm) -> Result<Vec<String>> {
     Ok(findings(&String::from_utf8_lossy(&outcome.stdout)))
 }
 
-/// What the output of [`SCAN`] tells.
+/// Returns the findings in the output of [`SCAN`].
 fn findings(said: &str) -> Vec<String> {
     let (lockdep, leaks) = said.split_once('\n').unwrap_or((said, ""));
     let mut findings = Vec::new();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Programs that others wrote, as data: what to run on which node, and what is expected to come of it.
+//! Tables of programs that other projects wrote: what to run on which node, and the expected result.
 //!
-//! A [`Table`] is a TOML file in `tests/suites/clients`. An entry with `each` stands for one client for every combination of the
-//! values of its variables, which its texts name in braces. Documentation/testbed/clients.md describes the format.
+//! A [`Table`] is a TOML file in `tests/suites/clients`. An entry with `each` stands for one client for every
+//! combination of the values of its variables; its texts name the variables in braces. Documentation/testbed/clients.md
+//! describes the format.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,12 +20,12 @@ use serde_json::Value;
 use crate::command::{Command, Outcome, Status};
 use crate::counters::UNKNOWN;
 
-/// Node of the client, or of a command that is alone.
+/// The node of the client, or of a command without a server.
 pub const CLIENT: &str = "a";
-/// Node of the server.
+/// The node of the server.
 pub const SERVER: &str = "b";
 
-/// Where the tables are, seen from this crate's sources.
+/// Returns the folder of the tables, relative to this crate's sources.
 pub fn tables() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../suites/clients")
 }
@@ -32,72 +33,73 @@ pub fn tables() -> PathBuf {
 /// The clients of a file.
 #[derive(Debug)]
 pub struct Table {
-    /// Name: that of the file, without `.toml`.
+    /// The name of the file, without `.toml`.
     pub name: String,
-    /// The topology they need.
+    /// The topology that the clients need.
     pub topology: String,
-    /// On which kernels they run.
+    /// The kernels on which the clients run.
     pub kernels: Kernels,
-    /// Shell script for every node, before the first of them.
+    /// A shell script that runs on every node before the first client.
     pub set_up: Option<String>,
     /// The clients, in the order of the file.
     pub clients: Vec<Client>,
 }
 
-/// On which kernels the clients of a table run.
+/// The kernels on which the clients of a table run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kernels {
     /// On the stock kernel and on the debug kernel.
     Both,
-    /// On the stock kernel alone, and why.
+    /// On the stock kernel only, with the reason.
     Stock(String),
-    /// On the debug kernel alone, and why.
+    /// On the debug kernel only, with the reason.
     Debug(String),
 }
 
 /// One client.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Client {
-    /// Its name, of its own among all of its table.
+    /// The name, unique in its table.
     pub name: String,
-    /// Shell command on [`SERVER`], and the port on which it listens.
+    /// The shell command on [`SERVER`], and the port on which it listens.
     pub server: Option<(String, Listen)>,
-    /// Shell command on [`CLIENT`].
+    /// The shell command on [`CLIENT`].
     pub client: String,
-    /// What is expected.
+    /// The expected result.
     pub expected: Expected,
-    /// How long it may take.
+    /// The time limit.
     pub limit: Duration,
-    /// Whether no other client should have the guests after it.
+    /// Whether the next client needs fresh guests.
     pub ruins: bool,
-    /// What the client prints when it loses a race of its own against its server: such a failure says nothing of p2pmem.
+    /// A pattern of the output of a client that lost a race against its own server. Such a failure says nothing about
+    /// p2pmem.
     pub race: Option<String>,
 }
 
-/// What is expected of a client.
+/// The expected result of a client.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Expected {
-    /// It ends with an exit code, has said something, and its counters are within bounds.
+    /// The client ends with an exit code, its output has certain texts, and the counters are within bounds.
     End {
         /// The client's exit code.
         exit: i32,
-        /// What its output has.
+        /// Texts that its output must have.
         says: Vec<String>,
-        /// Whether the server, too, has to end by itself and with success.
+        /// Whether the server must also end by itself, with success.
         server_ends: bool,
-        /// Conditions on what the devices counted meanwhile.
+        /// Conditions on the counters of the devices during the run.
         evidence: Vec<Condition>,
-        /// Why it is to fail, if it is.
+        /// The reason for a failure, if one is expected.
         why: Option<String>,
     },
-    /// It is not run.
+    /// The client does not run.
     Skip {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
 
-/// A bound on a counter: `b.nic0.payload.host_written < 64K`. `+` adds counters up.
+/// A bound on a counter: `b.nic0.payload.host_written < 64K`. `+` adds counters.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Condition {
     text: String,
@@ -118,23 +120,23 @@ enum Operator {
 /// A line of the report.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// The kernel it ran on: `stock` or `debug`.
+    /// The kernel: `stock` or `debug`.
     pub kernel: String,
-    /// The table it is of.
+    /// The name of the table.
     pub table: String,
-    /// The client.
+    /// The name of the client.
     pub client: String,
-    /// What was run.
+    /// The command.
     pub command: String,
-    /// What was expected.
+    /// The expected result.
     pub expected: String,
-    /// What came of it.
+    /// The result.
     pub got: String,
-    /// Whether that is what was expected; `None` where it was skipped.
+    /// Whether the result is the expected one; `None` if the client was skipped.
     pub ok: Option<bool>,
-    /// How long it took.
+    /// The duration in seconds.
     pub seconds: f64,
-    /// The conditions on counters, each with what was counted.
+    /// The conditions on counters, each with the counted value.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub evidence: Vec<String>,
 }
@@ -174,7 +176,7 @@ struct ClientText {
     race: Option<String>,
 }
 
-/// A TCP port as a number, a port of rdma_cm as `"rdma:7174"`.
+/// A TCP port as a number, or a port of rdma_cm as `"rdma:7174"`.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(untagged)]
 enum ListenText {
@@ -191,7 +193,7 @@ impl Table {
     ///
     /// # Errors
     ///
-    /// The file cannot be read, or what is wrong with which entry.
+    /// The file cannot be read, or an entry is wrong: the error names the entry and the reason.
     pub fn load(path: &Path) -> Result<Table> {
         let name = path.file_stem().context("a table without a name")?.to_string_lossy();
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
@@ -202,7 +204,7 @@ impl Table {
     ///
     /// # Errors
     ///
-    /// As [`Table::load`].
+    /// Those of [`Table::load`].
     pub fn parse(name: &str, text: &str) -> Result<Table> {
         let text: TableText = toml::from_str(text)?;
         let kernels = match (text.stock_only, text.debug_only) {
@@ -234,7 +236,7 @@ impl Table {
     }
 }
 
-/// One entry for each combination of an entry's variables, with their values in place.
+/// Returns one entry for each combination of the variables of an entry, with their values filled in.
 fn combinations(mut entry: ClientText) -> Vec<ClientText> {
     let Some((variable, values)) = entry.each.pop_first() else {
         return vec![entry];
@@ -299,15 +301,15 @@ impl Client {
         })
     }
 
-    /// What to run on [`CLIENT`].
+    /// Returns the command for [`CLIENT`].
     pub fn client_command(&self) -> Command {
         Command::new(["bash", "-c", self.client.as_str()]).limit(self.limit)
     }
 
-    /// What to run on [`SERVER`].
+    /// Returns the command for [`SERVER`].
     pub fn server_command(&self) -> Option<Command> {
         let (script, listen) = self.server.as_ref()?;
-        // The client's own limit counts from when this one listens.
+        // The client's time limit starts when the server listens.
         let limit = self.limit * 2;
         Some(
             Command::new(["bash", "-c", script.as_str()])
@@ -316,12 +318,12 @@ impl Client {
         )
     }
 
-    /// Whether the server has to end by itself.
+    /// Returns whether the server must end by itself.
     pub fn server_ends(&self) -> bool {
         matches!(self.expected, Expected::End { server_ends: true, .. })
     }
 
-    /// Whether the client failed since it lost a race of its own against its server.
+    /// Returns whether the client failed because it lost a race against its own server.
     pub fn has_lost_race(&self, client: Option<&Outcome>) -> bool {
         let lost = |pattern: &String| Regex::new(pattern).ok();
         let Some((pattern, client)) = self.race.as_ref().and_then(lost).zip(client) else {
@@ -330,7 +332,7 @@ impl Client {
         client.status != (Status::Exited { code: 0 }) && pattern.is_match(&output(client))
     }
 
-    /// The report where it could not be run, as the guests or the harness had an error.
+    /// Returns the report of a client that could not run because of an error of the guests or of the harness.
     pub fn not_run(&self, error: &str) -> Report {
         Report {
             got: format!("not run: {error}"),
@@ -339,7 +341,7 @@ impl Client {
         }
     }
 
-    /// Compares what came of it with what was expected. `counted` is what all devices counted meanwhile, see
+    /// Compares the outcomes with the expected result. `counted` has the counts of all devices during the run: see
     /// [`crate::cluster::Cluster::snapshot`].
     pub fn judge(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
         let mut wrong = Vec::new();
@@ -434,7 +436,7 @@ fn output(outcome: &Outcome) -> String {
     text(&outcome.stdout) + &text(&outcome.stderr)
 }
 
-/// The last lines of an output that are not empty, as one line.
+/// Returns the last lines of an output that are not empty, as one line.
 fn last_words(output: &str) -> String {
     let lines = output.lines().rev().map(str::trim).filter(|line| !line.is_empty());
     let mut last: Vec<&str> = lines.take(4).collect();
@@ -442,8 +444,8 @@ fn last_words(output: &str) -> String {
     last.join(" | ")
 }
 
-/// How much of a device's payload is at addresses of which nobody knows whose they are: a drive's own word for it, and for a NIC what
-/// is in no memory that its process has mapped, and went by message to whoever answers there.
+/// Returns the bytes of a device's payload whose target is unknown: a drive counts them by itself. For a NIC they are
+/// the bytes outside of all memory that its process has mapped, which QEMU moved by messages.
 fn unknown(counters: &Value) -> u64 {
     let payload = &counters["payload"];
     let names = [UNKNOWN, "message_read", "message_written"];
@@ -489,7 +491,7 @@ impl Condition {
                 bail!("no device")
             };
             let device = &counted[node][device];
-            // What a device process says is below `counters`, what the runner says of a drive is not.
+            // The counters of a device process are below `counters`; those that the runner counts for a drive are not.
             let mut value = device.get("counters").unwrap_or(device);
             let unknown = unknown(value);
             ensure!(
@@ -659,7 +661,7 @@ mod tests {
             assert!(bad.ok == Some(false) && bad.got != "pass", "{bad:?}");
         }
         let failed = Some(false);
-        // Nothing is said of a NIC, or of a drive, some of whose payload is nobody knows where.
+        // A condition has no value if the target of some of the device's payload is unknown, for a NIC and for a drive.
         let condition = |text: &str, device: Value| Condition::parse(text).unwrap().value(&json!({"b": {"x": device}}));
         let nic = |astray: u64| json!({"counters": {"payload": {"host_read": 0, "message_read": 0, "message_written": astray}}});
         let drive = |astray: u64| json!({"payload": {"unknown": astray}, "read": {"host": 0}});

@@ -2,8 +2,8 @@
 
 //! Several guests at once: the nodes of a layout, joined by a network and by their NICs.
 //!
-//! All boot at the same time. Commands run on one, on all, or as a server on one and its client on another; a thread for
-//! each guest waits for what its guest says.
+//! All nodes boot at the same time. A command runs on one node or on all nodes, or a server runs on one node and its
+//! client on another. One thread for each guest reads the guest's output.
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -21,29 +21,29 @@ use crate::qemu::Ends;
 use crate::topology::Layout;
 use crate::vm::{Options, Place, Vm, folder, sibling};
 
-/// How long a server may take to listen.
+/// The time limit for a server to listen.
 const LISTEN: Duration = Duration::from_secs(120);
-/// How long a server that need not end may take to end by itself after its client.
+/// The time after its client's end that a server gets to end by itself, if it need not do so.
 const SERVER_END: Duration = Duration::from_secs(20);
-/// The same after a client that failed, which few servers get to know.
+/// The same after a client that failed. Few servers notice such a failure.
 const SERVER_END_AFTER_FAILURE: Duration = Duration::from_secs(2);
-/// How long a server may take that has to end by itself.
+/// The time limit for a server that must end by itself.
 const SERVER_MUST_END: Duration = Duration::from_secs(60);
 
-/// Running guests. Those of a layout without nodes are one, whose name is empty.
+/// Running guests. A layout without nodes has one guest, whose name is empty.
 pub struct Cluster {
-    // Dropped first to last: the guests, with the last of them the process behind their devices, and the folder.
+    // Dropped in this order: the guests, then the device process (with the last guest), then the folder.
     nodes: Vec<(String, Vm)>,
     boot_time: Duration,
     _dir: tempfile::TempDir,
 }
 
-/// What came of a server and its client.
+/// The outcomes of a server and its client.
 #[derive(Debug)]
 pub struct Served {
     /// The server's outcome.
     pub server: Outcome,
-    /// The client's; `None` if the server ended or its time did before it listened.
+    /// The client's outcome; `None` if the server ended, or its time limit did, before it listened.
     pub client: Option<Outcome>,
 }
 
@@ -52,7 +52,7 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// As [`Vm::boot`], with the node's name.
+    /// Those of [`Vm::boot`], with the node's name.
     pub fn boot(layout: &Layout, options: &Options) -> Result<Cluster> {
         let start = Instant::now();
         let dir = folder()?;
@@ -103,31 +103,31 @@ impl Cluster {
         })
     }
 
-    /// From the start to all guests being ready for commands.
+    /// Returns the time from the start until all guests were ready for commands.
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
 
-    /// The nodes' names, in the order of the layout.
+    /// Returns the names of the nodes, in the order of the layout.
     pub fn names(&self) -> Vec<String> {
         self.nodes.iter().map(|(name, _)| name.clone()).collect()
     }
 
-    /// A node.
+    /// Returns the node `name`.
     ///
     /// # Errors
     ///
-    /// There is none of that name.
+    /// There is no node of this name.
     pub fn node(&mut self, name: &str) -> Result<&mut Vm> {
         let found = self.nodes.iter_mut().find(|(node, _)| node == name);
         Ok(&mut found.with_context(|| format!("there is no node {name:?}"))?.1)
     }
 
-    /// The only node, of a layout that has one.
+    /// Returns the only node of a layout with one node.
     ///
     /// # Errors
     ///
-    /// There are several.
+    /// There are several nodes.
     pub fn only(&mut self) -> Result<&mut Vm> {
         match self.nodes.as_mut_slice() {
             [(_, vm)] => Ok(vm),
@@ -135,16 +135,16 @@ impl Cluster {
         }
     }
 
-    /// Tells whether all guests can still run commands.
+    /// Returns whether all guests can still run commands.
     pub fn is_alive(&self) -> bool {
         self.nodes.iter().all(|(_, vm)| vm.is_alive())
     }
 
-    /// What their kernels found wrong by themselves, see [`checks::run`]; nothing with kernels that do not look.
+    /// Returns the findings of the nodes' debug kernels: see [`checks::run`]. Other kernels have no findings.
     ///
     /// # Errors
     ///
-    /// As [`checks::run`].
+    /// Those of [`checks::run`].
     pub fn check(&mut self) -> Result<Vec<String>> {
         let found = thread::scope(|scope| {
             let checks: Vec<_> = self
@@ -165,7 +165,7 @@ impl Cluster {
         Ok(found.concat())
     }
 
-    /// Process ids of everything it started.
+    /// Returns the process ids of all processes that the cluster started.
     pub fn process_ids(&self) -> Vec<u32> {
         let mut ids: Vec<u32> = self.nodes.iter().flat_map(|(_, vm)| vm.process_ids()).collect();
         ids.sort_unstable();
@@ -173,11 +173,11 @@ impl Cluster {
         ids
     }
 
-    /// Runs one command on a node.
+    /// Runs a command on one node.
     ///
     /// # Errors
     ///
-    /// As [`Vm::exec`], and [`Cluster::node`].
+    /// Those of [`Vm::exec`] and [`Cluster::node`].
     pub fn exec(&mut self, node: &str, command: &Command) -> Result<Outcome> {
         self.node(node)?.exec(command, &mut |_, _| {})
     }
@@ -186,7 +186,7 @@ impl Cluster {
     ///
     /// # Errors
     ///
-    /// As [`Vm::exec`].
+    /// Those of [`Vm::exec`].
     pub fn exec_all(&mut self, command: impl Fn(&str) -> Command + Sync) -> Result<BTreeMap<String, Outcome>> {
         let command = &command;
         thread::scope(|scope| {
@@ -204,23 +204,24 @@ impl Cluster {
         })
     }
 
-    /// Runs a server on a node, and its client on another as soon as the server listens on its port ([`Command::listen`]).
-    /// A server that does not listen in time is ended, and has [`Status::TimedOut`]. One that does not end by itself soon after
-    /// its client is ended, sooner if the client failed, and has [`Status::Stopped`].
+    /// Runs a server on one node, and its client on another node as soon as the server listens on its port
+    /// ([`Command::listen`]). A server that does not listen in time is killed and has [`Status::TimedOut`]. A server
+    /// that does not end by itself soon after its client is killed (sooner if the client failed) and has
+    /// [`Status::Stopped`].
     ///
     /// # Errors
     ///
-    /// As [`Vm::exec`]; both are one node, or one of them is none of these.
+    /// Those of [`Vm::exec`]; both nodes are the same, or one of them does not exist.
     pub fn serve(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
         self.serve_with(server, client, false)
     }
 
-    /// As [`Cluster::serve`], for a server that has to end by itself, whatever its client comes to. One that does not do so in
-    /// time has [`Status::TimedOut`].
+    /// As [`Cluster::serve`], for a server that must end by itself, whether its client succeeds or fails. A server that
+    /// does not end in time has [`Status::TimedOut`].
     ///
     /// # Errors
     ///
-    /// As [`Cluster::serve`].
+    /// Those of [`Cluster::serve`].
     pub fn serve_to_the_end(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
         self.serve_with(server, client, true)
     }
@@ -235,10 +236,10 @@ impl Cluster {
             let run = scope.spawn(move || {
                 let listening = send.clone();
                 let outcome = server_vm.exec_server(command, &mut |_, _| {}, &mut || {
-                    // An error means that nobody waits any more.
+                    // An error means that the receiver no longer waits.
                     let _ = listening.send(());
                 });
-                // What the client's side waits for after its end.
+                // The client's thread waits for this drop after its end.
                 drop((send, listening));
                 outcome
             });
@@ -285,11 +286,11 @@ impl Cluster {
         }
     }
 
-    /// Counters of all devices of all nodes now: node, device, and what [`Vm::snapshot`] tells.
+    /// Returns the present counters of all devices of all nodes: node, device, and the result of [`Vm::snapshot`].
     ///
     /// # Errors
     ///
-    /// As [`Vm::snapshot`].
+    /// Those of [`Vm::snapshot`].
     pub fn snapshot(&mut self) -> Result<Value> {
         let mut all = serde_json::Map::new();
         for (name, vm) in &mut self.nodes {
@@ -298,11 +299,11 @@ impl Cluster {
         Ok(Value::Object(all))
     }
 
-    /// Sets a property of a NIC's link: `"up"`, `"down"`, or as the device process takes it.
+    /// Sets a property of a NIC's link: `"up"`, `"down"`, or another setting of the device process.
     ///
     /// # Errors
     ///
-    /// There is no such NIC, or its process refuses.
+    /// The NIC does not exist, or its process refuses the setting.
     pub fn link(&mut self, node: &str, nic: &str, setting: Value) -> Result<()> {
         let request = Request::Control {
             name: nic.to_owned(),
@@ -311,20 +312,20 @@ impl Cluster {
         self.node(node)?.serve(&request).map(drop)
     }
 
-    /// As [`Cluster::power_off`], of guests that nobody waits for a second time.
+    /// As [`Cluster::power_off`], if the caller does not wait for the guests again.
     ///
     /// # Errors
     ///
-    /// As [`Cluster::power_off`].
+    /// Those of [`Cluster::power_off`].
     pub fn shut_down(mut self) -> Result<Vec<String>> {
         self.power_off()
     }
 
-    /// Powers all guests off, and returns the bad lines of their kernel logs that no command returned.
+    /// Powers all guests off. Returns the bad lines of their kernel logs that no command has returned.
     ///
     /// # Errors
     ///
-    /// A guest does not power off in time. It can be waited for again.
+    /// A guest does not power off in time. The call can be repeated.
     pub fn power_off(&mut self) -> Result<Vec<String>> {
         thread::scope(|scope| {
             let ends: Vec<_> = self
@@ -346,7 +347,7 @@ impl Cluster {
     }
 }
 
-/// A line, with the name of the node it is of where there are several.
+/// Prefixes a line with the name of its node, if the layout has several.
 fn of_node(name: &str, line: String) -> String {
     if name.is_empty() {
         line

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands for a guest, and what came of them.
+//! Commands for a guest, and their outcomes.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,14 +19,14 @@ pub struct Command {
     pub env: BTreeMap<String, String>,
     /// Working directory.
     pub cwd: String,
-    /// How long it may take.
+    /// The time limit.
     pub limit: Duration,
-    /// The port it listens on, of a server that others wait for.
+    /// The port that the command listens on, if other commands wait for it.
     pub listen: Option<Listen>,
 }
 
 impl Command {
-    /// A command in `/`, with ten minutes.
+    /// Makes a command in the working folder `/`, with a time limit of ten minutes.
     pub fn new<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> Command {
         let argv = argv.into_iter().map(Into::into).collect();
         Command {
@@ -38,21 +38,21 @@ impl Command {
         }
     }
 
-    /// With another limit.
+    /// Sets the time limit.
     #[must_use]
     pub fn limit(mut self, limit: Duration) -> Command {
         self.limit = limit;
         self
     }
 
-    /// As a server on a port.
+    /// Makes the command a server on a port.
     #[must_use]
     pub fn listen(mut self, listen: Listen) -> Command {
         self.listen = Some(listen);
         self
     }
 
-    /// With one more environment variable.
+    /// Adds an environment variable.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<String>) -> Command {
         self.env.insert(name.to_owned(), value.into());
@@ -64,53 +64,53 @@ impl Command {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "end", rename_all = "kebab-case")]
 pub enum Status {
-    /// By itself.
+    /// The command ended by itself.
     Exited {
-        /// Its exit code.
+        /// The exit code.
         code: i32,
     },
-    /// By a signal.
+    /// A signal ended the command.
     Signalled {
         /// The signal.
         signal: i32,
     },
-    /// It could not be started.
+    /// The command could not be started.
     NotStarted {
-        /// Why.
+        /// The reason.
         error: String,
     },
-    /// It ran out of time and was killed.
+    /// The command exceeded its time limit and was killed.
     TimedOut,
-    /// It was killed because nobody needed it any more.
+    /// The command was killed because it was no longer needed.
     Stopped,
     /// The kernel panicked.
     Panicked {
-        /// The panic's line.
+        /// The line of the kernel log that reports the panic.
         line: String,
     },
-    /// The guest ended without a panic.
+    /// The guest ended without a panic of its kernel.
     Died {
-        /// What is known of it.
+        /// The reason, as far as known.
         why: String,
     },
 }
 
-/// What came of a command.
+/// The outcome of a command.
 #[derive(Debug, Clone, Serialize)]
 pub struct Outcome {
-    /// How it ended.
+    /// How the command ended.
     pub status: Status,
-    /// What it wrote to standard output.
+    /// Its standard output.
     #[serde(serialize_with = "as_text")]
     pub stdout: Vec<u8>,
-    /// What it wrote to standard error.
+    /// Its standard error.
     #[serde(serialize_with = "as_text")]
     pub stderr: Vec<u8>,
-    /// The kernel log since the command before.
+    /// The records of the kernel log since the previous command.
     pub dmesg: Vec<Record>,
-    /// Lines of it that a kernel in order does not say.
+    /// The bad lines among these records.
     pub findings: Vec<String>,
-    /// How long it took.
+    /// The duration in seconds.
     pub seconds: f64,
 }
 
@@ -119,13 +119,13 @@ fn as_text<S: serde::Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error>
 }
 
 impl Outcome {
-    /// Tells whether the command succeeded and the kernel had nothing to say against it.
+    /// Returns whether the command succeeded without bad lines in the kernel log.
     pub fn is_clean(&self) -> bool {
         self.status == Status::Exited { code: 0 } && self.findings.is_empty()
     }
 }
 
-/// Which stream output belongs to.
+/// The stream of a piece of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stream {
     /// Standard output.

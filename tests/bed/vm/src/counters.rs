@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Bytes each drive moved, by where its payload was: host memory or the memory of one of the topology's devices.
+//! Bytes that each drive moved, by the place of the payload: host memory, or the memory of one of the topology's
+//! devices.
 
 use std::collections::BTreeMap;
 
@@ -10,10 +11,10 @@ use serde_json::Value;
 use crate::qmp::Function;
 use crate::trace::{self, Direction, Event};
 
-/// Name of host memory among the targets.
+/// The name of host memory among the targets.
 pub const HOST: &str = "host";
-/// Name of addresses that are neither host memory nor a BAR of the topology's devices, and of IOVAs whose translation is
-/// not known. Nothing should ever be there: while it is not 0, nothing can be said of the other targets.
+/// The target of addresses that are neither host memory nor a BAR of the topology's devices, and of IOVAs without a
+/// known translation. Expected to stay 0: any other value may belong to any of the other targets.
 pub const UNKNOWN: &str = "unknown";
 
 /// Bytes by target.
@@ -22,20 +23,20 @@ pub type Bytes = BTreeMap<String, u64>;
 /// Counters of one drive since the boot.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Nvme {
-    /// Payload in both directions, by target.
+    /// Payload in bytes in both directions, by target.
     pub payload: Bytes,
-    /// Payload from the drive into the target.
+    /// Payload in bytes from the drive into the target.
     pub read: Bytes,
-    /// Payload from the target to the drive.
+    /// Payload in bytes from the target to the drive.
     pub write: Bytes,
-    /// Read and write commands.
+    /// The number of read and write commands.
     pub commands: u64,
-    /// Commands that failed; their payload is counted though it may not have moved.
+    /// The number of commands that failed. Their payload is counted although it may not have moved.
     pub failed: u64,
 }
 
-/// What was counted between two snapshots: the same tree, each number the difference. Numbers that are new are as they are,
-/// and what is no number is that of the later one.
+/// Returns the difference between two snapshots: a tree of the same form. A number that is missing in `before` stays as
+/// it is; a value that is no number is the one of `after`.
 pub fn difference(before: &Value, after: &Value) -> Value {
     match (before, after) {
         (Value::Object(before), Value::Object(after)) => {
@@ -60,33 +61,33 @@ pub fn difference(before: &Value, after: &Value) -> Value {
     }
 }
 
-/// First bus address above the memory that q35 places below 4 GiB.
+/// The first bus address above the memory that q35 places below 4 GiB.
 const Q35_LOW_MAX: u64 = 0xb000_0000;
-/// Where q35 splits larger memories.
+/// The bytes that q35 places below 4 GiB if the memory is larger.
 const Q35_SPLIT: u64 = 0x8000_0000;
-/// Where memory goes on above the hole for devices.
+/// The address at which memory continues above the hole for devices.
 const HIGH: u64 = 1 << 32;
 
-/// Sorts payload by target.
+/// Assigns payload to targets.
 #[derive(Debug)]
 pub struct Classifier {
     /// Host memory as half-open ranges.
     ram: Vec<(u64, u64)>,
-    /// BARs as (first address, end, device), those seen last first.
+    /// BARs as (first address, end, device). Newer entries come first.
     bars: Vec<(u64, u64, String)>,
-    /// Drives by namespace number.
+    /// Names of the drives by namespace number.
     drives: BTreeMap<u32, String>,
     counters: BTreeMap<String, Nvme>,
     other: u64,
-    /// Whether payload is at IOVAs.
+    /// Whether the addresses of payload are IOVAs.
     translated: bool,
-    /// Namespace numbers by the requester ID of their drive.
+    /// Namespace numbers by the requester ID of the drive.
     functions: BTreeMap<u16, u32>,
-    /// Payload that was announced and not translated yet.
+    /// Payload that was announced and is not translated yet.
     pending: Vec<Piece>,
 }
 
-/// A piece of payload at an IOVA.
+/// A part of the payload, at one IOVA.
 #[derive(Debug, Clone, Copy)]
 struct Piece {
     nsid: u32,
@@ -107,7 +108,7 @@ impl Nvme {
 }
 
 impl Classifier {
-    /// For a q35 machine with that much memory and these drives.
+    /// Makes a classifier for a q35 machine with `memory` bytes and these drives.
     pub fn new(memory: u64, drives: BTreeMap<u32, String>) -> Classifier {
         let low = if memory >= Q35_LOW_MAX { Q35_SPLIT } else { memory };
         let counters = drives.values().map(|name| (name.clone(), Nvme::default())).collect();
@@ -123,8 +124,8 @@ impl Classifier {
         }
     }
 
-    /// The same, of a machine with a translating IOMMU: payload is at IOVAs, and is `unknown` until the IOMMU has
-    /// translated them.
+    /// Sets that the machine has a translating IOMMU: the addresses of payload are IOVAs, and the payload is `unknown`
+    /// until the IOMMU has translated them.
     pub fn translated(self) -> Classifier {
         Classifier {
             translated: true,
@@ -132,11 +133,11 @@ impl Classifier {
         }
     }
 
-    /// Learns where the devices' BARs are now. Former places stay known, behind the new ones.
+    /// Records the present addresses of the devices' BARs. Former addresses stay known, after the new ones.
     pub fn learn(&mut self, functions: &[Function], is_ours: impl Fn(&str) -> bool) {
         for function in functions.iter().filter(|f| is_ours(&f.id)) {
             let drive = self.drives.iter().find(|(_, name)| **name == function.id);
-            // The domain in front is 0 in each machine that the runner starts.
+            // In each machine that the runner starts, the domain is 0.
             let requester = function.bdf.strip_prefix("0000:").and_then(trace::requester);
             if let (Some((nsid, _)), Some(requester)) = (drive, requester) {
                 self.functions.retain(|_, known| *known != *nsid);
@@ -229,7 +230,7 @@ impl Classifier {
         }
     }
 
-    /// Counts as `unknown` the pieces that were never translated: an IOVA that is used again has a new translation.
+    /// Counts parts that were never translated as `unknown`. An IOVA that is used again has a new translation.
     fn give_up(&mut self, which: impl Fn(&Piece) -> bool) {
         let (gone, pending): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending).into_iter().partition(which);
         self.pending = pending;
@@ -240,8 +241,8 @@ impl Classifier {
         }
     }
 
-    /// Counts the pieces of a function that are in a page, by where the page is. The first translation after a piece was
-    /// announced is that of its transfer.
+    /// Counts the parts of a function's payload in one page, by the address of the page. The first translation after a
+    /// part was announced belongs to its transfer.
     fn resolve(&mut self, function: u16, iova: u64, address: u64, length: u64) {
         let Some(nsid) = self.functions.get(&function).copied() else {
             return;
@@ -261,7 +262,7 @@ impl Classifier {
         }
     }
 
-    /// Counters of all drives by name. What is not translated yet is `unknown`.
+    /// Returns the counters of all drives by name. Payload that is not translated yet is `unknown`.
     pub fn counters(&self) -> BTreeMap<String, Nvme> {
         let mut counters = self.counters.clone();
         for piece in &self.pending {
@@ -273,7 +274,7 @@ impl Classifier {
         counters
     }
 
-    /// Bytes of identify data, log pages and the like, of all drives.
+    /// Returns the bytes of identify data, log pages and other data that is no payload, of all drives.
     pub fn other(&self) -> u64 {
         self.other
     }
@@ -360,20 +361,20 @@ mod tests {
             length: 4096,
         };
         let read = |classifier: &Classifier| classifier.counters()["nvme0"].read.clone();
-        // An IOVA that looks like host memory is none of it.
+        // An IOVA that looks like an address of host memory is not host memory.
         classifier.count(payload(0x1800, 0x1000));
         assert_eq!(read(&classifier), Bytes::from([("unknown".into(), 0x1000)]));
-        // Another function's translation says nothing.
+        // The translation for another function does not count.
         classifier.count(page(0x0300, 0x1000, 0x5000));
         assert_eq!(read(&classifier), Bytes::from([("unknown".into(), 0x1000)]));
         classifier.count(page(0x0200, 0x2000, 0x3_8000_0000));
         classifier.count(page(0x0200, 0x1000, 0x5000));
         let moved = Bytes::from([("accel0".into(), 0x800), ("host".into(), 0x800)]);
         assert_eq!(read(&classifier), moved);
-        // Each transfer is counted by its own translation, and once.
+        // Each transfer is counted once, by its own translation.
         classifier.count(page(0x0200, 0x1000, 0x3_8000_0000));
         assert_eq!(read(&classifier), moved);
-        // A piece that was never translated stays unknown when its IOVA is used again.
+        // A part that was never translated stays unknown when its IOVA is used again.
         classifier.count(payload(0x9000, 0x1000));
         classifier.count(payload(0x9000, 0x1000));
         classifier.count(page(0x0200, 0x9000, 0x6000));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The kernel log: its records, and the search for what a kernel in order does not say.
+//! The kernel log: its records, and the search for bad lines.
 
 use std::sync::LazyLock;
 
@@ -19,7 +19,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// Reads a record as `/dev/kmsg` gives it; what is not of that form is kept as text.
+    /// Parses a record of `/dev/kmsg`. Input of another form becomes the text of a record.
     pub fn parse(bytes: &[u8]) -> Record {
         let whole = String::from_utf8_lossy(bytes);
         let first = whole.lines().next().unwrap_or("");
@@ -43,7 +43,7 @@ impl Record {
     }
 }
 
-/// What must not stand in the log of a kernel in order.
+/// Patterns of bad lines: a kernel without errors does not log them.
 const BAD: &[&str] = &[
     r"\bWARNING\b",
     r"\bBUG\b",
@@ -68,12 +68,12 @@ const BAD: &[&str] = &[
     r"something it started still runs",
 ];
 
-/// Lines that look bad and are known not to be.
+/// Patterns of lines that match [`BAD`] and are no error.
 const FINE: &[&str] = &[
-    // Said because the runner turns mitigations off to save emulated instructions.
+    // The runner turns mitigations off to save emulated instructions.
     r"Unprivileged eBPF is enabled",
     r"Spectre V2 : .*mitigations? .*off",
-    // What is said of DMA-API's checks where there are some, and nothing that they found.
+    // Messages about the checks of DMA-API themselves, not about an error that they found.
     r"DMA-API: (preallocated \d+ debug entries|debugging enabled by kernel config)$",
 ];
 
@@ -81,17 +81,17 @@ static BAD_SET: LazyLock<RegexSet> = LazyLock::new(|| RegexSet::new(BAD).expect(
 static FINE_SET: LazyLock<RegexSet> = LazyLock::new(|| RegexSet::new(FINE).expect("the patterns are constants"));
 static PANIC: LazyLock<Regex> = LazyLock::new(|| Regex::new(r"Kernel panic - not syncing").expect("constant"));
 
-/// Tells whether a line is one that a kernel in order does not say.
+/// Returns whether a line is bad.
 pub fn is_bad(line: &str) -> bool {
     BAD_SET.is_match(line) && !FINE_SET.is_match(line)
 }
 
-/// Tells whether a line announces the end of the kernel.
+/// Returns whether a line reports a kernel panic.
 pub fn is_panic(line: &str) -> bool {
     PANIC.is_match(line)
 }
 
-/// The bad lines among records, as text with time.
+/// Returns the bad lines among records, as text with the time.
 pub fn findings(records: &[Record]) -> Vec<String> {
     let seconds = |us: u64| format!("[{:5}.{:06}]", us / 1_000_000, us % 1_000_000);
     records

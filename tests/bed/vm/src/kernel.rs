@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The kernel to boot: the stock kernel, which is the uncompressed ELF image inside Debian's `vmlinuz`, or the debug kernel.
+//! The kernel to boot: the stock kernel, an uncompressed ELF image inside Debian's `vmlinuz`, or the debug kernel.
 //!
-//! QEMU enters an ELF kernel directly (PVH), which saves the time the emulated processor needs to decompress it, about a
-//! second. The image is not changed: it is what the kernel's own decompressor would put into memory.
+//! QEMU enters an ELF kernel directly (PVH). This saves about one second, in which the emulated processor would
+//! decompress the image. The image is the one that the kernel's own decompressor would put into memory.
 
 use std::env;
 use std::fs;
@@ -12,35 +12,35 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 
-/// The environment variable that names the debug kernel's folder, as `tools/debug-kernel path` prints it.
+/// The environment variable with the folder of the debug kernel, as `tools/debug-kernel path` prints it.
 pub const DEBUG_KERNEL: &str = "P2PMEM_DEBUG_KERNEL";
-/// How many times as long as on the stock kernel anything may take on the debug kernel.
+/// The factor for all time limits on the debug kernel.
 const DEBUG_PATIENCE: u32 = 4;
 
-/// A kernel, and what differs with it.
+/// A kernel, and the settings that depend on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Kernel {
     /// The ELF image.
     pub image: PathBuf,
-    /// The folder for `/lib/modules`, where that is not the sandbox's own.
+    /// The folder for `/lib/modules`, if it is not the sandbox's own.
     pub modules: Option<PathBuf>,
-    /// By how much limits of time are longer.
+    /// The factor for all time limits.
     pub patience: u32,
-    /// Whether it looks for leaks and wrong locking by itself ([`crate::checks`]).
+    /// Whether the kernel looks for leaks and wrong locking by itself ([`crate::checks`]).
     pub checks: bool,
 }
 
 impl Kernel {
-    /// The kernel that the sandbox was made for.
+    /// Returns the kernel that the sandbox was made for.
     ///
     /// # Errors
     ///
-    /// As [`release`] and [`vmlinux`].
+    /// Those of [`release`] and [`vmlinux`].
     pub fn stock() -> Result<Kernel> {
         Ok(Kernel::image(vmlinux(&release()?)?))
     }
 
-    /// A kernel of which no more is known than its image; modules are the sandbox's.
+    /// Returns a kernel from its image alone. Its modules are the sandbox's.
     pub fn image(image: PathBuf) -> Kernel {
         Kernel {
             image,
@@ -50,11 +50,11 @@ impl Kernel {
         }
     }
 
-    /// The debug kernel that [`DEBUG_KERNEL`] names; `None` without that variable, or if it says `none`.
+    /// Returns the debug kernel that [`DEBUG_KERNEL`] names, or `None` if the variable is not set or is `none`.
     ///
     /// # Errors
     ///
-    /// There is none at that place.
+    /// The folder has no debug kernel.
     pub fn debug() -> Result<Option<Kernel>> {
         let Some(folder) = env::var_os(DEBUG_KERNEL).filter(|folder| !folder.is_empty() && folder != "none") else {
             return Ok(None);
@@ -74,11 +74,11 @@ impl Kernel {
         }))
     }
 
-    /// The stock kernel with modules of its own in the folder `modules` of `folder`, as `tools/peer-kernel` makes it.
+    /// Returns the stock kernel with the modules in the folder `modules` of `folder`, as `tools/peer-kernel` makes it.
     ///
     /// # Errors
     ///
-    /// As [`Kernel::stock`], or there is no such folder.
+    /// Those of [`Kernel::stock`]; the folder does not exist.
     pub fn with_modules(folder: &Path) -> Result<Kernel> {
         let modules = folder.join("modules");
         ensure!(modules.is_dir(), "there are no modules at {}", modules.display());
@@ -88,11 +88,12 @@ impl Kernel {
         })
     }
 
-    /// The kernel of a name: `stock`, `debug`, the path of an image, or of a folder of modules for the stock kernel.
+    /// Returns the kernel for a name: `stock`, `debug`, the path of an image, or the path of a folder of modules for
+    /// the stock kernel.
     ///
     /// # Errors
     ///
-    /// As [`Kernel::stock`], [`Kernel::debug`], which has to be set, and [`Kernel::with_modules`].
+    /// Those of [`Kernel::stock`], [`Kernel::debug`] and [`Kernel::with_modules`]; `debug` without [`DEBUG_KERNEL`].
     pub fn named(name: &str) -> Result<Kernel> {
         match name {
             "stock" => Kernel::stock(),
@@ -105,18 +106,19 @@ impl Kernel {
     }
 }
 
-/// Release of the kernel that the sandbox was made for.
+/// Returns the release of the kernel that the sandbox was made for.
 ///
 /// # Errors
 ///
-/// `/etc/p2pmem-kernel` is missing: this is not the sandbox.
+/// `/etc/p2pmem-kernel` is missing: the program does not run in the sandbox.
 pub fn release() -> Result<String> {
     let file = "/etc/p2pmem-kernel";
     let text = fs::read_to_string(file).with_context(|| format!("{file}: run this in the sandbox"))?;
     Ok(text.trim().to_owned())
 }
 
-/// The uncompressed image of a kernel in `/boot`, made in `/build` where it is missing or older than the kernel.
+/// Returns the uncompressed image of a kernel in `/boot`. Makes it in `/build` if it is missing there or older than the
+/// kernel.
 ///
 /// # Errors
 ///
@@ -136,16 +138,16 @@ pub fn vmlinux(release: &str) -> Result<PathBuf> {
     let folder = to.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::NamedTempFile::new_in(folder).with_context(|| folder.display().to_string())?;
     file.write_all(&elf)?;
-    // Another runner may be doing the same: each renames a whole file.
+    // Another runner may write the same image at the same time: each one renames a complete file.
     file.persist(&to)?;
     Ok(to)
 }
 
-/// Cuts the compressed kernel out of a bzImage (x86 boot protocol 2.08 or later) and decompresses it.
+/// Takes the compressed kernel from a bzImage (x86 boot protocol 2.08 or later) and decompresses it.
 ///
 /// # Errors
 ///
-/// It is no bzImage, or compressed with something other than zstd, or damaged.
+/// The input is not a bzImage, is damaged, or its compression is not zstd.
 pub fn extract(image: &[u8]) -> Result<Vec<u8>> {
     let word = |at: usize| -> Result<usize> {
         let bytes = image.get(at..at + 4).context("too short for a bzImage")?;
@@ -163,7 +165,7 @@ pub fn extract(image: &[u8]) -> Result<Vec<u8>> {
     let mut elf = Vec::new();
     match payload {
         [0x28, 0xb5, 0x2f, 0xfd, ..] => {
-            // The payload ends with the uncompressed size, which is no part of the frame.
+            // The payload ends with the uncompressed size, which does not belong to the frame.
             let mut decoder = zstd::stream::read::Decoder::with_buffer(payload)?.single_frame();
             decoder.read_to_end(&mut elf).context("decompressing")?;
         }

@@ -2,11 +2,12 @@
 
 //! Runs commands in virtual machines whose PCI topology is data.
 //!
-//! A [`topology`] is read from TOML, turned into a QEMU command line by [`qemu`], and booted by [`vm`] with an unmodified
-//! kernel ([`kernel`]) on the file system the runner itself runs in; or with a kernel that looks for errors ([`checks`]). Commands' output, exit codes and kernel log come
-//! back, the log is searched for anything a kernel should not say ([`dmesg`]), and the devices' byte counters can be read
-//! at any time ([`counters`]). A file may describe several machines: a [`cluster`] boots them all, joined by a network and
-//! by the NICs it has. What others' programs are expected to do there is data too ([`clients`]). Documentation/testbed/runner.md tells how to use it.
+//! A [`topology`] is read from TOML. [`qemu`] makes a QEMU command line of it, and [`vm`] boots an unmodified kernel
+//! ([`kernel`]) on the file system in which the runner itself runs, or a debug kernel, which looks for errors by itself
+//! ([`checks`]). The runner returns output, exit code and kernel log of each command. It searches the log for bad lines
+//! ([`dmesg`]) and can read the devices' byte counters at any time ([`counters`]). A file may describe several
+//! machines: a [`cluster`] boots all of them, joined by a network and by their NICs. Tables of other projects' programs
+//! ([`clients`]) are data too. Documentation/testbed/runner.md is the guide.
 
 pub mod bridges;
 pub mod checks;

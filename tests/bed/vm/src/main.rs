@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The VM runner's command line: boots a topology, runs a command in a guest, and tells what came of it.
+//! The command line of the VM runner: boots a topology, runs a command in a guest, and reports the outcome.
 
 use std::fs;
 use std::io::Write;
@@ -19,13 +19,13 @@ use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream};
 use serde_json::json;
 
-/// The kernel said something it does not say when in order, while the command itself succeeded.
+/// The command succeeded, but the kernel log has bad lines.
 const EXIT_FINDINGS: u8 = 121;
-/// The guest did not come up.
+/// The guest did not boot.
 const EXIT_BOOT: u8 = 122;
 /// The kernel panicked, or the guest ended otherwise.
 const EXIT_DIED: u8 = 123;
-/// The command ran out of time, or the guest did where the runner waits for it.
+/// The command exceeded its time limit, or the guest did when the runner waited for it.
 const EXIT_TIME: u8 = 124;
 /// The runner itself failed, or its arguments are wrong.
 const EXIT_RUNNER: u8 = 125;
@@ -146,7 +146,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// The exit code for an error: that of an overrun, or another.
+/// Returns the exit code for an error: the one of an overrun, or `other`.
 fn failed(error: &anyhow::Error, other: u8) -> u8 {
     if Overrun::is(error) { EXIT_TIME } else { other }
 }
@@ -238,7 +238,7 @@ impl Run {
         Ok(ExitCode::from(code))
     }
 
-    /// Runs the command, with its server if there is one.
+    /// Runs the command, and its server if there is one.
     fn run_in(&self, cluster: &mut Cluster, node: &str) -> Result<Outcome> {
         let command = Command {
             argv: self.argv.clone(),
@@ -269,7 +269,7 @@ impl Run {
     }
 
     fn show(&self, stream: Stream, bytes: &[u8]) {
-        // A reader that went away must not keep the guest from being ended in order.
+        // The guest is powered off even if the reader of the output has ended.
         let _ = match stream {
             Stream::Stdout if !self.json => {
                 let mut out = std::io::stdout().lock();
@@ -303,7 +303,7 @@ impl Run {
     }
 }
 
-/// Loads the module on all nodes; tells whether their kernels had nothing to say against it.
+/// Loads the module on all nodes. Returns whether the kernel logs have no bad lines.
 fn load(cluster: &mut Cluster, module: &Path) -> Result<bool> {
     let path = fs::canonicalize(module).with_context(|| module.display().to_string())?;
     let path = path.to_str().context("the module's path is not UTF-8")?;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The processes behind emulated devices: starting them, and asking the devices on their control sockets.
+//! The processes of emulated devices: starts them, and sends requests to the devices' control sockets.
 //!
-//! An accelerator of a machine without a NIC has a process of its own. NICs reach the accelerators' memory and each other
-//! without leaving their process, so where there are any, one process serves all NICs and accelerators of all guests.
+//! In a machine without a NIC, each accelerator has its own process. NICs access the memory of accelerators and of each
+//! other inside one process. If there is a NIC, one process therefore serves all NICs and accelerators of all guests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -24,36 +24,36 @@ use crate::qemu::Paths;
 use crate::qmp::is_late;
 use crate::topology::{Device, Layout, Topology};
 
-/// How long a device process may take to listen.
+/// The time limit for a device process to listen.
 const START: Duration = Duration::from_secs(60);
-/// How long it may take to answer.
+/// The time limit for an answer of a device process.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// An emulated device and the process behind it.
+/// An emulated device and its process.
 #[derive(Debug)]
 pub struct Model {
     process: Arc<Process>,
     control: PathBuf,
 }
 
-/// Emulated devices of one guest by name.
+/// The emulated devices of one guest by name.
 pub type Models = BTreeMap<String, Model>;
 
 impl Model {
-    /// Asks for its counters.
+    /// Requests the device's counters.
     ///
     /// # Errors
     ///
-    /// As [`Model::ask`].
+    /// Those of [`Model::ask`].
     pub fn counters(&self) -> Result<Value> {
         Ok(self.ask(&json!({ "get": "counters" }))?["counters"].take())
     }
 
-    /// Asks it something, and returns the answer.
+    /// Sends a request to the device and returns the answer.
     ///
     /// # Errors
     ///
-    /// It does not answer in time, with something else than JSON, or refuses; its own sentence is in the error.
+    /// The device does not answer in time, its answer is not JSON, or it refuses: the error has its message.
     pub fn ask(&self, request: &Value) -> Result<Value> {
         let mut stream = UnixStream::connect(&self.control).with_context(|| self.control.display().to_string())?;
         stream.set_read_timeout(Some(ANSWER))?;
@@ -71,17 +71,17 @@ impl Model {
         Ok(answer)
     }
 
-    /// Id of its process.
+    /// Returns the id of the device's process.
     pub fn process_id(&self) -> u32 {
         self.process.id()
     }
 
-    /// What its process said last.
+    /// Returns the last log lines of the device's process.
     pub fn describe(&self) -> String {
         self.process.describe()
     }
 
-    /// Whether its process serves no other device.
+    /// Returns whether the process serves no other device.
     pub fn is_alone(&self) -> bool {
         Arc::strong_count(&self.process) == 1
     }
@@ -91,7 +91,7 @@ impl Model {
 ///
 /// # Errors
 ///
-/// One cannot be started or does not listen in time; its own last words are in the error. Or there is a NIC.
+/// A process cannot be started or does not listen in time (the error has its last log lines), or the machine has a NIC.
 pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Models> {
     let mut models = Models::new();
     for device in &topology.device {
@@ -122,7 +122,7 @@ pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Mo
 ///
 /// # Errors
 ///
-/// As [`one_each`].
+/// Those of [`one_each`].
 pub fn fabric(program: &Path, layout: &Layout, paths: &[Paths], dir: &Path) -> Result<Vec<Models>> {
     let config = dir.join("fabric.toml");
     let text = toml::to_string(&Config::new(layout, paths)).context("the fabric's configuration")?;
@@ -152,7 +152,7 @@ fn start(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result
         .collect();
     let mut process = Process::start(name, &argv, Stdin::default(), log, false)?;
     let deadline = Instant::now() + START;
-    // It says so when all its sockets listen; a socket's file alone may be there a moment too early.
+    // The process prints a line when all its sockets listen. The file of a socket may exist shortly before.
     while !process
         .log()
         .lines()
@@ -172,7 +172,7 @@ fn start(name: &str, program: &Path, arguments: &[String], log: &Path) -> Result
     Ok(process)
 }
 
-/// The fabric process's configuration file.
+/// The configuration file of the fabric process.
 #[derive(Debug, Serialize)]
 struct Config {
     switch: Vec<ConfigSwitch>,

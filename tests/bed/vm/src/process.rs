@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Processes that end with the runner, whatever ends it.
+//! Processes that end with the runner, however the runner ends.
 //!
-//! A [`Process`] is killed, by its own id, when it is dropped. Should the runner be killed without a chance to drop
-//! anything, the kernel kills its children: each is started through `setpriv --pdeathsig`. That signal comes when the
-//! *thread* that started the child ends, so one thread, which lasts as long as the runner, starts all of them.
+//! A [`Process`] is killed by its own id when it is dropped. If the runner is killed and drops nothing, the kernel
+//! kills its children: each one is started through `setpriv --pdeathsig`. The kernel sends that signal when the
+//! *thread* that started the child ends. Therefore one thread that lasts as long as the runner starts all processes.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 
-/// How often a wait for the end of a process looks.
+/// The interval at which a wait for the end of a process checks for it.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// A process of ours; killed and reaped when dropped.
+/// A child process. Dropping it kills and reaps the process.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -27,7 +27,7 @@ pub struct Process {
     log: PathBuf,
 }
 
-/// What a process gets as standard input and output.
+/// The standard input of a process.
 #[derive(Debug, Default)]
 pub struct Stdin(pub Option<Stdio>);
 
@@ -36,7 +36,7 @@ impl Process {
     ///
     /// # Errors
     ///
-    /// The log cannot be made or the program not be started.
+    /// The log cannot be created, or the program cannot be started.
     pub fn start(name: &str, argv: &[String], stdin: Stdin, log: &Path, piped: bool) -> Result<Process> {
         let to = File::create(log).with_context(|| log.display().to_string())?;
         let mut command = Command::new("setpriv");
@@ -56,12 +56,12 @@ impl Process {
         })
     }
 
-    /// Its standard output, once.
+    /// Returns the pipe of the standard output, once.
     pub fn take_stdout(&mut self) -> Option<ChildStdout> {
         self.child.stdout.take()
     }
 
-    /// How it ended, if it did.
+    /// Returns the exit status if the process has ended.
     ///
     /// # Errors
     ///
@@ -70,7 +70,7 @@ impl Process {
         self.child.try_wait()
     }
 
-    /// Waits for its end until a deadline; tells whether it ended.
+    /// Waits until the process ends, or until a deadline. Returns whether it has ended.
     ///
     /// # Errors
     ///
@@ -87,10 +87,10 @@ impl Process {
         }
     }
 
-    /// Its name, id and the end of what it logged, for error messages.
+    /// Returns the name, the id, and the last lines of the log, for error messages.
     pub fn describe(&self) -> String {
         let log = self.log();
-        // QEMU warns of every feature of the CPU model that the emulated processor lacks.
+        // QEMU warns of every feature of the CPU model that the emulated processor does not have.
         let telling = log
             .lines()
             .rev()
@@ -109,12 +109,12 @@ impl Process {
         )
     }
 
-    /// What it has written to its log.
+    /// Returns the content of the log.
     pub fn log(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.log).unwrap_or_default()).into_owned()
     }
 
-    /// Its process id.
+    /// Returns the process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
@@ -122,7 +122,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Not reaped yet, so the id is still its own; an error means that it has ended.
+        // The process is not reaped yet, so no other process has its id. An error means that it has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -136,7 +136,7 @@ fn spawn(command: Command) -> Result<Child> {
         let (send, jobs) = mpsc::channel::<Job>();
         thread::spawn(move || {
             for (mut command, done) in jobs {
-                // The receiver waits for this answer; it is gone only if its thread died.
+                // The receiver waits for this answer; it is gone only if its thread panicked.
                 let _ = done.send(command.spawn());
             }
         });

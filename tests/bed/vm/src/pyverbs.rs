@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Results of pyverbs' own tests: those that are expected, which a file in the tree lists, and those of a run.
+//! Results of pyverbs' own tests: the expected ones, from a file in the tree, and those of a run.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::clients::Report;
 
-/// What is said of a test that is not in a list.
+/// The result of a test that is missing in a list.
 const NONE: &str = "none";
 
-/// Results of tests: by class (`test_addr.AHTest`), by name, `pass`, `skip: why`, `fail: why` or `crash: how`.
+/// Results of tests, by class (`test_addr.AHTest`) and name: `pass`, `skip: REASON`, `fail: REASON` or `crash: REASON`.
 #[derive(Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(transparent)]
 pub struct Results {
@@ -23,7 +23,7 @@ pub struct Results {
     seconds: BTreeMap<String, f64>,
 }
 
-/// A line of `tests/suites/clients/pyverbs/run.py`.
+/// A line of output of `tests/suites/clients/pyverbs/run.py`.
 #[derive(Debug, Deserialize)]
 struct Line {
     test: String,
@@ -37,8 +37,7 @@ impl Results {
     ///
     /// # Errors
     ///
-    /// The file cannot be read, is no such list, or expects something else than tests to pass, or to be skipped, fail or crash
-    /// for a reason.
+    /// The file cannot be read or is not a list, or an expected result is none of those of [`Results`].
     pub fn load(path: &Path) -> Result<Results> {
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
         Results::parse(&text).with_context(|| path.display().to_string())
@@ -70,11 +69,11 @@ impl Results {
         fs::write(path, text).with_context(|| path.display().to_string())
     }
 
-    /// Adds what a run said.
+    /// Adds the results in the output of a run.
     ///
     /// # Errors
     ///
-    /// A line that is not of that form.
+    /// A line has another form.
     pub fn add(&mut self, output: &[u8]) -> Result<()> {
         for line in String::from_utf8_lossy(output).lines() {
             let line: Line = serde_json::from_str(line).with_context(|| format!("pyverbs' tests said {line:?}"))?;
@@ -100,7 +99,7 @@ impl Results {
         tests.map(|(test, result)| (test.trim_start_matches('.').to_owned(), result))
     }
 
-    /// Compares a run with what was expected: a line for each test that is in either.
+    /// Compares a run with the expected results. Returns a line for each test of either.
     pub fn compare(&self, run: &Results) -> Vec<Report> {
         let expected: BTreeMap<String, &str> = self.all().collect();
         let got: BTreeMap<String, &str> = run.all().collect();
@@ -115,7 +114,7 @@ impl Results {
                 table: String::new(),
                 client: "pyverbs".into(),
                 command: test.clone(),
-                // A failure's text may have addresses and the like: its beginning counts.
+                // The reason of a failure may contain addresses, so only its beginning is compared.
                 ok: if expected == got && got.starts_with("skip: ") {
                     None
                 } else {
