@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! From a topology to QEMU's command line.
+//! Makes QEMU's command line from a topology.
 //!
-//! Nothing is left to QEMU's choice that a program could see: every device has an identifier, every port a number of its
-//! own, every drive a namespace number of its own (which is how trace events are told apart).
+//! QEMU chooses nothing that a program could see. Every device has an identifier, every port its own number, and every
+//! drive its own namespace number, by which trace events are assigned to drives.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -16,20 +16,20 @@ use crate::topology::{BridgeKind, Device, Iommu, ROOT, Topology};
 use crate::trace;
 use p2pmem_guest::wire::PORT_NAME;
 
-/// Options for every boot: no mitigations and no self-tests, because every emulated instruction costs; the log and the
-/// console as the runner needs them; an end at a panic; two minutes until a processor counts as locked up, as a busy host may
-/// not run one for a while.
+/// Kernel options for every boot: no mitigations and no self-tests, which cost emulated instructions; the log and the
+/// console as the runner needs them; an end at a panic; and two minutes until the kernel reports a locked-up processor,
+/// because a busy host may not run a processor for a while.
 const CMDLINE: &str = "console=ttyS0 loglevel=4 root=rootfs rootfstype=virtiofs ro mitigations=off nokaslr \
     cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1 \
     watchdog_thresh=60 init_on_alloc=1";
-/// And for a kernel that looks for leaks: what a slab cache's sheaves once held stays in their memory, in which kmemleak
-/// takes it for references. A cache that checks its objects has no sheaves.
+/// Kernel options for a kernel that looks for leaks. The sheaves of a slab cache keep pointers to objects that they no
+/// longer hold, and kmemleak takes these pointers for references. A cache that checks its objects has no sheaves.
 const CHECKS: &str = "slab_debug=F";
 
-/// Kernel options that make an IOMMU translate every device's DMA, and flush each unmapped range at once.
+/// Kernel options that make an IOMMU translate every device's DMA, and flush each unmapped range immediately.
 const TRANSLATE: &str = "iommu.passthrough=0 iommu.strict=1";
 
-/// First bus number of the first further host bridge; each has that many buses.
+/// The bus number of the first additional host bridge. Each of these bridges has as many buses.
 const HOST_BRIDGE_BUSES: usize = 32;
 
 /// Files and sockets of one guest, all in one folder.
@@ -37,58 +37,59 @@ const HOST_BRIDGE_BUSES: usize = 32;
 pub struct Paths {
     /// The folder.
     pub dir: PathBuf,
-    /// The guest's init, as seen from the root both share.
+    /// The path of the guest's init, the same in guest and sandbox.
     pub init: PathBuf,
 }
 
 impl Paths {
-    /// Socket of virtiofsd.
+    /// Returns the socket of virtiofsd.
     pub fn root_socket(&self) -> PathBuf {
         self.dir.join("root.sock")
     }
 
-    /// Socket of the guest's init, on which the runner listens.
+    /// Returns the socket on which the runner listens for the guest's init.
     pub fn agent_socket(&self) -> PathBuf {
         self.dir.join("agent.sock")
     }
 
-    /// Socket of QEMU's monitor, on which the runner listens.
+    /// Returns the socket on which the runner listens for QEMU's monitor.
     pub fn monitor_socket(&self) -> PathBuf {
         self.dir.join("monitor.sock")
     }
 
-    /// File that QEMU traces into.
+    /// Returns the file of QEMU's trace.
     pub fn trace(&self) -> PathBuf {
         self.dir.join("trace")
     }
 
-    /// Image of a drive.
+    /// Returns the image of a drive.
     pub fn image(&self, drive: &str) -> PathBuf {
         self.dir.join(format!("{drive}.img"))
     }
 
-    /// vfio-user socket of a device.
+    /// Returns the vfio-user socket of a device.
     pub fn device_socket(&self, device: &str) -> PathBuf {
         self.dir.join(format!("{device}.sock"))
     }
 
-    /// Control socket of a device process.
+    /// Returns the control socket of a device process.
     pub fn control_socket(&self, device: &str) -> PathBuf {
         self.dir.join(format!("{device}.control"))
     }
 }
 
-/// A guest's end of the network that joins several: the first guest's emulator is the hub.
+/// A guest's sockets on the network of several guests. The QEMU of the first guest is the hub.
 #[derive(Debug, Clone)]
 pub struct Ends {
-    /// The guest's number, which its hardware address ends with.
+    /// The guest's number, which is the end of its hardware address.
     pub index: usize,
-    /// Local and remote socket of each link: to every other guest for the first one, to the first one for the others.
+    /// The local and the remote socket of each link. The first guest has a link to every other guest, the others have
+    /// one to the first guest.
     pub links: Vec<(PathBuf, PathBuf)>,
 }
 
 impl Ends {
-    /// The ends of `count` guests, with sockets in a folder.
+    /// Returns the sockets of `count` guests, in the folder `dir`.
     pub fn new(count: usize, dir: &Path) -> Vec<Ends> {
         let socket = |from: usize, to: usize| dir.join(format!("net-{from}-{to}"));
         let ends = (0..count).map(|index| Ends {
@@ -102,22 +103,22 @@ impl Ends {
     }
 }
 
-/// What to start, and what to know of it.
+/// The processes to start for a guest, and the names of its devices.
 #[derive(Debug)]
 pub struct Plan {
     /// QEMU and its arguments.
     pub argv: Vec<String>,
-    /// Arguments of `device_add` for each device.
+    /// The arguments of `device_add` for each device.
     pub devices: BTreeMap<String, Value>,
-    /// Drives by namespace number.
+    /// Names of drives by namespace number.
     pub drives: BTreeMap<u32, String>,
 }
 
-/// Makes the command line, for the ELF image of a kernel.
+/// Makes the command line for a kernel.
 ///
 /// # Errors
 ///
-/// A path cannot be written in UTF-8.
+/// A path is not UTF-8.
 pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&Ends>) -> Result<Plan> {
     let mut argv = Args(vec!["qemu-system-x86_64".into()]);
     machine(&mut argv, topology, paths, kernel)?;
@@ -168,7 +169,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                 json!({
                     "driver": "nvme", "id": name, "bus": bus, "serial": serial.as_deref().unwrap_or(name),
                     "cmb_size_mb": cmb_size_mb.unwrap_or(0),
-                    // Payload in another device's trapped memory (a CMB) goes through bounce buffers of that much.
+                    // The size of the bounce buffers for payload in another device's trapped memory (a CMB).
                     "x-max-bounce-buffer-size": 1 << 20,
                 })
             }
@@ -176,7 +177,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
         if matches!(device, Device::Nvme { .. }) {
             let nsid = drives.len() as u32 + 1;
             drives.insert(nsid, name.to_owned());
-            // A namespace that comes with the drive leaves with it, and always has this number.
+            // A namespace that is created with the drive is also removed with it. Such a namespace always has number 1.
             if nsid == 1 {
                 options["drive"] = json!(image_id(name));
             }
@@ -200,17 +201,17 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
     })
 }
 
-/// Identifier of a drive's image.
+/// Returns the identifier of a drive's image.
 pub fn image_id(drive: &str) -> String {
     format!("{drive}-image")
 }
 
-/// Identifier of the memory behind an ivshmem device.
+/// Returns the identifier of the memory of an ivshmem device.
 pub fn backend_id(device: &str) -> String {
     format!("{device}-memory")
 }
 
-/// Memory that other processes can map: virtiofsd and device processes do.
+/// Makes memory that other processes can map: virtiofsd and device processes do.
 pub fn backend(id: &str, size: u64) -> Value {
     json!({ "qom-type": "memory-backend-memfd", "id": id, "size": size, "share": true })
 }
@@ -252,7 +253,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         argv.add("-accel", "tcg,thread=multi");
     }
     argv.add("-cpu", machine.cpu.as_str());
-    // A socket for each processor: cores of one socket on two NUMA nodes are no machine Linux believes in.
+    // One socket for each processor: Linux rejects a machine in which cores of one socket are on two NUMA nodes.
     argv.add("-smp", format!("{0},sockets={0}", machine.smp));
     argv.add("-m", format!("{}k", machine.memory.0 >> 10));
     if machine.numa.is_empty() {
@@ -280,7 +281,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         "-append",
         format!("{CMDLINE} {checks} {iommu} init={}", text(&paths.init)?),
     );
-    // Before all devices whose DMA the IOMMU is to translate. Virtio devices bypass it.
+    // The IOMMU comes before all devices whose DMA it translates. Virtio devices bypass it.
     match machine.iommu {
         None => {}
         Some(Iommu::Intel) => argv.add("-device", "intel-iommu,intremap=on,caching-mode=on,aw-bits=48"),
@@ -316,7 +317,8 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         &json!({ "driver": "virtserialport", "bus": "ports.0", "chardev": "agent", "name": PORT_NAME }),
     );
     argv.add("-D", text(&paths.trace())?);
-    // The AMD model traces no page size, so its translations resolve nothing: payload behind it stays unknown.
+    // QEMU traces no page size for amd-iommu, so the runner cannot use its translations: payload behind it stays
+    // unknown.
     let translations: &[&str] = match machine.iommu {
         Some(Iommu::Intel) => &[trace::TRANSLATE],
         None | Some(Iommu::Amd) => &[],
@@ -327,7 +329,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
     Ok(())
 }
 
-/// Adds the network device. Frames travel in datagrams, which need no order in which the emulators start.
+/// Adds the network device. Frames travel in datagrams, so the guests can start in any order.
 fn network(argv: &mut Args, ends: &Ends) -> Result<()> {
     for (number, (local, remote)) in ends.links.iter().enumerate() {
         let (link, port) = (format!("link{number}"), format!("port{number}"));
@@ -344,7 +346,7 @@ fn network(argv: &mut Args, ends: &Ends) -> Result<()> {
     }
     argv.json("-netdev", &json!({ "type": "hubport", "id": "net0", "hubid": 0 }));
     let mac = format!("52:54:00:70:32:{:02x}", ends.index);
-    // No option ROM: nothing boots from it.
+    // No option ROM: the guest does not boot from the network.
     argv.json(
         "-device",
         &json!({ "driver": "virtio-net-pci", "bus": ROOT, "netdev": "net0", "mac": mac, "romfile": "" }),
@@ -352,7 +354,7 @@ fn network(argv: &mut Args, ends: &Ends) -> Result<()> {
     Ok(())
 }
 
-/// Adds the bridges; returns the bus each thing below a root port or switch goes on.
+/// Adds the bridges. Returns the bus for each bridge or device below a root port or a switch.
 fn bridges(argv: &mut Args, topology: &Topology) -> BTreeMap<String, String> {
     let mut slots: BTreeMap<String, String> = BTreeMap::new();
     let mut number = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A client of QEMU's machine protocol, as much of it as the runner needs.
+//! A client of the QEMU Machine Protocol (QMP), with the commands that the runner needs.
 
 use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, Write};
@@ -12,7 +12,7 @@ use p2pmem_guest::in_time;
 use p2pmem_guest::patience::Overrun;
 use serde_json::{Value, json};
 
-/// How long QEMU may take for a command.
+/// The time limit for a command.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// A connection.
@@ -35,23 +35,23 @@ pub struct Region {
     pub size: u64,
 }
 
-/// A PCI function as the emulator sees it.
+/// A PCI function, from QEMU's point of view.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Function {
-    /// The identifier it has on the command line.
+    /// Its identifier on the command line.
     pub id: String,
     /// Its address, `0000:03:00.0`.
     pub bdf: String,
-    /// Memory BARs that are mapped now.
+    /// The memory BARs that are mapped at present.
     pub regions: Vec<Region>,
 }
 
 impl Qmp {
-    /// Takes over a fresh connection.
+    /// Takes over a new connection.
     ///
     /// # Errors
     ///
-    /// QEMU does not greet, or refuses.
+    /// QEMU sends no greeting, or refuses the connection.
     pub fn new(stream: UnixStream) -> Result<Qmp> {
         stream.set_read_timeout(Some(LIMIT))?;
         stream.set_write_timeout(Some(LIMIT))?;
@@ -80,11 +80,11 @@ impl Qmp {
         serde_json::from_str(&line).with_context(|| format!("QEMU's monitor said {line:?}"))
     }
 
-    /// Runs a command; events that come meanwhile are kept for [`Qmp::wait_event`].
+    /// Runs a command. Events that arrive meanwhile are kept for [`Qmp::wait_event`].
     ///
     /// # Errors
     ///
-    /// QEMU's own sentence, or the connection is broken.
+    /// QEMU refuses the command (the error has its message), or the connection is broken.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.next += 1;
         let id = self.next;
@@ -106,11 +106,11 @@ impl Qmp {
         }
     }
 
-    /// Waits for an event that a predicate accepts.
+    /// Waits for an event that `accept` accepts.
     ///
     /// # Errors
     ///
-    /// It does not come before the deadline, or the connection is broken.
+    /// There is no such event before the deadline, or the connection is broken.
     pub fn wait_event(&mut self, deadline: Instant, what: &str, accept: impl Fn(&Value) -> bool) -> Result<Value> {
         loop {
             while let Some(event) = self.events.pop_front() {
@@ -130,7 +130,7 @@ impl Qmp {
         }
     }
 
-    /// All PCI functions that have an identifier.
+    /// Returns all PCI functions that have an identifier.
     ///
     /// # Errors
     ///
@@ -145,7 +145,7 @@ impl Qmp {
     }
 }
 
-/// Whether a read ended because its time-out did.
+/// Returns whether a read ended because of its time-out.
 pub fn is_late(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut)
 }

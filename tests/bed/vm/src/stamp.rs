@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What every report says of its origin: commit, time and machine, as `tools/stamp` has them.
+//! The origin of a report: commit, time and machine, from `tools/stamp`.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,11 +8,11 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-/// The stamp of reports that are begun now.
+/// Returns the stamp of a report that starts now.
 ///
 /// # Errors
 ///
-/// `tools/stamp` does not run, or says no JSON.
+/// `tools/stamp` cannot be run, or its output is not JSON.
 pub fn stamp() -> Result<Value> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tools/stamp");
     let output = Command::new(&path)

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The machine and its PCI tree as data, read from TOML and checked before anything is started.
+//! A machine and its PCI tree as data, read from TOML and checked before a guest starts.
 //!
-//! Parents name bridges; `pcie.0` is the machine's own root complex. A root port holds one thing, a device or a switch; a
-//! switch holds as many devices as it has ports, in the order in which the file names them; a host bridge holds root
-//! ports.
+//! A parent is the name of a bridge; `pcie.0` is the machine's own root complex. A root port has one child, a device or
+//! a switch. A switch has as many devices as ports, in the order of the file. A host bridge has root ports.
 //!
-//! A [`Topology`] is one machine. A file may describe several, its nodes: that is a [`Layout`].
+//! A [`Topology`] is one machine. A file may describe several machines, its nodes: that is a [`Layout`].
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,16 +16,16 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::bridges::BRIDGES;
 
-/// Name of the machine's own root complex, the parent of last resort.
+/// The name of the machine's own root complex, the default parent.
 pub const ROOT: &str = "pcie.0";
 
-/// Most downstream ports of one switch: device numbers on its internal bus.
+/// The largest number of downstream ports of a switch: device numbers on its internal bus.
 const MAX_PORTS: u8 = 32;
 
-/// Most bridges on the root complex, so that device numbers remain for the runner's own devices.
+/// The largest number of bridges on the root complex. The other device numbers are for the runner's own devices.
 const MAX_ON_ROOT: usize = 24;
 
-/// Most nodes of one layout: what the addresses of their network have room for.
+/// The largest number of nodes of a layout, which the addresses of their network can represent.
 pub const MAX_NODES: usize = 16;
 
 /// A size in bytes, written as `"256M"` (binary units: K, M, G).
@@ -50,7 +49,7 @@ impl<'de> Deserialize<'de> for Size {
 /// A machine.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Topology {
-    /// What it is for, one line.
+    /// The purpose of the machine, in one line.
     pub description: String,
     /// Processor and memory.
     pub machine: Machine,
@@ -58,16 +57,16 @@ pub struct Topology {
     pub bridge: Vec<Bridge>,
     /// Devices.
     pub device: Vec<Device>,
-    /// Name: that of the file, without `.toml`.
+    /// The name of the file, without `.toml`.
     pub name: String,
 }
 
-/// All machines that a file describes.
+/// All machines of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Layout {
-    /// What it is for, one line.
+    /// The purpose of the machines, in one line.
     pub description: String,
-    /// Name: that of the file, without `.toml`.
+    /// The name of the file, without `.toml`.
     pub name: String,
     /// The machines, at least one. Their topologies have the layout's name and description.
     pub nodes: Vec<Node>,
@@ -76,9 +75,9 @@ pub struct Layout {
 /// One machine of several.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Node {
-    /// Its name; that of the only machine of a file without nodes is empty.
+    /// Its name, which is empty for the only machine of a file without nodes.
     pub name: String,
-    /// What it is.
+    /// The machine.
     pub topology: Topology,
 }
 
@@ -96,7 +95,7 @@ struct Text {
     node: Vec<NodeText>,
 }
 
-/// A node in a file: a machine, or another copy of one.
+/// A node in a file: a machine, or a copy of another node.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NodeText {
@@ -113,23 +112,25 @@ struct NodeText {
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Machine {
-    /// CPU model as QEMU names it. The default passes the kernel's test for host bridges that route peer traffic.
+    /// The CPU model, by QEMU's name. The kernel lists the host bridge of the default model as one that routes peer
+    /// traffic.
     pub cpu: String,
-    /// Processors.
+    /// The number of processors.
     pub smp: u32,
-    /// Memory in all.
+    /// The sum of all memory.
     pub memory: Size,
-    /// Memory by NUMA node; empty for a machine without NUMA. The sum must be `memory`.
+    /// The NUMA nodes; empty for a machine without NUMA. The sum of their memory must be `memory`.
     pub numa: Vec<NumaNode>,
-    /// Whether the guest loads the drivers of its NICs, waits for their ports and gives them addresses. It does not matter
-    /// to a machine without NICs.
+    /// Whether the guest loads the drivers of its NICs, waits for their ports, and gives them addresses. No effect on a
+    /// machine without NICs.
     pub rdma: bool,
-    /// Whether the guest's clocks count the instructions of its one processor, a nanosecond each, and what it measures does
-    /// not depend on what else this machine does. It is slow.
+    /// Whether the guest's clocks count the instructions of its only processor, one nanosecond each (`-icount`).
+    /// Measurements then do not depend on other load of the host. Slow.
     pub count_instructions: bool,
-    /// The IOMMU, with the kernel told to translate all DMA. None by default.
+    /// The IOMMU, with kernel options that make it translate all DMA. `None` is the default.
     pub iommu: Option<Iommu>,
-    /// Whether switches are allowed with an IOMMU, though what moves below them goes astray: for tests of what finds that.
+    /// Whether switches are permitted with an IOMMU, although transfers below them move wrong bytes: for tests of the
+    /// checks that find this.
     pub wrong_bytes: bool,
 }
 
@@ -139,7 +140,7 @@ pub struct Machine {
 pub enum Iommu {
     /// QEMU's `intel-iommu`.
     Intel,
-    /// QEMU's `amd-iommu`. It aborts when a process registers unaligned host memory with a NIC.
+    /// QEMU's `amd-iommu`, which aborts when a process registers unaligned host memory with a NIC.
     Amd,
 }
 
@@ -158,7 +159,7 @@ impl Default for Machine {
     }
 }
 
-/// A NUMA node; its number is its place in the list.
+/// A NUMA node. Its number is its position in the list.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NumaNode {
@@ -174,14 +175,14 @@ pub struct NumaNode {
 pub struct Bridge {
     /// Its name.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: BridgeKind,
-    /// What it hangs on.
+    /// Its parent.
     #[serde(default = "root")]
     pub parent: String,
-    /// Downstream ports, of a switch.
+    /// The number of downstream ports of a switch.
     pub ports: Option<u8>,
-    /// NUMA node, of a host bridge.
+    /// The NUMA node of a host bridge.
     pub numa_node: Option<u16>,
 }
 
@@ -197,7 +198,7 @@ pub enum BridgeKind {
     RootPort,
     /// A switch: `x3130-upstream` and `xio3130-downstream` ports.
     Switch,
-    /// Another host bridge: `pxb-pcie`.
+    /// An additional host bridge: `pxb-pcie`.
     HostBridge,
 }
 
@@ -220,16 +221,17 @@ pub enum Device {
         name: String,
         /// The bridge it is below.
         parent: String,
-        /// Size of the drive, a sparse file that starts as zeroes.
+        /// The size of the drive: a sparse file that is all zeroes at the start.
         image: Size,
-        /// Serial number; its name by default.
+        /// The serial number; the drive's name by default.
         serial: Option<String>,
         /// Size of its controller memory buffer in MiB.
         cmb_size_mb: Option<u32>,
-        /// How much it reads and writes in a second at the most: a drive whose I/O can be caught under way.
+        /// The limit of bytes that the drive reads or writes in a second. With a limit, a test can act while I/O is in
+        /// progress.
         bytes_per_second: Option<Size>,
     },
-    /// QEMU's shared-memory device: a BAR of plain memory that no driver of the kernel's claims.
+    /// QEMU's shared-memory device: its BAR is plain memory, and no driver of the kernel binds to it.
     Ivshmem {
         /// Its name.
         name: String,
@@ -244,7 +246,7 @@ pub enum Device {
         name: String,
         /// The bridge it is below.
         parent: String,
-        /// The InfiniBand switch its port is on.
+        /// The InfiniBand switch of its port.
         #[serde(default = "switch")]
         switch: String,
     },
@@ -255,7 +257,7 @@ fn switch() -> String {
 }
 
 impl Device {
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         match self {
             Device::Accel { name, .. }
@@ -265,7 +267,7 @@ impl Device {
         }
     }
 
-    /// The bridge it is below.
+    /// Returns its parent.
     pub fn parent(&self) -> &str {
         match self {
             Device::Accel { parent, .. }
@@ -275,7 +277,7 @@ impl Device {
         }
     }
 
-    /// Its kind as in the file.
+    /// Returns its kind, as in the file.
     pub fn kind(&self) -> &'static str {
         match self {
             Device::Accel { .. } => "accel",
@@ -285,12 +287,12 @@ impl Device {
         }
     }
 
-    /// Whether it is a process of the test bed's, behind vfio-user.
+    /// Returns whether a process of the test bed emulates the device, through vfio-user.
     pub fn is_model(&self) -> bool {
         matches!(self, Device::Accel { .. } | Device::Nic { .. })
     }
 
-    /// Bytes of memory it can lend; 0 for none.
+    /// Returns the bytes of memory that the device can publish, or 0.
     pub fn memory(&self) -> u64 {
         match self {
             Device::Accel { memory, .. } => memory.0,
@@ -306,7 +308,8 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// The file cannot be read, is no TOML of this shape, or describes what cannot be built; the error names the entry.
+    /// The file cannot be read, is not TOML of this form, or describes a machine that cannot be built: the error names
+    /// the entry.
     pub fn load(path: &Path) -> Result<Layout> {
         let text = fs::read_to_string(path).with_context(|| path.display().to_string())?;
         let name = path
@@ -321,7 +324,7 @@ impl Layout {
     ///
     /// # Errors
     ///
-    /// As [`Layout::load`].
+    /// Those of [`Layout::load`].
     pub fn parse(name: &str, text: &str) -> Result<Layout> {
         let mut text: Text = toml::from_str(text)?;
         let mut layout = Layout {
@@ -387,7 +390,7 @@ impl Layout {
         })
     }
 
-    /// One machine as a layout.
+    /// Makes a layout of one machine.
     pub fn alone(topology: Topology) -> Layout {
         Layout {
             description: topology.description.clone(),
@@ -399,7 +402,7 @@ impl Layout {
         }
     }
 
-    /// The node of that name.
+    /// Returns the node `name`.
     pub fn node(&self, name: &str) -> Option<&Node> {
         self.nodes.iter().find(|node| node.name == name)
     }
@@ -417,7 +420,7 @@ impl Topology {
     ///
     /// # Errors
     ///
-    /// As [`Layout::load`], and for a file with nodes.
+    /// Those of [`Layout::load`]; the file has nodes.
     pub fn load(path: &Path) -> Result<Topology> {
         Layout::load(path)?
             .into_one()
@@ -428,28 +431,28 @@ impl Topology {
     ///
     /// # Errors
     ///
-    /// As [`Topology::load`].
+    /// Those of [`Topology::load`].
     pub fn parse(name: &str, text: &str) -> Result<Topology> {
         Layout::parse(name, text)?.into_one()
     }
 
-    /// The device of that name.
+    /// Returns the device `name`.
     pub fn device(&self, name: &str) -> Option<&Device> {
         self.device.iter().find(|device| device.name() == name)
     }
 
-    /// Whether it has a NIC.
+    /// Returns whether the machine has a NIC.
     pub fn has_nic(&self) -> bool {
         self.device.iter().any(|device| matches!(device, Device::Nic { .. }))
     }
 
-    /// The bridge of that name.
+    /// Returns the bridge `name`.
     pub fn bridge(&self, name: &str) -> Option<&Bridge> {
         self.bridge.iter().find(|bridge| bridge.name == name)
     }
 
-    /// What is directly below a bridge, in the order of the file: bridges first, then devices. A switch has its ports in
-    /// this order.
+    /// Returns the children of a bridge in the order of the file: bridges first, then devices. The ports of a switch
+    /// have this order.
     pub fn below(&self, bridge: &str) -> Vec<&str> {
         let bridges = self.bridge.iter().filter(|below| below.parent == bridge);
         let devices = self.device.iter().filter(|below| below.parent() == bridge);
@@ -534,7 +537,7 @@ impl Topology {
         );
         let each = machine.smp / nodes;
         for (number, node) in (0..).zip(&machine.numa) {
-            // Each node is a socket of its own, and sockets number their processors in order.
+            // Each NUMA node is one socket, and the processors are numbered in the order of the sockets.
             let own: Vec<u32> = (number * each..(number + 1) * each).collect();
             ensure!(
                 node.cpus == own,
@@ -562,7 +565,7 @@ impl Topology {
             (BridgeKind::HostBridge, _) => bail!("a host bridge is on {ROOT}, not on {parent:?}"),
             (BridgeKind::Switch, _) => bail!("a switch is below a root port or another switch, not on {parent:?}"),
         }
-        // Linux gives devices below one switch each other's bus addresses. The emulator takes them for IOVAs.
+        // Linux gives devices below one switch each other's bus addresses. QEMU takes these addresses for IOVAs.
         ensure!(
             bridge.kind != BridgeKind::Switch || self.machine.iommu.is_none() || self.machine.wrong_bytes,
             "a switch below a translating IOMMU moves wrong bytes, because the emulator does not model traffic that \
@@ -693,7 +696,7 @@ mod tests {
         assert_eq!(topology.bridge("rp0").unwrap().parent, ROOT);
     }
 
-    /// The good one as a node, and a second one like it.
+    /// The valid machine as a node, and a second node like it.
     fn two() -> String {
         let node = GOOD.replace("description = \"test\"", "").replace("[[", "[[node.");
         format!("description = \"test\"\n[[node]]\nname = \"a\"\n{node}\n[[node]]\nname = \"b\"\nlike = \"a\"\n")
