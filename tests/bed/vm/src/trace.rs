@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What QEMU's NVMe model says it moves: a parser of its trace events.
+//! A parser of the trace events of QEMU's NVMe model, which report the memory that the model reads and writes.
 //!
-//! A read or write command is traced with its namespace, and each piece of memory its payload is in is traced with bus
-//! address and length right after it. The model handles commands one at a time in one thread, so a piece belongs to the
-//! read or write last announced, and to none where another command came in between. Namespace numbers tell the drives
-//! apart (the runner gives every drive its own), because the events do not name the controller.
+//! The model traces a read or write command with its namespace, followed by the bus address and the length of each part
+//! of its payload. The model handles commands one at a time in one thread. A part therefore belongs to the last read or
+//! write that was traced, and to none if another command came in between. Events do not name the controller: the runner
+//! gives every drive its own namespace number.
 //!
-//! QEMU's log backend flushes its file after each event, and the model announces the pieces before it starts the
-//! transfer. So whoever has seen a command complete finds its events in the file, without any further flushing.
+//! QEMU's log backend flushes its file after each event, and the model traces the parts before it starts the transfer.
+//! A program that has seen a command complete therefore finds its events in the file without any further flush.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -16,7 +16,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-/// The events to switch on.
+/// The events to enable.
 pub const EVENTS: &[&str] = &[
     "pci_nvme_admin_cmd",
     "pci_nvme_io_cmd",
@@ -26,11 +26,11 @@ pub const EVENTS: &[&str] = &[
     "pci_nvme_err_req_status",
 ];
 
-/// The event of the Intel IOMMU model to switch on in a machine that has one. The model translates a page at a time, when
-/// a device starts a transfer, and each time anew.
+/// The event to enable in a machine with an Intel IOMMU. The model translates one page at a time when a device starts a
+/// transfer, and does not keep translations.
 pub const TRANSLATE: &str = "vtd_dmar_translate";
 
-/// Direction of a transfer, as seen by the host.
+/// The direction of a transfer, from the host's point of view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
     /// From the drive to memory.
@@ -39,7 +39,7 @@ pub enum Direction {
     Write,
 }
 
-/// What the trace says.
+/// An event of the trace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
     /// A read or write command of a namespace.
@@ -49,53 +49,54 @@ pub enum Event {
         /// Its direction.
         direction: Direction,
     },
-    /// A piece of a command's payload.
+    /// A part of a command's payload.
     Payload {
         /// Namespace number.
         nsid: u32,
         /// The command's direction.
         direction: Direction,
-        /// First bus address.
+        /// Its first bus address.
         address: u64,
-        /// Bytes.
+        /// Its bytes.
         length: u64,
     },
-    /// Memory mapped for a command that is neither read nor write: identify data, log pages, ranges to discard.
+    /// Memory that was mapped for a command that is neither a read nor a write: identify data, log pages, ranges to
+    /// discard.
     Other {
-        /// Bytes.
+        /// Its bytes.
         length: u64,
     },
     /// The IOMMU translated a page for a function.
     Translation {
-        /// The function: bus, device and function number as in a requester ID.
+        /// The requester ID of the function: bus, device and function number.
         function: u16,
-        /// First IOVA of the page.
+        /// The first IOVA of the page.
         iova: u64,
-        /// Guest-physical address of the page.
+        /// The guest-physical address of the page.
         address: u64,
-        /// Bytes.
+        /// The bytes of the page.
         length: u64,
     },
-    /// A command that failed.
+    /// A command failed.
     Failed {
         /// Namespace number.
         nsid: u32,
     },
 }
 
-/// The state between lines.
+/// The parser's state between lines.
 #[derive(Debug, Default)]
 pub struct Parser {
     current: Option<(u32, Direction)>,
 }
 
 impl Parser {
-    /// Takes one line; `None` for lines that say nothing about transfers.
+    /// Parses one line. Returns `None` for lines that do not report a transfer.
     pub fn line(&mut self, line: &str) -> Option<Event> {
         if let Some(at) = line.find(TRANSLATE) {
             return translation(&line[at..]);
         }
-        // With timestamps on, the name comes after a prefix that ends with a colon or a space.
+        // With timestamps enabled, the name comes after a prefix that ends with a colon or a space.
         let at = line.find("pci_nvme_")?;
         let mut words = line[at..].split_ascii_whitespace();
         let name = words.next()?;
@@ -139,7 +140,7 @@ impl Parser {
     }
 }
 
-/// `vtd_dmar_translate dev BB:DD.FF iova 0xI -> gpa 0xG mask 0xM`
+/// Parses `vtd_dmar_translate dev BB:DD.FF iova 0xI -> gpa 0xG mask 0xM`.
 fn translation(line: &str) -> Option<Event> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let [_, "dev", function, "iova", iova, "->", "gpa", address, "mask", mask] = words[..] else {
@@ -153,7 +154,7 @@ fn translation(line: &str) -> Option<Event> {
     })
 }
 
-/// The requester ID of a function written as `BB:DD.F`, with any number of hexadecimal digits.
+/// Returns the requester ID of a function that is written as `BB:DD.F`, with any number of hexadecimal digits.
 pub fn requester(function: &str) -> Option<u16> {
     let (bus, rest) = function.split_once(':')?;
     let (device, function) = rest.split_once('.')?;
@@ -168,7 +169,7 @@ fn number(word: &str) -> Option<u64> {
     }
 }
 
-/// Reads a growing trace file, whole lines at a time.
+/// Reads complete lines of a growing trace file.
 #[derive(Debug)]
 pub struct Reader {
     file: File,
@@ -191,7 +192,7 @@ impl Reader {
         })
     }
 
-    /// Hands every event written since the last call to `take`.
+    /// Passes every event since the last call to `take`.
     ///
     /// # Errors
     ///
@@ -320,7 +321,7 @@ some other line
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut reader = Reader::open(file.path()).unwrap();
         let mut events = Vec::new();
-        // In pieces that split lines anywhere.
+        // The chunks split lines anywhere.
         for piece in TRACE.as_bytes().chunks(7) {
             file.write_all(piece).unwrap();
             file.flush().unwrap();

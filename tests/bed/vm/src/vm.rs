@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A running guest: boots a topology, runs commands in it, and ends everything it started.
+//! A running guest: boots a topology, runs commands in it, and ends all processes that it started.
 //!
-//! One thread reads the console and one the port of the guest's init; both send what they read to the thread that uses
-//! the [`Vm`], which waits with a deadline for whatever comes next. A panic shows on the console, the end of QEMU as the
-//! end of both streams, so a guest that dies is told apart from one that takes too long.
+//! One thread reads the console, and one reads the port of the guest's init. Both send their input to the thread that
+//! uses the [`Vm`], which waits for it with a deadline. A panic shows on the console; the end of QEMU is the end of
+//! both streams. The runner can therefore distinguish a guest that ended from one that exceeds its time limit.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs::File;
@@ -37,49 +37,49 @@ use crate::qmp::Qmp;
 use crate::topology::{Device, Layout, Topology};
 use crate::trace;
 
-/// How long a boot may take, generous for a machine that is busy with other things.
+/// The time limit of a boot, long enough for a host with other load.
 pub const BOOT_LIMIT: Duration = Duration::from_secs(300);
-/// How much longer a guest may take whose clocks count instructions.
+/// The factor for time limits of a guest whose clocks count instructions.
 const COUNTING: u32 = 4;
-/// How long a guest may take to power off.
+/// The time limit for a guest to power off.
 const POWER_OFF_LIMIT: Duration = Duration::from_secs(120);
-/// How long the rest of the console may take to come after a panic.
+/// The time for the rest of the console output to arrive after a panic.
 const LAST_WORDS: Duration = Duration::from_secs(5);
-/// How long a command that ran out of time may take to end when killed.
+/// The time limit for a command that exceeded its own limit to end after it was killed.
 const KILL_LIMIT: Duration = Duration::from_secs(60);
-/// How long an orderly unplug may take.
+/// The time limit of an orderly unplug.
 const UNPLUG_LIMIT: Duration = Duration::from_secs(60);
-/// Lines of the console that are kept.
+/// The number of console lines that are kept.
 const CONSOLE_LINES: usize = 2000;
-/// Lines of the console that errors show.
+/// The number of console lines in error messages.
 const CONSOLE_TAIL: usize = 40;
 
-/// What may differ from boot to boot beside the topology.
+/// Options of a boot beside the topology.
 #[derive(Debug, Clone, Default)]
 pub struct Options {
-    /// Kernel instead of the sandbox's stock kernel.
+    /// The kernel, instead of the sandbox's stock kernel.
     pub kernel: Option<Kernel>,
 }
 
 enum Event {
     Frame(Frame),
-    /// Somebody wants a command to end, and why.
+    /// A request to end a command, with the reason.
     Stop(u64, Why),
     PortEnded(String),
     Panic(String),
     ConsoleEnded,
 }
 
-/// Why a command is to end.
+/// The reason why a command is ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Why {
-    /// Nobody needs it any more.
+    /// The command is no longer needed.
     Needless,
-    /// It is late.
+    /// The command exceeded its time limit.
     Late,
 }
 
-/// Why the guest can do no more.
+/// The reason why the guest can run no more commands.
 #[derive(Debug, Clone)]
 enum End {
     TimedOut,
@@ -94,7 +94,7 @@ struct Console {
     count: usize,
 }
 
-/// Ends a command of a guest, from another thread than the one that waits for it.
+/// Ends a command of a guest, from a thread other than the one that waits for the command.
 #[derive(Clone)]
 pub struct Stopper {
     id: u64,
@@ -102,36 +102,36 @@ pub struct Stopper {
 }
 
 impl Stopper {
-    /// Ends the command, if it still runs, as one that nobody needs any more.
+    /// Ends the command, if it still runs, because it is no longer needed.
     pub fn stop(&self) {
         self.send(Why::Needless);
     }
 
-    /// Ends the command, if it still runs, as one whose time is over.
+    /// Ends the command, if it still runs, because its time limit is over.
     pub fn time_out(&self) {
         self.send(Why::Late);
     }
 
     fn send(&self, why: Why) {
-        // An error means that the guest is gone, and the command with it.
+        // An error means that the guest has ended, and with it the command.
         let _ = self.send.send(Event::Stop(self.id, why));
     }
 }
 
-/// What a guest of several is given beside its topology.
+/// The properties of one guest of several, beside its topology.
 #[derive(Debug)]
 pub struct Place {
-    /// Its name and the others'.
+    /// The guest's name and the names of the others.
     pub network: Network,
-    /// Its end of the network.
+    /// The guest's sockets on the network.
     pub ends: Ends,
-    /// Its devices, whose processes run already.
+    /// The guest's devices, whose processes already run.
     pub models: Models,
 }
 
-/// A guest.
+/// A running guest.
 pub struct Vm {
-    // Dropped first to last: the guest before the processes behind its devices, and the folder last.
+    // Dropped in this order: the guest, the processes of its devices, and finally the folder.
     qemu: Process,
     models: Models,
     virtiofsd: Process,
@@ -148,9 +148,9 @@ pub struct Vm {
     classifier: Classifier,
     next_command: u64,
     end: Option<End>,
-    /// Whether the command that runs is being ended already.
+    /// Whether the running command is already being ended.
     ending: bool,
-    /// How many lines were on the console when the guest was told to power off.
+    /// The number of console lines when the guest was asked to power off.
     powering_off: Option<usize>,
     kernel: Kernel,
     release: String,
@@ -158,11 +158,12 @@ pub struct Vm {
     _dir: tempfile::TempDir,
 }
 
-/// A program built with the runner: beside it, or one folder up from a test program.
+/// Returns the path of a program that was built with the runner: in the same folder, or, for a test program, in the
+/// folder above.
 ///
 /// # Errors
 ///
-/// It was not built.
+/// The program was not built.
 pub fn sibling(name: &str) -> Result<PathBuf> {
     let me = std::env::current_exe().context("own path")?;
     let folder = me.parent().context("own folder")?;
@@ -180,7 +181,7 @@ impl Vm {
     ///
     /// # Errors
     ///
-    /// Something cannot be started, or the guest is not ready in time; the console's end is in the error.
+    /// A process cannot be started, or the guest is not ready in time: the error has the last lines of the console.
     pub fn boot(topology: &Topology, options: &Options) -> Result<Vm> {
         let dir = folder()?;
         let paths = Vm::paths(dir.path())?;
@@ -194,17 +195,17 @@ impl Vm {
         Vm::start(topology, options, dir, models, None)
     }
 
-    /// Boots a guest of several. Its sockets are in `dir`, see [`Vm::paths`].
+    /// Boots one guest of several. Its sockets are in `dir`: see [`Vm::paths`].
     ///
     /// # Errors
     ///
-    /// As [`Vm::boot`].
+    /// Those of [`Vm::boot`].
     pub fn boot_in(topology: &Topology, options: &Options, dir: tempfile::TempDir, place: Place) -> Result<Vm> {
         let Place { network, ends, models } = place;
         Vm::start(topology, options, dir, models, Some((network, ends)))
     }
 
-    /// Where the files and sockets of a guest are that has its folder at `dir`.
+    /// Returns the files and sockets of a guest with the folder `dir`.
     ///
     /// # Errors
     ///
@@ -333,34 +334,34 @@ impl Vm {
         }
     }
 
-    /// Release of the running kernel.
+    /// Returns the release of the running kernel.
     pub fn release(&self) -> &str {
         &self.release
     }
 
-    /// The kernel it was booted with.
+    /// Returns the kernel of the boot.
     pub fn kernel(&self) -> &Kernel {
         &self.kernel
     }
 
-    /// From the start to the guest being ready for commands.
+    /// Returns the time from the start until the guest was ready for commands.
     pub fn boot_time(&self) -> Duration {
         self.boot_time
     }
 
-    /// Tells whether the guest can still run commands.
+    /// Returns whether the guest can still run commands.
     pub fn is_alive(&self) -> bool {
         self.end.is_none()
     }
 
-    /// Process ids of everything it started.
+    /// Returns the process ids of all processes that were started for the guest.
     pub fn process_ids(&self) -> Vec<u32> {
         let models = self.models.values().map(Model::process_id);
         let ids: BTreeSet<u32> = models.chain([self.qemu.id(), self.virtiofsd.id()]).collect();
         ids.into_iter().collect()
     }
 
-    /// The last lines of the kernel log that have come.
+    /// Returns the last lines of the kernel log that have arrived.
     fn log_tail(&self) -> String {
         let mut tail = String::from("--- end of the kernel log ---\n");
         let skip = self.kernel_log.len().saturating_sub(CONSOLE_TAIL);
@@ -371,12 +372,13 @@ impl Vm {
         tail
     }
 
-    /// The last lines of the kernel's console, from a panic on where there was one, and of QEMU's own output.
+    /// Returns the last lines of the kernel's console (all lines from a panic on, if there is one), and of QEMU's own
+    /// output.
     pub fn console_tail(&self) -> String {
         let mut tail = String::from("--- end of the console ---\n");
         if let Ok(console) = self.console.lock() {
             let last = console.lines.len().saturating_sub(CONSOLE_TAIL);
-            // A panic's trace may be longer than that, and its first line says what it was.
+            // The trace of a panic may be longer than [`CONSOLE_TAIL`], and its first line has the reason.
             let panic = console.lines.iter().position(|line| dmesg::is_panic(line));
             let skip = panic.map_or(last, |panic| panic.min(last));
             for line in console.lines.iter().skip(skip) {
@@ -390,7 +392,7 @@ impl Vm {
         tail
     }
 
-    /// The next frame from the guest. Kernel log records are kept here and not returned.
+    /// Returns the next frame from the guest. Records of the kernel log are stored in `self` instead.
     fn next(&mut self, deadline: Instant) -> Result<Frame, End> {
         let mut panic = None;
         let mut deadline = deadline;
@@ -420,11 +422,11 @@ impl Vm {
                 Event::Frame(_) | Event::PortEnded(_) if panic.is_some() => {}
                 Event::Frame(_) => {}
                 Event::Panic(line) => {
-                    // The rest of the report is worth a short wait.
+                    // Waits a short time for the rest of the report.
                     panic.get_or_insert(line);
                     deadline = deadline.min(Instant::now() + LAST_WORDS);
                 }
-                // One that comes late is of a command that has ended, or is being ended.
+                // A request for another command came too late: that command has ended.
                 Event::Stop(id, why) if id + 1 == self.next_command && !self.ending => return Err(End::Stopped(why)),
                 Event::Stop(..) => {}
                 Event::PortEnded(why) => return Err(self.died(&why)),
@@ -464,16 +466,16 @@ impl Vm {
         }
     }
 
-    /// Runs a command, handing its output to `live` as it comes.
+    /// Runs a command, and passes its output to `live` as it arrives.
     ///
     /// # Errors
     ///
-    /// The runner's own channels are broken. A guest that panics or dies is an outcome, not an error.
+    /// The runner's own channels are broken. A guest that panics or ends is an outcome, not an error.
     pub fn exec(&mut self, command: &Command, live: &mut dyn FnMut(Stream, &[u8])) -> Result<Outcome> {
         self.exec_server(command, live, &mut || {})
     }
 
-    /// Ends the next command, when told to.
+    /// Returns an object that can end the next command.
     pub fn stopper(&self) -> Stopper {
         Stopper {
             id: self.next_command,
@@ -481,11 +483,11 @@ impl Vm {
         }
     }
 
-    /// As [`Vm::exec`]; `listening` is called once the command's port is listened on.
+    /// As [`Vm::exec`]; calls `listening` when the command listens on its port.
     ///
     /// # Errors
     ///
-    /// As [`Vm::exec`].
+    /// Those of [`Vm::exec`].
     pub fn exec_server(
         &mut self,
         command: &Command,
@@ -510,7 +512,7 @@ impl Vm {
             cwd: command.cwd.clone(),
             listen: command.listen,
         };
-        // A broken port shows as the end of its stream below.
+        // If the port is broken, its stream ends below.
         let _ = wire::write_control(&mut self.port, &exec);
         let ended = self.follow(
             id,
@@ -554,7 +556,7 @@ impl Vm {
         Ok(outcome)
     }
 
-    /// Waits for a command's end and for the mark in the kernel log that belongs to it.
+    /// Waits for the end of a command, and for the mark in the kernel log that belongs to it.
     fn follow(
         &mut self,
         id: u64,
@@ -574,8 +576,8 @@ impl Vm {
                     return Ok(Status::clone(status));
                 }
             }
-            // With the status known, only the mark is missing, and it comes as a record, which next() keeps to itself:
-            // look again at short intervals.
+            // After the status only the mark is missing. The mark is a record, which `next()` does not return, so this
+            // loop looks for it at short intervals.
             let until = if status.is_some() {
                 deadline.min(Instant::now() + Duration::from_millis(20))
             } else {
@@ -624,7 +626,7 @@ impl Vm {
     }
 
     fn take_log(&mut self) -> Vec<Record> {
-        // Whatever already arrived belongs to this command too.
+        // Records that have already arrived belong to this command too.
         let new = self.kernel_log[self.taken..]
             .iter()
             .filter(|r| !r.text.starts_with(KMSG_MARK))
@@ -634,11 +636,11 @@ impl Vm {
         new
     }
 
-    /// Answers a request, of a program in the guest or of a test.
+    /// Serves a request of a program in the guest, or of a test.
     ///
     /// # Errors
     ///
-    /// The request cannot be met: unknown device, wrong kind, or the emulator refuses.
+    /// The device is unknown or of the wrong kind, or QEMU refuses.
     pub fn serve(&mut self, request: &Request) -> Result<Value> {
         match request {
             Request::Devices => Ok(serde_json::to_value(self.devices()?)?),
@@ -689,7 +691,8 @@ impl Vm {
             event["event"] == "DEVICE_DELETED" && event["data"]["device"] == name
         })?;
         if let Device::Ivshmem { .. } = device {
-            // The device left its name on the memory; the next one needs memory without a name.
+            // The removed device's name is still assigned to the memory, and the next device needs memory without a
+            // name.
             self.qmp
                 .execute("object-del", json!({ "id": qemu::backend_id(name) }))?;
         }
@@ -703,7 +706,7 @@ impl Vm {
             Device::Accel { .. } | Device::Nic { .. } => {
                 bail!("device {name}: a vfio-user device cannot be unplugged, so it is there")
             }
-            // QEMU plugs no namespace into a drive that runs, but a drive that comes with one.
+            // QEMU cannot plug a namespace into a running drive, but it can plug a drive that has a namespace.
             Device::Nvme { .. } => {
                 ensure!(
                     self.plan.drives.get(&1).is_some_and(|first| first == name),
@@ -717,11 +720,11 @@ impl Vm {
         self.qmp.execute("device_add", options)
     }
 
-    /// Where the topology's devices are now.
+    /// Returns the present addresses of the topology's devices.
     ///
     /// # Errors
     ///
-    /// The emulator does not answer.
+    /// QEMU does not answer.
     pub fn devices(&mut self) -> Result<BTreeMap<String, DeviceNote>> {
         let functions = self.qmp.functions()?;
         let topology = &self.topology;
@@ -738,16 +741,16 @@ impl Vm {
         Ok(notes.collect())
     }
 
-    /// Counters of all devices now, by name.
+    /// Returns the present counters of all devices, by name.
     ///
     /// A drive: `{"kind": "nvme", "payload": {"host": N, "accel0": N}, "read": {..}, "write": {..}, "commands": N,
-    /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator or NIC: `{"kind": "accel", "counters": ..}` with what
-    /// its process says, or `{"kind": "accel", "gone": true}`. Under `bridges` stands what [`bridges::count`] makes of all
-    /// of that. All I/O whose completion the asking program has seen is in.
+    /// "failed": N}`, see [`crate::counters::Nvme`]. An accelerator or a NIC: `{"kind": "accel", "counters": ..}` with
+    /// the counters of its process, or `{"kind": "accel", "gone": true}`. The key `bridges` has the result of
+    /// [`bridges::count`] for all of them. The counters include all I/O that the caller has seen complete.
     ///
     /// # Errors
     ///
-    /// The trace cannot be read, or the emulator or a device process does not answer.
+    /// The trace cannot be read, or QEMU or a device process does not answer.
     pub fn snapshot(&mut self) -> Result<Value> {
         self.devices()?;
         let classifier = &mut self.classifier;
@@ -758,7 +761,7 @@ impl Vm {
         for (name, counters) in self.classifier.counters() {
             let mut value = serde_json::to_value(counters)?;
             value["kind"] = json!("nvme");
-            // Where nothing was moved from or to stands 0, so that a condition on it can be told from a wrong name.
+            // A target without bytes has an entry of 0, so that a condition on it differs from one with a wrong name.
             for by_target in ["payload", "read", "write"] {
                 let lenders = self.topology.device.iter().filter(|device| device.memory() > 0);
                 for target in lenders.map(Device::name).chain([HOST, UNKNOWN]) {
@@ -788,20 +791,20 @@ impl Vm {
         Ok(Value::Object(all))
     }
 
-    /// As [`Vm::power_off`], of a guest that nobody waits for a second time.
+    /// As [`Vm::power_off`], if the caller does not wait for the guest again.
     ///
     /// # Errors
     ///
-    /// As [`Vm::power_off`].
+    /// Those of [`Vm::power_off`].
     pub fn shut_down(mut self) -> Result<Vec<String>> {
         self.power_off()
     }
 
-    /// Powers the guest off, and returns the bad lines of the kernel log that no command returned.
+    /// Powers the guest off. Returns the bad lines of the kernel log that no command has returned.
     ///
     /// # Errors
     ///
-    /// The guest does not power off in time, which is an [`Overrun`]. It can be called again, and waits as long once more.
+    /// The guest does not power off in time ([`Overrun`]). The call can be repeated, with the same time limit.
     pub fn power_off(&mut self) -> Result<Vec<String>> {
         let console_before = match self.powering_off {
             Some(count) => count,
@@ -828,7 +831,7 @@ impl Vm {
         }
         in_time!(self.qemu.wait_until(deadline)?, "QEMU did not end within {limit:?}");
         let mut findings = dmesg::findings(&self.take_log());
-        // What the kernel said after its init had stopped listening is on the console only.
+        // Messages that the kernel logs after the end of its init are only on the console.
         let console = self.console.lock().map_err(|_| anyhow!("poisoned"))?;
         let skip = console.lines.len().saturating_sub(console.count - console_before);
         findings.extend(
@@ -843,16 +846,16 @@ impl Vm {
     }
 }
 
-/// A folder for a guest's files and sockets, removed with it.
+/// Creates the folder for a guest's files and sockets, which is removed when it is dropped.
 ///
 /// # Errors
 ///
-/// Those of making a folder.
+/// Those of creating a folder.
 pub fn folder() -> Result<tempfile::TempDir> {
     Ok(tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?)
 }
 
-/// How long a machine may take to boot a kernel.
+/// Returns the time limit of a boot.
 fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
     let counting = if topology.machine.count_instructions {
         COUNTING
@@ -863,7 +866,7 @@ fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
 }
 
 fn start_virtiofsd(paths: &Paths) -> Result<Process> {
-    // It gets the listening socket as standard input, so that QEMU can connect whenever it likes.
+    // virtiofsd gets the listening socket as standard input, so QEMU can connect at any time.
     let listener = UnixListener::bind(paths.root_socket())?;
     let stdin = Stdin(Some(Stdio::from(OwnedFd::from(listener))));
     let argv = [
@@ -872,7 +875,8 @@ fn start_virtiofsd(paths: &Paths) -> Result<Process> {
         "--shared-dir=/",
         "--sandbox=none",
         "--seccomp=none",
-        // Else opening a file throws away what the guest has of it, and all that the emulator made of its code.
+        // Otherwise opening a file invalidates the guest's page cache of it, and QEMU's translation of the code in
+        // those pages.
         "--cache=always",
         "--readonly",
         "--log-level=warn",
@@ -881,7 +885,7 @@ fn start_virtiofsd(paths: &Paths) -> Result<Process> {
     Process::start("virtiofsd", &argv, stdin, &paths.dir.join("virtiofsd.log"), false)
 }
 
-/// Accepts one connection, unless QEMU ends or the time does.
+/// Accepts one connection, unless QEMU ends or the deadline passes.
 fn accept(listener: &UnixListener, qemu: &mut Process, deadline: Instant) -> Result<UnixStream> {
     let slice = Timespec {
         tv_sec: 0,
@@ -947,7 +951,7 @@ fn read_port(port: UnixStream, send: Sender<Event>) {
     });
 }
 
-/// Where the test bed's topology files are, seen from this crate's sources.
+/// Returns the folder of the test bed's topology files, relative to this crate's sources.
 pub fn topologies() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies")
 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How much of this machine's processors its own host kept for others, which explains what took long.
+//! The share of this machine's processor time that its own host gave to others (steal time), which explains long
+//! durations.
 
 use std::fs;
 
 use anyhow::{Context, Result};
 
-/// The time of all processors, in ticks, since the machine was started.
+/// The time of all processors in ticks, since the machine started.
 #[derive(Clone, Copy)]
 pub struct Ticks {
     all: u64,
@@ -14,11 +15,11 @@ pub struct Ticks {
 }
 
 impl Ticks {
-    /// As it is now.
+    /// Reads the present times.
     ///
     /// # Errors
     ///
-    /// There is no such account, or it is another one.
+    /// `/proc/stat` is missing or has another form.
     pub fn now() -> Result<Self> {
         Self::parse(&fs::read_to_string("/proc/stat").context("/proc/stat")?)
     }
@@ -28,7 +29,7 @@ impl Ticks {
         let numbers = line.context("/proc/stat does not begin with all processors")?;
         let numbers = numbers.split_whitespace().map(str::parse);
         let numbers: Vec<u64> = numbers.collect::<Result<_, _>>().context("/proc/stat")?;
-        // user nice system idle iowait irq softirq steal; what follows is in the first two.
+        // user nice system idle iowait irq softirq steal; the later columns are included in the first two.
         let numbers = numbers.get(..8).context("/proc/stat is older than steal")?;
         Ok(Self {
             all: numbers.iter().sum(),
@@ -36,7 +37,7 @@ impl Ticks {
         })
     }
 
-    /// The part of all processors' time that was withheld since then.
+    /// Returns the share of all processor time that was stolen between `self` and `until`.
     pub fn withheld(&self, until: &Ticks) -> f64 {
         let (all, stolen) = (
             until.all.saturating_sub(self.all),
