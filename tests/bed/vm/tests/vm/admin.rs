@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The administrator's guide, run as it stands: its files are written, its commands are run, one after the other in one
-//! shell, and what they say is what the guide says they do.
+//! Runs the examples of the administrator's guide: writes its files, runs its commands in one shell in their order, and
+//! compares their output with the output in the guide.
 //!
-//! `...` in the guide stands for anything, within a line or for any number of lines, and `[exit N]` for a command that ends
-//! with another exit code than 0. Addresses of the guide's devices become those of the guest's.
+//! `...` in the guide matches any text, within a line or for any number of lines. `[exit N]` stands for a command whose
+//! exit code is not 0. The test replaces the addresses of the guide's devices by those of the guest's devices.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -24,9 +24,9 @@ pub const TESTS: &[Test] = &[Test {
 }];
 
 const GUIDE: &str = include_str!("../../../../../Documentation/admin.md");
-/// What the guide calls the topology's accel0 and accel1.
+/// The guide's addresses of the topology's accel0 and accel1.
 const DEVICES: [&str; 2] = ["0000:03:00.0", "0000:0a:00.0"];
-/// What separates the outputs of commands.
+/// The separator between the outputs of commands.
 const MARK: &str = "=-=-= end of command";
 
 /// A step of the guide.
@@ -63,7 +63,8 @@ fn steps(guide: &str) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// Whether a line is what the guide says, in which `...` stands for anything. Blanks count as one.
+/// Returns whether a line matches the guide's line, in which `...` matches any text. Any number of blanks counts as
+/// one.
 fn line_matches(expected: &str, got: &str) -> bool {
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     let (expected, got) = (words(expected), words(got));
@@ -84,7 +85,7 @@ fn line_matches(expected: &str, got: &str) -> bool {
     rest.ends_with(last)
 }
 
-/// Whether an output is what the guide says, in which a line `...` stands for any number of lines.
+/// Returns whether an output matches the guide's, in which a line `...` matches any number of lines.
 fn output_matches(expected: &[String], got: &[&str]) -> bool {
     match expected.split_first() {
         None => got.is_empty(),
@@ -95,7 +96,7 @@ fn output_matches(expected: &[String], got: &[&str]) -> bool {
     }
 }
 
-/// The script that runs the steps: each command's output, its exit code where that is not 0, and a mark.
+/// Returns a script that runs the steps. It prints each command's output, the exit code if it is not 0, and [`MARK`].
 fn script(steps: &[Step], devices: &[(String, String)]) -> Result<String> {
     let real = |text: &str| {
         devices
@@ -126,7 +127,7 @@ fn guide(cluster: &mut Cluster) -> Result<()> {
         .display()
         .to_string();
     let vm = cluster.only()?;
-    // The guest's /etc is the sandbox's, and read-only.
+    // The guest's `/etc` is that of the sandbox, and read-only.
     let prepared = clean(
         vm,
         &format!(
@@ -138,7 +139,8 @@ fn guide(cluster: &mut Cluster) -> Result<()> {
     let addresses = String::from_utf8_lossy(&prepared.stdout).into_owned();
     let addresses: Vec<&str> = addresses.split_whitespace().collect();
     ensure!(addresses.len() == DEVICES.len(), "{addresses:?}");
-    // By way of names that are neither's, as one's real address may be the other's in the guide.
+    // Replaced in two steps, through names that neither side uses: an address of the guest may be the address of
+    // another device in the guide.
     let mut devices = Vec::new();
     for (n, guide) in DEVICES.iter().enumerate() {
         devices.push(((*guide).to_owned(), format!("<device {n}>")));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The kernels that tests run on, each with the module built for it, and the guests that wait for the next test.
+//! The kernels that tests run on, each with its module, and the guests that are kept for the next test.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -23,56 +23,56 @@ use serde_json::json;
 use crate::lanes::{Lane, Lanes};
 use crate::{hardening, write_report};
 
-/// Name of the kernel that the sandbox was made for.
+/// The name of the kernel that the sandbox was made for.
 pub const STOCK: &str = "stock";
-/// Name of the kernel that checks itself.
+/// The name of the debug kernel.
 pub const DEBUG: &str = "debug";
 
-/// Keeps a kernel that looks for errors from what takes it long and nobody asked for: running the module's unit tests
-/// whenever it is loaded, which have a target of their own, and scanning for leaks by itself a minute after its boot.
+/// Disables slow work of a debug kernel that these tests do not need: the module's unit tests, which run whenever it is
+/// loaded and have a target of their own, and the scan for leaks that starts one minute after boot.
 const PREPARE: &str = "
     kunit=/sys/module/kunit/parameters/filter_glob leaks=/sys/kernel/debug/kmemleak
     [ ! -e $kunit ] || printf none >$kunit
     [ ! -e $leaks ] || echo scan=off >$leaks";
 
-/// What stands for a test's name, behind the kernel's, where guests did not end in order.
+/// Follows the kernel's name in place of a test's name if guests did not power off in order.
 const END: &str = "::the end of guests";
-/// How much of a failure is repeated at the end.
+/// The number of lines of a failure that are repeated at the end.
 const LINES: usize = 8;
-/// And of each of its lines, in characters.
+/// The number of characters of each such line.
 const COLUMNS: usize = 300;
 
-/// Running guests of a topology, with a kernel.
+/// Running guests of a topology, and their kernel.
 pub struct Guests {
     kernel: &'static str,
     topology: String,
     /// The guests.
     pub cluster: Cluster,
-    /// Tables of clients whose preparation has been done.
+    /// The client tables whose preparation has run.
     pub prepared: BTreeSet<String>,
-    /// The tests they have run.
+    /// The tests that have run in the guests.
     ran: Vec<String>,
-    /// What their kernel found wrong by itself, once it was asked.
+    /// The findings of the debug kernel, after they have been read.
     found: Option<Vec<String>>,
 }
 
-/// Which turn of a test it is.
+/// Whether a test runs for the first time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
     /// The first.
     First,
-    /// A later one, after one that took too long or lost a race: with guests that nobody used.
+    /// It runs again after an overrun or a lost race, with fresh guests.
     Again,
 }
 
-/// Guests that wait for the next test of their lane.
+/// Guests that are kept for the next test of their lane.
 type Shelf = Arc<Mutex<BTreeMap<Lane, Vec<Guests>>>>;
 
-/// How often a test runs at most that loses a race of the program it tries.
+/// The number of times that a test runs at most if the program it tests loses a race of its own.
 pub const RACES: u32 = 6;
 
-/// The error of a test whose program lost a race between its own two processes. Such a race is lost now and then where guests
-/// get little of the processors, and nothing that the test is about had a part in it: the test runs once more, see [`RACES`].
+/// The error of a test whose program lost a race between its own two processes. A program rarely loses such a race,
+/// mostly if guests get little processor time, and p2pmem has no part in it. The test runs again: see [`RACES`].
 #[derive(Debug)]
 pub struct LostRace(pub String);
 
@@ -84,7 +84,7 @@ impl fmt::Display for LostRace {
 
 impl std::error::Error for LostRace {}
 
-/// What came of the tests that ran.
+/// The results of the tests that ran.
 #[derive(Clone, Default)]
 pub struct Log(Arc<Mutex<Vec<Ran>>>);
 
@@ -92,22 +92,22 @@ pub struct Log(Arc<Mutex<Vec<Ran>>>);
 #[derive(Serialize)]
 struct Ran {
     test: String,
-    /// Seconds, with those of booting guests for it and of ending the ones before.
+    /// The duration in seconds, including the boot of guests for the test and the end of previous guests.
     seconds: f64,
-    /// The part of the processors' time that was withheld meanwhile.
+    /// The share of processor time that the host withheld meanwhile.
     withheld: f64,
-    /// Why it failed.
+    /// The reason of the failure.
     failed: Option<String>,
-    /// Whether a limit of time was missed, and nothing else is known to be wrong.
+    /// Whether a time limit was exceeded and no other error is known.
     overrun: bool,
-    /// Whether the program that it tries lost a race of its own.
+    /// Whether the tested program lost a race of its own.
     lost_race: bool,
-    /// Whether it was run once more after that.
+    /// Whether the test ran again after that.
     again: bool,
 }
 
 impl Ran {
-    /// Runs it, or something that is like one.
+    /// Runs a test, or a step that counts as one.
     fn new(test: &str, run: impl FnOnce() -> Result<()>) -> Self {
         let (start, before) = (Instant::now(), Ticks::now());
         let error = run().err();
@@ -131,8 +131,8 @@ impl Log {
         }
     }
 
-    /// Runs a test. If all that is wrong is that it took too long, runs it once more with fresh guests; if its program lost a race
-    /// of its own, up to [`RACES`] times.
+    /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests. If its
+    /// program lost a race of its own, runs it up to [`RACES`] times.
     pub fn test(&self, name: &str, run: impl Fn(Turn) -> Result<()>) -> Result<(), Failed> {
         let mut ran = Ran::new(name, || run(Turn::First));
         let (mut turns, mut overruns) = (1, 0);
@@ -151,8 +151,8 @@ impl Log {
         failed.map_or(Ok(()), |reason| Err(Failed::from(reason)))
     }
 
-    /// Ends guests in order; what is wrong with that is a failure of its own, of no test in particular. Guests that take too long
-    /// are waited for once more: no fresh ones have run what they have.
+    /// Powers guests off. An error is a failure of its own, not of a test. Guests that take too long are waited for
+    /// once more, because fresh guests would not repeat what these have run.
     fn end_of_guests(&self, mut guests: Guests) {
         let name = format!("{}{END}", guests.kernel);
         let mut ran = Ran::new(&name, || end(&mut guests));
@@ -166,9 +166,9 @@ impl Log {
         }
     }
 
-    /// Writes `vm.json` and `vm-debug.json` if a test ran on that kernel, and says on standard output why those failed that did: libtest's own account is
-    /// above, with whole logs, far from the end.
-    /// Returns whether guests failed to end in order.
+    /// Writes `vm.json` and `vm-debug.json` if a test ran on that kernel, and prints the reasons of all failures.
+    /// libtest prints them too, with whole logs, but far from the end. Returns whether guests failed to power off in
+    /// order.
     ///
     /// # Errors
     ///
@@ -218,7 +218,7 @@ impl Log {
 /// A kernel to run tests on.
 #[derive(Clone)]
 pub struct Bed {
-    /// Its name, which its tests' names begin with.
+    /// Its name, with which the names of its tests begin.
     pub name: &'static str,
     kernel: Kernel,
     module: Option<PathBuf>,
@@ -228,8 +228,8 @@ pub struct Bed {
 }
 
 impl Bed {
-    /// All kernels there are: the stock kernel, and the debug kernel if the environment names it. The module is the one
-    /// that `P2PMEM_MODULE` names, and for the debug kernel that of its name in the folder `debug` beside it.
+    /// Returns the stock kernel, and the debug kernel if the environment names it. `P2PMEM_MODULE` is the path of the
+    /// module; the module of the debug kernel has the same name in the folder `debug` beside it.
     ///
     /// # Errors
     ///
@@ -252,7 +252,8 @@ impl Bed {
         Ok(beds)
     }
 
-    /// A test on this kernel with guests of a topology; one that does not run there shows as ignored, with the reason.
+    /// Makes a test on this kernel with guests of a topology. A test that does not run on the kernel shows as ignored,
+    /// with the reason.
     pub fn trial(
         &self,
         name: &str,
@@ -266,7 +267,8 @@ impl Bed {
             let turn = own.lanes.turn(place, &lane);
             let outcome = own.log.test(&name, run);
             let is_last = turn.is_last();
-            // Guests that end mostly wait, for what was just allocated to be old enough to count as leaked.
+            // The end of guests mostly waits until new allocations are old enough to count as leaked, so other lanes
+            // may run meanwhile.
             drop(turn);
             if is_last {
                 while let Some(guests) = own.kept(&lane) {
@@ -303,28 +305,28 @@ impl Bed {
         }
     }
 
-    /// The path of the module, as it is in guests too.
+    /// Returns the path of the module, which is the same in guests.
     ///
     /// # Errors
     ///
-    /// It was not built for this kernel.
+    /// The module was not built for this kernel.
     pub fn module(&self) -> Result<String> {
         let module = self.module.as_ref().context("P2PMEM_MODULE is not set")?;
         let module = fs::canonicalize(module).with_context(|| format!("the module {}", module.display()))?;
         Ok(module.to_str().context("the module's path is not UTF-8")?.to_owned())
     }
 
-    /// The guests of a topology: those on the shelf, or fresh ones, as always for a second turn.
+    /// Returns guests of a topology: kept ones, or fresh ones. A test that runs again always gets fresh ones.
     ///
     /// # Errors
     ///
-    /// They do not boot.
+    /// The guests do not boot.
     pub fn guests(&self, topology: &str, turn: Turn) -> Result<Guests> {
         if let Some(guests) = self.kept(&self.lane(topology)) {
             if turn == Turn::First && guests.cluster.is_alive() {
                 return Ok(guests);
             }
-            // That is no fault of the test that is next.
+            // The next test is not responsible for errors of these guests.
             self.log.end_of_guests(guests);
         }
         let file = topologies().join(format!("{topology}.toml"));
@@ -346,19 +348,19 @@ impl Bed {
         })
     }
 
-    /// Puts guests that a test has run in on the shelf, for the next one.
+    /// Keeps guests in which a test has run for the next test.
     pub fn keep(&self, mut guests: Guests, test: &str) {
         guests.ran.push(test.to_owned());
         let lane = self.lane(&guests.topology);
         self.shelf().entry(lane).or_default().push(guests);
     }
 
-    /// Ends guests that are of no use to others after a test, which may have left them in a state that no end in order
-    /// comes from; what their kernel found wrong is asked first.
+    /// Ends guests that no other test can use, after reading the findings of their kernel. The test may have left the
+    /// guests in a state in which they cannot power off.
     ///
     /// # Errors
     ///
-    /// It found something.
+    /// The kernel has findings.
     pub fn drop_guests(&self, mut guests: Guests) -> Result<()> {
         if guests.cluster.is_alive() {
             let findings = guests.cluster.check()?;
@@ -369,11 +371,12 @@ impl Bed {
     }
 }
 
-/// Ends guests in order, after having asked their kernel what it found wrong.
+/// Powers guests off, after reading the findings of their kernel.
 ///
 /// # Errors
 ///
-/// It found something, or they do not end; with the tests they have run. After an [`Overrun`] it goes on where it was.
+/// The kernel has findings, or the guests do not power off; with the names of the tests that ran. After an [`Overrun`],
+/// another call continues.
 fn end(guests: &mut Guests) -> Result<()> {
     let Guests {
         kernel,

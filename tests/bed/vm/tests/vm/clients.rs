@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs the clients that others wrote, as the tables in `tests/suites/clients` say, and reports on each.
+//! Runs the programs of the tables in `tests/suites/clients`, and writes a report on each.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,22 +21,22 @@ use serde_json::{Value, json};
 use crate::bed::{Bed, DEBUG, LostRace, STOCK, Turn};
 use crate::{describe_outcome, failure, is_late, peer, report, write_report};
 
-/// How long a table's preparation may take.
+/// The time limit of a table's preparation.
 const SET_UP: Duration = Duration::from_secs(120);
 
-/// The topology for pyverbs' tests, which talk to themselves on one NIC.
+/// The topology of pyverbs' tests, which connect to themselves on one NIC.
 const PYVERBS_TOPOLOGY: &str = "rdma";
-/// How long all of them may take on a node.
+/// The time limit of all these tests on one node.
 const PYVERBS: Duration = Duration::from_secs(1500);
-/// How long one of them may take, in seconds: a second or two on a machine that has nothing else to do.
+/// The time limit of one of them, in seconds. On an idle machine it takes one or two.
 const PYVERBS_LIMIT: u32 = 120;
-/// Huge pages that some of them need.
+/// The number of huge pages that some of them need.
 const HUGE_PAGES: u32 = 16;
 
-/// What came of the clients that ran.
+/// The results of the clients that ran.
 pub type Reports = Arc<Mutex<Vec<Report>>>;
 
-/// A trial for each client of all tables, with a kernel.
+/// Makes a trial for each client of all tables that runs on the kernel.
 pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     let mut trials = Vec::new();
     for path in table_files()? {
@@ -50,7 +50,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
             };
             let client = &table.clients[index];
             if let Expected::Skip { reason } = &client.expected {
-                // It shows as ignored, and stands in the report if others of the kernel do.
+                // It shows as ignored, and is in the report if other clients of the kernel are.
                 add(bed, reports, &table.name, client.judge(None, None, &Value::Null))?;
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
@@ -63,7 +63,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 if let Err(e) = &ran {
                     let error = format!("{e:#}");
                     let first = error.lines().next().unwrap_or_default();
-                    // Unless what came of it is known.
+                    // Only clients without a result.
                     add_missing(&own, &reports, &shared.name, client.not_run(first))?;
                 }
                 ran
@@ -78,7 +78,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     Ok(trials)
 }
 
-/// The tables, in the order of their names.
+/// Returns the table files, ordered by name.
 fn table_files() -> Result<Vec<PathBuf>> {
     let folder = tables();
     let entries = fs::read_dir(&folder).with_context(|| folder.display().to_string())?;
@@ -91,7 +91,7 @@ fn table_files() -> Result<Vec<PathBuf>> {
     Ok(tables)
 }
 
-/// What tells a client that ran from all others.
+/// Returns the fields that identify a client's run.
 fn identity(report: &Report) -> [&str; 4] {
     [&report.kernel, &report.table, &report.client, &report.command]
 }
@@ -104,7 +104,7 @@ fn named(bed: &Bed, table: &str, report: Report) -> Report {
     }
 }
 
-/// Adds a report on a client that has none.
+/// Adds the report of a client that has none.
 fn add_missing(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
     let report = named(bed, table, report);
     let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
@@ -117,7 +117,7 @@ fn add_missing(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Res
 fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
     let report = named(bed, table, report);
     let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    // Of one that is run once more, the last counts.
+    // If a client runs again, its last report counts.
     reports.retain(|earlier| identity(earlier) != identity(&report));
     reports.push(report);
     Ok(())
@@ -159,7 +159,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn)
     };
     let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
     add(bed, reports, &table.name, report.clone())?;
-    // Guests outlive a client that failed, as long as their kernels are in order and nothing was late.
+    // Guests can be used after a client that failed if their kernels have no findings and no time limit was exceeded.
     let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
     let sound = alive && ran.iter().all(|ran| ran.findings.is_empty() && !is_late(ran));
     let dropped = match sound {
@@ -189,7 +189,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn)
     dropped
 }
 
-/// Runs pyverbs' own tests, a part of them on each node, and compares the result of each with what is expected.
+/// Runs pyverbs' own tests, a part of them on each node, and compares each result with the expected one.
 fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
     let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
     let folder = unpack_pyverbs()?;
@@ -208,7 +208,7 @@ fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
         );
         Command::new(["sh", "-c", &script]).limit(PYVERBS)
     })?;
-    // Of one that was ended half of the results are missing, or the last one is cut off.
+    // If a run was ended early, results are missing, or the last one is incomplete.
     let all: Vec<_> = outcomes.values().collect();
     if all.iter().any(|outcome| is_late(outcome)) {
         let text = outcomes
@@ -244,8 +244,8 @@ fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
     Ok(())
 }
 
-/// The tests of Debian's package, some of which it has compressed, where guests can read them; compiled, which takes an
-/// emulated processor long.
+/// Unpacks the tests of Debian's package, some of which are compressed, into a folder that guests can read. Compiles
+/// them too, which takes an emulated processor long.
 fn unpack_pyverbs() -> Result<PathBuf> {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pyverbs");
     let script = format!(
@@ -262,7 +262,8 @@ fn unpack_pyverbs() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Environment of all scripts: the module, where the programs of this build are, and where the scripts are.
+/// Returns the environment of all scripts: the module, the folder of this build's programs, and the folder of the
+/// scripts.
 fn environment(bed: &Bed) -> Result<BTreeMap<String, String>> {
     let module = bed.module()?;
     let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
@@ -293,13 +294,13 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
     Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
 }
 
-/// Writes the reports of what ran: one a kernel, as they run by turns, and the one on peer memory.
+/// Writes a report for each kernel, and the one on peer memory.
 pub fn write(reports: &Reports, said: &peer::Said) -> Result<()> {
     let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
     peer::write(said, &reports)?;
     for (kernel, name) in [(STOCK, "clients.json"), (DEBUG, "clients-debug.json")] {
         let own: Vec<&Report> = reports.iter().filter(|report| report.kernel == kernel).collect();
-        // What is skipped whatever runs does not make a report.
+        // Clients that are always skipped do not make a report.
         if own.iter().any(|report| report.ok.is_some()) {
             let skipped = own.iter().filter(|report| report.ok.is_none()).count();
             write_report(name, json!({ "skipped": skipped, "clients": own }))?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the debug kernel: that it finds what it is there for.
+//! Tests of the debug kernel: it finds the errors that it is built to find.
 
 use std::path::Path;
 
@@ -19,8 +19,9 @@ pub const TESTS: &[Test] = &[Test {
     run: find,
 }];
 
-/// What a module does wrong, and a word of the report. Lockdep comes first: any report about a lock turns it off, and who sleeps with
-/// a spinlock held may wake on another processor and so cause one ("spinlock wrong CPU").
+/// An error that a test module makes, and a word of the report about it. Lockdep comes first, because any report about
+/// a lock disables lockdep. A task that sleeps with a spinlock held may wake up on another processor and cause such a
+/// report ("spinlock wrong CPU").
 const WRONG: &[(&str, &str)] = &[
     ("locks", "possible circular locking"),
     ("sleep", "scheduling while atomic"),
@@ -49,7 +50,7 @@ fn find(cluster: &mut Cluster) -> Result<()> {
     }
     let blind = cluster.check()?;
     ensure!(blind.iter().any(|line| line.contains("lockdep is off")), "{blind:?}");
-    // What else is wrong with this kernel nobody has to be told.
+    // Other findings of this kernel are expected and not reported.
     let vm = cluster.only()?;
     let outcome = sh(vm, "echo c >/proc/sysrq-trigger; sleep 100")?;
     ensure!(!vm.is_alive(), "{}", describe(&outcome, vm));

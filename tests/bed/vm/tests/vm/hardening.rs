@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The report on what the module withstood: what the cases said that provoke the ends of devices, failures of allocations and
-//! translation of addresses, and what the kernels found wrong in all of the run.
+//! The hardening report: results of the cases that provoke the ends of devices, allocation failures, and address
+//! translation, and the findings of the kernels in the whole run.
 
 use std::collections::BTreeSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,24 +12,24 @@ use serde_json::{Value, json};
 use crate::bed::DEBUG;
 use crate::{ORIGIN, Origin, write_report};
 
-/// The report of a run of the stock kernel's tests, or of both kernels'.
+/// The report of a run of the tests of the stock kernel, or of both kernels.
 pub const REPORT: &str = "hardening.json";
-/// That of a run of the debug kernel's tests alone, which does not have all.
+/// The report of a run of the debug kernel's tests only, which has fewer parts.
 pub const DEBUG_ALONE: &str = "hardening-debug.json";
-/// What a case says before its part of the report, an object.
+/// The prefix of the line in which a case prints its part of the report, an object.
 const MARK: &str = "hardening-report: ";
-/// The rounds of the tests that unplug something: test, kernel, rounds. A case says the number alone.
+/// The rounds of the tests that unplug a device: test, kernel, rounds. A case prints only the number.
 pub const ROUNDS: &str = "unplug_rounds";
-/// What unbinding took, with what is aimed at.
+/// The durations of unbinding, with the aim.
 const REVOKE: &str = "revoke_ms";
-/// What cases say, and what kernels found wrong. What is missing in a report is `skipped` there.
+/// The parts that cases report. A part that is missing is `skipped` in the report.
 const PARTS: &[&str] = &["injection_points", ROUNDS, "iommu", REVOKE];
-/// Lines that a kernel in order does not say, and memory that was leaked: known where a kernel ran that checks itself.
+/// The numbers of bad log lines and of leaks: known if a debug kernel ran.
 const CHECKED: [&str; 2] = ["splats", "leaks"];
-/// How the lines of kmemleak's findings begin.
+/// The first words of kmemleak's findings.
 const LEAK: &str = "unreferenced object";
 
-/// What there is to tell.
+/// The results so far.
 struct Known {
     said: Value,
     kernels: BTreeSet<&'static str>,
@@ -52,18 +52,18 @@ fn change(how: impl FnOnce(&mut Known)) {
     }));
 }
 
-/// Notes that guests have a kernel.
+/// Records that tests ran on a kernel.
 pub fn ran_on(kernel: &'static str) {
     change(|known| {
         known.kernels.insert(kernel);
     });
 }
 
-/// Takes what a case said for the report on a kernel.
+/// Adds the part that a case printed for the report.
 ///
 /// # Errors
 ///
-/// It is no JSON.
+/// The part is not JSON.
 pub fn collect(kernel: &str, case: &str, stdout: &[u8]) -> Result<()> {
     for line in String::from_utf8_lossy(stdout).lines() {
         if let Some(text) = line.strip_prefix(MARK) {
@@ -74,7 +74,7 @@ pub fn collect(kernel: &str, case: &str, stdout: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// What a case said, with what it does not know: of which test on which kernel rounds are, and whether an aim was met.
+/// Completes a case's part with the test and kernel of its rounds, and with whether an aim was met.
 fn completed(kernel: &str, case: &str, mut said: Value) -> Value {
     if let Some(rounds) = said[ROUNDS].as_u64() {
         said[ROUNDS] = json!({ case: { kernel: rounds } });
@@ -91,7 +91,7 @@ pub fn add(value: Value) {
     change(|known| merge(&mut known.said, value));
 }
 
-/// Counts what a kernel found wrong.
+/// Counts the findings of a kernel.
 pub fn count(findings: &[String]) {
     let leaks = findings.iter().filter(|line| line.contains(LEAK)).count();
     change(|known| {
@@ -100,7 +100,7 @@ pub fn count(findings: &[String]) {
     });
 }
 
-/// Numbers of one name add up; of all else the last counts.
+/// Adds numbers of the same name; of all other values the last one counts.
 fn merge(into: &mut Value, from: Value) {
     match (into, from) {
         (Value::Object(into), Value::Object(from)) => {
@@ -120,11 +120,11 @@ fn merge(into: &mut Value, from: Value) {
     }
 }
 
-/// Writes the report, if a case had something to say.
+/// Writes the report, if a case printed a part.
 ///
 /// # Errors
 ///
-/// It cannot be written.
+/// The report cannot be written.
 pub fn write() -> Result<()> {
     let Some(known) = known().take().filter(|known| known.said != json!({})) else {
         return Ok(());
@@ -136,7 +136,7 @@ pub fn write() -> Result<()> {
     write_report(name, report(known))
 }
 
-/// The report, without its origin.
+/// Returns the report, without its origin.
 fn report(known: Known) -> Value {
     let Known {
         said: mut report,
@@ -150,7 +150,7 @@ fn report(known: Known) -> Value {
         .filter(|part| report.get(part).is_none())
         .collect();
     for (part, count) in CHECKED.into_iter().zip([splats, leaks]) {
-        // One that was found counts whoever found it; that there is none takes a kernel that looks.
+        // A finding counts on any kernel. Only a debug kernel can show that there is none.
         if count > 0 || kernels.contains(DEBUG) {
             report[part] = count.into();
         } else {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the module in machines whose IOMMU translates all DMA. Most are cases of other topologies, run here by name.
-//! The bytes that were moved and compared, by vendor, go to the report on hardening.
+//! Tests of the module in machines whose IOMMU translates all DMA. Most are cases of other topologies, run here by
+//! name. The hardening report gets the number of bytes that were moved and compared, by vendor.
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::patience::Overrun;
@@ -65,7 +65,7 @@ pub const TESTS: &[Test] = &[
     },
 ];
 
-/// Cases of one machine with a drive: I/O, ends under load, what the tools say.
+/// Cases of one machine with a drive: I/O, ends under load, output of the tools.
 const MODULE: &[&str] = &[
     "list",
     "mmap",
@@ -75,10 +75,10 @@ const MODULE: &[&str] = &[
     "dmabuf-revoke",
     "scrub",
 ];
-/// Of 20 writes to memory that is gone, none may land.
+/// Cases in which none of 20 writes may reach memory that has been freed or removed.
 const STALE: &[&str] = &["rdma-stale-unbind", "rdma-stale-free"];
 
-/// Fails unless the DMA of a device, by its name in the environment, is translated.
+/// Fails unless the DMA of a device is translated. `device` is its name in the environment.
 pub fn translated(vm: &mut Vm, device: &str) -> Result<()> {
     let outcome = clean(
         vm,
@@ -105,7 +105,7 @@ fn cases(vm: &mut Vm, names: &[&str]) -> Result<()> {
     names.iter().try_for_each(|name| case(vm, name))
 }
 
-/// O_DIRECT from drive to accelerator and back, each byte compared, and none through host memory.
+/// O_DIRECT from drive to accelerator and back: each byte is compared, and none goes through host memory.
 fn drive(vm: &mut Vm) -> Result<()> {
     translated(vm, "NVME0")?;
     let before = payload(vm, "accel0")?;
@@ -115,7 +115,8 @@ fn drive(vm: &mut Vm) -> Result<()> {
     verified("intel", moved)
 }
 
-/// `topo`, `explain` and `doctor` say that the drive reaches the accelerator through the root complex, translated.
+/// `topo`, `explain` and `doctor` report that the drive reaches the accelerator through the root complex, with
+/// translation.
 fn tools(vm: &mut Vm) -> Result<()> {
     translated(vm, "NVME0")?;
     let ctl = load_and_publish(vm)?;
@@ -127,7 +128,7 @@ fn tools(vm: &mut Vm) -> Result<()> {
         ),
         ("doctor", "it translates ("),
     ] {
-        // What else doctor warns of is not this test's.
+        // Other warnings of doctor do not matter here.
         let outcome = sh(vm, &format!("{ctl} {command}"))?;
         let said = String::from_utf8_lossy(&outcome.stdout);
         if !said.contains(wanted) || !outcome.findings.is_empty() {
@@ -142,7 +143,7 @@ fn tools(vm: &mut Vm) -> Result<()> {
     Ok(())
 }
 
-/// Loads the module and publishes accel0, where an earlier test did not; returns p2pmemctl's path.
+/// Loads the module and publishes accel0, unless an earlier test did. Returns the path of p2pmemctl.
 fn load_and_publish(vm: &mut Vm) -> Result<String> {
     let (module, ctl) = (module()?, ctl()?);
     clean(
@@ -155,7 +156,7 @@ fn load_and_publish(vm: &mut Vm) -> Result<String> {
     Ok(ctl)
 }
 
-/// VFIO type1 maps host memory for a device's DMA, and refuses memory without pages.
+/// VFIO type1 maps host memory for a device's DMA, and refuses memory without struct pages.
 fn vfio(vm: &mut Vm) -> Result<()> {
     translated(vm, "NVME0")?;
     let (module, ctl) = (module()?, ctl()?);
@@ -182,11 +183,11 @@ fn vfio(vm: &mut Vm) -> Result<()> {
     Ok(())
 }
 
-/// What fio writes and compares, in bytes.
+/// The bytes that fio writes and compares.
 const COMPARED: u64 = 8 << 20;
 
-/// The AMD model does not trace what would resolve the drive's addresses. The bytes are compared all the same, and a claim
-/// on host memory fails.
+/// QEMU's trace of the AMD IOMMU cannot resolve the drive's addresses. The bytes are compared nevertheless, and a
+/// condition on host memory fails.
 fn amd(vm: &mut Vm) -> Result<()> {
     translated(vm, "NVME0")?;
     let before = payload(vm, "unknown")?;
@@ -220,8 +221,8 @@ fn amd(vm: &mut Vm) -> Result<()> {
     verified("amd", COMPARED)
 }
 
-/// A pair whose DMA goes astray: the emulator does not model the switch's routing. Registration works, and what arrives is
-/// something else, or the IOMMU refuses the address.
+/// Two devices below a switch, whose DMA moves wrong bytes, because QEMU does not model the switch's routing.
+/// Registration succeeds, and either other bytes arrive or the IOMMU refuses the address.
 fn wrong_bytes(vm: &mut Vm) -> Result<()> {
     translated(vm, "NIC0")?;
     let (module, ctl) = (module()?, ctl()?);
@@ -246,14 +247,14 @@ fn wrong_bytes(vm: &mut Vm) -> Result<()> {
     Ok(())
 }
 
-/// Payload of the drive so far, by target.
+/// Returns the bytes of the drive's payload so far, by target.
 fn payload(vm: &mut Vm, target: &str) -> Result<u64> {
     let snapshot = vm.snapshot()?;
     let bytes = snapshot["nvme0"]["payload"][target].as_u64();
     bytes.with_context(|| format!("no {target}: {snapshot}"))
 }
 
-/// From the accelerator of one node to that of the other.
+/// RDMA from the accelerator of one node to that of the other.
 fn rdma(cluster: &mut Cluster) -> Result<()> {
     let (ctl, perf) = (ctl()?, perf()?);
     for node in ["a", "b"] {
@@ -294,7 +295,7 @@ fn rdma(cluster: &mut Cluster) -> Result<()> {
 /// The port of p2pmem-perf.
 const PORT: u16 = 18520;
 
-/// Adds bytes that were moved through a vendor's IOMMU and compared to the report.
+/// Adds bytes that were moved through a vendor's IOMMU and compared to the hardening report.
 fn verified(vendor: &str, bytes: u64) -> Result<()> {
     hardening::add(json!({ "iommu": { vendor: bytes } }));
     Ok(())

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Whose turn it is: tests that share guests run one after the other, in a lane; some lanes run at a time. When there is
-//! none left to begin with, one that runs is gone through from its end as well, with guests of its own.
+//! The order of the tests. Tests that share guests run one after the other, in a lane, and some lanes run at the same
+//! time. If no lane is left to start, a second runner takes tests of a running lane from its end, with guests of its
+//! own.
 //!
-//! Every test has a thread from the start, in which it waits for its turn. So a lane is gone through before the next one
-//! begins, and no guests are ended for others of the same kind to be booted soon after.
+//! Every test has a thread from the start, which waits until the test may run. All tests of a lane therefore run before
+//! the next lane starts, and guests are not ended shortly before others of the same topology boot.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,13 +17,13 @@ use libtest_mimic::Trial;
 
 use crate::bed::Log;
 
-/// Most lanes at a time. Each has a machine or two of some gigabytes.
+/// The largest number of lanes that run at the same time. Each has one or two machines of some gigabytes.
 const MOST: usize = 4;
 
-/// What tests share: a kernel and a topology, or a name of their own.
+/// The key of tests that share guests: a kernel and a topology, or a name of its own.
 pub type Lane = (&'static str, String);
 
-/// A test that shares no guests with others.
+/// A test that shares no guests.
 pub type Alone = fn() -> Result<()>;
 
 /// All lanes.
@@ -38,17 +39,17 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Tests without a turn, by their place in the order of all.
+    /// Tests that wait to run, by their position in the order of all tests.
     waiting: BTreeMap<usize, Lane>,
-    /// How many tests of a lane run.
+    /// The number of running tests of each lane.
     running: BTreeMap<Lane, usize>,
-    /// Tests that have been given a turn and did not notice yet.
+    /// Tests that may run and have not noticed yet.
     called: BTreeSet<usize>,
 }
 
 impl State {
-    /// The test that is next: one of the lane that has begun, else the first of a lane of which none runs, else the last of
-    /// all; but no lane is gone through twice before there was time for all tests to come.
+    /// Returns the next test: one of the lane `begun`, else the first test of a lane that does not run, else the last
+    /// of all tests. A second runner for a lane starts only after all tests had time to arrive.
     fn next(&self, begun: Option<&Lane>) -> Option<usize> {
         let first = |fit: &dyn Fn(&Lane) -> bool| self.waiting.iter().find(|(_, lane)| fit(lane));
         let next = first(&|lane| Some(lane) == begun).or_else(|| first(&|lane| !self.running.contains_key(lane)));
@@ -56,7 +57,7 @@ impl State {
         next.or_else(last).map(|(&place, _)| place)
     }
 
-    /// Gives turns to as many tests as may run.
+    /// Lets as many tests run as may run.
     fn call(&mut self, at_once: usize, begun: Option<&Lane>) {
         while self.running.values().sum::<usize>() < at_once {
             let next = self.next(begun);
@@ -79,7 +80,7 @@ impl State {
 }
 
 impl Lanes {
-    /// As many at a time as asked for, else one a processor.
+    /// Makes lanes of which `at_once` run at the same time; by default one for each processor.
     pub fn new(at_once: Option<usize>) -> Self {
         let processors = || thread::available_parallelism().map_or(1, usize::from).min(MOST);
         Self(Arc::new(Shared {
@@ -90,12 +91,12 @@ impl Lanes {
         }))
     }
 
-    /// The next place in the order of all tests.
+    /// Returns the next position in the order of all tests.
     pub fn place(&self) -> usize {
         self.0.places.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// A test that shares no guests with others, in a lane of its own.
+    /// Makes a test that shares no guests, in a lane of its own.
     pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Trial {
         let (lanes, place, log) = (self.clone(), self.place(), log.clone());
         Trial::test(name, move || {
@@ -108,7 +109,7 @@ impl Lanes {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the turn of the test at a place in the order of all.
+    /// Waits until the test at a position in the order of all tests may run.
     pub fn turn(&self, place: usize, lane: &Lane) -> Turn {
         let mut state = self.state();
         state.waiting.insert(place, lane.clone());
@@ -124,14 +125,14 @@ impl Lanes {
     }
 }
 
-/// A test's turn, until it is dropped.
+/// The permission of a test to run, until it is dropped.
 pub struct Turn {
     lanes: Lanes,
     lane: Lane,
 }
 
 impl Turn {
-    /// Whether no other test of the lane waits.
+    /// Returns whether no other test of the lane waits.
     pub fn is_last(&self) -> bool {
         !self.lanes.state().waiting.values().any(|lane| *lane == self.lane)
     }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests that boot guests: of the runner itself, those of the module (`p2pmem_guest::cases`), and clients that others wrote.
+//! Tests that boot guests: tests of the runner itself, those of the module (`p2pmem_guest::cases`), and client programs
+//! of other projects.
 //!
-//! The tests of a topology run one after the other and share its guests as long as they are sound: after a test that fails,
-//! whose kernel log is bad, or that ruins a guest by design, the next one gets fresh ones. As many topologies are tested at a
-//! time as there are processors; `--test-threads` says how many. A test that takes too long, and of which nothing else is known
-//! to be wrong, is run once more.
+//! The tests of a topology run one after the other and share its guests. After a test that fails, whose kernel log has
+//! bad lines, or that makes the guests unusable by design, the next test gets fresh guests. `--test-threads` is the
+//! number of topologies that are tested at the same time; the default is the number of processors. A test that exceeds
+//! a time limit, without any other known error, runs once more.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -42,10 +43,10 @@ mod registration;
 mod runner;
 mod unplug;
 
-/// How long a test's command may take.
+/// The time limit of a test's command.
 const LIMIT: Duration = Duration::from_secs(180);
 
-/// The tests with guests that are not cases of the module, and on which kernels they run.
+/// The tests with guests that are not cases of the module, and the kernels on which they run.
 const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (debug::TESTS, Kernels::Debug("the stock kernel does not look")),
     (runner::TESTS, Kernels::Stock("it is of the runner, not of the module")),
@@ -77,11 +78,11 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
 pub struct Test {
     /// Its name.
     pub name: &'static str,
-    /// The topology it needs.
+    /// The topology that the test needs.
     pub topology: &'static str,
-    /// Whether it needs guests that nobody used, and leaves ones that nobody should use.
+    /// Whether the test needs fresh guests, which no other test uses afterwards.
     pub alone: bool,
-    /// What it does.
+    /// The test.
     pub run: fn(&mut Cluster) -> Result<()>,
 }
 
@@ -102,7 +103,7 @@ fn main() -> ExitCode {
         .collect();
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
-            // What takes longest first: as the last it would leave a processor without anything to do.
+            // The longest tests come first. At the end they would keep one processor busy while the other one is idle.
             for bed in beds.iter().rev() {
                 trials.extend(trials_on(bed, &reports, &said));
             }
@@ -115,7 +116,7 @@ fn main() -> ExitCode {
     if std::env::var_os("P2PMEM_MODULE").is_none() {
         eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
     }
-    // Each waits for its turn in a thread of its own.
+    // Each test waits in a thread of its own.
     arguments.test_threads = Some(trials.len().max(2));
     let conclusion = libtest_mimic::run(&arguments, trials);
     let written = clients::write(&reports, &said).and_then(|()| hardening::write());
@@ -129,7 +130,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// All tests on a kernel, in the order of topologies, so that guests are shared: first the clients, which need two.
+/// Returns all tests on a kernel, ordered by topology, so that guests are shared. The clients come first, as they need
+/// two guests.
 fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
     let mut trials = Vec::new();
     match clients::trials(bed, reports) {
@@ -157,21 +159,21 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     trials
 }
 
-/// What reports say of this run: where they come from, and of what tests they are.
+/// The origin of this run's reports, and the tests that they cover.
 struct Origin {
     stamp: Value,
-    /// The filter, where not all tests of a kernel were to run.
+    /// The filter, if not all tests of a kernel run.
     filter: Option<String>,
-    /// How many times as many rounds races go through.
+    /// The factor for the rounds of races.
     times: u32,
-    /// The kernels all of whose tests were to run, and of others none.
+    /// The kernels all of whose tests run, if no tests of other kernels run.
     kernels: Vec<&'static str>,
 }
 
-/// That of this run.
+/// The origin of this run.
 static ORIGIN: OnceLock<Origin> = OnceLock::new();
 
-/// The reports, by the kernel whose tests make them.
+/// The reports, by the kernel whose tests write them.
 const REPORTS: &[(&str, &[&str])] = &[
     (
         bed::STOCK,
@@ -194,8 +196,8 @@ const REPORTS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// Notes where reports come from. What an earlier run left of those that this one makes is removed; a run of some tests makes
-/// none of them, as its reports go to a folder of their own.
+/// Records the origin of the reports, and removes those of an earlier run that this run writes. A run of some tests
+/// writes its reports to a folder of its own.
 fn begin_reports(arguments: &Arguments) -> Result<()> {
     let named = |kernel: &str| arguments.filter.as_deref() == Some(&format!("{kernel}::")) && !arguments.exact;
     let all = arguments.skip.is_empty() && !arguments.ignored;
@@ -211,7 +213,7 @@ fn begin_reports(arguments: &Arguments) -> Result<()> {
         times: times()?,
         kernels: reports.iter().map(|(kernel, _)| *kernel).collect(),
     };
-    // Nobody has set it before.
+    // This is the only call.
     let _ = ORIGIN.set(origin);
     for name in reports.iter().flat_map(|(_, names)| *names) {
         match fs::remove_file(report(name)?) {
@@ -222,7 +224,7 @@ fn begin_reports(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Where the report of a name goes.
+/// Returns the path of the report `name`.
 fn report(name: &str) -> Result<PathBuf> {
     let filtered = ORIGIN.get().is_none_or(|origin| origin.filter.is_some());
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../build/reports");
@@ -231,7 +233,7 @@ fn report(name: &str) -> Result<PathBuf> {
     Ok(folder.join(name))
 }
 
-/// Writes a report, an object, with its origin, so that nobody ever reads half of it.
+/// Writes a report (an object) with its origin, by renaming a complete file.
 fn write_report(name: &str, mut value: Value) -> Result<()> {
     let origin = ORIGIN.get().context("nobody began the reports")?;
     value["stamp"] = origin.stamp.clone();
@@ -257,7 +259,7 @@ fn with_guests(bed: &Bed, test: &Test, turn: Turn) -> Result<()> {
     Ok(())
 }
 
-/// How many times as many rounds races go through: [`TIMES`], or 1.
+/// Returns the factor for the rounds of races: [`TIMES`], or 1.
 fn times() -> Result<u32> {
     match std::env::var(TIMES) {
         Ok(times) => Ok(times.parse::<u32>().with_context(|| format!("{TIMES}={times}"))?.max(1)),
@@ -265,7 +267,7 @@ fn times() -> Result<u32> {
     }
 }
 
-/// What runs a case in a guest, with the module of its kernel.
+/// Returns the command that runs a case in a guest, with the module for its kernel.
 fn case_command(name: &str, module: &str) -> Result<Command> {
     let program = sibling("p2pmem-guest-tests")?;
     let times = times()?;
@@ -287,7 +289,7 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Res
         bed.keep(guests, case.name);
         Ok(())
     };
-    // What a case says for a report stands there, whatever came of it; unless it is run again, and says it again.
+    // The report keeps a case's part even if the case failed, except if the case runs again and prints it again.
     if !result.as_ref().is_err_and(Overrun::is) {
         peer::collect(said, &outcome.stdout)?;
         hardening::collect(bed.name, case.name, &outcome.stdout)?;
@@ -295,14 +297,14 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Res
     result
 }
 
-/// Whether a command ran out of time, or ended with the code that says so.
+/// Returns whether a command exceeded its time limit, or ended with the exit code for that.
 fn is_late(outcome: &Outcome) -> bool {
     let code = i32::from(Overrun::CODE);
     outcome.status == Status::TimedOut || outcome.status == Status::Exited { code }
 }
 
-/// The error for commands that did not end as they should: an [`Overrun`] if time is all that they lacked. One that was stopped
-/// because another was late lacked nothing. What their kernels found wrong is counted for the report.
+/// Returns the error for commands that failed: an [`Overrun`] if exceeding a time limit is the only failure. A command
+/// that was stopped because another one was late does not count. The findings of their kernels are added to the report.
 fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
     let fine = |outcome: &&Outcome| {
         let ended = outcome.status == Status::Exited { code: 0 } || outcome.status == Status::Stopped;
@@ -318,7 +320,7 @@ fn failure(outcomes: &[&Outcome], text: String) -> anyhow::Error {
     }
 }
 
-/// The error for a server and its client, see [`failure`].
+/// Returns the error for a server and its client: see [`failure`].
 fn served_failure(served: &Served) -> anyhow::Error {
     let mut text = format!("server: {}", describe_outcome(&served.server));
     match &served.client {
@@ -332,7 +334,7 @@ fn served_failure(served: &Served) -> anyhow::Error {
     failure(&both, text)
 }
 
-/// Fails unless a server and its client did what they should: the client's outcome.
+/// Returns the client's outcome, or an error unless the server and its client succeeded.
 fn both_clean(served: Served) -> Result<Outcome> {
     match &served.client {
         Some(client) if client.is_clean() && served.server.is_clean() => {}
@@ -341,7 +343,7 @@ fn both_clean(served: Served) -> Result<Outcome> {
     served.client.context("no client")
 }
 
-/// The module for the stock kernel.
+/// Returns the path of the module for the stock kernel.
 fn module() -> Result<String> {
     std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")
 }
@@ -362,7 +364,7 @@ fn describe(outcome: &Outcome, vm: &Vm) -> String {
     text
 }
 
-/// The errors come first: the last lines of a run show the beginning of this alone.
+/// The errors come first, because the last lines of a run show only the beginning.
 fn describe_outcome(outcome: &Outcome) -> String {
     let mut text = format!(
         "{:?}\n{}{}",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What looks on: `p2pmemctl top` on a terminal, and p2pmem-exporter, whose answers a parser reads that others wrote.
+//! Observation: `p2pmemctl top` on a terminal, and p2pmem-exporter, whose output a Prometheus parser reads.
 
 use std::path::Path;
 

@@ -52,12 +52,12 @@ pub const TESTS: &[Test] = &[
     },
 ];
 
-/// Sends what it gets on a port back, to one client.
+/// Sends its input on a port back, to one client.
 const ECHO: &str = "import socket\n\
     peer = socket.create_server(('', 5201)).accept()[0]\n\
     while data := peer.recv(65536): peer.sendall(data)\n";
 
-/// Serves whoever comes, without an end.
+/// Serves any number of clients, and never ends.
 const FOR_EVER: &str = "import socket\nserver = socket.create_server(('', 5201))\nwhile True: server.accept()\n";
 
 fn shell(script: &str) -> Command {
@@ -75,7 +75,7 @@ fn clean(outcome: &Outcome) -> Result<&Outcome> {
     Ok(outcome)
 }
 
-/// Megabytes there and back, both ways, by the names of the nodes.
+/// Sends megabytes in both directions, by the names of the nodes.
 fn network(cluster: &mut Cluster) -> Result<()> {
     for (server, client) in [("b", "a"), ("a", "b")] {
         let script = format!(
@@ -94,7 +94,7 @@ fn network(cluster: &mut Cluster) -> Result<()> {
     Ok(())
 }
 
-/// Each waits for the other, so neither could end if they did not run at the same time.
+/// Each command waits for the other, so neither can end unless both run at the same time.
 fn at_once(cluster: &mut Cluster) -> Result<()> {
     let script = "import os, socket, time\n\
         me = os.environ['P2PMEM_NODE']; other = 'ba'['ab'.index(me)]\n\
@@ -114,15 +114,15 @@ fn at_once(cluster: &mut Cluster) -> Result<()> {
     Ok(())
 }
 
-/// A server that goes on after its client is ended, one that does not is not.
+/// A server that does not end after its client is killed; a server that ends by itself is not.
 fn servers_end(cluster: &mut Cluster) -> Result<()> {
     let client = python("import socket; socket.create_connection(('10.77.0.2', 5201)).sendall(b'x')");
     let served = cluster.serve(("b", &python(FOR_EVER).listen(Listen::Tcp(5201))), ("a", &client))?;
     if !served.client.as_ref().is_some_and(Outcome::is_clean) || served.server.status != Status::Stopped {
         return Err(served_failure(&served));
     }
-    // The port is free again, and the next server is not mistaken for the one before.
-    // Whoever ends with something unread resets the connection: this client waits for its byte.
+    // The port is free again, and the next server is not mistaken for the previous one. A process that ends with unread
+    // input resets the connection, so this client waits for its byte.
     let client = python(
         "import socket; peer = socket.create_connection(('10.77.0.2', 5201)); peer.sendall(b'x'); assert peer.recv(1) == b'x'",
     );
@@ -130,7 +130,7 @@ fn servers_end(cluster: &mut Cluster) -> Result<()> {
     both_clean(cluster.serve_to_the_end(("b", &echo), ("a", &client))?).map(drop)
 }
 
-/// Without a server there is no client.
+/// If the server fails, the client does not run.
 fn server_fails(cluster: &mut Cluster) -> Result<()> {
     let client = shell("echo ran");
     let dies = shell("exit 3").listen(Listen::Tcp(5999));
@@ -148,13 +148,13 @@ fn server_fails(cluster: &mut Cluster) -> Result<()> {
         Overrun::is(&served_failure(&served)),
         "a server that does not listen in time is not late"
     );
-    // A client that takes too long leaves a server that nobody needs any more, and that is not its fault.
+    // After a client that exceeds its time limit the server is no longer needed, which is no failure of the server.
     let waits = python("import time\ntime.sleep(1000)").limit(Duration::from_secs(2));
     let serves = python(FOR_EVER).listen(Listen::Tcp(5201));
     let served = cluster.serve(("b", &serves), ("a", &waits))?;
     ensure!(served.server.status == Status::Stopped, "{:?}", served.server.status);
     ensure!(Overrun::is(&served_failure(&served)), "{served:?}");
-    // One that is wrong is wrong, however late the other is.
+    // A command that fails is reported as failed, even if the other one is late.
     let served = cluster.serve(("b", &mute), ("a", &client))?;
     let wrong = Served {
         client: Some(cluster.exec("a", &shell("exit 1"))?),
@@ -167,7 +167,7 @@ fn server_fails(cluster: &mut Cluster) -> Result<()> {
     clean(&cluster.exec("b", &shell("true"))?).map(drop)
 }
 
-/// What a kernel says is told of the node whose kernel it is.
+/// Log lines are reported with the node of their kernel.
 fn logs(cluster: &mut Cluster) -> Result<()> {
     let outcomes = cluster.exec_all(|node| match node {
         "a" => shell("echo 'BUG: on a' >/dev/kmsg"),
@@ -184,7 +184,7 @@ fn logs(cluster: &mut Cluster) -> Result<()> {
     Ok(())
 }
 
-/// The kernel's RDMA in software between the guests: servers of the connection manager are waited for too.
+/// RDMA in software (rdma_rxe) between the guests. The runner waits for servers of the connection manager too.
 fn software(cluster: &mut Cluster) -> Result<()> {
     let set_up = "modprobe -a rdma_rxe rdma_ucm && rdma link add rxe0 type rxe netdev eth0 && \
         until grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state; do :; done";

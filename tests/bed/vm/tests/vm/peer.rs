@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The report on peer memory: what the cases that end buffers said of themselves, and the programs that ran without a shim.
+//! The report on peer memory: results of the cases that end buffers, and of the programs that ran without a shim.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,19 +10,19 @@ use serde_json::{Value, json};
 
 use crate::write_report;
 
-/// What a case says before its part of the report.
+/// The prefix of the line in which a case prints its part of the report.
 const MARK: &str = "peer-report: ";
-/// The table of programs that have the RDMA core ask the module.
+/// The table of programs whose registrations go through the module's peer-memory client.
 const TABLE: &str = "peer";
 
-/// What cases said.
+/// The parts that cases have printed.
 pub type Said = Arc<Mutex<Vec<Value>>>;
 
-/// Takes what a case said for the report.
+/// Adds the part that a case printed.
 ///
 /// # Errors
 ///
-/// It is no JSON.
+/// The part is not JSON.
 pub fn collect(said: &Said, stdout: &[u8]) -> Result<()> {
     for line in String::from_utf8_lossy(stdout).lines() {
         let Some(text) = line.strip_prefix(MARK) else {
@@ -34,12 +34,12 @@ pub fn collect(said: &Said, stdout: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Writes the report, if there is anything to tell. The form and the calls are those of the first case; attempts and writes
-/// are the sums of all.
+/// Writes the report, if a case printed a part. The form and the calls are those of the first case; attempts and writes
+/// are the sums of all cases.
 ///
 /// # Errors
 ///
-/// It cannot be written.
+/// The report cannot be written.
 pub fn write(said: &Said, clients: &[Report]) -> Result<()> {
     let said = said.lock().map_err(|_| anyhow!("poisoned"))?;
     let clients: Vec<&Report> = clients.iter().filter(|report| report.table == TABLE).collect();

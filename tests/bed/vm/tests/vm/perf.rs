@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of p2pmem-perf in guests: over RDMA in software (rdma_rxe), from and to host memory. What it does with an
-//! accelerator's memory the demo shows.
+//! Tests of p2pmem-perf in guests, over RDMA in software (rdma_rxe), from and to host memory. The demo tests it with an
+//! accelerator's memory.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ pub const TESTS: &[Test] = &[
     },
 ];
 
-/// A NIC in software on an interface of its own, with which both sides of a test are one node.
+/// Makes a software NIC on an interface of its own, so that both sides of a test run on one node.
 const NIC: &str = "
     set -e
     if ! rdma link show rxe0/1 >/dev/null 2>&1; then
@@ -47,7 +47,7 @@ const NIC: &str = "
         esac
     done";
 
-/// The program, of user space as built.
+/// Returns the path of p2pmem-perf in the build of user space.
 pub fn perf() -> Result<String> {
     let folder = std::env::var_os("P2PMEM_BIN").context("P2PMEM_BIN is not set: `make test-vm` does")?;
     let path = PathBuf::from(folder).join("p2pmem-perf");
@@ -55,7 +55,7 @@ pub fn perf() -> Result<String> {
     Ok(path.to_str().context("path")?.to_owned())
 }
 
-/// p2pmemctl, of user space as built.
+/// Returns the path of p2pmemctl in the build of user space.
 pub fn ctl() -> Result<String> {
     let path = PathBuf::from(perf()?).with_file_name("p2pmemctl");
     Ok(path.to_str().context("path")?.to_owned())
@@ -67,7 +67,7 @@ fn node(cluster: &mut Cluster) -> Result<&mut Vm> {
     Ok(vm)
 }
 
-/// Runs both sides on one node; gives the client's report. The server has to end by itself, and well.
+/// Runs both sides on one node, and returns the client's report. The server must end by itself, with success.
 fn both(vm: &mut Vm, options: &str) -> Result<Value> {
     let perf = perf()?;
     let script = format!(
@@ -116,7 +116,7 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
     let vm = node(cluster)?;
     let perf = perf()?;
     let endless = "--nic rxe0 --gid-index 1 --timeout 100 -n 10000000 --size 4K --handshake";
-    // Each side in turn is killed when messages are under way, which the NIC's own counter shows.
+    // Kills first one side and then the other while messages are in flight, as the NIC's own counter shows.
     let script = |killed: &str, left: &str| {
         format!(
             "{perf} serve --nic rxe0 --gid-index 1 --events --timeout 100 & server=$!
@@ -138,7 +138,7 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
             return Err(failure(&[&outcome], text));
         }
     }
-    // What is wrong before there is a peer is said at once.
+    // Errors that need no peer are reported immediately.
     for (command, words) in [
         (format!("{perf} run 127.0.0.1 --nic mlx9_9"), "this machine has rxe0"),
         (

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What registering memory with a NIC costs, in instructions: of an accelerator's memory by its dma-buf, and of host memory
-//! by `ibv_reg_mr()`, in the same guest. Leaves `registration.json` beside the other reports.
+//! Measures the instructions of registering memory with a NIC: an accelerator's memory by its dma-buf, and host memory
+//! by `ibv_reg_mr()`, in the same guest. Writes `registration.json`.
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_vm::cluster::Cluster;
@@ -18,11 +18,13 @@ pub const TESTS: &[Test] = &[Test {
     run: costs,
 }];
 
-/// Smallest and largest memory.
+/// The smallest and the largest registration, in bytes.
 const SIZES: [u64; 2] = [2 << 20, 256 << 20];
-/// Most that the largest of an accelerator's may cost, by the smallest. Nothing in it grows with the size.
+/// The limit for the largest registration of an accelerator's memory, relative to the smallest: the cost must not grow
+/// with the size.
 const FLAT: f64 = 1.2;
-/// Least that the largest host memory costs, by the smallest, of 128 times as many pages: else it was not measured.
+/// The lower bound for the largest registration of host memory, relative to the smallest. It has 128 times as many
+/// pages; a smaller ratio means that the measurement is wrong.
 const GROWS: f64 = 8.0;
 
 fn costs(cluster: &mut Cluster) -> Result<()> {

@@ -115,7 +115,7 @@ pub const ALONE: &[(&str, Alone)] = &[
     ("runner::what-is-run-again", run_again),
 ];
 
-/// An overrun is run once more, a lost race until it is won, up to a bound, and any other failure not at all.
+/// An overrun runs once more, a lost race runs again up to a limit, and any other failure does not run again.
 fn run_again() -> Result<()> {
     let late = || Err(Overrun("late".into()).into());
     let lost = || Err(LostRace("lost".into()).into());
@@ -164,7 +164,7 @@ fn exit_code(vm: &mut Vm) -> Result<()> {
 }
 
 fn output(vm: &mut Vm) -> Result<()> {
-    // More than any buffer on the way, both streams, bytes of all values.
+    // More bytes than any buffer between guest and runner holds, on both streams, with all values.
     let outcome = clean(vm, "head -c 3000000 /dev/zero; printf 'a\\377\\000b'; echo err >&2")?;
     ensure!(
         outcome.stdout.len() == 3_000_004 && outcome.stdout.ends_with(b"a\xff\0b"),
@@ -204,7 +204,7 @@ fn devices(vm: &mut Vm) -> Result<()> {
             String::from_utf8_lossy(&id)
         );
         if let Some(block) = &device.block {
-            // The drive's serial number is the device's name.
+            // The drive's serial number is the name of the device.
             let controller = block.file_name().context("name")?.to_string_lossy().replace("n1", "");
             let serial = clean(vm, &format!("cat /sys/class/nvme/{controller}/serial"))?.stdout;
             ensure!(
@@ -228,7 +228,7 @@ fn moved(vm: &mut Vm, direction: &str, target: &str) -> Result<u64> {
     Ok(vm.snapshot()?["nvme0"][direction][target].as_u64().unwrap_or(0))
 }
 
-/// The drive's DMA is translated, and its bytes are resolved to the memory they are in all the same.
+/// The drive's DMA is translated, and its bytes are nevertheless assigned to the memory that they are in.
 fn counters_translated(vm: &mut Vm) -> Result<()> {
     crate::iommu::translated(vm, "NVME0")?;
     counters(vm)
@@ -300,7 +300,7 @@ fn bad_log_line(vm: &mut Vm) -> Result<()> {
         outcome.findings
     );
     ensure!(outcome.dmesg.iter().any(|r| r.text == "all is well"));
-    // It is not held against the next one.
+    // The next command does not get these findings.
     clean(vm, "true")?;
     Ok(())
 }
@@ -335,7 +335,7 @@ fn time_out(vm: &mut Vm) -> Result<()> {
         outcome.dmesg.iter().any(|r| r.text.contains("Show Blocked State")),
         "no backtraces were asked for"
     );
-    // The guest is still of use.
+    // The guest still runs commands.
     clean(vm, "true")?;
     Ok(())
 }
@@ -344,7 +344,7 @@ fn hotplug(vm: &mut Vm) -> Result<()> {
     let name = || "shm0".to_owned();
     let bdf = vm.devices()?.remove("shm0").context("shm0")?.bdf;
     let wait_for = |vm: &mut Vm, test: &str| -> Result<()> {
-        // Ended by the limit of all scripts.
+        // The time limit of all scripts ends it.
         clean(
             vm,
             &format!("until [ {test} /sys/bus/pci/devices/{bdf} ]; do sleep 0.05; done"),
@@ -359,7 +359,7 @@ fn hotplug(vm: &mut Vm) -> Result<()> {
         wait_for(vm, "-e")?;
         ensure!(vm.devices()?.get("shm0").is_some_and(|note| note.bdf == bdf));
     }
-    // What the emulator cannot do is refused, and the guest lives on.
+    // Requests that QEMU cannot serve are refused, and the guest continues.
     for request in [
         Request::DeviceDel { name: "accel0".into() },
         Request::DeviceAdd { name: "nvme0".into() },
@@ -374,7 +374,7 @@ fn device_killed(vm: &mut Vm) -> Result<()> {
     ensure!(vm.snapshot()?["accel0"]["gone"] == true);
     let again = vm.serve(&Request::Kill { name: "accel0".into() });
     ensure!(again.is_err(), "killed twice");
-    // The guest lives, and its drive works.
+    // The guest continues, and its drive works.
     clean(
         vm,
         "dd if=$P2PMEM_BLOCK_NVME0 of=/dev/null iflag=direct bs=4096 count=1",
@@ -398,7 +398,7 @@ fn panic(vm: &mut Vm) -> Result<()> {
     Ok(())
 }
 
-/// All processes of a topology's guests are gone with them.
+/// Checks that all processes of a topology's guests end with the guests.
 fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
     let layout = Layout::load(&topologies().join(format!("{topology}.toml")))?;
     let cluster = Cluster::boot(&layout, &Options::default())?;
@@ -411,10 +411,10 @@ fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
     Ok(())
 }
 
-/// With what the runner ends where something took too long.
+/// The runner's exit code for an exceeded time limit.
 const LATE: i32 = 124;
 
-/// The runner's command line: exit codes and the report.
+/// The command line of the runner: exit codes and the report.
 fn program() -> Result<()> {
     let program = sibling("p2pmem-vm")?;
     let topology = topologies().join("small.toml");

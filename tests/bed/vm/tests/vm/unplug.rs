@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A drive that is unplugged while another machine writes to it through an accelerator's memory.
+//! Unplugs a drive while another machine writes to it, through an accelerator's memory.
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::patience::rounds;
@@ -21,15 +21,15 @@ pub const TESTS: &[Test] = &[Test {
     run: nvmet,
 }];
 
-/// The port by which both sides talk about what they do.
+/// The port by which both sides coordinate.
 const PORT: u16 = 18530;
 
-/// What the drive read from memory of a kind so far.
+/// Returns the bytes that the drive has read from the memory `from`.
 fn written(vm: &mut Vm, from: &str) -> Result<u64> {
     Ok(vm.snapshot()?["nvme0"]["write"][from].as_u64().unwrap_or(0))
 }
 
-/// The name of the kernel that the guests have.
+/// Returns the name of the guests' kernel.
 fn kernel(cluster: &mut Cluster) -> Result<&'static str> {
     let checks = cluster.node("a")?.kernel().checks;
     Ok(if checks { DEBUG } else { STOCK })
@@ -71,7 +71,7 @@ fn nvmet(cluster: &mut Cluster) -> Result<()> {
             "round {round}: the drive read {through} bytes of the accelerator's memory and {astray} of the host's"
         );
     }
-    // Nothing keeps the memory: what nvmet had of it is back.
+    // Nobody holds the memory any more: nvmet has given its part back.
     for node in ["a", "b"] {
         let leave = format!(
             "set -e
