@@ -23,7 +23,7 @@ const SCAN: &str = "
     echo scan >$leaks
     echo \"lockdep $(sed -n 's/^ debug_locks: *//p' /proc/lockdep_stats)\"
     cat $leaks
-    # What was told once is not told again.
+    # Reports each leak once.
     echo clear >$leaks";
 
 /// The time limit of the checks, on a kernel that is not a slow one.

@@ -211,7 +211,7 @@ impl Table {
             (None, None) => Kernels::Both,
             (Some(why), None) => Kernels::Stock(why),
             (None, Some(why)) => Kernels::Debug(why),
-            (Some(_), Some(_)) => bail!("stock_only and debug_only leave no kernel"),
+            (Some(_), Some(_)) => bail!("stock_only and debug_only exclude both kernels"),
         };
         let mut clients: Vec<Client> = Vec::new();
         for entry in text.client {
@@ -619,7 +619,7 @@ mod tests {
             (
                 "set_up = ",
                 "stock_only = \"a\"\ndebug_only = \"b\"\nset_up = ",
-                "leave no kernel",
+                "exclude both kernels",
             ),
         ];
         for (from, to, expected) in cases {

@@ -410,7 +410,7 @@ impl Layout {
     fn into_one(mut self) -> Result<Topology> {
         match self.nodes.pop() {
             Some(node) if node.name.is_empty() => Ok(node.topology),
-            _ => bail!("it describes nodes, where one machine is asked for"),
+            _ => bail!("the file describes nodes, but one machine is needed"),
         }
     }
 }
@@ -488,21 +488,21 @@ impl Topology {
         }
         for bridge in &self.bridge {
             let held = children.get(bridge.name.as_str()).copied().unwrap_or(0);
-            let room = match bridge.kind {
+            let capacity = match bridge.kind {
                 BridgeKind::RootPort => 1,
                 BridgeKind::Switch => usize::from(bridge.ports.unwrap_or(0)),
                 BridgeKind::HostBridge => usize::from(MAX_PORTS),
             };
             ensure!(
-                held <= room,
-                "bridge {:?}: {held} things below it, but it has room for {room}",
+                held <= capacity,
+                "bridge {:?}: {held} children, at most {capacity}",
                 bridge.name
             );
         }
         let on_root = children.get(ROOT).copied().unwrap_or(0);
         ensure!(
             on_root <= MAX_ON_ROOT,
-            "{on_root} bridges on {ROOT}, but it has room for {MAX_ON_ROOT}"
+            "{on_root} bridges on {ROOT}, at most {MAX_ON_ROOT}"
         );
         Ok(())
     }
@@ -711,7 +711,7 @@ mod tests {
         assert_eq!(layout.nodes[0].topology, Topology::parse("t", GOOD).unwrap());
         let alone = Layout::parse("t", GOOD).unwrap();
         assert_eq!((alone.nodes.len(), alone.nodes[0].name.as_str()), (1, ""));
-        assert!(error(&two()).contains("where one machine is asked for"));
+        assert!(error(&two()).contains("but one machine is needed"));
     }
 
     #[test]
@@ -788,7 +788,7 @@ mod tests {
         );
         let full = double.replace("name = \"accel0\"\nparent", "name = \"shm0\"\nparent");
         assert!(
-            error(&full).contains("bridge \"sw0\": 3 things below it, but it has room for 2"),
+            error(&full).contains("bridge \"sw0\": 3 children, at most 2"),
             "{}",
             error(&full)
         );

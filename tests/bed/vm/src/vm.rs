@@ -150,7 +150,7 @@ pub struct Vm {
     end: Option<End>,
     /// Whether the running command is already being ended.
     ending: bool,
-    /// The number of console lines when the guest was asked to power off.
+    /// The number of console lines when the guest began to power off.
     powering_off: Option<usize>,
     kernel: Kernel,
     release: String,

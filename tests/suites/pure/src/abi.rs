@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The numbers of the ABI: those in the files under test are those in the header.
+//! Compares the numbers of the ABI in the files under test with those in the header.
 
 use crate::policy::path::PathClass;
 use crate::policy::verdict::VerdictCode;
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 
 const HEADER: &str = include_str!("../../../../include/uapi/linux/p2pmem.h");
 
-/// The enumerators of the header whose names begin with `prefix`, without it.
+/// Returns the enumerators of the header whose names begin with `prefix`, without the prefix.
 fn enumerators(prefix: &str) -> BTreeMap<&'static str, u32> {
     HEADER
         .lines()
@@ -26,7 +26,7 @@ fn enumerators(prefix: &str) -> BTreeMap<&'static str, u32> {
         .collect()
 }
 
-/// The header's name of a variant: CamelCase to SNAKE_CASE.
+/// Returns the header's name of a variant: CamelCase becomes SNAKE_CASE.
 fn name(variant: impl std::fmt::Debug) -> String {
     let mut name = String::new();
     for letter in format!("{variant:?}").chars() {

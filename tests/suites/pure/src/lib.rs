@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Host tests of the module's pure parts: path classification, placement, rules, accounts, stripes, and lists of ranges.
+//! Host tests of the module's pure parts: path classification, placement, rules, quotas, stripes, and lists of ranges.
 //!
-//! The files under test are the very ones the module is built from. They are held against oracles that go about it
-//! in the dumbest way there is: [`tree`] searches a graph for what `path.rs` reads off two walks, and [`oracle`] sorts
-//! a list for what `placement.rs` finds in one pass.
+//! The files under test are the source files of the module itself. The tests compare them with oracles that use the
+//! simplest method: [`tree`] searches a graph for the properties that `path.rs` derives from two walks, and [`oracle`]
+//! sorts a list for the choice that `placement.rs` finds in one pass.
 #![forbid(unsafe_code)]
 
-// Their format is the module's business, and the tests need not use all that the module does.
+// The module formats these files, and the tests do not use all of their items.
 #[allow(dead_code)]
 #[path = "../../../../rust/policy"]
 mod policy {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The files under test cannot panic: their object code, built as the kernel builds its own (no `std`, overflow checks
-//! on), calls nothing that does.
+//! The files under test cannot panic: their object code, built as the kernel builds it (no `std`, overflow checks
+//! enabled), calls no panic function.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Calls every entry point with arguments that the compiler knows nothing about.
+/// Calls every entry point with arguments that are unknown to the compiler.
 const ENTRY_POINTS: &str = r#"
 pub struct Who(u32, [u32; 3]);
 
@@ -119,7 +119,7 @@ const FILES: [&str; 11] = [
     "verdict",
 ];
 
-/// Compiles the files under test with `body` and says whether the object refers to the panic machinery.
+/// Compiles the files under test with `body`. Returns whether the object refers to the panic functions.
 fn panics(body: &str) -> bool {
     let rust = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../rust");
     let folder = tempfile::tempdir().expect("a temporary folder");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The choice of a provider, decided by lists and sorting.
+//! The oracle for the choice of a provider: lists and sorting.
 
 use crate::policy::path::{
     Path,
@@ -49,7 +49,7 @@ impl Provider {
         }
     }
 
-    /// Whether a buffer fits somewhere were the provider empty, tried at the first aligned place.
+    /// Returns whether a buffer would fit into the empty provider, at the first aligned offset.
     pub(crate) fn could_hold(&self, request: &Request) -> bool {
         let align = u128::from(request.align.max(1));
         let (start, size) = (u128::from(self.start), u128::from(self.size));
@@ -57,7 +57,7 @@ impl Provider {
         first + u128::from(request.size) <= start + size
     }
 
-    /// The rules that the provider breaks, all of them.
+    /// Returns all rules that the provider breaks.
     pub(crate) fn broken_rules(&self, request: &Request) -> Vec<VerdictCode> {
         let mut broken = Vec::new();
         if let Named::Require(id) = request.named {
@@ -110,7 +110,7 @@ impl Provider {
         self.broken_rules(request).is_empty()
     }
 
-    /// The criteria in their order, as numbers of which the smaller is the better.
+    /// Returns the criteria in their order, as numbers of which the smaller one is better.
     pub(crate) fn figures(&self, strategy: Strategy) -> Vec<(VerdictCode, i128)> {
         let class = self.paths.iter().map(|path| path.class.as_raw()).max().unwrap_or(0);
         let hops: i128 = self.paths.iter().map(|path| i128::from(path.hops)).sum();
@@ -122,7 +122,7 @@ impl Provider {
             .collect();
         let bandwidth = links.iter().min().copied().unwrap_or(0);
         let numa = self.paths.iter().map(|path| path.numa_distance).max().unwrap_or(0);
-        // Above what a thousandfold of fits in 64 bits, KiB are counted.
+        // If the size times 1,000 does not fit into 64 bits, the unit is KiB.
         let unit = if u128::from(self.size) * 1000 > u128::from(u64::MAX) {
             KIB
         } else {
@@ -158,10 +158,10 @@ impl Provider {
     }
 }
 
-/// The id of the provider that serves the request.
+/// Returns the id of the provider that serves the request.
 pub(crate) fn choose(request: &Request, providers: &[Provider]) -> Option<u32> {
     let mut eligible: Vec<&Provider> = providers.iter().filter(|provider| provider.eligible(request)).collect();
-    // Those that the administrator avoids are there for want of others.
+    // Providers that the administrator avoids count only if there are no others.
     let choices = |provider: &&Provider| match (request.named, request.strategy) {
         (Named::Prefer(id), Strategy::Upstream(choice)) => provider.id == id || choice == Some(provider.id),
         (Named::Any, Strategy::Upstream(choice)) => choice == Some(provider.id),

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Path classification: the kernel's own table, and random trees against a graph search. Cases that need no tree are in
-//! the file itself.
+//! Path classification: the kernel's own table, and random trees compared with a graph search. Cases that need no tree
+//! are in `path.rs` itself.
 
 use crate::policy::path::{
     Chain,
@@ -36,18 +36,18 @@ fn add(tree: &mut Tree, parent: Option<NodeId>, host: usize, kind: PortKind, lin
     tree.add(parent, host, New { link, ..New::of(kind) })
 }
 
-/// A machine in which every line of the kernel's table is found: two sockets on one PCI domain.
+/// A machine with every case of the kernel's table: two sockets in one PCI domain.
 struct Machine {
     tree: Tree,
     /// Endpoints on the root bus of socket 0.
     root_devices: [NodeId; 2],
-    /// Endpoints below a root port each, on socket 0 and 1.
+    /// Endpoints below one root port each, on sockets 0 and 1.
     direct: [[NodeId; 2]; 2],
     /// Endpoints below one switch on each socket.
     switched: [[NodeId; 2]; 2],
     /// The switches' upstream ports.
     upstream: [NodeId; 2],
-    /// Endpoints below a second switch that hangs off the first one of socket 0; functions of one device.
+    /// Endpoints below a second switch, which is below the first switch of socket 0. They are functions of one device.
     nested: [NodeId; 2],
 }
 
@@ -123,7 +123,7 @@ fn unknown_nodes_are_not_one_node() {
         let path = classify_in(&m.tree, m.direct[0][0], m.direct[1][0]);
         assert_eq!((path.class, path.numa_distance), (PathClass::System, 0), "{nodes:?}");
     }
-    // What the caller says of the distance counts only where both nodes are known.
+    // The caller's distance counts only if both nodes are known.
     let m = machine([0, -1]);
     let (a, b) = (m.tree.ports(m.direct[0][0]), m.tree.ports(m.direct[1][0]));
     let (a, b) = (m.tree.chain(m.direct[0][0], &a), m.tree.chain(m.direct[1][0], &b));
@@ -147,7 +147,7 @@ fn the_bridge_both_are_below() {
     );
     assert_eq!(classify_in(t, m.switched[0][0], m.direct[0][0]).bridge, None);
     assert_eq!(classify_in(t, m.root_devices[0], m.root_devices[0]).bridge, None);
-    // A function is not below itself, and a port is not below itself either.
+    // A function is not below itself, and neither is a port.
     let port = t.nodes[m.direct[0][0]].parent.unwrap();
     assert_eq!(classify_in(t, m.direct[0][0], m.direct[0][0]).bridge, Some(addr(port)));
     assert_eq!(classify_in(t, port, m.direct[0][0]).bridge, None);
@@ -174,11 +174,11 @@ fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
         let path = classify_in(&tree, a, b);
         assert!(path.acs_redirect && !path.bus_addr, "{path:?}");
         assert_eq!((path.class, path.hops), (PathClass::HostBridge, 4));
-        // The switch's own link to the root port is the narrowest one now.
+        // The link between the switch and the root port is now the narrowest one.
         assert_eq!(path.bandwidth, 2_000);
         assert_eq!(path.bridge, Some(tree.nodes[m.upstream[0]].addr));
     }
-    // A port above the place where the two meet does not matter.
+    // A port above the common bridge has no effect.
     let mut tree = m.tree.clone();
     let root_port = tree.nodes[m.upstream[0]].parent.unwrap();
     tree.nodes[root_port].acs = true;
@@ -188,7 +188,7 @@ fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
-    /// Every number of a path is what a search of the graph finds, for any two functions, bridges included.
+    /// Every number of a path is the one that a search of the graph finds, for any two functions, bridges included.
     #[test]
     fn agrees_with_a_search_of_the_graph(
         tree in tree(),
@@ -201,23 +201,23 @@ proptest! {
             } else {
                 (a.index(tree.nodes.len()), b.index(tree.nodes.len()))
             };
-            let way = tree.way(a, b);
+            let expected = tree.graph_path(a, b);
             let path = classify_in(&tree, a, b);
             let reachable = tree.kernel_distance(a, b) >= 0;
-            prop_assert_eq!(path.hops, way.hops);
-            prop_assert_eq!(path.acs_redirect, way.acs_redirect);
-            prop_assert_eq!(path.bus_addr, reachable && !way.through_root);
-            prop_assert_eq!(path.class, if reachable { way.class } else { PathClass::Unreachable });
-            prop_assert_eq!(path.bandwidth, way.bandwidth);
-            prop_assert_eq!(path.bridge, way.bridge);
+            prop_assert_eq!(path.hops, expected.hops);
+            prop_assert_eq!(path.acs_redirect, expected.acs_redirect);
+            prop_assert_eq!(path.bus_addr, reachable && !expected.through_root);
+            prop_assert_eq!(path.class, if reachable { expected.class } else { PathClass::Unreachable });
+            prop_assert_eq!(path.bandwidth, expected.bandwidth);
+            prop_assert_eq!(path.bridge, expected.bridge);
             prop_assert_eq!(path.distance, tree.kernel_distance(a, b));
             prop_assert_eq!(path.numa_distance, tree.numa_distance(a, b));
-            prop_assert_eq!(path, classify_in(&tree, b, a), "the other way round");
+            prop_assert_eq!(path, classify_in(&tree, b, a), "the reverse path");
         }
     }
 
-    /// Setting ACS redirection on a port of a path below a bridge moves it to the root complex, clearing all restores
-    /// it; no other change of the path comes with it but that of its bandwidth.
+    /// Setting ACS redirection on a port of a path below a bridge moves the path to the root complex, and clearing all
+    /// redirections moves it back. Nothing else of the path changes, except the bandwidth.
     #[test]
     fn acs_flips_the_route(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, port: prop::sample::Index) {
         let mut tree = tree;
@@ -235,7 +235,8 @@ proptest! {
 
         let walk = tree.ports(a);
         let steps = if before.bus_addr {
-            // Up to and including the common bridge; for one and the same function that is itself.
+            // Up to and including the common bridge. For one and the same function, the common bridge is the function
+            // itself.
             let other = tree.ports(b);
             1 + walk.iter().position(|x| other.iter().any(|y| x.addr == y.addr)).unwrap()
         } else {
@@ -259,7 +260,7 @@ proptest! {
         prop_assert_eq!(same, before);
     }
 
-    /// A negative distance of the kernel's is the last word.
+    /// A negative distance of the kernel always means unreachable.
     #[test]
     fn the_kernel_has_the_last_word(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, distance: i32) {
         let endpoints = tree.endpoints();
@@ -271,7 +272,7 @@ proptest! {
         prop_assert_eq!(path.distance, distance);
     }
 
-    /// Walks that no tree has (loops, any kinds in any order) get some answer, and no unreachable one a route.
+    /// Walks that no tree has (loops, any kinds in any order) give an answer, and an unreachable path has no route.
     #[test]
     fn nonsense_is_survived(
         a in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),

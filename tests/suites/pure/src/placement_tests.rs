@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Placement: cases with names, and properties over random providers and random machines.
+//! Placement: named cases, and properties of random providers and random machines.
 
 use crate::oracle::{
     Provider,
@@ -133,7 +133,7 @@ fn each_criterion_decides_in_its_turn() {
     for (ranked, (code, worsen)) in spoil.iter().enumerate() {
         let mut other = provider(3, &[path(NEAR, 4)]);
         worsen(&mut other);
-        // The other one is better in all that comes after: none of it counts.
+        // The other provider is better by all later criteria, which do not count.
         let mut chosen = chosen.clone();
         for (_, worsen) in &spoil[ranked + 1..] {
             worsen(&mut chosen);
@@ -242,7 +242,7 @@ fn only_lack_of_space_can_pass() {
     ] {
         assert_eq!(outcome.is_out_of_space(), passes, "{outcome:?}");
     }
-    // One that is full tells more than many that are out of reach.
+    // A full provider is a better reason than many unreachable ones.
     let full = Provider {
         free: 0,
         largest: 0,
@@ -293,7 +293,7 @@ fn a_required_provider_is_taken_or_none() {
         Outcome::NoSuchProvider,
         &[V::NotNamed, V::NotNamed],
     );
-    // With a required provider the kernel has nothing to choose.
+    // With a required provider, the kernel's choice has no effect.
     let upstream = Request {
         strategy: Chooser::Upstream(Some(1)),
         ..req
@@ -328,13 +328,13 @@ fn a_preferred_provider_is_tried_first() {
         Outcome::Chosen,
         &[V::Chosen, V::Full],
     );
-    // A wish does not bend the rules for others.
+    // A preferred provider must meet the same conditions as others.
     let gone = Provider {
         live: false,
         ..near.clone()
     };
     check(&req, &[gone, far.clone()], Outcome::Chosen, &[V::Removing, V::Chosen]);
-    // The wish comes before the kernel's choice, the kernel's choice before the rank.
+    // The caller's preference comes before the kernel's choice, and the kernel's choice before the rank.
     let best = provider(3, &[path(PathClass::SameDevice, 0)]);
     let req = Request {
         strategy: Chooser::Upstream(Some(1)),
@@ -414,7 +414,7 @@ fn unknown_figures_lose_against_known_ones() {
     unknown.paths[0].bandwidth = known.paths[0].bandwidth;
     unknown.paths[0].numa_distance = 0;
     check(&request(1), &[unknown, known], Outcome::Chosen, &[V::Numa, V::Chosen]);
-    // A link that does not tell is no narrow link, and a client without a node is near no one.
+    // A link of unknown bandwidth is not a narrow link, and a client without a node is near no provider.
     let mut half = provider(1, &[path(NEAR, 4), path(NEAR, 4)]);
     half.paths[0].bandwidth = 0;
     half.paths[1].numa_distance = 0;
@@ -440,7 +440,7 @@ fn without_clients_load_and_space_decide() {
         (verdicts[1].class, verdicts[1].class_raw(), verdicts[1].worst_client),
         (None, 0, 0)
     );
-    // Paths no client asked for do not count.
+    // Paths to functions that are not clients do not count.
     let stray = provider(1, &[path(PathClass::Unreachable, 4)]);
     check(
         &Request {
@@ -557,7 +557,7 @@ fn extremes() {
         Outcome::Chosen,
         &[V::Chosen],
     );
-    // More free bytes than there are: a caller's mistake, no more than an idle provider.
+    // More free bytes than the size: a caller's error, which counts as an idle provider.
     let odd = Provider {
         free: u64::MAX,
         ..provider(3, &[])
@@ -568,14 +568,14 @@ fn extremes() {
         Outcome::Chosen,
         &[V::Chosen, V::Order],
     );
-    // One id twice: a caller's mistake too, and still one choice.
+    // One id twice: a caller's error too, with a single choice.
     check(
         &request(0),
         &[provider(1, &[]), provider(1, &[])],
         Outcome::Chosen,
         &[V::Chosen, V::Order],
     );
-    // Loads of providers so large that a thousandfold does not fit.
+    // Loads of providers whose size times 1,000 does not fit into 64 bits.
     let large = |id, free| Provider {
         size: u64::MAX,
         free,
@@ -619,7 +619,7 @@ fn class() -> impl Strategy<Value = PathClass> {
     ]
 }
 
-/// Few values, so that ties are common, and the extremes.
+/// Returns one of few values, so that ties are frequent, or an extreme.
 fn few(extreme: u64) -> impl Strategy<Value = u64> {
     prop_oneof![8 => 0u64..4, 3 => Just(1000u64), 1 => Just(extreme), 1 => any::<u64>()]
 }
@@ -632,7 +632,7 @@ prop_compose! {
     }
 }
 
-/// Paths to `clients` clients; in half of the cases all alike, so that later criteria get their turn.
+/// Paths to `clients` clients. In half of the cases all are equal, so that later criteria decide.
 fn paths(clients: usize) -> impl Strategy<Value = Vec<Path>> {
     prop_oneof![
         4 => vec(any_path(), clients),
@@ -645,7 +645,7 @@ fn preference() -> impl Strategy<Value = Preference> {
     prop_oneof![1 => Just(Preference::Prefer), 6 => Just(Preference::Neutral), 1 => Just(Preference::Avoid)]
 }
 
-/// What rules may say of a provider; often nothing.
+/// Possible effects of rules on a provider; often none.
 fn effect() -> impl Strategy<Value = RuleEffect> {
     let rule = |set| prop::option::weighted(0.08, (0usize..9).prop_map(move |at| RuleRef { set, at }));
     let some = (
@@ -694,7 +694,7 @@ fn effect() -> impl Strategy<Value = RuleEffect> {
     prop_oneof![1 => Just(RuleEffect::NONE), 1 => some]
 }
 
-/// Providers with ids in a random order, some with the same figures.
+/// Providers with ids in a random order, some of them with equal properties.
 fn providers(clients: usize) -> impl Strategy<Value = Vec<Provider>> {
     let shape = (
         prop::bool::weighted(0.9),
@@ -767,7 +767,7 @@ pub(crate) fn cases() -> impl Strategy<Value = (Request, Vec<Provider>)> {
     clients().prop_flat_map(|clients| (any_request(clients), providers(clients)))
 }
 
-/// Checks that a verdict says the truth about a provider: the numbers, and the reason.
+/// Checks that a verdict about a provider is true: the numbers, and the reason.
 fn verdict_is_true(
     request: &Request,
     provider: &Provider,
@@ -835,14 +835,14 @@ fn verdict_is_true(
         },
         V::Upstream => {
             let Chooser::Upstream(choice) = request.strategy else {
-                return Err(TestCaseError::fail("the kernel was not asked"));
+                return Err(TestCaseError::fail("the kernel was not called"));
             };
             prop_assert!(broken.is_empty());
             prop_assert_ne!(choice, Some(provider.id));
             prop_assert!(chosen.is_none() || chosen.map(|chosen| chosen.id) == choice);
         }
         code => {
-            // It loses on this criterion, and ties on all before.
+            // It loses by this criterion, and ties by all previous ones.
             prop_assert!(broken.is_empty());
             let (mine, its) = (
                 provider.figures(request.strategy),
@@ -855,7 +855,7 @@ fn verdict_is_true(
             let Some(ranked) = ranking else {
                 return Err(TestCaseError::fail(format!("{mine:?} ties on {code:?}")));
             };
-            // What the rules want is said with the rule that wants it; all else no rule decides.
+            // A verdict for a preference of a rule names the rule. No other verdict does.
             prop_assert_eq!(verdict.rule.is_some(), code == V::Preference);
             prop_assert_eq!(&mine[..ranked], &its[..ranked]);
             prop_assert!(mine[ranked].1 > its[ranked].1, "{:?} does not lose on {:?}", mine, code);
@@ -864,7 +864,7 @@ fn verdict_is_true(
     Ok(())
 }
 
-/// Checks all that holds for any decision.
+/// Checks the properties of every decision.
 fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), TestCaseError> {
     let (decision, verdicts) = run(request, providers);
     let chosen = decision.chosen.map(|index| &providers[index]);
@@ -884,7 +884,7 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
         })
         .collect();
     if let Some(chosen) = chosen {
-        // Said once more, without the oracle's help.
+        // The same check without the oracle.
         prop_assert!(chosen.live && chosen.free >= request.size && chosen.largest >= request.size);
         prop_assert_eq!(chosen.paths.len(), request.clients);
         for path in &chosen.paths {
@@ -908,7 +908,7 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
         }
     } else {
         prop_assert!(contenders.iter().all(|provider| !provider.eligible(request)));
-        // ENOSPC exactly if space is all that one of them lacks.
+        // The error is ENOSPC exactly if a provider has no other deficiency than space.
         let lacks_space = contenders.iter().any(|provider| {
             let broken = provider.broken_rules(request);
             broken
@@ -920,7 +920,7 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
     Ok(())
 }
 
-/// What a provider has.
+/// Returns the capacity of a provider.
 fn has(provider: &Provider) -> Capacity {
     Capacity {
         free: provider.free,
@@ -928,7 +928,7 @@ fn has(provider: &Provider) -> Capacity {
     }
 }
 
-/// What a fit at one tells that has that, for a request of `size` bytes.
+/// Returns the hint of a provider with this capacity, for a request of `size` bytes.
 fn fit(has: Capacity, size: u64) -> FitHint {
     if has.largest < size {
         FitHint::Short(has)
@@ -937,7 +937,8 @@ fn fit(has: Capacity, size: u64) -> FitHint {
     }
 }
 
-/// The turns of providers that are in the order of their numbers; a gauge is a place in that order.
+/// Returns the ranking of providers that are ordered by their numbers; the hint of a provider is its position in that
+/// order.
 fn ranking(request: &Request, providers: &[Provider]) -> Vec<RankedProvider<usize>> {
     let ranked = |(index, provider): (usize, &Provider)| {
         let (effect, distance) = (&provider.effect, Distance::of(request.clients, &provider.paths));
@@ -971,7 +972,7 @@ proptest! {
         decision_is_right(&request, &providers)?;
     }
 
-    /// Equal input, equal output; and the order of the candidates changes nothing but their indexes.
+    /// Equal input gives equal output. The order of the candidates changes only their indexes.
     #[test]
     fn order_does_not_matter(
         (request, providers, shuffled) in cases().prop_flat_map(|(request, providers)| {
@@ -989,8 +990,8 @@ proptest! {
         prop_assert_eq!(verdicts, others);
     }
 
-    /// Where nothing but distance, space and rules that count no bytes decide, the one that needs no look at paths chooses the
-    /// same, or leaves it to the other one where rules prefer a provider that is too far.
+    /// If only distance, space and rules that count no bytes decide, the quick decision, which reads no paths, chooses
+    /// the same provider. If rules prefer a provider that is too far, the full decision may have to choose.
     #[test]
     fn the_short_way_leads_to_the_same((request, providers) in cases()) {
         let size = request.size.max(1);
@@ -1000,17 +1001,17 @@ proptest! {
         for provider in &mut providers {
             let RuleEffect { denied, too_far, preference, preference_by, .. } = provider.effect;
             provider.effect = RuleEffect { denied, too_far, preference, preference_by, ..RuleEffect::NONE };
-            // No allocator has a piece that would not fit were all of it free.
+            // No allocator has a block in which the request would not fit even if all memory were free.
             if !provider.could_hold(&request) {
                 provider.largest = provider.largest.min(size - 1);
             }
         }
-        // One that is leaving is none that anyone glances at.
+        // The quick decision does not see providers that are being removed.
         providers.retain(|provider| provider.live);
         let mut kept = vec![Capacity::EMPTY; providers.len()];
-        let stocks: Vec<Capacity> = providers.iter().map(has).collect();
-        // Whoever is asked counts them so.
-        for (provider, has) in providers.iter_mut().zip(&stocks) {
+        let capacities: Vec<Capacity> = providers.iter().map(has).collect();
+        // The hints count the numbers likewise.
+        for (provider, has) in providers.iter_mut().zip(&capacities) {
             provider.free = has.free();
         }
         let ranking = ranking(&request, &providers);
@@ -1018,7 +1019,7 @@ proptest! {
         let mut asked = vec![0; providers.len()];
         let ranked = nearest(request.max_class, &ranking, &mut kept, |&index| {
             asked[index] += 1;
-            fit(stocks[index], size)
+            fit(capacities[index], size)
         });
         let preference = |at: usize| ranking.iter().find(|ranked| ranked.index == at).and_then(|ranked| ranked.preference);
         let left_to_the_other = ranked.is_none() && decision.chosen.is_some_and(|chosen| {
@@ -1030,13 +1031,13 @@ proptest! {
         if let Some(ranked) = ranked {
             prop_assert_eq!(ranked.class_raw(), verdicts[ranked.index].class_raw());
         }
-        // Each was asked once, and what it had is kept, in the order of turns.
+        // Each hint was read once, and the capacities are recorded in the order of the ranking.
         prop_assert!(asked.iter().all(|&times| times == 1));
-        let had: Vec<Capacity> = ranking.iter().map(|ranked| stocks[ranked.index]).collect();
+        let had: Vec<Capacity> = ranking.iter().map(|ranked| capacities[ranked.index]).collect();
         prop_assert_eq!(kept, had);
     }
 
-    /// One that cannot tell what it has, wherever it is, leaves the decision to those who can ask it.
+    /// If one provider's hint is unknown, whichever it is, the full decision decides.
     #[test]
     fn the_short_way_ends_at_one_that_cannot_tell((request, providers) in cases(), silent: prop::sample::Index) {
         if !providers.is_empty() {
@@ -1052,7 +1053,7 @@ proptest! {
         }
     }
 
-    /// Taking away one that was not chosen, or adding one that cannot serve, changes no choice.
+    /// Removing a provider that was not chosen, or adding one that cannot serve the request, changes no choice.
     #[test]
     fn losers_do_not_matter((request, providers) in cases(), gone: prop::sample::Index) {
         let chosen = |providers: &[Provider]| run(&request, providers).0.chosen.map(|at| providers[at].id);
@@ -1066,21 +1067,21 @@ proptest! {
         }
     }
 
-    /// Refusing every choice walks through all eligible ones, each once, from the best to the worst, and ends.
+    /// Refusing every choice goes through all eligible providers once, from the best to the worst, and ends.
     #[test]
     fn refusals_walk_through_all((request, providers) in cases()) {
-        // Nothing can refuse zero bytes.
+        // No provider can refuse zero bytes.
         let request = Request { size: request.size.max(1), ..request };
-        let mut left = providers.clone();
+        let mut remaining = providers.clone();
         let mut candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
         let mut rounds = 0;
         loop {
             let decision = decide(&request, &candidates, &mut []);
-            prop_assert_eq!(decision.chosen.map(|at| candidates[at].id), choose(&request, &left));
+            prop_assert_eq!(decision.chosen.map(|at| candidates[at].id), choose(&request, &remaining));
             let Some(chosen) = decision.chosen else { break };
             candidates[chosen].refused(request.size);
             let id = candidates[chosen].id;
-            left.retain(|provider| provider.id != id);
+            remaining.retain(|provider| provider.id != id);
             rounds += 1;
             prop_assert!(rounds <= providers.len());
         }
@@ -1093,7 +1094,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
-    /// From the machine to the decision: any endpoints as providers, any as clients.
+    /// From the machine to the decision: any endpoints as providers, and any as clients.
     #[test]
     fn decisions_in_random_machines_are_right(
         tree in tree(),
@@ -1121,7 +1122,7 @@ proptest! {
             })
             .collect();
         decision_is_right(&request, &providers)?;
-        // Whoever is chosen is reached by every client, as the graph has it.
+        // Every client reaches the chosen provider in the graph.
         if let Some(chosen) = run(&request, &providers).0.chosen {
             let node = *at[chosen].0.get(&endpoints);
             for &client in &clients {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules: what is a rule at all, which one decides, and that a file's own rules never widen the administrator's.
+//! Rules: which rules are valid, which rule decides, and that a file's own rules never permit more than the
+//! administrator's.
 
 use crate::policy::path::{
     Path,
@@ -302,7 +303,7 @@ fn the_first_rule_decides_each_attribute() {
     assert_eq!(ruled(&rules, &eight, 2, &[]).denied, None);
     let far = ruled(&rules, &seven, 2, &[(9, PathClass::HostBridge)]);
     assert_eq!((far.too_far, far.denied), (admin(0), None));
-    // Rule 10 has spoken for client 9, and for no other.
+    // Rule 10 decides for client 9, and for no other client.
     assert_eq!(
         ruled(&rules, &seven, 2, &[(8, PathClass::System), (9, NEAR)]).too_far,
         None
@@ -342,7 +343,7 @@ fn every_client_counts() {
         ruled(&rules, &anyone, 5, &clients)
     };
     assert_eq!(of(&[1]), RuleEffect::NONE);
-    // Company does not let another one in.
+    // A permitted client does not permit another one.
     assert_eq!(
         of(&[1, 4]).denied,
         Some(RuleRef {
@@ -561,7 +562,7 @@ fn matches(rule: &Rule, user: &User, provider: u8, client: Option<u8>) -> bool {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..config(3000) })]
 
-    /// Held against the words of the documentation, pair by pair.
+    /// Compared with the text of the documentation, for each pair.
     #[test]
     fn rulings_are_right(
         rules in vec(any_rule(), 0..80),
@@ -597,8 +598,8 @@ proptest! {
         prop_assert_eq!(effect.too_far, too_far);
     }
 
-    /// With rules of its own a file gets no provider that it would not get without, were it the only one; and nothing
-    /// that the administrator avoids where there is another.
+    /// With rules of its own a file gets no provider that it would not get without them, if that were the only
+    /// provider. It gets no provider that the administrator avoids if there is another one.
     #[test]
     fn own_rules_never_widen(
         rules in vec(any_rule(), 0..6),

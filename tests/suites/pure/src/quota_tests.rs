@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Accounts: whatever is charged, refused, given back and charged anew, the numbers are those of the live buffers.
+//! Quotas: after any sequence of charges, refusals, ends and changes of the rules, the byte counts are those of the
+//! live buffers.
 
 use crate::policy::path::PciAddr;
 use crate::policy::quota::{
@@ -40,14 +41,14 @@ use std::collections::BTreeMap;
 
 const MIB: u64 = 1 << 20;
 
-/// Numbers that can run out of memory: `fails` counts down to the new account that cannot be kept.
+/// Byte counts that can run out of memory: `fails` counts down to the new key that cannot be stored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Books {
+struct ByteCounts {
     keys: BTreeMap<ChargeKey, u64>,
     fails: Option<u32>,
 }
 
-impl Store for Books {
+impl Store for ByteCounts {
     type Error = &'static str;
 
     fn used(&self, key: ChargeKey) -> u64 {
@@ -138,13 +139,13 @@ fn a_quota_is_each_users_own() {
         quota: Some(2 * MIB),
         ..rule(7, "50-everybody")
     }];
-    let mut books = Books::default();
+    let mut counts = ByteCounts::default();
     let p = function_id(1);
     for uid in [1000, 1001] {
         let user = user(uid, &[]);
-        let charge_set = ChargeSet::of(&books, &requester(&rules, &user), &charge_target(1, &p, 8 * MIB));
-        let first = charge(&mut books, &charge_set, 2 * MIB).expect("the first two");
-        let Err(ChargeError::Broken(Broken::Quota(over))) = charge(&mut books, &charge_set, 1) else {
+        let charge_set = ChargeSet::of(&counts, &requester(&rules, &user), &charge_target(1, &p, 8 * MIB));
+        let first = charge(&mut counts, &charge_set, 2 * MIB).expect("the first two");
+        let Err(ChargeError::Broken(Broken::Quota(over))) = charge(&mut counts, &charge_set, 1) else {
             panic!("one byte more fits");
         };
         assert_eq!((over.used, over.limit, over.group), (2 * MIB, 2 * MIB, false));
@@ -155,11 +156,11 @@ fn a_quota_is_each_users_own() {
                 at: 0
             }
         );
-        uncharge(&mut books, first);
-        charge(&mut books, &charge_set, MIB).expect("after the first were given back");
+        uncharge(&mut counts, first);
+        charge(&mut counts, &charge_set, MIB).expect("after the first were given back");
     }
-    assert_eq!(books.used(ChargeKey::User(7, 1000)), MIB);
-    assert_eq!(books.used(ChargeKey::Provider(1)), 2 * MIB);
+    assert_eq!(counts.used(ChargeKey::User(7, 1000)), MIB);
+    assert_eq!(counts.used(ChargeKey::Provider(1)), 2 * MIB);
 }
 
 #[test]
@@ -180,24 +181,25 @@ fn a_group_shares_and_the_first_rule_counts() {
             ..rule(3, "30-all")
         },
     ];
-    let mut books = Books::default();
+    let mut counts = ByteCounts::default();
     let p = function_id(1);
     let (one, two) = (user(1, &[50]), user(2, &[50]));
-    let of =
-        |books: &Books, user: &User| ChargeSet::of(books, &requester(&rules, user), &charge_target(1, &p, 64 * MIB));
-    let charge_set = of(&books, &one);
-    charge(&mut books, &charge_set, 2 * MIB).expect("rule 30 does not count for user 1");
-    let charge_set = of(&books, &two);
-    charge(&mut books, &charge_set, MIB).expect("the group's third");
-    let charge_set = of(&books, &one);
-    match charge(&mut books, &charge_set, MIB) {
+    let of = |counts: &ByteCounts, user: &User| {
+        ChargeSet::of(counts, &requester(&rules, user), &charge_target(1, &p, 64 * MIB))
+    };
+    let charge_set = of(&counts, &one);
+    charge(&mut counts, &charge_set, 2 * MIB).expect("rule 30 does not count for user 1");
+    let charge_set = of(&counts, &two);
+    charge(&mut counts, &charge_set, MIB).expect("the group's third");
+    let charge_set = of(&counts, &one);
+    match charge(&mut counts, &charge_set, MIB) {
         Err(ChargeError::Broken(Broken::Quota(over))) => {
             assert_eq!((over.group, over.used, over.rule.at), (true, 3 * MIB, 1));
         }
         other => panic!("{other:?}"),
     }
-    let charge_set = of(&books, &two);
-    match charge(&mut books, &charge_set, 1) {
+    let charge_set = of(&counts, &two);
+    match charge(&mut counts, &charge_set, 1) {
         Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!((over.group, over.rule.at), (false, 2)),
         other => panic!("{other:?}"),
     }
@@ -214,34 +216,34 @@ fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
     let p = function_id(1);
     let f = charge_target(1, &p, 8 * MIB);
     let (member, stranger) = (user(1, &[50]), user(2, &[]));
-    let mut books = Books::default();
+    let mut counts = ByteCounts::default();
     assert_eq!(
-        reserved_for_others(&books, &requester(&rules, &stranger), &f).0,
+        reserved_for_others(&counts, &requester(&rules, &stranger), &f).0,
         4 * MIB
     );
-    assert_eq!(reserved_for_others(&books, &requester(&rules, &member), &f).0, 0);
-    let charge_set = ChargeSet::of(&books, &requester(&rules, &stranger), &f);
-    charge(&mut books, &charge_set, 4 * MIB).expect("what is not set aside");
-    let refused = charge(&mut books, &charge_set, 1);
+    assert_eq!(reserved_for_others(&counts, &requester(&rules, &member), &f).0, 0);
+    let charge_set = ChargeSet::of(&counts, &requester(&rules, &stranger), &f);
+    charge(&mut counts, &charge_set, 4 * MIB).expect("what is not set aside");
+    let refused = charge(&mut counts, &charge_set, 1);
     let by = RuleRef {
         set: RuleOrigin::Admin,
         at: 0,
     };
     assert_eq!(refused, Err(ChargeError::Broken(Broken::Reserve(by))));
-    let charge_set = ChargeSet::of(&books, &requester(&rules, &member), &f);
-    charge(&mut books, &charge_set, 3 * MIB).expect("the member's");
+    let charge_set = ChargeSet::of(&counts, &requester(&rules, &member), &f);
+    charge(&mut counts, &charge_set, 3 * MIB).expect("the member's");
     assert_eq!(
-        reserved_for_others(&books, &requester(&rules, &stranger), &f),
+        reserved_for_others(&counts, &requester(&rules, &stranger), &f),
         (MIB, Some(by))
     );
-    // A provider of another rule has none set aside.
+    // No bytes of another rule's provider are reserved.
     let q = function_id(2);
     let elsewhere = [Rule {
         provider: DeviceMatch::At(p.addr),
         ..rules[0]
     }];
     assert_eq!(
-        reserved_for_others(&books, &requester(&elsewhere, &stranger), &charge_target(2, &q, MIB)).0,
+        reserved_for_others(&counts, &requester(&elsewhere, &stranger), &charge_target(2, &q, MIB)).0,
         0
     );
 }
@@ -257,12 +259,12 @@ fn the_kernels_reserve_counts_what_it_has() {
     let mut f = charge_target(1, &p, 8 * MIB);
     let anyone = user(0, &[]);
     assert_eq!(
-        reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
+        reserved_for_others(&ByteCounts::default(), &requester(&rules, &anyone), &f).0,
         0
     );
     f.kernel_reserve = MIB;
     assert_eq!(
-        reserved_for_others(&Books::default(), &requester(&rules, &anyone), &f).0,
+        reserved_for_others(&ByteCounts::default(), &requester(&rules, &anyone), &f).0,
         3 * MIB
     );
 }
@@ -274,18 +276,18 @@ fn a_files_own_quota_counts_the_file() {
         ..rule(0, "mine")
     }];
     let p = function_id(1);
-    let mut books = Books::default();
-    let of = |books: &Books, file| {
+    let mut counts = ByteCounts::default();
+    let of = |counts: &ByteCounts, file| {
         let requester = Requester {
             file,
             file_rules: &own,
             ..requester(&[], &user(5, &[]))
         };
-        ChargeSet::of(books, &requester, &charge_target(1, &p, 8 * MIB))
+        ChargeSet::of(counts, &requester, &charge_target(1, &p, 8 * MIB))
     };
-    let charge_set = of(&books, 1);
-    charge(&mut books, &charge_set, MIB).expect("the quota");
-    match charge(&mut books, &charge_set, 1) {
+    let charge_set = of(&counts, 1);
+    charge(&mut counts, &charge_set, MIB).expect("the quota");
+    match charge(&mut counts, &charge_set, 1) {
         Err(ChargeError::Broken(Broken::Quota(over))) => assert_eq!(
             over.rule,
             RuleRef {
@@ -295,11 +297,11 @@ fn a_files_own_quota_counts_the_file() {
         ),
         other => panic!("{other:?}"),
     }
-    let charge_set = of(&books, 2);
-    charge(&mut books, &charge_set, MIB).expect("another file");
+    let charge_set = of(&counts, 2);
+    charge(&mut counts, &charge_set, MIB).expect("another file");
 }
 
-/// What is done to the books.
+/// A change of the byte counts.
 #[derive(Clone, Debug)]
 enum Step {
     /// A user allocates in a provider.
@@ -309,9 +311,9 @@ enum Step {
         bytes: u64,
         fails: Option<u32>,
     },
-    /// The nth live buffer ends.
+    /// The buffer with this index among the live ones ends.
     End(usize),
-    /// The rules become others, and all is charged anew; memory may run out.
+    /// The rules change, and all buffers are charged again. Memory may run out.
     Rules { rules: Vec<Rule>, fails: Option<u32> },
 }
 
@@ -362,7 +364,7 @@ struct Live {
 
 const SIZE: u64 = 100;
 
-/// What the books have to say, added up from the live buffers by the rules' own words.
+/// Returns the expected byte counts, added up from the live buffers by the definition of the rules.
 fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<ChargeKey, u64> {
     let mut sums = BTreeMap::new();
     for buffer in live.iter().filter(|b| b.bytes > 0) {
@@ -384,13 +386,13 @@ fn expected(rules: &[Rule], users: &[User], live: &[Live]) -> BTreeMap<ChargeKey
         if let Some(rule) = rules.iter().filter(mine).find(|rule| rule.group_quota.is_some()) {
             add(ChargeKey::Group(rule.id));
         }
-        // Of the reserves here, the first for each group decides; of those for the user's groups, the first counts.
+        // For each group, the first reserve decides. Of the reserves for the user's groups, the first one counts.
         let mut seen = Vec::new();
         let mut reserve = None;
         for rule in rules.iter().filter(here).filter(|rule| rule.reserve.is_some()) {
             if !seen.contains(&rule.gid) {
                 seen.push(rule.gid);
-                // `mine` would look at the uid too, and at nothing else besides.
+                // `mine` would check the uid too, and nothing else.
                 let matches = rule.uid.is_none_or(|users| users.has(user.uid));
                 if reserve.is_none() && matches && rule.gid.is_some_and(|g| user.groups.contains(&g)) {
                     reserve = Some(rule.id);
@@ -415,34 +417,34 @@ proptest! {
     ) {
         let users: Vec<User> = groups.into_iter().enumerate().map(|(uid, groups)| User { uid: uid as u32, groups }).collect();
         let mut rules = first;
-        let mut books = Books::default();
+        let mut counts = ByteCounts::default();
         let mut live: Vec<Live> = Vec::new();
         for step in steps {
             match step {
                 Step::Charge { user, provider, bytes, fails } => {
-                    let before = books.clone();
+                    let before = counts.clone();
                     let p = function_id(provider);
                     let requester = Requester { file: user as u64, ..requester(&rules, &users[user]) };
-                    let charge_set = ChargeSet::of(&books, &requester, &charge_target(provider, &p, SIZE));
-                    books.fails = fails;
-                    let charged = charge(&mut books, &charge_set, bytes);
-                    books.fails = None;
+                    let charge_set = ChargeSet::of(&counts, &requester, &charge_target(provider, &p, SIZE));
+                    counts.fails = fails;
+                    let charged = charge(&mut counts, &charge_set, bytes);
+                    counts.fails = None;
                     match charged {
                         Ok(charged) => {
                             live.push(Live { user, provider, bytes, charged });
-                            // No limit that binds this user is broken now.
-                            prop_assert_eq!(charge_set.broken(&books, 0), None);
+                            // No limit for this user is broken now.
+                            prop_assert_eq!(charge_set.broken(&counts, 0), None);
                         }
-                        Err(_) => prop_assert_eq!(&books, &before, "a refusal left its mark"),
+                        Err(_) => prop_assert_eq!(&counts, &before, "a refusal left its mark"),
                     }
                 }
                 Step::End(n) if !live.is_empty() => {
                     let buffer = live.swap_remove(n % live.len());
-                    uncharge(&mut books, buffer.charged);
+                    uncharge(&mut counts, buffer.charged);
                 }
                 Step::End(_) => {}
                 Step::Rules { rules: new, fails } => {
-                    let mut anew = Books { fails, ..Default::default() };
+                    let mut anew = ByteCounts { fails, ..Default::default() };
                     let all: Result<Vec<Charged>, _> = live.iter().map(|buffer| {
                         let p = function_id(buffer.provider);
                         let requester = Requester { file: buffer.user as u64, ..requester(&new, &users[buffer.user]) };
@@ -451,18 +453,18 @@ proptest! {
                     }).collect();
                     if let Ok(all) = all {
                         anew.fails = None;
-                        (books, rules) = (anew, new);
+                        (counts, rules) = (anew, new);
                         for (buffer, charged) in live.iter_mut().zip(all) {
                             buffer.charged = charged;
                         }
                     }
                 }
             }
-            prop_assert_eq!(&books.keys, &expected(&rules, &users, &live));
+            prop_assert_eq!(&counts.keys, &expected(&rules, &users, &live));
         }
         for buffer in live {
-            uncharge(&mut books, buffer.charged);
+            uncharge(&mut counts, buffer.charged);
         }
-        prop_assert_eq!(books, Books::default());
+        prop_assert_eq!(counts, ByteCounts::default());
     }
 }

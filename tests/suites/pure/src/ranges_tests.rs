@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Lists of ranges: random lists against a count of pages. Cases with names are in the file itself.
+//! Lists of ranges: random lists compared with a count of pages. Named cases are in `ranges.rs` itself.
 
 use crate::policy::ranges::{
     Range,

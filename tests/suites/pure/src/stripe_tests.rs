@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Stripes: several choices are what choosing one after the other gives, and a division covers what is divided.
+//! Stripes: choosing several providers equals choosing one after the other, and a division covers all bytes.
 
 use crate::oracle::Provider;
 use crate::placement_tests::cases;
@@ -30,7 +30,7 @@ proptest! {
         let mut verdicts = vec![Verdict::EMPTY; providers.len()];
         let mut picks = vec![usize::MAX; wanted];
         let (found, outcome) = decide_several(&request, &candidates, shun, &mut picks, &mut verdicts);
-        // The same, by choosing one of those that are left, again and again.
+        // The same by choosing one of the remaining candidates, repeatedly.
         let mut left: Vec<usize> = (0..candidates.len()).collect();
         if shun {
             left.retain(|&at| candidates[at].effect.preference != Preference::Avoid);
@@ -73,7 +73,7 @@ proptest! {
         let align = PAGE << order;
         let size = pages * PAGE;
         let split = Split::new(size, parts as u64, PAGE, align);
-        // It is possible in whole pages wherever no part would be empty.
+        // A division in whole pages exists if no part would be empty.
         let share = pages.div_ceil(parts as u64);
         prop_assert_eq!(split.is_some(), share * (parts as u64 - 1) < pages);
         let Some(split) = split else { return Ok(()) };

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Random PCI trees, and what lies between two of their functions, found by searching the graph.
+//! Random PCI trees, and the properties of the path between two functions, found by searching the graph.
 //!
-//! A tree knows more than a walk upwards tells: which functions form one physical device, which ports form one switch.
-//! The oracle counts those, and takes none of the shortcuts by which the code under test tells them from a walk.
+//! A tree has more information than a walk upwards: which functions form one physical device, and which ports form one
+//! switch. The oracle counts these, and uses none of the shortcuts by which the code under test derives them from a
+//! walk.
 
 use crate::policy::path::{
     Chain,
@@ -17,35 +18,35 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::{BTreeSet, VecDeque};
 
-/// Number of a function in [`Tree::nodes`].
+/// The index of a function in [`Tree::nodes`].
 pub(crate) type NodeId = usize;
 
 /// A host bridge.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Host {
-    /// Whether it has a PCI domain of its own, or shares the one of the host bridge before it.
+    /// Whether it has its own PCI domain, or shares that of the previous host bridge.
     new_domain: bool,
-    /// NUMA node, -1 where it has none.
+    /// The NUMA node, or -1 if it has none.
     pub(crate) numa: i32,
-    /// Whether the kernel trusts it to forward peer traffic.
+    /// Whether it forwards peer traffic, by the kernel's list.
     pub(crate) forwards: bool,
 }
 
-/// One step of growing a tree.
+/// A step in the growth of a tree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     what: What,
-    /// Picks the place.
+    /// Selects the parent.
     place: usize,
-    /// Picks a host bridge where the place is one.
+    /// Selects a host bridge, if the parent is one.
     host: usize,
-    /// Functions of a device, or downstream ports of a switch.
+    /// The number of functions of a device, or of downstream ports of a switch.
     count: usize,
-    /// Bits, consumed one per function: does it redirect?
+    /// One bit for each function: whether it redirects.
     acs: u32,
-    /// Bandwidths of the links in turn, 0 for one that does not tell.
+    /// The bandwidths of the links in turn, 0 for an unknown one.
     links: [u32; 2],
-    /// Whether functions after the first are virtual ones with bus numbers of their own.
+    /// Whether functions after the first are virtual functions with their own bus numbers.
     virtual_functions: bool,
 }
 
@@ -60,16 +61,16 @@ enum What {
     SwitchDevice,
 }
 
-/// A function to be added to a tree.
+/// A function to add to a tree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct New {
     pub(crate) kind: PortKind,
-    /// Where to put it on a bus that has slots, `None` for the next free one.
+    /// The slot on a bus with slots; `None` for the next free one.
     pub(crate) slot: Option<u8>,
     pub(crate) acs: bool,
-    /// Bandwidth of the link above it, where there is one.
+    /// The bandwidth of the link above it, if there is one.
     pub(crate) link: u32,
-    /// A virtual function, with a bus number of its own.
+    /// Whether it is a virtual function with its own bus number.
     pub(crate) own_bus: bool,
 }
 
@@ -93,13 +94,13 @@ pub(crate) struct Node {
     pub(crate) kind: PortKind,
     pub(crate) addr: PciAddr,
     pub(crate) acs: bool,
-    /// What its Link Status tells.
+    /// The bandwidth by its Link Status register.
     link_status: u32,
-    /// The physical link above it, 0 where there is none or it does not tell.
+    /// The bandwidth of the physical link above it; 0 if there is none or it is unknown.
     link_above: u32,
-    /// Number of the physical device it belongs to.
+    /// The number of its physical device.
     pub(crate) device: usize,
-    /// Number of the switch it belongs to.
+    /// The number of its switch.
     switch: Option<usize>,
 }
 
@@ -110,19 +111,19 @@ pub(crate) struct Tree {
     pub(crate) nodes: Vec<Node>,
     domains: Vec<u32>,
     root_buses: Vec<u8>,
-    /// Bus below each function, 0 for those that are no bridge.
+    /// The bus below each function; 0 for functions that are not bridges.
     buses: Vec<u8>,
-    /// Bus numbers given out, per domain.
+    /// The bus numbers in use, by domain.
     next_bus: Vec<u8>,
     next_switch: usize,
-    /// First function of each device and what tells devices apart: the parent and, where a parent can have several
-    /// devices below it, the slot.
+    /// The first function of each device, and the key that distinguishes devices: the parent and, if several devices
+    /// can be below it, the slot.
     devices: Vec<(Option<NodeId>, usize, u8)>,
 }
 
-/// What the graph says of the way between two functions.
+/// The properties of the path between two functions, found in the graph.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Way {
+pub(crate) struct GraphPath {
     pub(crate) hops: u32,
     pub(crate) acs_redirect: bool,
     pub(crate) through_root: bool,
@@ -153,7 +154,7 @@ impl Tree {
         tree
     }
 
-    /// A new bus number. Every domain counts from 0, so that the same numbers stand for different functions.
+    /// Returns a new bus number. Every domain starts at 0, so equal numbers stand for different functions.
     fn bus(&mut self, host: usize) -> u8 {
         let domain = self.domains[host] as usize;
         self.next_bus.resize(self.next_bus.len().max(domain + 1), 0);
@@ -189,7 +190,7 @@ impl Tree {
             .collect();
         let free = |from: u8, to: u8| (from..=to).find(|devfn| !used.contains(devfn));
         let devfn = match slot {
-            // One device at the end of a link: function numbers run on through the slots, as with ARI.
+            // One device at the end of a link: its function numbers continue through the slots, as with ARI.
             _ if on_link => free(0, 255),
             Some(slot) => free(slot << 3, (slot << 3) | 7).or_else(|| free(0, 255)),
             None => (0..32)
@@ -215,7 +216,8 @@ impl Tree {
             (PortKind::Downstream, Some(parent)) => self.nodes[parent].switch,
             _ => None,
         };
-        // Ports that face down tell of the link below them: a trap for whoever takes it for the one above.
+        // Link Status of a port that faces downstream describes the link below it, so code that takes it for the link
+        // above fails.
         let faces_down = matches!(kind, PortKind::RootPort | PortKind::Downstream);
         let link_above = if on_link { link } else { 0 };
         self.nodes.push(Node {
@@ -244,7 +246,7 @@ impl Tree {
             .collect()
     }
 
-    /// A port with a link below it: an empty one if there is one and the step's place is even.
+    /// Returns a port with a link below it: an empty one if there is one and the step's number is even.
     fn port(&mut self, step: &Step) -> NodeId {
         let ports = self.of_kind(&[PortKind::RootPort, PortKind::Downstream]);
         let empty: Vec<NodeId> = ports
@@ -380,12 +382,12 @@ impl Tree {
         }
     }
 
-    /// The functions that are no bridges.
+    /// Returns the functions that are not bridges.
     pub(crate) fn endpoints(&self) -> Vec<NodeId> {
         self.of_kind(&[PortKind::Endpoint])
     }
 
-    /// The walk upwards, as the module would collect it.
+    /// Returns the walk upwards, as the module collects it.
     pub(crate) fn ports(&self, node: NodeId) -> Vec<Port> {
         std::iter::successors(Some(node), |&node| self.nodes[node].parent)
             .map(|node| {
@@ -400,7 +402,7 @@ impl Tree {
             .collect()
     }
 
-    /// The chain over a walk.
+    /// Returns the chain of a walk.
     pub(crate) fn chain<'a>(&self, node: NodeId, ports: &'a [Port]) -> Chain<'a> {
         let host = self.nodes[node].host;
         Chain {
@@ -410,7 +412,7 @@ impl Tree {
         }
     }
 
-    /// The kernel's NUMA distance, made up: 10 within a node, 21 per step between nodes.
+    /// Returns the kernel's NUMA distance in this model: 10 within a node, 21 for each step between nodes.
     pub(crate) fn numa_distance(&self, a: NodeId, b: NodeId) -> u32 {
         let (a, b) = (self.numa(a), self.numa(b));
         if a < 0 || b < 0 { 0 } else { 10 + 11 * a.abs_diff(b) }
@@ -420,18 +422,18 @@ impl Tree {
         self.hosts[self.nodes[node].host].numa
     }
 
-    /// What the kernel would say of the pair: the distance, or -1 where a root complex on the way does not forward.
+    /// Returns the kernel's answer for the pair: the distance, or -1 if a root complex on the path does not forward.
     pub(crate) fn kernel_distance(&self, a: NodeId, b: NodeId) -> i32 {
-        let way = self.way(a, b);
+        let expected = self.graph_path(a, b);
         let forwards = |node: NodeId| self.hosts[self.nodes[node].host].forwards;
-        if way.through_root && !(forwards(a) && forwards(b)) {
+        if expected.through_root && !(forwards(a) && forwards(b)) {
             -1
         } else {
-            i32::try_from(way.hops).unwrap()
+            i32::try_from(expected.hops).unwrap()
         }
     }
 
-    /// The vertices from `a` to `b`, found by a breadth-first search; `None` stands for the root complex.
+    /// Returns the vertices from `a` to `b`, found by a breadth-first search; `None` stands for the root complex.
     fn search(&self, a: NodeId, b: NodeId) -> Vec<Option<NodeId>> {
         let neighbours = |vertex: Option<NodeId>| -> Vec<Option<NodeId>> {
             let mut found: Vec<Option<NodeId>> = (0..self.nodes.len())
@@ -465,8 +467,8 @@ impl Tree {
         std::iter::successors(self.nodes[node].parent, |&node| self.nodes[node].parent).collect()
     }
 
-    /// What lies between two functions, for a kernel that says they reach each other.
-    pub(crate) fn way(&self, a: NodeId, b: NodeId) -> Way {
+    /// Returns the properties of the path between two functions that reach each other by the kernel's answer.
+    pub(crate) fn graph_path(&self, a: NodeId, b: NodeId) -> GraphPath {
         let trail = self.search(a, b);
         let functions: Vec<NodeId> = trail.iter().copied().flatten().collect();
         let acs_redirect = functions.iter().any(|&node| self.nodes[node].acs);
@@ -474,7 +476,7 @@ impl Tree {
         let through_root = over_root || acs_redirect;
         let one_device = self.nodes[a].device == self.nodes[b].device;
 
-        // Edges are named by their lower end.
+        // An edge has the name of its lower end.
         let edges: Vec<NodeId> = if through_root {
             [a, b]
                 .into_iter()
@@ -488,7 +490,7 @@ impl Tree {
                 .map(|pair| match (pair[0], pair[1]) {
                     (Some(x), Some(y)) if self.nodes[x].parent == Some(y) => x,
                     (_, Some(y)) => y,
-                    _ => unreachable!("the root complex is not on this way"),
+                    _ => unreachable!("the root complex is not on this path"),
                 })
                 .collect()
         };
@@ -510,8 +512,8 @@ impl Tree {
         } else if one_device {
             PathClass::SameDevice
         } else {
-            // A switch is crossed where the way runs over the bus between its ports, or ends in one of them. A
-            // conventional bridge is a bus: only who passes from one side of it to the other crosses it.
+            // A path crosses a switch if it uses the bus between the switch's ports, or ends in one of them. A
+            // conventional bridge is a bus: a path crosses the bridge only from one of its sides to the other.
             let crossed: BTreeSet<usize> = functions
                 .iter()
                 .filter(|&&node| {
@@ -534,7 +536,7 @@ impl Tree {
 
         let above_b = self.ancestors(b);
         let bridge = self.ancestors(a).into_iter().find(|node| above_b.contains(node));
-        Way {
+        GraphPath {
             hops: u32::try_from(trail.len() - 1).unwrap(),
             acs_redirect,
             through_root,
@@ -573,7 +575,7 @@ prop_compose! {
         place in 0usize..1000,
         host in 0usize..4,
         count in 1usize..4,
-        // Most steps redirect nowhere, else nearly every way would.
+        // Most steps redirect nothing; otherwise nearly every path would be redirected.
         acs in prop_oneof![6 => Just(0u32), 1 => any::<u32>(), 2 => (0u32..8).prop_map(|bit| 1 << bit)],
         slots in any::<u16>(),
         links in prop::array::uniform2(prop_oneof![Just(0u32), Just(250), Just(984), Just(15_753), 1u32..100_000]),

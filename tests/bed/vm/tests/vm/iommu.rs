@@ -207,7 +207,7 @@ fn amd(vm: &mut Vm) -> Result<()> {
     let moved = payload(vm, "unknown")? - before;
     ensure!(
         moved >= 2 * COMPARED,
-        "the drive moved {moved} bytes, not {COMPARED} each way"
+        "the drive moved {moved} bytes, not {COMPARED} in each direction"
     );
     let claim = match case(vm, "o-direct") {
         Ok(()) => "it held".to_owned(),

@@ -97,7 +97,7 @@ fn network(cluster: &mut Cluster) -> Result<()> {
 /// Each command waits for the other, so neither can end unless both run at the same time.
 fn at_once(cluster: &mut Cluster) -> Result<()> {
     let script = "import os, socket, time\n\
-        me = os.environ['P2PMEM_NODE']; other = 'ba'['ab'.index(me)]\n\
+        me = os.environ['P2PMEM_NODE']; other = 'a' if me == 'b' else 'b'\n\
         listener = socket.create_server(('', 5300))\n\
         end = time.monotonic() + 120\n\
         while time.monotonic() < end:\n\

@@ -21,7 +21,7 @@ pub const TESTS: &[Test] = &[
         run: every_mode,
     },
     Test {
-        name: "perf::whoever-is-left-alone-says-so",
+        name: "perf::a-killed-peer-is-reported",
         topology: "pair",
         alone: false,
         run: left_alone,

@@ -109,8 +109,8 @@ pub const TESTS: &[Test] = &[
 
 /// Tests that boot their guests themselves.
 pub const ALONE: &[(&str, Alone)] = &[
-    ("runner::leaves-no-process", || leaves_no_process("small", 3)),
-    ("runner::pair-leaves-no-process", || leaves_no_process("pair", 4)),
+    ("runner::no-process-remains", || no_process_remains("small", 3)),
+    ("runner::pair-no-process-remains", || no_process_remains("pair", 4)),
     ("runner::exit-codes-of-the-program", program),
     ("runner::what-is-run-again", run_again),
 ];
@@ -333,7 +333,7 @@ fn time_out(vm: &mut Vm) -> Result<()> {
     );
     ensure!(
         outcome.dmesg.iter().any(|r| r.text.contains("Show Blocked State")),
-        "no backtraces were asked for"
+        "the report has no backtraces"
     );
     // The guest still runs commands.
     clean(vm, "true")?;
@@ -399,7 +399,7 @@ fn panic(vm: &mut Vm) -> Result<()> {
 }
 
 /// Checks that all processes of a topology's guests end with the guests.
-fn leaves_no_process(topology: &str, processes: usize) -> Result<()> {
+fn no_process_remains(topology: &str, processes: usize) -> Result<()> {
     let layout = Layout::load(&topologies().join(format!("{topology}.toml")))?;
     let cluster = Cluster::boot(&layout, &Options::default())?;
     let ids = cluster.process_ids();
