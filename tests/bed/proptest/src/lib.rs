@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How many cases a property test tries: as many as it says, and more in a long run of the tests.
+//! The number of cases of a property test, which a long run of the tests multiplies.
 
 use proptest::test_runner::Config;
 
-/// The environment variable that says how many times as many cases a test tries; for races it does the same for rounds.
+/// The environment variable with the factor for the number of cases of property tests, and of rounds of races.
 pub const TIMES: &str = "P2PMEM_TIMES";
 
-/// The configuration of a test that tries `count` cases, [`TIMES`] as many in a long run.
+/// Returns the configuration of a test with `count` cases, multiplied by [`TIMES`].
 ///
 /// # Panics
 ///
-/// What the variable says is no number.
+/// The variable is not a number.
 #[must_use]
 pub fn config(count: u32) -> Config {
     let times = std::env::var(TIMES).ok();

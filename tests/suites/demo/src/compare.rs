@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! When a spectrum is the expected one.
+//! Comparison of spectra.
 
 use num_complex::Complex32;
 use serde::{Deserialize, Serialize};
 
-/// Largest error allowed, relative to the root mean square of the expected spectrum. A transform of 1024 points in f32
-/// is up to about 1e-5 off in its strongest bins, so what is above this is no rounding.
+/// The largest permitted error, relative to the root mean square of the expected spectrum. A transform of 1024 points
+/// in f32 has an error of up to about 1e-5 in its strongest bins, so a larger error is not rounding.
 pub const TOLERANCE: f64 = 5e-5;
 
-/// How far a spectrum is from the expected one.
+/// The difference between a spectrum and the expected one.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
-    /// Values compared.
+    /// The number of compared values.
     pub values: u64,
-    /// Root mean square of the expected values' magnitudes.
+    /// The root mean square of the expected values' magnitudes.
     pub rms: f64,
-    /// Largest magnitude of a difference, relative to `rms`; infinite where a value is no number.
+    /// The largest magnitude of a difference, relative to `rms`; infinite if a value is not a number.
     #[serde(with = "finite")]
     pub max_error: f64,
 }
 
 impl Comparison {
-    /// Tells whether the spectra are equal within [`TOLERANCE`]. Nothing equals nothing, and silence equals nothing: the
+    /// Returns whether the spectra are equal within [`TOLERANCE`]. Empty and all-zero spectra never count as equal: the
     /// demo's spectrum is neither.
     pub fn is_equal(&self) -> bool {
         self.values > 0 && self.rms > 0.0 && self.max_error <= TOLERANCE
     }
 }
 
-/// JSON has no infinity: it is written as null.
+/// JSON has no infinity, which is written as null.
 mod finite {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -42,33 +42,33 @@ mod finite {
     }
 }
 
-/// Compares spectra piece by piece.
+/// Compares spectra part by part.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Comparator {
     values: u64,
     energy: f64,
-    /// Squared magnitude of the largest difference.
+    /// The squared magnitude of the largest difference.
     worst: f64,
 }
 
 impl Comparator {
-    /// Takes the next values.
+    /// Adds the next values.
     ///
     /// # Panics
     ///
-    /// If the slices are of different length.
+    /// The slices have different lengths.
     pub fn add(&mut self, got: &[Complex32], expected: &[Complex32]) {
         assert_eq!(got.len(), expected.len(), "spectra of different length");
         self.values += got.len() as u64;
         for (got, expected) in got.iter().zip(expected) {
             let off = f64::from((got - expected).norm_sqr());
-            // f64::max() passes over what is no number.
+            // `f64::max()` ignores a value that is not a number.
             self.worst = self.worst.max(if off.is_nan() { f64::INFINITY } else { off });
             self.energy += f64::from(expected.norm_sqr());
         }
     }
 
-    /// The outcome.
+    /// Returns the comparison.
     pub fn finish(&self) -> Comparison {
         let rms = (self.energy / self.values.max(1) as f64).sqrt();
         let max_error = if self.worst == 0.0 {

@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the guest's program is told to do, and what it tells the host's of it: JSON on its standard output.
+//! The results of the guest's program, which it prints as JSON for the host's program.
 
 use serde::{Deserialize, Serialize};
 
 use crate::compare::Comparison;
 use crate::traffic::Traffic;
 
-/// Samples in one transform.
+/// The number of samples of one transform.
 pub const POINTS: usize = 1024;
 
-/// Bytes of one sample: two f32.
+/// The bytes of one sample: two f32.
 pub const SAMPLE: usize = 8;
 
-/// The two ways to do the job.
+/// The two methods of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
     /// Drive to accelerator to drive.
     P2p,
-    /// Each transfer through host memory, with a copy by the processor.
+    /// Every transfer goes through host memory, with a copy by the processor.
     Staged,
 }
 
-/// How long the parts of a run took, in seconds of the guest's monotonic clock.
+/// The durations of the parts of a run, in seconds of the guest's monotonic clock.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Seconds {
     /// From the drive into the accelerator's memory.
@@ -35,7 +35,7 @@ pub struct Seconds {
 }
 
 impl Seconds {
-    /// All of it.
+    /// Returns the sum.
     pub fn total(&self) -> f64 {
         self.read + self.compute + self.write
     }
@@ -46,37 +46,37 @@ impl Seconds {
 pub struct Run {
     /// Time by part.
     pub seconds: Seconds,
-    /// Bytes the program copied by processor between host memory and the accelerator's.
+    /// Bytes that the processor copied between host memory and the accelerator's memory.
     pub cpu_copied_bytes: u64,
-    /// What the devices moved, from their own counters.
+    /// The bytes that devices moved, from their own counters.
     pub traffic: Traffic,
-    /// CRC-32C of the result as read back from the drive.
+    /// CRC-32C of the result, read back from the drive.
     pub checksum: u32,
-    /// CRC-32C of the buffer as the accelerator computes it over its own memory.
+    /// CRC-32C of the buffer, which the accelerator computes over its own memory.
     pub checksum_device: u32,
-    /// The result as read back against the transform computed by the guest's processor.
+    /// The result from the drive, compared with the transform that the guest's processor computed.
     pub comparison: Comparison,
 }
 
 impl Run {
-    /// Tells whether the result is right, on the drive and in the accelerator.
+    /// Returns whether the result is correct, on the drive and in the accelerator.
     pub fn is_verified(&self) -> bool {
         self.comparison.is_equal() && self.checksum == self.checksum_device
     }
 }
 
-/// All that the guest's program has to say.
+/// All results of the guest's program.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Job {
     /// Bytes transformed.
     pub payload_bytes: u64,
-    /// Name of the device whose memory the orchestrator chose for them.
+    /// The name of the device whose memory the orchestrator chose.
     pub provider: String,
-    /// The module's verdicts on all providers for that buffer, by device name.
+    /// The module's verdicts about all providers for this buffer, by device name.
     pub verdicts: Vec<(String, String)>,
     /// CRC-32C of the samples.
     pub checksum_samples: u32,
-    /// Seconds the guest's processor took for the same transforms.
+    /// The seconds of the guest's processor for the same transforms.
     pub seconds_cpu: f64,
     /// Peer to peer.
     pub p2p: Run,

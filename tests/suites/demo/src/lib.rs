@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The parts of the demo: what its samples are ([`samples`]), when two spectra are equal ([`compare`]), what the devices
-//! moved ([`traffic`]), what the guest's program tells the host's ([`job`]), whether the kernel is stock ([`stock`]),
-//! what two servers moved between each other ([`rdma`]), and what is made of it all ([`report`]).
+//! The parts of the demo: its samples ([`samples`]), the comparison of spectra ([`compare`]), the bytes that devices
+//! moved ([`traffic`]), the results of the guest's program ([`job`]), the check that the kernel is stock ([`stock`]),
+//! the measurements between two servers ([`rdma`]), and the report ([`report`]).
 //!
-//! Documentation/demo.md says what the demo shows and how each number is measured.
+//! Documentation/demo.md describes the demo and the measurement of each number.
 
 pub mod compare;
 pub mod job;

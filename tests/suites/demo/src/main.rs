@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The demo: boots the demo's topology under the stock kernel, loads the module, publishes and chooses memory, has real
-//! work done with it peer to peer and through host memory, takes all down again, and says what it measured. Then the
-//! second act, with two servers.
+//! The demo. It boots its topology with the stock kernel, loads the module, publishes memory, and chooses memory for a
+//! job. It runs the job peer to peer and through host memory, removes everything again, and reports the measurements.
+//! The second act does so with two servers.
 
 mod second;
 
@@ -32,15 +32,15 @@ use serde_json::Value;
 
 /// Name of the module.
 const MODULE: &str = "p2pmem";
-/// How long a short command may take.
+/// The time limit of a short command.
 const SHORT: Duration = Duration::from_secs(60);
-/// How long the job may take.
+/// The time limit of the job.
 const LONG: Duration = Duration::from_secs(300);
 /// The drive with the samples and the drive for the result, by their names in the topology.
 const DRIVES: [&str; 2] = ["nvme0", "nvme1"];
-/// Where the drive with the samples is mounted in the guest.
+/// The folder in the guest where the drive with the samples is mounted.
 const FOLDER: &str = "/run/p2pmem-demo";
-/// Devices whose memory is published by hand; the drive's is by its own driver.
+/// The devices whose memory the demo publishes. The drive's own driver publishes that of the drive.
 const PUBLISHED: [&str; 3] = ["accel0", "accel1", "shm0"];
 
 /// Puts peer-to-peer memory to work under a stock kernel, and measures what it saves.
@@ -66,7 +66,7 @@ struct Cli {
     act: Option<u8>,
 }
 
-/// The look at the installed kernel: once, while the first guest boots.
+/// The inspection of the installed kernel, which runs once, while the first guest boots.
 struct Inspection {
     handle: Option<thread::JoinHandle<Result<Image>>>,
     image: Option<Image>,
@@ -98,7 +98,7 @@ fn main() -> ExitCode {
         to: DRIVES[1].into(),
         ..Facts::default()
     };
-    // Should this run be killed, no earlier one's report is to be taken for its own.
+    // If this run is killed, an earlier report must not pass for its report.
     let worked = match fs::remove_file(&cli.report) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             Err(error).with_context(|| cli.report.display().to_string())
@@ -177,7 +177,7 @@ fn show(text: &str) {
     }
 }
 
-/// Prints a command as one would type it.
+/// Prints a command in the form in which a user types it.
 fn show_command(argv: &[&str]) {
     let mut words = argv.to_vec();
     words[0] = words[0].rsplit('/').next().unwrap_or(words[0]);
@@ -191,7 +191,7 @@ fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
     let mut inspection = Inspection::start(&release, kernel::vmlinux(&release)?);
     if cli.act != Some(2) {
         facts.first = true;
-        // What it could not do is no reason not to show the other.
+        // The second act runs even if the first one fails.
         if let Err(error) = first(cli, facts, &module, &release, &mut inspection) {
             facts.errors.push(format!("{error:#}"));
         }
@@ -234,7 +234,7 @@ fn first(cli: &Cli, facts: &mut Facts, module: &Path, release: &str, inspection:
     if facts.ended_in_order && facts.findings.is_empty() {
         show("the guest is off; its kernel log has no warning");
     }
-    // Both are told, the first cause first: what follows a failure may say more of it.
+    // Both are reported, the first cause first: a later error may add information.
     for (what, result) in [("", worked), ("taking down: ", ended)] {
         if let Err(error) = result {
             facts.errors.push(format!("{what}{error:#}"));
@@ -243,14 +243,14 @@ fn first(cli: &Cli, facts: &mut Facts, module: &Path, release: &str, inspection:
     Ok(())
 }
 
-/// The guest, and what its kernel had to say so far.
+/// The guest, and the bad lines of its kernel log so far.
 struct Guest {
     vm: Vm,
     findings: Vec<String>,
 }
 
 impl Guest {
-    /// Runs a command and gives its outcome. Its kernel log is searched.
+    /// Runs a command and returns its outcome. Searches the kernel log.
     fn run(&mut self, command: &Command, live: &mut dyn FnMut(Stream, &[u8])) -> Result<Outcome> {
         let outcome = self.vm.exec(command, live)?;
         self.findings.extend(outcome.findings.iter().cloned());
@@ -269,7 +269,7 @@ impl Guest {
         );
     }
 
-    /// Runs a short command without showing it; gives its standard output.
+    /// Runs a short command without showing it. Returns its standard output.
     fn quiet(&mut self, argv: &[&str]) -> Result<Vec<u8>> {
         let command = Command::new(argv.iter().copied()).limit(SHORT);
         Ok(self.run(&command, &mut |_, _| {})?.stdout)
@@ -279,7 +279,7 @@ impl Guest {
         Ok(String::from_utf8_lossy(&self.quiet(argv)?).into_owned())
     }
 
-    /// Runs a short command, and shows it with all that it says.
+    /// Runs a short command, and shows it with its output.
     fn shown(&mut self, argv: &[&str]) -> Result<()> {
         show_command(argv);
         let command = Command::new(argv.iter().copied()).limit(SHORT);
@@ -296,7 +296,7 @@ impl Guest {
     }
 }
 
-/// A program or library of user space, as built with the rest or beside this program.
+/// Returns the path of a program or library of user space, in the build or beside this program.
 fn tool(name: &str) -> Result<String> {
     let path = match std::env::var_os("P2PMEM_BIN") {
         Some(folder) => PathBuf::from(folder).join(name),
@@ -317,7 +317,7 @@ fn device<'a>(devices: &'a Devices, name: &str) -> Result<&'a Device> {
         .with_context(|| format!("the topology has no device {name}"))
 }
 
-/// Everything from the first look at the guest to the end of the job.
+/// Runs the act until the end of the job.
 fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut Inspection) -> Result<()> {
     let ctl = tool("p2pmemctl")?;
     let ctl = ctl.as_str();
@@ -352,7 +352,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
     for name in PUBLISHED {
         guest.shown(&[ctl, "publish", &device(&devices, name)?.bdf])?;
     }
-    // What drivers published the module finds by itself: the drive's controller memory buffer.
+    // The module finds memory that drivers published by itself: the drive's controller memory buffer.
     facts.providers_expected = devices.values().filter(|device| device.memory > 0).count();
 
     step(3, "Who has memory, and how far it is from whom");
@@ -391,7 +391,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
         .candidates
         .iter()
         .map(|candidate| {
-            // The verdict's sentence begins with the verdict.
+            // The message of a verdict begins with the verdict.
             let verdict = candidate.reason.split(':').next().unwrap_or_default();
             format!("{}: {verdict}", candidate.device)
         })
@@ -406,7 +406,8 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
     let program = utf8(&program)?;
     let drive = device(&devices, DRIVES[0])?.block.as_ref().context("no block device")?;
     guest.quiet(&["mkdir", FOLDER])?;
-    // Without a journal, and read-only once the file is there, the file system itself moves nothing while the job runs.
+    // Without a journal, and read-only after the file was written, the file system does no I/O of its own during the
+    // job.
     guest.shown(&[
         "mkfs.ext4",
         "-q",
@@ -441,7 +442,7 @@ fn taint(guest: &mut Guest) -> Result<u64> {
     text.trim().parse().with_context(|| format!("taint {text:?}"))
 }
 
-/// Name of a drive's controller, by which the kernel knows it: `nvme0` of `/dev/nvme0n1`.
+/// Returns the kernel's name of a drive's controller: `nvme0` of `/dev/nvme0n1`.
 fn controller(device: &Device) -> Result<String> {
     let block = device.block.as_ref().context("the device is no drive")?;
     let name = block.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -451,7 +452,7 @@ fn controller(device: &Device) -> Result<String> {
     Ok(controller.to_owned())
 }
 
-/// Checks that each device with memory is a live provider, adopted where its own driver published it.
+/// Checks that each device with memory is a live provider, and an adopted one if its own driver published the memory.
 fn expect_providers(list: &Value, devices: &Devices) -> Result<()> {
     let providers = list["providers"].as_array().context("a list without providers")?;
     for (name, device) in devices.iter().filter(|(_, device)| device.memory > 0) {
@@ -470,7 +471,7 @@ fn expect_providers(list: &Value, devices: &Devices) -> Result<()> {
     Ok(())
 }
 
-/// Takes everything down, as far as it is up.
+/// Removes everything that the act has set up.
 fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
     ensure!(guest.vm.is_alive(), "the guest is gone\n{}", guest.vm.console_tail());
     step(7, "Take all down");
@@ -497,7 +498,7 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
     show(&format!(
         "{allocs} buffers were allocated, {frees} freed, {leaked} are live"
     ));
-    // Live ones, and those the books have lost; nothing was revoked so far.
+    // Live buffers, and buffers that the counters miss. Nothing was revoked so far.
     facts.leaked_buffers = Some(leaked.max(allocs.saturating_sub(frees)));
     let providers = list["providers"].as_array().context("a list without providers")?;
     for provider in providers.iter().filter(|provider| provider["kind"] == "own") {
@@ -510,7 +511,7 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
     Ok(())
 }
 
-/// Cuts output that comes in pieces into lines.
+/// Divides output into lines.
 #[derive(Default)]
 struct Lines(Vec<u8>);
 
@@ -547,7 +548,7 @@ fn devices_table(devices: &Devices) -> String {
     plain(&mut table)
 }
 
-/// A table as text, without the space that would stand before the first column.
+/// Formats a table without the blanks before its first column.
 fn plain(table: &mut Table) -> String {
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
@@ -555,7 +556,7 @@ fn plain(table: &mut Table) -> String {
     table.trim_fmt()
 }
 
-/// Both runs side by side.
+/// Formats both runs side by side.
 fn comparison_table(job: &Job, devices: &Devices) -> String {
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header(["", "PEER TO PEER", "STAGED"]);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The second act's measurements: what the NICs and accelerators of two servers moved, what is reported of it, and what of
-//! it is not as it must be.
+//! The measurements of the second act: the bytes that NICs and accelerators of two servers moved, the report, and the
+//! check of the results.
 
 use std::collections::BTreeMap;
 
@@ -11,42 +11,43 @@ use serde_json::Value;
 
 use crate::stock::Stock;
 
-/// Writes that are tried after a buffer's end.
+/// The number of writes that are tried after a buffer's end.
 pub const STALE_ATTEMPTS: u64 = 20;
-/// Milliseconds that unbinding a provider in use may take.
+/// The limit for unbinding a provider in use, in milliseconds.
 pub const REVOKE_LIMIT_MS: f64 = 1000.0;
-/// MiB that must be possible to register of an accelerator's 256 MiB.
+/// The MiB of an accelerator's 256 MiB that it must be possible to register.
 pub const REGISTERED_MIB: u64 = 200;
 /// Name of the row from accelerator to accelerator.
 pub const ACC_ACC: &str = "ACC-ACC";
 /// Name of the row from accelerator to accelerator through host memory on both sides.
 pub const STAGED: &str = "ACC-host-host-ACC";
 
-/// Bytes that devices moved, by what was on the other side of the bus. Payload only: no commands, queues or completions.
+/// Bytes of payload that devices moved, by the memory on the other side of the bus. Commands, queues and completions do
+/// not count.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Moved {
     /// Read from and written to host memory by NICs.
     pub nics_host: u64,
     /// Read from and written to other devices' memory by NICs.
     pub nics_peers: u64,
-    /// Read from and written to other bus addresses by NICs; nothing should ever be there.
+    /// Read from and written to other bus addresses by NICs; expected to be 0.
     pub nics_elsewhere: u64,
     /// Read from and written to host memory by accelerators.
     pub accels_host: u64,
-    /// Payload of all packets that NICs sent.
+    /// The payload of all packets that NICs sent.
     pub wire: u64,
-    /// What of all devices' payload crossed a root complex, on the way to host memory or to another root port.
+    /// The payload of all devices that crossed a root complex, on the path to host memory or to another root port.
     pub root_complex: u64,
-    /// Payload of all devices whose way is not known; nothing should ever be there.
+    /// The payload of all devices on an unknown path; expected to be 0.
     pub unknown_way: u64,
 }
 
 impl Moved {
-    /// What the devices of all nodes moved from one snapshot to a later one; both are the VM runner's, by node.
+    /// Returns the bytes that the devices of all nodes moved between two snapshots of the VM runner, by node.
     ///
     /// # Errors
     ///
-    /// A snapshot is not of the form known, a device is missing in one, or a counter went backwards.
+    /// A snapshot has an unknown form, a device is missing in one, or a counter decreased.
     pub fn between(before: &Value, after: &Value) -> Result<Moved> {
         let (before, after) = (sum(before)?, sum(after)?);
         let less = |after: u64, before: u64| after.checked_sub(before).context("a counter went backwards");
@@ -61,13 +62,13 @@ impl Moved {
         })
     }
 
-    /// Bytes of host memory that devices touched.
+    /// Returns the bytes of host memory that devices accessed.
     pub fn host(&self) -> u64 {
         self.nics_host + self.accels_host
     }
 }
 
-/// All counters of a snapshot since the boot.
+/// Adds up all counters of a snapshot.
 fn sum(snapshot: &Value) -> Result<Moved> {
     let mut moved = Moved::default();
     let mut nics = 0;
@@ -103,7 +104,7 @@ fn sum(snapshot: &Value) -> Result<Moved> {
     Ok(moved)
 }
 
-/// One way from server to server.
+/// One row of the table: a transfer from server to server.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Row {
     /// Its name: memory on the client, memory on the server.
@@ -114,19 +115,19 @@ pub struct Row {
     pub message_bytes: u64,
     /// Messages.
     pub iterations: u64,
-    /// Bytes of all.
+    /// Bytes of all messages.
     pub payload_bytes: u64,
     /// Seconds by the client's clock.
     pub seconds: f64,
     /// Payload per second.
     pub gib_per_s: f64,
-    /// That, by that of the first row.
+    /// `gib_per_s`, divided by that of the first row.
     pub ratio: f64,
-    /// Host memory that devices touched, in bytes.
+    /// Bytes of host memory that devices accessed.
     pub host_bytes: u64,
-    /// That, by the payload.
+    /// `host_bytes`, divided by the payload.
     pub host_bytes_per_payload_byte: f64,
-    /// Bytes that processors copied, by the payload.
+    /// Bytes that processors copied, divided by the payload.
     pub copied_bytes_per_payload_byte: f64,
     /// All that devices moved.
     pub moved: Moved,
@@ -134,16 +135,16 @@ pub struct Row {
     pub verified: bool,
     /// CRC-32C of the target, in hexadecimal.
     pub checksum: String,
-    /// How the two sides' memory was registered.
+    /// The methods of registration of the two sides' memory.
     pub registration: [String; 2],
 }
 
 impl Row {
-    /// From the report of `p2pmem-perf`, and what devices moved meanwhile.
+    /// Makes a row from the report of `p2pmem-perf` and the bytes that devices moved meanwhile.
     ///
     /// # Errors
     ///
-    /// The report is not of the form known.
+    /// The report has an unknown form.
     pub fn new(name: &str, report: &Value, moved: Moved) -> Result<Row> {
         let result = &report["results"][0];
         let number = |key: &str| result[key].as_u64().with_context(|| format!("a result without {key}"));
@@ -176,122 +177,122 @@ impl Row {
     }
 }
 
-/// What a revocation did, as the guest's program tells it.
+/// The results of a revocation, from the guest's program.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Revoked {
-    /// Milliseconds that the write to the driver's `unbind` took.
+    /// The duration of the write to the driver's `unbind`, in milliseconds.
     pub unbind_ms: f64,
     /// Bytes that NICs had moved from and to the provider's server before.
     pub moved_before: u64,
-    /// Bytes that they moved from and to devices of that server from the end of `unbind` on.
+    /// Bytes that they moved from and to devices of that server after `unbind` had returned.
     pub moved_after: u64,
 }
 
-/// What was found in all memory of an accelerator.
+/// The result of a search of all memory of an accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scanned {
     /// Its size.
     pub bytes: u64,
-    /// CRC-32C of it, by the accelerator itself.
+    /// CRC-32C of the memory, computed by the accelerator.
     pub checksum: u32,
-    /// How many of the words that were looked for are there.
+    /// The number of words that were found.
     pub found: u64,
 }
 
 /// Writes after a buffer's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stale {
-    /// How many were tried.
+    /// The number of writes that were tried.
     pub attempts: u64,
-    /// How many reached the memory, all of which was searched for what they write.
+    /// The number of writes that reached the memory, by a search of all of it.
     pub writes: u64,
-    /// Whether all memory is byte for byte what it was before them.
+    /// Whether every byte of the memory is the same as before.
     pub unchanged: bool,
-    /// How many ended with a remote access error.
+    /// The number of writes that ended with a remote access error.
     pub refused: u64,
 }
 
-/// What the second act found out, as far as it came.
+/// The results of the second act so far.
 #[derive(Debug, Default)]
 pub struct Facts {
     /// Whether each node's kernel is the distribution's.
     pub stock: BTreeMap<String, Stock>,
     /// The driver of each node's NIC.
     pub nic_drivers: BTreeMap<String, String>,
-    /// Most of an accelerator's memory that was registered at once, in bytes.
+    /// The largest registration of an accelerator's memory, in bytes.
     pub max_registered: Option<u64>,
-    /// What was said to one byte more.
+    /// The message for a registration of one more byte.
     pub refusal: Option<String>,
-    /// What that has to name: the BAR and its size.
+    /// The names that this message must have: the BAR and its size.
     pub refusal_names: Vec<String>,
     /// The table.
     pub table: Vec<Row>,
     /// The revocation under load.
     pub revoked: Option<Revoked>,
-    /// What the program said whose writes were cut off.
+    /// The error message of the program whose writes were cut off.
     pub cut_off: Option<String>,
     /// Writes after a buffer's end.
     pub stale: Option<Stale>,
     /// Release of the running kernels.
     pub kernel_release: Option<String>,
-    /// Live buffers that the modules knew of when all programs had ended.
+    /// The live buffers that the modules counted after all programs had ended.
     pub leaked_buffers: Option<u64>,
-    /// Whether the guests lived to their orderly end.
+    /// Whether the guests powered off in order.
     pub ended_in_order: bool,
     /// Bad lines of the kernel logs.
     pub findings: Vec<String>,
     /// Steps that failed.
     pub errors: Vec<String>,
-    /// Seconds from the start to guests ready for commands.
+    /// Seconds from the start until the guests were ready for commands.
     pub boot_seconds: Option<f64>,
-    /// Seconds of all.
+    /// Seconds of the whole act.
     pub seconds: f64,
 }
 
-/// The report as it is written. What was not reached is null.
+/// The report. Values that were not measured are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     /// Whether the kernels are the distribution's own, unmodified.
     pub stock_kernel: bool,
-    /// The NICs' driver, where it is one.
+    /// The driver of the NICs, if all have the same.
     pub nic_driver: Option<String>,
-    /// How accelerators' memory was registered, where it is one way.
+    /// The method of registration of accelerators' memory, if there is only one.
     pub registration: Option<String>,
     /// Whether every byte of every row arrived.
     pub verified: bool,
     /// The rows.
     pub table: Vec<Row>,
-    /// Bytes of host memory that devices touched from accelerator to accelerator.
+    /// Bytes of host memory that devices accessed from accelerator to accelerator.
     pub host_bytes_acc_acc: Option<u64>,
-    /// Writes tried after a buffer's end.
+    /// The writes that were tried after a buffer's end.
     pub stale_attempts: Option<u64>,
-    /// How many of them reached the memory.
+    /// The writes of them that reached the memory.
     pub stale_writes: Option<u64>,
-    /// Most of an accelerator's memory that was registered at once, in MiB.
+    /// The largest registration of an accelerator's memory, in MiB.
     pub max_registered_mib: Option<u64>,
-    /// What was said to one byte more.
+    /// The message for a registration of one more byte.
     pub refusal: Option<String>,
-    /// Milliseconds that unbinding the provider took while a NIC wrote to its memory.
+    /// The duration of unbinding the provider while a NIC wrote to its memory, in milliseconds.
     pub revoke_ms: Option<f64>,
-    /// What else is known of it.
+    /// The other results of the revocation.
     pub revoked: Option<Revoked>,
-    /// What the program said whose writes were cut off.
+    /// The error message of the program whose writes were cut off.
     pub cut_off: Option<String>,
-    /// Live buffers that were left when all programs had ended.
+    /// The live buffers after all programs had ended.
     pub leaked_buffers: Option<u64>,
-    /// Seconds from the start to guests ready for commands.
+    /// Seconds from the start until the guests were ready for commands.
     pub boot_seconds: Option<f64>,
     /// Seconds of the act.
     pub seconds: f64,
 }
 
-/// The one value of all, where it is one.
+/// Returns the value of all, if all are equal.
 fn common<'a>(mut values: impl Iterator<Item = &'a String>) -> Option<String> {
     let first = values.next()?;
     values.all(|value| value == first).then(|| first.clone())
 }
 
-/// Kinds of memory of a row's two sides that are accelerators', as indices.
+/// Returns the indexes of the sides of a row whose memory is an accelerator's.
 fn accelerators(row: &Row) -> impl Iterator<Item = usize> + '_ {
     let words = row.name.split('-');
     let ends = [words.clone().next(), words.last()];
@@ -299,7 +300,7 @@ fn accelerators(row: &Row) -> impl Iterator<Item = usize> + '_ {
 }
 
 impl Report {
-    /// Of the facts.
+    /// Makes the report of the results.
     pub fn new(facts: &Facts) -> Report {
         let methods = facts
             .table
@@ -331,8 +332,8 @@ fn is_stock(facts: &Facts) -> bool {
     !facts.stock.is_empty() && facts.stock.values().all(|stock| stock.objections.is_empty())
 }
 
-/// The rows that the table must have, in their order, with the host memory that devices may touch by payload byte: from
-/// and to. What is staged goes through it once on each side.
+/// The rows that the table must have, in their order, with the permitted range of host memory that devices access per
+/// byte of payload. Staged payload goes through host memory once on each side.
 pub const ROWS: [(&str, f64); 5] = [
     ("CPU-CPU", 2.0),
     ("CPU-ACC", 1.0),
@@ -341,7 +342,7 @@ pub const ROWS: [(&str, f64); 5] = [
     (STAGED, 2.0),
 ];
 
-/// Everything that is not as it must be, in words.
+/// Returns a message for each result that is wrong.
 pub fn judge(facts: &Facts) -> Vec<String> {
     let mut failures = facts.errors.clone();
     let mut must = |holds: bool, else_what: String| {
@@ -428,8 +429,8 @@ pub fn judge(facts: &Facts) -> Vec<String> {
     failures
 }
 
-/// Whether a program's words mean a completion with `IBV_WC_REM_ACCESS_ERR` (10): perftest gives the number, others its
-/// name.
+/// Returns whether a program's output reports a completion with `IBV_WC_REM_ACCESS_ERR` (10): perftest prints the
+/// number, other programs print the name.
 pub fn is_remote_access_error(text: &str) -> bool {
     text.contains("remote access error") || text.contains("Failed status 10:")
 }
@@ -446,7 +447,7 @@ fn judge_table(table: &[Row], must: &mut impl FnMut(bool, String)) {
             continue;
         };
         must(row.verified, format!("{name}: not every byte is right"));
-        // Besides the payload there are the words of the handshake, 8 bytes now and then, where they are in host memory.
+        // Beside the payload, words of the handshake may be in host memory: 8 bytes each.
         let extra = row.host_bytes_per_payload_byte - host;
         let most = if *host == 0.0 { 0.0 } else { 0.01 };
         must(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of what is made of the second act's measurements.
+//! Tests of the report on the second act.
 
 use serde_json::json;
 
@@ -59,7 +59,7 @@ fn impossible_snapshots_are_refused() {
         json!({ "a": 1 }),
         json!({ "a": { "nic0": { "kind": "nic", "gone": true } } }),
         json!({ "a": { "nvme0": { "kind": "nvme" } } }),
-        // Backwards.
+        // A counter decreased.
         snapshot(4, 5, 5, 5),
         snapshot(5, 5, 4, 5),
     ] {

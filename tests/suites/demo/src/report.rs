@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The demo's report: what was measured, and what of it is not as it must be.
+//! The demo's report: the measurements, and a message for each result that is wrong.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -17,7 +17,7 @@ use crate::rdma;
 use crate::stock::Stock;
 use crate::traffic::Bytes;
 
-/// A provider and what the orchestrator said of it.
+/// A provider, and the orchestrator's verdict about it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Candidate {
     /// Name of the device in the topology.
@@ -26,19 +26,19 @@ pub struct Candidate {
     pub addr: String,
     /// Whether it was chosen.
     pub chosen: bool,
-    /// The verdict in a word.
+    /// The verdict in one word.
     pub verdict: String,
     /// Class of the path to the farthest client.
     pub class: String,
-    /// The verdict as a sentence.
+    /// The message of the verdict.
     pub reason: String,
 }
 
-/// Reads the candidates in what `p2pmemctl explain --json` prints. `names` are the devices' by PCI address.
+/// Reads the candidates from the output of `p2pmemctl explain --json`. `names` has the names of devices by PCI address.
 ///
 /// # Errors
 ///
-/// The JSON is not of the form known.
+/// The JSON has an unknown form.
 pub fn candidates(explanation: &Value, names: &BTreeMap<String, String>) -> Result<Vec<Candidate>> {
     let verdicts = explanation["verdicts"]
         .as_array()
@@ -61,20 +61,20 @@ pub fn candidates(explanation: &Value, names: &BTreeMap<String, String>) -> Resu
         .collect()
 }
 
-/// What the demo found out, as far as it came.
+/// The results of the demo so far.
 #[derive(Debug, Default)]
 pub struct Facts {
-    /// Whether the first act was to be done.
+    /// Whether the first act runs.
     pub first: bool,
-    /// The second act, where it was to be done.
+    /// The results of the second act, if it runs.
     pub rdma: Option<rdma::Facts>,
     /// Release of the running kernel.
     pub kernel_release: Option<String>,
     /// Whether it is the distribution's.
     pub stock: Option<Stock>,
-    /// Providers that the topology should give.
+    /// The number of providers in the topology.
     pub providers_expected: usize,
-    /// The verdicts on the request that was shown.
+    /// The verdicts about the request that the demo shows.
     pub candidates: Vec<Candidate>,
     /// The job's measurements.
     pub job: Option<Job>,
@@ -82,28 +82,28 @@ pub struct Facts {
     pub from: String,
     /// Name of the drive with the result.
     pub to: String,
-    /// Live buffers that the module knew of when all programs had ended.
+    /// The live buffers that the module counted after all programs had ended.
     pub leaked_buffers: Option<u64>,
     /// Whether the module was unloaded.
     pub unloaded: bool,
-    /// Whether the guest lived to its orderly end, so that its whole log was searched.
+    /// Whether the guest powered off in order, so that its whole log was searched.
     pub ended_in_order: bool,
-    /// Bad lines of the kernel log, of the whole life of the guest.
+    /// Bad lines of the whole kernel log.
     pub findings: Vec<String>,
     /// Steps that failed.
     pub errors: Vec<String>,
-    /// Seconds from the start to a guest ready for commands.
+    /// Seconds from the start until the guest was ready for commands.
     pub boot_seconds: Option<f64>,
-    /// Seconds of all.
+    /// Seconds of the whole demo.
     pub total_seconds: f64,
 }
 
-/// The report as it is written. What was not reached is null.
+/// The report. Values that were not measured are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
-    /// Whether everything is as it must be.
+    /// Whether all results are correct.
     pub passed: bool,
-    /// What is not.
+    /// A message for each result that is wrong.
     pub failures: Vec<String>,
     /// Release of the running kernel.
     pub kernel_release: Option<String>,
@@ -117,11 +117,11 @@ pub struct Report {
     pub candidates: Vec<Candidate>,
     /// Bytes of samples.
     pub payload_bytes: Option<u64>,
-    /// Bytes of host memory that devices touched in the peer-to-peer run.
+    /// Bytes of host memory that devices accessed in the peer-to-peer run.
     pub host_bytes_p2p: Option<u64>,
     /// The same in the staged run.
     pub host_bytes_staged: Option<u64>,
-    /// Payload that crossed a root complex in the peer-to-peer run, as the devices' places in the topology have it.
+    /// Payload that crossed a root complex in the peer-to-peer run, by the devices' places in the topology.
     pub root_complex_bytes_p2p: Option<u64>,
     /// The same in the staged run.
     pub root_complex_bytes_staged: Option<u64>,
@@ -129,19 +129,19 @@ pub struct Report {
     pub seconds_p2p: Option<f64>,
     /// The same for the staged run.
     pub seconds_staged: Option<f64>,
-    /// Whether both results are right.
+    /// Whether both results are correct.
     pub verified: bool,
     /// CRC-32C of the result on the drive, in hexadecimal.
     pub checksum: Option<String>,
     /// Largest error of both results, relative to the RMS of the spectrum.
     pub max_error: Option<f64>,
-    /// The most it may be.
+    /// The largest permitted error.
     pub tolerance: f64,
-    /// Whether the kernel said nothing that a kernel in order does not say.
+    /// Whether the kernel log has no bad line.
     pub dmesg_clean: bool,
-    /// Live buffers that were left when all programs had ended.
+    /// The live buffers after all programs had ended.
     pub leaked_buffers: Option<u64>,
-    /// Seconds from the start to a guest ready for commands.
+    /// Seconds from the start until the guest was ready for commands.
     pub boot_seconds: Option<f64>,
     /// Seconds from the start of the demo to its end.
     pub total_seconds: f64,
@@ -152,7 +152,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Judges the facts.
+    /// Checks the results, and makes the report.
     pub fn new(facts: Facts) -> Report {
         let failures = judge(&facts);
         let job = facts.job.as_ref();
@@ -188,7 +188,7 @@ impl Report {
         }
     }
 
-    /// Writes the report so that nobody ever reads half of it.
+    /// Writes the report by renaming a complete file.
     ///
     /// # Errors
     ///
@@ -201,7 +201,7 @@ impl Report {
         std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         let mut file = tempfile::Builder::new()
             .prefix(".demo-")
-            // As any new file, not for its owner alone as temporary files are.
+            // Temporary files are readable for their owner only; the report is readable for all users.
             .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
             .tempfile_in(folder)
             .with_context(|| folder.display().to_string())?;
@@ -222,7 +222,7 @@ fn is_verified(job: &Job) -> bool {
     job.p2p.is_verified() && job.staged.is_verified() && job.p2p.checksum == job.staged.checksum
 }
 
-/// Everything that is not as it must be, in words.
+/// Returns a message for each result that is wrong.
 fn judge(facts: &Facts) -> Vec<String> {
     let mut failures = facts.errors.clone();
     if !facts.first && facts.rdma.is_none() {
@@ -238,7 +238,7 @@ fn judge(facts: &Facts) -> Vec<String> {
     failures
 }
 
-/// What of the first act is not as it must be.
+/// Adds the messages of the first act.
 fn judge_first(facts: &Facts, failures: &mut Vec<String>) {
     let mut must = |holds: bool, else_what: String| {
         if !holds {
@@ -282,7 +282,7 @@ fn judge_first(facts: &Facts, failures: &mut Vec<String>) {
     );
 }
 
-/// What must hold of the runs; `from` and `to` name the drives.
+/// Checks the runs of the job. `from` and `to` are the names of the drives.
 fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String)) {
     let payload = job.payload_bytes;
     must(payload > 0, "there was no payload".into());
@@ -310,7 +310,7 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
             );
         }
         for (accel, did) in &run.traffic.accelerators {
-            // The transform reads its input once at least and writes its output once at least.
+            // The transform reads its input at least once and writes its output at least once.
             let worked = did.computed >= 2 * payload;
             must(
                 did.host == 0 && did.peers == 0 && worked == (*accel == job.provider),
@@ -348,7 +348,7 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
             job.p2p.traffic.host_bytes()
         ),
     );
-    // The choice was one below the drives' own switch, or it was refused above: nothing may leave the switch.
+    // The chosen provider is below the drives' own switch (checked above), so no payload may leave the switch.
     must(
         job.p2p.traffic.bridges.root_complex == 0,
         format!(
@@ -509,7 +509,7 @@ mod tests {
         assert_eq!(report.checksum.as_deref(), Some("00000abc"));
     }
 
-    /// One fact at a time goes wrong, and the report has to say so.
+    /// For each wrong result the report must have a message.
     #[test]
     fn nothing_wrong_goes_unnoticed() {
         type Break = fn(&mut Facts);

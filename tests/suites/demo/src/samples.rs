@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The signal: a few tones in noise, the same for the same seed on every machine.
+//! The signal: some tones in noise, equal for equal seeds on every machine.
 //!
-//! Tones come from oscillators with integer phase, as in a radio: 32 bits of phase, of which the upper ones index a table
-//! of one turn. So there is no drift, and little arithmetic, which an emulated processor is thankful for.
+//! Tones come from oscillators with integer phase: 32 bits, of which the upper ones index a table of one cycle. The
+//! phase therefore does not drift, and an emulated processor has little to compute.
 
 use num_complex::Complex32;
 use rand_chacha::ChaCha8Rng;
@@ -12,23 +12,24 @@ use rand_chacha::rand_core::{RngCore, SeedableRng};
 /// Bits of phase that index the table.
 const TABLE_BITS: u32 = 12;
 
-/// Largest amplitude of the noise, in each of the two parts.
+/// The largest amplitude of the noise, in the real and in the imaginary part.
 const NOISE: f32 = 0.25;
 
 /// A tone.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tone {
-    /// Turns per sample, as a fraction of 2^32.
+    /// Cycles per sample, as a fraction of 2^32.
     pub step: u32,
     /// Amplitude.
     pub amplitude: f32,
 }
 
 impl Tone {
-    /// A tone with so many cycles in each vector of `points` samples (any fraction; negative cycles turn the other way).
+    /// Makes a tone with `cycles` cycles in each vector of `points` samples (any fraction; a negative number reverses
+    /// the rotation).
     pub fn new(cycles: f64, points: usize, amplitude: f32) -> Tone {
         let turns = (cycles / points as f64).rem_euclid(1.0);
-        // Saturates at the last step below a whole turn.
+        // Saturates at the last step below a whole cycle.
         let step = (turns * 4_294_967_296.0).round() as u32;
         Tone { step, amplitude }
     }
@@ -38,12 +39,12 @@ impl Tone {
 #[derive(Debug)]
 pub struct Generator {
     noise: ChaCha8Rng,
-    /// Tones with the tables of their turns and their phases.
+    /// Tones with their tables of one cycle, and their phases.
     tones: Vec<(Tone, Vec<Complex32>, u32)>,
 }
 
 impl Generator {
-    /// With the noise of this seed.
+    /// Makes a generator with the noise of `seed`.
     pub fn new(seed: u64, tones: &[Tone]) -> Generator {
         let table = |tone: &Tone| {
             let size = 1u32 << TABLE_BITS;
@@ -58,10 +59,10 @@ impl Generator {
         }
     }
 
-    /// Fills with the signal's next samples.
+    /// Fills `out` with the next samples of the signal.
     pub fn fill(&mut self, out: &mut [Complex32]) {
         for sample in out {
-            // One word for both parts: 32 bits each, which is more than an f32 holds.
+            // One word for both parts: 32 bits each, more than an f32 holds.
             let word = self.noise.next_u64();
             let part = |bits: u32| bits as i32 as f32 * (NOISE / 2_147_483_648.0);
             *sample = Complex32::new(part(word as u32), part((word >> 32) as u32));
@@ -73,7 +74,7 @@ impl Generator {
     }
 }
 
-/// The demo's tones: one on a bin of the transform, one between bins, one that turns the other way.
+/// Returns the demo's tones: one on a bin of the transform, one between bins, and one with reversed rotation.
 pub fn demo_tones(points: usize) -> [Tone; 3] {
     [
         Tone::new(100.0, points, 1.0),

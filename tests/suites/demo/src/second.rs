@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The second act: two servers move data from accelerator to accelerator by RDMA, one of them loses its accelerator while
-//! a NIC writes to it, and all is taken down again.
+//! The second act: two servers move data from accelerator to accelerator by RDMA, and one of them loses its accelerator
+//! while a NIC writes to it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,33 +23,33 @@ use serde_json::Value;
 
 use crate::{Inspection, MODULE, device, plain, show, step, tool, utf8};
 
-/// How long a short command may take.
+/// The time limit of a short command.
 const SHORT: Duration = Duration::from_secs(60);
-/// How long a transfer may take.
+/// The time limit of a transfer.
 const LONG: Duration = Duration::from_secs(180);
-/// The node that asks, and the one that is asked.
+/// The nodes of the client and of the server.
 const CLIENT: &str = "a";
 const SERVER: &str = "b";
-/// The nodes' devices by their names in the topology.
+/// The names of the nodes' devices in the topology.
 const NIC: &str = "nic0";
 const ACCEL: &str = "accel0";
-/// Messages of a row, and their size.
+/// The number of messages of a row, and their size.
 const MESSAGES: &str = "2000";
 const MESSAGE: &str = "2M";
-/// Messages of the staged row: an emulated processor's copies take their time.
+/// The number of messages of the staged row, in which an emulated processor copies the data.
 const STAGED_MESSAGES: &str = "200";
-/// Seconds that each side waits for the other one: a guest on a busy machine takes longer than the default allows.
+/// The time in seconds that each side waits for the other one. On a busy host a guest may need longer than the default.
 const PATIENCE: &str = "150";
-/// The port of p2pmem-perf, and perftest's.
+/// The ports of p2pmem-perf and of perftest.
 const PORT: u16 = 18520;
 const PERFTEST_PORT: u16 = 18515;
-/// Where the server keeps what its accelerator's memory was.
+/// The file with the state of the accelerator's memory on the server.
 const STATE: &str = "/run/p2pmem-demo-memory.json";
-/// Size of the registration that earlier work could not make, as an argument and in bytes.
+/// The size of a large registration, as an argument and in bytes.
 const LARGE: &str = "200M";
 const LARGE_BYTES: u64 = 200 << 20;
 
-/// The guests, and what is known of them.
+/// The guests, and their programs and devices.
 struct Bed {
     cluster: Cluster,
     findings: Vec<String>,
@@ -59,7 +59,7 @@ struct Bed {
 }
 
 impl Bed {
-    /// Judges how a command ended.
+    /// Checks the outcome of a command.
     fn taken(&mut self, node: &str, command: &Command, outcome: Outcome) -> Result<Outcome> {
         self.findings
             .extend(outcome.findings.iter().map(|line| format!("{node}: {line}")));
@@ -90,7 +90,7 @@ impl Bed {
         serde_json::from_slice(&stdout).with_context(|| format!("output of {}", argv.join(" ")))
     }
 
-    /// Runs a short command and shows it with all that it says.
+    /// Runs a short command, and shows it with its output.
     fn shown(&mut self, node: &str, argv: &[&str]) -> Result<()> {
         show_command(node, argv);
         let command = Command::new(argv.iter().copied()).limit(SHORT);
@@ -102,7 +102,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Runs a short command that has to fail, shows it, and gives what it said.
+    /// Runs a short command that must fail, shows it, and returns its output.
     fn refused(&mut self, node: &str, argv: &[&str]) -> Result<String> {
         show_command(node, argv);
         let command = Command::new(argv.iter().copied()).limit(SHORT);
@@ -119,13 +119,13 @@ impl Bed {
         Ok(said)
     }
 
-    /// Where the client finds the server on the Ethernet.
+    /// Returns the server's Ethernet address for the client.
     fn address(&mut self) -> Result<String> {
         let name = format!("P2PMEM_ADDR_{}", SERVER.to_uppercase());
         Ok(self.text(CLIENT, &["printenv", &name])?.trim().to_owned())
     }
 
-    /// Runs p2pmem-perf on both nodes; gives what the client reports.
+    /// Runs p2pmem-perf on both nodes. Returns the client's report.
     fn served(&mut self, serve: &[&str], run: &[&str]) -> Result<Value> {
         let server = Command::new(serve.iter().copied())
             .limit(LONG)
@@ -133,7 +133,7 @@ impl Bed {
         let client = Command::new(run.iter().copied()).limit(LONG);
         let served = self.cluster.serve((SERVER, &server), (CLIENT, &client))?;
         let server_ended = self.taken(SERVER, &server, served.server);
-        // The client's error names the cause, and the server's too where it was that one's.
+        // The client's error names the cause, even if the server caused it.
         let client_ended = match served.client {
             Some(outcome) => self.taken(CLIENT, &client, outcome),
             None => bail!("the server did not come up: {:?}", server_ended.err()),
@@ -143,13 +143,13 @@ impl Bed {
         serde_json::from_slice(&report.stdout).context("output of p2pmem-perf")
     }
 
-    /// PCI address of a node's device.
+    /// Returns the PCI address of a node's device.
     fn addr(&self, node: &str, name: &str) -> Result<String> {
         let devices = self.devices.get(node).context("an unknown node")?;
         Ok(device(devices, name)?.bdf.clone())
     }
 
-    /// A node's NIC as the RDMA core names it.
+    /// Returns the RDMA core's name of a node's NIC.
     fn nic(&self, node: &str) -> Result<String> {
         let devices = self.devices.get(node).context("an unknown node")?;
         let nic = device(devices, NIC)?;
@@ -159,7 +159,7 @@ impl Bed {
     }
 }
 
-/// Prints a command as one would type it where the programs are installed.
+/// Prints a command in the form in which a user types it if the programs are installed.
 fn show_command(node: &str, argv: &[&str]) {
     let mut line = argv
         .iter()
@@ -172,7 +172,7 @@ fn show_command(node: &str, argv: &[&str]) {
         })
         .collect::<Vec<_>>()
         .join(" ");
-    // The folders that this checkout's programs were built in.
+    // The folders of the programs in this build.
     let folders = [
         tool("p2pmemctl").ok(),
         sibling("p2pmem-demo-guest").ok().map(|path| path.display().to_string()),
@@ -185,7 +185,7 @@ fn show_command(node: &str, argv: &[&str]) {
     show(&format!("{node}# {line}"));
 }
 
-/// Does the act, and takes down whatever of it is up.
+/// Runs the act, and removes everything that it has set up.
 pub(crate) fn act(topology: &Path, module: &Path, release: &str, inspection: &mut Inspection, facts: &mut Facts) {
     let start = Instant::now();
     let done = boot(topology).and_then(|bed| {
@@ -228,7 +228,7 @@ fn on_stage(mut bed: Bed, module: &Path, release: &str, inspection: &mut Inspect
     if facts.ended_in_order && facts.findings.is_empty() {
         show("the guests are off; their kernel logs have no warning");
     }
-    // Both are told, the first cause first.
+    // Both are reported, the first cause first.
     if let Err(error) = worked {
         facts.errors.push(format!("{error:#}"));
     }
@@ -259,7 +259,7 @@ fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection
         )?;
         let driver = driver.trim().rsplit('/').next().unwrap_or_default().to_owned();
         facts.nic_drivers.insert(node.into(), driver);
-        // All of the BAR is for us: there is no other user in the kernel.
+        // The kernel reserve is 0: the whole BAR is for this demo, as the kernel has no other user of it.
         let (ctl, addr) = (bed.ctl.clone(), bed.addr(node, ACCEL)?);
         bed.shown(node, &[&ctl, "publish", &addr, "--kernel-reserve", "0"])?;
     }
@@ -293,7 +293,7 @@ fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection
     revoke(bed, facts)
 }
 
-/// Loads the module on a node, and judges its kernel.
+/// Loads the module on a node, and checks the node's kernel.
 fn load(bed: &mut Bed, node: &str, module: &Path, release: &str, image: &Image, facts: &mut Facts) -> Result<()> {
     let running_release = bed.cluster.node(node)?.release().to_owned();
     ensure!(
@@ -319,7 +319,7 @@ fn taint(bed: &mut Bed, node: &str) -> Result<u64> {
     text.trim().parse().with_context(|| format!("taint {text:?}"))
 }
 
-/// Registers what earlier work could not, all there is, and one byte more.
+/// Registers 200 MiB, the whole memory, and one byte more.
 fn registration(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     let (ctl, perf, nic) = (bed.ctl.clone(), bed.perf.clone(), bed.nic(CLIENT)?);
     bed.shown(CLIENT, &[&ctl, "list"])?;
@@ -351,14 +351,14 @@ fn registration(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     let bar = provider["bar"].as_u64().context("a provider without a BAR")?;
     let size = provider["size"].as_u64().context("a provider without a size")?;
     facts.refusal_names = vec![accel, format!("BAR {bar}"), human_size(size), "p2pmemctl".into()];
-    // One byte more than what another program leaves.
+    // One byte more than another program has not registered.
     let more = (largest.saturating_sub(LARGE_BYTES) + 1).to_string();
     let hold = [&ctl, "alloc", LARGE, "--near", &nic, "--exec"];
     facts.refusal = Some(bed.refused(CLIENT, &[&hold[..], &with(&more)].concat())?);
     Ok(())
 }
 
-/// One row: p2pmem-perf on both nodes, and the devices' counters around it.
+/// Measures one row: p2pmem-perf on both nodes, and the devices' counters before and after.
 fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
     let mut ends = name.split('-');
     let memory = |end: Option<&str>| if end == Some("ACC") { "accelerator" } else { "cpu" };
@@ -415,7 +415,7 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
     Ok(row)
 }
 
-/// Writes after a buffer's end, and what of them is in the accelerator's memory.
+/// Writes after a buffer's end, and searches the accelerator's memory for the written data.
 fn stale(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     let program = sibling("p2pmem-demo-guest")?;
     let program = utf8(&program)?;
@@ -540,7 +540,7 @@ fn revoke(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     Ok(())
 }
 
-/// Takes everything down, as far as it is up.
+/// Removes everything that the act has set up.
 fn end(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     ensure!(bed.cluster.is_alive(), "a guest is gone");
     step(12, "Take all down");
@@ -585,7 +585,7 @@ fn devices_table(nodes: &BTreeMap<String, Devices>) -> String {
     plain(&mut table)
 }
 
-/// The rows as a table.
+/// Formats the rows as a table.
 fn table(rows: &[Row]) -> String {
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header([

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Whether the kernel that runs is the distribution's own, unmodified.
+//! Checks that the running kernel is the distribution's own, unmodified.
 //!
-//! The chain has no link that is taken on trust: dpkg finds the installed packages' files as they were packed; the image
-//! in /boot is the packed one; what it holds, decompressed, is byte for byte the image that is booted; and the running
-//! kernel's own build id and version are those in that image. Then nothing but our module may have tainted it, which a
-//! module without the signature of the key in the image does.
+//! The check has four steps. dpkg verifies that the installed packages' files are unmodified. The image in /boot is the
+//! packed one. Its decompressed content is equal to the booted image, byte by byte. The running kernel has the build id
+//! and version of that image. In addition, only p2pmem's module may have tainted the kernel, as a module that is not
+//! signed with a key of the image does.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,32 +17,32 @@ use serde::Serialize;
 
 /// Out-of-tree module.
 const TAINT_OUT_OF_TREE: u64 = 1 << 12;
-/// Module without a signature the kernel knows.
+/// A module without a signature that the kernel knows.
 const TAINT_UNSIGNED: u64 = 1 << 13;
 
-/// What the host finds of the kernel before it runs.
+/// The installed kernel, inspected before the boot.
 #[derive(Debug)]
 pub struct Image {
-    /// Packages the image and its modules are from, with their versions.
+    /// The packages of the image and its modules, with their versions.
     pub packages: Vec<String>,
-    /// Files of the packages that are not as packed, as `dpkg --verify` lists them.
+    /// Modified files of these packages, as `dpkg --verify` lists them.
     pub modified: Vec<String>,
     /// The decompressed image.
     pub bytes: Vec<u8>,
 }
 
-/// What the running kernel says of itself.
+/// The properties of the running kernel.
 #[derive(Debug, Clone, Default)]
 pub struct Running {
     /// `/proc/version`.
     pub version: String,
     /// `/sys/kernel/notes`.
     pub notes: Vec<u8>,
-    /// `/proc/sys/kernel/tainted` before our module was loaded.
+    /// `/proc/sys/kernel/tainted` before the module was loaded.
     pub taint_before: u64,
-    /// The same with our module loaded.
+    /// The same with the module loaded.
     pub taint_after: u64,
-    /// `/proc/modules` with our module loaded.
+    /// `/proc/modules` with the module loaded.
     pub modules: String,
 }
 
@@ -53,7 +53,7 @@ pub struct Stock {
     pub packages: Vec<String>,
     /// The running kernel's build id.
     pub build_id: String,
-    /// What speaks against it; nothing, if it is stock.
+    /// Reasons why it is not stock; empty if it is.
     pub objections: Vec<String>,
 }
 
@@ -69,28 +69,28 @@ fn run(program: &str, arguments: &[&str]) -> Result<(bool, String)> {
     ))
 }
 
-/// The package that a file is from.
+/// Returns the package of a file.
 fn owner(path: &Path) -> Option<String> {
     let (known, answer) = run("dpkg-query", &["--search", path.to_str()?]).ok()?;
     known.then(|| first_owner(&answer)).flatten()
 }
 
-/// The package in an answer of `dpkg-query --search`: `package: path`, and `package:amd64: path` where it says more.
+/// Returns the package in an answer of `dpkg-query --search`: `package: path`, or `package:amd64: path`.
 fn first_owner(answer: &str) -> Option<String> {
     let (package, _) = answer.lines().next()?.rsplit_once(": ")?;
     Some(package.split(", ").next()?.to_owned())
 }
 
-/// Looks at the installed kernel of a release, and at the image that is booted for it.
+/// Inspects the installed kernel of a release, and the image that is booted.
 ///
 /// # Errors
 ///
-/// Something of it cannot be read, or no package owns it.
+/// A file cannot be read, or no package owns it.
 pub fn inspect(release: &str, booted: &Path) -> Result<Image> {
     let boot = PathBuf::from(format!("/boot/vmlinuz-{release}"));
     let modules = PathBuf::from(format!("/usr/lib/modules/{release}"));
     let image = fs::read(&boot).with_context(|| boot.display().to_string())?;
-    // Depending on the packaging, the file in /boot is packed itself or a copy of one beside the modules.
+    // Depending on the packaging, the file in /boot belongs to a package or is a copy of a file beside the modules.
     let packed = [boot.clone(), modules.join("vmlinuz")];
     let (packed, package) = packed
         .iter()
@@ -133,7 +133,7 @@ pub fn inspect(release: &str, booted: &Path) -> Result<Image> {
     })
 }
 
-/// The GNU build id in a section of ELF notes.
+/// Returns the GNU build id in a section of ELF notes.
 pub fn build_id(notes: &[u8]) -> Option<&[u8]> {
     const GNU_BUILD_ID: u32 = 3;
     let mut rest = notes;
@@ -149,7 +149,7 @@ pub fn build_id(notes: &[u8]) -> Option<&[u8]> {
     }
 }
 
-/// Judges the running kernel by the installed one. `ours` is the name of our module.
+/// Compares the running kernel with the installed one. `ours` is the name of p2pmem's module.
 pub fn judge(image: &Image, running: &Running, ours: &str) -> Stock {
     let mut objections: Vec<String> = image
         .modified
@@ -192,7 +192,8 @@ pub fn judge(image: &Image, running: &Running, ours: &str) -> Stock {
     }
 }
 
-/// Modules in `/proc/modules` that taint the kernel: those with letters in parentheses at the line's end.
+/// Returns the modules in `/proc/modules` that taint the kernel: those with letters in parentheses at the end of the
+/// line.
 fn tainting(modules: &str) -> Vec<&str> {
     modules
         .lines()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the devices moved between two snapshots of their counters, by where it went.
+//! The bytes that devices moved between two snapshots of their counters, by target.
 
 use std::collections::BTreeMap;
 
@@ -8,16 +8,16 @@ use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// Name the VM runner gives to host memory.
+/// The VM runner's name of host memory.
 pub const HOST: &str = "host";
 
-/// Name the VM runner gives to payload whose address it cannot resolve.
+/// The VM runner's name of the target of payload whose address it cannot resolve.
 pub const UNKNOWN: &str = "unknown";
 
-/// Bytes by the name of the memory they went to or came from: a device of the topology, or [`HOST`].
+/// Bytes by the name of their memory: a device of the topology, or [`HOST`].
 pub type Bytes = BTreeMap<String, u64>;
 
-/// What one drive moved.
+/// The counters of one drive.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Drive {
     /// Bytes from the drive, by target.
@@ -26,54 +26,55 @@ pub struct Drive {
     pub written: Bytes,
     /// Read and write commands.
     pub commands: u64,
-    /// Of them, those that failed.
+    /// The commands of them that failed.
     pub failed: u64,
 }
 
-/// What one accelerator did.
+/// The counters of one accelerator.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accelerator {
-    /// Bytes of host memory its DMA engine touched, in both directions.
+    /// Bytes of host memory that its DMA engine accessed, in both directions.
     pub host: u64,
     /// Bytes its DMA engine moved from and to other devices.
     pub peers: u64,
     /// Bytes of its own memory that its compute kernels read and wrote.
     pub computed: u64,
-    /// Commands done.
+    /// Completed commands.
     pub commands: u64,
     /// Commands that failed.
     pub failed: u64,
 }
 
-/// What bridges carried.
+/// The counters of the bridges.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Bridges {
-    /// Payload that crossed each bridge: root ports, ports of switches, host bridges. Those that none crossed are not here.
+    /// Payload that crossed each bridge: root ports, ports of switches, host bridges. Bridges without payload are
+    /// missing.
     pub crossed: Bytes,
-    /// Payload that crossed a root complex, on the way to host memory or to another root port.
+    /// Payload that crossed a root complex, on the path to host memory or to another root port.
     pub root_complex: u64,
-    /// Payload whose way is not known.
+    /// Payload on an unknown path.
     pub unknown: u64,
 }
 
-/// What all devices moved in a span of time.
+/// The bytes that all devices moved in a period.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Traffic {
     /// Drives by name.
     pub drives: BTreeMap<String, Drive>,
     /// Accelerators by name.
     pub accelerators: BTreeMap<String, Accelerator>,
-    /// What of it crossed which bridges.
+    /// The bytes of them that crossed each bridge.
     pub bridges: Bridges,
 }
 
 impl Traffic {
-    /// What happened from one snapshot to a later one; both as the VM runner gives them.
+    /// Returns the difference between two snapshots of the VM runner.
     ///
     /// # Errors
     ///
-    /// A snapshot is not of the form known, a device is missing in one, a counter went backwards, or payload moved from or
-    /// to addresses that the runner cannot resolve: with those, nothing can be said of host memory.
+    /// A snapshot has an unknown form, a device is missing in one, a counter decreased, or payload has a target that
+    /// the runner cannot resolve: the number of host memory would be unknown then.
     pub fn between(before: &Value, after: &Value) -> Result<Traffic> {
         let (before, after) = (devices(before)?, devices(after)?);
         if !before.keys().eq(after.keys()) {
@@ -104,7 +105,7 @@ impl Traffic {
                 kind => bail!("device {name} is of unknown kind {kind:?}"),
             }
         }
-        // A bed that counts nothing at its bridges must not pass for one where nothing crossed them.
+        // A test bed that does not count at bridges must not pass for one whose bridges were not crossed.
         ensure!(counted, "the snapshots do not say what crossed the bridges");
         match traffic.by_memory().get(UNKNOWN) {
             None | Some(0) => Ok(traffic),
@@ -114,13 +115,13 @@ impl Traffic {
         }
     }
 
-    /// Bytes of host memory that devices touched, each as often as it was.
+    /// Returns the bytes of host memory that devices accessed. A byte counts once for each access.
     pub fn host_bytes(&self) -> u64 {
         let drives = self.by_memory().get(HOST).copied().unwrap_or(0);
         drives + self.accelerators.values().map(|a| a.host).sum::<u64>()
     }
 
-    /// Payload of the drives in both directions, by the memory on the other side.
+    /// Returns the payload of the drives in both directions, by the memory on the other side.
     pub fn by_memory(&self) -> Bytes {
         let mut sum = Bytes::new();
         for drive in self.drives.values() {
@@ -131,7 +132,7 @@ impl Traffic {
         sum
     }
 
-    /// Commands of any device that failed.
+    /// Returns the number of failed commands of all devices.
     pub fn failed(&self) -> u64 {
         let drives: u64 = self.drives.values().map(|d| d.failed).sum();
         drives + self.accelerators.values().map(|a| a.failed).sum::<u64>()
@@ -281,7 +282,7 @@ mod tests {
         let nvme = |n: u64| json!({ "nvme0": drive(json!({ "host": n }), json!({}), n, 0) });
         for (before, after) in [
             (nvme(2), nvme(1)),
-            // Nothing of bridges.
+            // The counters of bridges are missing.
             (nvme(1), nvme(1)),
             (json!({ "bridges": bridges(2, 2) }), json!({ "bridges": bridges(1, 2) })),
             (json!({ "bridges": bridges(2, 2) }), json!({ "bridges": bridges(2, 1) })),

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The demo's part inside the guest: makes samples, and takes them from one drive through the accelerator to the other
-//! drive, peer to peer and then staged through host memory. Its story goes to standard error, and what it measured, as
-//! JSON, to standard output.
+//! The demo's program in the guest. It makes samples, and moves them from one drive through the accelerator to another
+//! drive, first peer to peer and then staged through host memory. It prints its progress to standard error, and its
+//! measurements as JSON to standard output.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -29,14 +29,14 @@ use p2pmem_guest::host;
 use p2pmem_guest::wire;
 use rustfft::FftPlanner;
 
-/// Longest time one command may take the accelerator.
+/// The time limit of one command of the accelerator.
 const ACCEL_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long a program may take to move something, and to end when its accelerator is gone.
+/// The time limit for a program to move its first data, and to end after its accelerator was removed.
 const PROGRAM_LIMIT: Duration = Duration::from_secs(30);
-/// How often it is looked at.
+/// The interval of these checks.
 const LOOK: Duration = Duration::from_millis(20);
-/// Bytes that are moved when the accelerator counts as in use.
+/// The number of bytes after which the accelerator counts as in use.
 const IN_USE: u64 = 4 << 20;
 
 /// Makes samples, and transforms them in an accelerator, from drive to drive.
@@ -93,17 +93,17 @@ enum Verb {
     },
 }
 
-/// Bytes moved by one read or write.
+/// The bytes of one read or write.
 const PIECE: usize = 4 << 20;
 
-/// All of a size in pieces.
+/// Divides `size` bytes into ranges of [`PIECE`] bytes.
 fn pieces(size: usize) -> impl Iterator<Item = Range<usize>> {
     (0..size)
         .step_by(PIECE)
         .map(move |start| start..size.min(start + PIECE))
 }
 
-/// Page-aligned host memory, present.
+/// Allocates host memory, aligned to pages and populated.
 fn host_memory(size: usize) -> Result<MmapMut> {
     MmapOptions::new()
         .len(size)
@@ -132,7 +132,7 @@ fn snapshot() -> Result<serde_json::Value> {
     host::request(&wire::Request::Snapshot)
 }
 
-/// Where the job runs.
+/// The devices, files and memory of the job.
 struct Bench {
     size: usize,
     from: File,
@@ -140,7 +140,7 @@ struct Bench {
     buffer: Buffer,
     mapping: Mapping,
     accel: Accel,
-    /// The spectrum expected.
+    /// The expected spectrum.
     expected: Vec<Complex32>,
 }
 
@@ -156,7 +156,7 @@ impl Bench {
         Ok(start.elapsed())
     }
 
-    /// Drive to accelerator to drive.
+    /// Moves the data from drive to accelerator to drive.
     fn run_p2p(&self, output: u64) -> Result<(Seconds, u64)> {
         let start = Instant::now();
         for piece in pieces(self.size) {
@@ -178,7 +178,7 @@ impl Bench {
         Ok((seconds(read, compute, write), 0))
     }
 
-    /// The same, with a copy in host memory on both ways.
+    /// The same, with a copy in host memory in both directions.
     fn run_staged(&self, output: u64, staging: &mut [u8]) -> Result<(Seconds, u64)> {
         let mut copied = 0;
         let start = Instant::now();
@@ -206,16 +206,16 @@ impl Bench {
         Ok((seconds(read, compute, write), copied))
     }
 
-    /// Runs the job one way, between two looks at the devices' counters, and verifies what then is on the drive.
+    /// Runs the job by one method, reads the devices' counters before and after, and verifies the result on the drive.
     fn run(&self, way: Way, output: u64, memory: &mut [u8]) -> Result<Run> {
-        // What another run left must not be taken for this one's result.
+        // The result of an earlier run must not pass for the result of this one.
         memory.fill(0);
         for piece in pieces(self.size) {
             self.to
                 .write_all_at(&memory[piece.clone()], output + piece.start as u64)
                 .context("clearing the output")?;
         }
-        // Present before the clock runs, for both ways alike.
+        // Both methods start with populated mappings.
         self.mapping.fill(0..self.size, 0)?;
         self.mapping.flush();
 
@@ -296,7 +296,7 @@ fn hex(text: &str) -> Result<u64, String> {
     u64::from_str_radix(text, 16).map_err(|_| "give a word in hexadecimal".into())
 }
 
-/// Looks for words in all memory of an accelerator, and has the accelerator sum it up.
+/// Searches all memory of an accelerator for words, and has the accelerator compute a checksum of the memory.
 fn scan(accel: &str, words: &[u64]) -> Result<Scanned> {
     let devices = devices::load()?;
     let device = devices
@@ -325,7 +325,7 @@ fn scan(accel: &str, words: &[u64]) -> Result<Scanned> {
     })
 }
 
-/// Bytes that a NIC has moved from and to other devices' memory since the boot.
+/// Returns the bytes that a NIC has moved from and to other devices' memory since the boot.
 fn moved(nic: &str) -> Result<u64> {
     let payload = snapshot()?[nic]["counters"]["payload"].take();
     let number = |key: &str| {
@@ -336,7 +336,7 @@ fn moved(nic: &str) -> Result<u64> {
     Ok(number("peer_read")? + number("peer_written")?)
 }
 
-/// Runs a program, unbinds the accelerator under it, and waits for its end.
+/// Runs a program, unbinds the accelerator that the program uses, and waits for the program's end.
 fn revoke(accel: &str, nic: &str, program: &[String]) -> Result<Revoked> {
     let devices = devices::load()?;
     let device = devices
@@ -345,7 +345,7 @@ fn revoke(accel: &str, nic: &str, program: &[String]) -> Result<Revoked> {
     let unbind = device.sysfs().join("driver/unbind");
     ensure!(unbind.exists(), "{accel} has no driver");
     let before = moved(nic)?;
-    // Its output is for people; ours, which is parsed, stays apart.
+    // Standard output is for this program's JSON.
     let mut child = Command::new(&program[0])
         .args(&program[1..])
         .stdout(std::io::stderr())
@@ -356,7 +356,7 @@ fn revoke(accel: &str, nic: &str, program: &[String]) -> Result<Revoked> {
     while told.is_ok() && child.try_wait()?.is_none() && Instant::now() < deadline {
         thread::sleep(LOOK);
     }
-    // It may have ended just now, which is as good.
+    // An error means that the program has just ended.
     let _ = child.kill();
     child.wait()?;
     let (unbind_ms, at_unbind) = told?;
@@ -367,7 +367,8 @@ fn revoke(accel: &str, nic: &str, program: &[String]) -> Result<Revoked> {
     })
 }
 
-/// Unbinds the accelerator once enough was moved; returns the milliseconds it took, and what was moved by its end.
+/// Unbinds the accelerator after [`IN_USE`] bytes were moved. Returns the duration in milliseconds, and the bytes moved
+/// by its end.
 fn unbind_in_use(child: &mut Child, unbind: &Path, bdf: &str, nic: &str, before: u64) -> Result<(f64, u64)> {
     let deadline = Instant::now() + PROGRAM_LIMIT;
     while moved(nic)? < before + IN_USE {
@@ -409,7 +410,7 @@ fn make(path: &Path, size: usize, seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// The spectrum of the samples by this processor, computed in double precision: what a right result is near to.
+/// Computes the spectrum of the samples with the guest's processor, in double precision, as the expected result.
 fn spectrum(samples: &[Complex32]) -> Vec<Complex32> {
     let transform = FftPlanner::<f64>::new().plan_fft_forward(POINTS);
     let mut spectrum = vec![Complex32::default(); samples.len()];
@@ -436,7 +437,7 @@ fn spectrum(samples: &[Complex32]) -> Vec<Complex32> {
     spectrum
 }
 
-/// Does the job both ways.
+/// Does the job by both methods.
 fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
     let devices = devices::load()?;
     let blocks = [block(&devices, from_name)?, block(&devices, to_name)?];
@@ -461,7 +462,7 @@ fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
         expected.len() / POINTS
     );
 
-    // Nobody names the accelerator: the orchestrator chooses for the two drives.
+    // The request names the two drives as clients, and the orchestrator chooses the accelerator.
     let device = Device::open()?;
     let clients = blocks.map(|block| Client::resolve(&block.display().to_string()).map(|client| (block, client)));
     let [from_drive, to_drive] = clients;
@@ -504,7 +505,7 @@ fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
     let p2p = bench.run(Way::P2p, 0, &mut memory)?;
     tell(&p2p);
     eprintln!("staged: {from_name} -> host memory -> {name} -> host memory -> {to_name} ...");
-    // Elsewhere on the drive, so that it cannot be the other run's result that is verified.
+    // At other blocks of the drive, so that the check cannot read the result of the other run.
     let staged = bench.run(Way::Staged, size as u64, &mut memory)?;
     tell(&staged);
 
