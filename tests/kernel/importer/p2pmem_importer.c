@@ -50,7 +50,7 @@ struct importer {
 	struct sg_table *table;
 	unsigned int pins;
 	/* Number of invalidations since the file was opened. */
-	unsigned int told;
+	unsigned int invalidated;
 };
 
 static void let_go(struct importer *im)
@@ -65,7 +65,7 @@ static void invalidate(struct dma_buf_attachment *attachment)
 	struct importer *im = attachment->importer_priv;
 
 	dma_resv_assert_held(attachment->dmabuf->resv);
-	im->told++;
+	im->invalidated++;
 	if (!im->hold)
 		let_go(im);
 }
@@ -284,7 +284,7 @@ static ssize_t importer_read(struct file *file, char __user *to, size_t len, lof
 	if (im->dma_buf)
 		dma_resv_lock(im->dma_buf->resv, NULL);
 	done += scnprintf(text + done, room - done, "attached %d\nmapped %d\npins %u\ntold %u\n", !!im->attachment,
-			  !!im->table, im->pins, im->told);
+			  !!im->table, im->pins, im->invalidated);
 	if (im->table) {
 		done += scnprintf(text + done, room - done, "orig_nents %u\nnents %u\n", im->table->orig_nents,
 				  im->table->nents);

@@ -16,7 +16,7 @@ pub const SAMPLE: usize = 8;
 /// The two methods of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Way {
+pub enum Method {
     /// Drive to accelerator to drive.
     P2p,
     /// Every transfer goes through host memory, with a copy by the processor.

@@ -150,11 +150,11 @@ fn sum_up(report: &Report) {
             human_size(job.staged.traffic.host_bytes()),
         );
     }
-    let way = |rdma: &rdma::Report, name| rdma.table.iter().find(|row| row.name == name).cloned();
+    let row = |rdma: &rdma::Report, name| rdma.table.iter().find(|row| row.name == name).cloned();
     if let Some((direct, staged)) = report
         .rdma
         .as_ref()
-        .and_then(|rdma| Some((way(rdma, rdma::ACC_ACC)?, way(rdma, rdma::STAGED)?)))
+        .and_then(|rdma| Some((row(rdma, rdma::ACC_ACC)?, row(rdma, rdma::STAGED)?)))
     {
         println!(
             "   {} from accelerator to accelerator by RDMA, every byte right, with {} of host memory touched; staged it was {:.0} \
@@ -355,7 +355,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
     // The module finds memory that drivers published by itself: the drive's controller memory buffer.
     facts.providers_expected = devices.values().filter(|device| device.memory > 0).count();
 
-    step(3, "Who has memory, and how far it is from whom");
+    step(3, "The providers, and their distance to each client");
     guest.shown(&[ctl, "list"])?;
     let list = guest.json(&[ctl, "list", "--json"])?;
     expect_providers(&list, &devices)?;

@@ -39,7 +39,7 @@ pub struct Moved {
     /// The payload of all devices that crossed a root complex, on the path to host memory or to another root port.
     pub root_complex: u64,
     /// The payload of all devices on an unknown path; expected to be 0.
-    pub unknown_way: u64,
+    pub unknown_path: u64,
 }
 
 impl Moved {
@@ -58,7 +58,7 @@ impl Moved {
             accels_host: less(after.accels_host, before.accels_host)?,
             wire: less(after.wire, before.wire)?,
             root_complex: less(after.root_complex, before.root_complex)?,
-            unknown_way: less(after.unknown_way, before.unknown_way)?,
+            unknown_path: less(after.unknown_path, before.unknown_path)?,
         })
     }
 
@@ -94,7 +94,7 @@ fn sum(snapshot: &Value) -> Result<Moved> {
                 }
                 Some("bridges") => {
                     moved.root_complex += number(device, "root_complex")?;
-                    moved.unknown_way += number(device, "unknown")?;
+                    moved.unknown_path += number(device, "unknown")?;
                 }
                 _ => {}
             }
@@ -387,7 +387,7 @@ pub fn judge(facts: &Facts) -> Vec<String> {
             );
             must(
                 revoked.moved_before > 0,
-                "nothing was under way at the unbinding".into(),
+                "nothing was in flight at the unbinding".into(),
             );
             must(
                 revoked.moved_after == 0,
@@ -465,11 +465,11 @@ fn judge_table(table: &[Row], must: &mut impl FnMut(bool, String)) {
             ),
         );
         must(
-            row.moved.root_complex == row.moved.host() && row.moved.unknown_way == 0,
+            row.moved.root_complex == row.moved.host() && row.moved.unknown_path == 0,
             format!(
-                "{name}: {} bytes crossed a root complex and {} took an unknown way, but only {} were host memory's",
+                "{name}: {} bytes crossed a root complex and {} took an unknown path, but only {} were host memory's",
                 row.moved.root_complex,
-                row.moved.unknown_way,
+                row.moved.unknown_path,
                 row.moved.host()
             ),
         );

@@ -44,7 +44,7 @@ fn only_what_happened_between_counts_and_only_payload() {
         accels_host: 3,
         wire: 250,
         root_complex: 40,
-        unknown_way: 1,
+        unknown_path: 1,
     };
     assert_eq!(moved, expected);
     assert_eq!(moved.host(), 23);
@@ -181,14 +181,14 @@ fn each_thing_that_is_not_in_order_is_told() {
         }),
         ("unknown addresses", |f| f.table[1].moved.nics_elsewhere = 1),
         ("ACC-ACC: 7 bytes crossed", |f| f.table[3].moved.root_complex = 7),
-        ("8 took an unknown way", |f| f.table[3].moved.unknown_way = 8),
+        ("8 took an unknown path", |f| f.table[3].moved.unknown_path = 8),
         ("wire", |f| f.table[1].moved.wire = 5),
         ("copied", |f| f.table[4].copied_bytes_per_payload_byte = 0.0),
         ("MiB of an accelerator", |f| f.max_registered = Some(115 * MIB)),
         ("does not name BAR 2", |f| f.refusal = Some("no memory, 256 MiB".into())),
         ("was not refused", |f| f.refusal = None),
         ("took 1200 ms", |f| f.revoked.as_mut().unwrap().unbind_ms = 1200.0),
-        ("under way", |f| f.revoked.as_mut().unwrap().moved_before = 0),
+        ("in flight", |f| f.revoked.as_mut().unwrap().moved_before = 0),
         ("after the unbinding", |f| f.revoked.as_mut().unwrap().moved_after = 1),
         ("remote access error", |f| f.cut_off = Some("done".into())),
         ("1 of 20 writes", |f| f.stale.as_mut().unwrap().writes = 1),

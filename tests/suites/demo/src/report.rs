@@ -348,7 +348,7 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
             job.p2p.traffic.host_bytes()
         ),
     );
-    // The chosen provider is below the drives' own switch (checked above), so no payload may leave the switch.
+    // The chosen provider is below the drives' own switch (checked above), so no payload may cross a port above the switch.
     must(
         job.p2p.traffic.bridges.root_complex == 0,
         format!(
@@ -372,7 +372,7 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
         let unknown = run.traffic.bridges.unknown;
         must(
             unknown == 0,
-            format!("{name} run: the way of {unknown} bytes is unknown"),
+            format!("{name} run: the path of {unknown} bytes is unknown"),
         );
     }
     must(
@@ -526,7 +526,7 @@ mod tests {
             ("staged run: 0 bytes crossed", |f| {
                 job(f).staged.traffic.bridges.root_complex = 0
             }),
-            ("way of 3 bytes is unknown", |f| job(f).p2p.traffic.bridges.unknown = 3),
+            ("path of 3 bytes is unknown", |f| job(f).p2p.traffic.bridges.unknown = 3),
             ("own switch", |f| f.candidates[0].class = "host-bridge".into()),
             ("own switch", |f| f.candidates[0].chosen = false),
             ("a verdict", |f| drop(f.candidates.pop())),
@@ -641,6 +641,6 @@ mod tests {
             rdma: empty(),
             ..Facts::default()
         });
-        assert_eq!(only.failures, second.failures, "nothing is asked of the first act");
+        assert_eq!(only.failures, second.failures, "the first act has no failures");
     }
 }

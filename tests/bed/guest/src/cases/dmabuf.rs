@@ -721,7 +721,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
     ensure!(buffer(fd, a.handle).map_err(errno)?.state == abi::P2PMEM_BUFFER_GONE);
     for importer in importers.iter().flatten() {
         let state = importer.state()?;
-        ensure!(state.get("told") == 1 && state.get("mapped") == 0, "{state:?}");
+        ensure!(state.get("invalidated") == 1 && state.get("mapped") == 0, "{state:?}");
         expect("mapping again", importer.say("map"), libc::ENODEV)?;
     }
     write(Path::new("/sys/bus/pci/drivers/nvme/bind"), &bed.device("nvme1")?.bdf)?;

@@ -156,7 +156,7 @@ pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
             "{b:?}"
         );
         let state = importer.state()?;
-        ensure!(state.get("told") == 1 && state.get("mapped") == 0, "{state:?}");
+        ensure!(state.get("invalidated") == 1 && state.get("mapped") == 0, "{state:?}");
         expect("mapping again", importer.say("map"), libc::ENODEV)?;
         expect(
             "attaching again",
@@ -165,7 +165,7 @@ pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
         )?;
         expect("exporting again", export(fd, a.handle, 0, &[(0, 4096)]), libc::ENODEV)?;
     }
-    ensure!(idle.state()?.get("told") == 1);
+    ensure!(idle.state()?.get("invalidated") == 1);
     expect("mapping for the first time", idle.say("map"), libc::ENODEV)?;
     // The memory is others' now, while the old dma-bufs are still there.
     bed.publish("accel0")?;
@@ -322,7 +322,7 @@ fn fences(bed: &mut Bed) -> Result<()> {
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
     importer.say("fence").map_err(errno).context("fence")?;
     unbind_during(bed, |done| {
-        super::inflight::until("the importer is told", || Ok(importer.state()?.get("told") == 1))?;
+        super::inflight::until("the importer is told", || Ok(importer.state()?.get("invalidated") == 1))?;
         thread::sleep(Duration::from_millis(300));
         // It does not wait for ever either.
         in_time!(!done.load(Ordering::SeqCst), "unbinding ended with DMA under way");

@@ -20,7 +20,7 @@ use num_complex::{Complex32, Complex64};
 use p2pmem::{Buffer, Client, Device, DirectOptions, Mapping, PciAddr, Request, human_size, open_direct};
 use p2pmem_accel_regs::driver::{Accel, Direction};
 use p2pmem_demo::compare::{Comparator, Comparison};
-use p2pmem_demo::job::{Job, POINTS, Run, SAMPLE, Seconds, Way};
+use p2pmem_demo::job::{Job, Method, POINTS, Run, SAMPLE, Seconds};
 use p2pmem_demo::rdma::{Revoked, Scanned};
 use p2pmem_demo::samples::{Generator, demo_tones};
 use p2pmem_demo::traffic::Traffic;
@@ -207,7 +207,7 @@ impl Bench {
     }
 
     /// Runs the job by one method, reads the devices' counters before and after, and verifies the result on the drive.
-    fn run(&self, way: Way, output: u64, memory: &mut [u8]) -> Result<Run> {
+    fn run(&self, method: Method, output: u64, memory: &mut [u8]) -> Result<Run> {
         // The result of an earlier run must not pass for the result of this one.
         memory.fill(0);
         for piece in pieces(self.size) {
@@ -220,9 +220,9 @@ impl Bench {
         self.mapping.flush();
 
         let before = snapshot()?;
-        let (seconds, cpu_copied_bytes) = match way {
-            Way::P2p => self.run_p2p(output)?,
-            Way::Staged => self.run_staged(output, memory)?,
+        let (seconds, cpu_copied_bytes) = match method {
+            Method::P2p => self.run_p2p(output)?,
+            Method::Staged => self.run_staged(output, memory)?,
         };
         let traffic = Traffic::between(&before, &snapshot()?)?;
 
@@ -502,11 +502,11 @@ fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
     };
 
     eprintln!("peer to peer: {from_name} -> {name} -> {to_name} ...");
-    let p2p = bench.run(Way::P2p, 0, &mut memory)?;
+    let p2p = bench.run(Method::P2p, 0, &mut memory)?;
     tell(&p2p);
     eprintln!("staged: {from_name} -> host memory -> {name} -> host memory -> {to_name} ...");
     // At other blocks of the drive, so that the check cannot read the result of the other run.
-    let staged = bench.run(Way::Staged, size as u64, &mut memory)?;
+    let staged = bench.run(Method::Staged, size as u64, &mut memory)?;
     tell(&staged);
 
     let Bench { buffer, mapping, .. } = bench;
