@@ -283,7 +283,7 @@ static ssize_t importer_read(struct file *file, char __user *to, size_t len, lof
 	mutex_lock(&im->lock);
 	if (im->dma_buf)
 		dma_resv_lock(im->dma_buf->resv, NULL);
-	done += scnprintf(text + done, room - done, "attached %d\nmapped %d\npins %u\ntold %u\n", !!im->attachment,
+	done += scnprintf(text + done, room - done, "attached %d\nmapped %d\npins %u\ninvalidated %u\n", !!im->attachment,
 			  !!im->table, im->pins, im->invalidated);
 	if (im->table) {
 		done += scnprintf(text + done, room - done, "orig_nents %u\nnents %u\n", im->table->orig_nents,

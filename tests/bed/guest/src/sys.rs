@@ -86,7 +86,7 @@ fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
         "the argument is smaller than the call says"
     );
     if abi::P2PMEM_IOCS.contains(&request) {
-        CALLED.set(CALLED.get() | 1 << abi::ioc_nr(request));
+        CALLED.set(CALLED.get() | (1 << abi::ioc_nr(request)));
     }
     if BY_32_BIT.get() {
         // SAFETY: as below; the argument is copied to a place that is as large, and back.
