@@ -58,26 +58,42 @@ impl<T> Memory<'_, T> {
 }
 
 thread_local! {
-    /// The ioctls that this thread has made in [`calls_in`]: a bit for each number.
+    /// Bits of [`RECORDED`] and [`BY_32_BIT`]. One variable for both: the benchmark counts the instructions of a plain call.
+    static MODE: Cell<u8> = const { Cell::new(0) };
+    /// The ioctls that this thread has made while [`RECORDED`] was set: a bit for each number.
     static CALLED: Cell<u32> = const { Cell::new(0) };
-    /// Whether this thread's calls go through the kernel's entry for 32-bit programs.
-    static BY_32_BIT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Does `work`, whose calls by way of structures go through the kernel's entry for 32-bit programs. Arrays have to be in
-/// memory that such a program could have: [`Low`].
-pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
-    let before = BY_32_BIT.replace(true);
+/// Bit of [`MODE`]: this thread's ioctls are recorded.
+const RECORDED: u8 = 1;
+/// Bit of [`MODE`]: this thread's ioctls use the kernel's entry for 32-bit programs.
+const BY_32_BIT: u8 = 2;
+
+/// Calls `work` with the bit set in this thread's mode.
+fn in_mode<T>(bit: u8, work: impl FnOnce() -> T) -> T {
+    let before = MODE.replace(MODE.get() | bit);
     let answer = work();
-    BY_32_BIT.set(before);
+    MODE.set(before);
     answer
 }
 
-/// Does `work`. Returns its answer and the ioctls that this thread made meanwhile: a bit for each number.
+/// Calls `work`, whose ioctls with a structure use the kernel's entry for 32-bit programs. Arrays have to be in memory that
+/// such a program can address: [`Low`].
+pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
+    in_mode(BY_32_BIT, work)
+}
+
+/// Calls `work`. Returns its answer and the ioctls that this thread made in it: a bit for each number.
 pub fn calls_in<T>(work: impl FnOnce() -> T) -> (T, u32) {
     let before = CALLED.replace(0);
-    let answer = work();
+    let answer = in_mode(RECORDED, work);
     (answer, CALLED.replace(before))
+}
+
+fn direct<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+    // SAFETY: the kernel touches as many bytes at the argument as the request's number says, and `raw` has checked that they
+    // are there. Memory::address made the pointers in it.
+    result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), ptr::from_mut(argument)) }.into())
 }
 
 fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
@@ -85,16 +101,22 @@ fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
         abi::ioc_size(request) as usize <= size_of::<T>(),
         "the argument is smaller than the call says"
     );
-    if abi::P2PMEM_IOCS.contains(&request) {
+    if MODE.get() != 0 {
+        return by_mode(fd, request, argument);
+    }
+    direct(fd, request, argument)
+}
+
+/// An ioctl of a thread whose [`MODE`] has a bit set.
+fn by_mode<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+    if MODE.get() & RECORDED != 0 && abi::P2PMEM_IOCS.contains(&request) {
         CALLED.set(CALLED.get() | (1 << abi::ioc_nr(request)));
     }
-    if BY_32_BIT.get() {
-        // SAFETY: as below; the argument is copied to a place that is as large, and back.
-        return unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) };
+    if MODE.get() & BY_32_BIT == 0 {
+        return direct(fd, request, argument);
     }
-    // SAFETY: the kernel touches as many bytes at the argument as the request's number says, which are there; pointers
-    // in it were made by Memory::address.
-    result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), ptr::from_mut(argument)) }.into())
+    // SAFETY: as in `direct`; the argument is copied to a place that is as large, and back.
+    unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) }
 }
 
 /// A call whose argument holds no pointers: `INFO`, `FREE`, `BUFFER`, `STATS`.
