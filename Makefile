@@ -94,7 +94,7 @@ user: sandbox ## build the user-space workspace: library, C library, preload shi
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
 	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
 
-lint: sandbox ## formats, clippy, shellcheck, where unsafe stands, the tree (CHECKS="unsafe tree ..." for some)
+lint: sandbox ## formats, clippy, shellcheck, prose, layers, where unsafe stands, the tree, dependencies (CHECKS="unsafe tree ..." for some)
 	@$(in) tools/lint $(CHECKS)
 
 format: sandbox ## format all Rust sources
