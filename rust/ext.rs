@@ -13,6 +13,7 @@ pub(crate) mod compat;
 pub(crate) mod completion;
 pub(crate) mod configfs;
 pub(crate) mod cred;
+pub(crate) mod device_name;
 pub(crate) mod dma_buf;
 pub(crate) mod dmem;
 pub(crate) mod driver;

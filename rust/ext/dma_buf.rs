@@ -11,14 +11,15 @@
 //! C headers: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h),
 //! [`include/linux/dma-buf-mapping.h`](srctree/include/linux/dma-buf-mapping.h)
 
-use crate::ext::{
-    p2pdma::{
-        self,
-        Target, //
+mod importer;
+
+use crate::{
+    ext::{
+        device_name::write_ascii,
+        p2pdma::Target, //
     },
-    pci::Function, //
+    sys, //
 };
-use crate::sys;
 use core::{
     cell::UnsafeCell,
     marker::PhantomData,
@@ -27,14 +28,15 @@ use core::{
 use kernel::{
     bindings,
     error::{from_err_ptr, from_result},
-    ffi,
-    fmt::{self, Write},
+    ffi, fmt,
     fs::File,
     new_mutex,
     prelude::*,
     sync::{aref::ARef, Arc, ArcBorrow, Mutex},
     time::msecs_to_jiffies,
 };
+
+pub(crate) use importer::Importer;
 
 /// A range of physical memory, as one part of a dma-buf or of a peer-memory registration. C: `struct phys_vec`.
 #[derive(Clone, Copy)]
@@ -94,102 +96,6 @@ pub(crate) trait Exporter: Send + Sync + Sized + 'static {
     fn mmap(this: ArcBorrow<'_, Self>) -> Error;
     /// The last reference to the dma-buf is gone; no importer is attached. Called without the reservation lock.
     fn released(this: Arc<Self>);
-}
-
-/// Names of a device and of its driver, for messages. Names longer than 31 bytes are cut.
-#[derive(Clone, Copy)]
-pub(crate) struct DeviceName {
-    name: [u8; 32],
-    driver: [u8; 32],
-}
-
-impl DeviceName {
-    /// Reads the names of a device and its driver.
-    ///
-    /// # Safety
-    ///
-    /// `device` must be valid during the call.
-    pub(super) unsafe fn of(device: *mut bindings::device) -> Self {
-        let mut name = Self {
-            name: [0; 32],
-            driver: [0; 32],
-        };
-        // SAFETY: The caller guarantees a valid device, and each length is that of the array before it.
-        unsafe {
-            sys::p2pmem_dev_names(
-                device,
-                name.name.as_mut_ptr(),
-                name.name.len(),
-                name.driver.as_mut_ptr(),
-                name.driver.len(),
-            )
-        };
-        name
-    }
-}
-
-impl DeviceName {
-    /// Returns the device's name without the driver's.
-    pub(crate) fn device(&self) -> &CStr {
-        CStr::from_bytes_until_nul(&self.name).unwrap_or_default()
-    }
-}
-
-impl fmt::Display for DeviceName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        text(f, &self.name)?;
-        f.write_str(" (")?;
-        text(f, &self.driver)?;
-        f.write_char(')')
-    }
-}
-
-/// An importer that attaches.
-///
-/// # Invariants
-///
-/// The pointer is a valid attachment for `'a`, with `dev` and the flags set, whose device lives as long as the attachment.
-pub(crate) struct Importer<'a>(NonNull<bindings::dma_buf_attachment>, PhantomData<&'a ()>);
-
-impl Importer<'_> {
-    /// Returns the importer's device, which is valid as long as `self`.
-    fn device(&self) -> *mut bindings::device {
-        // SAFETY: By the type invariant the attachment is valid; `dev` does not change.
-        unsafe { (*self.0.as_ptr()).dev }
-    }
-
-    /// Returns the names of the importer's device and driver.
-    pub(crate) fn name(&self) -> DeviceName {
-        // SAFETY: By the type invariant the device is valid.
-        unsafe { DeviceName::of(self.device()) }
-    }
-
-    /// Returns whether the importer can do DMA to memory of other devices without `struct page`.
-    pub(crate) fn peer_to_peer(&self) -> bool {
-        // SAFETY: By the type invariant the attachment is valid, and the core sets the field before it calls the exporter.
-        unsafe { (*self.0.as_ptr()).peer2peer }
-    }
-
-    /// Returns whether the importer ends its mappings when they are invalidated. C: `dma_buf_attach_revocable()`.
-    pub(crate) fn revocable(&self) -> bool {
-        // SAFETY: By the type invariant the attachment is valid. The call only reads it.
-        unsafe { bindings::dma_buf_attach_revocable(self.0.as_ptr()) }
-    }
-
-    /// Returns the PCI function that does the importer's DMA, or `None` if the device is not below a PCI function.
-    pub(crate) fn function(&self) -> Option<Function> {
-        // SAFETY: By the type invariant the device is valid, and a device keeps its ancestors.
-        let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
-        // SAFETY: The function is the importer's device or one of its ancestors, which that device keeps during the call.
-        Some(unsafe { Function::of_raw(pdev) })
-    }
-
-    /// Returns whether the importer can reach the provider. C: `pci_p2pdma_distance_many()`. False if the importer is no
-    /// PCI device.
-    pub(crate) fn reaches(&self, provider: &Function) -> bool {
-        self.function()
-            .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
-    }
 }
 
 /// The link from an exporter's object to its dma-buf, while the dma-buf exists.
@@ -274,16 +180,8 @@ pub(crate) struct ExporterName([u8; 32]);
 
 impl fmt::Display for ExporterName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        text(f, &self.0)
+        write_ascii(f, &self.0)
     }
-}
-
-/// Writes the text up to its NUL. Bytes that are not visible ASCII become question marks.
-fn text(f: &mut fmt::Formatter<'_>, bytes: &[u8]) -> fmt::Result {
-    for &c in bytes.split(|&c| c == 0).next().unwrap_or_default() {
-        f.write_char(if c.is_ascii_graphic() { char::from(c) } else { '?' })?;
-    }
-    Ok(())
 }
 
 /// The data that `priv` of a dma-buf owns.

@@ -8,7 +8,7 @@ use crate::{
     alloc::orchestrator::Orchestrator,
     ext::{
         abi,
-        dma_buf::DeviceName,
+        device_name::DeviceName,
         pci::Function,
         refusal::{
             refuse,

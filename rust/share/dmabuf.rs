@@ -18,8 +18,8 @@ use crate::{
         abi,
         compat,
         completion::Completion,
+        device_name::DeviceName,
         dma_buf::{
-            DeviceName,
             DmaBuf,
             Exporter,
             Importer,

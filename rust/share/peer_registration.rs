@@ -14,10 +14,8 @@ use crate::{
     ext::{
         abi,
         completion::Completion,
-        dma_buf::{
-            DeviceName,
-            PhysRange, //
-        },
+        device_name::DeviceName,
+        dma_buf::PhysRange,
         global,
         log::{
             LoggedWait,

@@ -8,7 +8,7 @@
 
 use crate::{
     ext::{
-        dma_buf::DeviceName,
+        device_name::DeviceName,
         p2pdma,
         pci::Function, //
     },
