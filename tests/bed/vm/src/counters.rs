@@ -84,12 +84,12 @@ pub struct Classifier {
     /// Namespace numbers by the requester ID of the drive.
     functions: BTreeMap<u16, u32>,
     /// Payload that was announced and is not translated yet.
-    pending: Vec<Piece>,
+    pending: Vec<PayloadPart>,
 }
 
 /// A part of the payload, at one IOVA.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
+struct PayloadPart {
     nsid: u32,
     direction: Direction,
     address: u64,
@@ -196,8 +196,8 @@ impl Classifier {
                 length,
             } if self.translated => {
                 let end = address.saturating_add(length);
-                self.give_up(|piece| piece.nsid == nsid && piece.address < end && address < piece.end);
-                self.pending.push(Piece {
+                self.give_up(|part| part.nsid == nsid && part.address < end && address < part.end);
+                self.pending.push(PayloadPart {
                     nsid,
                     direction,
                     address,
@@ -231,12 +231,12 @@ impl Classifier {
     }
 
     /// Counts parts that were never translated as `unknown`. An IOVA that is used again has a new translation.
-    fn give_up(&mut self, which: impl Fn(&Piece) -> bool) {
+    fn give_up(&mut self, which: impl Fn(&PayloadPart) -> bool) {
         let (gone, pending): (Vec<_>, Vec<_>) = std::mem::take(&mut self.pending).into_iter().partition(which);
         self.pending = pending;
-        for piece in gone {
-            if let Some(drive) = self.drive(piece.nsid) {
-                drive.add(piece.direction, UNKNOWN, piece.end - piece.address);
+        for part in gone {
+            if let Some(drive) = self.drive(part.nsid) {
+                drive.add(part.direction, UNKNOWN, part.end - part.address);
             }
         }
     }
@@ -248,27 +248,27 @@ impl Classifier {
             return;
         };
         let end = iova.saturating_add(length);
-        for piece in std::mem::take(&mut self.pending) {
-            let (from, to) = (piece.address.max(iova), piece.end.min(end));
-            if piece.nsid != nsid || from >= to {
-                self.pending.push(piece);
+        for part in std::mem::take(&mut self.pending) {
+            let (from, to) = (part.address.max(iova), part.end.min(end));
+            if part.nsid != nsid || from >= to {
+                self.pending.push(part);
                 continue;
             }
-            self.add(nsid, piece.direction, address + (from - iova), to - from);
-            let rest = [(piece.address, from), (to, piece.end)];
+            self.add(nsid, part.direction, address + (from - iova), to - from);
+            let rest = [(part.address, from), (to, part.end)];
             let rest = rest.into_iter().filter(|(from, to)| from < to);
             self.pending
-                .extend(rest.map(|(address, end)| Piece { address, end, ..piece }));
+                .extend(rest.map(|(address, end)| PayloadPart { address, end, ..part }));
         }
     }
 
     /// Returns the counters of all drives by name. Payload that is not translated yet is `unknown`.
     pub fn counters(&self) -> BTreeMap<String, Nvme> {
         let mut counters = self.counters.clone();
-        for piece in &self.pending {
-            let drive = self.drives.get(&piece.nsid).and_then(|name| counters.get_mut(name));
+        for part in &self.pending {
+            let drive = self.drives.get(&part.nsid).and_then(|name| counters.get_mut(name));
             if let Some(drive) = drive {
-                drive.add(piece.direction, UNKNOWN, piece.end - piece.address);
+                drive.add(part.direction, UNKNOWN, part.end - part.address);
             }
         }
         counters

@@ -21,7 +21,7 @@ use comfy_table::{CellAlignment, Table};
 use p2pmem::human_size;
 use p2pmem_demo::job::{Job, Run};
 use p2pmem_demo::rdma;
-use p2pmem_demo::report::{Facts, Report, candidates};
+use p2pmem_demo::report::{Report, Results, candidates};
 use p2pmem_demo::stock::{self, Image, Running};
 use p2pmem_demo::traffic::HOST;
 use p2pmem_guest::devices::{self, Device, Devices};
@@ -93,23 +93,23 @@ impl Inspection {
 fn main() -> ExitCode {
     let start = Instant::now();
     let cli = Cli::parse();
-    let mut facts = Facts {
+    let mut results = Results {
         from: DRIVES[0].into(),
         to: DRIVES[1].into(),
-        ..Facts::default()
+        ..Results::default()
     };
     // If this run is killed, an earlier report must not pass for its report.
     let worked = match fs::remove_file(&cli.report) {
         Err(error) if error.kind() != ErrorKind::NotFound => {
             Err(error).with_context(|| cli.report.display().to_string())
         }
-        _ => demo(&cli, &mut facts),
+        _ => demo(&cli, &mut results),
     };
     if let Err(error) = worked {
-        facts.errors.push(format!("{error:#}"));
+        results.errors.push(format!("{error:#}"));
     }
-    facts.total_seconds = start.elapsed().as_secs_f64();
-    let report = Report::new(facts);
+    results.total_seconds = start.elapsed().as_secs_f64();
+    let report = Report::new(results);
     let written = report.write(&cli.report);
     sum_up(&report);
     match written {
@@ -184,33 +184,33 @@ fn show_command(argv: &[&str]) {
     show(&format!("# {}", words.join(" ")));
 }
 
-fn demo(cli: &Cli, facts: &mut Facts) -> Result<()> {
+fn demo(cli: &Cli, results: &mut Results) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     let release = kernel::release()?;
     let mut inspection = Inspection::start(&release, kernel::vmlinux(&release)?);
     if cli.act != Some(2) {
-        facts.first = true;
+        results.first = true;
         // The second act runs even if the first one fails.
-        if let Err(error) = first(cli, facts, &module, &release, &mut inspection) {
-            facts.errors.push(format!("{error:#}"));
+        if let Err(error) = first(cli, results, &module, &release, &mut inspection) {
+            results.errors.push(format!("{error:#}"));
         }
     }
     if cli.act != Some(1) {
-        let rdma = facts.rdma.insert(rdma::Facts::default());
-        second::act(&cli.servers, &module, &release, &mut inspection, rdma);
+        let rdma = results.rdma.insert(rdma::Results::default());
+        second::run(&cli.servers, &module, &release, &mut inspection, rdma);
     }
     Ok(())
 }
 
 /// The first act.
-fn first(cli: &Cli, facts: &mut Facts, module: &Path, release: &str, inspection: &mut Inspection) -> Result<()> {
+fn first(cli: &Cli, results: &mut Results, module: &Path, release: &str, inspection: &mut Inspection) -> Result<()> {
     let topology = Topology::load(&cli.topology)?;
 
     step(1, &format!("Boot: {}", topology.description));
     let vm = Vm::boot(&topology, &Options::default())?;
-    facts.boot_seconds = Some(vm.boot_time().as_secs_f64());
-    facts.kernel_release = Some(vm.release().to_owned());
+    results.boot_seconds = Some(vm.boot_time().as_secs_f64());
+    results.kernel_release = Some(vm.release().to_owned());
     ensure!(
         vm.release() == release,
         "kernel {} runs, not the installed {release}",
@@ -220,24 +220,24 @@ fn first(cli: &Cli, facts: &mut Facts, module: &Path, release: &str, inspection:
         vm,
         findings: Vec::new(),
     };
-    let worked = work(&mut guest, facts, module, inspection);
-    let ended = end(&mut guest, facts);
+    let worked = work(&mut guest, results, module, inspection);
+    let ended = end(&mut guest, results);
     let Guest { vm, mut findings } = guest;
     match vm.shut_down() {
         Ok(late) => {
             findings.extend(late);
-            facts.ended_in_order = true;
+            results.ended_in_order = true;
         }
-        Err(error) => facts.errors.push(format!("the guest's end: {error:#}")),
+        Err(error) => results.errors.push(format!("the guest's end: {error:#}")),
     }
-    facts.findings = findings;
-    if facts.ended_in_order && facts.findings.is_empty() {
+    results.findings = findings;
+    if results.ended_in_order && results.findings.is_empty() {
         show("the guest is off; its kernel log has no warning");
     }
     // Both are reported, the first cause first: a later error may add information.
     for (what, result) in [("", worked), ("taking down: ", ended)] {
         if let Err(error) = result {
-            facts.errors.push(format!("{what}{error:#}"));
+            results.errors.push(format!("{what}{error:#}"));
         }
     }
     Ok(())
@@ -318,7 +318,7 @@ fn device<'a>(devices: &'a Devices, name: &str) -> Result<&'a Device> {
 }
 
 /// Runs the act until the end of the job.
-fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut Inspection) -> Result<()> {
+fn work(guest: &mut Guest, results: &mut Results, module: &Path, inspection: &mut Inspection) -> Result<()> {
     let ctl = tool("p2pmemctl")?;
     let ctl = ctl.as_str();
     let devices: Devices = serde_json::from_slice(&guest.quiet(&["cat", devices::FILE])?)?;
@@ -330,7 +330,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
     };
     show(&format!(
         "ready after {:.1} s: {}",
-        facts.boot_seconds.unwrap_or(0.0),
+        results.boot_seconds.unwrap_or(0.0),
         running.version.trim()
     ));
     show(&devices_table(&devices));
@@ -339,7 +339,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
     guest.shown(&["insmod", utf8(module)?])?;
     running.taint_after = taint(guest)?;
     running.modules = guest.text(&["cat", "/proc/modules"])?;
-    let stock = stock::judge(inspection.image()?, &running, MODULE);
+    let stock = stock::check(inspection.image()?, &running, MODULE);
     show(&match stock.objections.as_slice() {
         [] => format!(
             "The kernel is stock: {} verified by dpkg, build id {} runs, tainted by {MODULE} alone.",
@@ -348,12 +348,12 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
         ),
         objections => format!("The kernel is NOT stock: {}", objections.join("; ")),
     });
-    facts.stock = Some(stock);
+    results.stock = Some(stock);
     for name in PUBLISHED {
         guest.shown(&[ctl, "publish", &device(&devices, name)?.bdf])?;
     }
     // The module finds memory that drivers published by itself: the drive's controller memory buffer.
-    facts.providers_expected = devices.values().filter(|device| device.memory > 0).count();
+    results.providers_expected = devices.values().filter(|device| device.memory > 0).count();
 
     step(3, "The providers, and their distance to each client");
     guest.shown(&[ctl, "list"])?;
@@ -386,8 +386,8 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
         .iter()
         .map(|(name, device)| (device.bdf.clone(), name.clone()))
         .collect();
-    facts.candidates = candidates(&explanation, &names)?;
-    let by_name: Vec<String> = facts
+    results.candidates = candidates(&explanation, &names)?;
+    let by_name: Vec<String> = results
         .candidates
         .iter()
         .map(|candidate| {
@@ -433,7 +433,7 @@ fn work(guest: &mut Guest, facts: &mut Facts, module: &Path, inspection: &mut In
 
     step(6, "What the devices counted");
     show(&comparison_table(&job, &devices));
-    facts.job = Some(job);
+    results.job = Some(job);
     Ok(())
 }
 
@@ -472,7 +472,7 @@ fn expect_providers(list: &Value, devices: &Devices) -> Result<()> {
 }
 
 /// Removes everything that the act has set up.
-fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
+fn end(guest: &mut Guest, results: &mut Results) -> Result<()> {
     ensure!(guest.vm.is_alive(), "the guest is gone\n{}", guest.vm.console_tail());
     step(7, "Take all down");
     if !guest
@@ -499,7 +499,7 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
         "{allocs} buffers were allocated, {frees} freed, {leaked} are live"
     ));
     // Live buffers, and buffers that the counters miss. Nothing was revoked so far.
-    facts.leaked_buffers = Some(leaked.max(allocs.saturating_sub(frees)));
+    results.leaked_buffers = Some(leaked.max(allocs.saturating_sub(frees)));
     let providers = list["providers"].as_array().context("a list without providers")?;
     for provider in providers.iter().filter(|provider| provider["kind"] == "own") {
         let addr = provider["addr"].as_str().context("a provider without an address")?;
@@ -507,7 +507,7 @@ fn end(guest: &mut Guest, facts: &mut Facts) -> Result<()> {
     }
     guest.shown(&["rmmod", MODULE])?;
     let modules = guest.text(&["cat", "/proc/modules"])?;
-    facts.unloaded = !modules.lines().any(|line| line.split(' ').next() == Some(MODULE));
+    results.unloaded = !modules.lines().any(|line| line.split(' ').next() == Some(MODULE));
     Ok(())
 }
 

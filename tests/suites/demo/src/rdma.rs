@@ -9,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::stock::Stock;
+use crate::stock::StockImage;
 
 /// The number of writes that are tried after a buffer's end.
 pub const STALE_ATTEMPTS: u64 = 20;
@@ -214,9 +214,9 @@ pub struct Stale {
 
 /// The results of the second act so far.
 #[derive(Debug, Default)]
-pub struct Facts {
+pub struct Results {
     /// Whether each node's kernel is the distribution's.
-    pub stock: BTreeMap<String, Stock>,
+    pub stock: BTreeMap<String, StockImage>,
     /// The driver of each node's NIC.
     pub nic_drivers: BTreeMap<String, String>,
     /// The largest registration of an accelerator's memory, in bytes.
@@ -301,35 +301,35 @@ fn accelerators(row: &Row) -> impl Iterator<Item = usize> + '_ {
 
 impl Report {
     /// Makes the report of the results.
-    pub fn new(facts: &Facts) -> Report {
-        let methods = facts
+    pub fn new(results: &Results) -> Report {
+        let methods = results
             .table
             .iter()
             .flat_map(|row| accelerators(row).map(|side| &row.registration[side]));
-        let acc_acc = facts.table.iter().find(|row| row.name == ACC_ACC);
+        let acc_acc = results.table.iter().find(|row| row.name == ACC_ACC);
         Report {
-            stock_kernel: is_stock(facts),
-            nic_driver: common(facts.nic_drivers.values()),
+            stock_kernel: is_stock(results),
+            nic_driver: common(results.nic_drivers.values()),
             registration: common(methods),
-            verified: !facts.table.is_empty() && facts.table.iter().all(|row| row.verified),
-            table: facts.table.clone(),
+            verified: !results.table.is_empty() && results.table.iter().all(|row| row.verified),
+            table: results.table.clone(),
             host_bytes_acc_acc: acc_acc.map(|row| row.host_bytes),
-            stale_attempts: facts.stale.map(|stale| stale.attempts),
-            stale_writes: facts.stale.map(|stale| stale.writes),
-            max_registered_mib: facts.max_registered.map(|bytes| bytes >> 20),
-            refusal: facts.refusal.clone(),
-            revoke_ms: facts.revoked.as_ref().map(|revoked| revoked.unbind_ms),
-            revoked: facts.revoked.clone(),
-            cut_off: facts.cut_off.clone(),
-            leaked_buffers: facts.leaked_buffers,
-            boot_seconds: facts.boot_seconds,
-            seconds: facts.seconds,
+            stale_attempts: results.stale.map(|stale| stale.attempts),
+            stale_writes: results.stale.map(|stale| stale.writes),
+            max_registered_mib: results.max_registered.map(|bytes| bytes >> 20),
+            refusal: results.refusal.clone(),
+            revoke_ms: results.revoked.as_ref().map(|revoked| revoked.unbind_ms),
+            revoked: results.revoked.clone(),
+            cut_off: results.cut_off.clone(),
+            leaked_buffers: results.leaked_buffers,
+            boot_seconds: results.boot_seconds,
+            seconds: results.seconds,
         }
     }
 }
 
-fn is_stock(facts: &Facts) -> bool {
-    !facts.stock.is_empty() && facts.stock.values().all(|stock| stock.objections.is_empty())
+fn is_stock(results: &Results) -> bool {
+    !results.stock.is_empty() && results.stock.values().all(|stock| stock.objections.is_empty())
 }
 
 /// The rows that the table must have, in their order, with the permitted range of host memory that devices access per
@@ -343,15 +343,15 @@ pub const ROWS: [(&str, f64); 5] = [
 ];
 
 /// Returns a message for each result that is wrong.
-pub fn judge(facts: &Facts) -> Vec<String> {
-    let mut failures = facts.errors.clone();
+pub fn check(results: &Results) -> Vec<String> {
+    let mut failures = results.errors.clone();
     let mut must = |holds: bool, else_what: String| {
         if !holds {
             failures.push(else_what);
         }
     };
-    let report = Report::new(facts);
-    for (node, stock) in &facts.stock {
+    let report = Report::new(results);
+    for (node, stock) in &results.stock {
         must(
             stock.objections.is_empty(),
             format!("the kernel of {node} is not stock: {}", stock.objections.join("; ")),
@@ -360,26 +360,26 @@ pub fn judge(facts: &Facts) -> Vec<String> {
     must(report.stock_kernel, "whether the kernels are stock is not known".into());
     must(
         report.nic_driver.as_deref() == Some("mlx5_core"),
-        format!("the NICs' drivers are {:?}", facts.nic_drivers),
+        format!("the NICs' drivers are {:?}", results.nic_drivers),
     );
     must(
         report.registration.as_deref() == Some("dma-buf"),
         "accelerators' memory was not registered by dma-buf".into(),
     );
-    judge_table(&facts.table, &mut must);
+    judge_table(&results.table, &mut must);
     must(
         report.max_registered_mib.is_some_and(|mib| mib >= REGISTERED_MIB),
         format!("{:?} MiB of an accelerator were registered", report.max_registered_mib),
     );
-    let refusal = facts.refusal.as_deref().unwrap_or_default();
-    for name in &facts.refusal_names {
+    let refusal = results.refusal.as_deref().unwrap_or_default();
+    for name in &results.refusal_names {
         must(
             refusal.contains(name),
             format!("what was said to one byte too many does not name {name}: {refusal:?}"),
         );
     }
     must(!refusal.is_empty(), "one byte too many was not refused".into());
-    match &facts.revoked {
+    match &results.revoked {
         Some(revoked) => {
             must(
                 revoked.unbind_ms < REVOKE_LIMIT_MS,
@@ -396,12 +396,12 @@ pub fn judge(facts: &Facts) -> Vec<String> {
         }
         None => must(false, "nothing was revoked under load".into()),
     }
-    let cut_off = facts.cut_off.as_deref().unwrap_or_default();
+    let cut_off = results.cut_off.as_deref().unwrap_or_default();
     must(
         is_remote_access_error(cut_off),
         format!("the writer did not end with a remote access error: {cut_off:?}"),
     );
-    match facts.stale {
+    match results.stale {
         Some(stale) => {
             must(
                 stale.attempts == STALE_ATTEMPTS && stale.writes == 0,
@@ -418,13 +418,13 @@ pub fn judge(facts: &Facts) -> Vec<String> {
         None => must(false, "no writes were tried after a buffer's end".into()),
     }
     must(
-        facts.leaked_buffers == Some(0),
-        format!("leaked buffers: {:?}", facts.leaked_buffers),
+        results.leaked_buffers == Some(0),
+        format!("leaked buffers: {:?}", results.leaked_buffers),
     );
-    must(facts.ended_in_order, "the guests did not end in order".into());
+    must(results.ended_in_order, "the guests did not end in order".into());
     must(
-        facts.findings.is_empty(),
-        format!("the kernel logs have bad lines: {}", facts.findings.join(" | ")),
+        results.findings.is_empty(),
+        format!("the kernel logs have bad lines: {}", results.findings.join(" | ")),
     );
     failures
 }

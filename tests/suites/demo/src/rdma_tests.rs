@@ -97,13 +97,13 @@ fn row(name: &str, host: f64) -> Row {
     row
 }
 
-fn facts() -> Facts {
-    let stock = Stock {
+fn results() -> Results {
+    let stock = StockImage {
         packages: vec![],
         build_id: "00".into(),
         objections: vec![],
     };
-    Facts {
+    Results {
         stock: ["a", "b"].map(|node| (node.to_owned(), stock.clone())).into(),
         nic_drivers: ["a", "b"].map(|node| (node.to_owned(), "mlx5_core".to_owned())).into(),
         max_registered: Some(200 * MIB),
@@ -124,7 +124,7 @@ fn facts() -> Facts {
         }),
         leaked_buffers: Some(0),
         ended_in_order: true,
-        ..Facts::default()
+        ..Results::default()
     }
 }
 
@@ -141,9 +141,9 @@ fn a_row_is_what_was_measured() {
 
 #[test]
 fn what_is_in_order_passes() {
-    let facts = facts();
-    assert_eq!(judge(&facts), Vec::<String>::new());
-    let report = Report::new(&facts);
+    let results = results();
+    assert_eq!(check(&results), Vec::<String>::new());
+    let report = Report::new(&results);
     assert!(report.stock_kernel && report.verified);
     assert_eq!(report.nic_driver.as_deref(), Some("mlx5_core"));
     assert_eq!(report.registration.as_deref(), Some("dma-buf"));
@@ -154,13 +154,13 @@ fn what_is_in_order_passes() {
 
 #[test]
 fn nothing_found_out_is_not_in_order() {
-    let failures = judge(&Facts::default());
+    let failures = check(&Results::default());
     assert!(failures.len() >= 9, "{failures:?}");
 }
 
 #[test]
 fn each_thing_that_is_not_in_order_is_told() {
-    type Change = fn(&mut Facts);
+    type Change = fn(&mut Results);
     let change: [(&str, Change); 23] = [
         ("not stock", |f| {
             f.stock.get_mut("b").unwrap().objections.push("patched".into());
@@ -197,9 +197,9 @@ fn each_thing_that_is_not_in_order_is_told() {
         ("bad lines", |f| f.findings.push("WARNING".into())),
     ];
     for (word, change) in change {
-        let mut facts = facts();
-        change(&mut facts);
-        let failures = judge(&facts);
+        let mut results = results();
+        change(&mut results);
+        let failures = check(&results);
         assert!(
             failures.iter().any(|failure| failure.contains(word)),
             "{word}: {failures:?}"

@@ -14,7 +14,7 @@ use serde_json::Value;
 use crate::compare;
 use crate::job::{Job, Run};
 use crate::rdma;
-use crate::stock::Stock;
+use crate::stock::StockImage;
 use crate::traffic::Bytes;
 
 /// A provider, and the orchestrator's verdict about it.
@@ -63,15 +63,15 @@ pub fn candidates(explanation: &Value, names: &BTreeMap<String, String>) -> Resu
 
 /// The results of the demo so far.
 #[derive(Debug, Default)]
-pub struct Facts {
+pub struct Results {
     /// Whether the first act runs.
     pub first: bool,
     /// The results of the second act, if it runs.
-    pub rdma: Option<rdma::Facts>,
+    pub rdma: Option<rdma::Results>,
     /// Release of the running kernel.
     pub kernel_release: Option<String>,
     /// Whether it is the distribution's.
-    pub stock: Option<Stock>,
+    pub stock: Option<StockImage>,
     /// The number of providers in the topology.
     pub providers_expected: usize,
     /// The verdicts about the request that the demo shows.
@@ -110,7 +110,7 @@ pub struct Report {
     /// Whether the kernel is the distribution's own, unmodified.
     pub stock_kernel: bool,
     /// The evidence for it.
-    pub stock: Option<Stock>,
+    pub stock: Option<StockImage>,
     /// Name of the device chosen for the buffer near both drives.
     pub provider_chosen: Option<String>,
     /// All providers, with the reason for each verdict.
@@ -153,22 +153,22 @@ pub struct Report {
 
 impl Report {
     /// Checks the results, and makes the report.
-    pub fn new(facts: Facts) -> Report {
-        let failures = judge(&facts);
-        let job = facts.job.as_ref();
+    pub fn new(results: Results) -> Report {
+        let failures = check(&results);
+        let job = results.job.as_ref();
         let runs = job.map(|job| [&job.p2p, &job.staged]);
         let worst = |runs: [&Run; 2]| runs.map(|r| r.comparison.max_error).into_iter().fold(0.0, f64::max);
         Report {
             passed: failures.is_empty(),
             failures,
-            kernel_release: facts
+            kernel_release: results
                 .kernel_release
-                .or_else(|| facts.rdma.as_ref()?.kernel_release.clone()),
-            rdma: facts.rdma.as_ref().map(rdma::Report::new),
-            stock_kernel: is_stock(facts.stock.as_ref()),
-            stock: facts.stock,
-            provider_chosen: facts.candidates.iter().find(|c| c.chosen).map(|c| c.device.clone()),
-            candidates: facts.candidates,
+                .or_else(|| results.rdma.as_ref()?.kernel_release.clone()),
+            rdma: results.rdma.as_ref().map(rdma::Report::new),
+            stock_kernel: is_stock(results.stock.as_ref()),
+            stock: results.stock,
+            provider_chosen: results.candidates.iter().find(|c| c.chosen).map(|c| c.device.clone()),
+            candidates: results.candidates,
             payload_bytes: job.map(|job| job.payload_bytes),
             host_bytes_p2p: job.map(|job| job.p2p.traffic.host_bytes()),
             host_bytes_staged: job.map(|job| job.staged.traffic.host_bytes()),
@@ -180,11 +180,11 @@ impl Report {
             checksum: job.map(|job| format!("{:08x}", job.p2p.checksum)),
             max_error: runs.map(worst),
             tolerance: compare::TOLERANCE,
-            dmesg_clean: facts.ended_in_order && facts.findings.is_empty(),
-            leaked_buffers: facts.leaked_buffers,
-            boot_seconds: facts.boot_seconds,
-            total_seconds: facts.total_seconds,
-            job: facts.job,
+            dmesg_clean: results.ended_in_order && results.findings.is_empty(),
+            leaked_buffers: results.leaked_buffers,
+            boot_seconds: results.boot_seconds,
+            total_seconds: results.total_seconds,
+            job: results.job,
         }
     }
 
@@ -214,7 +214,7 @@ impl Report {
     }
 }
 
-fn is_stock(stock: Option<&Stock>) -> bool {
+fn is_stock(stock: Option<&StockImage>) -> bool {
     stock.is_some_and(|stock| stock.objections.is_empty())
 }
 
@@ -223,62 +223,63 @@ fn is_verified(job: &Job) -> bool {
 }
 
 /// Returns a message for each result that is wrong.
-fn judge(facts: &Facts) -> Vec<String> {
-    let mut failures = facts.errors.clone();
-    if !facts.first && facts.rdma.is_none() {
+fn check(results: &Results) -> Vec<String> {
+    let mut failures = results.errors.clone();
+    if !results.first && results.rdma.is_none() {
         failures.push("no act was done".into());
     }
-    if facts.first {
-        judge_first(facts, &mut failures);
+    if results.first {
+        check_first(results, &mut failures);
     }
-    if let Some(rdma) = &facts.rdma {
-        let second = rdma::judge(rdma);
+    if let Some(rdma) = &results.rdma {
+        let second = rdma::check(rdma);
         failures.extend(second.into_iter().map(|failure| format!("second act: {failure}")));
     }
     failures
 }
 
 /// Adds the messages of the first act.
-fn judge_first(facts: &Facts, failures: &mut Vec<String>) {
+fn check_first(results: &Results, failures: &mut Vec<String>) {
     let mut must = |holds: bool, else_what: String| {
         if !holds {
             failures.push(else_what);
         }
     };
-    match &facts.stock {
+    match &results.stock {
         Some(stock) => must(
             stock.objections.is_empty(),
             format!("the kernel is not stock: {}", stock.objections.join("; ")),
         ),
         None => must(false, "whether the kernel is stock is not known".into()),
     }
-    let chosen: Vec<_> = facts.candidates.iter().filter(|c| c.chosen).collect();
+    let chosen: Vec<_> = results.candidates.iter().filter(|c| c.chosen).collect();
     must(
         chosen.len() == 1 && chosen[0].class == "same-switch",
         "no provider below the drives' own switch was chosen".into(),
     );
     must(
-        facts.candidates.len() == facts.providers_expected && facts.candidates.iter().all(|c| !c.reason.is_empty()),
+        results.candidates.len() == results.providers_expected
+            && results.candidates.iter().all(|c| !c.reason.is_empty()),
         format!(
             "{} providers have a verdict with a reason, not {}",
-            facts.candidates.iter().filter(|c| !c.reason.is_empty()).count(),
-            facts.providers_expected
+            results.candidates.iter().filter(|c| !c.reason.is_empty()).count(),
+            results.providers_expected
         ),
     );
-    if let Some(job) = &facts.job {
-        judge_job(job, &facts.from, &facts.to, &mut must);
+    if let Some(job) = &results.job {
+        judge_job(job, &results.from, &results.to, &mut must);
     } else {
         must(false, "the job was not done".into());
     }
-    match facts.leaked_buffers {
+    match results.leaked_buffers {
         Some(leaked) => must(leaked == 0, format!("{leaked} buffers were leaked")),
         None => must(false, "whether buffers were leaked is not known".into()),
     }
-    must(facts.unloaded, "the module was not unloaded".into());
-    must(facts.ended_in_order, "the guest did not end in order".into());
+    must(results.unloaded, "the module was not unloaded".into());
+    must(results.ended_in_order, "the guest did not end in order".into());
     must(
-        facts.findings.is_empty(),
-        format!("the kernel log has bad lines: {}", facts.findings.join(" | ")),
+        results.findings.is_empty(),
+        format!("the kernel log has bad lines: {}", results.findings.join(" | ")),
     );
 }
 
@@ -461,10 +462,10 @@ mod tests {
         }
     }
 
-    fn facts() -> Facts {
-        Facts {
+    fn results() -> Results {
+        Results {
             kernel_release: Some("7.2".into()),
-            stock: Some(Stock {
+            stock: Some(StockImage {
                 packages: vec![],
                 build_id: "00".into(),
                 objections: vec![],
@@ -499,7 +500,7 @@ mod tests {
 
     #[test]
     fn all_in_order() {
-        let report = Report::new(facts());
+        let report = Report::new(results());
         assert_eq!(report.failures, Vec::<String>::new());
         assert!(report.passed && report.stock_kernel && report.verified && report.dmesg_clean);
         assert_eq!(report.provider_chosen.as_deref(), Some("accel0"));
@@ -512,9 +513,9 @@ mod tests {
     /// For each wrong result the report must have a message.
     #[test]
     fn nothing_wrong_goes_unnoticed() {
-        type Break = fn(&mut Facts);
-        fn job(facts: &mut Facts) -> &mut Job {
-            facts.job.as_mut().expect("the test's facts have a job")
+        type Break = fn(&mut Results);
+        fn job(results: &mut Results) -> &mut Job {
+            results.job.as_mut().expect("the test's results have a job")
         }
         let breaks: [(&str, Break); 29] = [
             ("not stock", |f| f.stock.as_mut().unwrap().objections.push("x".into())),
@@ -579,9 +580,9 @@ mod tests {
             }),
         ];
         for (what, break_it) in breaks {
-            let mut facts = facts();
-            break_it(&mut facts);
-            let report = Report::new(facts);
+            let mut results = results();
+            break_it(&mut results);
+            let report = Report::new(results);
             assert!(!report.passed, "{what}");
             assert!(report.failures.iter().any(|f| f.contains(what)), "{what}: {report:?}");
         }
@@ -589,7 +590,7 @@ mod tests {
 
     #[test]
     fn a_demo_that_got_nowhere_still_reports() {
-        let report = Report::new(Facts::default());
+        let report = Report::new(Results::default());
         assert!(!report.passed && !report.verified && !report.dmesg_clean && !report.stock_kernel);
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["leaked_buffers"], Value::Null);
@@ -618,7 +619,7 @@ mod tests {
     fn the_file_is_whole_or_not_there() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("reports/demo.json");
-        let report = Report::new(facts());
+        let report = Report::new(results());
         report.write(&path).unwrap();
         report.write(&path).unwrap();
         let mut read: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -631,15 +632,21 @@ mod tests {
 
     #[test]
     fn each_act_is_judged_where_it_was_to_be_done() {
-        let with = |first, rdma: Option<rdma::Facts>| Report::new(Facts { first, rdma, ..facts() });
-        let empty = || Some(rdma::Facts::default());
+        let with = |first, rdma: Option<rdma::Results>| {
+            Report::new(Results {
+                first,
+                rdma,
+                ..results()
+            })
+        };
+        let empty = || Some(rdma::Results::default());
         assert!(with(true, None).passed && with(true, None).rdma.is_none());
         let second = with(true, empty());
         assert!(!second.passed && second.failures.iter().all(|f| f.starts_with("second act: ")));
         assert_eq!(second.rdma.map(|rdma| rdma.stock_kernel), Some(false));
-        let only = Report::new(Facts {
+        let only = Report::new(Results {
             rdma: empty(),
-            ..Facts::default()
+            ..Results::default()
         });
         assert_eq!(only.failures, second.failures, "the first act has no failures");
     }

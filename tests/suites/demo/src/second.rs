@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem::human_size;
-use p2pmem_demo::rdma::{self, Facts, Moved, Revoked, Row, Scanned, Stale};
+use p2pmem_demo::rdma::{self, Moved, Results, Revoked, Row, Scanned, Stale};
 use p2pmem_demo::stock::{self, Image, Running};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
@@ -186,16 +186,16 @@ fn show_command(node: &str, argv: &[&str]) {
 }
 
 /// Runs the act, and removes everything that it has set up.
-pub(crate) fn act(topology: &Path, module: &Path, release: &str, inspection: &mut Inspection, facts: &mut Facts) {
+pub(crate) fn run(topology: &Path, module: &Path, release: &str, inspection: &mut Inspection, results: &mut Results) {
     let start = Instant::now();
     let done = boot(topology).and_then(|bed| {
-        facts.boot_seconds = Some(bed.cluster.boot_time().as_secs_f64());
-        on_stage(bed, module, release, inspection, facts)
+        results.boot_seconds = Some(bed.cluster.boot_time().as_secs_f64());
+        with_servers(bed, module, release, inspection, results)
     });
     if let Err(error) = done {
-        facts.errors.push(format!("{error:#}"));
+        results.errors.push(format!("{error:#}"));
     }
-    facts.seconds = start.elapsed().as_secs_f64();
+    results.seconds = start.elapsed().as_secs_f64();
 }
 
 fn boot(topology: &Path) -> Result<Bed> {
@@ -211,31 +211,37 @@ fn boot(topology: &Path) -> Result<Bed> {
     })
 }
 
-fn on_stage(mut bed: Bed, module: &Path, release: &str, inspection: &mut Inspection, facts: &mut Facts) -> Result<()> {
-    let worked = work(&mut bed, module, release, inspection, facts);
-    let ended = end(&mut bed, facts);
+fn with_servers(
+    mut bed: Bed,
+    module: &Path,
+    release: &str,
+    inspection: &mut Inspection,
+    results: &mut Results,
+) -> Result<()> {
+    let worked = work(&mut bed, module, release, inspection, results);
+    let ended = end(&mut bed, results);
     let Bed {
         cluster, mut findings, ..
     } = bed;
     match cluster.shut_down() {
         Ok(late) => {
             findings.extend(late);
-            facts.ended_in_order = true;
+            results.ended_in_order = true;
         }
-        Err(error) => facts.errors.push(format!("the guests' end: {error:#}")),
+        Err(error) => results.errors.push(format!("the guests' end: {error:#}")),
     }
-    facts.findings = findings;
-    if facts.ended_in_order && facts.findings.is_empty() {
+    results.findings = findings;
+    if results.ended_in_order && results.findings.is_empty() {
         show("the guests are off; their kernel logs have no warning");
     }
     // Both are reported, the first cause first.
     if let Err(error) = worked {
-        facts.errors.push(format!("{error:#}"));
+        results.errors.push(format!("{error:#}"));
     }
     ended.context("taking down")
 }
 
-fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection, facts: &mut Facts) -> Result<()> {
+fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection, results: &mut Results) -> Result<()> {
     for node in [CLIENT, SERVER] {
         let devices = serde_json::from_slice(&bed.quiet(node, &["cat", devices::FILE])?)?;
         bed.devices.insert(node.into(), devices);
@@ -248,7 +254,7 @@ fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection
         "Load the module, publish the accelerators, register their memory with the NICs",
     );
     for node in [CLIENT, SERVER] {
-        load(bed, node, module, release, image, facts)?;
+        load(bed, node, module, release, image, results)?;
         let driver = bed.text(
             node,
             &[
@@ -258,21 +264,21 @@ fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection
             ],
         )?;
         let driver = driver.trim().rsplit('/').next().unwrap_or_default().to_owned();
-        facts.nic_drivers.insert(node.into(), driver);
+        results.nic_drivers.insert(node.into(), driver);
         // The kernel reserve is 0: the whole BAR is for this demo, as the kernel has no other user of it.
         let (ctl, addr) = (bed.ctl.clone(), bed.addr(node, ACCEL)?);
         bed.shown(node, &[&ctl, "publish", &addr, "--kernel-reserve", "0"])?;
     }
-    let objections: Vec<_> = facts.stock.values().flat_map(|stock| &stock.objections).collect();
+    let objections: Vec<_> = results.stock.values().flat_map(|stock| &stock.objections).collect();
     show(&format!(
         "{}; the NICs' driver is {}.",
         match objections.as_slice() {
             [] => "Both kernels are stock".to_owned(),
             all => format!("The kernels are NOT stock: {all:?}"),
         },
-        facts.nic_drivers.get(CLIENT).map_or("?", String::as_str)
+        results.nic_drivers.get(CLIENT).map_or("?", String::as_str)
     ));
-    registration(bed, facts)?;
+    registration(bed, results)?;
 
     step(
         10,
@@ -280,21 +286,21 @@ fn work(bed: &mut Bed, module: &Path, release: &str, inspection: &mut Inspection
     );
     for (name, _) in rdma::ROWS {
         let row = transfer(bed, name)?;
-        facts.table.push(row);
+        results.table.push(row);
     }
-    let first = facts.table.first().map_or(0.0, |row| row.gib_per_s);
-    for row in &mut facts.table {
+    let first = results.table.first().map_or(0.0, |row| row.gib_per_s);
+    for row in &mut results.table {
         row.ratio = if first > 0.0 { row.gib_per_s / first } else { 0.0 };
     }
-    show(&table(&facts.table));
+    show(&table(&results.table));
 
     step(11, "The accelerator goes away while a NIC writes to it");
-    stale(bed, facts)?;
-    revoke(bed, facts)
+    stale(bed, results)?;
+    revoke(bed, results)
 }
 
 /// Loads the module on a node, and checks the node's kernel.
-fn load(bed: &mut Bed, node: &str, module: &Path, release: &str, image: &Image, facts: &mut Facts) -> Result<()> {
+fn load(bed: &mut Bed, node: &str, module: &Path, release: &str, image: &Image, results: &mut Results) -> Result<()> {
     let running_release = bed.cluster.node(node)?.release().to_owned();
     ensure!(
         running_release == release,
@@ -309,8 +315,8 @@ fn load(bed: &mut Bed, node: &str, module: &Path, release: &str, image: &Image, 
     bed.shown(node, &["insmod", utf8(module)?])?;
     running.taint_after = taint(bed, node)?;
     running.modules = bed.text(node, &["cat", "/proc/modules"])?;
-    facts.kernel_release = Some(running_release);
-    facts.stock.insert(node.into(), stock::judge(image, &running, MODULE));
+    results.kernel_release = Some(running_release);
+    results.stock.insert(node.into(), stock::check(image, &running, MODULE));
     Ok(())
 }
 
@@ -320,7 +326,7 @@ fn taint(bed: &mut Bed, node: &str) -> Result<u64> {
 }
 
 /// Registers 200 MiB, the whole memory, and one byte more.
-fn registration(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
+fn registration(bed: &mut Bed, results: &mut Results) -> Result<()> {
     let (ctl, perf, nic) = (bed.ctl.clone(), bed.perf.clone(), bed.nic(CLIENT)?);
     bed.shown(CLIENT, &[&ctl, "list"])?;
     let list = bed.json(CLIENT, &[&ctl, "list", "--json"])?;
@@ -347,14 +353,14 @@ fn registration(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
     bed.shown(CLIENT, &with(LARGE))?;
     let all = largest.to_string();
     bed.shown(CLIENT, &with(&all))?;
-    facts.max_registered = Some(largest);
+    results.max_registered = Some(largest);
     let bar = provider["bar"].as_u64().context("a provider without a BAR")?;
     let size = provider["size"].as_u64().context("a provider without a size")?;
-    facts.refusal_names = vec![accel, format!("BAR {bar}"), human_size(size), "p2pmemctl".into()];
+    results.refusal_names = vec![accel, format!("BAR {bar}"), human_size(size), "p2pmemctl".into()];
     // One byte more than another program has not registered.
     let more = (largest.saturating_sub(LARGE_BYTES) + 1).to_string();
     let hold = [&ctl, "alloc", LARGE, "--near", &nic, "--exec"];
-    facts.refusal = Some(bed.refused(CLIENT, &[&hold[..], &with(&more)].concat())?);
+    results.refusal = Some(bed.refused(CLIENT, &[&hold[..], &with(&more)].concat())?);
     Ok(())
 }
 
@@ -416,7 +422,7 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
 }
 
 /// Writes after a buffer's end, and searches the accelerator's memory for the written data.
-fn stale(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
+fn stale(bed: &mut Bed, results: &mut Results) -> Result<()> {
     let program = sibling("p2pmem-demo-guest")?;
     let program = utf8(&program)?;
     let (ctl, perf, addr) = (bed.ctl.clone(), bed.perf.clone(), bed.addr(SERVER, ACCEL)?);
@@ -480,12 +486,12 @@ fn stale(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         human_size(after.bytes),
         if stale.unchanged { "unchanged" } else { "CHANGED" }
     ));
-    facts.stale = Some(stale);
+    results.stale = Some(stale);
     bed.shown(SERVER, &[&ctl, "publish", &addr, "--kernel-reserve", "0"])
 }
 
 /// Unbinds the server's accelerator while perftest's client writes to it.
-fn revoke(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
+fn revoke(bed: &mut Bed, results: &mut Results) -> Result<()> {
     let shim = tool("libp2pmem_preload.so")?;
     let program = sibling("p2pmem-demo-guest")?;
     let (here, there) = (bed.nic(CLIENT)?, bed.nic(SERVER)?);
@@ -526,8 +532,11 @@ fn revoke(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         let said = [client.stdout, client.stderr].concat();
         let said = String::from_utf8_lossy(&said).into_owned();
         let words = said.lines().find(|line| rdma::is_remote_access_error(line));
-        facts.cut_off = Some(words.unwrap_or(said.trim()).trim().to_owned());
-        show(&format!("the writer: {}", facts.cut_off.as_deref().unwrap_or_default()));
+        results.cut_off = Some(words.unwrap_or(said.trim()).trim().to_owned());
+        show(&format!(
+            "the writer: {}",
+            results.cut_off.as_deref().unwrap_or_default()
+        ));
     }
     let revoked: Revoked = serde_json::from_slice(&outcome?.stdout).context("output of p2pmem-demo-guest")?;
     show(&format!(
@@ -536,12 +545,12 @@ fn revoke(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         human_size(revoked.moved_before),
         revoked.moved_after
     ));
-    facts.revoked = Some(revoked);
+    results.revoked = Some(revoked);
     Ok(())
 }
 
 /// Removes everything that the act has set up.
-fn end(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
+fn end(bed: &mut Bed, results: &mut Results) -> Result<()> {
     ensure!(bed.cluster.is_alive(), "a guest is gone");
     step(12, "Take all down");
     let ctl = bed.ctl.clone();
@@ -558,7 +567,7 @@ fn end(bed: &mut Bed, facts: &mut Facts) -> Result<()> {
         bed.shown(node, &[&ctl, "unpublish", &addr])?;
         bed.shown(node, &["rmmod", MODULE])?;
     }
-    facts.leaked_buffers = Some(leaked);
+    results.leaked_buffers = Some(leaked);
     Ok(())
 }
 

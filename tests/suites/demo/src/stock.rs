@@ -48,7 +48,7 @@ pub struct Running {
 
 /// The verdict with its evidence.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Stock {
+pub struct StockImage {
     /// Packages of the kernel.
     pub packages: Vec<String>,
     /// The running kernel's build id.
@@ -150,7 +150,7 @@ pub fn build_id(notes: &[u8]) -> Option<&[u8]> {
 }
 
 /// Compares the running kernel with the installed one. `ours` is the name of p2pmem's module.
-pub fn judge(image: &Image, running: &Running, ours: &str) -> Stock {
+pub fn check(image: &Image, running: &Running, ours: &str) -> StockImage {
     let mut objections: Vec<String> = image
         .modified
         .iter()
@@ -185,7 +185,7 @@ pub fn judge(image: &Image, running: &Running, ours: &str) -> Stock {
         tainting == [ours],
         format!("the modules from elsewhere are {tainting:?}, not {ours} alone"),
     );
-    Stock {
+    StockImage {
         packages: image.packages.clone(),
         build_id: hex,
         objections,
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn a_stock_kernel() {
-        let stock = judge(&image(), &running(), "p2pmem");
+        let stock = check(&image(), &running(), "p2pmem");
         assert_eq!(stock.objections, Vec::<String>::new());
         assert_eq!(stock.build_id, "0102030405");
     }
@@ -290,7 +290,7 @@ mod tests {
             ),
         ];
         for (why, running) in broken {
-            let stock = judge(&image(), &running, "p2pmem");
+            let stock = check(&image(), &running, "p2pmem");
             assert_eq!(stock.objections.len(), 1, "{stock:?}");
             assert!(stock.objections[0].contains(why), "{stock:?}");
         }
@@ -298,8 +298,8 @@ mod tests {
             modified: vec!["??5?????? /usr/lib/modules/x".into()],
             ..image()
         };
-        assert_eq!(judge(&modified, &running(), "p2pmem").objections.len(), 1);
-        let nothing = judge(&image(), &Running::default(), "p2pmem");
+        assert_eq!(check(&modified, &running(), "p2pmem").objections.len(), 1);
+        let nothing = check(&image(), &Running::default(), "p2pmem");
         assert_eq!(nothing.objections.len(), 3);
     }
 

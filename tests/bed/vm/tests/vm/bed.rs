@@ -58,7 +58,7 @@ pub struct Guests {
 
 /// Whether a test runs for the first time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn {
+pub enum Attempt {
     /// The first.
     First,
     /// It runs again after an overrun or a lost race, with fresh guests.
@@ -133,18 +133,18 @@ impl Log {
 
     /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests. If its
     /// program lost a race of its own, runs it up to [`RACES`] times.
-    pub fn test(&self, name: &str, run: impl Fn(Turn) -> Result<()>) -> Result<(), Failed> {
-        let mut ran = Ran::new(name, || run(Turn::First));
-        let (mut turns, mut overruns) = (1, 0);
+    pub fn test(&self, name: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<(), Failed> {
+        let mut ran = Ran::new(name, || run(Attempt::First));
+        let (mut attempts, mut overruns) = (1, 0);
         loop {
             overruns += u32::from(ran.overrun);
-            ran.again = ran.overrun && overruns == 1 || ran.lost_race && turns < RACES;
+            ran.again = ran.overrun && overruns == 1 || ran.lost_race && attempts < RACES;
             if !ran.again {
                 break;
             }
             self.add(ran);
-            ran = Ran::new(name, || run(Turn::Again));
-            turns += 1;
+            ran = Ran::new(name, || run(Attempt::Again));
+            attempts += 1;
         }
         let failed = ran.failed.clone();
         self.add(ran);
@@ -259,17 +259,17 @@ impl Bed {
         name: &str,
         topology: &str,
         kernels: Kernels<'_>,
-        run: impl Fn(Turn) -> Result<()> + Send + 'static,
+        run: impl Fn(Attempt) -> Result<()> + Send + 'static,
     ) -> Trial {
         let (name, own) = (format!("{}::{name}", self.name), self.clone());
         let (lane, place) = (self.lane(topology), self.lanes.place());
         let trial = Trial::test(name.clone(), move || {
-            let turn = own.lanes.turn(place, &lane);
+            let permit = own.lanes.wait_for(place, &lane);
             let outcome = own.log.test(&name, run);
-            let is_last = turn.is_last();
+            let is_last = permit.is_last();
             // The end of guests mostly waits until new allocations are old enough to count as leaked, so other lanes
             // may run meanwhile.
-            drop(turn);
+            drop(permit);
             if is_last {
                 while let Some(guests) = own.kept(&lane) {
                     own.log.end_of_guests(guests);
@@ -321,9 +321,9 @@ impl Bed {
     /// # Errors
     ///
     /// The guests do not boot.
-    pub fn guests(&self, topology: &str, turn: Turn) -> Result<Guests> {
+    pub fn guests(&self, topology: &str, attempt: Attempt) -> Result<Guests> {
         if let Some(guests) = self.kept(&self.lane(topology)) {
-            if turn == Turn::First && guests.cluster.is_alive() {
+            if attempt == Attempt::First && guests.cluster.is_alive() {
                 return Ok(guests);
             }
             // The next test is not responsible for errors of these guests.

@@ -18,7 +18,7 @@ use p2pmem_vm::pyverbs;
 use p2pmem_vm::vm::{Command, Outcome};
 use serde_json::{Value, json};
 
-use crate::bed::{Bed, DEBUG, LostRace, STOCK, Turn};
+use crate::bed::{Attempt, Bed, DEBUG, LostRace, STOCK};
 use crate::{describe_outcome, failure, is_late, peer, report, write_report};
 
 /// The time limit of a table's preparation.
@@ -57,9 +57,9 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 continue;
             }
             let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
-            trials.push(bed.trial(&name, &table.topology, kernels, move |turn| {
+            trials.push(bed.trial(&name, &table.topology, kernels, move |attempt| {
                 let client = &shared.clients[index];
-                let ran = run(&own, &reports, &shared, client, turn);
+                let ran = run(&own, &reports, &shared, client, attempt);
                 if let Err(e) = &ran {
                     let error = format!("{e:#}");
                     let first = error.lines().next().unwrap_or_default();
@@ -72,9 +72,11 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     }
     let (own, reports) = (bed.clone(), reports.clone());
     let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
-    trials.push(bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |turn| {
-        pyverbs(&own, &reports, turn)
-    }));
+    trials.push(
+        bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
+            pyverbs(&own, &reports, attempt)
+        }),
+    );
     Ok(trials)
 }
 
@@ -123,8 +125,8 @@ fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> 
     Ok(())
 }
 
-fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn) -> Result<()> {
-    let mut guests = bed.guests(&table.topology, turn)?;
+fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: Attempt) -> Result<()> {
+    let mut guests = bed.guests(&table.topology, attempt)?;
     let env = environment(bed)?;
     if let Some(script) = table
         .set_up
@@ -190,10 +192,10 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, turn: Turn)
 }
 
 /// Runs pyverbs' own tests, a part of them on each node, and compares each result with the expected one.
-fn pyverbs(bed: &Bed, reports: &Reports, turn: Turn) -> Result<()> {
+fn pyverbs(bed: &Bed, reports: &Reports, attempt: Attempt) -> Result<()> {
     let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
     let folder = unpack_pyverbs()?;
-    let mut guests = bed.guests(PYVERBS_TOPOLOGY, turn)?;
+    let mut guests = bed.guests(PYVERBS_TOPOLOGY, attempt)?;
     let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
     let outcomes = guests.cluster.exec_all(|node| {
         let part = nodes.iter().position(|name| name == node).unwrap_or(0);

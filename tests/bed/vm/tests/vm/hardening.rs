@@ -30,22 +30,22 @@ const CHECKED: [&str; 2] = ["splats", "leaks"];
 const LEAK: &str = "unreferenced object";
 
 /// The results so far.
-struct Known {
-    said: Value,
+struct ReportState {
+    values: Value,
     kernels: BTreeSet<&'static str>,
     splats: usize,
     leaks: usize,
 }
 
-static KNOWN: Mutex<Option<Known>> = Mutex::new(None);
+static STATE: Mutex<Option<ReportState>> = Mutex::new(None);
 
-fn known() -> MutexGuard<'static, Option<Known>> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+fn state() -> MutexGuard<'static, Option<ReportState>> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn change(how: impl FnOnce(&mut Known)) {
-    how(known().get_or_insert(Known {
-        said: json!({}),
+fn change(how: impl FnOnce(&mut ReportState)) {
+    how(state().get_or_insert(ReportState {
+        values: json!({}),
         kernels: BTreeSet::new(),
         splats: 0,
         leaks: 0,
@@ -54,8 +54,8 @@ fn change(how: impl FnOnce(&mut Known)) {
 
 /// Records that tests ran on a kernel.
 pub fn ran_on(kernel: &'static str) {
-    change(|known| {
-        known.kernels.insert(kernel);
+    change(|state| {
+        state.kernels.insert(kernel);
     });
 }
 
@@ -67,36 +67,36 @@ pub fn ran_on(kernel: &'static str) {
 pub fn collect(kernel: &str, case: &str, stdout: &[u8]) -> Result<()> {
     for line in String::from_utf8_lossy(stdout).lines() {
         if let Some(text) = line.strip_prefix(MARK) {
-            let said = serde_json::from_str(text).with_context(|| line.to_owned())?;
-            add(completed(kernel, case, said));
+            let values = serde_json::from_str(text).with_context(|| line.to_owned())?;
+            add(completed(kernel, case, values));
         }
     }
     Ok(())
 }
 
 /// Completes a case's part with the test and kernel of its rounds, and with whether an aim was met.
-fn completed(kernel: &str, case: &str, mut said: Value) -> Value {
-    if let Some(rounds) = said[ROUNDS].as_u64() {
-        said[ROUNDS] = json!({ case: { kernel: rounds } });
+fn completed(kernel: &str, case: &str, mut values: Value) -> Value {
+    if let Some(rounds) = values[ROUNDS].as_u64() {
+        values[ROUNDS] = json!({ case: { kernel: rounds } });
     }
-    let revoke = &said[REVOKE];
+    let revoke = &values[REVOKE];
     if let (Some(max), Some(aim)) = (revoke["max"].as_f64(), revoke["aim"].as_f64()) {
-        said[REVOKE]["met"] = json!(max < aim);
+        values[REVOKE]["met"] = json!(max < aim);
     }
-    said
+    values
 }
 
 /// Adds an object to the report.
 pub fn add(value: Value) {
-    change(|known| merge(&mut known.said, value));
+    change(|state| merge(&mut state.values, value));
 }
 
 /// Counts the findings of a kernel.
 pub fn count(findings: &[String]) {
     let leaks = findings.iter().filter(|line| line.contains(LEAK)).count();
-    change(|known| {
-        known.leaks += leaks;
-        known.splats += findings.len() - leaks;
+    change(|state| {
+        state.leaks += leaks;
+        state.splats += findings.len() - leaks;
     });
 }
 
@@ -106,7 +106,7 @@ fn merge(into: &mut Value, from: Value) {
         (Value::Object(into), Value::Object(from)) => {
             for (name, value) in from {
                 match into.get_mut(&name) {
-                    Some(known) => merge(known, value),
+                    Some(state) => merge(state, value),
                     None => {
                         into.insert(name, value);
                     }
@@ -126,24 +126,24 @@ fn merge(into: &mut Value, from: Value) {
 ///
 /// The report cannot be written.
 pub fn write() -> Result<()> {
-    let Some(known) = known().take().filter(|known| known.said != json!({})) else {
+    let Some(state) = state().take().filter(|state| state.values != json!({})) else {
         return Ok(());
     };
     let of = ORIGIN
         .get()
         .map_or(&[] as &[_], |Origin { kernels, .. }| kernels.as_slice());
     let name = if of == [DEBUG] { DEBUG_ALONE } else { REPORT };
-    write_report(name, report(known))
+    write_report(name, report(state))
 }
 
 /// Returns the report, without its origin.
-fn report(known: Known) -> Value {
-    let Known {
-        said: mut report,
+fn report(state: ReportState) -> Value {
+    let ReportState {
+        values: mut report,
         kernels,
         splats,
         leaks,
-    } = known;
+    } = state;
     let mut skipped: Vec<&str> = PARTS
         .iter()
         .copied()

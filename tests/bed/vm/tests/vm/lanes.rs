@@ -100,7 +100,7 @@ impl Lanes {
     pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Trial {
         let (lanes, place, log) = (self.clone(), self.place(), log.clone());
         Trial::test(name, move || {
-            let _turn = lanes.turn(place, &(name, String::new()));
+            let _permit = lanes.wait_for(place, &(name, String::new()));
             log.test(name, |_| run())
         })
     }
@@ -110,7 +110,7 @@ impl Lanes {
     }
 
     /// Waits until the test at a position in the order of all tests may run.
-    pub fn turn(&self, place: usize, lane: &Lane) -> Turn {
+    pub fn wait_for(&self, place: usize, lane: &Lane) -> Permit {
         let mut state = self.state();
         state.waiting.insert(place, lane.clone());
         state.call(self.0.at_once, None);
@@ -118,7 +118,7 @@ impl Lanes {
         while !state.called.remove(&place) {
             state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        Turn {
+        Permit {
             lanes: self.clone(),
             lane: lane.clone(),
         }
@@ -126,19 +126,19 @@ impl Lanes {
 }
 
 /// The permission of a test to run, until it is dropped.
-pub struct Turn {
+pub struct Permit {
     lanes: Lanes,
     lane: Lane,
 }
 
-impl Turn {
+impl Permit {
     /// Returns whether no other test of the lane waits.
     pub fn is_last(&self) -> bool {
         !self.lanes.state().waiting.values().any(|lane| *lane == self.lane)
     }
 }
 
-impl Drop for Turn {
+impl Drop for Permit {
     fn drop(&mut self) {
         let mut state = self.lanes.state();
         state.end(&self.lane);

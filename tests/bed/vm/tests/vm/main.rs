@@ -25,7 +25,7 @@ use p2pmem_vm::stamp::stamp;
 use p2pmem_vm::vm::{Command, Outcome, Status, Vm, sibling};
 use serde_json::{Value, json};
 
-use bed::{Bed, Log, Turn};
+use bed::{Attempt, Bed, Log};
 use lanes::Lanes;
 
 mod admin;
@@ -143,8 +143,8 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     for (tests, kernels) in TESTS {
         for test in *tests {
             let own = bed.clone();
-            trials.push(bed.trial(test.name, test.topology, *kernels, move |turn| {
-                with_guests(&own, test, turn)
+            trials.push(bed.trial(test.name, test.topology, *kernels, move |attempt| {
+                with_guests(&own, test, attempt)
             }));
         }
     }
@@ -152,8 +152,8 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
     of_module.sort_by_key(|case| (case.topology, case.ruins));
     for case in of_module {
         let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
-        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move |turn| {
-            run_case(&own, &said, case, turn)
+        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move |attempt| {
+            run_case(&own, &said, case, attempt)
         }));
     }
     trials
@@ -248,9 +248,9 @@ fn failed(e: anyhow::Error) -> Failed {
     Failed::from(format!("{e:#}"))
 }
 
-fn with_guests(bed: &Bed, test: &Test, turn: Turn) -> Result<()> {
-    let turn = if test.alone { Turn::Again } else { turn };
-    let mut guests = bed.guests(test.topology, turn)?;
+fn with_guests(bed: &Bed, test: &Test, attempt: Attempt) -> Result<()> {
+    let attempt = if test.alone { Attempt::Again } else { attempt };
+    let mut guests = bed.guests(test.topology, attempt)?;
     (test.run)(&mut guests.cluster)?;
     if test.alone {
         return bed.drop_guests(guests);
@@ -275,9 +275,9 @@ fn case_command(name: &str, module: &str) -> Result<Command> {
     Ok(command.env(TIMES, times.to_string()).env("P2PMEM_MODULE", module))
 }
 
-fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, turn: Turn) -> Result<()> {
+fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, attempt: Attempt) -> Result<()> {
     let module = bed.module()?;
-    let mut guests = bed.guests(case.topology, turn)?;
+    let mut guests = bed.guests(case.topology, attempt)?;
     let vm = guests.cluster.only()?;
     let outcome = run(vm, &case_command(case.name, &module)?)?;
     let result = if !outcome.is_clean() {

@@ -15,7 +15,7 @@ use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, Status, Vm, sibling, topologies};
 
-use crate::bed::{Log, LostRace, RACES, Turn};
+use crate::bed::{Attempt, Log, LostRace, RACES};
 use crate::lanes::Alone;
 use crate::{Test, clean, describe, run, sh};
 
@@ -120,32 +120,32 @@ fn run_again() -> Result<()> {
     let late = || Err(Overrun("late".into()).into());
     let lost = || Err(LostRace("lost".into()).into());
     let tried = |outcome: &dyn Fn(u32) -> Result<()>| {
-        let turns = Cell::new(0);
-        let ended = Log::default().test("x", |turn| {
-            turns.set(turns.get() + 1);
+        let attempts = Cell::new(0);
+        let ended = Log::default().test("x", |attempt| {
+            attempts.set(attempts.get() + 1);
             ensure!(
-                (turn == Turn::First) == (turns.get() == 1),
-                "{turn:?} at {}",
-                turns.get()
+                (attempt == Attempt::First) == (attempts.get() == 1),
+                "{attempt:?} at {}",
+                attempts.get()
             );
-            outcome(turns.get())
+            outcome(attempts.get())
         });
-        (turns.get(), ended.is_ok())
+        (attempts.get(), ended.is_ok())
     };
     ensure!(tried(&|_| Ok(())) == (1, true), "success");
     ensure!(tried(&|_| bail!("wrong")) == (1, false), "failure");
     ensure!(
-        tried(&|turn| if turn == 1 { late() } else { Ok(()) }) == (2, true),
+        tried(&|attempt| if attempt == 1 { late() } else { Ok(()) }) == (2, true),
         "one overrun"
     );
     ensure!(tried(&|_| late()) == (2, false), "overruns");
     ensure!(
-        tried(&|turn| if turn < RACES { lost() } else { Ok(()) }) == (RACES, true),
+        tried(&|attempt| if attempt < RACES { lost() } else { Ok(()) }) == (RACES, true),
         "races"
     );
     ensure!(tried(&|_| lost()) == (RACES, false), "too many races");
     ensure!(
-        tried(&|turn| if turn == 1 { lost() } else { late() }) == (3, false),
+        tried(&|attempt| if attempt == 1 { lost() } else { late() }) == (3, false),
         "a race, then overruns"
     );
     Ok(())
