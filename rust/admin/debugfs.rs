@@ -136,7 +136,7 @@ fn stats(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::R
     // Cannot fail: only an unknown provider is refused.
     let _ = orchestrator.stats(0, &mut sum);
     f.write_fmt(fmt!(
-        "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\nparked {}\nrevoked {}\n\
+        "allocs {}\nfrees {}\nfailed {}\nalloc_bytes {}\nfree_bytes {}\nmaps {}\nscrubbed_bytes {}\npinned {}\nrevoked {}\n\
          exports {}\nattaches {}\nattach_failed {}\n",
         sum.allocs,
         sum.frees,

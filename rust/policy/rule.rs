@@ -230,7 +230,7 @@ impl RuleError {
         match self {
             Self::Empty => "the rule says nothing: set action, max_class, quota, group_quota or reserve",
             Self::DenyAndMore => "the rule contradicts itself: what it denies has no max_class, quota or reserve",
-            Self::CountsClient => "a quota and a reserve count memory, whoever does DMA: the rule cannot name a client",
+            Self::CountsClient => "a quota and a reserve count memory of all devices: the rule cannot name a client",
             Self::NoGroup => {
                 "a group_quota is what several users hold together: name their group by gid, or them by uid"
             }

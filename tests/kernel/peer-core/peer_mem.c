@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB
 /*
- * Peer memory: umems of memory that get_user_pages() refuses, by clients that other modules register.
+ * Peer memory: umems of memory that get_user_pages() refuses, from clients that other modules register.
  *
- * The test bed's own implementation of the published interface. It is strict where others are lenient: what a client
- * returns is checked (errors are told in the kernel log, and the registration fails), and every call is counted and
- * logged, in order, for tests to read: /sys/kernel/debug/ib_peer_mem/{clients,umems,log}.
+ * The test bed's own implementation of the published interface. It is stricter than others: it checks what a client
+ * returns (it writes errors to the kernel log, and the registration fails), and it counts and logs every call, in order,
+ * for tests: /sys/kernel/debug/ib_peer_mem/{clients,umems,log}.
  *
- * Locks: clients_lock (a mutex) is held for the list of clients and around acquire(). Each umem has a mutex of its own,
- * held around get_pages(), dma_map(), dma_unmap() and put_pages(), while the driver makes its MR and while it revokes
- * it. So a client that holds a lock of its own while it invalidates must not take that lock in any of these four: as
- * with the vendors' cores, that is a deadlock, which lockdep tells of.
+ * Locks: clients_lock (a mutex) is held for the list of clients and around acquire(). Each umem has a mutex, held around
+ * get_pages(), dma_map(), dma_unmap() and put_pages(), and while the driver makes or revokes its MR. A client that holds
+ * a lock of its own while it invalidates must not take that lock in any of these four calls: as with the vendors' cores,
+ * that is a deadlock, and lockdep reports it.
  */
 
 #define pr_fmt(fmt) "ib_peer_mem: " fmt
@@ -59,10 +59,10 @@ struct client {
 	bool extended;
 	bool invalidates;
 	u32 flags;
-	/* One of the registration itself, and one of each umem. */
+	/* One reference of the registration, and one of each umem. */
 	struct kref ref;
 	struct completion unused;
-	/* Under log_lock. */
+	/* Protected by log_lock. */
 	u64 calls[CALLS];
 	u64 errors[CALLS];
 };
@@ -81,16 +81,16 @@ struct ib_umem_peer {
 	struct kref ref;
 	struct client *client;
 	void *context;
-	/* The number by which the client invalidates; in the log always. */
+	/* The core context that the client passes to invalidate; also the umem's number in the log. */
 	u64 id;
 	pid_t pid;
 	char device[IB_DEVICE_NAME_MAX];
 
 	struct mutex lock;
-	/* Whether the one who makes or ends the MR holds the lock; only that one reads or writes it. */
+	/* Whether the caller that makes or ends the MR holds the lock. Only that caller reads or writes the field. */
 	bool held;
 	enum state state;
-	/* As dma_map() left it. */
+	/* As dma_map() filled it in; trim() may cut it. */
 	struct sg_table sgt;
 	int nmap;
 	struct scatterlist *first, *last;
@@ -102,7 +102,7 @@ struct ib_umem_peer {
 static DEFINE_MUTEX(clients_lock);
 static LIST_HEAD(clients);
 
-/* Umems by number; whoever is found is alive while the array's lock is held. */
+/* Umems by number. A umem in the array is alive while the array's lock is held. */
 static DEFINE_XARRAY_ALLOC1(umems);
 static atomic64_t next_id = ATOMIC64_INIT(0);
 
@@ -121,7 +121,7 @@ struct entry {
 #define LOG_ENTRIES 4096
 static DEFINE_SPINLOCK(log_lock);
 static struct entry *log_entries;
-/* How many there ever were, and how many of them to show no more. */
+/* The number of lines ever logged, and the number of those that were cleared. */
 static u64 log_count, log_cleared;
 static struct dentry *debugfs;
 
@@ -208,7 +208,7 @@ void ib_unregister_peer_memory_client(void *handle)
 }
 EXPORT_SYMBOL(ib_unregister_peer_memory_client);
 
-/* Asks the clients, in the order in which they came. Returns whether one said yes; it is the umem's then. */
+/* Calls acquire() of the clients in the order of their registration. Returns whether one accepted the umem. */
 static bool acquire(struct ib_umem_peer *peer)
 {
 	struct client *client;
@@ -229,9 +229,9 @@ static bool acquire(struct ib_umem_peer *peer)
 	return false;
 }
 
-/* --- the list of entries that a client made ----------------------------------------------------------------------- */
+/* --- the client's list of entries --------------------------------------------------------------------------------- */
 
-/* Whether the entries are what the interface asks for: whole pages, and together the range in pages of that size. */
+/* Returns whether the entries are whole pages, and together cover the range in pages of that size. */
 static int check_entries(struct ib_umem_peer *peer, unsigned long page_size)
 {
 	const char *name = peer->client->name;
@@ -271,7 +271,7 @@ static int check_entries(struct ib_umem_peer *peer, unsigned long page_size)
 	return 0;
 }
 
-/* Cuts entries of larger pages down to the range's own pages; untrim() gives them back as they were. */
+/* Cuts entries of larger pages to the range's own pages. untrim() restores them. */
 static void trim(struct ib_umem_peer *peer, unsigned long page_size)
 {
 	unsigned long addr = peer->umem.address, end = addr + peer->umem.length;
@@ -378,10 +378,10 @@ static void let_go(struct ib_umem_peer *peer)
 }
 
 /*
- * ib_peer_umem_get - Asks the clients for memory that get_user_pages() refused with @error.
+ * ib_peer_umem_get - Looks for a client of memory that get_user_pages() refused with @error.
  *
- * @umem is filled in except for its pages, which are accounted for. Returns a umem that takes its place, with its lock
- * held, or an error: @error itself if the memory is no client's.
+ * @umem is filled in except for its pages, which are accounted for. Returns a umem that replaces @umem, with its lock
+ * held, or an error: @error itself if no client accepts the memory.
  */
 struct ib_umem *ib_peer_umem_get(const struct ib_umem *umem, int error)
 {
@@ -405,7 +405,7 @@ struct ib_umem *ib_peer_umem_get(const struct ib_umem *umem, int error)
 		let_go(peer);
 		return ERR_PTR(error);
 	}
-	/* It can be found, and invalidated, as soon as get_pages() has been called; and waits for the lock then. */
+	/* From get_pages() on, the client may invalidate the umem. The callback then waits for the lock. */
 	mutex_lock(&peer->lock);
 	ret = xa_insert(&umems, peer->id, peer, GFP_KERNEL);
 	if (!ret) {
@@ -432,8 +432,8 @@ static struct ib_umem_peer *to_peer(struct ib_umem *umem)
  * ib_umem_peer_lock - Keeps a peer umem from being invalidated
  * @umem: the umem
  *
- * For whoever makes or ends the MR, who may have the lock already: ib_umem_get_peer() returns with it, and
- * ib_umem_release() gives it back.
+ * For the caller that makes or ends the MR, which may hold the lock already: ib_umem_get_peer() returns with the lock
+ * held, and ib_umem_release() releases it.
  */
 void ib_umem_peer_lock(struct ib_umem *umem)
 {
@@ -447,7 +447,7 @@ void ib_umem_peer_lock(struct ib_umem *umem)
 EXPORT_SYMBOL(ib_umem_peer_lock);
 
 /**
- * ib_umem_peer_unlock - Ends what ib_umem_get_peer() or ib_umem_peer_lock() began
+ * ib_umem_peer_unlock - Releases the lock of ib_umem_get_peer() or ib_umem_peer_lock()
  * @umem: the umem
  */
 void ib_umem_peer_unlock(struct ib_umem *umem)
@@ -460,9 +460,9 @@ void ib_umem_peer_unlock(struct ib_umem *umem)
 EXPORT_SYMBOL(ib_umem_peer_unlock);
 
 /**
- * ib_umem_peer_set_revoke - Says how to stop all access to a peer umem, and that it is in use from now on
+ * ib_umem_peer_set_revoke - Sets the function that stops all access to a peer umem, and marks the umem as in use
  * @umem: the umem, locked; it is unlocked
- * @revoke: called at most once, and not after the umem's release; must end all access, for good, before it returns
+ * @revoke: called at most once, and not after the umem's release; must end all access permanently before it returns
  * @priv: argument of @revoke
  */
 void ib_umem_peer_set_revoke(struct ib_umem *umem, int (*revoke)(void *priv), void *priv)
@@ -477,7 +477,7 @@ void ib_umem_peer_set_revoke(struct ib_umem *umem, int (*revoke)(void *priv), vo
 EXPORT_SYMBOL(ib_umem_peer_set_revoke);
 
 /**
- * ib_umem_peer_revoked - Whether a peer umem was invalidated
+ * ib_umem_peer_revoked - Returns whether a peer umem was invalidated
  * @umem: the umem, locked
  */
 bool ib_umem_peer_revoked(struct ib_umem *umem)
@@ -501,7 +501,7 @@ void ib_peer_umem_release(struct ib_umem *umem)
 	let_go(peer);
 }
 
-/* The callback of clients. */
+/* The callback that clients call to invalidate a umem. */
 static int invalidate(void *handle, u64 core_context)
 {
 	struct client *client = handle;
@@ -510,7 +510,7 @@ static int invalidate(void *handle, u64 core_context)
 
 	xa_lock(&umems);
 	peer = xa_load(&umems, core_context);
-	/* It may be released at the same time: its memory must stay until this is through. */
+	/* The umem may be released at the same time; the reference keeps its memory until this function returns. */
 	if (peer && !kref_get_unless_zero(&peer->ref))
 		peer = NULL;
 	xa_unlock(&umems);
@@ -530,7 +530,7 @@ static int invalidate(void *handle, u64 core_context)
 				pr_err("%s could not revoke a registration: %d\n", peer->device, ret);
 			peer->revoke = NULL;
 		}
-		/* With the flag the client's table is the client's again from here on. */
+		/* With the flag, only the client uses its table from here on. */
 		if (client->flags & PEER_MEM_INVALIDATE_UNMAPS)
 			untrim(peer);
 		else
@@ -544,7 +544,7 @@ static int invalidate(void *handle, u64 core_context)
 	return 0;
 }
 
-/* --- what tests read ---------------------------------------------------------------------------------------------- */
+/* --- debugfs files for tests -------------------------------------------------------------------------------------- */
 
 static int clients_show(struct seq_file *file, void *unused)
 {
@@ -628,7 +628,7 @@ static int log_open(struct inode *inode, struct file *file)
 	return seq_open_private(file, &log_operations, sizeof(u64));
 }
 
-/* Whatever is written clears the log. */
+/* Any write clears the log. */
 static ssize_t log_write(struct file *file, const char __user *from, size_t size, loff_t *pos)
 {
 	guard(spinlock)(&log_lock);
@@ -647,7 +647,7 @@ static const struct file_operations log_fops = {
 
 void ib_peer_mem_init(void)
 {
-	/* Without it there is no log, and everything else works. */
+	/* If this fails there is no log; everything else works. */
 	log_entries = kvcalloc(LOG_ENTRIES, sizeof(*log_entries), GFP_KERNEL);
 	debugfs = debugfs_create_dir("ib_peer_mem", NULL);
 	debugfs_create_file("clients", 0400, debugfs, NULL, &clients_fops);

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: GPL-2.0 OR Linux-OpenIB */
 /*
- * The peer-memory interface: how a module that owns memory which get_user_pages() refuses takes part in ibv_reg_mr().
+ * The peer-memory interface: how a module takes part in ibv_reg_mr() with memory that get_user_pages() refuses.
  *
- * Stock kernels do not have it; vendors' RDMA stacks do. This is the test bed's own declaration of the published layout,
- * on which binary modules of clients rely: the assertions below are part of it.
+ * Stock kernels do not have the interface; vendors' RDMA stacks do. This is the test bed's own declaration of the
+ * published layout, on which binary modules of clients rely: the assertions below are part of it.
  *
- * For each registration whose pages get_user_pages() refuses the core asks every client's acquire() in the order in
- * which they registered, and then calls the one that answers 1: get_pages(), dma_map(), get_page_size(), and at the end
+ * For each registration whose pages get_user_pages() refuses, the core calls every client's acquire() in the order of
+ * their registration, and then calls the client that returned 1: get_pages(), dma_map(), get_page_size(), and at the end
  * dma_unmap(), put_pages(), release().
  */
 #ifndef RDMA_PEER_MEM_H
@@ -24,18 +24,18 @@ struct device;
 
 struct peer_memory_client {
 	char name[IB_PEER_MEMORY_NAME_MAX];
-	/* A last byte that is not 0 says that this is the begin of a struct peer_memory_client_ex. */
+	/* If the last byte is not 0, this is the first member of a struct peer_memory_client_ex. */
 	char version[IB_PEER_MEMORY_VER_MAX];
 
-	/* 1: mine; 0: not mine; negative: not mine either. Called with the core's mutex of all clients held. */
+	/* Returns 1 to accept the memory; 0 or a negative number refuses. Called with the core's mutex of all clients held. */
 	int (*acquire)(unsigned long addr, size_t size, void *peer_mem_private_data, char *peer_mem_name,
 		       void **client_context);
-	/* Keeps the pages where they are. From here on the client may invalidate @core_context. */
+	/* Keeps the pages at their addresses. From here on the client may invalidate @core_context. */
 	int (*get_pages)(unsigned long addr, size_t size, int write, int force, struct sg_table *sg_head,
 			 void *client_context, u64 core_context);
 	/*
-	 * Allocates and fills @sg_head with the DMA addresses of the range, rounded to whole pages of get_page_size(), for
-	 * that device; or with struct pages where @dma_device is NULL, for devices that copy by the processor.
+	 * Allocates @sg_head and fills it with the DMA addresses of the range, rounded to whole pages of get_page_size(), for
+	 * that device; or with struct pages if @dma_device is NULL, for devices that copy by the processor.
 	 */
 	int (*dma_map)(struct sg_table *sg_head, void *client_context, struct device *dma_device, int dmasync, int *nmap);
 	int (*dma_unmap)(struct sg_table *sg_head, void *client_context, struct device *dma_device);
@@ -46,8 +46,8 @@ struct peer_memory_client {
 
 enum {
 	/*
-	 * The client unmaps what it invalidates by itself, after the callback: without this flag the callback calls
-	 * dma_unmap() and put_pages() before it returns.
+	 * The client unmaps after the callback what it invalidates. Without this flag the callback calls dma_unmap() and
+	 * put_pages() before it returns.
 	 */
 	PEER_MEM_INVALIDATE_UNMAPS = 1 << 0,
 };
@@ -72,18 +72,18 @@ static_assert(offsetof(struct peer_memory_client_ex, ex_size) == 136);
 static_assert(offsetof(struct peer_memory_client_ex, flags) == 144);
 
 /*
- * What the client calls when the memory of a registration goes away. When it returns, no device does DMA to it any more.
- * It sleeps. Always 0: a registration that has ended meanwhile is no error.
+ * The client calls this before the memory of a registration goes away. When it returns, no device does DMA to the memory.
+ * May sleep. Always returns 0: a registration that has ended meanwhile is no error.
  */
 typedef int (*invalidate_peer_memory)(void *reg_handle, u64 core_context);
 
 /*
- * @invalidate_callback: where to put the callback, or NULL for a client that never invalidates.
+ * @invalidate_callback: receives the callback, or NULL for a client that never invalidates.
  * Returns a handle, or NULL on error.
  */
 void *ib_register_peer_memory_client(const struct peer_memory_client *peer_client,
 				     invalidate_peer_memory *invalidate_callback);
-/* Waits until the last registration with this client's memory has ended. */
+/* Waits until the last registration of this client's memory has ended. */
 void ib_unregister_peer_memory_client(void *reg_handle);
 
 #endif
