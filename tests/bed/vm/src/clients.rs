@@ -337,13 +337,13 @@ impl Client {
         Report {
             got: format!("not run: {error}"),
             ok: Some(false),
-            ..self.judge(None, None, &Value::Null)
+            ..self.report(None, None, &Value::Null)
         }
     }
 
     /// Compares the outcomes with the expected result. `counted` has the counts of all devices during the run: see
     /// [`crate::cluster::Cluster::snapshot`].
-    pub fn judge(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
+    pub fn report(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
         let mut wrong = Vec::new();
         let mut evidence = Vec::new();
         let mut got = client.map_or_else(|| "the server did not listen".to_owned(), end);
@@ -640,12 +640,12 @@ mod tests {
     }
 
     #[test]
-    fn what_came_of_it_is_judged() {
+    fn reports_follow_the_outcome() {
         let table = Table::parse("t", TABLE).unwrap();
         let counted =
             |bytes: u64| json!({"b": {"nic0": {"counters": {"payload": {"host_written": bytes, "host_read": 1}}}}});
         let bw = &table.clients[0];
-        let good = bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
+        let good = bw.report(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
         assert!(
             good.ok == Some(true) && good.expected == "pass" && good.got == "pass",
             "{good:?}"
@@ -657,7 +657,7 @@ mod tests {
             (outcome(0, ""), outcome(0, "y"), 1),
             (outcome(0, ""), outcome(0, "x"), 1 << 16),
         ] {
-            let bad = bw.judge(Some(&server), Some(&client), &counted(bytes));
+            let bad = bw.report(Some(&server), Some(&client), &counted(bytes));
             assert!(bad.ok == Some(false) && bad.got != "pass", "{bad:?}");
         }
         let failed = Some(false);
@@ -674,25 +674,25 @@ mod tests {
             assert!(error.contains("8 bytes moved from or to unknown addresses"), "{error}");
         }
         assert_eq!(
-            bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok,
+            bw.report(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok,
             failed
         );
-        assert_eq!(bw.judge(Some(&outcome(0, "")), None, &counted(1)).ok, failed);
+        assert_eq!(bw.report(Some(&outcome(0, "")), None, &counted(1)).ok, failed);
         let mut said = outcome(0, "x");
         said.findings.push("BUG".into());
-        assert_eq!(bw.judge(Some(&outcome(0, "")), Some(&said), &counted(1)).ok, failed);
+        assert_eq!(bw.report(Some(&outcome(0, "")), Some(&said), &counted(1)).ok, failed);
 
         let rping = &table.clients[4];
-        let failed = rping.judge(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
+        let failed = rping.report(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
         assert!(
             failed.ok == Some(true) && failed.expected == "exit 3: it cannot" && failed.got == "exit 3",
             "{failed:?}"
         );
-        assert_eq!(rping.judge(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
+        assert_eq!(rping.report(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
         let lost = rping.not_run("the guests did not boot");
         assert!(lost.ok == Some(false) && lost.got == "not run: the guests did not boot");
 
-        let other = table.clients[5].judge(None, None, &json!({}));
+        let other = table.clients[5].report(None, None, &json!({}));
         assert!(other.ok.is_none() && other.got == "skipped" && other.expected == "skip: no such hardware");
     }
 

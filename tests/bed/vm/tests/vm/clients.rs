@@ -51,7 +51,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
             let client = &table.clients[index];
             if let Expected::Skip { reason } = &client.expected {
                 // It shows as ignored, and is in the report if other clients of the kernel are.
-                add(bed, reports, &table.name, client.judge(None, None, &Value::Null))?;
+                add(bed, reports, &table.name, client.report(None, None, &Value::Null))?;
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
                 continue;
@@ -159,7 +159,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: At
     } else {
         Value::Null
     };
-    let report = client.judge(server.as_ref(), outcome.as_ref(), &counted);
+    let report = client.report(server.as_ref(), outcome.as_ref(), &counted);
     add(bed, reports, &table.name, report.clone())?;
     // Guests can be used after a client that failed if their kernels have no findings and no time limit was exceeded.
     let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
