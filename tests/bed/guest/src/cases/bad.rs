@@ -29,7 +29,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "bad-handles",
-        about: "calls with handles that do not exist, belong to other files, or are freed fail with ENOENT",
+        about: "calls fail for handles that do not exist, belong to other files, or are freed",
         topology: "small",
         ruins: false,
         run: handles,

@@ -81,7 +81,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "dmabuf-two-ends",
-        about: "a provider is unbound and disabled at the same time",
+        about: "unbinding a provider while configfs disables it removes the provider and its buffers",
         topology: "small",
         ruins: false,
         run: two_ends,

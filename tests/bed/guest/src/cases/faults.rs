@@ -55,7 +55,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "allocation-failures-peer",
-        about: "if any one allocation of a registration fails, the registration succeeds or fails, and leaks nothing",
+        about: "if any one allocation of ibv_reg_mr() fails, the call succeeds or fails with ENOMEM, and leaks nothing",
         topology: "nic",
         ruins: false,
         run: registration,

@@ -22,7 +22,7 @@ use crate::patience::is_long;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "allocation-failures-load",
-    about: "if an allocation fails while the module loads, the module is loaded, or nothing of it is left, despite users",
+    about: "if an allocation fails while the module loads and programs use it, loading succeeds or nothing remains",
     topology: "demo",
     ruins: false,
     run: loading,

@@ -28,7 +28,7 @@ use crate::sys::{self, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "hostile-buffers",
-        about: "33,000 buffers (a fourth on the debug kernel) neither prevent changes of rules nor block allocations by others",
+        about: "33,000 buffers (a fourth on the debug kernel) do not prevent changes of rules, nor long delay others",
         topology: "nic",
         ruins: false,
         run: many_buffers,
