@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the module that run in a guest: what each is, and what every one of them starts from and leaves behind.
+//! Tests of the module that run in a guest: the list of tests, the state before and after each test, and common
+//! helpers.
 //!
-//! A case runs in a process of its own (`p2pmem-guest-tests run NAME`). Before it, the module is loaded and `accel0`
-//! published; after it, as many bytes are free and as many buffers live as before, or the case has failed.
+//! A case runs in its own process (`p2pmem-guest-tests run NAME`). Before the case, the module is loaded and `accel0`
+//! is published. After the case, `accel0` must have as many free bytes and live buffers as before; otherwise the case
+//! fails.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -62,25 +64,25 @@ mod unplug;
 
 /// The device node.
 pub const NODE: &str = "/dev/p2pmem";
-/// Where providers are made.
+/// The configfs folder in which providers are created.
 pub const PROVIDERS: &str = "/sys/kernel/config/p2pmem/providers";
-/// How long freed memory may take to be cleared and counted as free.
+/// Limit for freed memory to be cleared and counted as free.
 const SETTLE: Duration = Duration::from_secs(20);
 
 /// One test.
 pub struct Case {
-    /// Its name.
+    /// The name, for `run NAME`.
     pub name: &'static str,
-    /// What it shows, one line.
+    /// What the test checks, in one line.
     pub about: &'static str,
-    /// The topology it needs.
+    /// The topology that the test needs.
     pub topology: &'static str,
-    /// Whether the guest is of no use to others afterwards.
+    /// Whether no other test can use the guest afterwards.
     pub ruins: bool,
     run: fn(&mut Bed) -> Result<()>,
 }
 
-/// All tests.
+/// Returns all tests.
 pub fn all() -> impl Iterator<Item = &'static Case> {
     good::CASES
         .iter()
@@ -122,44 +124,46 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(faults_load::CASES)
 }
 
-/// On which kernels a test runs.
+/// The kernels on which a test runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernels<'a> {
-    /// On the stock kernel and on the debug kernel.
+    /// The stock kernel and the debug kernel.
     Both,
-    /// On the stock kernel alone, and why.
+    /// Only the stock kernel; the text is the reason.
     Stock(&'a str),
-    /// On the debug kernel alone, and why.
+    /// Only the debug kernel; the text is the reason.
     Debug(&'a str),
 }
 
 const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no soft-dirty bits (MEM_SOFT_DIRTY)");
 
-/// Those that do not run on both.
+/// Tests that run on one kernel only, apart from those that [`kernels`] selects by their list.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
     (
         "rdma-software",
-        Kernels::Stock("an RDMA core with the peer-memory interface gives software NICs buffers too: peer-software"),
+        Kernels::Stock(
+            "an RDMA core with the peer-memory interface also registers buffers with software NICs (case peer-software)",
+        ),
     ),
     ("soft-dirty", NO_SOFT_DIRTY),
     ("pageless-soft-dirty", NO_SOFT_DIRTY),
     (
         "dmabuf-leak",
         Kernels::Stock(
-            "it counts what is lost in thousands of turns; the debug kernel sees what is lost in a single one",
+            "the test counts memory lost in thousands of iterations; the debug kernel detects a leak in one iteration",
         ),
     ),
 ];
 
-/// On which kernels a test runs.
+/// Returns the kernels on which a test runs.
 pub fn kernels(case: &Case) -> Kernels<'static> {
     let one_of = |cases: &[&[Case]]| cases.iter().copied().flatten().any(|other| other.name == case.name);
     if one_of(&[peer::CASES, peer_bad::CASES, peer_end::CASES, peer_iommu::CASES]) {
-        return Kernels::Debug("the stock kernel's RDMA core lacks the peer-memory interface");
+        return Kernels::Debug("the stock kernel's RDMA core has no peer-memory interface");
     }
     if one_of(&[faults::CASES, faults_load::CASES]) {
-        return Kernels::Debug("the stock kernel's allocations cannot be made to fail");
+        return Kernels::Debug("the stock kernel has no fault injection for allocations");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);
     found.map_or(Kernels::Both, |(_, kernels)| *kernels)
@@ -169,11 +173,11 @@ pub fn kernels(case: &Case) -> Kernels<'static> {
 ///
 /// # Errors
 ///
-/// Why it failed.
+/// The test does not exist or fails, or `accel0` has other free bytes or buffers afterwards.
 pub fn run(name: &str) -> Result<()> {
     let case = all()
         .find(|case| case.name == name)
-        .with_context(|| format!("there is no test {name:?}"))?;
+        .with_context(|| format!("no test has the name {name:?}"))?;
     let mut bed = Bed::new()?;
     let before = bed.settled()?;
     (case.run)(&mut bed)?;
@@ -188,11 +192,11 @@ pub fn run(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a part of a test that needs a process of its own.
+/// Runs the part of a test that needs its own process.
 ///
 /// # Errors
 ///
-/// Why it failed.
+/// The part fails.
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
@@ -246,25 +250,26 @@ impl Bed {
         Ok(bed)
     }
 
-    /// Loads the module where it is not.
+    /// Loads the module, if it is not loaded.
     pub fn load_module(&self) -> Result<()> {
         if Path::new("/sys/module/p2pmem").exists() {
             return Ok(());
         }
-        let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: which module?")?;
-        // The RDMA core, where the module is a client of it. They are named as modprobe wants them.
+        let module =
+            std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: set it to the path of p2pmem.ko")?;
+        // The modules that p2pmem depends on (the RDMA core) are loaded first; modprobe takes their names from modinfo.
         let script = "modprobe -a $(modinfo -F depends \"$0\" | tr , ' ') && insmod \"$0\"";
         command("sh", &["-c", script, &module])
     }
 
-    /// A device of the topology.
+    /// Returns a device of the topology.
     pub fn device(&self, name: &str) -> Result<&Device> {
         self.devices
             .get(name)
             .with_context(|| format!("the topology has no {name}"))
     }
 
-    /// The block device of a drive.
+    /// Returns the block device of a drive.
     pub fn block(&self, name: &str) -> Result<PathBuf> {
         self.device(name)?
             .block
@@ -272,24 +277,24 @@ impl Bed {
             .with_context(|| format!("{name} has no block device"))
     }
 
-    /// A device's address for the ABI.
+    /// Returns a device's PCI address in the form of the ABI.
     pub fn address(&self, name: &str) -> Result<abi::p2pmem_pci_addr> {
         parse_address(&self.device(name)?.bdf)
     }
 
-    /// A provider's folder in configfs.
+    /// Returns a provider's folder in configfs.
     pub fn provider_dir(&self, name: &str) -> Result<PathBuf> {
         Ok(Path::new(PROVIDERS).join(&self.device(name)?.bdf))
     }
 
-    /// Binds a device to the module and publishes it, where that is not so already.
+    /// Binds a device to the p2pmem driver and publishes it. Skips each step that is already done.
     pub fn publish(&self, name: &str) -> Result<()> {
         let device = self.device(name)?;
         let driver = device.sysfs().join("driver");
         if !driver.exists() {
             write(&device.sysfs().join("driver_override"), "p2pmem")?;
             write(Path::new("/sys/bus/pci/drivers_probe"), &device.bdf)?;
-            ensure!(driver.exists(), "{name} was not bound");
+            ensure!(driver.exists(), "the p2pmem driver did not bind {name}");
         }
         let dir = self.provider_dir(name)?;
         if !dir.exists() {
@@ -301,7 +306,7 @@ impl Bed {
         Ok(())
     }
 
-    /// Takes a provider back and unbinds the device.
+    /// Removes a provider and unbinds the device.
     pub fn unpublish(&self, name: &str) -> Result<()> {
         let dir = self.provider_dir(name)?;
         if dir.exists() {
@@ -320,16 +325,16 @@ impl Bed {
         Ok(())
     }
 
-    /// The provider that a device is.
+    /// Returns a device's provider as LIST reports it.
     pub fn provider(&self, name: &str) -> Result<abi::p2pmem_provider> {
         let address = self.address(name)?;
         let found = providers(open()?.as_fd())?
             .into_iter()
             .find(|p| p.addr.bus == address.bus && p.addr.devfn == address.devfn);
-        found.with_context(|| format!("{name} is no provider"))
+        found.with_context(|| format!("{name} is not a provider"))
     }
 
-    /// Free bytes and buffers of accel0, once nothing waits to be cleared or let go.
+    /// Returns the free bytes and buffers of accel0, once no memory of it is dirty or pinned.
     pub fn settled(&self) -> Result<(u64, u32)> {
         let deadline = Instant::now() + patiently(SETTLE);
         loop {
@@ -339,7 +344,7 @@ impl Bed {
             }
             in_time!(
                 Instant::now() < deadline,
-                "after {SETTLE:?} there are still {} bytes to clear and {} pinned",
+                "after {SETTLE:?}, {} bytes are still dirty and {} pinned",
                 p.scrubbing,
                 p.pinned
             );
@@ -348,19 +353,19 @@ impl Bed {
     }
 }
 
-/// Whether memory of a provider that was in use is being cleared: how much is free still changes.
+/// Returns whether a provider is clearing memory that was in use. Until then its free bytes still change.
 pub fn is_clearing(provider: &abi::p2pmem_provider) -> bool {
     provider.flags & abi::P2PMEM_PROVIDER_CLEARING != 0
 }
 
-/// Lets this process, and the children it makes, have so many files open.
+/// Sets the limit of open files of this process and its future children.
 fn may_open(files: u32) -> Result<()> {
     let files = Some(u64::from(files));
     let limit = Rlimit {
         current: files,
         maximum: files,
     };
-    setrlimit(Resource::Nofile, limit).context("the limit of open files")
+    setrlimit(Resource::Nofile, limit).context("setting the limit of open files")
 }
 
 /// Opens the device node.
@@ -382,7 +387,7 @@ pub fn providers(fd: BorrowedFd<'_>) -> Result<Vec<abi::p2pmem_provider>> {
     Ok(rows)
 }
 
-/// A request for `size` bytes near nothing in particular.
+/// Returns a request for `size` bytes without clients.
 pub fn request(size: u64) -> abi::p2pmem_alloc {
     abi::p2pmem_alloc {
         req: abi::p2pmem_request {
@@ -393,19 +398,19 @@ pub fn request(size: u64) -> abi::p2pmem_alloc {
     }
 }
 
-/// Allocates `size` bytes near nothing in particular.
+/// Allocates `size` bytes without clients.
 pub fn alloc(fd: BorrowedFd<'_>, size: u64) -> Result<abi::p2pmem_alloc, i32> {
     let mut answer = request(size);
     sys::alloc(fd, &mut answer, Memory::Slice(&mut []))?;
     Ok(answer)
 }
 
-/// Ends a handle.
+/// Frees a handle.
 pub fn free(fd: BorrowedFd<'_>, handle: u32) -> Result<(), i32> {
     sys::plain(fd, abi::P2PMEM_IOC_FREE, &mut abi::p2pmem_free { handle, flags: 0 })
 }
 
-/// Asks about a buffer.
+/// Returns the state of a buffer.
 pub fn buffer(fd: BorrowedFd<'_>, handle: u32) -> Result<abi::p2pmem_buffer, i32> {
     let mut ask = abi::p2pmem_buffer {
         handle,
@@ -415,7 +420,7 @@ pub fn buffer(fd: BorrowedFd<'_>, handle: u32) -> Result<abi::p2pmem_buffer, i32
     Ok(ask)
 }
 
-/// What the file's last decision or refusal was: the answer, the verdicts, and the sentence.
+/// Explains the last decision or error of the file. Returns the answer, the verdicts, and the message.
 pub fn explain_last(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
     let last = abi::p2pmem_explain {
         flags: abi::P2PMEM_EXPLAIN_LAST,
@@ -424,7 +429,7 @@ pub fn explain_last(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_explain, Vec<abi:
     explain(fd, last, &mut [])
 }
 
-/// What is explained of a request for clients: the answer, the verdicts, at most eight, and the sentence.
+/// Explains a request for clients. Returns the answer, at most eight verdicts, and the message.
 pub fn explain(
     fd: BorrowedFd<'_>,
     mut explain: abi::p2pmem_explain,
@@ -447,16 +452,16 @@ pub fn explain(
     let end = (explain.text_len as usize)
         .checked_sub(1)
         .filter(|&end| end > 0 && text.get(end) == Some(&0))
-        .context("no sentence")?;
+        .context("EXPLAIN returned no message")?;
     Ok((explain, verdicts, String::from_utf8_lossy(&text[..end]).into_owned()))
 }
 
-/// An errno as an error.
+/// Converts an errno to an error.
 pub fn errno(code: i32) -> anyhow::Error {
     std::io::Error::from_raw_os_error(code).into()
 }
 
-/// Fails unless a call ended with one errno.
+/// Fails unless a call ended with the errno `code`.
 pub fn expect<T: std::fmt::Debug>(what: &str, answer: Result<T, i32>, code: i32) -> Result<()> {
     match answer {
         Err(got) if got == code => Ok(()),
@@ -467,7 +472,9 @@ pub fn expect<T: std::fmt::Debug>(what: &str, answer: Result<T, i32>, code: i32)
 
 fn parse_address(bdf: &str) -> Result<abi::p2pmem_pci_addr> {
     let part = |range: std::ops::Range<usize>| -> Result<u32> {
-        let text = bdf.get(range).with_context(|| format!("{bdf:?} is no PCI address"))?;
+        let text = bdf
+            .get(range)
+            .with_context(|| format!("{bdf:?} is not a PCI address"))?;
         Ok(u32::from_str_radix(text, 16)?)
     };
     let (domain, bus, device, function) = (part(0..4)?, part(5..7)?, part(8..10)?, part(11..12)?);
@@ -479,7 +486,7 @@ fn parse_address(bdf: &str) -> Result<abi::p2pmem_pci_addr> {
     })
 }
 
-/// Runs a program and fails with what it said.
+/// Runs a program. If the program fails, its output is in the error.
 pub fn command(program: &str, arguments: &[&str]) -> Result<()> {
     let output = Command::new(program)
         .args(arguments)
@@ -501,7 +508,7 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).with_context(|| format!("writing {text:?} to {}", path.display()))
 }
 
-/// Reads an attribute, without the white space around it.
+/// Reads an attribute without leading and trailing white space.
 pub fn read(path: &Path) -> Result<String> {
     Ok(fs::read_to_string(path)
         .with_context(|| path.display().to_string())?

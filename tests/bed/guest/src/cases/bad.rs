@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the ABI refuses, and with which errno.
+//! Calls, values, and handles that the ABI and configfs reject, and the errno of each.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -15,49 +15,49 @@ use crate::sys::{self, BAD_POINTERS, Mapping, Memory, bad_argument};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "bad-calls",
-        about: "unknown calls are ENOTTY, bad pointers EFAULT",
+        about: "unknown ioctls fail with ENOTTY, bad pointers with EFAULT",
         topology: "small",
         ruins: false,
         run: calls,
     },
     Case {
         name: "bad-requests",
-        about: "each bad field of a request has its errno",
+        about: "a request with a bad field fails with the errno of that field",
         topology: "small",
         ruins: false,
         run: requests,
     },
     Case {
         name: "bad-handles",
-        about: "handles that are none, of other files, or freed",
+        about: "calls fail for handles that do not exist, belong to other files, or are freed",
         topology: "small",
         ruins: false,
         run: handles,
     },
     Case {
         name: "bad-arrays",
-        about: "bad arrays and counts of LIST, PATHS and EXPLAIN",
+        about: "LIST, PATHS and EXPLAIN reject bad arrays and counts",
         topology: "small",
         ruins: false,
         run: arrays,
     },
     Case {
         name: "bad-mmap",
-        about: "mappings that are private, too long or nowhere",
+        about: "mmap rejects private mappings, ranges past the end and unknown offsets",
         topology: "small",
         ruins: false,
         run: mappings,
     },
     Case {
         name: "full",
-        about: "a full provider says ENOSPC, and gives everything back",
+        about: "a full provider fails requests with ENOSPC; freeing returns all memory",
         topology: "small",
         ruins: false,
         run: full,
     },
     Case {
         name: "bad-configfs",
-        about: "configfs refuses bad values and says why",
+        about: "configfs rejects bad values and has the reason in status",
         topology: "small",
         ruins: false,
         run: configfs,
@@ -114,7 +114,7 @@ fn requests(bed: &mut Bed) -> Result<()> {
         ("strategy all ones", |a| a.req.strategy = u32::MAX, libc::EINVAL),
         ("max_class 7", |a| a.req.max_class = 7, libc::EINVAL),
         ("max_class 256", |a| a.req.max_class = 256, libc::EINVAL),
-        ("parts of what is no stripe", |a| a.req.parts = 1, libc::EINVAL),
+        ("parts without the stripe strategy", |a| a.req.parts = 1, libc::EINVAL),
         ("reserved", |a| a.reserved = 1, libc::EINVAL),
     ];
     let (free_before, buffers) = bed.settled()?;
@@ -144,17 +144,21 @@ fn requests(bed: &mut Bed) -> Result<()> {
     many[63].reserved = 1;
     expect("reserved in the last of 64", clients(64, &mut many), libc::EINVAL)?;
     many[63] = abi::p2pmem_pci_addr { bus: 0xee, ..good };
-    expect("the last of 64 is not there", clients(64, &mut many), libc::ENODEV)?;
+    expect(
+        "the last of 64 clients does not exist",
+        clients(64, &mut many),
+        libc::ENODEV,
+    )?;
     let mut huge = request(4096);
     huge.req.nr_clients = u32::MAX;
-    // The count is refused before the address is looked at.
+    // The module rejects the count before it reads the address.
     expect("4 billion clients", alloc_bad_clients(fd, huge, 1), libc::E2BIG)?;
     for bad in 0..BAD_POINTERS.len() {
         let mut a = request(4096);
         a.req.nr_clients = 1;
         expect("clients at a bad pointer", alloc_bad_clients(fd, a, bad), libc::EFAULT)?;
     }
-    for nobody in [
+    for missing in [
         abi::p2pmem_pci_addr { bus: 0xee, ..good },
         abi::p2pmem_pci_addr { devfn: 0xff, ..good },
         abi::p2pmem_pci_addr {
@@ -162,14 +166,17 @@ fn requests(bed: &mut Bed) -> Result<()> {
             ..good
         },
     ] {
-        expect("a client that is not there", clients(1, &mut [nobody]), libc::ENODEV)?;
+        expect("a client that does not exist", clients(1, &mut [missing]), libc::ENODEV)?;
     }
     expect(
         "reserved in a client",
         clients(1, &mut [abi::p2pmem_pci_addr { reserved: 1, ..good }]),
         libc::EINVAL,
     )?;
-    ensure!(bed.settled()? == (free_before, buffers), "refused requests took memory");
+    ensure!(
+        bed.settled()? == (free_before, buffers),
+        "rejected requests changed the free bytes or buffers"
+    );
     Ok(())
 }
 
@@ -177,7 +184,7 @@ fn alloc_bad_clients(fd: std::os::fd::BorrowedFd<'_>, mut a: abi::p2pmem_alloc, 
     sys::alloc(fd, &mut a, Memory::Bad(bad))
 }
 
-/// The sentence and errno of the refusal before.
+/// Checks that the last explanation has a message and the errno `code`.
 fn refused_with(fd: std::os::fd::BorrowedFd<'_>, code: i32) -> Result<()> {
     let (explain, _, text) = super::explain_last(fd)?;
     ensure!(
@@ -185,7 +192,7 @@ fn refused_with(fd: std::os::fd::BorrowedFd<'_>, code: i32) -> Result<()> {
         "the explanation's errno is {}",
         explain.error
     );
-    ensure!(text.len() > 8, "no sentence: {text:?}");
+    ensure!(text.len() > 8, "the explanation has no message: {text:?}");
     Ok(())
 }
 
@@ -197,14 +204,18 @@ fn handles(_: &mut Bed) -> Result<()> {
         expect(&format!("FREE {handle}"), free(fd, handle), libc::ENOENT)?;
         expect(&format!("BUFFER {handle}"), buffer(fd, handle), libc::ENOENT)?;
     }
-    expect("FREE of another file's handle", free(foreign, a.handle), libc::ENOENT)?;
     expect(
-        "BUFFER of another file's handle",
+        "FREE of a handle of another file",
+        free(foreign, a.handle),
+        libc::ENOENT,
+    )?;
+    expect(
+        "BUFFER of a handle of another file",
         buffer(foreign, a.handle),
         libc::ENOENT,
     )?;
     expect(
-        "mmap of another file's buffer",
+        "mmap of a buffer of another file",
         Mapping::shared(foreign, a.mmap_offset, 4096),
         libc::EINVAL,
     )?;
@@ -241,11 +252,11 @@ fn handles(_: &mut Bed) -> Result<()> {
         ..Default::default()
     };
     expect(
-        "STATS of no provider",
+        "STATS of a provider that does not exist",
         sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut ask),
         libc::ENOENT,
     )?;
-    // None of that ended it.
+    // The rejected calls did not free the handle.
     buffer(fd, a.handle).map_err(errno)?;
     free(fd, a.handle).map_err(errno)?;
     expect("FREE twice", free(fd, a.handle), libc::ENOENT)?;
@@ -254,7 +265,11 @@ fn handles(_: &mut Bed) -> Result<()> {
         Mapping::shared(fd, a.mmap_offset, 4096),
         libc::EINVAL,
     )?;
-    expect("read without room for an event", sys::read_events(fd, 31), libc::EINVAL)
+    expect(
+        "read with a buffer shorter than an event",
+        sys::read_events(fd, 31),
+        libc::EINVAL,
+    )
 }
 
 fn arrays(bed: &mut Bed) -> Result<()> {
@@ -275,7 +290,11 @@ fn arrays(bed: &mut Bed) -> Result<()> {
         ..Default::default()
     };
     let other = open()?;
-    expect("EXPLAIN_LAST of nothing", dry(other.as_fd(), &mut first), libc::ENODATA)?;
+    expect(
+        "EXPLAIN_LAST before any request",
+        explain_call(other.as_fd(), &mut first),
+        libc::ENODATA,
+    )?;
     for bad in 0..BAD_POINTERS.len() {
         let mut list = abi::p2pmem_list {
             count: 1,
@@ -350,13 +369,13 @@ fn arrays(bed: &mut Bed) -> Result<()> {
         (explain.flags, explain.req.reserved) = (flags, reserved);
         expect(
             "EXPLAIN with bad flags or reserved",
-            dry(fd, &mut explain),
+            explain_call(fd, &mut explain),
             libc::EINVAL,
         )?;
     }
     let mut bad = explain(0);
-    expect("EXPLAIN of a bad request", dry(fd, &mut bad), libc::EINVAL)?;
-    // A request nobody can serve is an answer, not an error; a cut text still ends with NUL.
+    expect("EXPLAIN of a bad request", explain_call(fd, &mut bad), libc::EINVAL)?;
+    // EXPLAIN succeeds for a request that no provider can serve. A truncated text still ends with NUL.
     let mut large = explain(1 << 50);
     large.text_len = 8;
     let mut text = [0xffu8; 8];
@@ -389,7 +408,7 @@ fn explain(size: u64) -> abi::p2pmem_explain {
     }
 }
 
-fn dry(fd: std::os::fd::BorrowedFd<'_>, explain: &mut abi::p2pmem_explain) -> Result<(), i32> {
+fn explain_call(fd: std::os::fd::BorrowedFd<'_>, explain: &mut abi::p2pmem_explain) -> Result<(), i32> {
     sys::explain(
         fd,
         explain,
@@ -405,32 +424,36 @@ fn mappings(bed: &mut Bed) -> Result<()> {
     let a = alloc(fd, 16384).map_err(errno)?;
     let both = libc::PROT_READ | libc::PROT_WRITE;
     expect(
-        "private",
+        "private mapping",
         Mapping::new(fd, a.mmap_offset, 4096, both, libc::MAP_PRIVATE),
         libc::EINVAL,
     )?;
     expect(
-        "private at 0",
+        "private mapping at offset 0",
         Mapping::new(fd, 0, 4096, both, libc::MAP_PRIVATE),
         libc::EINVAL,
     )?;
-    expect("too long", Mapping::shared(fd, a.mmap_offset, 20480), libc::EINVAL)?;
     expect(
-        "beyond the end",
+        "mapping longer than the buffer",
+        Mapping::shared(fd, a.mmap_offset, 20480),
+        libc::EINVAL,
+    )?;
+    expect(
+        "mapping past the end of the buffer",
         Mapping::shared(fd, a.mmap_offset + 12288, 8192),
         libc::EINVAL,
     )?;
     expect(
-        "after the end",
+        "mapping after the buffer",
         Mapping::shared(fd, a.mmap_offset + 16384, 4096),
         libc::EINVAL,
     )?;
     expect(
-        "before the buffer",
+        "mapping before the buffer",
         Mapping::shared(fd, a.mmap_offset - 4096, 4096),
         libc::EINVAL,
     )?;
-    expect("no such offset", Mapping::shared(fd, 1 << 46, 4096), libc::EINVAL)?;
+    expect("unknown offset", Mapping::shared(fd, 1 << 46, 4096), libc::EINVAL)?;
     let answer = Mapping::shared(fd, i64::MAX as u64 & !4095, 4096);
     ensure!(
         matches!(answer, Err(libc::EINVAL | libc::EOVERFLOW)),
@@ -440,10 +463,10 @@ fn mappings(bed: &mut Bed) -> Result<()> {
     let answer = Mapping::shared(fd, 0, more);
     ensure!(
         matches!(answer, Err(libc::ENOSPC | libc::ENODEV)),
-        "more than there is, at 0: {answer:?}"
+        "mapping at offset 0, larger than the provider: {answer:?}"
     );
     let state = buffer(fd, a.handle).map_err(errno)?;
-    ensure!(state.mappings == 0, "a refused mapping was counted: {state:?}");
+    ensure!(state.mappings == 0, "a rejected mapping was counted: {state:?}");
     Ok(())
 }
 
@@ -451,7 +474,7 @@ fn full(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
     let before = bed.settled()?;
-    // By halves down to a page, until nothing is left.
+    // Halve the size, down to a page, whenever an allocation fails, until nothing is free.
     let mut handles = Vec::new();
     let mut size = bed.provider("accel0")?.size.next_power_of_two();
     while size >= 4096 {
@@ -466,16 +489,23 @@ fn full(bed: &mut Bed) -> Result<()> {
         now.free == 0 && now.largest == 0 && now.buffers as usize == handles.len(),
         "{now:?}"
     );
-    expect("a page more", alloc(fd, 4096), libc::ENOSPC)?;
-    expect("a mapping at 0 more", Mapping::shared(fd, 0, 4096), libc::ENOSPC)?;
+    expect("ALLOC of a page from a full provider", alloc(fd, 4096), libc::ENOSPC)?;
+    expect(
+        "mapping at offset 0 with a full provider",
+        Mapping::shared(fd, 0, 4096),
+        libc::ENOSPC,
+    )?;
     for handle in handles {
         free(fd, handle).map_err(errno)?;
     }
-    ensure!(bed.settled()? == before, "not everything came back");
+    ensure!(
+        bed.settled()? == before,
+        "after freeing all buffers, the free bytes or buffers differ from before"
+    );
     let whole = bed.provider("accel0")?;
     ensure!(
         alloc(fd, whole.largest).is_ok(),
-        "the largest piece cannot be had: {whole:?}"
+        "ALLOC of the largest free piece failed: {whole:?}"
     );
     Ok(())
 }
@@ -514,7 +544,7 @@ fn configfs(bed: &mut Bed) -> Result<()> {
     ] {
         refused(attribute, value, libc::EINVAL)?;
     }
-    // Values that are numbers, but make no provider.
+    // Valid numbers that describe no memory of the device.
     for (attribute, value, good) in [
         ("bar", "1", "auto"),
         ("size", "0x10000000000", "0"),

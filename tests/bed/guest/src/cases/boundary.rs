@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Claims of the threat model that no other case tries to break: configfs is root's, offsets are never used twice, a fork does not
-//! leave a quota, bus addresses are for administrators, and asking changes nothing.
+//! Claims of the threat model that no other case tests: only root can change configfs, mmap offsets are never reused, a
+//! fork does not evade a quota, only administrators see bus addresses, and queries change nothing.
 
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -24,21 +24,21 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "configfs-users",
-        about: "only root makes, changes and removes providers and rules",
+        about: "only root can create, change and remove providers and rules",
         topology: "small",
         ruins: false,
         run: configfs_users,
     },
     Case {
         name: "offsets-once",
-        about: "no offset of a mapping is ever handed out twice, on whichever file",
+        about: "no mmap offset is used twice, on any file",
         topology: "small",
         ruins: false,
         run: offsets_once,
     },
     Case {
         name: "quota-fork",
-        about: "a child that keeps a mapping keeps it charged, however its parent ends",
+        about: "a mapping that a child inherits stays charged when the parent exits or is killed",
         topology: "small",
         ruins: false,
         run: quota_fork,
@@ -52,26 +52,26 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rules-direct-io",
-        about: "a rule that denies a drive does not keep a program from O_DIRECT to it",
+        about: "a rule that denies a drive does not prevent O_DIRECT I/O between the drive and a buffer",
         topology: "small",
         ruins: false,
         run: direct_io,
     },
     Case {
         name: "list-keeps-cleared",
-        about: "memory that is cleared stays so when somebody lists providers and explains decisions",
+        about: "LIST and EXPLAIN do not make cleared memory dirty",
         topology: "small",
         ruins: false,
         run: list_keeps_cleared,
     },
 ];
 
-/// The part of these tests that is a process of its own: a socket's path.
+/// The name of the part of `quota-fork` that runs in its own process. Argument: the path of a socket.
 pub(super) const PART: &str = "fork-with-mapping";
 
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
 
-/// Fails unless a file operation was refused for want of permission.
+/// Fails unless a file operation failed with EACCES.
 fn denied<T>(what: &str, answer: std::io::Result<T>) -> Result<()> {
     match answer {
         Ok(_) => bail!("{what} succeeded"),
@@ -79,16 +79,16 @@ fn denied<T>(what: &str, answer: std::io::Result<T>) -> Result<()> {
     }
 }
 
-/// What nobody but root may do in configfs.
-pub(super) fn configfs_is_roots(provider: &Path, rule: &Path) -> Result<()> {
+/// Checks that a process without root's rights can change nothing in configfs.
+pub(super) fn configfs_is_denied(provider: &Path, rule: &Path) -> Result<()> {
     denied(
         "mkdir of a provider",
         fs::create_dir(Path::new(PROVIDERS).join("0000:00:00.0")),
     )?;
     denied("mkdir of a rule", fs::create_dir(Path::new(RULES).join("99-mine")))?;
-    denied("ending a provider", fs::write(provider.join("enable"), "0"))?;
-    denied("a provider's settings", fs::write(provider.join("pinned_exports"), "1"))?;
-    denied("ending a rule", fs::write(rule.join("enable"), "0"))?;
+    denied("disabling a provider", fs::write(provider.join("enable"), "0"))?;
+    denied("changing a provider", fs::write(provider.join("pinned_exports"), "1"))?;
+    denied("disabling a rule", fs::write(rule.join("enable"), "0"))?;
     denied("changing a rule", fs::write(rule.join("action"), "allow"))?;
     denied("rmdir of a rule", fs::remove_dir(rule))?;
     denied("rmdir of a provider", fs::remove_dir(provider))
@@ -97,9 +97,9 @@ pub(super) fn configfs_is_roots(provider: &Path, rule: &Path) -> Result<()> {
 fn configfs_users(bed: &mut Bed) -> Result<()> {
     let _rule = AdminRule::new("10-deny", &[("action", "deny")])?;
     let (provider, rule) = (bed.provider_dir("accel0")?, Path::new(RULES).join("10-deny"));
-    sys::as_user(1000, 1000, &[], || configfs_is_roots(&provider, &rule)).map_err(errno)??;
+    sys::as_user(1000, 1000, &[], || configfs_is_denied(&provider, &rule)).map_err(errno)??;
     let file = open()?;
-    expect("ALLOC after that", alloc(file.as_fd(), 4096), libc::EACCES)
+    expect("ALLOC with a rule that denies", alloc(file.as_fd(), 4096), libc::EACCES)
 }
 
 fn offsets_once(bed: &mut Bed) -> Result<()> {
@@ -111,13 +111,13 @@ fn offsets_once(bed: &mut Bed) -> Result<()> {
         let size = 4096 * (1 + u64::from(n) % 5);
         let got = alloc(fd, size).map_err(errno)?;
         let (from, to) = (got.mmap_offset, got.mmap_offset + size);
-        ensure!(from != 0, "offset 0 is that of new buffers");
+        ensure!(from != 0, "offset 0 is reserved for mmap that allocates");
         let taken = used.range(..to).next_back().is_some_and(|(_, &end)| end > from);
-        ensure!(!taken, "offsets {from:#x} to {to:#x} were handed out before");
+        ensure!(!taken, "offsets {from:#x} to {to:#x} were used before");
         used.insert(from, to);
         free(fd, got.handle).map_err(errno)?;
     }
-    // What was handed out once leads nowhere any more.
+    // No freed offset can be mapped.
     for &from in used.keys().step_by(97) {
         for file in &files {
             expect(
@@ -132,7 +132,8 @@ fn offsets_once(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Allocates as ALICE, keeps a mapping alone, and forks; the child tells by the socket that it is there, and ends with it.
+/// Allocates as ALICE, keeps only a mapping, and forks. The child connects to the socket and exits when the socket
+/// closes.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let path = arguments.first().context("a socket")?;
     let file = open()?;
@@ -165,12 +166,14 @@ fn quota_fork(bed: &mut Bed) -> Result<()> {
         }
         ensure!(counted(&quota)? == MIB, "{}", quota.get("usage")?);
         expect(
-            "more than the quota",
+            "ALLOC over the quota",
             alloc_as(file.as_fd(), ALICE, &[], 4096)?,
             libc::EDQUOT,
         )?;
         drop(child);
-        super::inflight::until("the child's mapping is gone", || Ok(counted(&quota)? == 0))?;
+        super::inflight::until("the mapping of the child is no longer charged", || {
+            Ok(counted(&quota)? == 0)
+        })?;
     }
     let _ = fs::remove_file(&path);
     alloc_as(file.as_fd(), ALICE, &[], MIB)?.map_err(errno)?;
@@ -208,7 +211,7 @@ fn direct_io(bed: &mut Bed) -> Result<()> {
     let mut near = request(4096);
     near.req.nr_clients = 1;
     let answer = sys::alloc(fd, &mut near, Memory::Slice(&mut [bed.address("nvme0")?]));
-    expect("ALLOC near a client that is denied", answer, libc::EACCES)?;
+    expect("ALLOC for a denied client", answer, libc::EACCES)?;
     let got = alloc(fd, 4096).map_err(errno)?;
     let map = Mapping::shared(fd, got.mmap_offset, 4096).map_err(errno)?;
     let direct = OpenOptions::new()
@@ -232,7 +235,7 @@ fn list_keeps_cleared(bed: &mut Bed) -> Result<()> {
         free(fd, got.handle).map_err(errno)?;
         bed.settled().map(drop)
     };
-    // All of the provider, so that none of it is dirty from before.
+    // Use and free the whole provider, so that no memory is dirty at the start.
     let size = bed.provider("accel0")?.largest;
     let whole = alloc(fd, size).map_err(errno)?;
     free(fd, whole.handle).map_err(errno)?;

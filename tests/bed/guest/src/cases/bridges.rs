@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Which bridges payload crosses: none above the switch if the memory is below it, and the root complex if it is not.
+//! Bridges that payload crosses: none above the switch if drive and memory are below it, otherwise also the root
+//! complex.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -16,22 +17,22 @@ use crate::wire::Request;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "bridges",
-    about: "payload stays below the switch that drive and memory share, and is seen to leave it for memory elsewhere",
+    about: "payload stays below the switch that drive and memory share; for other memory the bridges above count it",
     topology: "demo",
     ruins: false,
     run: bridges,
 }];
 
 const LEN: usize = 1 << 20;
-/// What a drive's payload crosses below the switch.
+/// The switch ports that payload between nvme0 and accel0 crosses.
 const BELOW: [&str; 2] = ["sw0-port0", "sw0-port1"];
 
 fn counted() -> Result<Value> {
     Ok(host::request(&Request::Snapshot)?["bridges"].take())
 }
 
-/// Payload of a direct read from `nvme0` into memory of `provider`, by what it crossed: each bridge, `root_complex` and
-/// `unknown`.
+/// Reads from `nvme0` with O_DIRECT into memory of `provider`. Returns the payload in bytes for each bridge that it
+/// crossed, for `root_complex`, and for `unknown`.
 fn crossed(bed: &Bed, provider: &str) -> Result<Vec<(String, u64)>> {
     let file = open()?;
     let mut buffer = request(LEN as u64);
@@ -70,9 +71,9 @@ fn bridges(bed: &mut Bed) -> Result<()> {
     bed.publish("accel1")?;
     for (provider, wanted) in [
         ("accel0", &BELOW[..]),
-        // Another root port.
+        // Below another root port.
         ("shm0", &["pcie.0", "rp0", "rp1", "sw0", "sw0-port1", "root_complex"]),
-        // Another host bridge.
+        // Below another host bridge.
         (
             "accel1",
             &["hb1", "pcie.0", "rp0", "rp2", "sw0", "sw0-port1", "root_complex"],

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The example `broadcast`: one buffer that several processes and devices read, with the devices' own counters as
-//! witnesses that none of it went through host memory.
+//! The example `broadcast`: several processes and devices read one buffer, and the devices' counters show that none of
+//! the payload went through host memory.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -17,7 +17,7 @@ use crate::wire::Request;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "broadcast",
-    about: "three processes, two NICs and a drive read one buffer where it is, and no byte of it passes host memory",
+    about: "three processes, two NICs and a drive read one buffer, and no payload goes through host memory",
     topology: "broadcast",
     ruins: false,
     run: broadcast,
@@ -25,16 +25,16 @@ pub(super) const CASES: &[Case] = &[Case {
 
 const SIZE: u64 = 8 << 20;
 
-/// The program, which `make user` builds.
+/// Returns the path of the example, which `make user` builds.
 fn program() -> Result<PathBuf> {
     let path = std::env::current_exe()?.with_file_name("examples").join("broadcast");
-    ensure!(path.exists(), "{} is not built: make user", path.display());
+    ensure!(path.exists(), "{} does not exist: run `make user`", path.display());
     Ok(path)
 }
 
-/// What a device counted: the number that the path leads to, 0 where there is nothing of that name.
+/// Returns the number at `path` in a snapshot of the devices' counters, or 0 if the last name is missing.
 fn count(snapshot: &Value, path: &[&str]) -> Result<u64> {
-    let (last, front) = path.split_last().context("no path")?;
+    let (last, front) = path.split_last().context("the path is empty")?;
     let mut at = snapshot;
     for name in front {
         at = at.get(name).with_context(|| format!("{path:?}: no {name:?} in {at}"))?;
@@ -53,16 +53,16 @@ fn broadcast(bed: &mut Bed) -> Result<()> {
         .args([&SIZE.to_string(), "cpu", "cpu", "cpu", &first, &second])
         .arg(&block)
         .output()?;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     let after = host::request(&Request::Snapshot)?;
-    print!("{said}");
-    ensure!(output.status.success(), "{}: {said}", output.status);
-    ensure!(said.matches("is what was written").count() == 5, "{said}");
-    ensure!(said.contains("by the drive"), "{said}");
-    let moved = |path: &[&str]| -> Result<u64> { Ok(count(&after, path)? - count(&before, path)?) };
-    // Each NIC read it from the accelerator and wrote it to one, byte for byte.
+    print!("{printed}");
+    ensure!(output.status.success(), "{}: {printed}", output.status);
+    ensure!(printed.matches("is what was written").count() == 5, "{printed}");
+    ensure!(printed.contains("by the drive"), "{printed}");
+    let growth = |path: &[&str]| -> Result<u64> { Ok(count(&after, path)? - count(&before, path)?) };
+    // Each NIC read the buffer from an accelerator and wrote the same number of bytes to an accelerator.
     for nic in ["nic0", "nic1"] {
-        let of = |what: &str| moved(&[nic, "counters", "payload", what]);
+        let of = |what: &str| growth(&[nic, "counters", "payload", what]);
         let numbers = (
             of("peer_read")?,
             of("peer_written")?,
@@ -72,8 +72,8 @@ fn broadcast(bed: &mut Bed) -> Result<()> {
         println!("{nic}: {numbers:?} bytes read from and written to peers, read from and written to host memory");
         ensure!(numbers == (SIZE, SIZE, 0, 0), "{nic}: {numbers:?}: {}", after[nic]);
     }
-    // The drive fetched it from the accelerator that it lies in.
-    let from = |target: &str| moved(&["nvme0", "write", target]);
+    // The drive read the buffer from the accelerator that has it.
+    let from = |target: &str| growth(&["nvme0", "write", target]);
     let (peer, ram) = (from("accel0")? + from("accel1")?, from("host")?);
     println!("nvme0: {peer} bytes from accelerators, {ram} from host memory");
     ensure!(
@@ -83,21 +83,21 @@ fn broadcast(bed: &mut Bed) -> Result<()> {
     );
     ensure!(peer == SIZE && ram == 0, "nvme0: {peer} {ram}: {}", after["nvme0"]);
     for accel in ["accel0", "accel1"] {
-        let host = moved(&[accel, "counters", "host_read"])? + moved(&[accel, "counters", "host_written"])?;
+        let host = growth(&[accel, "counters", "host_read"])? + growth(&[accel, "counters", "host_written"])?;
         ensure!(host == 0, "{accel} moved {host} bytes of host memory");
     }
-    // What the drive has is what was written.
+    // The drive has the content of the buffer.
     let mut bytes = vec![0; SIZE as usize];
     File::open(&block)?.read_exact_at(&mut bytes, 0)?;
     for (n, word) in bytes.chunks_exact(8).enumerate() {
         let expected = ((8 * n as u64) ^ 0x5a).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         ensure!(
             word == expected.to_ne_bytes(),
-            "byte {:#x} of the drive is another",
+            "byte {:#x} of the drive differs from the buffer",
             8 * n
         );
     }
-    // And the last one out freed it.
+    // The last process freed the buffer.
     ensure!(bed.provider("accel0")?.id == id && bed.settled()?.1 == 0);
     bed.unpublish("accel1")
 }

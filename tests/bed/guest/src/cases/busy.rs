@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Threads that use something for as long as something happens to it, or that do something at once.
+//! Threads that use an object while the test disturbs it, and threads that act at the same time.
 
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,8 +12,8 @@ use anyhow::{Result, anyhow, ensure};
 use super::inflight::until;
 use crate::in_time;
 
-/// Does two things at once, in a thread each, which begin together: what came of them, and whether each began before the other
-/// ended.
+/// Runs two closures in two threads that start together. Returns both results, and whether the closures overlapped in
+/// time.
 pub(super) fn at_once<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce() -> B) -> Result<(A, B, bool)> {
     let start = Barrier::new(2);
     let timed = |from: Instant| (from, Instant::now());
@@ -31,51 +31,54 @@ pub(super) fn at_once<A: Send, B>(a: impl FnOnce() -> A + Send, b: impl FnOnce()
     })
 }
 
-/// Goes through rounds of a race, each of which says whether there was one: so many at least, and until there was one in a third
-/// of as many.
+/// Runs rounds of a race. `round` returns whether the two sides overlapped. Runs at least `least` rounds, and until a
+/// third of `least` rounds overlapped. Fails with an overrun after 10 times `least` rounds.
 pub(super) fn contended(least: u32, mut round: impl FnMut() -> Result<bool>) -> Result<()> {
     let (mut rounds, mut seen) = (0, 0);
     while rounds < least || seen < least.div_ceil(3) {
-        in_time!(rounds < 10 * least, "{seen} of {rounds} rounds were a race");
+        in_time!(
+            rounds < 10 * least,
+            "in {seen} of {rounds} rounds, both sides overlapped in time"
+        );
         rounds += 1;
         seen += u32::from(round()?);
     }
-    println!("{seen} of {rounds} rounds were a race");
+    println!("in {seen} of {rounds} rounds, both sides overlapped in time");
     Ok(())
 }
 
-/// What the users of something and who disturbs them tell each other.
+/// State that the workers and the disturbing thread share.
 #[derive(Debug, Default)]
 pub(super) struct Busy {
-    /// Set when the users are to end.
-    enough: AtomicBool,
-    /// Set when one of them has ended.
-    ended: AtomicBool,
+    /// Set when the workers have to end.
+    stop: AtomicBool,
+    /// Set when a worker has ended.
+    worker_ended: AtomicBool,
     served: AtomicU64,
     refused: AtomicU64,
 }
 
-/// What a user does until he is told to end.
-type User<'a> = &'a (dyn Fn(&Busy) -> Result<()> + Sync);
+/// A closure that runs until [`Busy::goes_on`] is false.
+type Worker<'a> = &'a (dyn Fn(&Busy) -> Result<()> + Sync);
 
 impl Busy {
-    /// Runs the users, each in a thread of its own, and `meanwhile` in this one. When that ends the users are told, and
-    /// waited for. Errors: a user's own before those of `meanwhile`.
-    pub(super) fn during(users: &[User<'_>], meanwhile: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
+    /// Runs each worker in its own thread and `meanwhile` in the calling thread. When `meanwhile` returns, stops the
+    /// workers and joins them. If both fail, returns a worker's error, not that of `meanwhile`.
+    pub(super) fn during(workers: &[Worker<'_>], meanwhile: impl FnOnce(&Self) -> Result<()>) -> Result<Self> {
         let busy = Self::default();
         thread::scope(|scope| {
-            let threads: Vec<_> = users
+            let threads: Vec<_> = workers
                 .iter()
-                .map(|user| {
+                .map(|worker| {
                     scope.spawn(|| {
-                        let result = user(&busy);
-                        busy.ended.store(true, Ordering::Relaxed);
+                        let result = worker(&busy);
+                        busy.worker_ended.store(true, Ordering::Relaxed);
                         result
                     })
                 })
                 .collect();
             let result = meanwhile(&busy);
-            busy.enough.store(true, Ordering::Relaxed);
+            busy.stop.store(true, Ordering::Relaxed);
             for thread in threads {
                 thread.join().map_err(|_| anyhow!("a thread panicked"))??;
             }
@@ -84,53 +87,53 @@ impl Busy {
         Ok(busy)
     }
 
-    /// Whether a user is to go on.
+    /// Returns whether a worker has to continue.
     pub(super) fn goes_on(&self) -> bool {
-        !self.enough.load(Ordering::Relaxed)
+        !self.stop.load(Ordering::Relaxed)
     }
 
-    /// Counts what a user got.
+    /// Counts an operation that succeeded.
     pub(super) fn serve(&self) {
         self.served.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts what a user did not get, as he had to expect.
+    /// Counts an operation that failed as expected.
     pub(super) fn refuse(&self) {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How much users got.
+    /// Returns the number of operations that succeeded.
     pub(super) fn served(&self) -> u64 {
         self.served.load(Ordering::Relaxed)
     }
 
-    /// How much they did not get.
+    /// Returns the number of operations that failed as expected.
     pub(super) fn refused(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// Waits until users got more than `more` more. Errors: it takes too long, or a user has ended.
+    /// Waits until more than `more` further operations succeeded. Fails after a time limit, or if a worker has ended.
     pub(super) fn await_served(&self, more: u64) -> Result<()> {
-        self.counts("is served", &self.served, more)
+        self.await_count("more operations succeed", &self.served, more)
     }
 
-    /// Waits until users were refused more than `more` times more. Errors as before.
+    /// Waits until more than `more` further operations failed as expected. Fails like [`Self::await_served`].
     pub(super) fn await_refused(&self, more: u64) -> Result<()> {
-        self.counts("is refused", &self.refused, more)
+        self.await_count("more operations fail as expected", &self.refused, more)
     }
 
-    /// Waits until users were refused more often than `before` times in all. Errors as before.
+    /// Waits until more than `before` operations in total failed as expected. Fails like [`Self::await_served`].
     pub(super) fn await_refused_beyond(&self, before: u64) -> Result<()> {
-        until("is refused", || {
-            ensure!(!self.ended.load(Ordering::Relaxed), "a user has ended");
+        until("more operations fail as expected", || {
+            ensure!(!self.worker_ended.load(Ordering::Relaxed), "a worker has ended early");
             Ok(self.refused() > before)
         })
     }
 
-    fn counts(&self, what: &str, count: &AtomicU64, more: u64) -> Result<()> {
+    fn await_count(&self, what: &str, count: &AtomicU64, more: u64) -> Result<()> {
         let seen = count.load(Ordering::Relaxed);
         until(what, || {
-            ensure!(!self.ended.load(Ordering::Relaxed), "a user has ended");
+            ensure!(!self.worker_ended.load(Ordering::Relaxed), "a worker has ended early");
             Ok(count.load(Ordering::Relaxed) > seen + more)
         })
     }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! dma-bufs of buffers: what can be exported, who can import it, and at which addresses.
+//! Exports as dma-bufs: the ranges that can be exported, the importers that can attach, and the addresses that they
+//! map.
 //!
-//! The importer is a small module of the test bed's own (tests/kernel/importer): it attaches a dma-buf as any PCI function, maps
-//! it, and lets go of it when it is told to, or does not.
+//! The importer is a kernel module of the test bed (tests/kernel/importer). The importer attaches to a dma-buf as any
+//! PCI function, maps the dma-buf, and either ends the mapping or keeps it when the exporter invalidates the mapping.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -21,63 +22,63 @@ use crate::sys::{self, BAD_POINTERS, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "dmabuf",
-        about: "a buffer is exported, and an importer maps it at its bus address, in as few pieces as it has",
+        about: "an importer maps an exported buffer at its bus address, in one piece if the buffer is contiguous",
         topology: "small",
         ruins: false,
         run: exported,
     },
     Case {
         name: "dmabuf-ranges",
-        about: "ranges of a buffer are one dma-buf in their order, neighbours as one piece",
+        about: "a dma-buf has the ranges in the order of the request, adjacent ranges as one piece",
         topology: "small",
         ruins: false,
         run: ranges,
     },
     Case {
         name: "dmabuf-leak",
-        about: "mapping and unmapping thousands of times takes no memory of the kernel's",
+        about: "mapping and unmapping a dma-buf thousands of times leaks no kernel memory",
         topology: "small",
         ruins: false,
         run: leak,
     },
     Case {
         name: "dmabuf-bad",
-        about: "exports with bad ranges, flags, handles and pointers are refused, and say why",
+        about: "exports with bad ranges, flags, handles and pointers fail, and EXPLAIN has the reason",
         topology: "small",
         ruins: false,
         run: bad,
     },
     Case {
         name: "dmabuf-mapped",
-        about: "a buffer is exported by the addresses at which it is mapped, and nothing else is",
+        about: "EXPORT_MAPPED exports buffers by the addresses of their mappings, and rejects other addresses",
         topology: "small",
         ruins: false,
         run: mapped,
     },
     Case {
         name: "dmabuf-refused",
-        about: "importers that cannot do peer-to-peer or cannot be revoked are refused, and the exporter learns why",
+        about: "importers without peer-to-peer support or revocation cannot attach, and EXPLAIN has the reason",
         topology: "small",
         ruins: false,
         run: refused,
     },
     Case {
         name: "dmabuf-pinned-rule",
-        about: "importers that cannot be revoked are let in where exporter and administrator want it",
+        about: "importers that cannot be revoked can attach if the exporter and the administrator allow them",
         topology: "small",
         ruins: false,
         run: pinned_rule,
     },
     Case {
         name: "dmabuf-unreachable",
-        about: "an importer that the kernel says cannot reach the provider is refused",
+        about: "an importer that cannot reach the provider, according to the kernel, cannot attach",
         topology: "unreachable",
         ruins: false,
         run: unreachable,
     },
     Case {
         name: "dmabuf-adopted",
-        about: "memory of a drive's own is exported, and revoked when its driver goes",
+        about: "memory of an adopted drive is exported, and revoked when the drive's driver is unbound",
         topology: "demo",
         ruins: false,
         run: adopted,
@@ -87,28 +88,28 @@ pub(super) const CASES: &[Case] = &[
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// What an importer is told of a dma-buf, and does.
+/// An open file of the importer: the file takes commands, and returns the state of its attachment.
 pub(super) struct Importer(File);
 
-/// What it has.
+/// The state of an importer.
 #[derive(Debug, Default)]
 pub(super) struct State {
     numbers: HashMap<String, u64>,
-    /// Bus address and length of each piece that is mapped.
+    /// Bus address and length of each mapped piece.
     pub(super) entries: Vec<(u64, u64)>,
 }
 
 impl State {
-    /// One of its numbers; 0 where it has none of that name.
+    /// Returns the number with a name, or 0 if the state has no such name.
     pub(super) fn get(&self, name: &str) -> u64 {
         self.numbers.get(name).copied().unwrap_or(0)
     }
 }
 
 impl Importer {
-    /// An importer that has not attached yet. Loads the module where it is not.
+    /// Opens an importer that is not attached. Loads the importer's module, if it is not loaded.
     pub(super) fn new() -> Result<Importer> {
-        // Of several threads one loads it, and the others wait until it is there.
+        // The lock makes threads wait for the one that loads the module.
         static LOADING: Mutex<()> = Mutex::new(());
         let loading = LOADING.lock().map_err(|_| anyhow!("poisoned"))?;
         if !Path::new("/sys/module/p2pmem_importer").exists() {
@@ -123,7 +124,7 @@ impl Importer {
         ))
     }
 
-    /// An importer that attached a device and mapped.
+    /// Opens an importer, attaches it as a device, and maps the dma-buf.
     pub(super) fn mapped(bed: &Bed, dma_buf: &OwnedFd, device: &str, how: &str) -> Result<Importer> {
         let importer = Importer::new()?;
         importer.attach(bed, dma_buf, device, how).map_err(errno)?;
@@ -131,13 +132,13 @@ impl Importer {
         Ok(importer)
     }
 
-    /// Attaches as a device of the topology.
+    /// Attaches as a device of the topology. `how` has the properties of the attachment, such as [`GOOD`].
     pub(super) fn attach(&self, bed: &Bed, dma_buf: &OwnedFd, device: &str, how: &str) -> Result<(), i32> {
         let bdf = bed.device(device).map(|d| d.bdf.clone()).unwrap_or(device.to_owned());
         self.say(&format!("attach {} {bdf} {how}", dma_buf.as_raw_fd()))
     }
 
-    /// Gives a command.
+    /// Writes a command.
     pub(super) fn say(&self, line: &str) -> Result<(), i32> {
         match (&self.0).write_all(line.as_bytes()) {
             Ok(()) => Ok(()),
@@ -157,17 +158,17 @@ impl Importer {
                 [name, number] => {
                     state.numbers.insert((*name).to_owned(), number.parse()?);
                 }
-                _ => bail!("the importer said {line:?}"),
+                _ => bail!("unknown line in the importer's state: {line:?}"),
             }
         }
         Ok(state)
     }
 }
 
-/// How an importer attaches that does all that it should.
+/// Properties of an importer that supports peer-to-peer and ends its mappings when notified.
 pub(super) const GOOD: &str = "p2p notify";
 
-/// Exports ranges of a handle's buffer.
+/// Exports ranges of the buffer of a handle.
 pub(super) fn export(fd: BorrowedFd<'_>, handle: u32, flags: u32, ranges: &[(u64, u64)]) -> Result<OwnedFd, i32> {
     let mut list: Vec<_> = ranges
         .iter()
@@ -182,7 +183,7 @@ pub(super) fn export(fd: BorrowedFd<'_>, handle: u32, flags: u32, ranges: &[(u64
     sys::export(fd, &mut ask, Memory::Slice(&mut list))
 }
 
-/// Exports all of a new buffer.
+/// Allocates a buffer and exports all of it.
 pub(super) fn exported_buffer(fd: BorrowedFd<'_>, size: u64, flags: u32) -> Result<(abi::p2pmem_alloc, OwnedFd)> {
     let a = alloc(fd, size).map_err(errno)?;
     let dma_buf = export(fd, a.handle, flags, &[(0, a.size)])
@@ -200,7 +201,7 @@ pub(super) fn stats(fd: BorrowedFd<'_>, provider: u32) -> Result<abi::p2pmem_sta
     Ok(stats)
 }
 
-/// What debugfs says of all dma-bufs.
+/// Returns the debugfs listing of all dma-bufs.
 pub(super) fn listing() -> Result<String> {
     let path = "/sys/kernel/debug/p2pmem/dmabufs";
     fs::read_to_string(path).context(path)
@@ -223,7 +224,7 @@ pub(super) fn exported(bed: &mut Bed) -> Result<()> {
     let flags = rustix::io::fcntl_getfd(&dma_buf)?;
     ensure!(
         flags.contains(rustix::io::FdFlags::CLOEXEC),
-        "the descriptor is inherited"
+        "the dma-buf's descriptor is not close-on-exec"
     );
     let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", dma_buf.as_raw_fd()))?;
     ensure!(
@@ -231,13 +232,13 @@ pub(super) fn exported(bed: &mut Bed) -> Result<()> {
         "{about}"
     );
     let at = buffer(fd, a.handle).map_err(errno)?.bus_addr;
-    // A drive below the same switch, and the device itself.
+    // A drive below the same switch, and the provider itself.
     for device in ["nvme0", "accel0"] {
         let importer = Importer::mapped(bed, &dma_buf, device, GOOD)?;
         let state = importer.state()?;
         ensure!(
             state.entries == [(at, 4 * MIB)] && state.get("nents") == 1 && state.get("orig_nents") == 0,
-            "the buffer at {at:#x} is seen at {state:x?}"
+            "the importer maps the buffer at {at:#x} as {state:x?}"
         );
         let b = buffer(fd, a.handle).map_err(errno)?;
         ensure!(b.exports == 1 && b.attachments == 1 && b.mappings == 0, "{b:?}");
@@ -256,12 +257,12 @@ pub(super) fn exported(bed: &mut Bed) -> Result<()> {
         ensure!(listing()?.contains("revocable, pinned"), "{}", listing()?);
         importer.say("unpin").map_err(errno)?;
         importer.say("unmap").map_err(errno)?;
-        importer.say("map").map_err(errno).context("a second time")?;
+        importer.say("map").map_err(errno).context("second map")?;
         ensure!(importer.state()?.entries == [(at, 4 * MIB)]);
         importer.say("detach").map_err(errno)?;
         ensure!(buffer(fd, a.handle).map_err(errno)?.attachments == 0);
     }
-    // Two importers at once, of two dma-bufs of one buffer.
+    // Three importers at the same time, of two dma-bufs of one buffer.
     let second = export(fd, a.handle, 0, &[(MIB, MIB)]).map_err(errno)?;
     let importers = [
         Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?,
@@ -306,25 +307,25 @@ pub(super) fn ranges(bed: &mut Bed) -> Result<()> {
         (neighbours, vec![(0, 64 * page)]),
         (backwards.clone(), backwards),
     ];
-    for (asked, seen) in cases {
-        let dma_buf = export(fd, a.handle, 0, &asked)
+    for (requested, seen) in cases {
+        let dma_buf = export(fd, a.handle, 0, &requested)
             .map_err(errno)
-            .with_context(|| format!("{asked:x?}"))?;
+            .with_context(|| format!("{requested:x?}"))?;
         let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
         let state = importer.state()?;
         let want: List = seen.iter().map(|&(offset, size)| (at + offset, size)).collect();
         ensure!(
             state.entries == want && state.get("nents") == want.len() as u64,
-            "{asked:x?} of a buffer at {at:#x} became {state:x?}"
+            "ranges {requested:x?} of the buffer at {at:#x}: the importer has {state:x?}"
         );
-        let size: u64 = asked.iter().map(|r| r.1).sum();
+        let size: u64 = requested.iter().map(|r| r.1).sum();
         let about = fs::read_to_string(format!("/proc/self/fdinfo/{}", dma_buf.as_raw_fd()))?;
         ensure!(about.contains(&format!("size:\t{size}\n")), "{about}");
     }
     free(fd, a.handle).map_err(errno)
 }
 
-/// What the kernel has allocated in slabs and cannot reclaim, KiB.
+/// Returns the kernel's unreclaimable slab memory, in KiB.
 fn slabs() -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let line = text.lines().find_map(|line| line.strip_prefix("SUnreclaim:"));
@@ -346,20 +347,21 @@ fn leak(bed: &mut Bed) -> Result<()> {
         importer.say("map").map_err(errno)?;
         importer.say("unmap").map_err(errno)?;
     }
-    // A table of 64 entries is 2 KiB, and there are as many small ones that it was made of.
+    // A leaked table of 64 entries takes 2 KiB, and the allocations that the table was built from as much again.
     let grown = slabs()?.saturating_sub(before);
     ensure!(
         grown < TIMES * 2 / 4,
-        "{grown} KiB more in slabs after mapping {TIMES} times"
+        "slabs grew by {grown} KiB while the dma-buf was mapped {TIMES} times"
     );
     Ok(())
 }
 
-fn sentence(fd: BorrowedFd<'_>, code: i32, word: &str) -> Result<()> {
+/// Checks the errno of the last explanation, and that its message contains `word`.
+fn explained(fd: BorrowedFd<'_>, code: i32, word: &str) -> Result<()> {
     let (explain, _, text) = explain_last(fd)?;
     ensure!(
         explain.error == code as u32 && text.contains(word),
-        "errno {} and {text:?}, which has no {word:?}",
+        "errno {}, and the message {text:?} does not contain {word:?}",
         explain.error
     );
     Ok(())
@@ -373,7 +375,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let top = u64::MAX & !0xfff;
     let mut too_many: Vec<_> = (0..64).map(|n| (n * page, page)).collect();
     too_many.push((65 * page, page));
-    /// Ranges, the errno that they are refused with, and words of the sentence that says why.
+    /// Ranges, the errno that the export fails with, and words of the message.
     type Case<'a> = (&'a [(u64, u64)], i32, &'a str);
     let cases: &[Case<'_>] = &[
         (&[], libc::EINVAL, "needs a range"),
@@ -394,29 +396,33 @@ fn bad(bed: &mut Bed) -> Result<()> {
     ];
     for (list, code, word) in cases {
         expect(&format!("{list:x?}"), export(fd, a.handle, 0, list), *code)?;
-        sentence(fd, *code, word)?;
+        explained(fd, *code, word)?;
     }
     let whole = [(0, MIB)];
     for flags in [4, 1 << 31] {
         expect("unknown flags", export(fd, a.handle, flags, &whole), libc::EINVAL)?;
-        sentence(fd, libc::EINVAL, "unknown flags")?;
+        explained(fd, libc::EINVAL, "unknown flags")?;
     }
     for handle in [0, a.handle + 1, u32::MAX] {
-        expect("no such handle", export(fd, handle, 0, &whole), libc::ENOENT)?;
-        sentence(fd, libc::ENOENT, "no handle")?;
+        expect(
+            "handle that does not exist",
+            export(fd, handle, 0, &whole),
+            libc::ENOENT,
+        )?;
+        explained(fd, libc::ENOENT, "no handle")?;
     }
     let other = open()?;
     expect(
-        "a handle of another file",
+        "handle of another file",
         export(other.as_fd(), a.handle, 0, &whole),
         libc::ENOENT,
     )?;
     expect(
-        "pinned without permission",
+        "pinned export without permission",
         export(fd, a.handle, abi::P2PMEM_EXPORT_PINNED, &whole),
         libc::EPERM,
     )?;
-    sentence(fd, libc::EPERM, "pinned_exports")?;
+    explained(fd, libc::EPERM, "pinned_exports")?;
     for at in 0..BAD_POINTERS.len() {
         let mut ask = abi::p2pmem_export {
             nr_ranges: 1,
@@ -424,12 +430,12 @@ fn bad(bed: &mut Bed) -> Result<()> {
             ..Default::default()
         };
         expect(
-            "ranges where there is no memory",
+            "ranges at a bad pointer",
             sys::export(fd, &mut ask, Memory::Bad(at)),
             libc::EFAULT,
         )?;
     }
-    // With all descriptors used up, nothing is left behind.
+    // A failed export for want of a file descriptor leaks no export.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let few = rustix::process::Rlimit {
         current: Some(3),
@@ -438,20 +444,23 @@ fn bad(bed: &mut Bed) -> Result<()> {
     rustix::process::setrlimit(rustix::process::Resource::Nofile, few)?;
     let answer = export(fd, a.handle, 0, &whole);
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit)?;
-    expect("no descriptor left", answer, libc::EMFILE)?;
-    sentence(fd, libc::EMFILE, "descriptor")?;
-    ensure!(bed.provider("accel0")?.exports == 0, "refused exports are still there");
-    // A dma-buf is for devices.
+    expect("export without a free file descriptor", answer, libc::EMFILE)?;
+    explained(fd, libc::EMFILE, "descriptor")?;
+    ensure!(
+        bed.provider("accel0")?.exports == 0,
+        "the provider still counts exports that failed"
+    );
+    // Programs cannot map the dma-buf; mappings come from /dev/p2pmem.
     let dma_buf = export(fd, a.handle, 0, &whole).map_err(errno)?;
     expect(
         "mmap of the dma-buf",
         Mapping::shared(dma_buf.as_fd(), 0, 4096),
         libc::EOPNOTSUPP,
     )?;
-    sentence(fd, libc::EOPNOTSUPP, "/dev/p2pmem")?;
+    explained(fd, libc::EOPNOTSUPP, "/dev/p2pmem")?;
     drop(dma_buf);
     free(fd, a.handle).map_err(errno)?;
-    expect("a handle that was freed", export(fd, a.handle, 0, &whole), libc::ENOENT)
+    expect("freed handle", export(fd, a.handle, 0, &whole), libc::ENOENT)
 }
 
 pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
@@ -468,7 +477,10 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
         let dma_buf = by_address(list).map_err(errno).with_context(|| format!("{list:x?}"))?;
         let state = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?.state()?;
         let want: Vec<_> = want.iter().map(|&(offset, size)| (at + offset, size)).collect();
-        ensure!(state.entries == want, "{list:x?} became {state:x?}, not {want:x?}");
+        ensure!(
+            state.entries == want,
+            "addresses {list:x?}: the importer has {state:x?}, expected {want:x?}"
+        );
         Ok(())
     };
     seen(&[(start, MIB)], &[(0, MIB)])?;
@@ -477,47 +489,51 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
         &[(start + 4 * page, page), (start, page)],
         &[(4 * page, page), (0, page)],
     )?;
-    // Several areas that show one piece of the buffer, and an area in the middle that shows another piece.
+    // Several areas that map one piece of the buffer in sequence, then an area in the middle that maps another piece.
     map.protect_part(64 << 10, 64 << 10, libc::PROT_READ).map_err(errno)?;
     seen(&[(start, MIB)], &[(0, MIB)])?;
     let end = MIB - 128 * KIB;
     map.replace_part(64 << 10, 64 << 10, owner.as_fd(), a.mmap_offset + MIB - 64 * KIB)
         .map_err(errno)?;
     seen(&[(start, 128 * KIB)], &[(0, 64 * KIB), (MIB - 64 * KIB, 64 * KIB)])?;
-    // The same memory twice in one range of addresses.
+    // A range of addresses that maps the same memory twice.
     expect(
-        "a range that shows memory twice",
+        "a range of addresses that maps memory twice",
         by_address(&[(start, MIB)]),
         libc::EINVAL,
     )?;
-    sentence(fd, libc::EINVAL, "overlap")?;
-    // Another buffer's memory in the middle.
+    explained(fd, libc::EINVAL, "overlap")?;
+    // A mapping of another buffer in the middle.
     map.replace_part(64 << 10, 64 << 10, owner.as_fd(), b.mmap_offset)
         .map_err(errno)?;
-    expect("two buffers", by_address(&[(start, MIB)]), libc::EXDEV)?;
-    sentence(fd, libc::EXDEV, "another buffer")?;
+    expect(
+        "a range of addresses with two buffers",
+        by_address(&[(start, MIB)]),
+        libc::EXDEV,
+    )?;
+    explained(fd, libc::EXDEV, "another buffer")?;
     seen(&[(start + 128 * KIB, end)], &[(128 * KIB, end)])?;
 
-    // What is not ours, and what is nothing.
+    // Addresses of other mappings, and addresses without a mapping.
     let memory = vec![0u8; 64 << 10];
     let inside = (memory.as_ptr() as u64).next_multiple_of(page);
     let zero = File::open("/dev/zero")?;
     let foreign = Mapping::new(zero.as_fd(), 0, 4096, libc::PROT_READ, libc::MAP_PRIVATE).map_err(errno)?;
     for address in [inside, foreign.address(), 0, 0x7fff_ffff_f000, 0xffff_8000_0000_0000] {
         expect(
-            &format!("address {address:#x}"),
+            &format!("export of address {address:#x}"),
             by_address(&[(address, page)]),
             libc::ENOENT,
         )?;
     }
-    sentence(fd, libc::ENOENT, "no p2pmem buffer is mapped at")?;
+    explained(fd, libc::ENOENT, "no p2pmem buffer is mapped at")?;
     expect(
         "past the end of the mapping",
         by_address(&[(start + MIB - page, 2 * page)]),
         libc::ENOENT,
     )
     .or_else(|_| {
-        // Something of ours may come next.
+        // Another mapping of a p2pmem buffer may follow.
         expect(
             "past the end of the mapping",
             by_address(&[(start + MIB - page, 2 * page)]),
@@ -534,11 +550,11 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
         expect(&format!("{list:x?}"), by_address(list), libc::EINVAL)?;
     }
     expect(
-        "a handle beside addresses",
+        "a handle with EXPORT_MAPPED",
         export(fd, a.handle, abi::P2PMEM_EXPORT_MAPPED, &[(start, page)]),
         libc::EINVAL,
     )?;
-    // A mapping of a file that was opened for reading only can show the memory, but not lend it for writing.
+    // A mapping of a read-only file cannot be exported, because importers could write.
     let reader = OpenOptions::new().read(true).open(NODE)?;
     let c = alloc(reader.as_fd(), 64 * KIB).map_err(errno)?;
     let shown = Mapping::new(
@@ -550,13 +566,13 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
     )
     .map_err(errno)?;
     expect(
-        "read-only for good",
+        "mapping of a read-only file",
         by_address(&[(shown.address(), page)]),
         libc::EACCES,
     )?;
     drop((shown, reader));
 
-    // A buffer that has no handle, from a process that only inherited the mapping.
+    // A buffer without a handle, exported by a child that inherited the mapping.
     let anonymous = Mapping::shared(owner.as_fd(), 0, 64 << 10).map_err(errno)?;
     let child = sys::in_child(|| {
         let Ok(file) = open() else { return 1 };
@@ -566,8 +582,8 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
             Err(code) => code,
         }
     })?;
-    ensure!(child == 0, "a child's export: {child:#x}");
-    // The dma-buf keeps what nothing else keeps.
+    ensure!(child == 0, "the export in a child failed: {child:#x}");
+    // The dma-buf alone holds the buffer.
     let buffers = bed.provider("accel0")?.buffers;
     let dma_buf = by_address(&[(anonymous.address(), 64 * KIB)]).map_err(errno)?;
     drop(anonymous);
@@ -599,7 +615,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
             importer.attach(bed, &dma_buf, device, how),
             code,
         )?;
-        sentence(fd, code, word)?;
+        explained(fd, code, word)?;
         let (_, _, text) = explain_last(fd)?;
         let name = bed
             .device(device)
@@ -611,10 +627,10 @@ fn refused(bed: &mut Bed) -> Result<()> {
         after.attach_failed == before.attach_failed + cases.len() as u64 && after.attaches == before.attaches,
         "{before:?} {after:?}"
     );
-    // Whoever the file belonged to, it may be gone.
+    // The importer is rejected also after the exporter's file is closed.
     drop(file);
     expect(
-        "after the file",
+        "attach after the exporter's file was closed",
         importer.attach(bed, &dma_buf, "nvme0", "p2p"),
         libc::EOPNOTSUPP,
     )?;
@@ -627,7 +643,10 @@ fn pinned_rule(bed: &mut Bed) -> Result<()> {
     let rule = bed.provider_dir("accel0")?.join("pinned_exports");
     ensure!(super::read(&rule)? == "0", "pinned exports are allowed by default");
     for bad in ["2", "yes", "\n", "-1"] {
-        ensure!(fs::write(&rule, bad).is_err(), "{bad:?} was taken");
+        ensure!(
+            fs::write(&rule, bad).is_err(),
+            "writing {bad:?} to pinned_exports succeeded"
+        );
     }
     write(&rule, "1")?;
     let row = bed.provider("accel0")?;
@@ -643,32 +662,33 @@ fn pinned_rule(bed: &mut Bed) -> Result<()> {
         "{}",
         listing()?
     );
-    // An export that was not made for it does not take such an importer, and none takes one that knows no peers.
+    // A revocable export rejects an importer that cannot be revoked. Every export rejects one without peer-to-peer
+    // support.
     let second = Importer::new()?;
     expect(
-        "a revocable export",
+        "attach to a revocable export without revocation",
         second.attach(bed, &revocable, "nvme0", "p2p"),
         libc::EOPNOTSUPP,
     )?;
     expect(
-        "a driver that knows no peers",
+        "attach without peer-to-peer support",
         second.attach(bed, &dma_buf, "nvme0", "static"),
         libc::EOPNOTSUPP,
     )?;
     second.attach(bed, &dma_buf, "nvme0", GOOD).map_err(errno)?;
     second.say("detach").map_err(errno)?;
-    // The administrator changes his mind: who is there stays, nobody else comes.
+    // When the administrator revokes the permission, attached importers stay, and no other such importer can attach.
     write(&rule, "0")?;
     let row = bed.provider("accel0")?;
     ensure!(row.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS == 0, "{row:?}");
     expect(
-        "after the permission was taken back",
+        "attach after pinned_exports was disabled",
         second.attach(bed, &dma_buf, "nvme0", "p2p"),
         libc::EPERM,
     )?;
-    sentence(fd, libc::EPERM, "no longer allows pinned exports")?;
+    explained(fd, libc::EPERM, "no longer allows pinned exports")?;
     expect(
-        "a pinned export",
+        "pinned export after pinned_exports was disabled",
         export(fd, a.handle, abi::P2PMEM_EXPORT_PINNED, &[(0, MIB)]),
         libc::EPERM,
     )?;
@@ -684,11 +704,11 @@ fn unreachable(bed: &mut Bed) -> Result<()> {
     let importer = Importer::new()?;
     // accel1 is below another root port.
     expect(
-        "across root ports",
+        "attach across root ports",
         importer.attach(bed, &near, "accel1", GOOD),
         libc::EHOSTUNREACH,
     )?;
-    sentence(fd, libc::EHOSTUNREACH, "host bridge")?;
+    explained(fd, libc::EHOSTUNREACH, "host bridge")?;
     let (_, _, text) = explain_last(fd)?;
     for name in ["accel0", "accel1"] {
         ensure!(text.contains(&bed.device(name)?.bdf), "{text:?} does not name {name}");
@@ -708,7 +728,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
     sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
     let at = buffer(fd, a.handle).map_err(errno)?.bus_addr;
     let dma_buf = export(fd, a.handle, 0, &[(64 * KIB, 64 * KIB)]).map_err(errno)?;
-    // From the same switch, and through host bridges from the other socket.
+    // From the same switch, and across host bridges from the other socket.
     let importers = ["nvme0", "accel0", "accel1"].map(|name| Importer::mapped(bed, &dma_buf, name, GOOD));
     for importer in &importers {
         let state = match importer {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How dma-bufs end: revoked with importers that let go, late or never; closed in any order; with their process.
+//! Ends of dma-bufs: revocation with importers that end their mappings in time, late, or never; closing in any order;
+//! killed processes.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
@@ -24,42 +25,42 @@ use crate::sys::{self, Mapping};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "dmabuf-revoke",
-        about: "unbinding takes dma-bufs away from importers within a second, and for good",
+        about: "unbinding revokes dma-bufs from importers within a second, permanently",
         topology: "small",
         ruins: false,
         run: revoke,
     },
     Case {
         name: "dmabuf-hold",
-        about: "an importer that does not let go is named in the log, and waited for",
+        about: "unbinding waits for an importer that keeps its mapping, and the log names the importer",
         topology: "small",
         ruins: false,
         run: hold,
     },
     Case {
         name: "dmabuf-hold-killed",
-        about: "killing the process of an importer that does not let go ends the wait for it",
+        about: "killing the process of an importer that keeps its mapping ends the wait",
         topology: "small",
         ruins: false,
         run: hold_killed,
     },
     Case {
         name: "dmabuf-fence",
-        about: "DMA that an importer says is under way is waited for, but not for ever",
+        about: "unbinding waits for DMA in progress, up to a limit",
         topology: "small",
         ruins: false,
         run: fences,
     },
     Case {
         name: "dmabuf-order",
-        about: "handle, mapping, dma-buf and importer end in any order, and the memory with the last",
+        about: "handle, mapping, dma-buf and importer end in any order, and the last one frees the memory",
         topology: "small",
         ruins: false,
         run: order,
     },
     Case {
         name: "dmabuf-kill",
-        about: "a killed process leaves no dma-buf behind, and one that it passed on keeps its buffer",
+        about: "the dma-buf of a killed process is freed; a dma-buf that a child inherited keeps its buffer",
         topology: "small",
         ruins: false,
         run: kill,
@@ -73,21 +74,21 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "dmabuf-many",
-        about: "a thousand dma-bufs, a hundred of them imported, are revoked within a second",
+        about: "unbinding revokes a thousand dma-bufs, a hundred of them imported, within a second",
         topology: "small",
         ruins: false,
         run: many,
     },
     Case {
         name: "dmabuf-two-ends",
-        about: "a provider is unbound and taken back at the same time",
+        about: "unbinding a provider while configfs disables it removes the provider and its buffers",
         topology: "small",
         ruins: false,
         run: two_ends,
     },
     Case {
         name: "dmabuf-race",
-        about: "exports, attachments and mappings while the provider comes and goes",
+        about: "export, attach and map race with unbinding and publishing, and fail only with ENODEV",
         topology: "small",
         ruins: false,
         run: race,
@@ -96,7 +97,7 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// Reads what the kernel says from now on.
+/// Reads the kernel log from the time of creation on.
 pub(super) struct Log(File);
 
 impl Log {
@@ -109,7 +110,7 @@ impl Log {
         Ok(Log(log))
     }
 
-    /// New lines with these words in them.
+    /// Returns the new lines that contain all of `words`.
     pub(super) fn lines(&mut self, words: &[&str]) -> Vec<String> {
         let mut lines = Vec::new();
         let mut record = [0; 8192];
@@ -122,10 +123,10 @@ impl Log {
         lines
     }
 
-    /// Waits for a line with these words in it.
+    /// Waits for a line that contains all of `words`, and returns the line.
     pub(super) fn wait(&mut self, words: &[&str]) -> Result<String> {
         let mut found = Vec::new();
-        super::inflight::until(&format!("the kernel says {words:?}"), || {
+        super::inflight::until(&format!("the kernel log has a line with {words:?}"), || {
             found.append(&mut self.lines(words));
             Ok(!found.is_empty())
         })?;
@@ -143,7 +144,7 @@ pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
         importer.say("pin").map_err(errno)?;
         all.push((a, dma_buf, importer));
     }
-    // One that never mapped, and one whose handle was freed.
+    // An importer that never mapped; the handle of its buffer is freed.
     let (a, dma_buf) = exported_buffer(fd, MIB, 0)?;
     let idle = Importer::new()?;
     idle.attach(bed, &dma_buf, "nvme0", GOOD).map_err(errno)?;
@@ -167,28 +168,33 @@ pub(super) fn revoke(bed: &mut Bed) -> Result<()> {
     }
     ensure!(idle.state()?.get("invalidated") == 1);
     expect("mapping for the first time", idle.say("map"), libc::ENODEV)?;
-    // The memory is others' now, while the old dma-bufs are still there.
+    // Other buffers use the memory now, while the old dma-bufs are still open.
     bed.publish("accel0")?;
     let (b, fresh) = exported_buffer(fd, MIB, 0)?;
     let new = Importer::mapped(bed, &fresh, "nvme0", GOOD)?;
     let at = buffer(fd, b.handle).map_err(errno)?.bus_addr;
     let entries = new.state()?.entries;
-    // Behind an IOMMU the drive's address of it is none of the bus's.
+    // Behind an IOMMU, the drive uses an IOVA, not the bus address.
     let group = bed.device("nvme0")?.sysfs().join("iommu_group/type");
     let as_wanted = match group.exists() && read(&group)?.starts_with("DMA") {
         false => entries == [(at, MIB)],
         true => entries.len() == 1 && entries[0].1 == MIB && entries[0].0 != at,
     };
-    ensure!(as_wanted, "{at:#x} is {entries:x?} to the drive");
+    ensure!(as_wanted, "bus address {at:#x}: the drive maps {entries:x?}");
     for (_, _, importer) in &all {
-        expect("mapping what is another's", importer.say("map"), libc::ENODEV)?;
+        expect(
+            "mapping memory that belongs to another buffer now",
+            importer.say("map"),
+            libc::ENODEV,
+        )?;
     }
     drop(all);
     ensure!(new.state()?.get("mapped") == 1);
     Ok(())
 }
 
-/// Unbinds accel0 in another thread while `during` runs; how long the unbinding took.
+/// Unbinds accel0 in another thread while `during` runs; `during` gets a flag that is set when unbinding has ended.
+/// Returns the time that unbinding took.
 fn unbind_during(bed: &Bed, during: impl FnOnce(&AtomicBool) -> Result<()>) -> Result<Duration> {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -204,15 +210,15 @@ fn unbind_during(bed: &Bed, during: impl FnOnce(&AtomicBool) -> Result<()>) -> R
     })
 }
 
-/// After how many seconds of waiting a line of the log is.
+/// Returns the seconds of waiting that a line of the log states.
 fn since(line: &str) -> Result<u64> {
     let (_, rest) = line.split_once(" since ").with_context(|| line.to_owned())?;
     let (seconds, _) = rest.split_once(" s").with_context(|| line.to_owned())?;
     Ok(seconds.parse()?)
 }
 
-/// Whether lines of the log came when the module has them due: after 1, 10 and 60 s and every 300 s, each once, and later on a
-/// machine that is busy.
+/// Returns whether the module logged lines on schedule: after 1, 10 and 60 s and every 300 s, each once. On a busy
+/// machine, lines may be late.
 fn is_scheduled(seconds: &[u64]) -> bool {
     let mut before = 0;
     seconds.iter().all(|&now| {
@@ -228,7 +234,8 @@ pub(super) fn hold(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let rule = bed.provider_dir("accel0")?.join("pinned_exports");
     write(&rule, "1")?;
-    // One that is told and goes on, and one that cannot be told; beside one that does as it should.
+    // An importer that keeps its mapping when notified, and an importer that cannot be notified; both beside one that
+    // works.
     for (how, flags, word) in [
         ("p2p notify hold", 0, "1 mappings, revocable"),
         ("p2p", abi::P2PMEM_EXPORT_PINNED, "1 mappings, not revocable"),
@@ -236,7 +243,7 @@ pub(super) fn hold(bed: &mut Bed) -> Result<()> {
         let (a, dma_buf) = exported_buffer(fd, MIB, flags)?;
         let (good, other) = exported_buffer(fd, MIB, 0)?;
         let importer = Importer::mapped(bed, &dma_buf, "nvme0", how)?;
-        let fine = Importer::mapped(bed, &other, "nvme0", GOOD)?;
+        let working = Importer::mapped(bed, &other, "nvme0", GOOD)?;
         let map = Mapping::shared(fd, a.mmap_offset, 4096).map_err(errno)?;
         map.set(0, 1);
         let bdf = &bed.device("nvme0")?.bdf;
@@ -245,11 +252,14 @@ pub(super) fn hold(bed: &mut Bed) -> Result<()> {
             let line = log.wait(&["waiting for", bdf, "to let go of dma-buf"])?;
             let me = format!("pid {} (", std::process::id());
             ensure!(line.contains(&me) && line.contains(word), "{line}");
-            // It waits, and everything else of the provider is over.
-            ensure!(!done.load(Ordering::SeqCst), "unbinding ended with a mapping left");
+            // Unbinding still waits, and everything else of the provider has ended.
             ensure!(
-                fine.state()?.get("mapped") == 0,
-                "who should let go waits for who does not"
+                !done.load(Ordering::SeqCst),
+                "unbinding ended while the importer still had a mapping"
+            );
+            ensure!(
+                working.state()?.get("mapped") == 0,
+                "revocation of one importer waits for the importer that keeps its mapping"
             );
             for handle in [a.handle, good.handle] {
                 let b = buffer(fd, handle).map_err(errno)?;
@@ -259,22 +269,35 @@ pub(super) fn hold(bed: &mut Bed) -> Result<()> {
             sys::survive_bus_errors()?;
             let errors = sys::bus_errors();
             map.get(0);
-            ensure!(sys::bus_errors() == errors + 1, "a mapping outlives the revocation");
-            // Other providers' business goes on meanwhile.
-            expect("ALLOC while the only provider leaves", alloc(fd, 4096), libc::ENODEV)?;
-            // Time for a flood. Each line says after how many seconds it is, of which the kernel has few to tell.
+            ensure!(
+                sys::bus_errors() == errors + 1,
+                "a revoked mapping did not raise SIGBUS"
+            );
+            // Requests do not block while the provider is removed.
+            expect(
+                "ALLOC while the only provider is removed",
+                alloc(fd, 4096),
+                libc::ENODEV,
+            )?;
+            // Time for a flood of lines. Each line states its seconds of waiting; the schedule allows few lines.
             thread::sleep(Duration::from_millis(2500));
             let mut all = vec![since(&line)?];
             for line in log.lines(&["waiting for", "to let go of dma-buf"]) {
                 all.push(since(&line)?);
             }
-            ensure!(is_scheduled(&all), "the log is flooded: {all:?}");
-            ensure!(!done.load(Ordering::SeqCst), "unbinding ended with a mapping left");
+            ensure!(
+                is_scheduled(&all),
+                "lines in the log are off schedule, after {all:?} seconds"
+            );
+            ensure!(
+                !done.load(Ordering::SeqCst),
+                "unbinding ended while the importer still had a mapping"
+            );
             Ok(())
         };
         unbind_during(bed, |done| {
             let checked = checks(done);
-            // Whatever the checks say, unbinding ends only after this.
+            // Unbinding ends only after this, also when a check failed.
             importer.say("unmap").map_err(errno)?;
             checked
         })?;
@@ -285,10 +308,10 @@ pub(super) fn hold(bed: &mut Bed) -> Result<()> {
     write(&rule, "0")
 }
 
-/// The part of these tests that runs in a process of its own.
+/// The name of the part of these tests that runs in its own process.
 pub(super) const PART: &str = "import-and-hold";
 
-/// Imports a buffer, and does not let go of it.
+/// Imports a buffer and keeps the mapping when notified.
 pub(super) fn part() -> Result<()> {
     let bed = Bed {
         devices: crate::devices::load()?,
@@ -307,7 +330,7 @@ fn hold_killed(bed: &mut Bed) -> Result<()> {
         let ended = done.load(Ordering::SeqCst);
         part.kill()?;
         waiting?;
-        ensure!(!ended, "unbinding ended with a mapping left");
+        ensure!(!ended, "unbinding ended while the importer still had a mapping");
         Ok(())
     })?;
     in_time!(took < patiently(BOUND), "unbinding took {took:?}");
@@ -315,22 +338,24 @@ fn hold_killed(bed: &mut Bed) -> Result<()> {
 }
 
 fn fences(bed: &mut Bed) -> Result<()> {
-    // One that is signalled after a while.
+    // A fence that the importer signals after a while.
     let file = open()?;
     let fd = file.as_fd();
     let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
     importer.say("fence").map_err(errno).context("fence")?;
     unbind_during(bed, |done| {
-        super::inflight::until("the importer is told", || Ok(importer.state()?.get("invalidated") == 1))?;
+        super::inflight::until("the importer is notified", || {
+            Ok(importer.state()?.get("invalidated") == 1)
+        })?;
         thread::sleep(Duration::from_millis(300));
-        // It does not wait for ever either.
-        in_time!(!done.load(Ordering::SeqCst), "unbinding ended with DMA under way");
+        // Unbinding waits for a fence for a limited time only, so a late machine may miss this check.
+        in_time!(!done.load(Ordering::SeqCst), "unbinding ended with DMA in progress");
         importer.say("signal").map_err(errno)
     })?;
     drop((importer, dma_buf));
     bed.publish("accel0")?;
-    // Ten that never are: the limit is one for all of them.
+    // Ten fences that are never signalled: one limit applies to all of them.
     let mut all = Vec::new();
     for _ in 0..10 {
         let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
@@ -342,7 +367,10 @@ fn fences(bed: &mut Bed) -> Result<()> {
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
-    ensure!(took > Duration::from_secs(1), "unbinding waited {took:?} only");
+    ensure!(
+        took > Duration::from_secs(1),
+        "unbinding waited only {took:?} for fences that are not signalled"
+    );
     in_time!(took < patiently(BOUND), "unbinding took {took:?}");
     log.wait(&["going on with fences of dma-buf"])?;
     drop(all);
@@ -379,7 +407,7 @@ pub(super) fn order(bed: &mut Bed) -> Result<()> {
         }
         ensure!(
             bed.settled()? == (free_before, buffers),
-            "{order:?} left something behind"
+            "free bytes or buffers changed after the order {order:?}"
         );
     }
     // The memory was cleared.
@@ -387,7 +415,11 @@ pub(super) fn order(bed: &mut Bed) -> Result<()> {
     let a = alloc(file.as_fd(), 16 * MIB).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 16 << 20).map_err(errno)?;
     for at in (0..map.len()).step_by(4096) {
-        ensure!(map.get(at) == 0, "{:#x} is left at {at:#x}", map.get(at));
+        ensure!(
+            map.get(at) == 0,
+            "memory was not cleared: {:#x} at {at:#x}",
+            map.get(at)
+        );
     }
     Ok(())
 }
@@ -398,15 +430,18 @@ fn kill(bed: &mut Bed) -> Result<()> {
         let part = Part::start(PART, &[])?;
         ensure!(bed.provider("accel0")?.exports == 1);
         part.kill()?;
-        ensure!(bed.settled()? == before, "a killed process left something behind");
+        ensure!(
+            bed.settled()? == before,
+            "free bytes or buffers changed after a process was killed"
+        );
         ensure!(bed.provider("accel0")?.exports == 0 && listing()?.is_empty());
     }
-    // A child that inherited the descriptor can still use it when the parent has closed all of its own.
+    // A child that inherited the descriptor can import after the parent closed all of its own descriptors.
     let file = open()?;
     let (_, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
     let (read, pipe) = rustix::pipe::pipe()?;
     let bed_ref = &*bed;
-    // What the closure owns is closed in the parent; the child closes all but the dma-buf.
+    // The parent drops what the closure owns. The child closes all but the dma-buf.
     let child = sys::spawn_child(move || {
         drop(file);
         let waited = rustix::io::read(&read, &mut [0]);
@@ -419,8 +454,11 @@ fn kill(bed: &mut Bed) -> Result<()> {
     ensure!(row.exports == 1 && row.buffers == before.1 + 1, "{row:?}");
     rustix::io::write(&pipe, b"x")?;
     let status = child.wait()?;
-    ensure!(status == 0, "the child could not import: {status:#x}");
-    ensure!(bed.settled()? == before, "the child left something behind");
+    ensure!(status == 0, "importing in the child failed, status {status:#x}");
+    ensure!(
+        bed.settled()? == before,
+        "free bytes or buffers changed after the child ended"
+    );
     Ok(())
 }
 
@@ -430,13 +468,16 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
     drop(file);
     bed.unpublish("accel0")?;
-    ensure!(command("rmmod", &["p2pmem"]).is_err(), "rmmod succeeded with a dma-buf");
+    ensure!(
+        command("rmmod", &["p2pmem"]).is_err(),
+        "rmmod succeeded while a dma-buf is open"
+    );
     drop(dma_buf);
     ensure!(
         command("rmmod", &["p2pmem"]).is_err(),
-        "rmmod succeeded with an importer"
+        "rmmod succeeded while an importer is attached"
     );
-    expect("mapping", importer.say("map"), libc::ENODEV)?;
+    expect("mapping after the removal", importer.say("map"), libc::ENODEV)?;
     drop(importer);
     command("rmmod", &["p2pmem"])?;
     bed.load_module()?;
@@ -450,7 +491,7 @@ fn many(bed: &mut Bed) -> Result<()> {
     let mut all = Vec::new();
     let mut importers = Vec::new();
     for n in 0..1000u64 {
-        // Ten of each buffer.
+        // Ten exports of each buffer.
         if n % 10 == 0 {
             all.push((alloc(fd, 64 << 10).map_err(errno)?, Vec::new()));
         }
@@ -484,13 +525,13 @@ pub(super) fn two_ends(bed: &mut Bed) -> Result<()> {
         let enable = bed.provider_dir("accel0")?.join("enable");
         let unbind = || -> Result<()> {
             timed_unbind(bed)?;
-            // Whoever did it, it is done.
+            // After the unbind, the provider is removed, whichever thread removed it.
             let b = buffer(fd, a.handle).map_err(errno)?;
             ensure!(b.state == abi::P2PMEM_BUFFER_GONE, "{b:?}");
             ensure!(importer.state()?.get("mapped") == 0 && bed.provider("accel0").is_err());
             Ok(())
         };
-        // The other one may come too late, and find the device unbound: that is no race.
+        // The write to `enable` may come too late and fail, because the device is unbound; such a round is no race.
         let (disabled, unbound, met) = at_once(|| std::fs::write(&enable, "0"), unbind)?;
         unbound?;
         bed.publish("accel0")?;
@@ -501,8 +542,8 @@ pub(super) fn two_ends(bed: &mut Bed) -> Result<()> {
 pub(super) fn race(bed: &mut Bed) -> Result<()> {
     const ROUNDS: u32 = 15;
     let bed = &*bed;
-    // What may be said of it at any time.
-    let fine = |busy: &Busy, what: &str, code: i32| -> Result<()> {
+    // The only errno that the calls may fail with while the provider comes and goes.
+    let allowed = |busy: &Busy, what: &str, code: i32| -> Result<()> {
         busy.refuse();
         match code {
             libc::ENODEV => Ok(()),
@@ -518,7 +559,7 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
             let a = match alloc(fd, 256 << 10) {
                 Ok(a) => a,
                 Err(code) => {
-                    fine(busy, "ALLOC", code)?;
+                    allowed(busy, "ALLOC", code)?;
                     continue;
                 }
             };
@@ -529,23 +570,23 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
             let dma_buf = match made {
                 Ok(dma_buf) => dma_buf,
                 Err(code) => {
-                    fine(busy, "EXPORT_DMABUF", code)?;
+                    allowed(busy, "EXPORT_DMABUF", code)?;
                     continue;
                 }
             };
             let importer = Importer::new()?;
             if let Err(code) = importer.attach(bed, &dma_buf, "nvme0", GOOD) {
-                fine(busy, "attach", code)?;
+                allowed(busy, "attach", code)?;
                 continue;
             }
             for _ in 0..(n >> 41) & 3 {
                 match importer.say("map") {
                     Ok(()) => {
                         busy.serve();
-                        // It may be gone by itself.
+                        // The revocation may have ended the mapping already.
                         let _ = importer.say("unmap");
                     }
-                    Err(code) => fine(busy, "map", code)?,
+                    Err(code) => allowed(busy, "map", code)?,
                 }
             }
             let _ = importer.say("map");
@@ -566,6 +607,9 @@ pub(super) fn race(bed: &mut Bed) -> Result<()> {
         }
         Ok(())
     })?;
-    ensure!(busy.served() > 0 && busy.refused() > 0, "{busy:?}: there was no race");
+    ensure!(
+        busy.served() > 0 && busy.refused() > 0,
+        "no operation succeeded, or none failed: {busy:?}"
+    );
     Ok(())
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Allocations of the kernel's that fail: each one that a call makes in turn, by `/proc/self/fail-nth` of a kernel with
-//! FAULT_INJECTION. What the failed calls leave behind, the debug kernel's leak checker and every case's own end see.
+//! Failures of the kernel's memory allocations: each allocation that a call makes fails once, by
+//! `/proc/thread-self/fail-nth` of a kernel with FAULT_INJECTION. The debug kernel's leak checker and the check after
+//! each case find what failed calls leak.
 
 use std::fs::OpenOptions;
 use std::io::{Read, Write};
@@ -26,70 +27,70 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "allocation-failures",
-        about: "whichever allocation of a call fails, the call succeeds or fails with ENOMEM, and nothing is lost",
+        about: "if any one allocation of a call fails, the call succeeds or fails with ENOMEM, and leaks nothing",
         topology: "small",
         ruins: false,
         run: allocation_failures,
     },
     Case {
         name: "allocation-failures-ioctls",
-        about: "the same for all other calls on an open file",
+        about: "if any one allocation of an ioctl fails, the ioctl succeeds or fails with ENOMEM, and leaks nothing",
         topology: "nic",
         ruins: false,
         run: ioctls,
     },
     Case {
         name: "allocation-failures-admin",
-        about: "the same for binding, publishing, rules and their ends: what fails has changed nothing, and what gives back cannot fail",
+        about: "if any one allocation fails, bind, publish and rules succeed or change nothing, and undoing them cannot fail",
         topology: "small",
         ruins: false,
         run: admin,
     },
     Case {
         name: "allocation-failures-unbind",
-        about: "whichever allocation fails, a provider that is in use is taken back, and can be published again",
+        about: "if any one allocation fails, a provider in use can be removed and published again",
         topology: "small",
         ruins: false,
         run: unbind,
     },
     Case {
         name: "allocation-failures-peer",
-        about: "whichever allocation of a registration fails, it succeeds or is refused, and nothing is lost",
+        about: "if any one allocation of ibv_reg_mr() fails, the call succeeds or fails with ENOMEM, and leaks nothing",
         topology: "nic",
         ruins: false,
         run: registration,
     },
     Case {
         name: "allocation-failures-events",
-        about: "whichever allocation of poll() and read() fails, no event is lost",
+        about: "if any one allocation of poll() or read() fails, no event is lost",
         topology: "small",
         ruins: false,
         run: events,
     },
     Case {
         name: "allocation-failures-pageless",
-        about: "whichever allocation of a fault in memory without pages fails, the access comes to its end",
+        about: "if any one allocation of a page fault in pageless memory fails, the access still completes",
         topology: "small",
         ruins: false,
         run: |bed| without_pages(bed, &[touching]),
     },
     Case {
         name: "allocation-failures-stripes",
-        about: "whichever allocation fails, a stripe has all of its parts or none",
+        about: "if any one allocation fails, a stripe has all of its parts or none",
         topology: "demo",
         ruins: false,
         run: stripes,
     },
     Case {
         name: "allocation-failures-cleared",
-        about: "whichever allocation of ALLOC fails, what it took is cleared soon, in own and in adopted providers",
+        about: "if any one allocation of ALLOC fails, the memory taken so far is cleared, in own and adopted providers",
         topology: "demo",
         ruins: false,
         run: cleared,
     },
     Case {
         name: "allocation-failures-publisher",
-        about: "whichever allocation fails, a driver has its memory published or as before",
+        about: "if any one allocation of p2pmem_register_provider() fails, the memory is published or unchanged",
         topology: "small",
         ruins: false,
         run: registering,
@@ -98,95 +99,99 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// More allocations than any call here makes.
-const MANY: u32 = 300;
+/// An upper limit of the number of allocations that a call makes.
+const MAX_ALLOCATIONS: u32 = 300;
 
-/// Does a thing again and again, each time with another of its allocations failing, until there are no more of them. It
-/// tells the errno of its failure, which has to be ENOMEM or one of `others`; what it made is dropped when nothing fails any
-/// more.
-fn each<T>(what: &str, others: &[i32], thing: impl FnMut() -> Result<T, i32>) -> Result<()> {
-    let swept = sweep(what, others, thing)?;
+/// Runs `call` repeatedly, each time with another of its allocations failing, until no allocation failed. `call` may
+/// fail with ENOMEM or one of `others`, and must fail at least once. The result of a successful call is dropped when no
+/// allocation can fail.
+fn sweep_fallible<T>(what: &str, others: &[i32], call: impl FnMut() -> Result<T, i32>) -> Result<()> {
+    let swept = sweep(what, others, call)?;
     ensure!(swept.failures > 0, "{what}: no allocation failed");
     Ok(())
 }
 
-/// As [`each`], for what must not fail, whatever allocation does.
-fn never<T>(what: &str, thing: impl FnMut() -> Result<T, i32>) -> Result<()> {
-    let Swept { failures, .. } = sweep(what, &[], thing)?;
-    ensure!(failures == 0, "{what} failed {failures} times");
+/// Like [`sweep_fallible`], for a call that must not fail, whichever allocation fails.
+fn sweep_infallible<T>(what: &str, call: impl FnMut() -> Result<T, i32>) -> Result<()> {
+    let SweepResult { failures, .. } = sweep(what, &[], call)?;
+    ensure!(
+        failures == 0,
+        "{what} failed with {failures} of its allocations failing"
+    );
     Ok(())
 }
 
-/// As [`each`], for what may fail or do without any of them.
-fn sweep<T>(what: &str, others: &[i32], mut thing: impl FnMut() -> Result<T, i32>) -> Result<Swept> {
-    sweep_after(what, others, || Ok(()), |()| thing())
+/// Like [`sweep_fallible`], for a call that may succeed with any of its allocations failing.
+fn sweep<T>(what: &str, others: &[i32], mut call: impl FnMut() -> Result<T, i32>) -> Result<SweepResult> {
+    sweep_after(what, others, || Ok(()), |()| call())
 }
 
-/// As [`sweep`]; before each time something is prepared, of which nothing fails.
+/// Like [`sweep`]. `prepare` runs before each call; no allocation fails in `prepare`.
 fn sweep_after<S, T>(
     what: &str,
     others: &[i32],
     prepare: impl FnMut() -> Result<S>,
-    thing: impl FnMut(S) -> Result<T, i32>,
-) -> Result<Swept> {
-    sweep_checked(1..MANY, what, others, prepare, thing, |_, _| Ok(()))
+    call: impl FnMut(S) -> Result<T, i32>,
+) -> Result<SweepResult> {
+    sweep_checked(1..MAX_ALLOCATIONS, what, others, prepare, call, |_, _| Ok(()))
 }
 
-/// The ioctls of all sweeps: a bit for each number.
+/// The ioctls of all sweeps, one bit for each ioctl number.
 static SWEPT: AtomicU32 = AtomicU32::new(0);
 
-/// What came of a sweep.
-pub(super) struct Swept {
-    /// How many allocations failed, each of them once.
+/// The result of a sweep.
+pub(super) struct SweepResult {
+    /// Number of allocations that failed, each once.
     pub(super) allocations: u32,
-    /// How often the thing failed with that.
+    /// Number of calls that failed because of an allocation.
     pub(super) failures: u32,
 }
 
-/// As [`sweep_after`], of the allocations with the numbers `points`, which go beyond the last one. Each time `check` is told the
-/// answer and whether an allocation failed; none fails in it.
+/// Like [`sweep_after`], for the allocations with the numbers `points`, which must extend past the last allocation.
+/// After each call, `check` gets the result and whether an allocation failed; no allocation fails in `check`.
 pub(super) fn sweep_checked<S, T>(
     points: impl IntoIterator<Item = u32>,
     what: &str,
     others: &[i32],
     mut prepare: impl FnMut() -> Result<S>,
-    mut thing: impl FnMut(S) -> Result<T, i32>,
+    mut call: impl FnMut(S) -> Result<T, i32>,
     mut check: impl FnMut(&Result<T, i32>, bool) -> Result<()>,
-) -> Result<Swept> {
+) -> Result<SweepResult> {
     let path = "/proc/thread-self/fail-nth";
     let (mut allocations, mut failures) = (0, 0);
     for n in points {
-        let prepared = prepare().with_context(|| format!("before {what}, {n}"))?;
+        let prepared = prepare().with_context(|| format!("preparing {what}, allocation {n}"))?;
         let mut nth = OpenOptions::new().read(true).write(true).open(path).context(path)?;
         nth.write_all(n.to_string().as_bytes()).context(path)?;
-        let (answer, calls) = sys::calls_in(|| thing(prepared));
+        let (answer, calls) = sys::calls_in(|| call(prepared));
         SWEPT.fetch_or(calls, Relaxed);
         let mut left = String::new();
         nth.read_to_string(&mut left).context(path)?;
         nth.write_all(b"0").context(path)?;
-        let reached = left.trim_end_matches(['\n', '\0']) == "0";
-        check(&answer, reached).with_context(|| format!("after {what}, its allocation {n} failing"))?;
+        let injected = left.trim_end_matches(['\n', '\0']) == "0";
+        check(&answer, injected).with_context(|| format!("after {what}, with allocation {n} failing"))?;
         match answer {
-            // The allocation was one that the kernel can do without.
+            // The kernel has a fallback for this allocation, or no allocation failed.
             Ok(made) => drop(made),
-            Err(code) if reached && (code == libc::ENOMEM || others.contains(&code)) => failures += 1,
-            Err(code) => bail!("{what}, its allocation {n} failing: {}", errno(code)),
+            Err(code) if injected && (code == libc::ENOMEM || others.contains(&code)) => failures += 1,
+            Err(code) => bail!("{what}, with allocation {n} failing: {}", errno(code)),
         }
-        if !reached {
-            println!("{what}: {allocations} allocations, {failures} of which it cannot do without");
+        if !injected {
+            println!("{what}: {allocations} allocations, {failures} of which made it fail");
             println!("hardening-report: {{\"injection_points\": {allocations}}}");
-            return Ok(Swept { allocations, failures });
+            return Ok(SweepResult { allocations, failures });
         }
         allocations += 1;
     }
-    bail!("{what}: more allocations than expected")
+    bail!("{what}: an allocation failed at every point; raise MAX_ALLOCATIONS")
 }
 
-/// The kernel's function whose allocations are spared. Where it cannot split a block for want of memory, it frees one that is
-/// free already and so corrupts its trees; the module does not call it where such small allocations can fail.
+/// The kernel function whose allocations do not fail. If `gpu_buddy_alloc_blocks()` cannot split a block for want of
+/// memory, the function frees a block that is free and corrupts its trees. The module does not call the function where
+/// such small allocations can fail.
 pub(super) const SPARED: &str = "gpu_buddy_alloc_blocks";
 
-/// Where a function of the kernel begins, and where the next one does.
+/// Returns the address of a kernel function, and that of the next function.
 fn text_of(function: &str) -> Result<(u64, u64)> {
     let (path, all) = (KALLSYMS, functions()?);
     let start = all
@@ -195,7 +200,7 @@ fn text_of(function: &str) -> Result<(u64, u64)> {
         .map(|(address, _)| *address);
     let start = start
         .filter(|&start| start != 0)
-        .with_context(|| format!("{path} has no {function}"))?;
+        .with_context(|| format!("{path} has no function {function}"))?;
     let end = all
         .iter()
         .map(|(address, _)| *address)
@@ -203,13 +208,13 @@ fn text_of(function: &str) -> Result<(u64, u64)> {
         .min();
     Ok((
         start,
-        end.with_context(|| format!("nothing is behind {function} in {path}"))?,
+        end.with_context(|| format!("{path} has no function after {function}"))?,
     ))
 }
 
 const KALLSYMS: &str = "/proc/kallsyms";
 
-/// Addresses and names of functions.
+/// Returns the addresses and names of all kernel functions.
 fn functions() -> Result<Vec<(u64, String)>> {
     let symbols = std::fs::read_to_string(KALLSYMS).context(KALLSYMS)?;
     let mut all = Vec::new();
@@ -222,11 +227,11 @@ fn functions() -> Result<Vec<(u64, String)>> {
     Ok(all)
 }
 
-/// Which allocations can fail.
+/// The allocations that can fail.
 pub(super) enum Within<'a> {
-    /// All.
+    /// All allocations.
     Anything,
-    /// Those under a function of the kernel.
+    /// Allocations with this kernel function in their call stack.
     Function(&'a str),
 }
 
@@ -239,12 +244,12 @@ impl Within<'_> {
     }
 }
 
-/// Lets allocations of all kinds fail where `fail-nth` says so, without a trace of it in the log.
+/// Enables failures of all kinds of allocations by `fail-nth`, without a log of them.
 fn arm() -> Result<()> {
     arm_within(&Within::Anything, SPARED)
 }
 
-/// As [`arm`], some allocations. Those under the function `spared` do not fail.
+/// Like [`arm`], for the allocations `within`. Allocations under the function `spared` do not fail.
 pub(super) fn arm_within(within: &Within<'_>, spared: &str) -> Result<()> {
     let ((start, end), (first, last)) = (text_of(spared)?, within.range()?);
     let [start, end, first, last] = [start, end, first, last].map(|address| format!("{address:#x}"));
@@ -267,23 +272,23 @@ pub(super) fn arm_within(within: &Within<'_>, spared: &str) -> Result<()> {
 
 fn allocation_failures(bed: &mut Bed) -> Result<()> {
     arm()?;
-    each("opening the node", &[], || {
+    sweep_fallible("opening the node", &[], || {
         std::fs::File::open(super::NODE).map_err(|e| e.raw_os_error().unwrap_or(0))
     })?;
     let file = open()?;
     let fd = file.as_fd();
-    // What gives memory back must not need any.
-    let must = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
-    each("ALLOC", &[], || must(free(fd, alloc(fd, MIB)?.handle)))?;
+    // Calls that free memory must succeed without allocations: ENOTRECOVERABLE is not allowed in a sweep.
+    let cannot_fail = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
+    sweep_fallible("ALLOC", &[], || cannot_fail(free(fd, alloc(fd, MIB)?.handle)))?;
     let buffer = alloc(fd, MIB).map_err(errno)?;
-    each("mapping", &[], || {
+    sweep_fallible("mapping", &[], || {
         let map = Mapping::shared(fd, buffer.mmap_offset, MIB as usize)?;
         map.get(4096);
         Ok(map)
     })?;
-    each("EXPORT_DMABUF", &[], || export(fd, buffer.handle, 0, &[(0, MIB)]))?;
+    sweep_fallible("EXPORT_DMABUF", &[], || export(fd, buffer.handle, 0, &[(0, MIB)]))?;
     let map = Mapping::shared(fd, buffer.mmap_offset, MIB as usize).map_err(errno)?;
-    each("EXPORT_DMABUF by addresses", &[], || {
+    sweep_fallible("EXPORT_DMABUF by addresses", &[], || {
         export(fd, 0, abi::P2PMEM_EXPORT_MAPPED, &[(map.address(), MIB)])
     })?;
     drop(map);
@@ -291,13 +296,13 @@ fn allocation_failures(bed: &mut Bed) -> Result<()> {
     free(fd, buffer.handle).map_err(errno)?;
     let importer = Importer::new()?;
     let (_, dma_buf) = exported_buffer(fd, MIB, 0)?;
-    each("attaching and mapping a dma-buf", &[], || {
+    sweep_fallible("attaching and mapping a dma-buf", &[], || {
         importer.attach(bed, &dma_buf, "nvme0", GOOD)?;
         let mapped = importer.say("map");
         if mapped.is_ok() {
-            must(importer.say("unmap"))?;
+            cannot_fail(importer.say("unmap"))?;
         }
-        must(importer.say("detach"))?;
+        cannot_fail(importer.say("detach"))?;
         mapped
     })
 }
@@ -309,8 +314,8 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     arm()?;
     SWEPT.store(0, Relaxed);
-    let must = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
-    each("LIST", &[], || {
+    let cannot_fail = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
+    sweep_fallible("LIST", &[], || {
         let mut rows = vec![abi::p2pmem_provider::default(); 16];
         let mut list = abi::p2pmem_list {
             count: 16,
@@ -318,13 +323,13 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
         };
         sys::list(fd, &mut list, Memory::Slice(&mut rows))
     })?;
-    each("INFO", &[], || {
+    sweep_fallible("INFO", &[], || {
         sys::plain(fd, abi::P2PMEM_IOC_INFO, &mut abi::p2pmem_info::default())
     })?;
     sweep("STATS", &[], || {
         sys::plain(fd, abi::P2PMEM_IOC_STATS, &mut abi::p2pmem_stats::default())
     })?;
-    each("PATHS", &[], || {
+    sweep_fallible("PATHS", &[], || {
         let mut rows = vec![abi::p2pmem_path::default(); 16];
         let mut paths = abi::p2pmem_paths {
             nr_clients: 1,
@@ -353,15 +358,13 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
             Memory::Slice(&mut text),
         )
     };
-    each("EXPLAIN", &[], || explain(0))?;
-    // What was not remembered for want of memory is no answer either.
-    each("EXPLAIN of the last", &[libc::ENODATA], || {
-        explain(abi::P2PMEM_EXPLAIN_LAST)
-    })?;
-    // Under a rule a decision works out what it says, and remembers that: anew under each new rule.
-    // How many of them it does without differs from time to time, with the pages that the slab allocator has at hand; how many
-    // there are differs by those pages alone.
-    let Swept {
+    sweep_fallible("EXPLAIN", &[], || explain(0))?;
+    // ENODATA is allowed: if the module cannot allocate the record of a decision, it has no last decision.
+    sweep_fallible("EXPLAIN_LAST", &[libc::ENODATA], || explain(abi::P2PMEM_EXPLAIN_LAST))?;
+    // Under a new rule, each decision computes the rule's effect and caches it. The number of allocations that the call
+    // survives varies between runs with the slab allocator's free pages; the number of allocations varies only by those
+    // pages.
+    let SweepResult {
         allocations: client_alone,
         ..
     } = sweep("EXPLAIN", &[], || explain(0))?;
@@ -371,22 +374,22 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
         rule = Some(AdminRule::new("50-avoid", &[("action", "avoid")])?);
         Ok(())
     };
-    let Swept { allocations: ruled, .. } =
+    let SweepResult { allocations: ruled, .. } =
         sweep_after("EXPLAIN under a new rule", &[], &mut another_rule, |()| explain(0))?;
     ensure!(
         ruled > client_alone,
-        "{ruled} allocations under a rule, {client_alone} without: nothing is remembered of it"
+        "{ruled} allocations under a new rule, {client_alone} without: the decision cached no effect of the rule"
     );
     let near_client = || {
         let mut ask = request(MIB);
         ask.req.nr_clients = 1;
         sys::alloc(fd, &mut ask, Memory::Slice(&mut [client]))?;
-        must(free(fd, ask.handle))
+        cannot_fail(free(fd, ask.handle))
     };
     sweep_after("ALLOC under a new rule", &[], &mut another_rule, |()| near_client())?;
     drop(rule);
-    each("ALLOC near a client", &[], near_client)?;
-    each("STRIPE", &[], || {
+    sweep_fallible("ALLOC near a client", &[], near_client)?;
+    sweep_fallible("STRIPE", &[], || {
         let mut parts = [abi::p2pmem_part::default(); 2];
         let mut ask = abi::p2pmem_stripe {
             nr_parts: 2,
@@ -399,27 +402,27 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
             ..Default::default()
         };
         sys::stripe(fd, &mut ask, Memory::Slice(&mut []), Memory::Slice(&mut parts))?;
-        parts.iter().try_for_each(|part| must(free(fd, part.handle)))
+        parts.iter().try_for_each(|part| cannot_fail(free(fd, part.handle)))
     })?;
-    each("mmap of a new buffer", &[], || {
+    sweep_fallible("mmap of a new buffer", &[], || {
         let map = Mapping::shared(fd, 0, MIB as usize)?;
         map.get(0);
         Ok(map)
     })?;
     let (first, dma_buf) = exported_buffer(fd, MIB, 0)?;
     let other = open()?;
-    each("IMPORT", &[], || {
+    sweep_fallible("IMPORT", &[], || {
         let got = import(other.as_fd(), dma_buf.as_raw_fd())?;
-        must(free(other.as_fd(), got.handle))
+        cannot_fail(free(other.as_fd(), got.handle))
     })?;
-    never("FREE", || {
+    sweep_infallible("FREE", || {
         let got = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(|_| 0);
-        // Only what gives back counts here.
-        got.map_or(Ok(()), |got| must(free(other.as_fd(), got.handle)))
+        // Only failures of FREE count here.
+        got.map_or(Ok(()), |got| cannot_fail(free(other.as_fd(), got.handle)))
     })?;
     drop(dma_buf);
     free(fd, first.handle).map_err(errno)?;
-    // The cases `allocation-failures` and `allocation-failures-admin` make these calls fail.
+    // The cases `allocation-failures` and `allocation-failures-admin` sweep these calls.
     let elsewhere = [
         abi::P2PMEM_IOC_BUFFER,
         abi::P2PMEM_IOC_EXPORT_DMABUF,
@@ -428,14 +431,14 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     for call in abi::P2PMEM_IOCS {
         ensure!(
             SWEPT.load(Relaxed) & (1 << abi::ioc_nr(call)) != 0 || elsewhere.contains(&call),
-            "ioctl {:#04x}: no case lets its allocations fail",
+            "ioctl {:#04x}: no case sweeps its allocations",
             abi::ioc_nr(call)
         );
     }
     bed.unpublish("accel1")
 }
 
-/// What a path's owner says of it, as an errno.
+/// Writes an attribute; the error is an errno.
 fn set(path: &Path, text: &str) -> Result<(), i32> {
     code(std::fs::write(path, text))
 }
@@ -444,12 +447,13 @@ fn code<T>(answer: std::io::Result<T>) -> Result<T, i32> {
     answer.map_err(|e| e.raw_os_error().unwrap_or(0))
 }
 
-fn there(path: &Path) -> Result<bool, i32> {
+fn exists(path: &Path) -> Result<bool, i32> {
     code(path.try_exists())
 }
 
-/// What a call that cannot fail said. The kernel itself needs memory on the way there; without it nothing happened, and `before` is true.
-fn gives_back(answer: Result<(), i32>, before: impl Fn() -> Result<bool, i32>) -> Result<(), i32> {
+/// Checks a call that the module cannot fail. Only the kernel's own allocations before the module may fail: then the
+/// result is ENOMEM, and `before` returns true because nothing changed. ENOTRECOVERABLE for any other result.
+fn must_succeed(answer: Result<(), i32>, before: impl Fn() -> Result<bool, i32>) -> Result<(), i32> {
     match (answer, before()?) {
         (Ok(()), false) => Ok(()),
         (Err(libc::ENOMEM), true) => Err(libc::ENOMEM),
@@ -457,14 +461,14 @@ fn gives_back(answer: Result<(), i32>, before: impl Fn() -> Result<bool, i32>) -
     }
 }
 
-/// A device, its provider's directory, and what is written to them.
-struct Administered {
+/// A device with its sysfs and configfs folders.
+struct AdminPaths {
     bdf: String,
     sysfs: PathBuf,
     dir: PathBuf,
 }
 
-impl Administered {
+impl AdminPaths {
     fn new(bed: &Bed) -> Result<Self> {
         let device = bed.device("accel0")?;
         Ok(Self {
@@ -475,20 +479,20 @@ impl Administered {
     }
 
     fn is_bound(&self) -> Result<bool, i32> {
-        there(&self.sysfs.join("driver"))
+        exists(&self.sysfs.join("driver"))
     }
 
     fn bind(&self) -> Result<(), i32> {
-        // The core tells nobody what a probe came to, and what fails of its own is EINVAL.
-        let asked = set(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf);
+        // drivers_probe does not report the result of a probe, and reports a failure of its own as EINVAL.
+        let probed = set(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf);
         if !self.is_bound()? {
             return Err(libc::ENOMEM);
         }
-        asked.or_else(|e| if e == libc::EINVAL { Ok(()) } else { Err(e) })
+        probed.or_else(|e| if e == libc::EINVAL { Ok(()) } else { Err(e) })
     }
 
     fn unbind(&self) -> Result<(), i32> {
-        gives_back(set(&self.sysfs.join("driver/unbind"), &self.bdf), || self.is_bound())
+        must_succeed(set(&self.sysfs.join("driver/unbind"), &self.bdf), || self.is_bound())
     }
 
     fn is_enabled(&self) -> Result<bool, i32> {
@@ -501,51 +505,51 @@ impl Administered {
 }
 
 fn admin(bed: &mut Bed) -> Result<()> {
-    let it = Administered::new(bed)?;
+    let accel = AdminPaths::new(bed)?;
     arm()?;
-    // Where taking it back fails, it is there as before.
-    each("enable 0 and 1", &[], || {
-        if it.is_enabled()? {
-            it.enable(false)?;
+    // If disabling fails, the provider stays enabled.
+    sweep_fallible("enable 0 and 1", &[], || {
+        if accel.is_enabled()? {
+            accel.enable(false)?;
         }
-        it.enable(true)
+        accel.enable(true)
     })?;
-    each("pinned_exports", &[], || set(&it.dir.join("pinned_exports"), "0"))?;
-    // Unbinding gives back, and cannot fail; binding can, and then the device is bound to nobody.
+    sweep_fallible("pinned_exports", &[], || set(&accel.dir.join("pinned_exports"), "0"))?;
+    // Unbinding cannot fail in the module. Binding can; then the device has no driver.
     bed.unpublish("accel0")?;
-    each("binding and unbinding", &[libc::EINVAL], || {
-        it.bind()?;
-        it.unbind()
+    sweep_fallible("binding and unbinding", &[libc::EINVAL], || {
+        accel.bind()?;
+        accel.unbind()
     })?;
-    if !it.is_bound().map_err(errno)? {
-        it.bind().map_err(errno)?;
+    if !accel.is_bound().map_err(errno)? {
+        accel.bind().map_err(errno)?;
     }
-    each("a provider's directory", &[], || {
-        if !there(&it.dir)? {
-            code(std::fs::create_dir(&it.dir))?;
+    sweep_fallible("a provider's directory", &[], || {
+        if !exists(&accel.dir)? {
+            code(std::fs::create_dir(&accel.dir))?;
         }
-        gives_back(code(std::fs::remove_dir(&it.dir)), || there(&it.dir))
+        must_succeed(code(std::fs::remove_dir(&accel.dir)), || exists(&accel.dir))
     })?;
-    std::fs::create_dir(&it.dir)?;
+    std::fs::create_dir(&accel.dir)?;
     for mode in ["pageless", "paged"] {
-        write(&it.dir.join("mode"), mode)?;
-        each(&format!("publishing {mode}"), &[], || {
-            if !it.is_enabled()? {
-                it.enable(true)?;
+        write(&accel.dir.join("mode"), mode)?;
+        sweep_fallible(&format!("publishing {mode}"), &[], || {
+            if !accel.is_enabled()? {
+                accel.enable(true)?;
             }
-            it.enable(false)
+            accel.enable(false)
         })?;
-        // What has struct pages keeps them until it is unbound.
-        it.unbind().map_err(errno)?;
-        it.bind().map_err(errno)?;
+        // Memory that has struct pages keeps them until the device is unbound.
+        accel.unbind().map_err(errno)?;
+        accel.bind().map_err(errno)?;
     }
-    it.enable(true).map_err(errno)?;
-    // Rules, with a buffer that uses up their quota.
+    accel.enable(true).map_err(errno)?;
+    // A rule whose quota is used up by a buffer.
     let file = open()?;
     let got = alloc(file.as_fd(), MIB).map_err(errno)?;
     let rule = Path::new("/sys/kernel/config/p2pmem/rules/50-each");
-    each("a rule", &[], || {
-        if !there(rule)? {
+    sweep_fallible("a rule", &[], || {
+        if !exists(rule)? {
             code(std::fs::create_dir(rule))?;
         }
         set(&rule.join("quota"), "1M")?;
@@ -558,7 +562,7 @@ fn admin(bed: &mut Bed) -> Result<()> {
         set(&rule.join("enable"), "0")?;
         code(std::fs::remove_dir(rule))
     })?;
-    each("RULES of a file", &[], || {
+    sweep_fallible("RULES of a file", &[], || {
         let mut rules = [abi::p2pmem_rule::default()];
         rules[0].name[..2].copy_from_slice(&b"50".map(|c| c as _));
         rules[0].flags = abi::P2PMEM_RULE_QUOTA;
@@ -576,9 +580,9 @@ fn admin(bed: &mut Bed) -> Result<()> {
 }
 
 fn unbind(bed: &mut Bed) -> Result<()> {
-    let it = Administered::new(bed)?;
+    let accel = AdminPaths::new(bed)?;
     arm()?;
-    let use_it = || -> Result<_> {
+    let in_use = || -> Result<_> {
         bed.publish("accel0")?;
         let file = open()?;
         let (got, dma_buf) = exported_buffer(file.as_fd(), MIB, 0)?;
@@ -586,16 +590,18 @@ fn unbind(bed: &mut Bed) -> Result<()> {
         map.set(0, 1);
         Ok((Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?, map, file))
     };
-    // Only the write to `unbind` can fail, for want of the kernel's own copy of it.
-    sweep_after("unbinding in use", &[], use_it, |held| it.unbind().map(|()| held))?;
-    sweep_after("disabling in use", &[], use_it, |held| it.enable(false).map(|()| held))?;
+    // Only the write to `unbind` can fail, when the kernel cannot copy the written text.
+    sweep_after("unbinding in use", &[], in_use, |held| accel.unbind().map(|()| held))?;
+    sweep_after("disabling in use", &[], in_use, |held| {
+        accel.enable(false).map(|()| held)
+    })?;
     bed.publish("accel0")
 }
 
-/// What the debug kernel's RDMA core tells of its clients, in debugfs.
+/// The debugfs folder in which the debug kernel's RDMA core reports calls of its peer-memory clients.
 const CORE: &str = "/sys/kernel/debug/ib_peer_mem";
 
-/// What the log of the RDMA core has of a call, since it was cleared.
+/// Returns the lines about a call in the RDMA core's log, since the log was cleared.
 fn core_calls(call: &str) -> Result<Vec<String>> {
     let text = super::read(&Path::new(CORE).join("log"))?;
     let word = format!(" call={call} ");
@@ -608,25 +614,28 @@ fn registration(bed: &mut Bed) -> Result<()> {
     let nic = nic(bed)?;
     let held = Held::new(bed, "accel0", MIB as usize)?;
     let log = Path::new(CORE).join("log");
-    // The core asks once, and the memory is the module's whether or not there is memory to register it. EREMOTEIO would be the
-    // core's answer for memory that is no client's.
+    // The core calls `acquire` at most once. The module claims its memory whether or not the registration gets memory.
+    // For memory that no client claims, the core would fail with EREMOTEIO.
     let swept = sweep_checked(
-        1..MANY,
+        1..MAX_ALLOCATIONS,
         "ibv_reg_mr()",
         &[],
         || write(&log, "clear"),
         |()| nic.register(held.map.address(), MIB as usize),
         |answer, _| {
-            let asked = core_calls("acquire")?;
-            ensure!(asked.len() <= 1, "{asked:#?}");
-            let owned = asked.iter().all(|line| line.ends_with(" result=1"));
-            ensure!(owned, "the module said of its own memory that it is not: {asked:#?}");
-            ensure!(answer.is_err() || asked.len() == 1, "registered, and nobody was asked");
+            let acquired = core_calls("acquire")?;
+            ensure!(acquired.len() <= 1, "{acquired:#?}");
+            let owned = acquired.iter().all(|line| line.ends_with(" result=1"));
+            ensure!(owned, "the module did not claim its own memory: {acquired:#?}");
+            ensure!(
+                answer.is_err() || acquired.len() == 1,
+                "registered, but the core did not call acquire"
+            );
             Ok(())
         },
     )?;
     ensure!(swept.failures > 0, "no allocation failed");
-    await_rows("nothing is left", <[Row]>::is_empty)?;
+    await_rows("no registration is left", <[Row]>::is_empty)?;
     let counts = counted()?;
     ensure!(
         counts["acquire"] == counts["release"] && counts["out_of_order"] == 0,
@@ -635,7 +644,7 @@ fn registration(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Whether a file has events.
+/// Returns whether a file has events to read.
 fn has_events(file: &std::fs::File) -> Result<bool, i32> {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let answer = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&now));
@@ -643,16 +652,16 @@ fn has_events(file: &std::fs::File) -> Result<bool, i32> {
 }
 
 fn events(bed: &mut Bed) -> Result<()> {
-    let it = Administered::new(bed)?;
+    let accel = AdminPaths::new(bed)?;
     let file = open()?;
     let flags = rustix::fs::fcntl_getfl(&file)?;
     rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
     arm()?;
-    // The events of an end and a beginning, where they were read.
+    // If all events are read: remove and add the provider, for one event each.
     let pending = || {
         if !has_events(&file).map_err(errno)? {
-            it.enable(false).map_err(errno)?;
-            it.enable(true).map_err(errno)?;
+            accel.enable(false).map_err(errno)?;
+            accel.enable(true).map_err(errno)?;
         }
         Ok(())
     };
@@ -661,7 +670,7 @@ fn events(bed: &mut Bed) -> Result<()> {
         false => Err(libc::ENOTRECOVERABLE),
     })?;
     sweep_checked(
-        1..MANY,
+        1..MAX_ALLOCATIONS,
         "read()",
         &[],
         pending,
@@ -675,7 +684,10 @@ fn events(bed: &mut Bed) -> Result<()> {
                         .eq([abi::P2PMEM_EVENT_PROVIDER_REMOVED, abi::P2PMEM_EVENT_PROVIDER_ADDED]),
                     "{events:?}"
                 ),
-                Err(_) => ensure!(has_events(&file).map_err(errno)?, "the events are lost"),
+                Err(_) => ensure!(
+                    has_events(&file).map_err(errno)?,
+                    "read() failed, and the events are lost"
+                ),
             }
             Ok(())
         },
@@ -688,7 +700,7 @@ fn touching(_: &mut Bed) -> Result<()> {
     let size = 8 * MIB;
     let got = alloc(file.as_fd(), size).map_err(errno)?;
     arm()?;
-    // With a page of other rights in each of its large entries, it is mapped by small ones.
+    // A page with other protection in each large entry makes the kernel map the memory by small entries.
     let new_mapping = |small: bool| {
         let map = Mapping::shared(file.as_fd(), got.mmap_offset, size as usize).map_err(errno)?;
         for at in (MIB..size).step_by(2 << 20).filter(|_| small) {
@@ -699,8 +711,12 @@ fn touching(_: &mut Bed) -> Result<()> {
     let mut allocations = 0;
     for small in [true, false] {
         let swept = sweep_checked(
-            1..MANY,
-            if small { "a fault" } else { "a fault of a large entry" },
+            1..MAX_ALLOCATIONS,
+            if small {
+                "page faults"
+            } else {
+                "page faults of large entries"
+            },
             &[],
             || new_mapping(small),
             |map| {
@@ -714,10 +730,10 @@ fn touching(_: &mut Bed) -> Result<()> {
             },
             |_, _| Ok(()),
         )?;
-        ensure!(swept.failures == 0, "an access failed");
+        ensure!(swept.failures == 0, "an access to the mapping failed");
         allocations += swept.allocations;
     }
-    ensure!(allocations > 0, "no fault takes memory");
+    ensure!(allocations > 0, "no page fault allocated memory");
     Ok(())
 }
 
@@ -730,7 +746,7 @@ fn stripes(bed: &mut Bed) -> Result<()> {
     let buffers = || -> Result<u32> { Ok(super::providers(file.as_fd())?.iter().map(|row| row.buffers).sum()) };
     for count in [3, 4] {
         let swept = sweep_checked(
-            1..MANY,
+            1..MAX_ALLOCATIONS,
             &format!("STRIPE of {count} parts"),
             &[],
             || Ok(()),
@@ -760,7 +776,7 @@ fn stripes(bed: &mut Bed) -> Result<()> {
                 for part in answer.iter().flatten().take(count as usize) {
                     free(file.as_fd(), part.handle).map_err(errno)?;
                 }
-                until("nothing is left", || Ok(buffers()? == 0))
+                until("no buffer is left", || Ok(buffers()? == 0))
             },
         )?;
         ensure!(swept.failures > 0, "no allocation failed");
@@ -779,14 +795,15 @@ fn cleared(bed: &mut Bed) -> Result<()> {
         let mut ask = request(MIB);
         ask.req.provider = bed.provider(name)?.id;
         let swept = sweep_checked(
-            1..MANY,
+            1..MAX_ALLOCATIONS,
             &format!("ALLOC in {name}"),
             &[],
             || Ok(()),
             |()| sys::alloc(fd, &mut ask, Memory::Slice(&mut [])).map(|()| ask.handle),
             |answer, _| {
-                // A buffer that is freed would have all that is left cleared too.
-                until("nothing waits to be cleared", || Ok(!is_clearing(&bed.provider(name)?)))?;
+                // No `free` before this check: the clearing after a free would also clear what the failed call left
+                // dirty.
+                until("no memory is dirty", || Ok(!is_clearing(&bed.provider(name)?)))?;
                 answer.map_or(Ok(()), |handle| free(fd, handle).map_err(errno))
             },
         )?;
@@ -797,30 +814,36 @@ fn cleared(bed: &mut Bed) -> Result<()> {
 
 fn registering(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
-    // pci_p2pdma_add_resource() does not survive it: init_memory_mapping() on x86 uses page tables that it did not get, and what
-    // fails after the action for the device's end was added frees what that uses.
+    // pci_p2pdma_add_resource() does not survive failed allocations: on x86, init_memory_mapping() uses page tables
+    // that were not allocated, and a failure after the devres action was added frees memory that the action uses.
     arm_within(&Within::Anything, "pci_p2pdma_add_resource")?;
     for how in ["paged", "pageless"] {
-        // What was given pages keeps them until the driver is unbound.
+        // Memory that has struct pages keeps them until the driver is unbound.
         let bind_again = || {
             bed.unbind("accel0")?;
             publisher.bind()
         };
         let swept = sweep_checked(
-            1..MANY,
+            1..MAX_ALLOCATIONS,
             &format!("p2pmem_register_provider() {how}"),
             &[],
             bind_again,
             |()| publisher.publish(&format!("-1 0 0 0 {how}")),
             |answer, _| {
                 let there = (publisher.id()? != 0, bed.provider("accel0").is_ok());
-                ensure!(there == (answer.is_ok(), answer.is_ok()), "{answer:?}: {there:?}");
+                ensure!(
+                    there == (answer.is_ok(), answer.is_ok()),
+                    "p2pmem_register_provider(): {answer:?}; id set, listed: {there:?}"
+                );
                 if answer.is_ok() {
                     publisher.withdraw()?;
                 }
-                // The driver hears of the end of what began, and of nothing else.
-                let told = publisher.told()?;
-                ensure!(told == u32::from(answer.is_ok()), "{answer:?}: told {told} times");
+                // The driver is notified of the removal of a registered provider, and of nothing else.
+                let notified = publisher.told()?;
+                ensure!(
+                    notified == u32::from(answer.is_ok()),
+                    "{answer:?}: the driver was notified {notified} times"
+                );
                 Ok(())
             },
         )?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Allocations that fail while the module is loaded.
+//! Failures of allocations while the module is loaded.
 
 use std::fs::{self, File};
 use std::os::fd::AsFd;
@@ -22,20 +22,20 @@ use crate::patience::is_long;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "allocation-failures-load",
-    about: "when an allocation of the module's start fails while programs open the device, the module is loaded, or nothing of it is there",
+    about: "if an allocation fails while the module loads and programs use it, loading succeeds or nothing remains",
     topology: "demo",
     ruins: false,
     run: loading,
 }];
 
-/// More allocations than loading the module makes.
-const MANY: u32 = 5000;
-/// Every third of them fails, in a long run each: there are about 280, and the debug kernel takes half a second or more to load and
-/// unload the module.
+/// An upper limit of the number of allocations of loading the module.
+const MAX_ALLOCATIONS: u32 = 5000;
+/// The test lets every third allocation fail, and every allocation in a long run. There are about 280 allocations, and
+/// the debug kernel takes at least half a second to load and unload the module.
 const STEP: usize = 3;
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
-/// All that there is of a module that is loaded.
-const TRACES: &[&str] = &[
+/// Paths that exist while the module is loaded.
+const MODULE_PATHS: &[&str] = &[
     NODE,
     "/sys/module/p2pmem",
     "/sys/bus/pci/drivers/p2pmem",
@@ -43,23 +43,24 @@ const TRACES: &[&str] = &[
     "/sys/kernel/debug/p2pmem",
 ];
 
-/// Who uses the module as soon as it can be: what it does, and how often that succeeded.
-struct Users {
-    /// Held for reading by who uses the module, for writing by who wants nobody to.
-    turn: RwLock<()>,
+/// A thread that uses the module as soon as the device or configfs exists, with counts of successful uses.
+struct ModuleUser {
+    /// The user holds the lock for reading while it uses the module; the test holds the lock for writing to keep the
+    /// user out.
+    access: RwLock<()>,
     stop: AtomicBool,
-    /// The function for which directories are made.
+    /// The PCI function for which the user creates provider directories.
     bdf: String,
-    /// Files opened, and directories made.
+    /// Number of files opened, and number of directories created.
     used: [AtomicU64; 2],
 }
 
-impl Users {
-    fn go_on(&self) -> Result<()> {
+impl ModuleUser {
+    fn run(&self) -> Result<()> {
         let provider = Path::new(PROVIDERS).join(&self.bdf);
         let rule = Path::new(RULES).join("50-load");
         while !self.stop.load(Ordering::Relaxed) {
-            let turn = self.turn.read().map_err(|_| anyhow!("poisoned"))?;
+            let access = self.access.read().map_err(|_| anyhow!("poisoned"))?;
             if let Ok(file) = File::open(NODE) {
                 providers(file.as_fd())?;
                 self.used[0].fetch_add(1, Ordering::Relaxed);
@@ -70,8 +71,8 @@ impl Users {
                     self.used[1].fetch_add(1, Ordering::Relaxed);
                 }
             }
-            drop(turn);
-            // The processors are needed for loading too.
+            drop(access);
+            // Loading needs the processors too.
             thread::sleep(Duration::from_millis(1));
         }
         Ok(())
@@ -79,22 +80,26 @@ impl Users {
 }
 
 fn unload() -> Result<()> {
-    // NONBLOCK, as rmmod: a module in use stays.
+    // NONBLOCK, like rmmod: fails if the module is in use.
     delete_module(c"p2pmem", libc::O_NONBLOCK).context("rmmod p2pmem")?;
     let left = left();
-    ensure!(left.is_empty(), "the module is gone, and left {left:?}");
+    ensure!(left.is_empty(), "after rmmod, {left:?} still exist");
     Ok(())
 }
 
 fn left() -> Vec<&'static str> {
-    TRACES.iter().copied().filter(|path| Path::new(path).exists()).collect()
+    MODULE_PATHS
+        .iter()
+        .copied()
+        .filter(|path| Path::new(path).exists())
+        .collect()
 }
 
 fn loading(bed: &mut Bed) -> Result<()> {
     let path = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
     let module = File::open(&path).context(path)?;
     bed.unpublish("accel0")?;
-    // Nothing of its own to bind: that is what `allocation-failures-admin` has.
+    // The module must not bind devices here; `allocation-failures-admin` tests failures of binding.
     for name in ["accel0", "accel1", "shm0"] {
         write(&bed.device(name)?.sysfs().join("driver_override"), "\n")?;
     }
@@ -106,73 +111,74 @@ fn loading(bed: &mut Bed) -> Result<()> {
     unload()?;
     arm_within(&Within::Function("do_one_initcall"), SPARED)?;
     let mut log = Log::new()?;
-    let users = Users {
-        turn: RwLock::new(()),
+    let user = ModuleUser {
+        access: RwLock::new(()),
         stop: AtomicBool::new(false),
         bdf: bed.device("accel1")?.bdf.clone(),
         used: Default::default(),
     };
-    let (mut refused, mut loads) = (0, 0);
+    let (mut not_adopted, mut loads) = (0, 0);
     let swept = thread::scope(|scope| -> Result<_> {
-        let user = scope.spawn(|| users.go_on());
+        let thread = scope.spawn(|| user.run());
         let swept = sweep_checked(
-            (1..MANY).step_by(if is_long() { 1 } else { STEP }),
+            (1..MAX_ALLOCATIONS).step_by(if is_long() { 1 } else { STEP }),
             "loading the module",
             &[libc::EINVAL],
             || Ok(()),
             |()| finit_module(&module, c"", 0).map_err(Errno::raw_os_error),
-            |answer, reached| {
-                let _nobody = users.turn.write().map_err(|_| anyhow!("poisoned"))?;
-                let said = log.lines(&[]);
+            |answer, injected| {
+                let _exclusive = user.access.write().map_err(|_| anyhow!("poisoned"))?;
+                let logged = log.lines(&[]);
                 if let Err(code) = answer {
-                    // The driver core has EINVAL where it gets no memory for the module's folder of drivers.
+                    // The driver core returns EINVAL if it cannot allocate the module's folder of drivers.
                     ensure!(
-                        *code == libc::ENOMEM || said.iter().any(|line| line.contains("failed to create module links")),
-                        "{}: {said:#?}",
+                        *code == libc::ENOMEM
+                            || logged.iter().any(|line| line.contains("failed to create module links")),
+                        "{}: {logged:#?}",
                         errno(*code)
                     );
                     let left = left();
-                    ensure!(left.is_empty(), "loading failed, and left {left:?}");
+                    ensure!(left.is_empty(), "loading failed, but {left:?} exist");
                     return Ok(());
                 }
                 loads += 1;
                 let file = open()?;
                 let adopted = bed.provider("nvme1").is_ok();
                 ensure!(
-                    adopted || reached,
-                    "nothing failed, and the drive's memory was not adopted"
+                    adopted || injected,
+                    "no allocation failed, but the memory of nvme1 was not adopted"
                 );
                 if !adopted {
                     let named = format!("{}: p2pmem: cannot be adopted", bed.device("nvme1")?.bdf);
                     ensure!(
-                        said.iter().any(|line| line.contains(&named)),
-                        "not adopted, and not named: {said:#?}"
+                        logged.iter().any(|line| line.contains(&named)),
+                        "the log does not name nvme1, which was not adopted: {logged:#?}"
                     );
-                    refused += 1;
+                    not_adopted += 1;
                 }
                 drop(file);
                 unload()
             },
         );
-        // It works, for who was there before it as well.
-        let works = swept.and_then(|swept| {
+        // The module works, also for the user that ran before it was loaded.
+        let loaded = swept.and_then(|swept| {
             bed.load_module()?;
-            until("others use the module", || {
-                Ok(users.used.iter().all(|count| count.load(Ordering::Relaxed) > 0))
+            until("the user opens the device and creates directories", || {
+                Ok(user.used.iter().all(|count| count.load(Ordering::Relaxed) > 0))
             })?;
             Ok(swept)
         });
-        users.stop.store(true, Ordering::Relaxed);
-        user.join().map_err(|_| anyhow!("a thread panicked"))??;
-        works
+        user.stop.store(true, Ordering::Relaxed);
+        thread.join().map_err(|_| anyhow!("a thread panicked"))??;
+        loaded
     })?;
-    let used = users.used.each_ref().map(|count| count.load(Ordering::Relaxed));
+    let used = user.used.each_ref().map(|count| count.load(Ordering::Relaxed));
     println!(
-        "{loads} times loaded all the same, {refused} times without the drive; {} files opened, {} directories made",
+        "loaded {loads} times despite failures, {not_adopted} without nvme1; {} files opened, {} directories created",
         used[0], used[1]
     );
     ensure!(swept.failures > 0, "no allocation failed");
-    ensure!(refused > 0, "the drive was adopted each time");
+    ensure!(not_adopted > 0, "nvme1 was adopted each time");
     bed.publish("accel0")?;
     let file = open()?;
     let got = alloc(file.as_fd(), 1 << 20).map_err(errno)?;

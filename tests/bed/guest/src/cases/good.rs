@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the ABI promises to callers that keep to it.
+//! Correct use of the ABI.
 
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
@@ -19,28 +19,28 @@ use crate::wire::Request;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "info",
-        about: "INFO tells version, features and sums of the providers",
+        about: "INFO reports version, features and sums of the providers",
         topology: "small",
         ruins: false,
         run: info,
     },
     Case {
         name: "list",
-        about: "LIST counts all providers and writes as many as fit",
+        about: "LIST reports the number of all providers and writes as many as fit",
         topology: "small",
         ruins: false,
         run: list,
     },
     Case {
         name: "alloc",
-        about: "ALLOC rounds sizes, aligns, and never gives a handle twice",
+        about: "ALLOC rounds sizes, aligns memory, and never returns the same handle twice",
         topology: "small",
         ruins: false,
         run: allocate,
     },
     Case {
         name: "near",
-        about: "a drive below the same switch is near, and PATHS and EXPLAIN agree",
+        about: "a drive below the provider's switch has path class SAME_SWITCH in PATHS, ALLOC and EXPLAIN",
         topology: "small",
         ruins: false,
         run: near,
@@ -54,7 +54,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "mmap",
-        about: "a mapping shows the buffer: parts, moves, protection, forks",
+        about: "mappings show the buffer: parts, mremap, mprotect, fork",
         topology: "small",
         ruins: false,
         run: mapping,
@@ -68,21 +68,21 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "o-direct",
-        about: "O_DIRECT moves data between a drive and the BAR, and none through host memory",
+        about: "O_DIRECT I/O between a drive and the BAR transfers no payload through host memory",
         topology: "small",
         ruins: false,
         run: o_direct,
     },
     Case {
         name: "fio",
-        about: "fio reads, writes and verifies with its buffers in /dev/p2pmem",
+        about: "fio reads, writes and verifies with buffers from /dev/p2pmem",
         topology: "small",
         ruins: false,
         run: fio,
     },
     Case {
         name: "stress",
-        about: "threads allocate and free at random, and no two live buffers overlap",
+        about: "live buffers of threads that allocate and free at random do not overlap",
         topology: "small",
         ruins: false,
         run: stress,
@@ -103,7 +103,10 @@ fn info(_: &mut Bed) -> Result<()> {
         "features {:#x}",
         info.features
     );
-    ensure!(info.version[0] != 0 && info.version[31] == 0, "version is no text");
+    ensure!(
+        info.version[0] != 0 && info.version[31] == 0,
+        "the version is not a NUL-terminated text"
+    );
     let rows = providers(file.as_fd())?;
     ensure!(info.providers as usize == rows.len());
     ensure!(info.size == rows.iter().map(|p| p.size).sum::<u64>() && info.size > 0);
@@ -117,7 +120,10 @@ fn list(bed: &mut Bed) -> Result<()> {
     sys::list(file.as_fd(), &mut none, Memory::Slice(&mut [])).map_err(errno)?;
     let rows = providers(file.as_fd())?;
     ensure!(none.count as usize == rows.len() && !rows.is_empty());
-    ensure!(rows.windows(2).all(|w| w[0].id < w[1].id), "not in the order of ids");
+    ensure!(
+        rows.windows(2).all(|w| w[0].id < w[1].id),
+        "LIST is not in the order of ids"
+    );
     let accel = bed.provider("accel0")?;
     let memory = bed.device("accel0")?.memory;
     ensure!(
@@ -147,10 +153,14 @@ fn allocate(_: &mut Bed) -> Result<()> {
         let mut live = Vec::new();
         for size in [1, 4095, 4096, 4097, 1 << 20, (3 << 20) + 5] {
             let a = alloc(fd, size).map_err(errno)?;
-            ensure!(a.size == size.next_multiple_of(4096), "{size} became {}", a.size);
+            ensure!(
+                a.size == size.next_multiple_of(4096),
+                "a request for {size} bytes got {}",
+                a.size
+            );
             ensure!(
                 a.handle != 0 && seen.insert(a.handle),
-                "handle {} twice, round {round}",
+                "ALLOC returned handle {} twice, round {round}",
                 a.handle
             );
             ensure!(
@@ -188,7 +198,7 @@ fn allocate(_: &mut Bed) -> Result<()> {
         );
         free(fd, a.handle).map_err(errno)?;
     }
-    // Handles that are still there end with the file.
+    // The file's close frees the handle that remains.
     alloc(fd, 1 << 20).map_err(errno)?;
     Ok(())
 }
@@ -223,7 +233,7 @@ fn near(bed: &mut Bed) -> Result<()> {
     let path = rows[..paths.nr_paths as usize]
         .iter()
         .find(|p| p.provider == accel.id)
-        .context("no path")?;
+        .context("PATHS has no path of accel0")?;
     ensure!(
         path.class == abi::P2PMEM_PATH_SAME_SWITCH && path.distance == 4 && path.client == 0,
         "{path:?}"
@@ -238,30 +248,34 @@ fn near(bed: &mut Bed) -> Result<()> {
     );
     let (explain, verdicts, _) = explain_last(fd)?;
     ensure!(explain.error == 0 && explain.chosen == accel.id, "{explain:?}");
-    let verdict = verdicts.iter().find(|v| v.provider == accel.id).context("no verdict")?;
+    let verdict = verdicts
+        .iter()
+        .find(|v| v.provider == accel.id)
+        .context("EXPLAIN has no verdict of accel0")?;
     ensure!(
         verdict.code == abi::P2PMEM_VERDICT_CHOSEN && verdict.class == abi::P2PMEM_PATH_SAME_SWITCH,
         "{verdict:?}"
     );
-    // Who wants to know no more than which one is told no more, and as much room as any sentence needs.
-    let mut which = abi::p2pmem_explain {
+    // Without arrays, EXPLAIN returns only the chosen provider, the number of verdicts, and space for the longest
+    // message.
+    let mut brief = abi::p2pmem_explain {
         req: a.req,
         ..Default::default()
     };
     sys::explain(
         fd,
-        &mut which,
+        &mut brief,
         Memory::Slice(&mut clients),
         Memory::Slice(&mut []),
         Memory::Slice(&mut []),
     )
     .map_err(errno)?;
-    ensure!(which.error == 0 && which.chosen == accel.id, "{which:?}");
+    ensure!(brief.error == 0 && brief.chosen == accel.id, "{brief:?}");
     ensure!(
-        which.nr_verdicts as usize == verdicts.len() && which.text_len >= explain.text_len,
-        "{which:?} after {explain:?}"
+        brief.nr_verdicts as usize == verdicts.len() && brief.text_len >= explain.text_len,
+        "{brief:?} after {explain:?}"
     );
-    // As many clients as there may be, and one more than are read at once.
+    // 8, 9, and 64 clients: one read of the module, one more than that, and the maximum.
     for count in [8, 9, 64] {
         let mut many = vec![clients[0]; count];
         let mut rows = vec![abi::p2pmem_path::default(); 4 * count];
@@ -285,15 +299,15 @@ fn near(bed: &mut Bed) -> Result<()> {
         sys::alloc(fd, &mut b, Memory::Slice(&mut many)).map_err(errno)?;
         ensure!(b.provider == accel.id, "{b:?}");
         free(fd, b.handle).map_err(errno)?;
-        // The last one of them is looked at too.
+        // The module checks also the last client.
         many[count - 1].bus = 0xfe;
         expect(
-            "a client that is not there",
+            "a client that does not exist",
             sys::alloc(fd, &mut b, Memory::Slice(&mut many)),
             libc::ENODEV,
         )?;
     }
-    // A request of upstream's strategy ends at the only provider there is too.
+    // Strategy upstream chooses the only provider too.
     a.req.strategy = abi::P2PMEM_STRATEGY_UPSTREAM;
     let first = a.handle;
     sys::alloc(fd, &mut a, Memory::Slice(&mut clients))
@@ -345,11 +359,15 @@ pub(super) fn mapping(_: &mut Bed) -> Result<()> {
     let len = a.size as usize;
     let whole = Mapping::shared(fd, a.mmap_offset, len).map_err(errno)?;
     for at in (0..len).step_by(8) {
-        ensure!(whole.get(at) == 0, "a fresh buffer has {:#x} at {at}", whole.get(at));
+        ensure!(
+            whole.get(at) == 0,
+            "a new buffer is not zero: {:#x} at {at}",
+            whole.get(at)
+        );
         whole.set(at, at as u64 ^ 0x5a5a);
     }
-    // Addresses are in step with the memory as far as the length goes, those of a part too, for the largest page table
-    // entries there can be.
+    // Mappings are aligned to the memory as far as their length allows, mappings of a part too, so that the kernel can
+    // use the largest page table entries.
     for (len, offset, part) in [
         (16u64 << 20, 0u64, 16u64 << 20),
         (5 << 20, 0, 5 << 20),
@@ -376,38 +394,41 @@ pub(super) fn mapping(_: &mut Bed) -> Result<()> {
     let mut part = Mapping::shared(fd, a.mmap_offset, len).map_err(errno)?;
     part.unmap_part(len - 4096, 4096).map_err(errno)?;
     part.unmap_part(0, 4096).map_err(errno)?;
-    ensure!(part.get(0) == 4096 ^ 0x5a5a, "after unmapping both ends");
+    ensure!(part.get(0) == 4096 ^ 0x5a5a, "wrong content after unmapping both ends");
     part.protect(libc::PROT_READ).map_err(errno)?;
-    ensure!(part.get(8) == 4104 ^ 0x5a5a, "read-only");
+    ensure!(part.get(8) == 4104 ^ 0x5a5a, "wrong content after mprotect(PROT_READ)");
     let read_only = sys::in_child(|| {
         part.set(0, 1);
         0
     })?;
     ensure!(
         libc::WIFSIGNALED(read_only) && libc::WTERMSIG(read_only) == libc::SIGSEGV,
-        "a write to a read-only mapping: {read_only:#x}"
+        "a write to a read-only mapping did not raise SIGSEGV, status {read_only:#x}"
     );
     let before = part.len();
     part.remap(before, libc::MREMAP_MAYMOVE).map_err(errno)?;
-    ensure!(part.get(0) == 4096 ^ 0x5a5a, "after mremap");
+    ensure!(part.get(0) == 4096 ^ 0x5a5a, "wrong content after mremap");
     match part.remap(before + (1 << 20), libc::MREMAP_MAYMOVE) {
-        // Growing past the buffer must not show anyone else's memory: refused, or a fault when touched.
+        // A mapping that grows past the buffer must not show other memory: mremap fails, or an access raises SIGBUS.
         Err(_) => {}
         Ok(()) => {
             let beyond = sys::in_child(|| i32::from(part.get(before + 8192) != 0))?;
             ensure!(
                 libc::WIFSIGNALED(beyond) && libc::WTERMSIG(beyond) == libc::SIGBUS,
-                "beyond the buffer: {beyond:#x}"
+                "an access past the buffer did not raise SIGBUS, status {beyond:#x}"
             );
         }
     }
-    // A child shares the mapping, and its end does not take the parent's away.
+    // A child shares the mapping. The child's exit does not end the parent's mapping.
     let child = sys::in_child(|| {
         let fine = whole.get(0) == 0x5a5a;
         whole.set(0, 4711);
         i32::from(!fine)
     })?;
-    ensure!(child == 0 && whole.get(0) == 4711, "a forked child: {child:#x}");
+    ensure!(
+        child == 0 && whole.get(0) == 4711,
+        "a forked child does not share the mapping, status {child:#x}"
+    );
     // The mapping outlives the handle and the file.
     free(fd, a.handle).map_err(errno)?;
     drop(file);
@@ -433,7 +454,7 @@ pub(super) fn mapping_at_zero(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Payload of nvme0 by target, from the runner.
+/// Returns the payload of nvme0 by target and direction, in bytes, from the runner's snapshot.
 fn payload(target: &str, direction: &str) -> Result<u64> {
     let snapshot = host::request(&Request::Snapshot)?;
     Ok(snapshot["nvme0"][direction][target].as_u64().unwrap_or(0))
@@ -451,7 +472,7 @@ fn direct(path: &std::path::Path, write: bool) -> Result<File> {
 fn o_direct(bed: &mut Bed) -> Result<()> {
     const LEN: usize = 4 << 20;
     let block = bed.block("nvme0")?;
-    // Something to read, through the page cache.
+    // Write data to the drive through the page cache.
     let data: Vec<u8> = (0..LEN as u64 / 8)
         .flat_map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes())
         .collect();
@@ -475,26 +496,26 @@ fn o_direct(bed: &mut Bed) -> Result<()> {
             map.get(i * 8)
         );
     }
-    // An offset into the buffer and a length that is no power of two.
+    // An offset into the buffer, and a length that is not a power of two.
     ensure!(map.fill_from(&drive, 8192, 4096, 12 << 10)? == 12 << 10);
     ensure!(map.get(4096) == u64::from_le_bytes(data[8192..8200].try_into()?));
     ensure!(map.drain_to(&drive, LEN as u64, 0, LEN)? == LEN, "short write");
     let (read, written) = ((LEN + (12 << 10)) as u64, LEN as u64);
     ensure!(
         payload("unknown", "payload")? == unknown,
-        "payload at unknown addresses: nothing can be said of host memory"
+        "the drive accessed unknown addresses, so the count of host memory proves nothing"
     );
     ensure!(
         payload("accel0", "read")? - bar_read == read,
-        "bytes read into the BAR, by the drive's own count"
+        "the drive's count of payload read into the BAR is wrong"
     );
     ensure!(
         payload("accel0", "write")? - bar_write == written,
-        "bytes written from the BAR, by the drive's own count"
+        "the drive's count of payload written from the BAR is wrong"
     );
     ensure!(
         payload("host", "read")? == host_read && payload("host", "write")? == host_write,
-        "host memory was touched"
+        "payload went through host memory"
     );
     let mut back = vec![0u8; LEN];
     let cold = OpenOptions::new().read(true).open(&block)?;
@@ -503,7 +524,7 @@ fn o_direct(bed: &mut Bed) -> Result<()> {
     for (i, word) in back.chunks_exact(8).enumerate() {
         ensure!(
             map.get(i * 8) == u64::from_le_bytes(word.try_into()?),
-            "written back, byte {}",
+            "the drive and the buffer differ at byte {}",
             i * 8
         );
     }
@@ -565,9 +586,12 @@ pub(super) fn stress(bed: &mut Bed) -> Result<()> {
                 }
             } else {
                 let (handle, range) = mine.swap_remove(random as usize % mine.len());
-                // Out of the list first: another thread may get the memory as soon as it is free.
+                // Remove the range before the free, because another thread may get the memory at once.
                 let mut live = live.lock().map_err(|_| anyhow::anyhow!("poisoned"))?;
-                let at = live.iter().position(|r| *r == range).context("lost")?;
+                let at = live
+                    .iter()
+                    .position(|r| *r == range)
+                    .context("a live buffer is not in the list")?;
                 live.swap_remove(at);
                 drop(live);
                 free(fd, handle).map_err(errno)?;
@@ -588,12 +612,12 @@ pub(super) fn stress(bed: &mut Bed) -> Result<()> {
             .into_iter()
             .try_for_each(|t| t.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?)
     })?;
-    // What was in pieces is in one again, cleared or not.
+    // After all frees, the memory is contiguous again, whether or not it is cleared.
     bed.settled()?;
     let row = bed.provider("accel0")?;
     ensure!(
         row.largest >= largest,
-        "{row:?}: {largest} bytes were in one piece before"
+        "{row:?}: the largest free piece was {largest} bytes before"
     );
     Ok(())
 }

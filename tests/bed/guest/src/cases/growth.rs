@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The ABI grows: programs older and newer than the module, told apart by the sizes they state, and 32-bit programs.
+//! Extension of the ABI: programs older and newer than the module, which state their structure sizes, and 32-bit
+//! programs.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
@@ -13,35 +14,35 @@ use crate::sys::{self, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "abi-sizes",
-        about: "structures and elements may be shorter and longer than the module's, but not with unknown content",
+        about: "structures and elements can be shorter or longer than the module's; unknown content fails with E2BIG",
         topology: "small",
         ruins: false,
         run: sizes,
     },
     Case {
         name: "abi-spare",
-        about: "spare fields are zero, else EINVAL",
+        about: "reserved and spare fields that are not zero fail with EINVAL",
         topology: "small",
         ruins: false,
         run: spare,
     },
     Case {
         name: "abi-compat",
-        about: "calls through the 32-bit entry of the kernel get the same answers",
+        about: "ioctls by the kernel's 32-bit entry have the same results",
         topology: "small",
         ruins: false,
         run: compat,
     },
     Case {
         name: "abi-rescan",
-        about: "only CAP_SYS_ADMIN drops the cache of paths that all programs share",
+        about: "only CAP_SYS_ADMIN can drop the path cache that all programs share",
         topology: "small",
         ruins: false,
         run: rescan,
     },
     Case {
         name: "abi-events",
-        about: "an event that cannot be copied is read later, and those before it are returned",
+        about: "read() returns the events before one that cannot be copied; a later read() returns the rest",
         topology: "small",
         ruins: false,
         run: events,
@@ -51,22 +52,25 @@ pub(super) const CASES: &[Case] = &[
 fn sizes(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
-    // A longer INFO: what the module does not know is zero.
+    // A longer INFO: the module writes zeros to the part that it does not know.
     let known = size_of::<abi::p2pmem_info>() / 8;
     let mut long = [u64::MAX; 32];
     sys::sized(fd, abi::P2PMEM_IOC_INFO, 256, &mut long).map_err(errno)?;
-    ensure!(long[known..] == [0; 32][known..], "beyond INFO: {long:?}");
+    ensure!(
+        long[known..] == [0; 32][known..],
+        "not zero past the end of INFO: {long:?}"
+    );
     ensure!(long[0] as u32 == abi::P2PMEM_ABI_VERSION, "{:#x}", long[0]);
-    // A shorter one: nothing is written beyond it.
+    // A shorter INFO: the module writes nothing past the program's size.
     let mut short = [u64::MAX; 32];
     sys::sized(fd, abi::P2PMEM_IOC_INFO, 16, &mut short).map_err(errno)?;
     ensure!(short[..2] == long[..2] && short[2..] == [u64::MAX; 30], "{short:?}");
     expect(
-        "INFO without room",
+        "INFO with size 0",
         sys::sized(fd, abi::P2PMEM_IOC_INFO, 0, &mut short),
         libc::EINVAL,
     )?;
-    // BUFFER of a handle: longer, with and without unknown content; shorter; too short.
+    // BUFFER of a handle: longer, with and without unknown content, shorter, and too short.
     let got = super::alloc(fd, 4096).map_err(errno)?;
     let mut ask = [0u64; 32];
     ask[0] = got.handle.into();
@@ -85,7 +89,7 @@ fn sizes(bed: &mut Bed) -> Result<()> {
     let answer = sys::sized(fd, abi::P2PMEM_IOC_BUFFER, 4, &mut ask);
     expect("BUFFER without its essential fields", answer, libc::EINVAL)?;
     free(fd, got.handle).map_err(errno)?;
-    // Elements that the module writes.
+    // Array elements that the module writes.
     let there = providers(fd)?;
     let first = there.first().context("a provider")?;
     for size in [8, size_of::<abi::p2pmem_provider>() as u32, 256] {
@@ -100,7 +104,10 @@ fn sizes(bed: &mut Bed) -> Result<()> {
             ensure!(element[known..].iter().all(|byte| *byte == 0), "{element:?}");
         }
         let end = there.len().min(count as usize) * size as usize;
-        ensure!(out[end..].iter().all(|byte| *byte == 0xff), "written beyond the last");
+        ensure!(
+            out[end..].iter().all(|byte| *byte == 0xff),
+            "LIST wrote past the last element"
+        );
     }
     ensure!(first.id != 0);
     let mut out = [0u8; 2048];
@@ -118,7 +125,7 @@ fn sizes(bed: &mut Bed) -> Result<()> {
     let mut page = [0u8; 8192];
     let answer = sys::list_sized(fd, large, 1, &mut page).map(drop);
     expect("elements that are too large", answer, libc::E2BIG)?;
-    // Elements that it reads: clients.
+    // Array elements that the module reads: clients.
     let client = bed.address("nvme0")?;
     let function = (u32::from(client.devfn) << 8) | u32::from(client.bus);
     let longer = [u64::from(client.domain) | (u64::from(function) << 32), 0];
@@ -127,10 +134,14 @@ fn sizes(bed: &mut Bed) -> Result<()> {
     free(fd, ask.handle).map_err(errno)?;
     let answer = sys::alloc_clients(fd, &mut request(4096), &[longer[0], 1], 16);
     expect("a client with unknown content", answer, libc::E2BIG)?;
-    // Every call that reads its structure: what the module does not know of it has to be zero, and something has to be there.
+    // Each ioctl that reads its structure fails if the part that the module does not know is not zero, or if the size
+    // is 0.
     for call in abi::P2PMEM_IOCS.into_iter().filter(|&call| abi::ioc_reads(call)) {
         let name = format!("ioctl {:#04x}", abi::ioc_nr(call));
-        ensure!(abi::ioc_size(call) <= 248, "{name} is longer than what is tried here");
+        ensure!(
+            abi::ioc_size(call) <= 248,
+            "{name}: the structure is longer than this test supports"
+        );
         let mut ask = [0u64; 32];
         ask[31] = 1 << 63;
         let answer = sys::sized(fd, call, 256, &mut ask);
@@ -164,7 +175,7 @@ fn spare(_: &mut Bed) -> Result<()> {
     };
     let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut []));
     expect("RULES with a reserved field in use", answer, libc::EINVAL)?;
-    let mut rule = own_denial();
+    let mut rule = deny_rule();
     rule.reserved = 1;
     let mut rules = abi::p2pmem_rules {
         count: 1,
@@ -173,7 +184,7 @@ fn spare(_: &mut Bed) -> Result<()> {
     let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut [rule]));
     expect("a rule with a reserved field in use", answer, libc::EINVAL)?;
     rules.flags = 1;
-    let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut [own_denial()]));
+    let answer = sys::rules(fd, &mut rules, Memory::Slice(&mut [deny_rule()]));
     expect("RULES with a flag", answer, libc::EINVAL)?;
     let stripe = |reserved, flags| {
         let mut ask = abi::p2pmem_stripe {
@@ -223,8 +234,8 @@ fn spare(_: &mut Bed) -> Result<()> {
     free(fd, got.handle).map_err(errno)
 }
 
-/// A rule of a file's own that denies everything.
-fn own_denial() -> abi::p2pmem_rule {
+/// Returns a file rule that denies everything.
+fn deny_rule() -> abi::p2pmem_rule {
     let mut rule = abi::p2pmem_rule {
         action: abi::P2PMEM_RULE_DENY,
         ..Default::default()
@@ -233,7 +244,7 @@ fn own_denial() -> abi::p2pmem_rule {
     rule
 }
 
-/// A request for a stripe of that many parts, a page each.
+/// Returns a request for a stripe of `parts` parts, one page each.
 fn striped(parts: u32) -> abi::p2pmem_request {
     abi::p2pmem_request {
         size: u64::from(parts) * 4096,
@@ -243,11 +254,12 @@ fn striped(parts: u32) -> abi::p2pmem_request {
     }
 }
 
-/// Elements of every array besides those of LIST and of clients: shorter and longer than the module's.
+/// Tests elements shorter and longer than the module's in all arrays except those of LIST and of clients.
 fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
     let mut clients = [bed.address("nvme0")?];
     let provider = bed.provider("accel0")?.id;
-    // What the module writes is cut, or filled up with zeros; all begin with the provider, but a part, which begins with its handle.
+    // The module truncates the elements that it writes, or fills them with zeros. A path and a verdict begin with the
+    // provider, a part with its handle.
     let written = |name: &str, size: usize, known: usize, out: &[u8; 512], first: Option<u32>| -> Result<()> {
         let begins = first.is_none_or(|first| out[..4] == first.to_ne_bytes());
         ensure!(begins, "{name} of {size} bytes: {out:?}");
@@ -255,7 +267,7 @@ fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
         ensure!(filled.iter().all(|b| *b == 0), "{name} of {size} bytes: {out:?}");
         ensure!(
             out[size..].iter().all(|b| *b == 0xff),
-            "{name}: written beyond {size} bytes"
+            "{name}: the module wrote past {size} bytes"
         );
         Ok(())
     };
@@ -291,9 +303,9 @@ fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
         sys::with_elements(fd, &mut stripe, &mut clients, (size, 1), &mut out).map_err(errno)?;
         written("a part", size as usize, size_of::<abi::p2pmem_part>(), &out, None)?;
         let handle = u32::from_ne_bytes([out[0], out[1], out[2], out[3]]);
-        free(fd, handle).map_err(errno).context("the part")?;
+        free(fd, handle).map_err(errno).context("FREE of the part")?;
     }
-    // Of what it reads, the unknown has to be zero, and what is missing is.
+    // In elements that the module reads, the unknown part has to be zero, and the missing part counts as zero.
     let got = super::alloc(fd, 4096).map_err(errno)?;
     let known = size_of::<abi::p2pmem_range>();
     for (size, stray, code) in [(16, 0, 0), (64, 0, 0), (64, 1, libc::E2BIG), (8, 0, libc::EINVAL)] {
@@ -312,9 +324,9 @@ fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
         }
     }
     free(fd, got.handle).map_err(errno)?;
-    let rule = sys::rule_bytes(&own_denial());
+    let rule = sys::rule_bytes(&deny_rule());
     let other = open()?;
-    // Without its quota it is the same rule; without its action it says nothing.
+    // Without its quota, the rule is the same; without its action, the rule is invalid.
     for (size, stray, code) in [
         (72, 0, 0),
         (200, 0, 0),
@@ -333,7 +345,7 @@ fn element_sizes(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
                     .map_err(errno)
                     .with_context(|| format!("a rule of {size} bytes"))?;
                 expect(
-                    "ALLOC by its own denial",
+                    "ALLOC with a file rule that denies",
                     super::alloc(other.as_fd(), 4096),
                     libc::EACCES,
                 )?;
@@ -350,7 +362,7 @@ fn compat(bed: &mut Bed) -> Result<()> {
     let mut info = [0u64; 32];
     sys::compat(fd, abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
     ensure!(info[0] as u32 == abi::P2PMEM_ABI_VERSION, "{:#x}", info[0]);
-    // The request's first field is the size; the handle is behind it.
+    // The request begins with the size. The handle follows the request.
     let mut ask = [0u64; 32];
     ask[0] = 4096;
     sys::compat(fd, abi::P2PMEM_IOC_ALLOC, &mut ask).map_err(errno)?;
@@ -369,7 +381,7 @@ fn compat(bed: &mut Bed) -> Result<()> {
     sys::by_32_bit(|| compat_arrays(bed, fd))
 }
 
-/// Calls with arrays, all of which are where a 32-bit program has its memory.
+/// Calls ioctls with arrays in the address range of a 32-bit program.
 fn compat_arrays(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
     let low = errno;
     let mut providers = sys::Low::new(4, abi::p2pmem_provider::default()).map_err(low)?;
@@ -392,12 +404,12 @@ fn compat_arrays(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
         ..Default::default()
     };
     explain.req.nr_clients = 1;
-    let (ask, told, said) = (
+    let (near, verdict_rows, message) = (
         Memory::Slice(&mut clients[..]),
         Memory::Slice(&mut verdicts[..]),
         Memory::Slice(&mut text[..]),
     );
-    sys::explain(fd, &mut explain, ask, told, said)
+    sys::explain(fd, &mut explain, near, verdict_rows, message)
         .map_err(errno)
         .context("EXPLAIN")?;
     ensure!(
@@ -444,7 +456,7 @@ fn compat_arrays(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
     ensure!(import.size == 4096 && import.provider == id, "{import:?}");
     free(fd, import.handle).map_err(errno)?;
     free(fd, handle).map_err(errno)?;
-    let mut rules = sys::Low::new(1, own_denial()).map_err(low)?;
+    let mut rules = sys::Low::new(1, deny_rule()).map_err(low)?;
     let mut ask = abi::p2pmem_rules {
         count: 1,
         ..Default::default()
@@ -452,7 +464,11 @@ fn compat_arrays(bed: &Bed, fd: BorrowedFd<'_>) -> Result<()> {
     sys::rules(fd, &mut ask, Memory::Slice(&mut rules))
         .map_err(errno)
         .context("RULES")?;
-    expect("ALLOC by its own denial", super::alloc(fd, 4096), libc::EACCES)
+    expect(
+        "ALLOC with a file rule that denies",
+        super::alloc(fd, 4096),
+        libc::EACCES,
+    )
 }
 
 fn rescan(bed: &mut Bed) -> Result<()> {
@@ -484,17 +500,17 @@ fn events(bed: &mut Bed) -> Result<()> {
     let flags = rustix::fs::fcntl_getfl(&file)?;
     rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
     let fd = file.as_fd();
-    // Two events: the provider leaves and comes back.
+    // Two events: the provider is removed and added.
     bed.unbind("accel0")?;
     bed.publish("accel0")?;
     let size = size_of::<abi::p2pmem_event>();
-    // Nothing can be copied: both stay.
+    // No event can be copied: both stay.
     expect(
         "read at a bad pointer",
         sys::read_guarded(fd, 0, size).map(drop),
         libc::EFAULT,
     )?;
-    // One can: it is returned, the other one stays.
+    // One event can be copied: read() returns it, and the other event stays.
     let first = sys::read_guarded(fd, size, 2 * size).map_err(errno)?;
     ensure!(first.len() == 1, "{first:?}");
     let rest = sys::read_events(fd, 8 * size).map_err(errno)?;

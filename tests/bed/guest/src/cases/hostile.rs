@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a program without privileges can do to others: to the administrator's rules, to the machine's memory, to the time that
-//! calls take.
+//! Effects of an unprivileged program on others: on the administrator's rules, on the machine's memory, and on the
+//! duration of calls.
 
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -28,45 +28,45 @@ use crate::sys::{self, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "hostile-buffers",
-        about: "33,000 buffers of a user in a cgroup (a fourth on the debug kernel) keep no rule from being put into force and ended, and nobody who allocates from going on meanwhile",
+        about: "33,000 buffers (a fourth on the debug kernel) do not prevent changes of rules, nor long delay others",
         topology: "nic",
         ruins: false,
         run: many_buffers,
     },
     Case {
         name: "hostile-handles",
-        about: "whatever a user's program makes many of is charged to its cgroup, and its handles have an end",
+        about: "objects that a user's program creates are charged to its cgroup, and a file has at most 65536 handles",
         topology: "small",
         ruins: false,
         run: many_handles,
     },
     Case {
         name: "open-close",
-        about: "a file that nobody polls is closed without waiting for RCU",
+        about: "closing a file that was never polled does not wait for RCU",
         topology: "small",
         ruins: false,
         run: open_close,
     },
 ];
 
-/// The part of these tests that is a process of its own.
+/// The name of the part of these tests that runs in its own process. Arguments: a kind of [`KINDS`], and a number.
 pub(super) const PART: &str = "make-many";
 
-/// Handles that one file has at most.
-const MOST: u32 = 1 << 16;
-/// The memory of the cgroups of these tests: what their programs need, and no more by far than what they take of the kernel's.
+/// The maximum number of handles of a file.
+const MAX_HANDLES: u32 = 1 << 16;
+/// The memory limit of the tests' cgroups: little more than the programs and their kernel memory need.
 const MEMORY_MAX: &str = "128M";
-/// Rules in force beside those that a test is about, which are a few of the 256 that there can be.
+/// Number of other rules in force. With a test's own few rules, they are nearly the maximum of 256 rules.
 const OTHER_RULES: u32 = 250;
 
-/// Allocates one page; the errno of a refusal.
+/// Allocates one page; the error is the errno.
 fn page(fd: BorrowedFd<'_>) -> Result<(), i32> {
     let mut ask = request(4096);
     sys::alloc(fd, &mut ask, Memory::Slice(&mut []))
 }
 
-/// A rule that is for somebody else than who allocates here, and limits him.
-fn elsewhere(number: u32) -> Result<AdminRule> {
+/// Creates a rule with a quota for another user than those of these tests.
+fn other_rule(number: u32) -> Result<AdminRule> {
     let uid = (60_000 + number).to_string();
     AdminRule::new(
         &format!("{:02}-other{number}", 60 + number % 40),
@@ -75,13 +75,14 @@ fn elsewhere(number: u32) -> Result<AdminRule> {
 }
 
 fn many_buffers(bed: &mut Bed) -> Result<()> {
-    /// On a kernel that is no slower than others, one more than fit into the largest allocation of the kernel's, when each took
-    /// 128 bytes of one.
+    /// One buffer more than fit into the kernel's largest allocation, when each buffer took 128 bytes of such an
+    /// allocation. Fewer on slow kernels.
     const MANY: u32 = 33_000;
-    /// The most that who allocates may wait for a change of the rules, as a part of the time in which the buffers were made.
-    const MOST_OF_MAKING: f64 = 0.5;
+    /// The longest wait of an allocation for a change of the rules, as a fraction of the time in which the buffers were
+    /// made.
+    const MAX_WAIT_FRACTION: f64 = 0.5;
     bed.settled()?;
-    let others = (0..OTHER_RULES).map(elsewhere).collect::<Result<Vec<_>>>()?;
+    let others = (0..OTHER_RULES).map(other_rule).collect::<Result<Vec<_>>>()?;
     let many = amount(MANY);
     let group = Group::new("p2pmem-test")?;
     group.set("memory.max", MEMORY_MAX)?;
@@ -95,7 +96,7 @@ fn many_buffers(bed: &mut Bed) -> Result<()> {
     let denial = AdminRule::make("10-deny")?;
     denial.set("uid", &uid)?;
     denial.set("action", "deny")?;
-    // Somebody else, whose allocations wait for each change of the rules.
+    // Another user, whose allocations wait for each change of the rules.
     let stop = AtomicBool::new(false);
     let longest = thread::scope(|scope| -> Result<Duration> {
         let bystander = scope.spawn(|| -> Result<Duration> {
@@ -121,55 +122,57 @@ fn many_buffers(bed: &mut Bed) -> Result<()> {
         changed?;
         longest
     })?;
-    let share = longest.as_secs_f64() / made.as_secs_f64();
+    let fraction = longest.as_secs_f64() / made.as_secs_f64();
     println!(
-        "{many} buffers were made in {made:?}; with {} rules somebody else waited for {longest:?} at most, {share:.3} of that",
+        "{many} buffers were made in {made:?}; with {} rules another user waited at most {longest:?}, a fraction of {fraction:.3}",
         others.len() + 1
     );
-    // The rule is in force, whoever has how many buffers, and can be ended.
+    // The rule takes effect, no matter how many buffers exist, and can be disabled.
     let file = open()?;
     let page = || sys::as_user(ALICE, ALICE, &[], || alloc(file.as_fd(), 4096).map(|got| got.handle)).map_err(errno);
-    expect("an allocation that a rule denies", page()?.map(|_| ()), libc::EACCES)?;
+    expect("ALLOC with a rule that denies", page()?.map(|_| ()), libc::EACCES)?;
     denial.set("enable", "0")?;
-    let one = page()?.map_err(errno).context("after the rule ended")?;
-    // One of the part's is the one that is for imports, and one was made above.
+    let one = page()?.map_err(errno).context("ALLOC after the rule was disabled")?;
+    // Two buffers more: the part exports one for imports, and this process allocated one above.
     let quota = AdminRule::new("50-each", &[("uid", &uid), ("quota", "1M")])?;
     let used = quota.get("usage")?;
     ensure!(
         used.contains(&format!("uid {ALICE} {}", u64::from(many + 2) * 4096)),
-        "the rule does not know of the buffers that were there: {used:?}"
+        "the rule's usage does not count the buffers that existed before the rule: {used:?}"
     );
-    expect("an allocation above the quota", page()?.map(|_| ()), libc::EDQUOT)?;
+    expect("ALLOC over the quota", page()?.map(|_| ()), libc::EDQUOT)?;
     drop(quota);
-    let two = page()?.map_err(errno).context("after the quota ended")?;
+    let two = page()?
+        .map_err(errno)
+        .context("ALLOC after the rule with the quota was removed")?;
     for handle in [one, two] {
         free(file.as_fd(), handle).map_err(errno)?;
     }
     part.finish()?;
     in_time!(
-        share < MOST_OF_MAKING,
-        "who allocated waited for a change of the rules for {share:.2} of the time in which the buffers were made"
+        fraction < MAX_WAIT_FRACTION,
+        "an allocation waited for a change of the rules: {fraction:.2} of the time in which the buffers were made"
     );
     Ok(())
 }
 
-/// What a program without privileges can make many of, and what one of a kind takes of the kernel's memory at least, bytes: less
-/// than it takes today, and more than nothing.
+/// The objects that an unprivileged program can create: kind, number, and a lower limit of the kernel memory of one
+/// object, in bytes. The limit is more than zero and less than the size today.
 const KINDS: [(&str, u32, u64); 5] = [
-    ("imports", MOST, 128),
+    ("imports", MAX_HANDLES, 128),
     ("buffers", 4_000, 512),
     ("dma-bufs", 4_000, 512),
     ("files", 1_000, 1024),
     ("rules", 500, 32 * 64),
 ];
 
-/// In its own cgroup: makes so many of a kind, and keeps them until it is told to end. It does so as a user without privileges, but
-/// for files, which only root opens here.
+/// Runs in its own cgroup: creates many objects of a kind, and keeps them until the test ends the process. Runs as an
+/// unprivileged user, except for files and rules, because only root can open the device here.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let argument = |at: usize| arguments.get(at).context("an argument is missing");
     let (kind, many) = (argument(0)?.as_str(), argument(1)?.parse::<u32>()?);
-    may_open(2 * MOST)?;
-    // Who may open the device is the administrator's business.
+    may_open(2 * MAX_HANDLES)?;
+    // Opened as root: only root and the group `p2pmem` can open the device.
     let (owner, other) = (open()?, open()?);
     let privileged = matches!(kind, "files" | "rules");
     ready()?;
@@ -197,9 +200,9 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         done.map_err(errno).with_context(|| format!("after {made} {kind}"))?;
     }
     if kind == "imports" {
-        if many == MOST {
+        if many == MAX_HANDLES {
             expect(
-                "one handle more",
+                "IMPORT with the maximum number of handles",
                 import(other.as_fd(), dma_buf.as_raw_fd()).map(|_| ()),
                 libc::EMFILE,
             )?;
@@ -209,14 +212,14 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
                 "{text:?}"
             );
         }
-        // The others of the process are not concerned.
+        // Other files of the process still work.
         alloc(owner.as_fd(), 4096).map_err(errno)?;
         free(owner.as_fd(), first.handle).map_err(errno)?;
     }
     ready()
 }
 
-/// Gives a file as many rules of its own as it may have.
+/// Gives a file the maximum number of file rules.
 fn own_rules(fd: BorrowedFd<'_>) -> Result<(), i32> {
     let mut rules = [abi::p2pmem_rule::default(); abi::P2PMEM_MAX_RULES as usize];
     for (number, rule) in rules.iter_mut().enumerate() {
@@ -244,7 +247,7 @@ fn many_handles(bed: &mut Bed) -> Result<()> {
         let mut part = part.go_on()?;
         part.await_ready().with_context(|| kind.to_string())?;
         let mut charged = 0;
-        // The kernel adds up in a while.
+        // The kernel updates the counter with a delay.
         let what = format!("{many} {kind} are charged");
         until(&what, || {
             charged = group.kernel()?.saturating_sub(before);
@@ -257,7 +260,7 @@ fn many_handles(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// A cgroup of the test's own, with the memory controller.
+/// A cgroup with the memory controller. Removed on drop.
 pub(super) struct Group(PathBuf);
 
 impl Group {
@@ -281,11 +284,11 @@ impl Group {
         read(&self.0.join(attribute))
     }
 
-    /// Bytes of the kernel's memory that are charged to it.
+    /// Returns the kernel memory that is charged to the cgroup, in bytes.
     fn kernel(&self) -> Result<u64> {
         let stat = self.get("memory.stat")?;
         let line = stat.lines().find_map(|line| line.strip_prefix("kernel "));
-        Ok(line.context("memory.stat has no kernel")?.parse()?)
+        Ok(line.context("memory.stat has no line `kernel`")?.parse()?)
     }
 }
 
@@ -304,9 +307,9 @@ fn open_close(_: &mut Bed) -> Result<()> {
         }
         Ok(began.elapsed().as_secs_f64())
     };
-    // Once for what is loaded at the first time.
+    // The first run loads what later runs find loaded.
     time("/dev/null")?;
-    // The best of some rounds: what else the machine does must not decide.
+    // The best of five rounds, so that other load on the machine does not decide.
     let best = |path: &str| -> Result<f64> {
         let rounds = (0..5).map(|_| time(path)).collect::<Result<Vec<_>>>()?;
         Ok(rounds.into_iter().fold(f64::INFINITY, f64::min))
@@ -318,16 +321,16 @@ fn open_close(_: &mut Bed) -> Result<()> {
         super::NODE,
         ours * 1e3
     );
-    // A grace period takes some milliseconds, however fast the machine is.
+    // An RCU grace period takes some milliseconds on every machine, so 1 ms per call means no waiting.
     in_time!(
         ours < null * 50.0 || ours < f64::from(TIMES) * 1e-3,
-        "opening and closing takes {:.1} times as long as that of /dev/null",
+        "opening and closing the device takes {:.1} times as long as /dev/null",
         ours / null
     );
-    // And who polls is told.
+    // A polled file is registered for events.
     let file = open()?;
     let mut polled = [rustix::event::PollFd::new(&file, rustix::event::PollFlags::IN)];
     ensure!(rustix::event::poll(&mut polled, Some(&rustix::event::Timespec::default()))? == 0);
     let events = sys::read_events(file.as_fd(), size_of::<abi::p2pmem_event>() - 1);
-    expect("room for no event", events, libc::EINVAL)
+    expect("read with a buffer shorter than an event", events, libc::EINVAL)
 }
