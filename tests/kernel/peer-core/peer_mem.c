@@ -162,7 +162,7 @@ void *ib_register_peer_memory_client(const struct peer_memory_client *ops, inval
 
 	if (!ops->acquire || !ops->get_pages || !ops->dma_map || !ops->dma_unmap || !ops->put_pages ||
 	    !ops->get_page_size || !ops->release) {
-		pr_err("client %.*s lacks a function\n", IB_PEER_MEMORY_NAME_MAX, ops->name);
+		pr_err("client %.*s does not have a function\n", IB_PEER_MEMORY_NAME_MAX, ops->name);
 		return NULL;
 	}
 	client = kzalloc_obj(*client);

@@ -21,12 +21,12 @@ pub const SOCKET: &str = "/run/p2pmem/host.sock";
 /// Longest time the host takes for a request; an orderly unplug needs the most.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Asks the runner, and waits for the answer.
+/// Sends a request to the runner, and waits for the answer.
 ///
 /// # Errors
 ///
-/// The runner's own sentence where it refuses; otherwise what is wrong with the channel. Outside a guest there is no
-/// such channel. An answer that does not come in time, and what the runner waited for in vain, is an [`Overrun`].
+/// The runner's message if it refuses; otherwise the error of the channel. Outside a guest there is no such channel. An
+/// [`Overrun`] if the answer does not come in time, or if the runner reports one.
 pub fn request(request: &Request) -> Result<serde_json::Value> {
     let mut stream =
         UnixStream::connect(SOCKET).with_context(|| format!("{SOCKET}: not in a guest of the VM runner"))?;
@@ -43,5 +43,5 @@ pub fn request(request: &Request) -> Result<serde_json::Value> {
         Err(e) => return Err(e).context("no answer from the VM runner"),
     }
     let answer: Result<serde_json::Value, String> = serde_json::from_str(&answer).context("answer of the VM runner")?;
-    answer.map_err(Overrun::heard)
+    answer.map_err(Overrun::from_text)
 }

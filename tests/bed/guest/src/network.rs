@@ -82,7 +82,7 @@ pub fn is_listened_on(listen: Listen) -> Result<bool> {
     }
 }
 
-/// The port a line of `/proc/net/tcp` tells of, if somebody listens on it.
+/// Returns the port of a line of `/proc/net/tcp` if its socket listens.
 fn tcp_listener(line: &str) -> Option<u16> {
     let mut words = line.split_ascii_whitespace().skip(1);
     let (local, _remote, state) = (words.next()?, words.next()?, words.next()?);
@@ -90,7 +90,7 @@ fn tcp_listener(line: &str) -> Option<u16> {
     (state == TCP_LISTEN).then(|| u16::from_str_radix(port, 16).ok())?
 }
 
-/// The port a line of `rdma resource show cm_id` tells of, if somebody listens on it.
+/// Returns the port of a line of `rdma resource show cm_id` if its id listens.
 fn rdma_listener(line: &str) -> Option<u16> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let value = |key: &str| words.windows(2).find(|pair| pair[0] == key).map(|pair| pair[1]);

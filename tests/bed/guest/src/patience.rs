@@ -36,8 +36,8 @@ impl Overrun {
     /// With what a program in a guest ends that fails for one.
     pub const CODE: u8 = 75;
 
-    /// What the text of one begins with that is told to another machine or process.
-    const TOLD: &str = "not in time: ";
+    /// The first words of an overrun's text for another machine or process.
+    const PREFIX: &str = "not in time: ";
 
     /// Whether an error is one.
     pub fn is(error: &anyhow::Error) -> bool {
@@ -45,13 +45,13 @@ impl Overrun {
     }
 
     /// An error as text, which says whether it is one.
-    pub fn tell(error: &anyhow::Error) -> String {
-        format!("{}{error:#}", if Self::is(error) { Self::TOLD } else { "" })
+    pub fn to_text(error: &anyhow::Error) -> String {
+        format!("{}{error:#}", if Self::is(error) { Self::PREFIX } else { "" })
     }
 
-    /// The error of a text that [`Overrun::tell`] made.
-    pub fn heard(text: String) -> anyhow::Error {
-        if text.starts_with(Self::TOLD) {
+    /// The error of a text that [`Overrun::to_text`] made.
+    pub fn from_text(text: String) -> anyhow::Error {
+        if text.starts_with(Self::PREFIX) {
             Self(text).into()
         } else {
             anyhow::Error::msg(text)
@@ -109,11 +109,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_overrun_that_is_told_is_still_one() {
+    fn an_overrun_survives_as_text() {
         let late = anyhow::Error::new(Overrun("x took 2 s".into())).context("device y");
-        let heard = Overrun::heard(Overrun::tell(&late));
-        assert!(Overrun::is(&heard) && heard.to_string() == "not in time: device y: x took 2 s");
-        let wrong = Overrun::heard(Overrun::tell(&anyhow::Error::msg("x is wrong")));
+        let parsed = Overrun::from_text(Overrun::to_text(&late));
+        assert!(Overrun::is(&parsed) && parsed.to_string() == "not in time: device y: x took 2 s");
+        let wrong = Overrun::from_text(Overrun::to_text(&anyhow::Error::msg("x is wrong")));
         assert!(!Overrun::is(&wrong) && wrong.to_string() == "x is wrong");
     }
 }

@@ -585,7 +585,7 @@ pub fn explain(
 pub fn read_events(fd: BorrowedFd<'_>, room: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
     let size = size_of::<abi::p2pmem_event>();
     let mut events = vec![abi::p2pmem_event::default(); room.div_ceil(size)];
-    // SAFETY: the buffer has at least that much room, and any bytes are a valid event.
+    // SAFETY: the buffer has at least that many bytes, and any bytes are a valid event.
     let n = unsafe { libc::read(fd.as_raw_fd(), events.as_mut_ptr().cast(), room) };
     result(n as i64)?;
     events.truncate(n as usize / size);
@@ -639,7 +639,7 @@ impl Mapping {
         self.len
     }
 
-    /// Tells whether nothing of it is left.
+    /// Returns whether the length is zero.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -832,7 +832,7 @@ extern "C" fn on_bus_error(_signal: i32, info: *mut libc::siginfo_t, _context: *
     // SAFETY: replaces the page whose memory is gone; mmap is a plain system call, allowed in a handler.
     let put = unsafe { libc::mmap(page, 4096, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if put == libc::MAP_FAILED {
-        // SAFETY: ends the process; the access would fault for ever.
+        // SAFETY: ends the process; otherwise the access would fault indefinitely.
         unsafe { libc::_exit(99) };
     }
 }

@@ -190,7 +190,7 @@ pub enum ToGuest {
     Reply {
         /// The request's number.
         id: u64,
-        /// What came of it; the error is a sentence.
+        /// The result of the request; the error is a message.
         result: Result<serde_json::Value, String>,
     },
     /// End the guest.
@@ -251,7 +251,7 @@ pub enum Request {
         /// The device.
         name: String,
     },
-    /// Unplug a device in an orderly way; answered once it is gone.
+    /// Unplug a device in an orderly manner; answered once it is gone.
     DeviceDel {
         /// The device.
         name: String,
@@ -272,7 +272,7 @@ pub enum Request {
     Control {
         /// The device.
         name: String,
-        /// What its process is asked.
+        /// The request for the device's process.
         request: serde_json::Value,
     },
 }

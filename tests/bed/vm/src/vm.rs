@@ -273,7 +273,7 @@ impl Vm {
                 }
                 ToHost::Ready => return Ok(()),
                 ToHost::Failed { error } => {
-                    let why = Overrun::heard(format!("{error}\n{}", self.log_tail()));
+                    let why = Overrun::from_text(format!("{error}\n{}", self.log_tail()));
                     return Err(why.context("the guest's init"));
                 }
                 other => bail!("the guest's init said {other:?} before it was ready"),

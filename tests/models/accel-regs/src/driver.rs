@@ -183,7 +183,7 @@ impl Accel {
         self.memory_size
     }
 
-    /// Reads the command register of the configuration space and, if told to, sets bits in it.
+    /// Reads the command register of the configuration space, and sets the bits of `set` in it.
     fn command_register(&self, set: u8) -> Result<u8, Error> {
         const COMMAND: u64 = 4;
         let path = self.folder.join("config");
@@ -409,7 +409,7 @@ impl Accel {
     }
 }
 
-/// Polls quickly at first, then leaves the processor to others between polls.
+/// Polls without a pause at first, then yields the processor between polls.
 struct Pace {
     deadline: Instant,
     polls: u32,

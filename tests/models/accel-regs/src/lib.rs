@@ -334,7 +334,7 @@ pub const fn pattern_word(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-// The registers must neither overlap nor leave BAR0, and the tables must have the order that their indices promise.
+// The registers do not overlap and are inside BAR0, and the tables have the order of their indices.
 const _: () = {
     assert!(Counter::COUNT as u64 * 8 + reg::COUNTERS <= reg::COUNTERS_RESET);
     assert!(reg::COUNTERS_RESET + 4 <= reg::RESULTS);

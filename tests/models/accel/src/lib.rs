@@ -206,7 +206,7 @@ impl Accel {
         Arc::clone(&self.shared)
     }
 
-    /// A way to ask whether the worker lives.
+    /// Returns a handle that reports whether the worker runs.
     pub fn health(&self) -> Health {
         self.worker.health()
     }

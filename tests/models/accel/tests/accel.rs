@@ -169,7 +169,7 @@ fn fills_copies_and_sums() {
             .all(|(i, word)| word == pattern_word(5, i as u64).to_le_bytes())
     );
     assert_eq!(bench.ok(Op::Crc32c, 0, 3 << 20, 0), u64::from(crc32c::crc32c(&data)));
-    // Overlapping copies over more than a piece, both ways.
+    // Overlapping copies of more than one chunk, in both directions.
     bench.ok(Op::Copy, 12_345, 3 << 20, 0);
     assert!(bench.memory(12_345, 3 << 20) == data);
     bench.ok(Op::Copy, 77, 3 << 20, 12_345);
@@ -378,7 +378,7 @@ fn interrupts_come_when_asked_for() {
     assert_eq!(
         u64::from_ne_bytes(value),
         1,
-        "only the command that asked while interrupts were on"
+        "only the command that requested an interrupt while interrupts were on"
     );
     assert!(!fired(&fds[0]));
 }

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The control socket: what a device knows about itself, for those outside of the guest.
+//! The control socket: state and counters of a device, for programs outside of the guest.
 //!
-//! One JSON object per line in, one out. Requests: `{"get":"counters"}`, `{"get":"state"}`, `{"reset":"counters"}`; of
-//! devices with a link also `{"link":"up"}`, `{"link":"down"}` and `{"link":{"delay_us":100,"loss":0.01}}` (see
-//! [`LinkFaults`]), and `{"fail":1}` where the device can look broken; of devices whose transfers can be held in flight
-//! `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`, and
-//! `{"drain":false}`, after which changes of memory keys wait for no transfer. Answers hold `"ok":true` and what was asked for
-//! under its name, or `"ok":false` and `"error"`.
+//! Requests and answers are JSON objects, one per line. Requests: `{"get":"counters"}`, `{"get":"state"}`,
+//! `{"reset":"counters"}`; for devices with a link also `{"link":"up"}`, `{"link":"down"}` and
+//! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]), and `{"fail":1}` if the device can simulate a failure; for
+//! devices whose transfers can be held in flight `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see
+//! [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`, and `{"drain":false}`, after which changes of memory keys do
+//! not wait for transfers. Answers have `"ok":true` and the result under the request's name, or `"ok":false` and `"error"`.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -27,7 +27,7 @@ const MAX_LINE: u64 = 64 << 10;
 /// How long a peer may be silent before its connection is closed.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// A device as the control socket sees it. Errors are sentences for whoever asked.
+/// The interface of a device to the control socket. Errors are messages for the client.
 pub trait Controlled: Send + Sync {
     /// The counters by name.
     ///
@@ -70,21 +70,21 @@ pub trait Controlled: Send + Sync {
         Err("this device has no link".into())
     }
 
-    /// Holds the next transfer that is meant in flight, or lets one that is held go on.
+    /// Holds the next matching transfer in flight, or with `None` releases the transfer that is held.
     ///
     /// # Errors
     ///
-    /// It has no way to.
+    /// The device cannot hold transfers.
     fn hold(&self, transfer: Option<HeldTransfer>) -> Result<(), String> {
         let _ = transfer;
         Err("this device holds no transfer".into())
     }
 
-    /// What is held, as a JSON object.
+    /// Returns the transfer that is held, as a JSON object.
     ///
     /// # Errors
     ///
-    /// It has no way to.
+    /// The device cannot hold transfers.
     fn held(&self) -> Result<Value, String> {
         Err("this device holds no transfer".into())
     }
@@ -99,11 +99,11 @@ pub trait Controlled: Send + Sync {
         Err("this device has no memory keys".into())
     }
 
-    /// Makes the device look broken to its driver.
+    /// Simulates a failure of the device for its driver.
     ///
     /// # Errors
     ///
-    /// It has no way to.
+    /// The device cannot simulate a failure.
     fn fail(&self, syndrome: u8) -> Result<(), String> {
         let _ = syndrome;
         Err("this device cannot look broken".into())

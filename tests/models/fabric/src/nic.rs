@@ -27,7 +27,7 @@ impl Config {
     }
 }
 
-/// An answer of the worker as JSON, or a sentence.
+/// Converts a worker's answer into JSON, or into a message.
 fn json<T: Serialize>(answer: Result<T, impl std::fmt::Display>) -> Result<Value, String> {
     let answer = answer.map_err(|error| error.to_string())?;
     serde_json::to_value(answer).map_err(|error| error.to_string())

@@ -75,7 +75,7 @@ impl Seat {
         })
     }
 
-    /// What is to be done about this seat when the process ends, by whoever ends it.
+    /// Returns the function that removes this seat when the process ends.
     pub fn at_end(&self) -> impl FnOnce() + Send + 'static {
         let (name, place, control) = (self.name.clone(), self.place.clone(), self.control.clone());
         move || {
@@ -177,7 +177,7 @@ impl Ending {
         client
     }
 
-    /// The client has gone. Returns whether the process was told to end.
+    /// Records that the client has disconnected. Returns whether the process has to end.
     fn served(&self, client: u64) -> bool {
         let mut state = self.lock();
         state.clients.remove(&client);
@@ -185,7 +185,7 @@ impl Ending {
         state.ending
     }
 
-    /// Whether the process was told to end.
+    /// Returns whether the process has to end.
     pub fn has_begun(&self) -> bool {
         self.lock().ending
     }

@@ -66,7 +66,7 @@ fn control_socket_answers_line_by_line() {
         let answer: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
         assert_eq!(answer["ok"], request != "nonsense");
     }
-    // A line without an end is refused and closed, not collected for ever.
+    // The socket refuses a line without an end and closes, instead of storing it without a limit.
     let _ = stream.write_all(&vec![b'x'; 70_000]);
     let answer: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
     assert_eq!(answer["error"], "the request is too long");

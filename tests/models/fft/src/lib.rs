@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Fourier transforms, compiled once: rustfft is generic, so whoever plans a transform compiles all of its algorithms,
-//! which takes far longer than the rest of a device model.
+//! Fourier transforms, compiled once. rustfft is generic: each crate that plans a transform compiles all of its
+//! algorithms, which takes far longer than the rest of a device model.
 
 use std::sync::Arc;
 

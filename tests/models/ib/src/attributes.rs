@@ -154,9 +154,9 @@ pub struct Modify {
     pub send_psn: Option<u32>,
     /// Queue pair on the other side.
     pub remote_qpn: Option<u32>,
-    /// The way to the other side.
+    /// The path to the remote queue pair.
     pub path: Option<Path>,
-    /// Code of the shortest time that the other side is told to wait when there is no receive, 0 to 31.
+    /// Code of the minimum RNR NAK timer, 0 to 31: how long the remote side waits if there is no receive.
     pub min_rnr_timer: Option<u8>,
     /// How often to try again when the other side has no receive, 0 to 7; 7: without end.
     pub rnr_retry: Option<u8>,
@@ -187,7 +187,7 @@ pub enum ModifyError {
     Transition {
         /// Present state.
         from: State,
-        /// State asked for.
+        /// The requested state.
         to: State,
     },
     /// A value is outside of its range.
@@ -215,7 +215,7 @@ pub struct QpView {
     pub msn: u32,
     /// What the other side may do.
     pub access: AccessFlags,
-    /// The way to the other side, once known.
+    /// The path to the remote queue pair, once known.
     pub path: Option<Path>,
     /// Queue pair on the other side.
     pub remote_qpn: u32,

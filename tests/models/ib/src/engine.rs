@@ -122,11 +122,11 @@ pub(crate) struct Shared {
     counters: Counters,
     /// Page faults and the queue pairs that wait for them.
     pages: HashMap<u64, Vec<u32>>,
-    /// Queue pairs that wait for room on their way.
+    /// Queue pairs that wait until their path takes more packets.
     blocked: Vec<u32>,
     /// Queue pairs that found out that they have more to do.
     wake: Vec<u32>,
-    /// Given up with the packets sent: until then, what they answer counts as being on its way.
+    /// Dropped when the packets are sent: until then, the packets that these answer count as in flight.
     released: Vec<Hold>,
 }
 
@@ -178,7 +178,7 @@ impl<'a> Context<'a> {
         self.shared.out.push(packet);
     }
 
-    /// What arrived is kept: it stays on its way until `hold` is given up.
+    /// Keeps the received packets: they count as in flight until `hold` is dropped.
     fn hold(&self, hold: &mut Option<Hold>) {
         if hold.is_none() {
             *hold = self.flight.map(Flight::hold);
@@ -454,7 +454,7 @@ impl Engine {
             self.set_timer(qpn);
         }
         self.after(host);
-        // Only now, as the answers are on their way.
+        // Dropped after the answers are in flight.
         drop(flight);
     }
 
@@ -510,8 +510,8 @@ impl Engine {
         }
     }
 
-    /// There is room again on a way that had none.
-    pub fn room(&mut self) {
+    /// Continues queue pairs whose path was full and takes packets again.
+    pub fn path_ready(&mut self) {
         for qpn in std::mem::take(&mut self.shared.blocked) {
             self.schedule(qpn);
         }

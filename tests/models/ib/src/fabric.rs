@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet: switches, links with faults, and the ports that adapters join it by.
+//! The subnet: switches, links with faults, and the ports by which adapters join it.
 //!
-//! A [`Fabric`] is shared by the threads of a process. Sending takes its lock for one burst, and delivers within it,
-//! which keeps the order of packets on every way; so a function that takes a [`Delivery`] only puts it into a queue.
+//! The threads of a process share a [`Fabric`]. Sending takes its lock for one burst and delivers under the lock, which
+//! keeps the order of packets on every path. A function that takes a [`Delivery`] therefore only puts it into a queue.
 
 pub(crate) mod network;
 mod sa;
@@ -38,8 +38,8 @@ pub enum TopologyError {
     /// Two have the same name.
     #[error("\"{0}\" is there twice")]
     Twice(String),
-    /// No way leads from one switch to another.
-    #[error("no way from switch \"{0}\" to switch \"{1}\"")]
+    /// No path connects the two switches.
+    #[error("no path from switch \"{0}\" to switch \"{1}\"")]
     Apart(String, String),
     /// All LIDs are in use.
     #[error("no LID left")]
@@ -92,7 +92,7 @@ pub struct LinkCounters {
     pub downs: u64,
 }
 
-/// Packets that arrive together. They count as being on their way until they have been worked on.
+/// Packets that arrive together. They count as in flight until they have been processed.
 #[derive(Debug)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
@@ -104,8 +104,8 @@ pub struct Burst {
 pub enum Delivery {
     /// Packets, for [`Engine::packets`](crate::Engine::packets).
     Packets(Burst),
-    /// There is room again on a way that had none, for [`Engine::room`](crate::Engine::room).
-    Room,
+    /// A path that was full takes packets again, for [`Engine::path_ready`](crate::Engine::path_ready).
+    PathReady,
     /// The port's link came up (`true`) or went down.
     Link(bool),
 }
@@ -125,7 +125,7 @@ struct Inner {
     timer: OnceLock<()>,
 }
 
-/// A port of the subnet, held by the adapter it belongs to. Dropping it leaves the subnet.
+/// A port of the subnet, owned by the port's adapter. Dropping the port removes it from the subnet.
 pub struct Port {
     inner: Arc<Inner>,
     lid: u16,
@@ -134,7 +134,7 @@ pub struct Port {
 
 impl Inner {
     fn network(&self) -> MutexGuard<'_, Network> {
-        // No operation on it leaves it half done, not even one whose `deliver` panicked.
+        // No operation on the network makes it inconsistent, not even one whose `deliver` panicked.
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -242,7 +242,7 @@ impl Port {
         self.inner.network().is_up(self.lid)
     }
 
-    /// Takes the link down or up; the adapter is told by [`Delivery::Link`].
+    /// Takes the link down or up; [`Delivery::Link`] notifies the adapter.
     pub fn set_up(&self, up: bool) {
         self.inner.network().set_up(self.lid, up);
     }
@@ -257,7 +257,7 @@ impl Port {
         self.inner.network().counters(self.lid)
     }
 
-    /// Sends packets into the link, in order. Never waits; [`has_room`](Self::has_room) is asked before.
+    /// Sends packets into the link, in order. Never waits; the caller checks [`has_space`](Self::has_space) before.
     pub fn send(&self, packets: Vec<Packet>) {
         let delayed = {
             let mut network = self.inner.network();
@@ -271,12 +271,12 @@ impl Port {
         }
     }
 
-    /// Whether the way to a LID takes more packets. After a `false`, [`Delivery::Room`] comes once it does.
-    pub fn has_room(&self, dlid: u16) -> bool {
-        self.inner.network().has_room(self.lid, dlid)
+    /// Returns whether the path to a LID takes more packets. After a `false`, [`Delivery::PathReady`] follows once it does.
+    pub fn has_space(&self, dlid: u16) -> bool {
+        self.inner.network().has_space(self.lid, dlid)
     }
 
-    /// Whether packets between this port and a LID, in either direction, are on their way or being worked on.
+    /// Returns whether packets between this port and a LID, in either direction, are in flight or being processed.
     pub fn in_flight(&self, dlid: u16) -> bool {
         self.inner.network().in_flight(self.lid, dlid)
     }

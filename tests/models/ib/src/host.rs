@@ -57,7 +57,7 @@ pub enum Fault {
     /// Nothing answers at the bus address, or it refuses.
     #[error("the bus refused the access")]
     Bus,
-    /// A page is not present and was asked for. The engine repeats the access after [`Engine::resume`] with this token;
+    /// A page is not present and was requested. The engine repeats the access after [`Engine::resume`] with this token;
     /// several accesses may wait for one token.
     ///
     /// [`Engine::resume`]: crate::Engine::resume
@@ -109,7 +109,7 @@ pub enum Event {
         /// The queue pair.
         qpn: u32,
     },
-    /// An error that no completion tells of.
+    /// An error that no completion reports.
     QpFatal {
         /// The queue pair.
         qpn: u32,
@@ -161,15 +161,15 @@ pub trait Host {
     ///
     /// # Errors
     ///
-    /// Why not. After a page fault the same access is asked for again, from its start.
+    /// The reason. After a page fault the engine repeats the same access from its start.
     fn read(&mut self, access: &Access, data: &mut [u8]) -> Result<(), Fault>;
 
     /// Writes `data` to memory, in ascending order. `data` is `access.length` bytes long.
     ///
     /// # Errors
     ///
-    /// Why not; bytes before the failing place may have been written. After a page fault the same access is asked for
-    /// again, from its start.
+    /// The reason; bytes before the failing address may have been written. After a page fault the engine repeats the same
+    /// access from its start.
     fn write(&mut self, access: &Access, data: &[u8]) -> Result<(), Fault>;
 
     /// Whether the key allows this access, without touching memory: for a message's whole range, before its first byte.
@@ -200,11 +200,11 @@ pub trait Host {
     /// The status to complete it with; the queue pair goes to the error state.
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status>;
 
-    /// Invalidates a key because the other side asked for it with a message.
+    /// Invalidates a key because the remote side requested that with a message.
     ///
     /// # Errors
     ///
-    /// Why not; never [`Fault::Page`].
+    /// The reason; never [`Fault::Page`].
     fn invalidate(&mut self, qpn: u32, pd: u32, key: u32) -> Result<(), Fault>;
 
     /// Work has ended.
@@ -216,11 +216,11 @@ pub trait Host {
     /// Sends packets, by [`Port::send`](crate::Port::send).
     fn transmit(&mut self, packets: Vec<Packet>);
 
-    /// Whether the way to this LID takes more packets now, by [`Port::has_room`](crate::Port::has_room). After a `false`
-    /// the engine waits for [`Engine::room`](crate::Engine::room).
-    fn has_room(&mut self, dlid: u16) -> bool;
+    /// Returns whether the path to this LID takes more packets now, by [`Port::has_space`](crate::Port::has_space). After a
+    /// `false` the engine waits for [`Engine::path_ready`](crate::Engine::path_ready).
+    fn has_space(&mut self, dlid: u16) -> bool;
 
-    /// Whether packets to or from this LID are still on their way or being worked on, by
-    /// [`Port::in_flight`](crate::Port::in_flight): then a missing acknowledgement is not taken for a loss yet.
+    /// Returns whether packets to or from this LID are still in flight or being processed, by
+    /// [`Port::in_flight`](crate::Port::in_flight): a missing acknowledgement then does not count as lost yet.
     fn in_flight(&mut self, dlid: u16) -> bool;
 }

@@ -4,12 +4,12 @@
 //! subnet's administration.
 //!
 //! A model of a channel adapter owns an [`Engine`] and implements [`Host`] for it. The engine is the transport: it takes
-//! work requests from the adapter's queues, cuts messages into packets, acknowledges, retransmits, places what arrives,
-//! and completes work in order. It knows no registers and no layouts of queue entries: all that is the host's.
+//! work requests from the adapter's queues, splits messages into packets, acknowledges, retransmits, stores received data,
+//! and completes work in order. The host owns registers and the layouts of queue entries; the engine knows neither.
 //!
-//! Nothing here waits or reads a clock. The adapter's worker thread feeds the engine with what happens ([`doorbell`],
-//! [`packets`], [`resume`], [`room`], changes of queue pairs), calls [`run`] as long as there is more to do, and then
-//! sleeps until something happens or the time comes that `run` named:
+//! The engine never waits and reads no clock. The adapter's worker thread passes it events ([`doorbell`], [`packets`],
+//! [`resume`], [`path_ready`], changes of queue pairs), calls [`run`] while there is more to do, and then sleeps until the next
+//! event or the time that `run` returned:
 //!
 //! ```text
 //! loop {
@@ -17,23 +17,23 @@
 //!     match inbox.recv_timeout(wait) {
 //!         Doorbell(qpn) => engine.doorbell(qpn),
 //!         Delivery(Delivery::Packets(burst)) => engine.packets(&mut host, burst),
-//!         Delivery(Delivery::Room) => engine.room(),
+//!         Delivery(Delivery::PathReady) => engine.path_ready(),
 //!         ...
 //!     }
 //! }
 //! ```
 //!
 //! A [`Fabric`] connects the adapters of one process: an adapter [joins](Fabric::join) with a function that puts a
-//! [`Delivery`] into its inbox, and gets a [`Port`] to send bursts of packets by. It assigns LIDs, answers subnet
-//! administration queries at the subnet manager's LID, and can delay, lose and cut.
+//! [`Delivery`] into its inbox, and gets a [`Port`] that sends bursts of packets. The fabric assigns LIDs, answers subnet
+//! administration queries at the subnet manager's LID, and can delay and lose packets and cut links.
 //!
-//! Numbers (queue pairs, keys, LIDs, packet sequence numbers) are plain integers in the processor's byte order, as the
-//! verbs have them; bytes in packets' payload are never interpreted.
+//! Numbers (queue pairs, keys, LIDs, packet sequence numbers) are plain integers in the processor's byte order, as in
+//! verbs; bytes in packets' payload are never interpreted.
 //!
 //! [`doorbell`]: Engine::doorbell
 //! [`packets`]: Engine::packets
 //! [`resume`]: Engine::resume
-//! [`room`]: Engine::room
+//! [`path_ready`]: Engine::path_ready
 //! [`run`]: Engine::run
 
 // The README's example is compiled and run with the tests.

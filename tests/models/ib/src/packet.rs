@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Packets as they travel: headers as fields, payload as a range of a shared buffer.
+//! Packets: headers as fields, payload as a range of a shared buffer.
 //!
-//! Invariant CRCs and padding are left out: nothing corrupts bytes between threads of a process. Which headers a packet
-//! has is still checked against its opcode by whoever gets it.
+//! Packets have no invariant CRC and no padding: no bytes are corrupted between threads of a process. The receiver still
+//! checks the headers of a packet against its opcode.
 
 use std::fmt;
 use std::sync::Arc;

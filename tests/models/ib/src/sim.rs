@@ -58,7 +58,7 @@ struct Toy {
     receives: HashMap<Queue, VecDeque<ReceiveWork>>,
     /// Addresses of pages that are not there.
     absent: HashSet<u64>,
-    /// Pages asked for, by token.
+    /// Requested pages, by token.
     asked: BTreeMap<u64, u64>,
     tokens: u64,
     locals: Vec<(u32, u64)>,
@@ -94,7 +94,7 @@ impl Toy {
         if access.address < key.start || end > key.start + key.len {
             return Err(Fault::Bounds);
         }
-        assert_ne!(access.length, 0, "empty accesses are not to be asked for");
+        assert_ne!(access.length, 0, "the engine requests no empty access");
         Ok(access.address as usize..end as usize)
     }
 
@@ -204,8 +204,8 @@ impl Host for Toy {
         self.network.borrow_mut().send(self.lid, packets, self.now.get());
     }
 
-    fn has_room(&mut self, dlid: u16) -> bool {
-        self.network.borrow_mut().has_room(self.lid, dlid)
+    fn has_space(&mut self, dlid: u16) -> bool {
+        self.network.borrow_mut().has_space(self.lid, dlid)
     }
 
     fn in_flight(&mut self, dlid: u16) -> bool {
@@ -324,7 +324,7 @@ impl World {
             worked = true;
             match delivery {
                 Delivery::Packets(burst) => node.engine.packets(&mut node.toy, burst),
-                Delivery::Room => node.engine.room(),
+                Delivery::PathReady => node.engine.path_ready(),
                 Delivery::Link(up) => node.links.push(up),
             }
         }
@@ -554,7 +554,7 @@ impl World {
     }
 }
 
-/// The host finds the pages that were asked for, or says that there are none.
+/// The host provides the requested pages, or reports that there are none.
 fn serve_pages(node: &mut Node, ok: bool) -> usize {
     let asked = std::mem::take(&mut node.toy.asked);
     for (token, page) in &asked {

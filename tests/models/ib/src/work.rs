@@ -102,7 +102,7 @@ pub enum SendOp {
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// Data out of the other side's memory, as much as the payload has room for.
+    /// Data from the remote side's memory, as many bytes as the payload has space for.
     Read {
         /// Where from.
         remote: Remote,
@@ -166,7 +166,7 @@ pub struct Grh {
     pub hop_limit: u8,
 }
 
-/// A way through the subnet.
+/// A path through the subnet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Path {
     /// LID of the destination port, or of a multicast group.
@@ -179,10 +179,10 @@ pub struct Path {
     pub grh: Option<Grh>,
 }
 
-/// Whom a datagram goes to.
+/// The destination of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressVector {
-    /// The way there.
+    /// The path to the destination.
     pub path: Path,
     /// The queue pair there; 0xffffff for a multicast group.
     pub qpn: u32,
@@ -195,13 +195,13 @@ pub struct AddressVector {
 pub struct SendWork {
     /// What the host knows the request by (such as the index of its first queue slot): comes back in the completion.
     pub id: u64,
-    /// What is asked for.
+    /// The requested operation.
     pub op: SendOp,
     /// Flags.
     pub flags: SendFlags,
     /// Local data; ignored for [`SendOp::Local`].
     pub payload: Payload,
-    /// Datagram services: whom it goes to.
+    /// Datagram services: the destination.
     pub to: Option<AddressVector>,
     /// XRC: number of the shared receive queue on the other side.
     pub remote_srqn: u32,
@@ -230,7 +230,7 @@ pub struct ReceiveWork {
 /// How work ended; the verbs' completion statuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// As asked.
+    /// As requested.
     Success,
     /// Local length error: a message longer than the receive, or a work request longer than allowed.
     LocalLength,
@@ -301,7 +301,7 @@ pub enum Completion {
         cqn: u32,
         /// As in [`SendWork::id`].
         id: u64,
-        /// What was asked; `None` if it could not be decoded.
+        /// The requested operation; `None` if it could not be decoded.
         op: Option<SendOp>,
         /// How it ended.
         status: Status,

@@ -51,7 +51,7 @@ fn run(mut engine: Engine, mut host: adapter::Adapter, inbox: Receiver<Message>)
         while let Some(now) = message {
             match now {
                 Message::Delivery(Delivery::Packets(burst)) => engine.packets(&mut host, burst),
-                Message::Delivery(Delivery::Room) => engine.room(),
+                Message::Delivery(Delivery::PathReady) => engine.path_ready(),
                 Message::Delivery(Delivery::Link(_)) => {}
                 Message::Work(work) => {
                     host.send_queue.extend(work);

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Reads C headers of the mlx5 driver: where each member of a structure is, and what each enumerator is worth.
+//! Parses C headers of the mlx5 driver: the offset of each structure member, and the value of each enumerator.
 //!
-//! Two kinds of structures are understood. Those named `mlx5_ifc_*_bits` describe big-endian bit fields: every `u8` in
-//! them stands for one bit. All others are ordinary C structures of fixed-width members. A structure that holds anything
-//! else (a pointer, a kernel type) is left out; whoever needs it finds its name missing.
+//! The parser understands two kinds of structures. Those named `mlx5_ifc_*_bits` describe big-endian bit fields: every
+//! `u8` in them stands for one bit. All others are ordinary C structures of fixed-width members. It skips structures with
+//! other members (pointers, kernel types); code that uses such a structure does not compile.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -391,7 +391,7 @@ impl Headers {
                     });
                 }
                 if unit == Unit::Bytes && tokens.take(":") {
-                    // Which bit it is depends on the compiler's machine, so it only takes its room.
+                    // The compiler's target determines the position of a bit, so the parser only reserves space for it.
                     let Some(bits) = self.value(&[tokens.next().to_owned()]) else {
                         return fail(format!("width of {name:?}"));
                     };

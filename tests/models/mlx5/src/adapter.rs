@@ -160,7 +160,7 @@ impl Host for Unlocked<'_> {
     }
 
     fn atomic(&mut self, access: &Access, operation: Atomic) -> Result<u64, Fault> {
-        // 8 bytes: in flight for no time that anybody could tell.
+        // 8 bytes: in flight too short a time to be held.
         self.0.hca().atomic(access, operation)
     }
 
@@ -195,8 +195,8 @@ impl Host for Unlocked<'_> {
         self.0.hca().transmit(packets);
     }
 
-    fn has_room(&mut self, dlid: u16) -> bool {
-        self.0.hca().has_room(dlid)
+    fn has_space(&mut self, dlid: u16) -> bool {
+        self.0.hca().has_space(dlid)
     }
 
     fn in_flight(&mut self, dlid: u16) -> bool {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Capabilities: what the adapter tells the driver that it can do, and how much of everything there is.
+//! Capabilities: what the adapter reports to the driver as supported, and its limits.
 //!
-//! Documentation/testbed/nic.md says why the values are what they are.
+//! Documentation/testbed/nic.md explains the values.
 
 use super::layout::ifc::{
     atomic_caps, cmd_hca_cap, hca_cap_union, odp_cap, odp_per_transport_service_cap, odp_scheme_cap,
@@ -32,7 +32,7 @@ pub(super) mod limit {
     /// Bytes of a work queue entry. The NVMe target wants more than 512 in a send queue.
     pub(crate) const SEND_ENTRY: u32 = 1024;
     pub(crate) const RECEIVE_ENTRY: u32 = 512;
-    /// Reads and atomics of a queue pair at a time, both ways.
+    /// Outstanding reads and atomics of a queue pair, as requester and as responder.
     pub(crate) const LOG_READS: u32 = 4;
     /// Bytes of a message.
     pub(crate) const LOG_MESSAGE: u32 = 30;

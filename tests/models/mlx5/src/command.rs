@@ -311,16 +311,16 @@ pub(super) fn finish(hca: &mut Hca, command: &Taken, output: &[u8]) {
     give_back(hca, (*slot, *address), dma, *told, delivery);
 }
 
-/// Gives an entry back to the driver, and tells it so.
-fn give_back(hca: &mut Hca, (slot, address): (u32, u64), dma: &Dma, told: Option<u32>, delivery: Delivery) {
-    // The last byte of the entry says whose it is.
+/// Returns a command queue entry to the driver, and signals the completion.
+fn give_back(hca: &mut Hca, (slot, address): (u32, u64), dma: &Dma, eq: Option<u32>, delivery: Delivery) {
+    // The last byte of the entry has the status and the ownership bit.
     let status = [(delivery as u8) << 1];
     if let Err(error) = dma.write(address + u64::from(cmd_layout::STATUS_OWN.offset() / 8), &status) {
         warn!(%error, slot, "a command cannot be answered");
         return;
     }
     let now = hca.command_eq();
-    if let Some(eqn) = told.filter(|_| told == now) {
+    if let Some(eqn) = eq.filter(|_| eq == now) {
         hca.post_event(eqn, Entry::commands(1 << slot));
     }
 }

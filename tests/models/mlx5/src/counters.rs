@@ -86,7 +86,7 @@ pub struct Machinery {
     pub lost_completions: u64,
     /// Doorbells for something that does not exist.
     pub bad_doorbells: u64,
-    /// Page faults that the driver was told of.
+    /// Page faults that were reported to the driver.
     pub page_faults: u64,
     /// Changes of memory keys by work requests.
     pub registrations: u64,

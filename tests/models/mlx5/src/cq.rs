@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Completion queues: entries of 64 bytes, told of by events when the driver has asked for it.
+//! Completion queues: entries of 64 bytes, with events if the driver has armed the queue.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ pub(super) struct Moderation {
     pub(super) count: u32,
 }
 
-/// What the driver asked for.
+/// The driver's request for an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Armed {
     solicited_only: bool,
@@ -60,7 +60,7 @@ pub(super) struct Cq {
     producer: u32,
     /// As last read from the doorbell record.
     consumer: u32,
-    /// Indices of entries that only told of another ring and are not known to be read yet: they are in none of the new one.
+    /// Indices of resize entries that the driver may not have read yet. They take no entry of the new ring.
     turns: Vec<u32>,
     broken: bool,
     armed: Option<Armed>,
@@ -212,7 +212,7 @@ impl Cq {
         let new = behind(word & INDEX).min(behind(self.notified));
         // Which of them are solicited is known of the last one only, and that is enough.
         let solicited = self.solicited.is_some_and(|index| behind(index) < new);
-        // Asking for all and then for solicited ones only does not take the first wish back.
+        // Arming for all completions and then for solicited ones only does not cancel the first request.
         let both = self.armed.is_some_and(|armed| !armed.solicited_only);
         self.armed = Some(Armed {
             solicited_only: solicited_only && !both,
@@ -235,8 +235,8 @@ impl Cq {
         due
     }
 
-    /// Goes over to another ring. The last entry of the old one tells the driver so, and takes an index in both. Errors:
-    /// the old one has no place for that entry, or the new one none for all that the driver has not read.
+    /// Switches to another ring. The last entry of the old ring reports that to the driver, and takes an index in both rings.
+    /// Errors: the old ring has no free entry, or the new ring has too few entries for those that the driver has not read.
     pub(super) fn resize(&mut self, dma: &Dma, ring: Ring) -> Result<(), BufferError> {
         let mut entry = [0; wire::cqe64::BYTES];
         wire::cqe64::OP_OWN.set(&mut entry, constants::MLX5_CQE_RESIZE_CQ << 4);

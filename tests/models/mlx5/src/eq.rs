@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Event queues: entries of 64 bytes that the driver is told of by an interrupt.
+//! Event queues: entries of 64 bytes that an interrupt signals to the driver.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,7 @@ use super::ring::Ring;
 
 /// Consumer indices have 24 bits.
 pub(super) const INDEX: u32 = 0x00ff_ffff;
-/// Events that wait for room in their queue; more are lost.
+/// Maximum number of events that wait for a free entry of their queue; further events are lost.
 const MAX_BACKLOG: usize = 1 << 16;
 
 /// What happened, as the driver numbers it.
@@ -129,7 +129,7 @@ impl Eq {
         self.flush(bus, dma);
     }
 
-    /// The driver tells how far it is. Indices it cannot have reached are ignored, and false is returned.
+    /// Handles the driver's consumer index. Ignores an index that the driver cannot have reached, and returns false.
     pub(super) fn doorbell(&mut self, consumer: u32, arm: bool, bus: &Bus, dma: &Dma) -> bool {
         let unread = self.producer.wrapping_sub(consumer) & INDEX;
         if unread > self.ring.entries() {

@@ -101,7 +101,7 @@ pub struct Status {
 #[error("the adapter's worker did not answer within {} s", ANSWER_TIMEOUT.as_secs())]
 pub struct NoAnswer;
 
-/// A way to ask an adapter from outside of the guest; clones ask the same one.
+/// A handle for queries of an adapter from outside of the guest. Clones query the same adapter.
 #[derive(Clone, Debug)]
 pub struct Handle {
     inboxes: Arc<Inboxes>,
@@ -117,7 +117,7 @@ impl Handle {
     ) -> Result<T, NoAnswer> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.inboxes.put(Message::Ask(Box::new(move |model| {
-            // Whoever asked may have given up.
+            // The caller may have given up.
             let _ = sender.send(question(model));
         })));
         receiver.recv_timeout(ANSWER_TIMEOUT).map_err(|_| NoAnswer)
@@ -299,12 +299,12 @@ impl Nic {
         })
     }
 
-    /// A way to ask whether the workers live.
+    /// Returns a handle that reports whether the workers run.
     pub fn health(&self) -> Health {
         self.workers[0].health()
     }
 
-    /// A way to ask the adapter while it is served.
+    /// Returns a handle for queries of the adapter while it is served.
     pub fn handle(&self) -> Handle {
         Handle {
             inboxes: Arc::clone(&self.inboxes),

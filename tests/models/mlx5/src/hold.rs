@@ -26,7 +26,7 @@ pub struct HoldRequest {
     pub min_bytes: u64,
 }
 
-/// What [`super::Handle::held`] tells.
+/// The result of [`super::Handle::held`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HoldStatus {
     /// A transfer is waited for.
@@ -56,7 +56,7 @@ struct State {
 /// The hooks of one adapter.
 #[derive(Debug)]
 pub(super) struct Hold {
-    /// So that transfers need no lock while nothing is asked for.
+    /// Without a request for a hold, transfers need no lock.
     armed: AtomicBool,
     drain: AtomicBool,
     state: Mutex<State>,

@@ -23,7 +23,7 @@ const LAST: u8 = 0x80;
 /// Where the word with the number of pages has it.
 const PAGES_SHIFT: u32 = 12;
 
-/// The end of a transfer, for those who asked for it.
+/// Converts the error of a DMA transfer into a fault of the work request.
 pub(super) fn bus_fault(error: &DmaError) -> Fault {
     debug!(%error, "payload");
     Fault::Bus
@@ -262,8 +262,8 @@ impl Host for Hca {
         self.port.send(packets);
     }
 
-    fn has_room(&mut self, dlid: u16) -> bool {
-        self.port.has_room(dlid)
+    fn has_space(&mut self, dlid: u16) -> bool {
+        self.port.has_space(dlid)
     }
 
     fn in_flight(&mut self, dlid: u16) -> bool {

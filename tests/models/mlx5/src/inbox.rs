@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the workers are told: by register accesses, by the subnet, by the control socket, by each other.
+//! Messages to the workers: from register accesses, the subnet, the control socket, and other workers.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -31,7 +31,7 @@ pub(super) enum Message {
     Execute(super::command::Taken),
     /// From the subnet.
     Delivery(Delivery),
-    /// The driver asked for a reset of the adapter without one of the function.
+    /// The driver requested a reset of the adapter without one of the function.
     SoftwareReset,
     /// The function is reset: everything is to be forgotten.
     Reset,

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Big-endian bit fields in byte slices, and where each field of the mlx5 interface is.
+//! Big-endian bit fields in byte slices, and the position of each field of the mlx5 interface.
 //!
-//! [`ifc`], [`wire`], [`op`] and [`constants`] are generated from the kernel's headers when this crate is built; their
-//! names are the headers' own, without prefix and in upper case. Bit 0 is the most significant bit of the first byte, as
-//! in the headers.
+//! The build generates [`ifc`], [`wire`], [`op`] and [`constants`] from the kernel's headers; their names are the headers'
+//! own, without prefix and in upper case. Bit 0 is the most significant bit of the first byte, as in the headers.
 //!
-//! Nothing here panics: what a slice is too short for reads as 0, and is not written. Whoever takes a structure from a
-//! driver checks its length first, so that a short one is refused instead of being taken for zeros.
+//! No function here panics: fields beyond the end of a slice read as 0 and are not written. A caller that gets a structure
+//! from a driver must check its length first, so that a short structure is refused instead of being read as zeros.
 
 /// A field of up to 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory keys: what memory a local or remote key stands for, and who may do what with it.
+//! Memory keys: the memory of a local or remote key, and the access that the key allows.
 //!
-//! A key's context (`mkc` in the headers) says whose it is, what it allows, and how its address space is laid out: as bus
-//! addresses (PA), in pages of one size (MTT), in pages of one size of other keys (KSM), or as pieces of other keys one
-//! after another (KLM). The translations are kept here, as the hardware keeps them in memory of its own; they come with
-//! CREATE_MKEY or by UMR work requests (`umr.rs`). A page that is not present is a page fault, which the driver is asked to
-//! repair (`fault.rs`).
+//! A key's context (`mkc` in the headers) has the key's owner, its access rights, and the layout of its address space: bus
+//! addresses (PA), pages of one size (MTT), pages of one size in other keys (KSM), or consecutive ranges of other keys
+//! (KLM). The translations are stored here, as the hardware stores them in its own memory; the driver sets them with
+//! CREATE_MKEY or with UMR work requests (`umr.rs`). An access to a page that is not present causes a page fault, which the
+//! driver has to resolve (`fault.rs`).
 //!
-//! Nothing here moves payload: [`Mkeys::resolve`] turns an access into ranges of bus addresses.
+//! This module moves no payload: [`Mkeys::resolve`] translates an access into ranges of bus addresses.
 
 mod context;
 mod fault;
@@ -40,7 +40,7 @@ const MAX_DEPTH: u32 = 5;
 const MAX_EXTENTS: usize = 1 << 20;
 const MAX_STEPS: u32 = 1 << 22;
 
-/// How many keys and translations a device has room for.
+/// The maximum number of keys and translations of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Keys.
@@ -71,7 +71,7 @@ pub enum Refusal {
     #[error("no such key")]
     NoKey,
     /// Too many keys, or too many translations.
-    #[error("no room for another key")]
+    #[error("no space for another key")]
     Full,
 }
 
@@ -162,7 +162,7 @@ impl Mkeys {
             .and_then(|bytes| list.get(..bytes))
             .ok_or(Refusal::Short)?;
         if octwords > context.octwords {
-            return Err(Refusal::Parameter("more translations than the key has room for"));
+            return Err(Refusal::Parameter("more translations than the key has space for"));
         }
         let present = !create_mkey_in::PG_ACCESS.is_set(command);
         let mut translations = Translations::new(context.mode);
@@ -182,8 +182,8 @@ impl Mkeys {
         Ok(index)
     }
 
-    /// Lets no access by the key with this index begin any more, nor any change. It still has to be destroyed, once
-    /// [`Mkeys::in_flight`] says that no access is under way.
+    /// Refuses new accesses by the key with this index, and changes of the key. The caller still has to destroy the key, once
+    /// [`Mkeys::in_flight`] returns that no access is in flight.
     ///
     /// # Errors
     ///
@@ -403,11 +403,11 @@ impl Mkeys {
         Ok(())
     }
 
-    /// Makes a key free because the other side asked for it with a message.
+    /// Makes a key free because the remote side requested that with a message.
     ///
     /// # Errors
     ///
-    /// Why not: no such key, another domain, or a key that does not allow it.
+    /// The key does not exist, belongs to another protection domain, or does not allow remote invalidation.
     pub fn invalidate(&mut self, key: u32, pd: u32, qpn: u32) -> Result<(), Fault> {
         let context = &self.live(key)?.context;
         if context.pd != pd || !context.any_qp() && context.qpn != qpn {
@@ -430,13 +430,13 @@ struct Extents<'a> {
     limit: usize,
     /// Translations that may still be looked at.
     steps: u32,
-    /// Indexes of the keys on the way, each once.
+    /// Indexes of the keys that the access passes through, each once.
     keys: Vec<u32>,
 }
 
 impl Extents<'_> {
     fn through(&mut self, index: u32) {
-        // Few: an access has one key, and a key made of others as a rule a handful.
+        // A short list: an access has one key, and a key made of others usually has few.
         if !self.keys.contains(&index) {
             self.keys.push(index);
         }

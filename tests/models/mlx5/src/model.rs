@@ -115,9 +115,9 @@ pub(super) struct Objects {
     pub(super) mkeys: Mkeys,
     /// When completion queues owe an event at the latest. Some of them may have sent it already.
     moderated: Vec<(Instant, u32)>,
-    /// Completion queues that broke, whose queue pairs have to be told.
+    /// Completion queues in error, whose queue pairs are not yet notified.
     broken: Vec<u32>,
-    /// Tokens of page faults that the driver was told of and has not answered.
+    /// Tokens of page faults that were reported to the driver and that the driver has not resolved.
     pub(super) faults: BTreeSet<u64>,
 }
 
@@ -173,7 +173,7 @@ impl Hca {
             .map(|(eqn, _)| eqn)
     }
 
-    /// The event queue that is told of commands' ends.
+    /// The event queue for completions of commands.
     pub(super) fn command_eq(&self) -> Option<u32> {
         self.event_queue(EventType::COMMAND)
     }
@@ -272,7 +272,7 @@ impl Hca {
         }
     }
 
-    /// Tells the driver that the port's state changed.
+    /// Reports a change of the port's state to the driver.
     pub(super) fn link(&mut self, up: bool) {
         let sub_type = if up {
             constants::MLX5_PORT_CHANGE_SUBTYPE_ACTIVE
@@ -294,7 +294,7 @@ impl Hca {
         self.objects.moderated.iter().map(|(time, _)| *time).min()
     }
 
-    /// Whether completion queues broke whose queue pairs have not been told.
+    /// Returns whether there are completion queues in error whose queue pairs are not yet notified.
     pub(super) fn has_broken_queues(&self) -> bool {
         !self.objects.broken.is_empty()
     }
@@ -321,7 +321,7 @@ impl Hca {
                 let cqn = cqn & 0x00ff_ffff;
                 let now = Instant::now();
                 let cq = self.objects.cqs.get_mut(cqn);
-                // A queue may be armed by any region of its process, which the model cannot tell from others.
+                // Any UAR of the queue's process may arm the queue; the model cannot distinguish processes.
                 match cq.filter(|_| self.objects.uars.get(uar).is_some()) {
                     Some(cq) => {
                         let posted = cq.arm(word, now);
@@ -378,7 +378,7 @@ impl Transport {
             Message::Delivery(Delivery::Packets(burst)) => {
                 self.engine.packets(&mut Unlocked(&self.adapter), burst);
             }
-            Message::Delivery(Delivery::Room) => self.engine.room(),
+            Message::Delivery(Delivery::PathReady) => self.engine.path_ready(),
             Message::Delivery(Delivery::Link(up)) => self.adapter.hca().link(up),
             Message::SoftwareReset => self.with(|model| {
                 model.clear();
@@ -406,8 +406,8 @@ impl Transport {
         self.with(|model| command::run(model, input, output_len))
     }
 
-    /// Does what was asked for before a command is looked at, as far as that does not depend on others: a driver that has
-    /// posted work and then changes what the work uses counts on an adapter that is faster than its commands.
+    /// Completes posted work before a command is executed, as far as the work does not depend on other devices. A driver that
+    /// posts work and then changes the objects of that work relies on an adapter that is faster than its commands.
     fn catch_up(&mut self) {
         for _ in 0..CATCH_UP {
             if self.run() != Wait::No {
@@ -416,7 +416,7 @@ impl Transport {
         }
     }
 
-    /// Goes on with what there is to do, and tells how long nothing else will be.
+    /// Does the pending work, and returns how long there will be no more.
     pub(super) fn run(&mut self) -> Wait {
         let next = self.engine.run(&mut Unlocked(&self.adapter));
         let mut hca = self.adapter.hca();
@@ -468,7 +468,7 @@ impl Model<'_> {
         difference(&all, &self.hca.transport_base)
     }
 
-    /// Begins to count anew.
+    /// Sets the counters to zero.
     pub(super) fn reset_counters(&mut self) {
         self.hca.counters.reset();
         self.hca.bus.dma.reset_counts();

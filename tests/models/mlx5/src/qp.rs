@@ -80,9 +80,9 @@ impl Qp {
         (self.sent, self.received)
     }
 
-    /// Takes work that was to be done when its turn comes.
+    /// Takes the local work of the request `id`, and drops that of earlier requests.
     pub(super) fn take_local(&mut self, id: u64) -> Option<Local> {
-        // What comes before was flushed and will not be asked for.
+        // Earlier work requests were flushed and get no completion.
         while let Some((first, local)) = self.local.pop_front() {
             if first == id {
                 return Some(local);

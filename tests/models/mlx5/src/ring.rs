@@ -19,10 +19,10 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Memory of `len` bytes whose pages' addresses are the 64-bit big-endian numbers in `list`. `log_page_size` counts
-    /// from 4096 bytes, and the memory starts `offset` 64ths of a page into the first one.
+    /// Creates a ring of `len` bytes whose pages' addresses are the 64-bit big-endian numbers in `list`. `log_page_size` counts
+    /// from 4096 bytes, and the memory starts `offset` units of 1/64 page into the first one.
     ///
-    /// Nothing is returned if the list is too short, or the pages are larger than any.
+    /// Returns `None` if the list is too short, or the page size is too large.
     pub(super) fn new(list: &[u8], log_page_size: u32, offset: u32, len: u64) -> Option<Self> {
         let shift = PAGE_SHIFT + log_page_size;
         if shift > 40 || len == 0 || offset >= 64 {

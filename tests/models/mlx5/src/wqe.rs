@@ -12,7 +12,7 @@ use super::mkey::Umr;
 
 /// Segments are multiples of this.
 const UNIT: usize = constants::MLX5_SEND_WQE_DS as usize;
-/// Key that ends a list of pieces before its room does.
+/// The key that ends a list of data segments before its space does.
 const END_KEY: u32 = 0x100;
 /// Bit of a data segment's length: the data follows in place.
 const INLINE: u32 = constants::MLX5_INLINE_SEG;

@@ -2,7 +2,7 @@
 
 //! The reader of C headers, on small headers whose layouts are known.
 
-// The generator uses what this test does not, and the other way round.
+// This test and the generator use different parts of the module.
 #[allow(dead_code)]
 #[path = "../build/header.rs"]
 mod header;

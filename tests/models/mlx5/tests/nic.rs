@@ -87,7 +87,7 @@ fn a_driver_finds_its_way() {
     // A kind of capabilities that there is not.
     assert_eq!(query(&mut driver, 1 | (4 << 1)), Err(Refused::Status(BAD_PARAMETER)));
     assert!(lid(&mut driver) >= 2);
-    // Unknown opcodes are answered, and told of.
+    // Unknown opcodes are answered, and reported in the log.
     let unknown = driver.run(op::CREATE_TIR, 512, 64, |_| {});
     assert_eq!(unknown, Err(Refused::Status(BAD_OPCODE)));
     let report = driver.handle.report().unwrap();
@@ -148,7 +148,7 @@ fn commands_end_with_events_once_there_is_a_queue() {
     let mut driver = adapter();
     let command = constants::MLX5_EVENT_TYPE_CMD;
     let mut events = driver.event_queue(3, &[command]);
-    assert_eq!(driver.event(&mut events), None, "the creation itself is not told of");
+    assert_eq!(driver.event(&mut events), None, "the creation itself causes no event");
     driver.arm_events(&events);
     driver.submit(5, &pattern(16, 0), 16);
     let event = until("an event", || driver.event(&mut events));
@@ -161,7 +161,7 @@ fn commands_end_with_events_once_there_is_a_queue() {
     until("an event", || driver.event(&mut events));
     assert!(!raised(&interrupt));
     driver.arm_events(&events);
-    // A second queue for the same type is refused; the first one can go, and is not told of that.
+    // A second queue for the same type is refused; the first one can be destroyed, which causes no event in it.
     let refused = driver.run(op::CREATE_EQ, ifc::create_eq_in::BYTES + 8, 16, |input| {
         ifc::create_eq_in::EVENT_BITMASK.at(0).set(input, 1_u64 << command);
         let context = ifc::create_eq_in::EQ_CONTEXT_ENTRY.of_mut(input);
@@ -309,7 +309,7 @@ fn atomics() {
         );
         let entry = driver.wait(&mut cq);
         assert_eq!(ended(&entry).0, constants::MLX5_CQE_REQ);
-        // Big-endian, because the driver has not asked for its own order.
+        // Big-endian, because the driver has not requested its own byte order.
         assert_eq!(driver.read(result, 8), u64::to_be_bytes(before));
         assert_eq!(driver.read(target, 8), after.to_be_bytes());
     }
@@ -409,7 +409,7 @@ fn completions_are_told_of() {
     let nop = |driver: &mut Driver, qp: &mut driver::Qp| driver.send(qp, constants::MLX5_OPCODE_NOP, 0, &[]);
     nop(&mut driver, &mut qp);
     driver.wait(&mut cq);
-    assert_eq!(driver.event(&mut events), None, "nobody asked");
+    assert_eq!(driver.event(&mut events), None, "the queue is not armed");
     driver.arm_events(&events);
     driver.arm_completions(&cq, 0, false);
     nop(&mut driver, &mut qp);
@@ -572,7 +572,7 @@ fn a_queue_is_not_made_too_small_for_what_is_in_it() {
             Refused::Status(constants::MLX5_CMD_STAT_BAD_SIZE_OUTS_CQES_ERR)
         );
     }
-    // The entry that tells of a new ring has no place in it: all of the ring is for completions.
+    // The resize entry takes no entry of the new ring: all of the ring is for completions.
     let cq = driver.completion_queue(events.number, 3, |_| {});
     let mut qp = driver.queue_pair(RC, &cq, |_| {});
     driver.connect(&qp, lid, qp.number);
@@ -610,7 +610,7 @@ fn datagrams() {
     assert_eq!(
         wire::cqe64::BYTE_CNT.get(received),
         48,
-        "with room for a global route header"
+        "with space for a global route header"
     );
     assert_eq!(wire::cqe64::FLAGS_RQPN.get32(received), qp.number);
     assert_eq!(wire::cqe64::SLID.get(received), u64::from(lid));
@@ -725,7 +725,7 @@ fn two_adapters() {
     assert!(b.read(to, 1 << 20) == bytes);
     assert_eq!(b.handle.report().unwrap().payload.host_written, 1 << 20);
     assert_eq!(a.handle.report().unwrap().payload.host_read, 1 << 20);
-    // The link goes down and comes up: the driver hears of it, and what was under way arrives.
+    // The link goes down and up: the driver gets the events, and transfers in flight complete.
     a.handle.set_link(false).unwrap();
     let event = until("an event", || a.event(&mut events));
     let down = constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN;
@@ -764,12 +764,12 @@ fn resets_forget_everything() {
         driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
         driver.wait(&mut cq);
     }
-    // The driver's own way.
+    // The sequence of the driver's own reset.
     driver.run(op::TEARDOWN_HCA, 16, 16, |_| {}).unwrap();
     driver.run(op::DISABLE_HCA, 16, 16, |_| {}).unwrap();
     assert_eq!(driver.handle.status().unwrap().queue_pairs, 0);
     driver.init();
-    // A software reset leaves it switched off until the driver switches it on.
+    // After a software reset the adapter is off until the driver enables it.
     driver.write_register(0x14, 7 << 8);
     until("the reset", || ((driver.register(0x14) >> 8) & 7 == 1).then_some(()));
     assert_eq!(driver.handle.status().unwrap().memory_keys, 0);

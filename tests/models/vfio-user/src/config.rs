@@ -100,7 +100,7 @@ pub enum ConfigError {
     #[error("a link cannot have {0} lanes")]
     LinkWidth(u8),
     /// The capabilities are too large for the space they are in.
-    #[error("no room for capability {0:#x}")]
+    #[error("no space for capability {0:#x}")]
     NoRoom(u16),
     /// Body and mask of a capability differ in length.
     #[error("capability {0:#x}: body and mask differ in length")]
@@ -250,7 +250,7 @@ impl ConfigBuilder {
         self
     }
 
-    /// Adds a device serial number, by which one of several equal devices can be told.
+    /// Adds the capability Device Serial Number, which distinguishes several equal devices.
     pub fn serial(self, serial: u64) -> Self {
         self.extended_capability(0x0003, 1, &serial.to_le_bytes(), &[0; 8])
     }
@@ -323,11 +323,11 @@ impl ConfigBuilder {
         self
     }
 
-    /// The space.
+    /// Builds the configuration space.
     ///
     /// # Errors
     ///
-    /// The first mistake made on the way.
+    /// The first error of the calls before.
     pub fn build(mut self) -> Result<ConfigSpace, ConfigError> {
         self.space.initial = self.space.bytes.clone();
         match self.error {
@@ -402,7 +402,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Whether a function-level reset was asked for since the last call.
+    /// Returns whether a function-level reset was requested since the last call.
     pub(crate) fn take_reset_request(&mut self) -> bool {
         std::mem::take(&mut self.reset_requested)
     }
@@ -463,7 +463,7 @@ impl ConfigSpace {
         (self.memory_enabled() && address != 0 && address != sizing).then_some(address)
     }
 
-    /// Bus addresses of all BARs, as [`ConfigSpace::bar_address`] tells them.
+    /// Returns the bus addresses of all BARs: see [`ConfigSpace::bar_address`].
     pub(crate) fn bar_addresses(&self) -> [Option<u64>; 6] {
         std::array::from_fn(|index| self.bar_address(index))
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! DMA by the device: bus addresses, what is behind them, and how it is reached.
+//! DMA by the device: bus addresses, the memory behind them, and the access to it.
 //!
-//! Memory that came with a descriptor is mapped and copied. What came without one may be the memory of a device that
-//! this process serves as well ([`Peers`]), which is copied too. Everything else (a peer's BAR behind another process,
-//! memory the client emulates, or nothing at all) is asked for by messages, which the client carries out as the device's
-//! own accesses on its bus. Such messages are short, one at a time, and wait while the client's register access is being
-//! answered: the client may process them only after it.
+//! Memory that came with a descriptor is mapped and copied. Memory without one may belong to another device that this
+//! process serves ([`Peers`]), and is copied too. For everything else (a peer's BAR behind another process, memory that the
+//! client emulates, or no memory at all) the device sends messages to the client, which accesses the memory as the device
+//! would on its bus. Such messages are short and sent one at a time. They wait while the client's register access is being
+//! answered, because the client may process them only after the answer.
 
 mod link;
 mod table;
@@ -84,7 +84,7 @@ pub enum DmaError {
     /// The client did not answer in time.
     #[error("no answer for {0:#x} in time")]
     Timeout(u64),
-    /// The client answered with an error or with something else than asked for.
+    /// The client answered with an error, or not with the requested data.
     #[error("access to {0:#x} failed with errno {1}")]
     Failed(u64, i32),
     /// [`Dma::abort`] was called.
@@ -374,7 +374,7 @@ impl Dma {
         self.tally().reset();
     }
 
-    /// Ends every transfer under way, and every later one of a handle made by [`Dma::pinned`] before.
+    /// Ends every transfer in flight, and every later one of a handle that [`Dma::pinned`] returned before.
     pub fn abort(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
         // Taken so that no waiter is between its test and its sleep.
@@ -382,7 +382,7 @@ impl Dma {
         self.shared.changed.notify_all();
     }
 
-    /// A handle that stops working at the next [`Dma::abort`]: for a piece of work that a reset must end for good.
+    /// Returns a handle that fails permanently after the next [`Dma::abort`]: for work that a reset must end.
     pub fn pinned(&self) -> Self {
         Self {
             pinned: Some(self.epoch()),
@@ -410,11 +410,11 @@ impl Dma {
         Held { table, peers }
     }
 
-    /// Tells what is behind `len` bytes from `address`, in order.
+    /// Returns the memory of `len` bytes from `address`, in order.
     ///
     /// # Errors
     ///
-    /// [`DmaError::Unreachable`] if the range leaves the address space.
+    /// [`DmaError::Unreachable`] if the range ends beyond the address space.
     pub fn segments(&self, address: u64, len: u64) -> Result<Vec<Segment>, DmaError> {
         check_range(address, len)?;
         let held = self.hold_maps();
@@ -675,7 +675,7 @@ impl Dma {
         self.table_mut(Table::forget);
     }
 
-    /// The client has told of all the memory there is at the start.
+    /// Records that the client has mapped all memory that exists at the start.
     pub(crate) fn settle(&self) {
         self.table_mut(Table::settle);
     }
@@ -684,7 +684,7 @@ impl Dma {
         self.shared.bus_master.store(on, Ordering::SeqCst);
     }
 
-    /// Changes the table; waits for copies under way, which hold it for reading.
+    /// Changes the table. Waits for copies in progress, which hold the table's lock for reading.
     fn table_mut<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
         change(&mut self.shared.table.write().unwrap_or_else(PoisonError::into_inner))
     }
@@ -714,7 +714,7 @@ impl Dma {
     }
 }
 
-/// Refuses ranges that leave the address space.
+/// Refuses ranges that end beyond the address space.
 fn check_range(address: u64, len: u64) -> Result<(), DmaError> {
     if len != 0 && address.checked_add(len - 1).is_none() {
         return Err(DmaError::Unreachable(address));

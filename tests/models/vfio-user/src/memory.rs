@@ -47,7 +47,7 @@ impl Memory {
     pub fn new(name: &str, size: u64) -> io::Result<Self> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, size)?;
-        // Whoever gets the descriptor must not be able to pull the pages away under the mapping here.
+        // The process that gets the descriptor must not be able to shrink the file under the mapping here.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let window = Window::map(fd.as_fd(), 0, size, true)?;
         let file = FileId::from_stat(&rustix::fs::fstat(&fd)?);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory of the devices that this process serves to one guest, by where it is on the guest's bus.
+//! Memory of the devices that this process serves to one guest, by its address on the guest's bus.
 //!
-//! The client gives no descriptor for a BAR of another device that is served here, so a device could reach it only by
-//! asking. [`Peers`] knows that memory itself. Which address it has follows from the writes to its device's configuration
-//! space: a BAR that is being sized, not decoded, reset or whose device is disconnected has none. Whether a device may
-//! reach an address remains the client's word: an address that it never told of is not looked up here.
+//! The client passes no descriptor for a BAR of another device that is served here, so a device could reach the BAR by
+//! messages only. [`Peers`] has that memory itself. Writes to the other device's configuration space determine the address:
+//! a BAR that is being sized, that is not decoded, or whose device is reset or disconnected has none. The client still
+//! decides what a device may reach: [`Peers`] does not look up an address that the client never mapped.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 

@@ -140,7 +140,7 @@ pub const DMA_UNMAP_ALL: u32 = 1 << 1;
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DeviceInfo {
-    /// Request: room for the reply. Reply: size of the reply.
+    /// Request: space for the reply. Reply: size of the reply.
     pub argsz: u32,
     /// Bit 0: has reset; bit 1: is PCI.
     pub flags: u32,
@@ -159,7 +159,7 @@ pub const DEVICE_PCI: u32 = 1 << 1;
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct RegionInfo {
-    /// Request: room for the reply. Reply: room it would need in full.
+    /// Request: space for the reply. Reply: space for the full reply.
     pub argsz: u32,
     /// See the `REGION_` constants.
     pub flags: u32,

@@ -106,7 +106,7 @@ impl From<Vec<u8>> for Reply {
 /// in every case.
 pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(), ServeError> {
     let stream = Arc::new(stream);
-    // A client that does not read must not hold the device for ever.
+    // A client that does not read must not block the device indefinitely.
     stream
         .set_write_timeout(Some(STALL))
         .map_err(|error| ServeError(error.to_string()))?;
@@ -240,7 +240,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
             command::DMA_MAP => self.dma_map(&body, fds),
             command::DMA_UNMAP => self.dma_unmap(&body),
             command::DEVICE_GET_INFO => {
-                // The emulator tells of its memory before it asks this.
+                // QEMU maps its memory before it sends this request.
                 debug!("device information; the memory there is at the start is known");
                 self.device.bus().dma.settle();
                 Ok(device_info(&body)?.into())

@@ -122,8 +122,8 @@ impl Window {
         out.reserve(len);
         let spare = out.spare_capacity_mut().as_mut_ptr();
         // SAFETY: `check` found `len` bytes from `at` on inside of the mapping, which is readable by the type's invariant.
-        // `reserve` made room for `len` bytes at `spare`, which belong to the vector alone and so do not overlap memory
-        // that no reference exists to. The copy initialises them all before the length says that they are there.
+        // `reserve` made space for `len` bytes at `spare`, which belong to the vector alone and so do not overlap memory
+        // that no reference exists to. The copy initialises them all before the length includes them.
         unsafe {
             std::ptr::copy_nonoverlapping(self.map.as_mut_ptr().add(at), spare.cast(), len);
             out.set_len(out.len() + len);
@@ -139,9 +139,9 @@ impl Window {
         if to.addr() % 8 != 0 {
             return Ok(None);
         }
-        // SAFETY: `check` found 8 bytes from `at` on inside of the mapping, and the mapping writable and thereby readable;
-        // the alignment was tested. The mapping outlives the reference, and is only accessed through raw pointers and
-        // atomics.
+        // SAFETY: `check` found 8 bytes from `at` on inside of the mapping, and that the mapping is writable and therefore
+        // readable; the alignment was tested. The mapping outlives the reference, and is only accessed through raw pointers
+        // and atomics.
         let word = unsafe { AtomicU64::from_ptr(to.cast()) };
         let step = |old: u64| Some(change(u64::from_le(old)).to_le());
         // Never refused, as `step` always has an answer.

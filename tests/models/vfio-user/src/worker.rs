@@ -12,7 +12,7 @@ use tracing::error;
 
 use crate::device::Bus;
 
-/// Whether a device's thread has broken down; clones tell of the same one.
+/// Whether a device's thread has panicked. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<AtomicBool>);
 
@@ -49,7 +49,7 @@ impl Worker {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn({
             let (health, name) = (health.clone(), name.to_owned());
             move || {
-                // What the thread leaves half done is the device's, and nobody will look at it again but to take it down.
+                // Only the device has state that the panic may make inconsistent, and the device is only taken down afterwards.
                 if catch_unwind(AssertUnwindSafe(body)).is_err() {
                     error!(name, "the worker panicked; its device is dead");
                     health.0.store(true, Ordering::SeqCst);
@@ -63,12 +63,12 @@ impl Worker {
         })
     }
 
-    /// A way to ask how it is.
+    /// Returns a handle that reports whether the thread has panicked.
     pub fn health(&self) -> Health {
         self.health.clone()
     }
 
-    /// Waits for the thread, which must have been told to end.
+    /// Waits for the end of the thread, which the caller must have requested.
     pub fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
             // A panic was caught in the thread.

@@ -88,8 +88,8 @@ fn place(client: &mut Client, address: u64) {
     config_write(client, BAR2 + 4, &((address >> 32) as u32).to_le_bytes());
 }
 
-/// The two devices: that which does DMA is a bus master and was told that there is something at 0x1_0000_0000 to
-/// 0x2_0000_0000; the other decodes at the beginning of that.
+/// Two devices. The first does DMA: it is a bus master, and the client has mapped 0x1_0000_0000 to 0x2_0000_0000 for it. The
+/// second decodes the beginning of that range.
 struct Two {
     a: (Client, Bus, JoinHandle<Card>),
     b: (Client, Bus, JoinHandle<Card>),
@@ -118,7 +118,7 @@ fn begins(memory: &Memory) -> [u8; 6] {
     data
 }
 
-/// Tries to write, with the client asked about whatever is not mapped here; says whether it was asked.
+/// Writes; the client answers messages for memory that is not mapped here. Returns whether there was a message.
 fn write(two: &mut Two, address: u64, data: &'static [u8]) -> (Result<(), DmaError>, bool) {
     let asked = Arc::new(Mutex::new(false));
     two.a.0.set_bus(Box::new({

@@ -21,7 +21,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-/// A device with registers that remember, half a BAR of mapped memory, and a worker that does DMA when told to.
+/// A device with registers that store their value, half a BAR of mapped memory, and a worker that does DMA on request.
 struct Toy {
     bus: Bus,
     config: ConfigSpace,
@@ -181,7 +181,7 @@ fn regions_are_described_and_mappable() {
     let (info, ..) = client.region_info(1).unwrap();
     assert_eq!((info.size, info.flags), (0, 0));
     refused(client.region_info(9), Errno::INVAL);
-    // With too little room the answer says how much it takes.
+    // With too little space the reply states the required size.
     let request = proto::RegionInfo {
         argsz: 32,
         index: 2,
@@ -467,7 +467,7 @@ fn dma_by_descriptor_and_unmapping() {
     assert_eq!(bus.dma.counts().host_written, 13);
     refused(client.dma_unmap(0, 4096), Errno::INVAL);
     client.dma_unmap(1 << 32, 1 << 19).unwrap();
-    // Asked for by message now, and nobody is there. The client must pump: do it on this thread.
+    // The device now sends a message, and no thread answers: this thread has to serve the client's side.
     let dma = bus.dma.clone();
     let worker = std::thread::spawn(move || dma.read(1 << 32, &mut [0; 4]));
     pump_until(&mut client, &worker);

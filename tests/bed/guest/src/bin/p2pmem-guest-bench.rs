@@ -40,7 +40,7 @@ const LIVE: [usize; 3] = [10, 1_000, 100_000];
 const MORE: u64 = 64;
 /// Open files that share the buffers of random sizes.
 const FILES: usize = 1_000;
-/// Buffers of random sizes to begin with, beyond those that live in the end: freeing the surplus leaves the holes.
+/// Buffers of random sizes that are allocated first and freed again, beyond those that stay: they make the holes.
 const SURPLUS: usize = 20_000;
 /// Most pages of a buffer of random size.
 const MOST_PAGES: u64 = 3;
@@ -510,7 +510,7 @@ fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
 enum Ask {
     /// `EXPLAIN` without verdicts: the decision and no more.
     Decide,
-    /// `EXPLAIN` with all verdicts and the sentence.
+    /// `EXPLAIN` with all verdicts and the message.
     Verdicts,
     /// `ALLOC` and `FREE` of a page.
     Take,
@@ -576,7 +576,7 @@ impl Ask {
         Ok(least(&counts[1..]))
     }
 
-    /// The cheapest of several, each after the paths were forgotten and those of other clients found anew.
+    /// The lowest count of several decisions, each made after the cached paths were dropped and those of other clients read.
     fn cold(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client], other: &Client) -> Result<u64> {
         let mut counts = Vec::new();
         for _ in 0..TIMES {

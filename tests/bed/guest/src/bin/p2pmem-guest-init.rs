@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The first program of a guest: makes it usable, then runs the commands the VM runner sends.
+//! The first program of a guest: sets the guest up, then runs the commands that the VM runner sends.
 //!
-//! It is process 1, so it must not end before the guest does: whatever fails is told to the runner, then the guest is
-//! powered off. Without a runner (the port is gone) the guest is powered off as well.
+//! It is process 1, so it must not end before the guest does: it reports an error to the runner, then powers the guest
+//! off. If the runner's port is gone, it powers the guest off as well.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
@@ -140,7 +140,7 @@ fn run() -> Result<()> {
                     }
                     Err(e) => {
                         port.control(&ToHost::Failed {
-                            error: Overrun::tell(&e),
+                            error: Overrun::to_text(&e),
                         });
                         return Err(e);
                     }
@@ -312,7 +312,7 @@ fn set_up(
         maximum: None,
     };
     setrlimit(Resource::Memlock, unlimited).context("RLIMIT_MEMLOCK")?;
-    // Neighbours' discovery would be traffic that nobody asked for, on interfaces whose bytes are counted.
+    // Neighbour discovery would add traffic to interfaces whose bytes are counted.
     fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").context("IPv6")?;
     run_quietly("ip", &["link", "set", "lo", "up"])?;
     let mut modules = vec!["configfs", "nvme"];
@@ -394,8 +394,8 @@ fn is_active(rdma: &str) -> bool {
     state.is_ok_and(|state| state.contains("ACTIVE"))
 }
 
-/// Gives the IPoIB interfaces their addresses. One that does not join its network in time is told of in the kernel log:
-/// programs that do not need it run all the same.
+/// Assigns addresses to the IPoIB interfaces. Writes a line to the kernel log for an interface that does not join its
+/// network in time: programs that do not need the interface run without it.
 fn set_up_ipoib(devices: &Devices, node: usize, limit: Duration) -> Result<()> {
     let nics: Vec<_> = devices.values().filter_map(|device| device.net.as_deref()).collect();
     for (number, net) in nics.iter().enumerate() {
@@ -480,7 +480,7 @@ struct Exec {
     listen: Option<Listen>,
 }
 
-/// Runs one command in a process group of its own, sends its output and its end, and leaves no process behind.
+/// Runs one command in its own process group, sends its output and its status, and ends all its processes.
 fn execute(port: &Port, running: &Running, exec: Exec, vars: &BTreeMap<String, String>) {
     let mut exited = ToHost::Exited {
         id: exec.id,
@@ -560,10 +560,10 @@ fn run_command(
     Ok(status)
 }
 
-/// Waits for a killed process group to be gone, until the deadline, and buries whoever else died meanwhile.
+/// Waits until a killed process group is gone or the deadline has passed, and reaps all other processes that end.
 ///
-/// Closed pipes are not the end: a process closes its files before it can be waited for, and until then it is seen.
-/// The group's orphans are children of process 1 by now, so a group without a child of ours is empty.
+/// Closed pipes do not show the end of a process: it closes its files before it can be reaped, and is visible until then.
+/// The group's orphans are children of process 1, so a group without a child of this process is empty.
 fn reap(group: Pid, deadline: Instant) {
     loop {
         match rustix::process::waitpgid(group, WaitOptions::NOHANG) {
@@ -577,7 +577,7 @@ fn reap(group: Pid, deadline: Instant) {
     while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
 }
 
-/// Tells the runner once somebody listens on a command's port, unless the command ends before.
+/// Notifies the runner when a process listens on the command's port, unless the command ends before.
 fn tell_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
     thread::spawn(move || {
         let runs = || {

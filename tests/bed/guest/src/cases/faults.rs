@@ -839,7 +839,7 @@ fn registering(bed: &mut Bed) -> Result<()> {
                     publisher.withdraw()?;
                 }
                 // The driver is notified of the removal of a registered provider, and of nothing else.
-                let notified = publisher.told()?;
+                let notified = publisher.notified()?;
                 ensure!(
                     notified == u32::from(answer.is_ok()),
                     "{answer:?}: the driver was notified {notified} times"

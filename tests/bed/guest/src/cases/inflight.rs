@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory that a drive is still writing to when its owner lets go, or its provider leaves.
+//! Memory to which a drive still writes when its owner frees it or its provider is removed.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "unbind-pinned",
-        about: "unbinding waits for the I/O that is under way, says whose it is, and ends with it",
+        about: "unbinding waits for the I/O in flight, names its owner, and ends when the I/O ends",
         topology: "slow",
         ruins: false,
         run: unbind_pinned,
@@ -51,7 +51,7 @@ pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Resu
     Ok(())
 }
 
-/// Whether the drive has I/O under way.
+/// Returns whether the drive has I/O in flight.
 pub(super) fn busy(block: &Path) -> Result<bool> {
     let name = block.file_name().context("a block device has a name")?;
     let inflight = read(&Path::new("/sys/block").join(name).join("inflight"))?;
@@ -156,7 +156,10 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     let said = log
         .lines()
         .any(|line| line.contains("waiting for I/O on") && line.contains(&pid));
-    in_time!(said, "{waited:?} were waited, and the log does not say for whom");
+    in_time!(
+        said,
+        "after {waited:?} of waiting, the log does not name the owner of the I/O"
+    );
     println!("unbinding took {waited:?}");
     Ok(())
 }

@@ -31,14 +31,14 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "events",
-        about: "read and poll tell of providers and of revoked buffers",
+        about: "read and poll report events of providers and of revoked buffers",
         topology: "small",
         ruins: false,
         run: events,
     },
     Case {
         name: "sigkill",
-        about: "a killed process leaves nothing behind",
+        about: "the module frees everything of a killed process",
         topology: "small",
         ruins: false,
         run: sigkill,
@@ -52,7 +52,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "unbind-many",
-        about: "unbinding with two thousand buffers ends within a second (a fourth of them within four on the debug kernel), and tells of those it has no room to tell of",
+        about: "unbinding with two thousand buffers ends within a second (a fourth of them within four on the debug kernel), and the event queue reports the number of events that did not fit",
         topology: "small",
         ruins: false,
         run: unbind_many,
@@ -273,7 +273,7 @@ fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event
     }
 }
 
-/// Waits until a file was told that a buffer of its own and the buffer's provider are gone, and asks about the buffer.
+/// Waits for the events that a buffer of a file was revoked and its provider removed, then requests the buffer's state.
 pub(super) fn await_loss(file: &std::fs::File, handle: u32, provider: u32) -> Result<()> {
     let (mut revoked, mut removed) = (false, false);
     await_events(file, |event| {
@@ -550,7 +550,7 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 1 << 20).map_err(errno)?;
     map.set(0, SECRET);
     host::request(&Request::Kill { name: "accel0".into() })?;
-    // Nobody tells the kernel, and what is mapped straight into the guest still answers. Nothing hangs or oopses.
+    // The kernel gets no notification, and memory that is mapped straight into the guest still answers. Nothing hangs or oopses.
     map.set(8, 1);
     let freed = alloc(file.as_fd(), 4096).map_err(errno)?;
     super::free(file.as_fd(), freed.handle).map_err(errno)?;
@@ -562,7 +562,7 @@ fn surprise(bed: &mut Bed) -> Result<()> {
         "unbinding a dead device took {:?}",
         start.elapsed()
     );
-    // A program that has a buffer of it loses that, and is told, as with a device that answers.
+    // A program with a buffer of the device loses the buffer and is notified, as with a device that answers.
     await_loss(&file, a.handle, provider)?;
     sys::survive_bus_errors()?;
     let errors = sys::bus_errors();

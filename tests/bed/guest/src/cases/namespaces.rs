@@ -18,7 +18,7 @@ use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "user-namespace",
-    about: "a rule that names a user's subordinate ids denies and counts them with his own, and root in a namespace may no more than he",
+    about: "a rule that names a user's subordinate ids denies and counts these ids together with the user's own, and root in a namespace has no more rights than that user",
     topology: "small",
     ruins: false,
     run: user_namespace,

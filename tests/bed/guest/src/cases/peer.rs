@@ -39,7 +39,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "peer-two-adapters",
-        about: "two adapters of different kinds have one buffer registered, and both lose it when its provider leaves",
+        about: "two adapters of different kinds have one buffer registered, and both lose it when its provider is removed",
         topology: "nic",
         ruins: false,
         run: two_adapters,

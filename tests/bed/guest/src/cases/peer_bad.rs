@@ -39,14 +39,14 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "peer-rules",
-        about: "an adapter that a rule denies, or whose path is too far, is refused, and told which rule",
+        about: "an adapter that a rule denies, or whose path is too far, is refused, and the message names the rule",
         topology: "nic",
         ruins: false,
         run: denied,
     },
     Case {
         name: "peer-unreachable",
-        about: "an adapter that cannot reach the provider is refused, and told why",
+        about: "an adapter that cannot reach the provider is refused, and the message states the reason",
         topology: "nic-unreachable",
         ruins: false,
         run: unreachable,

@@ -231,7 +231,7 @@ pub(super) fn stale_ex(bed: &mut Bed) -> Result<()> {
     stale(bed, "ex")
 }
 
-/// Loads the module anew, as a client of that form.
+/// Loads the module again, as a client of that form.
 fn reload(bed: &Bed, form: &str) -> Result<()> {
     for name in ["accel0", "accel1"] {
         bed.unpublish(name)?;
@@ -361,8 +361,8 @@ fn held(bed: &mut Bed) -> Result<()> {
 /// The name of the part that registers and waits.
 pub(super) const PART: &str = "peer-hold";
 
-/// Registers, closes and unmaps all but the registration, says so, and waits; or as it is told: ends, runs another
-/// program, forks first.
+/// Registers memory, closes and unmaps everything but the registration, reports that, and waits. Its argument selects what
+/// follows: it ends, executes another program, or forks first.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let name = std::env::var("P2PMEM_RDMA_NIC0").context("which NIC?")?;
     let nic = Adapter::open(&name)?;
@@ -373,7 +373,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     match arguments.first().map_or("", String::as_str) {
         "exec" => {
             ready()?;
-            // It reads what this was told to wait for, and ends with it.
+            // `cat` reads the pipe on which this process would wait, and ends with it.
             let error = Command::new("cat").exec();
             return Err(error).context("cat");
         }
@@ -477,11 +477,11 @@ fn race(bed: &mut Bed) -> Result<()> {
                     together.wait();
                     let (mut made, deadline) = (0, Instant::now() + patiently(SOON));
                     loop {
-                        in_time!(Instant::now() < deadline, "the provider does not leave");
+                        in_time!(Instant::now() < deadline, "the provider was not removed in time");
                         match nic.register(held.map.address(), MIB) {
                             Ok(_) => made += 1,
                             Err(libc::ENODEV) => return Ok(made),
-                            Err(other) => bail!("while the provider leaves: {}", errno(other)),
+                            Err(other) => bail!("while the provider is being removed: {}", errno(other)),
                         }
                     }
                 });
@@ -505,7 +505,7 @@ fn race(bed: &mut Bed) -> Result<()> {
                     let under_way = !unbinding.is_finished() && hooks.is_held()?;
                     hooks.release()?;
                     deregistering.join().map_err(panicked)?;
-                    super::expect("while the provider leaves", refusal, libc::ENODEV)?;
+                    super::expect("while the provider is being removed", refusal, libc::ENODEV)?;
                     ensure!(under_way, "round {round}: the removal was over before it was met");
                     Ok(())
                 });

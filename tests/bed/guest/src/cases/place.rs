@@ -16,7 +16,7 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "nearest",
-        about: "the nearest provider that has room is chosen, and every other one's verdict is true",
+        about: "the nearest provider with enough space is chosen, and every other one's verdict is true",
         topology: "demo",
         ruins: false,
         run: nearest,
@@ -51,7 +51,7 @@ fn near(bed: &Bed, fd: BorrowedFd<'_>, size: u64, names: &[&str]) -> Result<Resu
     near_with(bed, fd, size, names, |_| ())
 }
 
-/// As [`near`], with more asked for.
+/// As [`near`], with a function that changes the request.
 fn near_with(
     bed: &Bed,
     fd: BorrowedFd<'_>,
@@ -66,7 +66,7 @@ fn near_with(
     Ok(sys::alloc(fd, &mut a, Memory::Slice(&mut clients)).map(|()| a))
 }
 
-/// What the last decision said: the verdict codes by provider, and the sentence.
+/// Returns the explanation of the last decision: the verdict codes by provider, and the message.
 fn last(fd: BorrowedFd<'_>) -> Result<(Vec<(u32, u32)>, String)> {
     let (_, verdicts, text) = explain_last(fd)?;
     Ok((verdicts.iter().map(|v| (v.provider, v.code)).collect(), text))
@@ -121,16 +121,19 @@ fn nearest(bed: &mut Bed) -> Result<()> {
     );
     verdict(&last(fd)?.0, accel0, abi::P2PMEM_VERDICT_FULL)?;
 
-    // Nothing farther than the switch: then there is no room, and that is what is said.
+    // With no provider allowed beyond the switch there is no space, and the message states that.
     let near_only = near_with(bed, fd, 16 * MIB, &drives, |req| {
         req.max_class = abi::P2PMEM_PATH_SAME_SWITCH;
     })?;
     expect("16 MiB in the switch with accel0 full", near_only, libc::ENOSPC)?;
     let (codes, text) = last(fd)?;
     verdict(&codes, shm0, abi::P2PMEM_VERDICT_TOO_FAR)?;
-    ensure!(text.contains("free"), "the sentence does not say what lacks: {text:?}");
+    ensure!(
+        text.contains("free"),
+        "the message does not name the missing space: {text:?}"
+    );
 
-    // A provider that is named is taken, however far; one that is only preferred gives way where it is full.
+    // A provider that the request names is taken, however far; a provider that is only preferred is passed over if it is full.
     let far = near_with(bed, fd, MIB, &drives, |req| req.provider = accel1)?.map_err(errno)?;
     ensure!(
         far.provider == accel1 && far.class == abi::P2PMEM_PATH_SYSTEM,
@@ -226,7 +229,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
         Ok(available(bed, "nvme1")? == before)
     })?;
 
-    // The driver leaves with a buffer alive.
+    // The driver is unbound with a buffer in use.
     let mut a = request(MIB);
     a.req.provider = row.id;
     sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
@@ -282,7 +285,10 @@ fn unreachable(bed: &mut Bed) -> Result<()> {
     let named = near_with(bed, fd, 4096, &["nvme0"], |req| req.provider = accel1.id)?;
     expect("accel1 by name", named, libc::ENODEV)?;
     let (_, text) = last(fd)?;
-    ensure!(text.contains("reached"), "the sentence does not say why: {text:?}");
+    ensure!(
+        text.contains("reached"),
+        "the message does not state the reason: {text:?}"
+    );
     // Near nothing in particular they are as good as any.
     let any = alloc(fd, 4096).map_err(errno)?;
     ensure!(any.provider != accel0.id, "{any:?}");

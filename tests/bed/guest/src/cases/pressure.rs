@@ -22,8 +22,8 @@ use crate::sys::Mapping;
 
 pub(super) const CASES: &[Case] = &[
     Case {
-        name: "processors-leave",
-        about: "processors leave and come back during a storm of allocations: every byte is right, and nothing is lost",
+        name: "processors-hotplug",
+        about: "processors go offline and come back during a storm of allocations: every byte is right, and nothing is lost",
         topology: "small",
         ruins: false,
         run: processors_leave,
@@ -52,8 +52,8 @@ const MIB: usize = 1 << 20;
 /// What the cgroup may have.
 const LIMIT: &str = "32M";
 
-/// Allocates, maps, writes, checks and frees buffers of all sizes up to 256 KiB, some of them at a time, while `goes_on` says so,
-/// which is told how many there were so far.
+/// Allocates, maps, writes, checks and frees buffers of sizes up to 256 KiB, several at a time, while `goes_on` returns true.
+/// The argument of `goes_on` is the number of buffers so far.
 fn storm(seed: u64, mut goes_on: impl FnMut(u64) -> Result<bool>) -> Result<()> {
     let file = open()?;
     let mut held: VecDeque<(u32, Mapping, u64)> = VecDeque::new();

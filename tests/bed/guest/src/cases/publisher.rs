@@ -51,8 +51,8 @@ pub(super) const CASES: &[Case] = &[
         run: rmmod,
     },
     Case {
-        name: "publisher-told-late",
-        about: "unregistering while the device is unbound does not return before the driver was told",
+        name: "publisher-notified-late",
+        about: "unregistering while the device is unbound does not return before the driver was notified",
         topology: "small",
         ruins: false,
         run: told_late,
@@ -113,8 +113,8 @@ impl<'a> Publisher<'a> {
         Ok(read(&self.sysfs.join("publish"))?.parse()?)
     }
 
-    /// How often the driver was told that its memory is its own again.
-    pub(super) fn told(&self) -> Result<u32> {
+    /// Returns how often the module notified the driver that the memory is the driver's again.
+    pub(super) fn notified(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("revoked"))?.parse()?)
     }
 
@@ -188,7 +188,7 @@ impl Used {
 
 fn publisher(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
-    ensure!(publisher.id()? == 0 && publisher.told()? == 0);
+    ensure!(publisher.id()? == 0 && publisher.notified()? == 0);
     for round in 1..=3 {
         publisher.publish(&format!("-1 0 0 {} paged", 2 * MIB)).map_err(errno)?;
         let row = bed.provider("accel0")?;
@@ -216,7 +216,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         let other = Part::start("survive", &["1048576"])?;
         let took = publisher.withdraw()?;
         ended_within("unregistering", took)?;
-        ensure!(publisher.told()? == round, "{} times", publisher.told()?);
+        ensure!(publisher.notified()? == round, "{} times", publisher.notified()?);
         ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err());
         other.finish()?;
         used.is_gone()?;
@@ -227,7 +227,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         expect("another range", publisher.publish("-1 0 2097152 0 paged"), libc::EBUSY)?;
         expect("without pages", publisher.publish("-1 0 0 0 pageless"), libc::EBUSY)?;
     }
-    // The driver goes with its memory in use: it is told before its own remove() is called.
+    // The driver is unbound with its memory in use: it is notified before its own remove() is called.
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
     let used = Used::new(bed)?;
     let mut log = Log::new()?;
@@ -282,17 +282,17 @@ fn pageless(bed: &mut Bed) -> Result<()> {
     thread::scope(|scope| {
         let off = scope.spawn(|| publisher.withdraw());
         let line = log.wait(&["waiting for", "to let go of dma-buf"]);
-        let told = publisher.told();
+        let notified = publisher.notified();
         let waits = !off.is_finished();
         importer.say("unmap").map_err(errno)?;
         off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         ensure!(
-            waits && told? == 0,
+            waits && notified? == 0,
             "the driver has its memory back while a device has it mapped"
         );
         line.map(drop)
     })?;
-    ensure!(publisher.told()? == 1);
+    ensure!(publisher.notified()? == 1);
     drop((file, dma_buf, importer));
     publisher.end()
 }
@@ -320,7 +320,10 @@ fn bad(bed: &mut Bed) -> Result<()> {
         })?;
         ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err(), "{what}");
     }
-    ensure!(publisher.told()? == 0, "told of what never was");
+    ensure!(
+        publisher.notified()? == 0,
+        "the driver was notified of the end of memory that it never published"
+    );
     // After all that it can still be published.
     publisher.publish("-1 0 0 0 pinned").map_err(errno)?;
     let row = bed.provider("accel0")?;
@@ -376,7 +379,7 @@ fn told_late(bed: &mut Bed) -> Result<()> {
     write(&hold, "1")?;
     thread::scope(|scope| -> Result<()> {
         let unbound = scope.spawn(|| bed.unbind("accel0"));
-        until("the driver is being told", || Ok(read(&hold)? == "1 0"))?;
+        until("the driver is being notified", || Ok(read(&hold)? == "1 0"))?;
         let off = scope.spawn(|| publisher.publish("off"));
         // Time for a wrong answer; a right one comes after the callback alone.
         let deadline = Instant::now() + Duration::from_millis(300);
@@ -390,7 +393,7 @@ fn told_late(bed: &mut Bed) -> Result<()> {
         unbound.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         ensure!(
             seen == "1 0" && !early,
-            "unregistering returned while the driver was being told: {seen}"
+            "unregistering returned while the driver was being notified: {seen}"
         );
         off.map_err(errno)
     })?;
@@ -421,14 +424,14 @@ fn race(bed: &mut Bed) -> Result<()> {
         let mut ways = ["paged", "pageless"].into_iter().cycle();
         contended(10, || {
             // Two rounds a binding: what has struct pages cannot do without them.
-            let how = ways.next().context("a way")?;
+            let how = ways.next().context("no method is left")?;
             let publish = || -> Result<()> {
                 publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
                 busy.await_served(10)
             };
             publish()?;
             publisher.withdraw()?;
-            ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
+            ensure!(publisher.notified()? == 1, "{} times", publisher.notified()?);
             publish()?;
             // Unregistered and unbound at once: it ends once. The attribute may have gone before, which is no race.
             let (off, unbound, met) = at_once(|| publisher.publish("off"), || bed.unbind("accel0"))?;

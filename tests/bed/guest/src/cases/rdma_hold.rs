@@ -135,9 +135,9 @@ impl Scene {
         Ok((target, offset, received))
     }
 
-    /// Holds a write to `received` in flight and lets `end` end that memory. A NIC that waits for its writes keeps `end`
-    /// waiting until the write is let go on, one that does not lets it pass. Then `reuse` gives the memory another
-    /// content, and tells how to look at it. Returns whether the write changed it.
+    /// Holds a write to `received` in flight and calls `end`, which ends that memory. A NIC that waits for its writes delays
+    /// `end` until the write continues; another NIC does not. Then `reuse` gives the memory other contents and returns a
+    /// function that checks them. Returns whether the write changed them.
     fn run<T: Send, L: FnOnce() -> Result<bool>>(
         &self,
         drain: bool,
@@ -151,7 +151,7 @@ impl Scene {
         thread::scope(|scope| {
             let sent = &self.sent;
             let write = scope.spawn(move || Ok(queue.write(sent, 0..LEN, received, 0)?));
-            // An error must not leave a thread waiting for what is held.
+            // After an error, no thread may wait for the held write.
             let result = (|| {
                 hooks.await_held()?;
                 let ending = scope.spawn(end);

@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rdma-tool",
-        about: "p2pmemctl selftest has the NIC move bytes both ways, and doctor knows its driver",
+        about: "p2pmemctl selftest has the NIC move bytes in both directions, and doctor knows its driver",
         topology: "nic",
         ruins: false,
         run: tool,
@@ -387,8 +387,8 @@ fn tool(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Runs a test with RDMA in software, on a network interface that leads nowhere: with itself it can talk. The test is
-/// told the adapter's name and address.
+/// Runs a test with RDMA in software, on a network interface without a peer: the adapter can communicate with itself. The
+/// test's arguments are the adapter's name and address.
 pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()> {
     let steps = [
         "modprobe rdma_rxe",
@@ -465,7 +465,7 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
         let why = "on rxe0: as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs";
         ensure!(!output.status.success() && said.contains(why), "{said}");
     }
-    // Host memory goes by untouched, and the question whose it is leaves no line in the log.
+    // The client does not accept host memory, and its acquire() logs nothing.
     let said = refusals()?;
     let (server, client) = Perftest {
         port: 18631,

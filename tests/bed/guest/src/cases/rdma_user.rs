@@ -292,7 +292,7 @@ fn held(bed: &mut Bed) -> Result<()> {
     let received = target.register(&wire.pd, Access::ALL)?;
     let remote = received.remote();
     drop((target, to));
-    // All that others can get leaves the buffer's memory alone.
+    // Other users cannot get the buffer's memory, whatever they allocate.
     let rest = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
     let map = rest.map()?;
     map.fill(0..map.len(), 0xab)?;

@@ -87,7 +87,7 @@ impl Owned {
         })
     }
 
-    /// Its owner has lost it, and was told.
+    /// Checks that the owner has lost the buffer and was notified.
     fn lost(self, bed: &Bed) -> Result<()> {
         let fd = self.file.as_fd();
         await_loss(&self.file, self.got.handle, self.provider)?;

@@ -19,7 +19,7 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rules-first-decides",
-        about: "for each attribute the first rule that matches decides, and verdict, sentence and log name it",
+        about: "for each attribute the first rule that matches decides, and verdict, message and log name it",
         topology: "demo",
         ruins: false,
         run: first_decides,
@@ -32,11 +32,11 @@ pub(super) const CASES: &[Case] = &[
         run: preference,
     },
     Case {
-        name: "rules-short-way",
+        name: "rules-quick-decision",
         about: "what is remembered of rules leads to the decisions and verdicts that asking each of them leads to",
         topology: "demo",
         ruins: false,
-        run: short_way,
+        run: quick_decision,
     },
     Case {
         name: "rules-own",
@@ -54,7 +54,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "quota",
-        about: "a user over his quota, and a group over its, get EDQUOT; what is freed can be had again",
+        about: "a user over the quota, and a group over its quota, get EDQUOT; freed memory can be allocated again",
         topology: "demo",
         ruins: false,
         run: quota,
@@ -75,7 +75,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "quota-kills",
-        about: "processes that are killed while they allocate, map and free leave nothing charged",
+        about: "processes that are killed while they allocate, map and free have nothing charged afterwards",
         topology: "demo",
         ruins: false,
         run: kills,
@@ -266,7 +266,7 @@ fn preference(bed: &mut Bed) -> Result<()> {
     let next = ask(0).map_err(errno)?;
     ensure!(next != near);
     ensure!(said(fd, near)? == (abi::P2PMEM_VERDICT_PREFERENCE, "10-far".into(), 1));
-    // An application's wish does not outdo that, its need does.
+    // A program's preference does not override the rule; a program's requirement does.
     ensure!(ask(near).map_err(errno)? != near);
     prefer.set("provider", "any")?;
     ensure!(ask(0) == Ok(near), "all are avoided alike");
@@ -275,7 +275,7 @@ fn preference(bed: &mut Bed) -> Result<()> {
     bed.unpublish("accel1")
 }
 
-/// What a decision is told to be: errno and provider, the sentence, and of each verdict all but the numbers that move.
+/// The result of a decision: errno, provider, the message, and of each verdict all but the numbers that vary.
 fn decision(
     fd: BorrowedFd<'_>,
     req: &abi::p2pmem_request,
@@ -301,9 +301,9 @@ fn decision(
 /// A rule's name and its attributes.
 type NamedRule<'a> = (&'a str, &'a [(&'a str, &'a str)]);
 
-/// Asks through a file without rules of its own, where what rules say is remembered, and through one with a rule that
-/// changes nothing, where each rule is asked.
-fn short_way(bed: &mut Bed) -> Result<()> {
+/// Makes the same request through a file without rules, whose rule checks are cached, and through a file with a rule that
+/// changes nothing, which checks each rule.
+fn quick_decision(bed: &mut Bed) -> Result<()> {
     bed.publish("accel1")?;
     bed.publish("shm0")?;
     let (accel0, accel1) = (bed.device("accel0")?.bdf.clone(), bed.device("accel1")?.bdf.clone());
@@ -315,7 +315,7 @@ fn short_way(bed: &mut Bed) -> Result<()> {
         ..own_rule("nothing")
     };
     set_own(long.as_fd(), &mut [allow]).map_err(errno)?;
-    // More users to whom different rules apply than are remembered.
+    // More users with different applicable rules than the cache holds.
     let users: Vec<u32> = (ALICE..ALICE + 6).collect();
     let mut seen = std::collections::BTreeSet::new();
     let mut same = |what: &str| -> Result<()> {
@@ -447,7 +447,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     // They are this file's alone.
     alloc(open()?.as_fd(), MIB).map_err(errno)?;
 
-    // Bad ones leave those that are there.
+    // A refused set of rules keeps the rules that are in force.
     let unknown = abi::p2pmem_rule { flags: 1 << 9, ..deny };
     let bad: [(&str, Vec<abi::p2pmem_rule>, i32); 9] = [
         ("an unknown flag", vec![unknown], libc::EINVAL),
@@ -494,7 +494,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     ];
     for (what, mut rules, code) in bad {
         expect(what, set_own(fd, &mut rules), code)?;
-        ensure!(!explain_last(fd)?.2.is_empty(), "{what}: no sentence");
+        ensure!(!explain_last(fd)?.2.is_empty(), "{what}: no message");
     }
     expect("too many", set_own(fd, &mut vec![deny; 33]), libc::E2BIG)?;
     let mut ask = abi::p2pmem_rules {
@@ -582,7 +582,7 @@ fn quota(bed: &mut Bed) -> Result<()> {
         sentence.contains("rule 50-each") && sentence.contains(&numbers),
         "{sentence:?}"
     );
-    // Bob has a quota of his own, and shares the group's.
+    // Bob has a separate quota, and shares the group's.
     alloc_as(fd, BOB, &[LAB], MIB)?.map_err(errno)?;
     expect("bob", alloc_as(fd, BOB, &[LAB], 4096)?, libc::EDQUOT)?;
     ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("group_quota of rule 40-lab"));
@@ -838,7 +838,7 @@ fn reserve(bed: &mut Bed) -> Result<()> {
 }
 
 fn reserve_kernel(bed: &mut Bed) -> Result<()> {
-    // An own provider that is published while there is such a rule leaves that much in the kernel's pool.
+    // An own provider that is published while such a rule exists keeps that much in the kernel's pool.
     bed.unpublish("accel0")?;
     let rule = AdminRule::new("10-kernel", &[("reserve", "32M"), ("reserve_for", "kernel")])?;
     bed.publish("accel0")?;

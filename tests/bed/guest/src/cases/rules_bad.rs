@@ -24,7 +24,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rules-bad-values",
-        about: "every malformed value and every contradiction is refused with a sentence, and changes nothing",
+        about: "every malformed value and every contradiction is refused with a message, and changes nothing",
         topology: "demo",
         ruins: false,
         run: values,
@@ -153,7 +153,7 @@ fn values(_: &mut Bed) -> Result<()> {
     }
     drop(rule);
 
-    // A change that would make a rule in force contradict itself leaves it in force as it was.
+    // A change that would make a rule contradict itself is refused; the rule stays in force unchanged.
     let rule = AdminRule::new("10-live", &[("quota", "1M")])?;
     ensure!(rule.refused("action", "deny")? == libc::EINVAL);
     ensure!(rule.get("status")?.contains("contradicts itself"));

@@ -17,7 +17,7 @@ use crate::sys::{self, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rules-importers",
-        about: "an importer that a rule denies, or whose path is too far, is refused, whoever the buffer was allocated for",
+        about: "an importer that a rule denies, or whose path is too far, is refused, for whichever client the buffer was allocated",
         topology: "demo",
         ruins: false,
         run: importers,
@@ -31,7 +31,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "paths-rescan",
-        about: "a path is the cached one until ACS is changed by setpci and a rescan is asked for",
+        about: "a path is the cached one until setpci changes ACS and a program requests a rescan",
         topology: "demo",
         ruins: false,
         run: rescan,
@@ -128,7 +128,7 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     let second = ask(MIB).map_err(errno)?;
     free(fd, first.handle).map_err(errno)?;
     ensure!(cgroup.current(&region)? == MIB);
-    // What it was charged is given back however the buffer ends, also when its provider leaves.
+    // The charge is returned however the buffer ends, also when its provider is removed.
     bed.unpublish("accel0")?;
     ensure!(cgroup.current(&region)? == 0);
     free(fd, second.handle).map_err(errno)?;
@@ -142,7 +142,7 @@ fn dmem(bed: &mut Bed) -> Result<()> {
 }
 
 fn rescan(bed: &mut Bed) -> Result<()> {
-    // The way between the two leads through the root port above the client; QEMU's switches have no ACS.
+    // The path between the two crosses the root port above the client; QEMU's switches have no ACS.
     let provider = bed.provider("accel0")?.id;
     let file = open()?;
     let fd = file.as_fd();

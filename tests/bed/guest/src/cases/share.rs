@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers that several processes have: passed on by descriptor, held by whoever is left, charged once, revoked for all.
+//! Buffers of several processes: passed on as a descriptor, kept by the remaining holders, charged once, revoked for all.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -35,14 +35,14 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "share-ends",
-        about: "a shared buffer outlives the process that allocated it, importers that are killed, and its way between them",
+        about: "a shared buffer outlives the process that allocated it, importers that are killed, and its transfer between processes",
         topology: "small",
         ruins: false,
         run: ends,
     },
     Case {
         name: "share-revoke",
-        about: "a provider that leaves takes a shared buffer from all who have it, and tells each of them",
+        about: "the removal of a provider revokes a shared buffer for all holders, and notifies each of them",
         topology: "small",
         ruins: false,
         run: revoke,
@@ -136,7 +136,7 @@ impl Door {
         Ok(Door { path, listener })
     }
 
-    /// Starts a part. One that ends too early leaves nobody waiting for it.
+    /// Starts a part. If the part ends too early, no process waits for it.
     fn start(&self, what: &str) -> Result<Part> {
         Part::start(PART, &[&self.path, what]).inspect_err(|_| drop(UnixStream::connect(&self.path)))
     }
@@ -308,7 +308,7 @@ fn shared(bed: &mut Bed) -> Result<()> {
 fn ends(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
     let door = Door::new("ends")?;
-    // Who allocated it is killed first, with the buffer on its way and nobody else's yet.
+    // The process that allocated the buffer is killed first, while the buffer is in the socket and no other process has it.
     let (part, dma_buf) = door.take("allocate")?;
     part.kill()?;
     ensure!(bed.settled()? != before);
@@ -321,7 +321,7 @@ fn ends(bed: &mut Bed) -> Result<()> {
     }
     let b = buffer(fd, got.handle).map_err(errno)?;
     ensure!(b.state == abi::P2PMEM_BUFFER_LIVE && b.handles == 1, "{b:?}");
-    // Importers that are killed leave nothing, and take nothing from others.
+    // Importers that are killed keep nothing, and other holders lose nothing.
     for n in 0..3 {
         door.give(&n.to_string(), dma_buf.as_fd())?.kill()?;
         map.set(n * 4096, word(n * 4096));
@@ -372,7 +372,7 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     for user in users {
         user.finish()?;
     }
-    // Each handle has its event, in the order of handles; whoever has none is told of the provider alone.
+    // Each handle has its event, in the order of handles. A file without a handle gets the event of the provider only.
     let revoked = |file: BorrowedFd<'_>| -> Result<Vec<u32>> {
         let mut handles = Vec::new();
         loop {
@@ -394,7 +394,7 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     ensure!(sys::bus_errors() == errors + 1);
     let b = buffer(other.as_fd(), theirs.handle).map_err(errno)?;
     ensure!(b.state == abi::P2PMEM_BUFFER_GONE && b.handles == 3, "{b:?}");
-    // Nobody gets it any more, and is told why.
+    // No process can import the buffer again, and the refusal states the reason.
     expect(
         "IMPORT of a revoked buffer",
         import(fd, dma_buf.as_raw_fd()),

@@ -67,7 +67,7 @@ fn no_raw_frames(_: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Processor time after which a child counts as one that faults for ever. It needs some milliseconds.
+/// Processor time after which the child's fault counts as endless. The fault needs some milliseconds.
 const LIMIT: Duration = Duration::from_secs(10);
 
 const TABLE: usize = 2 << 20;
@@ -94,7 +94,7 @@ fn writes(_: &mut Bed) -> Result<()> {
     })?;
     ensure!(
         !libc::WIFSIGNALED(ended),
-        "signal {}: the write faulted for ever",
+        "signal {}: the write faulted without end",
         libc::WTERMSIG(ended)
     );
     ensure!(ended == 0, "the child ended with {ended:#x}");

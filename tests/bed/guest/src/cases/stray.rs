@@ -82,7 +82,7 @@ fn stray(bed: &mut Bed) -> Result<()> {
     let bus_addr = buffer(victim.file.as_fd(), victim.buffer.handle)
         .map_err(errno)?
         .bus_addr;
-    ensure!(bus_addr != 0, "the buffer's bus address is not told");
+    ensure!(bus_addr != 0, "the module does not report the buffer's bus address");
     fill(&victim.map, 1);
     let unchanged = |what: &str| check(&victim.map, 0, LEN, 1, 0).with_context(|| format!("{what}: the victim"));
     let dma_buf = export(victim.file.as_fd(), victim.buffer.handle, 0, &[(0, LEN as u64)]);

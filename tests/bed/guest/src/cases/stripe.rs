@@ -174,7 +174,7 @@ fn stripe(bed: &mut Bed) -> Result<()> {
         export(fd, 0, abi::P2PMEM_EXPORT_MAPPED, &across),
         libc::EXDEV,
     )?;
-    // A provider that leaves takes its part with it, and no other.
+    // The removal of a provider ends the stripe's part in it, and no other part.
     bed.unpublish("accel1")?;
     let states: Vec<u32> = parts
         .iter()
@@ -203,7 +203,7 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     );
     free_all(fd, &aligned)?;
 
-    // As many as can, within the room that there is, and no farther than allowed.
+    // As many parts as possible, within the free space and no farther than allowed.
     let most = near(bed, fd, &["nvme0"], wanted(60 * MIB, 0))?.map_err(errno)?;
     check(&most, 60 * MIB)?;
     ensure!(most.len() == 3, "{most:?}");
@@ -302,8 +302,8 @@ fn refused(bed: &mut Bed) -> Result<()> {
             |a| a.req.strategy = abi::P2PMEM_STRATEGY_SPREAD,
             libc::EINVAL,
         ),
-        ("too little room", |a| a.nr_parts = 1, libc::EINVAL),
-        ("no room", |a| (a.nr_parts, a.req.parts) = (0, 0), libc::EINVAL),
+        ("too little space", |a| a.nr_parts = 1, libc::EINVAL),
+        ("no space", |a| (a.nr_parts, a.req.parts) = (0, 0), libc::EINVAL),
         ("flags", |a| a.flags = 1, libc::EINVAL),
         ("more parts than there may be", |a| a.req.parts = 17, libc::E2BIG),
         ("more parts than pages", |a| a.req.size = PAGE, libc::EINVAL),

@@ -103,7 +103,7 @@ fn alloc_at(fd: BorrowedFd<'_>, provider: u32, size: u64) -> Result<abi::p2pmem_
     Ok(ask)
 }
 
-/// Allocates in a provider when it is told to, and keeps the buffer until it is told to end.
+/// Allocates in a provider and keeps the buffer, each when a line arrives on standard input.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let number = |at: usize| -> Result<u64> { Ok(arguments.get(at).context("an argument is missing")?.parse()?) };
     let (provider, size) = (number(0)?, number(1)?);
@@ -191,7 +191,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         );
         let code = alloc_at(file.as_fd(), accel, 4096).err();
         ensure!(code == Some(libc::ENODEV), "an allocation meanwhile: {code:?}");
-        // Whoever waits for it can be killed.
+        // A process that waits for the removal can be killed.
         ensure!(off.try_wait()?.is_none(), "the removal ended while the drive was at it");
         let killed = Instant::now();
         off.kill()?;
@@ -217,7 +217,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         );
         off.kill()?;
         off.wait()?;
-        // It can be made anew; the provider comes back when the drive is done.
+        // The directory can be created again; the provider returns when the drive is done.
         in_time!(busy(&block)?, "the drive was faster than the test: nothing was shown");
         fs::create_dir(&dir)?;
         let mut refused = 0;
@@ -300,7 +300,7 @@ fn cleared(bed: &Bed, size: u64) -> Result<()> {
     })
 }
 
-/// Waits until an allocation in the slow provider is under way: it has taken its memory.
+/// Waits until an allocation in the slow provider has taken its memory and clears it.
 fn await_taken(bed: &Bed, size: u64) -> Result<()> {
     until("the allocation has its memory", || {
         let provider = bed.provider("nvme1")?;
@@ -421,7 +421,7 @@ fn clear_in_fault(bed: &mut Bed) -> Result<()> {
     }
     in_time!(
         best < MOST_OF_CLEARING,
-        "whoever looked at a process whose memory was being cleared waited for {best:.2} of the time of clearing"
+        "reading /proc of a process whose memory was being cleared took {best:.2} of the time of clearing"
     );
     Ok(())
 }
@@ -431,11 +431,11 @@ fn share_of_mmap(bed: &Bed) -> Result<f64> {
     dirty_mapping(bed, |_, _| Ok(Duration::ZERO))
 }
 
-/// Maps memory that was in use and is cleared when it is touched. What `f` says it took, as a part of what clearing that memory
-/// takes, which it is told; or what mmap() took, where that is longer.
+/// Maps memory that was in use, which is cleared at the first access. Returns the time that `f` measures as a fraction of the
+/// time of clearing, which is `f`'s argument; or the fraction that mmap() took, if that is larger.
 fn dirty_mapping(bed: &Bed, f: impl FnOnce(&Mapping, Duration) -> Result<Duration>) -> Result<f64> {
     let (provider, size) = slow_memory(bed)?;
-    // The only provider with room is the slow one.
+    // The only provider with free space is the slow one.
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let full = alloc_at(file.as_fd(), accel.id, accel.largest).map_err(errno)?;
@@ -471,7 +471,7 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
     let (all, mut contended) = (rounds(100), 0);
     for round in 0..all {
-        // A request that needs what waits for the scrubber leaves the rest of it to be cleared as free memory.
+        // A request that needs memory which waits for the scrubber; the rest is then cleared as free memory.
         let whole = small(accel.largest).with_context(|| format!("round {round}"))?;
         let map = Mapping::shared(fd, whole.mmap_offset, accel.largest as usize).map_err(errno)?;
         map.set(accel.largest as usize - 8, 1);
@@ -660,13 +660,13 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
         let began = Instant::now();
         bed.unbind("accel0")?;
         took.push(began.elapsed());
-        // Each file was told of its handle, and that the provider is gone.
+        // Each file got the events of its handle and of the provider.
         for file in &open_files {
             let events = sys::read_events(file.as_fd(), 8 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
             let kinds = events.iter().map(|event| event.type_).collect::<Vec<_>>();
             ensure!(
                 kinds == [abi::P2PMEM_EVENT_BUFFER_REVOKED, abi::P2PMEM_EVENT_PROVIDER_REMOVED],
-                "a file was told of {kinds:?}"
+                "a file got the events {kinds:?}"
             );
         }
         drop(registered);

@@ -228,7 +228,7 @@ fn recorded(bed: &mut Bed) -> Result<()> {
     ensure!(report.status.success(), "{}", String::from_utf8_lossy(&report.stderr));
     let report = String::from_utf8_lossy(&report.stdout).into_owned();
     let events: Vec<Event> = report.lines().filter_map(Event::parse).collect();
-    // trace-cmd does not tell how the program ended.
+    // trace-cmd does not report the program's exit status.
     let done = fs::read(done)?;
     ensure!(!done.is_empty(), "the program failed, after:\n{report}");
     let done: Vec<Event> = serde_json::from_slice(&done)?;

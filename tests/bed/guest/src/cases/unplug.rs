@@ -75,7 +75,7 @@ fn words(map: &Mapping) -> Vec<u64> {
     (0..map.len()).step_by(8).map(|at| map.get(at)).collect()
 }
 
-/// Who has memory of shm0, in every way there is.
+/// Holders of memory of shm0, one of each kind.
 struct Users {
     file: File,
     handle: u32,
@@ -112,7 +112,7 @@ impl Users {
         })
     }
 
-    /// All were told that it is gone, and let go of it.
+    /// Checks that all holders were notified of the end, and releases what they hold.
     fn have_lost_it(self, provider: u32) -> Result<()> {
         for (file, handle) in [(&self.file, self.handle), (&self.other, self.shared)] {
             await_loss(file, handle, provider)?;
@@ -129,7 +129,7 @@ impl Users {
 fn unplug(bed: &mut Bed) -> Result<()> {
     let name = || "shm0".to_owned();
     let rounds = rounds(ROUNDS);
-    // Nothing is left of it, so that whoever asks for memory gets that of shm0.
+    // The other provider is full, so every further allocation gets memory of shm0.
     let survivor = Survivor::new(bed, 0)?;
     let wire = Wire::new(bed)?;
     let sysfs = bed.device("shm0")?.sysfs();

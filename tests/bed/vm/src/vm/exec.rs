@@ -166,7 +166,7 @@ impl Vm {
                     }
                     Ok(ToHost::Listening { id: which }) if which == id => listening(),
                     Ok(ToHost::Request { id, request }) => {
-                        let result = self.serve(&request).map_err(|e| Overrun::tell(&e));
+                        let result = self.serve(&request).map_err(|e| Overrun::to_text(&e));
                         let _ = wire::write_control(&mut self.port, &ToGuest::Reply { id, result });
                     }
                     Ok(_) => {}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The least adapter that an engine can work for: memory that every key allows all of, one queue pair with a send queue, and
-//! completions that go to whoever drives the adapter. The tests with threads use this adapter too.
+//! A minimal adapter for an engine: memory that every key gives full access to, one queue pair with a send queue, and
+//! completions for the caller. The tests with threads use this adapter too.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -148,8 +148,8 @@ impl Host for Adapter {
         self.port.send(packets);
     }
 
-    fn has_room(&mut self, dlid: u16) -> bool {
-        self.port.has_room(dlid)
+    fn has_space(&mut self, dlid: u16) -> bool {
+        self.port.has_space(dlid)
     }
 
     fn in_flight(&mut self, dlid: u16) -> bool {

@@ -49,7 +49,7 @@ impl Node {
         for delivery in self.inbox.try_iter() {
             match delivery {
                 Delivery::Packets(burst) => self.engine.packets(&mut self.adapter, burst),
-                Delivery::Room => self.engine.room(),
+                Delivery::PathReady => self.engine.path_ready(),
                 Delivery::Link(up) => println!("the link is {}", if up { "up" } else { "down" }),
             }
         }

@@ -32,7 +32,7 @@ pub(super) mod syndrome {
     pub(in crate::engine) const REMOTE_OPERATION: u8 = 3;
 }
 
-/// The time that a code of 0 to 31 tells to wait until there is a receive.
+/// The time of an RNR NAK timer code, 0 to 31.
 pub(super) fn rnr_time(code: u8) -> Duration {
     // In units of 10 us. All but the first few double every second code.
     const UNITS: [u32; 32] = [
@@ -53,8 +53,8 @@ impl Qp {
             return;
         }
         if self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty() {
-            // Bounded: they answer what this side sent, and that is bounded by its windows, but for answers that nobody
-            // asked for.
+            // Bounded: the answers belong to packets of this side, whose number its windows limit. The limit here is for answers
+            // without such a packet.
             if self.requester.answers.len() < BACKLOG {
                 self.requester.answers.push_back(packet);
                 cx.hold(&mut self.requester.hold);

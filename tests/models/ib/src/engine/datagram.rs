@@ -94,7 +94,7 @@ impl Qp {
         };
         let bytes = packet.payload.bytes();
         let length = GRH_BYTES + bytes.len();
-        if length as u64 > receive.room() || bytes.len() as u64 > MAX_PAYLOAD {
+        if length as u64 > receive.space() || bytes.len() as u64 > MAX_PAYLOAD {
             self.complete_receive(cx, &receive, Status::LocalLength, Received::Send, false, None);
             return self.end_datagram(cx);
         }

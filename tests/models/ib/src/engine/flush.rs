@@ -13,8 +13,8 @@ use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
 /// Work requests flushed in one turn and direction.
 const TURN_WORKS: usize = 64;
-/// When a queue pair in the error state is first looked at for receives posted since: nothing tells of them. While there
-/// are none, twice as much time passes every time.
+/// The time until a queue pair in the error state is first checked for new receives, which cause no event. The time doubles
+/// each time that there is none.
 const LOOK_AGAIN: Duration = Duration::from_millis(1);
 /// The longest time between two looks.
 const LOOK_AT_LEAST: Duration = Duration::from_millis(16);

@@ -92,7 +92,7 @@ pub(super) struct Qp {
     pub(super) ack_timeout: u8,
     pub(super) max_initiated: u8,
     pub(super) max_served: u8,
-    /// In SQD: tell when the send queue has come to rest.
+    /// In SQD: report when the send queue is drained.
     drained_event: bool,
     /// In SQD: it has.
     drained: bool,
@@ -301,7 +301,7 @@ impl Qp {
         cx.shared.wake.push(self.number);
     }
 
-    /// An error that no completion tells of.
+    /// Handles an error that no completion reports.
     pub(super) fn fatal(&mut self, cx: &mut Context<'_>) {
         if self.state != State::Err {
             cx.host.event(Event::QpFatal { qpn: self.number });

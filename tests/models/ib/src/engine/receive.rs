@@ -31,15 +31,15 @@ pub(super) struct Receive {
 }
 
 impl Receive {
-    /// Bytes that it has room for.
-    pub(super) fn room(&self) -> u64 {
-        let room = self
+    /// Size of the receive's memory in bytes.
+    pub(super) fn space(&self) -> u64 {
+        let space = self
             .work
             .pieces
             .iter()
             .map(|piece| u64::from(piece.length))
             .sum::<u64>();
-        room.min(u32::MAX.into())
+        space.min(u32::MAX.into())
     }
 
     /// Writes `bytes` at `offset` of the pieces together.

@@ -39,7 +39,7 @@ const TURN_PACKETS: usize = 256;
 const TURN_BYTES: usize = 128 << 10;
 /// How many work requests one turn may begin.
 const TURN_WORKS: usize = 64;
-/// An acknowledgement is asked for with every packet whose number is a multiple of this.
+/// Every packet whose PSN is a multiple of this requests an acknowledgement.
 const ACK_EVERY: u32 = 32;
 /// Longest message.
 const MAX_MESSAGE: u64 = 1 << 31;
@@ -156,7 +156,7 @@ pub(super) struct Requester {
     recovering: bool,
     retries: u8,
     rnr_retries: u8,
-    /// The other side asked to wait until then.
+    /// The end of the wait that an RNR NAK requested.
     rnr_until: Option<Duration>,
     /// When acknowledgements are overdue.
     ack_due: Option<Duration>,
@@ -168,7 +168,7 @@ pub(super) struct Requester {
     pub(super) answers: VecDeque<Packet>,
     /// Bytes of answers not yet written: offset in the work's memory, and what.
     pub(super) arriving: Option<(u32, Slice)>,
-    /// While answers wait here, the packets that brought them count as being on their way.
+    /// While answers wait here, the packets that brought them count as in flight.
     pub(super) hold: Option<crate::fabric::Hold>,
 }
 
@@ -346,7 +346,7 @@ impl Qp {
             }
             match self.send_made(cx, &mut packets, &mut bytes) {
                 Sent::All => {}
-                Sent::NoRoom => {
+                Sent::PathFull => {
                     cx.shared.blocked.push(self.number);
                     return Turn::Rest;
                 }
@@ -388,8 +388,8 @@ impl Qp {
             }
             let dlid = unacked.packet.dlid;
             if asked != Some(dlid) {
-                if dlid < MULTICAST_LID && !cx.host.has_room(dlid) {
-                    return Sent::NoRoom;
+                if dlid < MULTICAST_LID && !cx.host.has_space(dlid) {
+                    return Sent::PathFull;
                 }
                 asked = Some(dlid);
             }
@@ -869,7 +869,7 @@ impl Qp {
 /// How far sending came.
 enum Sent {
     All,
-    NoRoom,
+    PathFull,
     Bound,
 }
 

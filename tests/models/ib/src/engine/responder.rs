@@ -108,7 +108,7 @@ pub(super) struct Responder {
     finishing: Option<Packet>,
     /// An acknowledgement is to be sent.
     ack_due: bool,
-    /// While there is a backlog or a read, the packets that brought it count as being on their way.
+    /// While there is a backlog or a read, the packets that brought it count as in flight.
     pub(super) hold: Option<Hold>,
 }
 
@@ -158,7 +158,7 @@ impl Qp {
                 self.responder.backlog.push_back(packet);
                 cx.hold(&mut self.responder.hold);
             } else {
-                // As if it had been lost on its way.
+                // As if the packet had been lost.
                 cx.shared.counters.packets_dropped += 1;
             }
             return;
@@ -365,10 +365,10 @@ impl Qp {
         }
         let total = got + packet.payload.len() as u64;
         if let Some(receive) = &mut self.responder.receive {
-            if total > receive.room() {
+            if total > receive.space() {
                 return Err(Refusal::TooLong);
             }
-            // Not truncated: there is room, and no receive has room for 4 GiB.
+            // Not truncated: the receive has enough space, and no receive has space for 4 GiB.
             receive.length = total as u32;
         }
         let is_last = !matches!(operation, SEND_FIRST | SEND_MIDDLE);
@@ -484,8 +484,8 @@ impl Qp {
         }
     }
 
-    /// Writes what arrived before unless `payload` goes on from it. Returns whether there is room for it now: not if that
-    /// has to wait for a page.
+    /// Writes the data that arrived before unless `payload` continues it. Returns whether `payload` can be stored now: false if
+    /// the write has to wait for a page.
     fn make_way_for(&mut self, cx: &mut Context<'_>, target: Target, payload: &Slice) -> Result<bool, Refusal> {
         let joins = match &self.responder.arriving {
             None => true,
@@ -596,7 +596,7 @@ impl Qp {
         }
     }
 
-    /// Sends a NAK and ends the queue pair, the way the refusal asks for. Unreliable services say nothing.
+    /// Sends the NAK of the refusal and ends the queue pair if the refusal requires that. Unreliable services send nothing.
     fn refuse(&mut self, cx: &mut Context<'_>, psn: u32, refusal: Refusal) {
         let counters = &mut cx.shared.counters;
         let (code, event, status) = match refusal {
@@ -683,7 +683,7 @@ impl Qp {
         let Some(reading) = self.responder.reading else {
             return Turn::Rest;
         };
-        if !cx.host.has_room(self.dlid()) {
+        if !cx.host.has_space(self.dlid()) {
             cx.shared.blocked.push(self.number);
             return Turn::Rest;
         }

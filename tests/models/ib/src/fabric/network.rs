@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet without threads: who is where, which links lead there, and what they do to packets. Time is told to it.
+//! The subnet without threads: ports, links and routes, and the faults of links. The caller passes the time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use tracing::{debug, info};
 
 use super::sa::{Record, SubnetAdministrator};
-use super::transit::{Deliver, Way};
+use super::transit::{Deliver, PortPath};
 use super::{Burst, Delivery, Faults, LinkCounters, PortConfig, Topology, TopologyError};
 use crate::packet::{Gid, MULTICAST_LID, PERMISSIVE_LID, Packet};
 
@@ -45,7 +45,7 @@ struct Delayed {
     burst: Burst,
 }
 
-/// What happens to a packet on its way.
+/// What a link does to a packet.
 struct Fate {
     delay: Duration,
     copies: usize,
@@ -59,9 +59,9 @@ pub(crate) struct Network {
     /// Links from switch to switch; none for the same switch.
     routes: HashMap<(usize, usize), Vec<usize>>,
     members: BTreeMap<u16, Member>,
-    ways: HashMap<(u16, u16), Arc<Way>>,
+    paths: HashMap<(u16, u16), Arc<PortPath>>,
     delayed: BTreeMap<(Duration, u64), Delayed>,
-    /// For each way with delayed packets, how many, and when the last of them is due.
+    /// For each path with delayed packets, their number, and the time when the last of them is due.
     last_due: HashMap<(u16, u16), (usize, Duration)>,
     sequence: u64,
     administrator: SubnetAdministrator,
@@ -85,7 +85,7 @@ impl Network {
             links: BTreeMap::new(),
             routes: HashMap::new(),
             members: BTreeMap::new(),
-            ways: HashMap::new(),
+            paths: HashMap::new(),
             delayed: BTreeMap::new(),
             last_due: HashMap::new(),
             sequence: 0,
@@ -136,7 +136,7 @@ impl Network {
             .map(|(number, _)| *number)
     }
 
-    /// The shortest ways between switches along links that are up.
+    /// Finds the shortest paths between switches along links that are up.
     fn find_routes(&mut self) {
         self.routes.clear();
         for from in 0..self.switches.len() {
@@ -195,11 +195,11 @@ impl Network {
         let Some(member) = self.members.remove(&lid) else {
             return;
         };
-        info!(port = member.name, lid, "port leaves the subnet");
+        info!(port = member.name, lid, "port is removed from the subnet");
         self.links.remove(&member.link);
         self.administrator.remove(lid);
         self.forget_delayed(|delayed| delayed.from == lid || delayed.to == lid);
-        self.ways.retain(|(from, to), _| *from != lid && *to != lid);
+        self.paths.retain(|(from, to), _| *from != lid && *to != lid);
     }
 
     fn port_link(&mut self, lid: u16) -> Option<&mut Link> {
@@ -235,7 +235,7 @@ impl Network {
         }
     }
 
-    /// The link between two switches, for a change; ways are looked for anew after it.
+    /// Returns the link between two switches, for a change. The caller finds the routes again after it.
     pub(crate) fn change_switch_link(
         &mut self,
         a: &str,
@@ -285,26 +285,26 @@ impl Network {
         }
     }
 
-    fn way(&mut self, from: u16, to: u16) -> Option<&Arc<Way>> {
+    fn path(&mut self, from: u16, to: u16) -> Option<&Arc<PortPath>> {
         let member = self.members.get(&from);
         if member.is_none() && from != SM_LID || !self.members.contains_key(&to) {
             return None;
         }
-        let way = self.ways.entry((from, to)).or_insert_with(|| {
+        let path = self.paths.entry((from, to)).or_insert_with(|| {
             let deliver = member.map_or_else(|| Arc::new(|_| {}) as Deliver, |member| member.deliver.clone());
-            Arc::new(Way::new(deliver))
+            Arc::new(PortPath::new(deliver))
         });
-        Some(way)
+        Some(path)
     }
 
-    pub(crate) fn has_room(&mut self, from: u16, to: u16) -> bool {
-        self.ways.get(&(from, to)).is_none_or(|way| way.has_room())
+    pub(crate) fn has_space(&mut self, from: u16, to: u16) -> bool {
+        self.paths.get(&(from, to)).is_none_or(|path| path.has_space())
     }
 
     pub(crate) fn in_flight(&self, a: u16, b: u16) -> bool {
         [(a, b), (b, a)]
             .iter()
-            .any(|ends| self.ways.get(ends).is_some_and(|way| way.is_busy()))
+            .any(|ends| self.paths.get(ends).is_some_and(|path| path.is_busy()))
     }
 
     /// When the next delayed packets are due.
@@ -429,8 +429,8 @@ impl Network {
     }
 
     fn depart(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
-        let Some(way) = self.way(from, to) else { return };
-        let flight = way.depart(packets.len());
+        let Some(path) = self.path(from, to) else { return };
+        let flight = path.depart(packets.len());
         let burst = Burst {
             packets,
             flight: Some(flight),
@@ -449,7 +449,7 @@ impl Network {
 
     /// A packet for the subnet manager.
     fn administer(&mut self, from: u16, packet: &Packet, now: Duration) {
-        // The way there has to be whole.
+        // All links of the path have to be up.
         if self.fate(from, SM_LID).is_none() {
             return;
         }

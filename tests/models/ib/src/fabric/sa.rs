@@ -2,9 +2,9 @@
 
 //! Subnet administration: answers to the management datagrams that hosts send to the subnet manager's LID.
 //!
-//! It knows what hosts' stacks ask for: paths (connection managers), multicast membership (IP over InfiniBand and
-//! multicast programs), and its own capabilities. Everything else is answered as unsupported. What it answers is the truth
-//! of this fabric: LIDs and GIDs of the ports that joined, and multicast groups as ports join and leave them.
+//! Supports the requests of hosts' stacks: paths (connection managers), multicast membership (IP over InfiniBand and
+//! multicast programs), and its own capabilities. All other requests are answered as unsupported. The answers describe this
+//! fabric: LIDs and GIDs of the ports that have joined, and multicast groups as ports join and quit them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -423,7 +423,7 @@ impl SubnetAdministrator {
         })
     }
 
-    /// A name for a group that was asked for without one: link-local and transient, of a range for this purpose.
+    /// Returns a GID for a group that was requested without one: link-local and transient, of a range for this purpose.
     fn new_mgid(&mut self) -> Gid {
         self.named += 1;
         let mut gid = [0; 16];

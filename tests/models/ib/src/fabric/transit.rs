@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What is on its way: how much, whether a way has room for more, and whether what went along it has been worked on.
+//! Packets in flight: their number, whether a path takes more, and whether all packets of a path have been processed.
 //!
-//! Two things are counted for each way between two ports. `queued` packets have arrived and lie in the other adapter's
-//! inbox (or are being delayed): when there are too many, senders wait, as they would for credits on a real link. `busy`
-//! bursts have not been worked on altogether: while there are any, nothing that is missing is taken for lost, however slow
-//! the other adapter's thread may be.
+//! Each path between two ports has two counters. `queued` packets have arrived in the other adapter's inbox, or are being
+//! delayed: if there are too many, senders wait, as they would for credits of a real link. `busy` bursts have not been
+//! processed completely: while there are any, no missing packet counts as lost, however slow the other adapter's thread is.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,24 +12,24 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Delivery;
 
-/// Packets queued on a way from which on it has no room.
+/// The number of queued packets at which a path takes no more.
 const FULL: usize = 2048;
-/// Packets queued from which down it has room again.
+/// The number of queued packets at which a full path takes packets again.
 const LOW: usize = FULL / 2;
 
 /// Puts something into an adapter's inbox.
 pub(super) type Deliver = Arc<dyn Fn(Delivery) + Send + Sync>;
 
-/// The way from one port to another.
-pub(super) struct Way {
+/// The path from one port to another.
+pub(super) struct PortPath {
     queued: AtomicUsize,
     busy: AtomicUsize,
-    /// The sender was told that there is no room, and waits.
+    /// The sender has found the path full, and waits.
     waiting: AtomicBool,
     sender: Deliver,
 }
 
-impl Way {
+impl PortPath {
     pub(super) fn new(sender: Deliver) -> Self {
         Self {
             queued: AtomicUsize::new(0),
@@ -40,13 +39,13 @@ impl Way {
         }
     }
 
-    /// Whether there is room. If not, the sender is told when there is.
-    pub(super) fn has_room(&self) -> bool {
+    /// Returns whether the path takes more packets. If not, the sender is notified when it does.
+    pub(super) fn has_space(&self) -> bool {
         if self.queued.load(Ordering::SeqCst) < FULL {
             return true;
         }
         self.waiting.store(true, Ordering::SeqCst);
-        // Packets that went after the first look told nobody.
+        // Packets that were processed after the first check notified no sender.
         if self.queued.load(Ordering::SeqCst) <= LOW {
             self.waiting.store(false, Ordering::SeqCst);
             return true;
@@ -58,60 +57,62 @@ impl Way {
         self.busy.load(Ordering::SeqCst) > 0
     }
 
-    /// Puts packets on the way.
+    /// Puts packets on the path.
     pub(super) fn depart(self: &Arc<Self>, packets: usize) -> Flight {
         self.queued.fetch_add(packets, Ordering::SeqCst);
         self.busy.fetch_add(1, Ordering::SeqCst);
         Flight {
-            way: self.clone(),
+            path: self.clone(),
             packets,
         }
     }
 }
 
-impl fmt::Debug for Way {
+impl fmt::Debug for PortPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Way")
+        f.debug_struct("PortPath")
             .field("queued", &self.queued)
             .field("busy", &self.busy)
             .finish_non_exhaustive()
     }
 }
 
-/// Packets on their way, until they have been taken from the inbox and worked on.
+/// Packets in flight, until they have been taken from the inbox and processed.
 #[derive(Debug)]
 pub(crate) struct Flight {
-    way: Arc<Way>,
+    path: Arc<PortPath>,
     packets: usize,
 }
 
 impl Flight {
     /// Something of the packets is kept: they have been taken, but not been worked on altogether.
     pub(crate) fn hold(&self) -> Hold {
-        self.way.busy.fetch_add(1, Ordering::SeqCst);
-        Hold { way: self.way.clone() }
+        self.path.busy.fetch_add(1, Ordering::SeqCst);
+        Hold {
+            path: self.path.clone(),
+        }
     }
 }
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        self.way.busy.fetch_sub(1, Ordering::SeqCst);
-        let left = self.way.queued.fetch_sub(self.packets, Ordering::SeqCst) - self.packets;
-        if left <= LOW && self.way.waiting.swap(false, Ordering::SeqCst) {
-            (self.way.sender)(Delivery::Room);
+        self.path.busy.fetch_sub(1, Ordering::SeqCst);
+        let left = self.path.queued.fetch_sub(self.packets, Ordering::SeqCst) - self.packets;
+        if left <= LOW && self.path.waiting.swap(false, Ordering::SeqCst) {
+            (self.path.sender)(Delivery::PathReady);
         }
     }
 }
 
-/// Packets that are kept by whom they were for.
+/// Packets that the receiving adapter keeps.
 #[derive(Debug)]
 pub(crate) struct Hold {
-    way: Arc<Way>,
+    path: Arc<PortPath>,
 }
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        self.way.busy.fetch_sub(1, Ordering::SeqCst);
+        self.path.busy.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -124,29 +125,29 @@ mod tests {
     #[test]
     fn a_full_way_tells_when_it_has_room_again() {
         let (sender, inbox) = mpsc::channel();
-        let way = Arc::new(Way::new(Arc::new(move |delivery| sender.send(delivery).unwrap())));
-        let first = way.depart(FULL - LOW);
-        assert!(way.has_room());
-        let second = way.depart(LOW);
-        assert!(!way.has_room());
+        let path = Arc::new(PortPath::new(Arc::new(move |delivery| sender.send(delivery).unwrap())));
+        let first = path.depart(FULL - LOW);
+        assert!(path.has_space());
+        let second = path.depart(LOW);
+        assert!(!path.has_space());
         assert!(inbox.try_recv().is_err());
         drop(first);
-        assert!(matches!(inbox.try_recv(), Ok(Delivery::Room)));
-        assert!(way.has_room());
-        // Told once only.
+        assert!(matches!(inbox.try_recv(), Ok(Delivery::PathReady)));
+        assert!(path.has_space());
+        // Notified once only.
         drop(second);
         assert!(inbox.try_recv().is_err());
     }
 
     #[test]
     fn what_is_held_is_busy_but_takes_no_room() {
-        let way = Arc::new(Way::new(Arc::new(|_| {})));
-        let flight = way.depart(FULL);
+        let path = Arc::new(PortPath::new(Arc::new(|_| {})));
+        let flight = path.depart(FULL);
         let hold = flight.hold();
         drop(flight);
-        assert!(way.is_busy());
-        assert!(way.has_room());
+        assert!(path.is_busy());
+        assert!(path.has_space());
         drop(hold);
-        assert!(!way.is_busy());
+        assert!(!path.is_busy());
     }
 }

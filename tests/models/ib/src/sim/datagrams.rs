@@ -419,7 +419,7 @@ fn groups_are_made_joined_left_and_end() {
     assert_eq!(record[32..40], [1, 2, 3, 4, 0xc0, 1, 0x83, 5]);
     assert_eq!(record[44..48], [0x31, 0x23, 0x45, 7]);
     assert_eq!(ask(&mut world, 0, create([9, 2, 3, 4])).0, 0x200);
-    // Members only leave what they are in; with the last full member the group ends.
+    // A member can only quit a membership that it has; the group ends with its last full member.
     assert_eq!(leave(&mut world, 1, &other, 1), 0x200);
     assert_eq!(leave(&mut world, 0, &other, 2), 0x200);
     assert_eq!(leave(&mut world, 0, &other, 1), 0);
@@ -431,7 +431,7 @@ fn groups_are_made_joined_left_and_end() {
     assert_eq!(join(&mut world, 0, &[0xfe; 16], 1).0, 0x200);
     let stranger = mad(2, 0x38, JOIN, &[(0, &BROADCAST), (16, &[9; 16]), (48, &[1])]);
     assert_eq!(ask(&mut world, 0, stranger).0, 0x500);
-    // What goes, leaves.
+    // A port that is removed from the subnet is removed from its groups.
     let lid = world.lid(1);
     world.network.borrow_mut().leave(lid);
     assert_eq!(leave(&mut world, 0, &BROADCAST, 1), 0);

@@ -4,7 +4,7 @@
 
 use super::*;
 
-/// Lets the world run; whenever nothing happens any more, pages asked for are brought. Returns how many.
+/// Runs the world, and provides requested pages whenever nothing else happens. Returns the number of pages.
 fn run_with_pages(world: &mut World) -> usize {
     let mut served = 0;
     loop {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Properties: whatever is asked for, over whatever link, ends in order, exactly once, with the right bytes; and packets
-//! that make no sense do no harm.
+//! Properties: every request, over every link, completes in order, exactly once, with the right bytes; and malformed packets
+//! do no harm.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -271,7 +271,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
     }
     assert!(
         !world.network.borrow().in_flight(world.lid(0), world.lid(1)),
-        "nothing is left on its way"
+        "no packet is in flight"
     );
 }
 
@@ -389,7 +389,7 @@ proptest! {
             node.next = node.engine.run(&mut node.toy);
         }
         world.run_for(Duration::from_secs(5));
-        // Everything that was asked for has ended, some way.
+        // Every request has completed, with success or an error.
         prop_assert_eq!(world.sends(0).len(), outstanding.len());
     }
 }

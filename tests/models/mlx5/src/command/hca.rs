@@ -53,7 +53,7 @@ pub(super) fn query_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) ->
     Ok(())
 }
 
-/// Pages were never asked for: what is offered is not taken, and there is nothing to give back.
+/// The adapter requests no pages: it ignores pages that the driver gives, and has none to return.
 pub(super) fn manage_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     const CANNOT_GIVE: u64 = 0;
     const TAKE: u64 = 2;

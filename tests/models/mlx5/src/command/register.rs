@@ -10,7 +10,7 @@ use crate::model::Model;
 const READ: u32 = 1;
 /// The only port.
 const PORT: u32 = 1;
-/// PTYS: the kind of protocol asked about.
+/// PTYS: the kind of protocol in the query.
 const PROTOCOL_INFINIBAND: u32 = 1;
 /// All link speeds up to HDR, as bits.
 const SPEEDS: u32 = 0x7f;
@@ -35,7 +35,7 @@ pub(super) fn access(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     };
     let from = access_register_in::REGISTER_DATA.of(input);
     let to = access_register_out::REGISTER_DATA.of_mut(output);
-    // What is read begins as what was sent, which says what is asked about.
+    // The answer begins with the query, which has the selector fields.
     let len = from.len().min(to.len());
     to[..len].copy_from_slice(&from[..len]);
     let needed = match register {
@@ -103,7 +103,7 @@ pub(super) fn check_port(port: u32) -> Outcome {
 fn port_type(register: &mut [u8]) -> Outcome {
     check_port(ptys_reg::LOCAL_PORT.get32(register))?;
     if ptys_reg::PROTO_MASK.get32(register) & PROTOCOL_INFINIBAND == 0 {
-        // There is no Ethernet to tell of.
+        // There is no Ethernet to report.
         return Ok(());
     }
     ptys_reg::IB_LINK_WIDTH_CAPABILITY.set(register, WIDTHS);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about counters: of the port, and of sets that queue pairs are told to count in.
+//! Commands for counters: those of the port, and counter sets that queue pairs are assigned to.
 
 use p2pmem_ib::{Counters, LinkCounters};
 

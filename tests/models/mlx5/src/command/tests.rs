@@ -118,7 +118,7 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(config(if cfg!(debug_assertions) { 200 } else { 2000 }))]
 
-    /// Whatever comes, everything is answered with as many bytes as were asked for, and a refusal has a status.
+    /// Every command gets an answer of as many bytes as the driver provided, and a refusal has a status.
     #[test]
     fn any_command(inputs in proptest::collection::vec((input(), 16_usize..700), 1..60)) {
         let mut model = initialised();

@@ -10,7 +10,7 @@ use crate::layout::constants::{
 };
 use crate::layout::ifc::mkc;
 
-/// Lists of translations come in multiples of so many units of 16 bytes, beyond what the driver made room for if need be.
+/// The length of a translation list is rounded up to a multiple of this many units of 16 bytes.
 const LIST_UNIT: u64 = MLX5_UMR_FLEX_ALIGNMENT as u64 / 16;
 /// What a key that is bound to no queue pair has for its number.
 const ANY_QP: u32 = 0xff_ffff;
@@ -51,7 +51,7 @@ pub(super) struct Context {
     /// Length in bytes; `None` for all there is.
     pub(super) len: Option<u64>,
     pub(super) log_page_size: u32,
-    /// Room for translations, in units of 16 bytes.
+    /// Space for translations, in units of 16 bytes.
     pub(super) octwords: u64,
 }
 

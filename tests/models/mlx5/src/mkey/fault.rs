@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Page faults: what the driver was asked to make present, until it says that it has.
+//! Page faults: pages that the driver has to make present, until it reports that it has.
 //!
-//! Accesses that miss the same pages share one fault, so that a burst of packets does not become a burst of events.
+//! Accesses to the same missing pages share one fault, so that a burst of packets does not become a burst of events.
 
 use std::collections::BTreeMap;
 
@@ -47,7 +47,7 @@ pub(super) struct Faults {
     enabled: bool,
     next: u64,
     pending: BTreeMap<u64, PageFault>,
-    /// Those the driver has not been told of yet.
+    /// Faults that are not yet reported to the driver.
     fresh: Vec<PageFault>,
     raised: u64,
 }
@@ -94,7 +94,7 @@ impl Mkeys {
         self.faults.enabled = listen;
     }
 
-    /// Takes the page faults that the driver has not been told of.
+    /// Returns the page faults that are not yet reported to the driver, and marks them as reported.
     pub fn take_faults(&mut self) -> Vec<PageFault> {
         std::mem::take(&mut self.faults.fresh)
     }

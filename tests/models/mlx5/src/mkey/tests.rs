@@ -637,7 +637,7 @@ fn keys_of_keys_end_somewhere() {
     let mut keys = keys();
     let fields = [(mkc::LEN, 64), (mkc::LENGTH64, 0), (mkc::TRANSLATIONS_OCTWORD_SIZE, 4)];
     let key = add(&mut keys, &create(2, &fields, &[]));
-    // A key without pieces has no room, one of itself no end.
+    // A key without ranges has no memory; a key that contains itself has no end.
     let read = access(key, Rights::LocalRead, 0, 64);
     assert_eq!(resolve(&mut keys, &read), Err(Fault::Bounds));
     let circle = umr(key, 0xc0, 0, &[], &List::Inline(pieces(&[(64, key, 0)])));
@@ -756,7 +756,11 @@ fn translations_have_their_room() {
     keys.apply(&at(28), &[], &USER).unwrap();
     assert_eq!(keys.words(), 64);
     for octword in [29, u64::from(u32::MAX) - 4, 1 << 32, u64::MAX] {
-        assert_eq!(keys.apply(&at(octword), &[], &USER), Err(UmrError::Room), "{octword}");
+        assert_eq!(
+            keys.apply(&at(octword), &[], &USER),
+            Err(UmrError::NoSpace),
+            "{octword}"
+        );
     }
     keys.apply(&at(0), &[], &USER).unwrap();
     keys.destroy(key >> 8).unwrap();
@@ -787,7 +791,7 @@ fn who_scatters_too_much_gets_nothing() {
     };
     assert_eq!(keys.resolve(&more, &mut extents), Err(Fault::Bounds));
     assert_eq!(extents.len(), 1, "nothing is left of an access that failed");
-    // Nor does it take for ever where the ranges can be joined.
+    // If the ranges can be joined, the resolution ends as well.
     let same = pages(&[0x10000 | 3; 512]);
     let page = add(
         &mut keys,

@@ -7,7 +7,7 @@ use p2pmem_ib::Rights;
 use super::REPEAT;
 use super::context::{Context, Mode};
 
-/// Bits of a page entry that tell what it is present for.
+/// Bits of a page entry: the kinds of access for which the page is present.
 const PRESENT_READ: u64 = 1;
 const PRESENT_WRITE: u64 = 2;
 /// Bits of a page entry that are no address.
@@ -170,8 +170,8 @@ impl Translations {
         }
     }
 
-    /// Where `address`, which lies in the key's range, leads, for at most `len` bytes (at least one). `None` if the key has
-    /// no room for a translation of it.
+    /// Translates `address`, which is in the key's range, for at most `len` bytes (at least one). Returns `None` if the key has
+    /// no space for a translation of the address.
     pub(super) fn find(&self, context: &Context, address: u64, len: u64) -> Option<Piece> {
         match self {
             Self::None => Some(Piece::Bus {

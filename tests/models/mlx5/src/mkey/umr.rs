@@ -83,9 +83,9 @@ pub enum UmrError {
     /// The key is in use and should not be.
     #[error("the key is not free")]
     InUse,
-    /// The key has no room for these translations, or the device none.
-    #[error("no room for the translations")]
-    Room,
+    /// The key or the device has no space for these translations.
+    #[error("no space for the translations")]
+    NoSpace,
     /// The list of translations is shorter than it should be.
     #[error("translations are missing")]
     List,
@@ -244,13 +244,13 @@ impl Mkeys {
         if umr.flags & MUST_NOT_BE_FREE != 0 && context.free {
             return Err(UmrError::Free);
         }
-        let end = umr.octword.checked_add(umr.octwords).ok_or(UmrError::Room)?;
+        let end = umr.octword.checked_add(umr.octwords).ok_or(UmrError::NoSpace)?;
         if umr.octwords != 0 && end > context.octwords {
-            return Err(UmrError::Room);
+            return Err(UmrError::NoSpace);
         }
         let after = words - key.translations.words() + key.translations.words_with(umr.octword, list.len());
         if after > limit {
-            return Err(UmrError::Room);
+            return Err(UmrError::NoSpace);
         }
         for (_, fields) in FIELDS.iter().filter(|(bit, _)| umr.mask & bit != 0) {
             for field in *fields {

@@ -247,7 +247,7 @@ impl Driver {
         self.command(&input, output_len)
     }
 
-    /// The way from a reset to an adapter that works, with one access region, protection domain and key.
+    /// Initialises the adapter after a reset, with one UAR, one protection domain and one key.
     pub fn init(&mut self) {
         use ifc::*;
         self.run(op::ENABLE_HCA, enable_hca_in::BYTES, enable_hca_out::BYTES, |_| {})
@@ -379,7 +379,7 @@ impl Driver {
         self.client().write(0, offset, &data).unwrap();
     }
 
-    /// The next completion, if there is one; the queue is told that it was read.
+    /// Returns the next completion, if there is one, and updates the queue's consumer index.
     pub fn completion(&self, ring: &mut Ring) -> Option<Vec<u8>> {
         let entry = self.entry(ring, CQE)?;
         self.write(ring.record, &(ring.next & 0xff_ffff).to_be_bytes());

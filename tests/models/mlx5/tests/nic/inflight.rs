@@ -78,8 +78,8 @@ impl Held {
         assert!(status.held && status.expired == 0, "{status:?}");
     }
 
-    /// Uses the memory for something else, lets the transfer go on if it is held still, and tells whether the memory was
-    /// written to.
+    /// Uses the memory for other contents, releases the transfer if it is still held, and returns whether the transfer wrote to
+    /// the memory.
     fn is_written_to(&mut self) -> bool {
         let other = pattern(LEN, 2);
         self.driver.write(self.to, &other);
@@ -131,7 +131,7 @@ impl Held {
     }
 }
 
-/// The first bit of an entry of the command queue that tells whose it is.
+/// Returns the ownership bit of an entry of the command queue.
 fn is_outstanding(driver: &Driver, slot: u32) -> bool {
     driver.read(super::RAM + u64::from(slot) * 64 + 63, 1)[0] & 1 != 0
 }

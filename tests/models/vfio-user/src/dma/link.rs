@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! DMA by message: the way to the client, one request at a time, and who may use it when.
+//! DMA by message: the connection to the client, one request at a time, and the order of its users.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
@@ -27,7 +27,7 @@ struct Outstanding {
     reply: Option<(Header, Vec<u8>)>,
 }
 
-/// The way to the client, shared by the serving thread and those that do DMA.
+/// The connection to the client, shared by the serving thread and the threads that do DMA.
 #[derive(Debug, Default)]
 pub(super) struct Link {
     stream: Option<Arc<UnixStream>>,
@@ -100,7 +100,7 @@ impl Dma {
         // Sent with the lock held: the serving thread then cannot begin with a command in between.
         if let Err(error) = stream::send(&stream, &bytes, &[]) {
             warn!(%error, "a DMA message cannot be sent");
-            // Half a message may be on its way; nothing after it could be understood.
+            // The client may have got half a message, after which it could understand no other.
             let _ = stream.shutdown(std::net::Shutdown::Both);
             return Err(DmaError::Disconnected);
         }

@@ -29,7 +29,7 @@ pub(super) struct Table {
     maps: BTreeMap<u64, Map>,
     /// Files known to hold guest memory.
     host: HashSet<FileId>,
-    /// The client has told of its memory and goes on with the device: what comes now may be anything.
+    /// The client has mapped its memory and begun to use the device: later mappings may be of any kind.
     settled: bool,
 }
 
@@ -118,7 +118,7 @@ impl Table {
         *self = Self::default();
     }
 
-    /// The client has told of all the memory there is at the start.
+    /// Records that the client has mapped all memory that exists at the start.
     pub(super) fn settle(&mut self) {
         self.settled = true;
     }

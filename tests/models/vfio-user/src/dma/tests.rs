@@ -185,7 +185,7 @@ fn a_peer_is_reached_directly_and_counted_by_name() {
     dma.map(&request(0, 0x1000, 0, RW), Some(ram)).unwrap();
     dma.map(&request(0x1000, 0xf000, 0, RW), Some(file(0xf000))).unwrap();
     offer.place(Some(0x10000));
-    // The client never told of it: it may be out of this device's reach, whatever others know.
+    // The client never mapped the range: the device must not reach it, even if the process knows the memory.
     assert_eq!(dma.write(0x10000, &[1]), Err(DmaError::Disconnected));
     dma.map(&request(0x10000, 0x10000, 0, RW), None).unwrap();
     let data: Vec<u8> = (0..0x2000_u32).map(|i| (i % 249) as u8).collect();
