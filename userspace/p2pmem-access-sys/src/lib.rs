@@ -134,8 +134,8 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// Waits until stores that this thread made before are visible to devices: also those that sit in write-combining
-/// buffers, which ordinary fences leave there.
+/// Waits until earlier stores of this thread are visible to devices, also those in write-combining buffers, which
+/// ordinary fences do not flush.
 pub fn store_fence() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: sfence is part of SSE, which every x86-64 processor has.

@@ -262,13 +262,13 @@ void p2pmem_close(struct p2pmem_dev *dev);
 int p2pmem_fd(const struct p2pmem_dev *dev);
 
 /**
- * Writes at most room providers to out, and returns how many there are.
+ * Writes at most capacity providers to out, and returns how many there are.
  *
  * # Safety
  *
- * dev must be open, out valid for room elements (NULL where room is 0).
+ * dev must be open, out valid for capacity elements (NULL where capacity is 0).
  */
-int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, size_t room);
+int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, size_t capacity);
 
 /**
  * Allocates a buffer.
@@ -287,18 +287,18 @@ int p2pmem_alloc(const struct p2pmem_dev *dev,
 /**
  * Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
  * for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
- * exported and registered by itself. Returns how many there are, room at most.
+ * exported and registered by itself. Returns how many there are, capacity at most.
  *
- * Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+ * Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than capacity).
  *
  * # Safety
  *
- * dev must be open, want and its names valid, out valid for room elements.
+ * dev must be open, want and its names valid, out valid for capacity elements.
  */
 int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
                         const struct p2pmem_want *want,
                         struct p2pmem_buf **out,
-                        size_t room);
+                        size_t capacity);
 
 /**
  * Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
@@ -518,16 +518,16 @@ struct ibv_mr *p2pmem_reg_mr(const struct p2pmem_reg *reg);
 
 /**
  * Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
- * room bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+ * capacity bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
  *
  * # Safety
  *
- * dev must be open, want and its names valid, text valid for room bytes (NULL where room is 0).
+ * dev must be open, want and its names valid, text valid for capacity bytes (NULL where capacity is 0).
  */
 int p2pmem_explain(const struct p2pmem_dev *dev,
                    const struct p2pmem_want *want,
                    char *text,
-                   size_t room);
+                   size_t capacity);
 
 /**
  * Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
@@ -536,11 +536,11 @@ int p2pmem_explain(const struct p2pmem_dev *dev,
  *
  * # Safety
  *
- * dev must be open, text valid for room bytes (NULL where room is 0).
+ * dev must be open, text valid for capacity bytes (NULL where capacity is 0).
  */
 int p2pmem_explain_last(const struct p2pmem_dev *dev,
                         char *text,
-                        size_t room);
+                        size_t capacity);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What stands behind the C functions, in safe Rust: errors as errnos and sentences, requests, providers.
+//! The C functions in safe Rust: errors as errnos and messages, requests, providers.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CString};
@@ -63,7 +63,7 @@ impl From<Error> for Failure {
 }
 
 thread_local! {
-    /// Sentence and remedy of the thread's last failure.
+    /// Message and remedy of the thread's last failure.
     static LAST: RefCell<(CString, CString)> = RefCell::default();
 }
 
@@ -79,7 +79,7 @@ fn keep(failure: &Failure) {
     let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
 }
 
-/// The thread's last sentence (or remedy), as long as it does not fail again.
+/// Returns the thread's last message (or remedy), which is valid until the thread's next failure.
 pub(crate) fn last(remedy: bool) -> *const c_char {
     LAST.try_with(|last| {
         let last = last.borrow();
@@ -88,9 +88,9 @@ pub(crate) fn last(remedy: bool) -> *const c_char {
     .unwrap_or(c"".as_ptr())
 }
 
-/// Runs what a C function stands for: its number, or a negative errno whose sentence is kept.
+/// Runs the body of a C function: returns its number, or a negative errno, whose message is stored.
 pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
-    // What a panic leaves half done is at worst a handle that the caller did not get.
+    // After a panic, at worst a handle exists that the caller did not get.
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         Err(Failure {
             errno: libc::EIO,
@@ -166,17 +166,17 @@ impl Want {
 }
 
 impl Want {
-    /// The same for a stripe of `room` parts at most.
-    pub(crate) fn stripe(&self, room: usize) -> Result<Request, Failure> {
+    /// The same for a stripe of `capacity` parts at most.
+    pub(crate) fn stripe(&self, capacity: usize) -> Result<Request, Failure> {
         let most = P2PMEM_MAX_PARTS as usize;
         match self.parts {
             0 => Err(Failure::argument("a stripe of 0 parts")),
-            P2PMEM_PARTS_ALL if room < most => Err(Failure::argument(format!(
-                "nr_parts is {room}, and there may be {most} parts"
+            P2PMEM_PARTS_ALL if capacity < most => Err(Failure::argument(format!(
+                "nr_parts is {capacity}, and there may be {most} parts"
             ))),
             P2PMEM_PARTS_ALL => self.request(),
-            parts if parts as usize > room => Err(Failure::argument(format!(
-                "nr_parts is {room}, and {parts} parts are requested"
+            parts if parts as usize > capacity => Err(Failure::argument(format!(
+                "nr_parts is {capacity}, and {parts} parts are requested"
             ))),
             _ => self.request(),
         }

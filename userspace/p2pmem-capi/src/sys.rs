@@ -191,13 +191,13 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
 ///
 /// # Safety
 ///
-/// `to` must be valid to write for `room` bytes, or `room` 0.
-unsafe fn put(text: &str, to: *mut c_char, room: usize) -> Result<c_int, Failure> {
-    if room > 0 {
+/// `to` must be valid to write for `capacity` bytes, or `capacity` 0.
+unsafe fn put(text: &str, to: *mut c_char, capacity: usize) -> Result<c_int, Failure> {
+    if capacity > 0 {
         if to.is_null() {
-            return Err(Failure::argument("text is NULL, and room is not 0"));
+            return Err(Failure::argument("text is NULL, and capacity is not 0"));
         }
-        let n = text.len().min(room - 1);
+        let n = text.len().min(capacity - 1);
         // SAFETY: `n + 1` bytes fit (the caller's promise), and the text is not in the program's memory.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
@@ -278,22 +278,22 @@ pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
     run("p2pmem_fd", || Ok(unsafe { given(dev, "dev") }?.0.as_fd().as_raw_fd()))
 }
 
-/// Writes at most room providers to out, and returns how many there are.
+/// Writes at most capacity providers to out, and returns how many there are.
 ///
 /// # Safety
 ///
-/// dev must be open, out valid for room elements (NULL where room is 0).
+/// dev must be open, out valid for capacity elements (NULL where capacity is 0).
 #[no_mangle]
-pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, room: usize) -> c_int {
+pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, capacity: usize) -> c_int {
     run("p2pmem_list", || {
         // SAFETY: this function's own contract.
         let all = providers(&unsafe { given(dev, "dev") }?.0)?;
         let there = all.len();
-        if room > 0 && out.is_null() {
-            return Err(Failure::argument("out is NULL, and room is not 0"));
+        if capacity > 0 && out.is_null() {
+            return Err(Failure::argument("out is NULL, and capacity is not 0"));
         }
-        for (n, provider) in all.into_iter().take(room).enumerate() {
-            // SAFETY: `n` is less than `room`.
+        for (n, provider) in all.into_iter().take(capacity).enumerate() {
+            // SAFETY: `n` is less than `capacity`.
             unsafe { out.add(n).write(provider) };
         }
         Ok(count(there))
@@ -324,19 +324,19 @@ pub unsafe extern "C" fn p2pmem_alloc(
 
 /// Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
 /// for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
-/// exported and registered by itself. Returns how many there are, room at most.
+/// exported and registered by itself. Returns how many there are, capacity at most.
 ///
-/// Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+/// Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than capacity).
 ///
 /// # Safety
 ///
-/// dev must be open, want and its names valid, out valid for room elements.
+/// dev must be open, want and its names valid, out valid for capacity elements.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_alloc_stripe(
     dev: *const p2pmem_dev,
     want: *const p2pmem_want,
     out: *mut *mut p2pmem_buf,
-    room: usize,
+    capacity: usize,
 ) -> c_int {
     run("p2pmem_alloc_stripe", || {
         // SAFETY: this function's own contract.
@@ -344,10 +344,10 @@ pub unsafe extern "C" fn p2pmem_alloc_stripe(
         if out.is_null() {
             return Err(Failure::argument("out is NULL"));
         }
-        let parts = dev.0.alloc_stripe(&want.stripe(room)?)?.into_parts();
+        let parts = dev.0.alloc_stripe(&want.stripe(capacity)?)?.into_parts();
         let there = parts.len();
         for (n, part) in parts.into_iter().enumerate() {
-            // SAFETY: there are `room` at most (this function's own contract).
+            // SAFETY: there are `capacity` at most (this function's own contract).
             unsafe { out.add(n).write(Box::into_raw(Box::new(p2pmem_buf(part)))) };
         }
         Ok(count(there))
@@ -674,24 +674,24 @@ pub unsafe extern "C" fn p2pmem_reg_mr(reg: *const p2pmem_reg) -> *mut ibv_mr {
 }
 
 /// Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
-/// room bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+/// capacity bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
 ///
 /// # Safety
 ///
-/// dev must be open, want and its names valid, text valid for room bytes (NULL where room is 0).
+/// dev must be open, want and its names valid, text valid for capacity bytes (NULL where capacity is 0).
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_explain(
     dev: *const p2pmem_dev,
     want: *const p2pmem_want,
     text: *mut c_char,
-    room: usize,
+    capacity: usize,
 ) -> c_int {
     run("p2pmem_explain", || {
         // SAFETY: this function's own contract.
         let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
         let lines = dev.0.explain(&want.request()?)?.lines().join("\n");
         // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, room) }
+        unsafe { put(&lines, text, capacity) }
     })
 }
 
@@ -701,13 +701,13 @@ pub unsafe extern "C" fn p2pmem_explain(
 ///
 /// # Safety
 ///
-/// dev must be open, text valid for room bytes (NULL where room is 0).
+/// dev must be open, text valid for capacity bytes (NULL where capacity is 0).
 #[no_mangle]
-pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, room: usize) -> c_int {
+pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, capacity: usize) -> c_int {
     run("p2pmem_explain_last", || {
         // SAFETY: this function's own contract.
         let lines = unsafe { given(dev, "dev") }?.0.explain_last()?.lines().join("\n");
         // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, room) }
+        unsafe { put(&lines, text, capacity) }
     })
 }

@@ -110,7 +110,7 @@ fn what_is_installed_compiles_links_and_runs() {
     };
     assert_eq!(version, [env!("CARGO_PKG_VERSION")]);
 
-    // With the header of the ABI beside it, whose names must not be in its way.
+    // With the header of the ABI, whose names must not collide with the library's.
     let uapi = format!("-I{}", here().join("../../include/uapi").display());
     let compile = |compiler: &str, standard: &str, file: &str, more: &[String]| {
         let program = dir.path().join(file);

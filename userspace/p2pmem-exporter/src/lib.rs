@@ -20,7 +20,7 @@ const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=
 
 /// Serve the metrics of PCI peer-to-peer memory to Prometheus.
 ///
-/// Every scrape asks the module anew. Where it is not loaded, p2pmem_up is 0.
+/// Every scrape queries the module again. If the module is not loaded, p2pmem_up is 0.
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 100)]
 struct Cli {
@@ -102,7 +102,7 @@ fn answer(request: Request, device: &Path) -> Option<p2pmem::Error> {
     if let Ok(header) = Header::from_bytes("Content-Type", kind) {
         response.add_header(header);
     }
-    // Who asked may have gone.
+    // The client may have closed the connection.
     let _ = request.respond(response);
     error
 }

@@ -11,7 +11,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-/// What a scrape tells.
+/// The result of a scrape.
 #[derive(Debug)]
 struct Snapshot {
     info: Info,

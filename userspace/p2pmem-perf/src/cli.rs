@@ -54,7 +54,7 @@ pub enum Kind {
     Cpu,
     /// A p2pmem buffer near the NIC, registered as a dma-buf where the kernel wants that.
     Accelerator,
-    /// A p2pmem buffer of a provider without struct pages: RDMA is the only way to it.
+    /// A p2pmem buffer of a provider without struct pages: only RDMA and dma-bufs reach it.
     Pageless,
 }
 
@@ -120,7 +120,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4G")]
     pub most: u64,
 
-    /// Serve one client after the other, for ever.
+    /// Serve one client after the other, without an end.
     #[arg(long)]
     pub forever: bool,
 }
@@ -155,7 +155,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub volume: Option<u64>,
 
-    /// Messages under way at once.
+    /// Messages in flight at once.
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub depth: u32,
 

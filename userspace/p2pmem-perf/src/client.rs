@@ -19,7 +19,7 @@ use crate::stats::{Speed, Times};
 use crate::waiter::Stop;
 use crate::wire::{reason, Found, FromClient, FromServer, Line, VERSION};
 
-/// How often the server hears that messages are still under way, at least.
+/// The longest time between two messages that report to the server that the test continues.
 const ALIVE: Duration = Duration::from_millis(500);
 /// How long it is listened to in between.
 const LISTEN: Duration = Duration::from_millis(1);
@@ -32,7 +32,7 @@ const AGAIN: Duration = Duration::from_millis(100);
 ///
 /// Whatever went wrong, with what to do.
 pub fn run(args: &RunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
-    // What can be known without the server is told before it is asked for.
+    // Errors that can be found without the server are reported before it gets a request.
     let test = args.test(open_nics(&args.own.nic)?.len());
     test.check().map_err(anyhow::Error::msg)?;
     let mut line = Line::new(reach(&args.host, args.port, args.own.timeout)?, args.own.timeout)?;
@@ -157,7 +157,7 @@ fn result(lane: &Lane, size: u64, times: &Times, copied: u64, found: Found) -> L
     }
 }
 
-/// Runs all lanes, and tells the server now and then that they do.
+/// Runs all lanes, and reports to the server at intervals that they run.
 fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<Vec<(Times, u64)>> {
     let stop = Stop::default();
     let progress = AtomicU64::new(0);
@@ -184,7 +184,7 @@ fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Resul
                     Err(RecvTimeoutError::Timeout) => {
                         line.say(&FromClient::Alive)?;
                         if let Some(message) = line.hear_within::<FromServer>(LISTEN)? {
-                            bail!("the server said {message:?} while messages were under way");
+                            bail!("the server said {message:?} while messages were in flight");
                         }
                     }
                     // A lane that panicked; the scope passes it on.
@@ -196,7 +196,7 @@ fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Resul
         let watched = watch();
         if let Err(error) = watched {
             stop.store(true, Ordering::Relaxed);
-            // What the server has to say tells more than that its queue was torn down.
+            // The server's message explains more than the error of the queue that it has torn down.
             let said = line.hear_within::<FromServer>(ALIVE).err();
             return Err(match said {
                 Some(said) => error.context(format!("{said:#}")),

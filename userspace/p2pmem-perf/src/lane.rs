@@ -38,9 +38,9 @@ pub const PATIENCE: Patience = Patience {
 /// Which side of a test this is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
-    /// It asks.
+    /// The client.
     Client,
-    /// It is asked.
+    /// The server.
     Server,
 }
 
@@ -54,7 +54,7 @@ pub fn slots(test: &Test, size: u64) -> Slots {
     Slots::new(size, test.depth.into(), test.budget)
 }
 
-/// Messages that may be under way before the server has handled the first of them.
+/// Messages that may be in flight before the server has handled the first of them.
 fn window(test: &Test, slots: &Slots) -> u64 {
     // Staged ones have as many slots of host memory as there are in the source.
     let places = if test.staged { slots.source } else { slots.target };
@@ -259,12 +259,12 @@ impl Lane {
         Waiter::new(self.queue.completions().clone(), own.events, own.timeout, stop.clone())
     }
 
-    /// The server's part while messages of a size come: nothing where it does not notice them, else it takes each, copies
-    /// it where that is asked for, and says that it is handled. Returns the bytes copied.
+    /// The server's part while messages of a size arrive. Does nothing if the server does not notice messages; otherwise
+    /// takes each message, copies it if the test requests that, and reports that it is handled. Returns the bytes copied.
     ///
     /// # Errors
     ///
-    /// Messages stay away, or are not the right ones.
+    /// Messages do not arrive, or are not the expected ones.
     pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<u64> {
         if !self.takes_receives() {
             return Ok(0);
@@ -278,7 +278,7 @@ impl Lane {
             waiter.next(&mut completions, &|| format!("message {came} of {messages}"))?;
             for done in &completions {
                 if self.test.is_handed_over() {
-                    // Its low 32 bits are enough to tell one from its neighbours.
+                    // The low 32 bits are enough to distinguish a message from its neighbours.
                     ensure!(
                         done.immediate == Some(came as u32),
                         "message {came} came with the number {:?}",
@@ -458,7 +458,7 @@ impl Run<'_> {
         })
     }
 
-    /// Writes that are done when the server has handled them, which an RDMA READ of its word tells.
+    /// Writes that are complete when the server has handled them: an RDMA READ of the server's word reports that.
     fn handed_over(mut self, window: u64) -> Result<(Times, u64)> {
         let lane = self.lane;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
@@ -528,7 +528,7 @@ impl Run<'_> {
         Ok(Request {
             id: message,
             local,
-            // Its low 32 bits are enough to tell one from its neighbours.
+            // The low 32 bits are enough to distinguish a message from its neighbours.
             work: Work::Write(to, Some(message as u32)),
         })
     }
@@ -613,12 +613,12 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
     bail!("no NIC of {} has an active port: see `rdma link`", all.join(", "))
 }
 
-/// Bytes that a test takes of this side's memory by each NIC, for whoever limits them.
+/// Returns the bytes of this side's memory that a test needs for each NIC.
 pub fn needs(test: &Test, role: Role) -> u64 {
     payload_bytes(test, role) + bounce_bytes(test)
 }
 
-/// A sentence on the memory of a lane.
+/// Describes the memory of a lane in one message.
 pub fn describe(lane: &Lane) -> String {
     let memory = lane.memory();
     let size = human_size(memory.span().len() as u64);

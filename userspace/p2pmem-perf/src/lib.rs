@@ -2,10 +2,10 @@
 
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
-//! [`client`] and [`server`] agree over TCP ([`wire`]) on what is tried; each NIC's part is a [`lane`], with its
-//! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] tells whether every byte arrived, [`stats`] how
-//! fast. [`registration`] measures what it costs to register memory; [`stale`] tries to write into a buffer after
-//! its end.
+//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`lane`], with its
+//! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] checks that every byte arrived, [`stats`] measures
+//! the rate and the latencies. [`registration`] measures the cost of registering memory; [`stale`] tries to write to a
+//! buffer after its end.
 
 pub mod cli;
 pub mod client;

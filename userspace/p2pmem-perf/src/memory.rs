@@ -220,11 +220,11 @@ fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<R
             bail!("there is no provider {chosen}: `p2pmemctl list` has all");
         };
         if !wanted(found) {
-            bail!("the memory of provider {chosen} is not of the kind {name}: `p2pmemctl list` tells its mode");
+            bail!("the memory of provider {chosen} is not of the kind {name}: `p2pmemctl list` shows its mode");
         }
         return Ok(near.provider(found.id));
     }
-    // The orchestrator knows what is near but not what kind is wanted, so that where all are of the kind it has its way.
+    // The orchestrator knows the nearest provider but not the wanted kind, so it decides if all providers are of that kind.
     let kind: Vec<_> = providers.iter().filter(|provider| wanted(provider)).collect();
     if kind.is_empty() {
         bail!(
@@ -239,7 +239,7 @@ fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<R
     if kind.len() == providers.len() {
         return Ok(near);
     }
-    // Else the nearest of those that are, by its own measure; where none has room the nearest says so.
+    // Otherwise the nearest provider of the kind, by the orchestrator's order; if none has space, the nearest one reports that.
     let explanation = device.explain(&near)?;
     let best = explanation
         .verdicts

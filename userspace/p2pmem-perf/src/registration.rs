@@ -42,7 +42,7 @@ pub struct Cost {
 pub struct Costs {
     /// The NIC.
     pub nic: String,
-    /// One for each kind and size, in the order in which they were asked for.
+    /// One for each kind and size, in the order of the request.
     pub costs: Vec<Cost>,
 }
 

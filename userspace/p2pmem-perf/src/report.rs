@@ -23,7 +23,7 @@ pub struct LaneResult {
     pub copied_client: u64,
     /// Bytes the server's processor copied.
     pub copied_server: u64,
-    /// What the target holds; none where that was not asked for.
+    /// The check of the target's contents; none if the test did not request one.
     pub checked: Option<Checked>,
 }
 
@@ -123,7 +123,7 @@ impl Report {
             how += ", each handed over";
         }
         format!(
-            " {how}\n client: {}\n server: {}\n {} under way at once\n{}",
+            " {how}\n client: {}\n server: {}\n {} in flight at once\n{}",
             side(&self.client),
             side(&self.server),
             test.depth,

@@ -44,7 +44,7 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// One client, from hello to bye. What goes wrong on this side is told to it.
+/// Serves one client, from hello to bye. Reports an error of this side to the client.
 fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
     let mut line = Line::new(stream, args.own.timeout)?;
     let served = session(&mut line, args);
@@ -151,7 +151,7 @@ fn until_finished(
         match line.hear_within(LISTEN)? {
             Some(FromClient::Alive) if !finished => heard = Instant::now(),
             Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
-            Some(other) => bail!("the client said {other:?} while messages were under way"),
+            Some(other) => bail!("the client said {other:?} while messages were in flight"),
             None => ensure!(
                 heard.elapsed() < own.timeout,
                 "the client said nothing for {:?}: is it stuck? --timeout sets the limit",

@@ -15,7 +15,7 @@ pub const SLOT_ALIGN: u64 = 4096;
 ///
 /// # Errors
 ///
-/// What is wrong with the text, as a sentence for the command line.
+/// A message for the command line that states what is wrong with the text.
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size::Config::new()
         .with_binary()
@@ -68,18 +68,18 @@ fn one(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 ///
-/// What is wrong with the text, as a sentence for the command line.
+/// A message for the command line that states what is wrong with the text.
 pub fn messages(text: &str) -> Result<Sizes, String> {
     let sizes: Sizes = text.parse()?;
     sizes.0.iter().try_for_each(|size| check_message(*size))?;
     Ok(sizes)
 }
 
-/// Tells whether messages can have this size.
+/// Checks whether messages can have this size.
 ///
 /// # Errors
 ///
-/// Why they cannot.
+/// The reason why they cannot.
 pub fn check_message(bytes: u64) -> Result<(), String> {
     if (SMALLEST..=LARGEST).contains(&bytes) && bytes % SMALLEST == 0 {
         Ok(())
@@ -90,11 +90,11 @@ pub fn check_message(bytes: u64) -> Result<(), String> {
     }
 }
 
-/// Places for messages of one size in the buffers of both sides.
+/// Slots for messages of one size in the buffers of both sides.
 ///
-/// Message `i` goes from source slot `i % source` to target slot `i % target`. As there is one target slot more than
-/// there are source slots, a slot gets another content each time, and what it holds in the end tells that the last
-/// message for it arrived.
+/// Message `i` goes from source slot `i % source` to target slot `i % target`. There is one target slot more than there
+/// are source slots, so a slot gets different contents each time, and its final contents show that the last message for
+/// it arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slots {
     /// Bytes of a message.
@@ -106,7 +106,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// As many slots as messages may be under way, within a budget of bytes, but two sources at least.
+    /// As many slots as messages may be in flight, within a budget of bytes, but at least two source slots.
     pub fn new(size: u64, depth: u64, budget: u64) -> Self {
         let source = depth.min(budget / size).max(2);
         Self {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `stale-serve` and `stale-run`: writes that are tried after a buffer's end.
+//! `stale-serve` and `stale-run`: attempts to write to a buffer after its end.
 //!
-//! A NIC must not be able to write into memory that was taken back, not once. The server registers a buffer, lets the
-//! client write to it, has the buffer end by a command, and keeps its registration; then the client tries to write again,
-//! each time through a connection of its own, as the first refusal breaks a connection. Every write has a marker, a word
-//! that is nowhere else, so that whoever looks at the memory itself finds what reached it.
+//! A NIC must not write to revoked memory, not even once. The server registers a buffer, lets the client write to it, ends
+//! the buffer by a command, and keeps its registration. Then the client tries to write again, each time through a new
+//! connection, because the first refusal ends a connection. Every write has a unique marker word, so that a reader of the
+//! memory finds any write that reached it.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -134,7 +134,7 @@ pub fn serve(args: &StaleServeArgs) -> Result<()> {
     talk(stream, &args.own, |line| serve_one(line, args))
 }
 
-/// Runs one side, and tells the other what went wrong with it.
+/// Runs one side, and reports an error of this side to the other.
 fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
     let mut line = Line::new(stream, own.timeout)?;
     let result = side(&mut line);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Waiting for completions, never for ever.
+//! Waiting for completions, with a limit.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use anyhow::{bail, Context, Result};
 
 use crate::sys::verbs::{Completion, Completions};
 
-/// How often a completion is asked for before the clock is looked at.
+/// The number of polls before the clock is read.
 const ROUND: u32 = 256;
 /// How long one sleep lasts at most, so that a stop is seen.
 const NAP: Duration = Duration::from_millis(100);

@@ -36,11 +36,11 @@ use crate::sizes::{check_message, Sizes};
 pub const VERSION: u32 = 1;
 /// Longest line.
 const LONGEST: usize = 1 << 20;
-/// What who is left alone is told.
+/// The error if the connection ends without a message.
 const ENDED: &str = "the other side ended the connection: look at what it printed";
 /// Most NICs of one side.
 pub const MOST_NICS: usize = 64;
-/// Most messages under way.
+/// Maximum number of messages in flight.
 pub const MOST_DEPTH: u32 = 8192;
 /// Most messages of one size: their times are kept.
 const MOST_MESSAGES: u64 = 10_000_000;
@@ -59,7 +59,7 @@ pub enum Mode {
     Send,
 }
 
-/// What is tried. The client decides it and tells the server.
+/// The test. The client chooses it and sends it to the server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Test {
@@ -71,11 +71,11 @@ pub struct Test {
     pub iterations: u64,
     /// Bytes of each size that each NIC moves at most: fewer messages of the large sizes.
     pub volume: Option<u64>,
-    /// Messages under way at once.
+    /// Messages in flight at once.
     pub depth: u32,
     /// Bytes of slots for one side's messages, unless two messages are larger.
     pub budget: u64,
-    /// Writes are handed over: the server tells that it has handled a message, and the client asks by RDMA READ.
+    /// Writes are handed over: the server reports that it has handled a message, and the client reads that by RDMA READ.
     pub handshake: bool,
     /// Both sides move their payload through host memory.
     pub staged: bool,
@@ -252,7 +252,7 @@ pub struct Side {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Found {
-    /// What its memory holds, where it is the target and that was asked for.
+    /// The check of its memory, if it is the target and the test requests a check.
     pub checked: Option<Checked>,
     /// Bytes its processor copied.
     pub copied: u64,
@@ -273,7 +273,7 @@ pub enum FromClient {
     Connect(Vec<Endpoint>),
     /// Messages of this size follow.
     Start(u64),
-    /// Messages are still under way.
+    /// Messages are still in flight.
     Alive,
     /// All messages of the size are done.
     Finish,
@@ -397,11 +397,11 @@ impl Line {
         }
     }
 
-    /// Waits for a message as long as told; none where none came.
+    /// Waits for a message up to a limit; returns none if none came.
     ///
     /// # Errors
     ///
-    /// As [`Line::hear`], without the limit.
+    /// As [`Line::hear`], except for the limit.
     pub fn hear_within<M: Message>(&mut self, limit: Duration) -> Result<Option<M>> {
         let deadline = Instant::now() + limit;
         loop {

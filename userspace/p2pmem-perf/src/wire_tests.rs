@@ -63,7 +63,7 @@ fn error_of(bytes: &[u8]) -> String {
     let (mut line, mut other) = pair(LIMIT);
     let bytes = bytes.to_vec();
     let writer = thread::spawn(move || {
-        // Whoever hears nonsense hangs up before its end.
+        // A receiver of malformed bytes closes the connection before their end.
         let _ = other.write_all(&bytes);
     });
     let error = format!("{:#}", line.hear::<FromServer>().unwrap_err());

@@ -1,26 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `libp2pmem_preload.so`: with it preloaded, an unmodified RDMA program can register p2pmem memory that it has mapped.
+//! `libp2pmem_preload.so`: preloaded, it lets an unmodified RDMA program register p2pmem memory that it has mapped.
 //!
 //! ```text
 //! LD_PRELOAD=libp2pmem_preload.so ib_write_bw --mmap=/dev/p2pmem
 //! ```
 //!
-//! A stock kernel's RDMA core takes no device memory by its addresses: `ibv_reg_mr()` on a mapping of /dev/p2pmem fails.
-//! The shim stands before `ibv_reg_mr()`, `ibv_reg_mr_iova()` and `ibv_reg_mr_iova2()`. It has the module export the pages
-//! that the memory is in as a dma-buf, by their addresses, and registers that with `ibv_reg_dmabuf_mr()`; what the
-//! program gets looks as if its own call had worked. Memory that the module does not know goes to the real function,
-//! unchanged. `ibv_rereg_mr()` of such a region is refused; `ibv_dereg_mr()` needs nothing.
+//! A stock kernel's RDMA core does not register device memory by its addresses: `ibv_reg_mr()` on a mapping of
+//! /dev/p2pmem fails. This library replaces `ibv_reg_mr()`, `ibv_reg_mr_iova()` and `ibv_reg_mr_iova2()`. The module
+//! exports the memory at these addresses as a dma-buf, and the library registers the dma-buf with `ibv_reg_dmabuf_mr()`.
+//! The result looks to the program as if its own call had succeeded. For memory that the module does not know, the library
+//! calls the real function with the same arguments. `ibv_rereg_mr()` of such a region fails; `ibv_dereg_mr()` works as
+//! usual.
 //!
-//! It keeps nothing: no list of regions, no open file, no lock. The dma-buf lives as long as the region. So any number of
-//! threads may register, and a child after `fork()` starts from where every process does. It allocates no memory but to
-//! find out what went wrong.
+//! The library has no state: no list of regions, no open file, no lock. The dma-buf lives as long as the region. So any
+//! number of threads may register, and a child after `fork()` starts like any other process. The library allocates memory
+//! only to find the reason of an error.
 //!
-//! A registration of p2pmem memory that fails says why on standard error, one line, and leaves errno as the module or the
-//! NIC's driver set it. With `P2PMEM_PRELOAD_LOG=1` in the environment those that work are told too.
+//! If registering p2pmem memory fails, the library writes the reason to standard error, in one line, and keeps the errno of
+//! the module or of the NIC's driver. With `P2PMEM_PRELOAD_LOG=1` in the environment it also reports successful
+//! registrations.
 //!
-//! What it cannot reach: programs that find libibverbs' functions by `dlsym()` on the library itself, and those linked
-//! to it statically.
+//! It has no effect on programs that find libibverbs' functions by `dlsym()` on the library itself, or that are statically
+//! linked to libibverbs.
 
 mod line;
 mod sys;
@@ -89,7 +91,7 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
         Err(errno) => {
             let mut reason = [0; line::MOST];
             let reason = match errno {
-                // The module's sentence is about this import only if it is the same error.
+                // The module's message belongs to this import only if the error is the same.
                 errno if device.last_errno() == Some(errno) => device.reason(&mut reason),
                 Errno(libc::EOPNOTSUPP) => ": the NIC's driver cannot register dma-bufs",
                 Errno(libc::ENOSYS) => ": libibverbs is too old for dma-bufs",
@@ -137,7 +139,7 @@ fn rereg_is_refused(old: (u64, usize), new: Option<(u64, usize)>, domain: Domain
     };
     say!(
         "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, whose regions cannot be changed: \
-         deregister, and register anew"
+         deregister it, and register it again"
     );
     true
 }

@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use crate::sys::{self, Errno};
 use crate::Call;
 
-/// Longest line or sentence in bytes. What is longer is cut off.
+/// Maximum length of a line or message in bytes. Longer ones are cut.
 pub(crate) const MOST: usize = 512;
 
 /// Text in a fixed array.
@@ -19,15 +19,15 @@ pub(crate) struct Line {
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         // The last byte is the newline's.
-        let room = MOST - 1 - self.len;
-        let n = text.floor_char_boundary_at_most(room);
+        let capacity = MOST - 1 - self.len;
+        let n = text.floor_char_boundary_at_most(capacity);
         self.bytes[self.len..self.len + n].copy_from_slice(&text.as_bytes()[..n]);
         self.len += n;
         Ok(())
     }
 }
 
-/// `str::floor_char_boundary()`, which stable Rust lacks yet.
+/// `str::floor_char_boundary()`, which stable Rust does not have yet.
 trait Floor {
     fn floor_char_boundary_at_most(&self, most: usize) -> usize;
 }
@@ -62,7 +62,7 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Whether registrations that work are told too.
+/// Whether successful registrations are reported too.
 pub(crate) fn wanted() -> bool {
     sys::environment(c"P2PMEM_PRELOAD_LOG").is_some_and(|value| !value.is_empty() && value.to_bytes() != b"0")
 }
@@ -120,6 +120,6 @@ mod tests {
         }
         assert!(line.len < MOST && line.len >= MOST - 3);
         assert!(std::str::from_utf8(&line.bytes[..line.len]).is_ok());
-        assert_eq!(line.bytes[MOST - 1], 0, "room for the newline");
+        assert_eq!(line.bytes[MOST - 1], 0, "space for the newline");
     }
 }

@@ -38,7 +38,7 @@ pub(crate) fn page_size() -> u64 {
 
 /// Writes to standard error, as far as it goes in one call.
 pub(crate) fn write_stderr(bytes: &[u8]) {
-    // SAFETY: the bytes are read only. Nobody is left to tell that standard error is closed.
+    // SAFETY: the bytes are read only. An error means that standard error is closed, and cannot be reported.
     let _ = unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
 }
 
@@ -106,7 +106,7 @@ impl Device {
         Ok(Fd(export.fd))
     }
 
-    /// What the module refused last through this file: the errno, and the sentence's length in `text`.
+    /// Returns the errno of the last refusal through this file, and the length of its message in `text`.
     fn last(&self, text: &mut [u8]) -> Option<(Errno, usize)> {
         let mut explain = abi::p2pmem_explain {
             text: text.as_mut_ptr() as u64,
@@ -125,11 +125,11 @@ impl Device {
         self.last(&mut [0; MOST]).map(|(errno, _)| errno)
     }
 
-    /// The sentence of what was refused last through this file, after a colon; empty where there is none.
-    pub(crate) fn reason<'a>(&self, room: &'a mut [u8; MOST]) -> &'a str {
-        room[..2].copy_from_slice(b": ");
-        match self.last(&mut room[2..]) {
-            Some((_, len)) if len > 0 => std::str::from_utf8(&room[..2 + len]).unwrap_or_default(),
+    /// Returns the message of the last refusal through this file, after a colon; empty if there is none.
+    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MOST]) -> &'a str {
+        capacity[..2].copy_from_slice(b": ");
+        match self.last(&mut capacity[2..]) {
+            Some((_, len)) if len > 0 => std::str::from_utf8(&capacity[..2 + len]).unwrap_or_default(),
             _ => "",
         }
     }
@@ -216,9 +216,9 @@ impl Symbol {
         if !known.is_null() {
             return known;
         }
-        // Behind this library, where the program is linked to libibverbs; else in the one that a plugin of the program
-        // has loaded for itself. That one is there: somebody who has a domain is calling.
-        // SAFETY: names are NUL-terminated. The handle is kept for good.
+        // The next library after this one, if the program is linked to libibverbs; otherwise the libibverbs that a plugin of
+        // the program has loaded. That one is loaded, because the caller has a protection domain.
+        // SAFETY: names are NUL-terminated. The handle is kept permanently.
         let found = unsafe {
             let next = libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), self.version.as_ptr());
             if next.is_null() {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* Plays libibverbs.so.1 for the test of the shim: regions tell which function made them, and with what. */
+/* A fake libibverbs.so.1 for the test of the library: its regions record the function that made them and its arguments. */
 
 #include <errno.h>
 #include <stdlib.h>

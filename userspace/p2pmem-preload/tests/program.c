@@ -155,7 +155,7 @@ int main(void)
 	CHECK(ibv_reg_mr_iova2(&pd, host, 100, 0x7000, rw | IBV_ACCESS_RELAXED_ORDERING));
 	CHECK(!strcmp(fake_last.function, "ibv_reg_mr_iova2") && fake_last.iova == 0x7000);
 	CHECK(!ibv_reg_mr(&pd, NULL, SIZE_MAX, IBV_ACCESS_ON_DEMAND) && errno == EFAULT);
-	/* It was asked about the memory that a region was to be moved to. */
+	/* The library has queried the module about the memory that a region was to be moved to. */
 	CHECK(exports == 1);
 
 	/* The module's: a dma-buf of the pages, the program's own address and length. */

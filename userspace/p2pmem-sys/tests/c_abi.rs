@@ -220,7 +220,7 @@ fn of_c(names: &BTreeSet<String>) -> Option<Numbers> {
 #[test]
 fn rust_knows_every_name_of_the_header() {
     let in_header = names_in_header();
-    assert!(in_header.len() > 100, "the scanner lost its way: {in_header:?}");
+    assert!(in_header.len() > 100, "the scanner found too few names: {in_header:?}");
     let in_rust: BTreeSet<String> = of_rust().into_keys().collect();
     let missing: Vec<_> = in_header.difference(&in_rust).collect();
     let extra: Vec<_> = in_rust.difference(&in_header).collect();

@@ -151,7 +151,7 @@ fn send(stream: &UnixStream, fd: BorrowedFd<'_>) -> Result<()> {
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
     if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-        return Err("a message has no room for a descriptor".into());
+        return Err("a message has no space for a descriptor".into());
     }
     sendmsg(stream, &[IoSlice::new(b"b")], &mut control, SendFlags::empty())?;
     Ok(())

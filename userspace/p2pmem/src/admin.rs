@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The administrator's side: publishing devices' memory and taking it back, through sysfs and configfs.
+//! Administration: publishing and unpublishing devices' memory, through sysfs and configfs.
 //!
-//! A device is published in four steps: its `driver_override` is set to `p2pmem`, the PCI core is asked to bind it, a
-//! group for it is made in configfs, and its settings and `enable` are written there. When a step fails, those before it
-//! are undone.
+//! Publishing has four steps: set the device's `driver_override` to `p2pmem`, let the PCI core bind the device, create a
+//! configfs group for it, and write the settings and `enable` there. If a step fails, the steps before are undone.
 //!
 //! ```no_run
 //! use p2pmem::admin::{Admin, Publish, Unpublish};
@@ -12,7 +11,7 @@
 //! let admin = Admin::new();
 //! let publish = Publish { bar: Some(2), ..Publish::new("0000:03:00.0".parse()?) };
 //! admin.publish(&publish)?;
-//! // ... and when it is no longer wanted:
+//! // ... and when it is no longer needed:
 //! admin.unpublish(&Unpublish::new("0000:03:00.0".parse()?))?;
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
@@ -96,7 +95,7 @@ pub struct Unpublish {
 }
 
 impl Unpublish {
-    /// Unpublishes the memory of the device and leaves the device without a driver.
+    /// Unpublishes the memory of the device, which has no driver afterwards.
     pub fn new(addr: PciAddr) -> Self {
         Self { addr, reprobe: false }
     }
@@ -116,7 +115,7 @@ pub struct Published {
     pub addr: PciAddr,
     /// Whether it is enabled.
     pub enabled: bool,
-    /// The module's sentence about it, such as the reason of the last refusal.
+    /// The module's message about the device, such as the reason of the last refusal.
     pub status: String,
 }
 
@@ -452,7 +451,7 @@ impl Drop for Undo<'_> {
     }
 }
 
-/// The sentence in a group's attribute `status`.
+/// Reads the message in a group's attribute `status`.
 pub(crate) fn read_status(group: &Path) -> Option<String> {
     let text = fs::read_to_string(group.join("status")).ok()?;
     Some(text.trim().to_owned()).filter(|t| !t.is_empty())

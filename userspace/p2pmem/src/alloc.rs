@@ -9,8 +9,8 @@ use p2pmem_sys as abi;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
+use crate::full::FullProvider;
 use crate::request::{addresses, Request, Strategy};
-use crate::room::Room;
 use crate::stripe::Stripe;
 
 impl Device {
@@ -18,7 +18,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoRoom`] where providers are too small
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NoSpace`] where providers are too small
     /// (ENODEV) or full (ENOSPC), with their sizes and who uses them; [`Error::Refused`] with ENODEV (no provider could
     /// ever serve it, or a client is not there) or EINVAL, and with the module's reason.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
@@ -87,13 +87,13 @@ impl Device {
             Error::Refused { errno, reason, .. } if [libc::ENOSPC, libc::ENODEV].contains(&errno) => {
                 let providers = self.providers().unwrap_or_default();
                 let table = self.kernel().holders().ok();
-                match Room::of(verdicts, &providers, table.as_deref()) {
-                    rooms if rooms.is_empty() => Error::Refused {
+                match FullProvider::of(verdicts, &providers, table.as_deref()) {
+                    full if full.is_empty() => Error::Refused {
                         operation: Operation::Alloc,
                         errno,
                         reason,
                     },
-                    rooms => Error::NoRoom { errno, reason, rooms },
+                    full => Error::NoSpace { errno, reason, full },
                 }
             }
             error => error,

@@ -84,7 +84,7 @@ impl Buffer {
         self.origin.provider
     }
 
-    /// Its size in bytes: what was asked for, rounded up to pages.
+    /// The size in bytes: the requested size, rounded up to pages.
     pub fn size(&self) -> u64 {
         self.origin.size
     }
@@ -145,7 +145,7 @@ impl Buffer {
             reason: None,
         };
         let len = usize::try_from(self.size()).map_err(|_| refused(libc::ENOMEM))?;
-        // mmap() leaves no sentence, so none is asked for.
+        // The module stores no message for mmap().
         let map = self.origin.device.kernel().map(self.mmap_offset, len);
         let region = map.map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let region = Arc::new(region);
@@ -153,11 +153,12 @@ impl Buffer {
         Ok(Mapping::new(self.origin.clone(), region))
     }
 
-    /// Makes a descriptor by which another process gets at the buffer: passed on (`SCM_RIGHTS`, or inherited), it is made
-    /// a buffer again by [`Device::import`]. It is a dma-buf of the whole, so drivers take it too.
+    /// Makes a descriptor that gives another process access to the buffer. The process gets the descriptor by `SCM_RIGHTS` or
+    /// by inheritance, and imports it with [`Device::import`]. The descriptor is a dma-buf of the whole buffer, so drivers
+    /// accept it too.
     ///
-    /// The descriptor and what is imported hold the buffer as a handle does: it is free when the last one is gone, however
-    /// this one ends. Its bytes stay charged to whoever allocated it.
+    /// The descriptor and imported buffers hold the memory as a handle does: the memory is free when the last holder has
+    /// released it. Its bytes stay charged to the process that allocated it.
     ///
     /// ```
     /// # let fake = p2pmem::fake::Fake::example();
@@ -168,7 +169,7 @@ impl Buffer {
     /// buffer.map()?.write(0, 42u64)?;
     /// let shared = buffer.share()?;
     ///
-    /// // In another process, which opened the device itself and was sent the descriptor.
+    /// // In another process, which has opened the device and received the descriptor.
     /// # let device = fake.device();
     /// let same = device.import(&shared)?;
     /// assert_eq!(same.map()?.read::<u64>(0)?, 42);
@@ -193,8 +194,8 @@ impl Buffer {
         parts.of_buffer(&self.origin.device, self.handle(), self.size())
     }
 
-    /// Registers all of it with the NIC of a protection domain. Where the buffer is mapped, work requests name its bytes
-    /// by their addresses in the program; else the first byte is 0.
+    /// Registers the whole buffer with the NIC of a protection domain. If the buffer is mapped, work requests use the
+    /// program's addresses of its bytes; otherwise the first byte has the address 0.
     ///
     /// ```
     /// # let fake = p2pmem::fake::Fake::example();
@@ -212,10 +213,10 @@ impl Buffer {
     ///
     /// # Errors
     ///
-    /// [`Error::Register`], which names the buffer, the NIC and the method: EOPNOTSUPP (the NIC's driver cannot take
-    /// dma-bufs, or not ones that can be taken back), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the
-    /// buffer was revoked), EINVAL (impossible access), ENOMEM (no room for another registration); [`Error::Verbs`]
-    /// where libibverbs is not installed; those of [`Buffer::export`].
+    /// [`Error::Register`], which names the buffer, the NIC and the method: EOPNOTSUPP (the NIC's driver does not register
+    /// dma-bufs, or no revocable ones), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the buffer was revoked),
+    /// EINVAL (invalid access), ENOMEM (no space for another registration); [`Error::Verbs`] if libibverbs is not
+    /// installed; those of [`Buffer::export`].
     pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
         self.register_with(pd, &RegisterOptions::new(access))
     }
@@ -246,7 +247,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if !self.freed {
-            // Nobody is left to tell of an error; closing the device's file frees the buffer anyway.
+            // drop() cannot report an error; closing the device's file frees the buffer anyway.
             let handle = self.handle();
             let _ = self.origin.device.call(Operation::Free, |k| k.free(handle));
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! An open device, and what can be asked of it.
+//! An open device.
 
 use std::fmt;
 use std::io;
@@ -13,9 +13,9 @@ use p2pmem_sys as abi;
 use crate::addr::PciAddr;
 use crate::error::{Error, Operation, Result};
 use crate::explain::Explanation;
+use crate::full::{holders, Holder};
 use crate::pci::Client;
 use crate::request::{addresses, Request};
-use crate::room::{holders, Holder};
 use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, Provider, Stats};
@@ -23,7 +23,7 @@ use crate::types::{Info, Path, Provider, Stats};
 /// Where the module's device is.
 pub const DEFAULT_PATH: &str = "/dev/p2pmem";
 
-/// An answer that grew between asking for its size and asking for it is asked for again, but not for ever.
+/// How often a request is repeated whose answer has grown since its size was read.
 const TRIES: usize = 8;
 
 /// An open `/dev/p2pmem`. Clones share the open file, and so do the buffers allocated through it.
@@ -101,7 +101,7 @@ impl Device {
         &*self.inner.kernel
     }
 
-    /// Calls the module; where it refuses, asks for its sentence.
+    /// Calls the module. If the module refuses, reads its message.
     pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
         let _guard = self.lock();
         self.call_locked(operation, f)
@@ -119,7 +119,7 @@ impl Device {
     ) -> Result<T> {
         f(self.kernel()).map_err(|error| {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
-            // These two leave no sentence of their own, and an older one would mislead.
+            // The module stores no message for these two, and an older one would mislead.
             let silent = matches!(errno, libc::EFAULT | libc::ENOTTY);
             let reason = if silent { None } else { self.last_text() };
             Error::Refused {
@@ -130,8 +130,8 @@ impl Device {
         })
     }
 
-    /// Has a driver import a dma-buf of this device. Where that fails, the sentence is the module's, if it was the one
-    /// who refused.
+    /// Makes a driver import a dma-buf of this device. If that fails and the module was the one that refused, the error has
+    /// the module's message.
     pub(crate) fn with_importer<T>(
         &self,
         import: impl FnOnce() -> io::Result<T>,
@@ -154,7 +154,7 @@ impl Device {
         Some(text).filter(|t| !t.is_empty())
     }
 
-    /// Version, page size and features of the module, which are asked for once: the counts in it are old.
+    /// Version, page size and features of the module, which are read once: the counts in it are out of date.
     pub(crate) fn constant(&self) -> Result<&Info> {
         if let Some(info) = self.inner.constant.get() {
             return Ok(info);
@@ -217,9 +217,9 @@ impl Device {
         for (n, some) in clients.chunks(abi::P2PMEM_MAX_CLIENTS as usize).enumerate() {
             let raw = addresses(some);
             let first = n * abi::P2PMEM_MAX_CLIENTS as usize;
-            let room = 16 * some.len();
+            let capacity = 16 * some.len();
             let rescan = rescan && n == 0;
-            let paths = self.grow(Operation::Paths, room, |k, out: &mut [abi::p2pmem_path]| {
+            let paths = self.grow(Operation::Paths, capacity, |k, out: &mut [abi::p2pmem_path]| {
                 k.paths(&raw, out, rescan)
             })?;
             all.extend(paths.iter().map(|p| {
@@ -263,11 +263,11 @@ impl Device {
         Ok(Explanation::new(&answer, &verdicts, text, request.clients()))
     }
 
-    /// As [`Device::explain`], of what another user would get: rules may say other things of him. Only root can ask.
+    /// As [`Device::explain`], for another user, who may have other rules. Only root can call this.
     ///
     /// # Errors
     ///
-    /// As for [`Device::explain`]; [`Error::State`] where the ids cannot be taken on.
+    /// As for [`Device::explain`]; [`Error::State`] if the process cannot change to the ids.
     pub fn explain_as(&self, request: &Request, uid: u32, gid: u32, groups: &[u32]) -> Result<Explanation> {
         user::as_user(uid, gid, groups, || self.explain(request)).map_err(|error| {
             Error::State(format!(
@@ -288,7 +288,7 @@ impl Device {
             errno: error.raw_os_error().unwrap_or(libc::EIO),
             reason: None,
         })?;
-        // Only allocations leave verdicts, so where there are any they are about the request kept here.
+        // Only allocations set verdicts, so if there are any they belong to the request that is stored here.
         let size = last.as_ref().map_or(0, Request::size_of_one);
         let answer = abi::p2pmem_explain {
             req: abi::p2pmem_request { size, ..answer.req },
@@ -308,11 +308,11 @@ impl Device {
             .map(Stats::from)
     }
 
-    /// The providers there are, and what was counted of each. One that leaves meanwhile is left out.
+    /// Returns all providers with their counters. A provider that is removed meanwhile is not included.
     ///
     /// # Errors
     ///
-    /// As [`Device::providers`] has them, and [`Device::stats`] but for ENOENT.
+    /// Those of [`Device::providers`], and of [`Device::stats`] except ENOENT.
     pub fn provider_stats(&self) -> Result<Vec<(Provider, Stats)>> {
         let mut all = Vec::new();
         for provider in self.providers()? {
@@ -325,20 +325,20 @@ impl Device {
         Ok(all)
     }
 
-    /// Who holds buffers, by provider, those with the most bytes first; none where this program may not know, as only root
-    /// is told.
+    /// Returns the holders of buffers, by provider, those with the most bytes first; none if the program may not read them:
+    /// only root can.
     pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {
         self.kernel().holders().ok().map(|table| holders(&table))
     }
 
-    /// Asks `f` to fill an array, with more room as long as it says that there is more.
+    /// Calls `f` to fill an array, and enlarges the array while `f` returns that there is more.
     fn grow<T: Default + Clone>(
         &self,
         operation: Operation,
-        room: usize,
+        capacity: usize,
         f: impl Fn(&dyn Kernel, &mut [T]) -> io::Result<usize>,
     ) -> Result<Vec<T>> {
-        let mut out = vec![T::default(); room];
+        let mut out = vec![T::default(); capacity];
         for _ in 0..TRIES {
             let there = self.call(operation, |k| f(k, &mut out))?;
             if there <= out.len() {

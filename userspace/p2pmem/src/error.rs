@@ -7,13 +7,13 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::addr::PciAddr;
-use crate::room::Room;
+use crate::full::FullProvider;
 use crate::types::RegistrationMethod;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What was asked of the module when it refused.
+/// The operation that the module refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -101,19 +101,19 @@ pub enum Error {
         operation: Operation,
         /// The errno, positive.
         errno: i32,
-        /// The module's own sentence, where it left one.
+        /// The module's message, if there is one.
         reason: Option<String>,
     },
 
-    /// An allocation for which providers that could serve it have no room.
-    #[error("{} was refused: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), rooms_text(rooms))]
-    NoRoom {
-        /// The errno, positive: ENOSPC where there would be room if others freed theirs, ENODEV where there never is.
+    /// An allocation for which the suitable providers have not enough free space.
+    #[error("{} was refused: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), full_text(full))]
+    NoSpace {
+        /// The errno, positive: ENOSPC if there would be enough space after other buffers are freed, ENODEV if there never is.
         errno: i32,
-        /// The module's own sentence, where it left one.
+        /// The module's message, if there is one.
         reason: Option<String>,
         /// These providers: their sizes, and who uses them.
-        rooms: Vec<Room>,
+        full: Vec<FullProvider>,
     },
 
     /// A string that names no client.
@@ -175,7 +175,7 @@ pub enum Error {
         method: RegistrationMethod,
         /// The errno, positive.
         errno: i32,
-        /// The module's own sentence, where it was the one who refused.
+        /// The module's message, if the module refused.
         reason: Option<String>,
     },
 
@@ -188,7 +188,7 @@ pub enum Error {
         why: String,
     },
 
-    /// A step on the way to a transfer failed.
+    /// A step before a transfer failed.
     #[error("{what} failed: {why}")]
     Rdma {
         /// What was tried.
@@ -221,7 +221,7 @@ pub enum Error {
         path: PathBuf,
         /// What the kernel said.
         error: io::Error,
-        /// The sentence in the provider's attribute `status`, where there is one.
+        /// The message in the provider's attribute `status`, if there is one.
         status: Option<String>,
     },
 
@@ -287,7 +287,7 @@ pub enum ErrorKind {
     NoSpace,
     /// A quota is used up: EDQUOT.
     QuotaExceeded,
-    /// The NIC or the kernel lacks memory or descriptors: ENOMEM, EMFILE or ENFILE.
+    /// The NIC or the kernel has no memory or descriptors left: ENOMEM, EMFILE or ENFILE.
     OutOfResources,
     /// The provider was removed, and its buffers with it: ENODEV.
     Removed,
@@ -309,7 +309,7 @@ impl Error {
         use ErrorKind as Kind;
         let allocation = matches!(
             self,
-            Self::NoRoom { .. }
+            Self::NoSpace { .. }
                 | Self::Refused {
                     operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                     ..
@@ -357,15 +357,15 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
-            Self::Refused { errno, .. } | Self::NoRoom { errno, .. } | Self::Register { errno, .. } => Some(*errno),
+            Self::Refused { errno, .. } | Self::NoSpace { errno, .. } | Self::Register { errno, .. } => Some(*errno),
             _ => None,
         }
     }
 
-    /// The module's own sentence, where it left one.
+    /// The module's message, if there is one.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Refused { reason, .. } | Self::NoRoom { reason, .. } | Self::Register { reason, .. } => {
+            Self::Refused { reason, .. } | Self::NoSpace { reason, .. } | Self::Register { reason, .. } => {
                 reason.as_deref()
             }
             Self::Admin { status, .. } => status.as_deref(),
@@ -386,7 +386,7 @@ impl Error {
                 _ => None,
             },
             Self::Abi { .. } => Some("install module and user space of one version of p2pmem"),
-            Self::NoRoom { .. }
+            Self::NoSpace { .. }
             | Self::Refused {
                 operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                 ..
@@ -466,20 +466,19 @@ impl Error {
     }
 }
 
-/// Each provider without room, after a semicolon.
-fn rooms_text(rooms: &[Room]) -> String {
-    rooms
-        .iter()
-        .fold(String::new(), |text, room| text + "; " + &room.to_string())
+/// Each full provider, after a semicolon.
+fn full_text(full: &[FullProvider]) -> String {
+    full.iter()
+        .fold(String::new(), |text, capacity| text + "; " + &capacity.to_string())
 }
 
 /// What to do where memory could not be registered.
 fn register_remedy(method: RegistrationMethod, errno: Option<i32>) -> Option<&'static str> {
     match (method, errno?) {
-        (_, libc::ENODEV) => Some("the provider or the NIC left: allocate again, or open the NIC again"),
-        (_, libc::ENOMEM) => Some("the NIC or the kernel has no room for it: end other registrations, or register less"),
+        (_, libc::ENODEV) => Some("the provider or the NIC was removed: allocate again, or open the NIC again"),
+        (_, libc::ENOMEM) => Some("the NIC or the kernel has no space for it: end other registrations, or register less"),
         (_, libc::EINVAL) => Some(
-            "check the access asked for: remote writes and atomics need local writes too, and on-demand paging is not \
+            "check the requested access: remote writes and atomics need local writes too, and on-demand paging is not \
              possible",
         ),
         (RegistrationMethod::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Events: providers that come and leave, buffers that are revoked.
+//! Events: providers added and removed, buffers revoked.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -79,10 +79,13 @@ impl From<&abi::p2pmem_event> for Event {
 impl fmt::Display for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
-            EventKind::ProviderAdded { provider } => write!(f, "provider {provider} came"),
-            EventKind::ProviderRemoved { provider } => write!(f, "provider {provider} left"),
+            EventKind::ProviderAdded { provider } => write!(f, "provider {provider} was added"),
+            EventKind::ProviderRemoved { provider } => write!(f, "provider {provider} was removed"),
             EventKind::BufferRevoked { provider, handle } => {
-                write!(f, "buffer {handle} was revoked, its provider {provider} leaves")
+                write!(
+                    f,
+                    "buffer {handle} was revoked, because provider {provider} is being removed"
+                )
             }
             EventKind::Lost { count } => write!(f, "{count} events were dropped, list again"),
             EventKind::Unknown { code } => write!(f, "event {code}, which this program does not know"),
@@ -98,7 +101,7 @@ pub struct Events {
 }
 
 impl Device {
-    /// The events of this open file from now on: providers that come and leave, buffers of ours that are revoked.
+    /// The events of this open file from now on: providers added and removed, buffers of this file revoked.
     pub fn events(&self) -> Events {
         Events::new(self.clone())
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Why a provider was chosen and each other one was not, in sentences.
+//! Messages that explain the choice of a provider, and why each other provider was not chosen.
 
 use p2pmem_sys as abi;
 
@@ -139,7 +139,7 @@ pub struct Verdict {
     pub addr: PciAddr,
     /// The verdict.
     pub code: VerdictCode,
-    /// The verdict as a sentence, with the numbers that matter for it.
+    /// The verdict as a message, with the relevant numbers.
     pub why: String,
     /// The rule that decided, where a rule did.
     pub rule: Option<DecidingRule>,
@@ -149,7 +149,7 @@ pub struct Verdict {
     pub class: Option<PathClass>,
     /// Sum of hops to all clients.
     pub hops: u32,
-    /// Narrowest link on any of the paths in MB/s, where a link tells.
+    /// Bandwidth of the slowest link on any of the paths in MB/s, if a link reports its speed.
     pub bandwidth: Option<u32>,
     /// Largest NUMA distance to a client, where one is known.
     pub numa_distance: Option<u32>,
@@ -169,7 +169,7 @@ pub struct Explanation {
     pub chosen: Option<u32>,
     /// The errno that the decision ended with, or would, positive.
     pub errno: Option<i32>,
-    /// The module's own sentence.
+    /// The module's message.
     pub text: String,
     /// One verdict for each provider, in the order of their ids.
     pub verdicts: Vec<Verdict>,
@@ -227,7 +227,7 @@ fn verdict(
     clients: &[Client],
 ) -> Verdict {
     let class = PathClass::from_raw(raw.class);
-    // Without the request's clients at hand (the last decision of this file) their number still tells them apart.
+    // Without the request's clients (for the last decision of this file) their number still distinguishes them.
     let worst_client = class.map(|_| {
         let index = raw.worst_client as usize;
         clients
@@ -361,7 +361,7 @@ fn sentence(
         ),
         VerdictCode::Load => format!("busier: {}", in_use()),
         VerdictCode::Space => format!(
-            "less room: its largest piece is {}{}",
+            "less space: its largest piece is {}{}",
             human_size(own.largest),
             versus(&|c| format!(", the chosen one's {}", human_size(c.largest)))
         ),

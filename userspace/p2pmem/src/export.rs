@@ -109,11 +109,11 @@ impl ExportOptions {
     }
 }
 
-/// A buffer, or parts of it, exported as a dma-buf: a descriptor that a driver takes to reach the memory.
+/// A buffer, or parts of it, exported as a dma-buf: a descriptor by which a driver reaches the memory.
 ///
-/// It keeps the memory as a mapping does: it may outlive the [`Buffer`](crate::Buffer), and so may what a driver made of
-/// it. When the provider leaves, importers are told and lose the memory; the descriptor stays, and importing it again is
-/// refused with ENODEV.
+/// The dma-buf holds the memory as a mapping does: the dma-buf and imports of it may outlive the
+/// [`Buffer`](crate::Buffer). When the provider is removed, importers are notified and lose the memory; the descriptor
+/// stays, and another import fails with ENODEV.
 #[derive(Debug)]
 pub struct DmaBuf {
     fd: OwnedFd,

@@ -295,7 +295,7 @@ impl Fake {
         lock(&self.machine.state).holders = table.map(str::to_owned);
     }
 
-    /// Takes a provider away: its buffers are revoked, and all open devices are told.
+    /// Removes a provider: its buffers are revoked, and all open devices get an event.
     pub fn remove_provider(&self, id: u32) {
         let mut state = lock(&self.machine.state);
         let Some(provider) = state.providers.remove(&id) else {

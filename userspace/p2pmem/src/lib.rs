@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
-//! that drives and NICs move data into and out of it without a detour through host memory.
+//! that drives and NICs move data to and from it without a bounce buffer in host memory.
 //!
-//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, tells paths, allocates, explains.
-//! - [`Client`] is a device that will do DMA: a PCI address, `nvme0`, `mlx5_0`.
-//! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
-//! - [`Stripe`] is several buffers that serve one request together, in several providers.
+//! - [`Device`] is an open `/dev/p2pmem`: it lists providers and paths, allocates, explains.
+//! - [`Client`] is a device that does DMA: a PCI address, `nvme0`, `mlx5_0`.
+//! - [`Request`] describes an allocation; [`Buffer`] is the result, [`Mapping`] the program's access to it.
+//! - [`Stripe`] is several buffers in several providers for one request.
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory.
 //! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
-//! - `fake` (feature `fake`) plays a device without a module, for tests.
+//! - `fake` (feature `fake`) is a device without a module, for tests.
 //!
 //! Reading a file straight from a drive into a buffer near it:
 //!
@@ -42,6 +42,7 @@ mod explain;
 mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
+mod full;
 mod mapping;
 mod origin;
 mod own;
@@ -50,7 +51,6 @@ mod pci;
 pub mod rdma;
 mod register;
 mod request;
-mod room;
 pub mod rules;
 mod stripe;
 mod sys;
@@ -64,13 +64,13 @@ pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};
+pub use full::{FullProvider, Holder};
 pub use mapping::Mapping;
 pub use own::FileRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciDevice};
 pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
 pub use request::{Request, Strategy};
-pub use room::{Holder, Room};
 pub use stripe::Stripe;
 pub use sys::verbs::{Pd, ProtectionDomain};
 pub use types::{

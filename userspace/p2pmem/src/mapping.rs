@@ -24,18 +24,17 @@ const MOST_AT_ONCE: usize = 1 << 30;
 
 /// A mapped buffer.
 ///
-/// There is no way to get a `&[u8]` or `&mut [u8]` of it, on purpose. The memory lies behind a PCI BAR: devices change
-/// it while the program looks, which Rust's references promise cannot happen, and ordinary copies may be compiled to
-/// accesses (wide vectors, repeated or overlapping reads) that a BAR answers slowly or not at all. So every access is
-/// volatile, happens once, and is as wide as its alignment allows, up to 8 bytes. A value that is no wider than 8 bytes
-/// and lies at a multiple of its size, a power of two, is one access; others can be torn when a device writes
-/// meanwhile.
+/// A mapping gives no `&[u8]` or `&mut [u8]`. The memory is behind a PCI BAR: devices change it while the program reads,
+/// which Rust's references rule out, and the compiler may turn ordinary copies into accesses (wide vectors, repeated or
+/// overlapping reads) that a BAR answers slowly or not at all. So every access is volatile, happens once, and is as wide
+/// as its alignment allows, up to 8 bytes. A value whose size is a power of two up to 8 bytes, at a multiple of its size,
+/// is one access; other values can be torn when a device writes at the same time.
 ///
-/// Reads from a BAR cross the bus one by one: microseconds each. Let devices move bulk data, or read files by
+/// Reads from a BAR cross the bus one by one: microseconds each. Let devices move bulk data, or read files with
 /// [`Mapping::read_from`].
 ///
-/// If the provider goes away, an access raises SIGBUS; [`Device::events`](crate::Device::events) tells before that
-/// surprises.
+/// After the provider is removed, an access raises SIGBUS; [`Device::events`](crate::Device::events) reports the
+/// removal.
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
@@ -202,8 +201,8 @@ impl Mapping {
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
-        // Where the end is not on a block's boundary the last read is short, and another one from there would be
-        // refused for its offset. For what is no plain file (size 0) an empty read tells the end.
+        // If the end is not on a block boundary the last read is short, and another read from there would be refused for its
+        // offset. For files that are not regular (size 0) an empty read marks the end.
         let end = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|m| m.len());
         let mut done = 0;
         while done < len && end.is_none_or(|end| file_offset.saturating_add(done as u64) < end) {
@@ -357,7 +356,7 @@ mod tests {
         };
         let mapping = mapping(8192);
         let error = mapping.read_from(&file, 3, 0..4096);
-        // Some file systems take any offset; those that do not must not leave the user guessing.
+        // Some file systems accept any offset; for the others the error names the required alignment.
         if let Err(error) = error {
             assert!(
                 matches!(

@@ -28,13 +28,13 @@ use crate::types::PathClass;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRule {
-    /// What verdicts and sentences call it: up to 31 letters, digits, dots, dashes and underscores.
+    /// The name in verdicts and messages: up to 31 letters, digits, dots, dashes and underscores.
     pub name: String,
     /// Whose memory.
     pub provider: Option<PciAddr>,
     /// Who does DMA.
     pub client: Option<PciAddr>,
-    /// Whether, and how gladly. To allow is not to be allowed: what the administrator denies stays denied.
+    /// Whether the provider is allowed, and how preferred. `allow` cannot override an administrator's `deny`.
     pub action: Option<Action>,
     /// Farthest path.
     pub max_class: Option<PathClass>,
@@ -94,14 +94,14 @@ impl FileRule {
 }
 
 impl Device {
-    /// Replaces the rules of this open device's own; the first one that matches and sets an attribute decides it. They
-    /// narrow what the administrator's rules leave. Buffers that are there already stay.
+    /// Replaces the rules of this open device. The first rule that matches and sets an attribute decides the attribute. The
+    /// rules can only narrow what the administrator's rules allow. Existing buffers stay.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a name that does not fit; [`Error::Refused`] with EINVAL (a name of other characters or
-    /// one that is there twice, a rule that says nothing or contradicts itself), ENODEV (a function that is not there)
-    /// or E2BIG (more than 32 rules). The rules stay as they were then.
+    /// [`Error::Request`] for an invalid name; [`Error::Refused`] with EINVAL (invalid characters in a name, a duplicate
+    /// name, a rule that sets nothing or contradicts itself), ENODEV (a function that does not exist) or E2BIG (more than
+    /// 32 rules). After an error the rules are unchanged.
     pub fn set_rules(&self, rules: &[FileRule]) -> Result<()> {
         let raw = rules.iter().map(FileRule::raw).collect::<Result<Vec<_>>>()?;
         self.call(Operation::Rules, |kernel| kernel.set_rules(&raw))

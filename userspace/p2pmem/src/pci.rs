@@ -54,8 +54,8 @@ impl Client {
     ///
     /// # Errors
     ///
-    /// [`Error::Client`] says what was looked for, also where a drive with several controllers (multipath) would leave
-    /// the choice open. An address is not checked for being there: the module does that.
+    /// [`Error::Client`] states where the name was looked up; also if a drive has several controllers (multipath) and the
+    /// name is ambiguous. Whether an address exists is not checked here: the module checks that.
     pub fn resolve(name: &str) -> Result<Self> {
         Self::resolve_in(Path::new("/sys"), name)
     }
@@ -135,7 +135,7 @@ impl Client {
         self.addr
     }
 
-    /// The name by which it was asked for.
+    /// The name that the program used for the client.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -153,7 +153,7 @@ impl fmt::Display for Client {
     }
 }
 
-/// The nearest PCI function on the way from `path` up to the root.
+/// The nearest PCI function on the path from `path` up to the root.
 fn pci_function_of(path: &Path) -> Option<PciAddr> {
     path.ancestors().find_map(|folder| {
         let addr = PciAddr::parse(folder.file_name()?.to_str()?)?;
@@ -240,7 +240,7 @@ pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
             continue;
         };
         let folder = entry.path();
-        // A device can leave while it is looked at: what is no longer there is left out.
+        // A device can be removed while it is read: it is left out.
         let (Some(vendor), Some(device), Some(class)) = (
             hex_attribute(&folder, "vendor"),
             hex_attribute(&folder, "device"),

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! NICs by name, and the shortest way to an RDMA WRITE or READ between registered buffers (feature `verbs`).
+//! NICs by name, and the shortest program for an RDMA WRITE or READ between registered buffers (feature `verbs`).
 //!
-//! [`Nic`] opens a NIC and knows the PCI function that it is, so that buffers can be allocated near it. Its protection
-//! domains, and all else of it, are those of the crate [`sideway`]. [`Queue`] is for programs that want one reliable
-//! connection and one transfer at a time; those that want more use sideway's queue pairs with the keys and addresses that
-//! a [`Registration`] has.
+//! [`Nic`] opens a NIC and knows its PCI function, so that buffers can be allocated near it. Its protection domains and all
+//! other objects are those of the crate [`sideway`]. [`Queue`] is for programs that need one reliable connection and one
+//! transfer at a time; other programs use sideway's queue pairs with the keys and addresses of a [`Registration`].
 //!
 //! ```no_run
 //! use p2pmem::rdma::Nic;
@@ -20,7 +19,7 @@
 //! let sent = source.register(&pd, Access::LOCAL_READ)?;
 //! let received = target.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
 //!
-//! // Here both ends are of one NIC. Between two nodes, endpoint() and remote() go over a socket.
+//! // Here both ends are of one NIC. Between two nodes, a socket carries endpoint() and remote().
 //! let (mut near, mut far) = (nic.queue(&pd)?, nic.queue(&pd)?);
 //! near.connect(&far.endpoint())?;
 //! far.connect(&near.endpoint())?;
@@ -55,7 +54,7 @@ const RETRIES: u8 = 7;
 /// Largest message that InfiniBand has.
 const MOST: usize = 1 << 31;
 
-/// A step on the way to a transfer that failed, as an error.
+/// Converts the error of a step before a transfer.
 fn failed<E: std::error::Error>(what: impl fmt::Display) -> impl FnOnce(E) -> Error {
     let what = what.to_string();
     move |error| {
@@ -215,7 +214,7 @@ pub struct Endpoint {
 
 /// One end of a reliable connection, for one transfer at a time.
 ///
-/// A transfer that fails breaks the connection, as InfiniBand wants it: both ends have to be made anew.
+/// As InfiniBand specifies, a transfer that fails ends the connection: both ends have to be created again.
 pub struct Queue {
     nic: String,
     qp: BasicQueuePair,
@@ -260,7 +259,7 @@ impl Queue {
         })
     }
 
-    /// What the other end has to be told.
+    /// Returns the data that the remote end needs to connect.
     pub fn endpoint(&self) -> Endpoint {
         Endpoint {
             qp_number: self.qp.qp_number(),
@@ -363,7 +362,7 @@ impl Queue {
             match self.cq.start_poll() {
                 Ok(completions) => {
                     for completion in completions {
-                        // A flushed one is an earlier one's, which was told already.
+                        // A flushed completion belongs to an earlier transfer, whose error was already returned.
                         if completion.wr_id() == self.last {
                             return self.done(verb, completion.status());
                         }

@@ -172,7 +172,7 @@ impl RegisterOptions {
             Some(RegistrationMethod::DmaBuf) => attempt.by_dmabuf(self.pinned),
             Some(RegistrationMethod::PeerMemory) => attempt.by_addresses(),
             None => match attempt.by_dmabuf(self.pinned) {
-                // A driver that knows nothing of dma-bufs, in an RDMA core that has another way.
+                // A driver without dma-buf support, in an RDMA core with the peer-memory interface.
                 Err(error) if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
                     attempt.by_addresses()
                 }
@@ -274,7 +274,7 @@ impl Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // Nobody is left to tell of an error; the kernel ends the region with the device's file.
+        // drop() cannot report an error; the kernel ends the region with the device's file.
         let _ = self.end();
     }
 }
@@ -290,15 +290,14 @@ pub struct RemoteMemory {
     pub rkey: u32,
 }
 
-/// Memory registered with a NIC: what work requests name, on this side by [`Registration::lkey`], on the other by
-/// [`Registration::rkey`].
+/// Memory registered with a NIC. Work requests name it by [`Registration::lkey`] on this side and by
+/// [`Registration::rkey`] on the remote side.
 ///
-/// It keeps what it needs: the dma-buf, so the memory is not anyone else's as long as a NIC can reach it, even where the
-/// [`Buffer`](crate::Buffer) is dropped; the mapping whose addresses it goes by; the protection domain.
+/// A registration keeps the dma-buf, so that no other process gets the memory while a NIC can reach it, even if the
+/// [`Buffer`](crate::Buffer) is dropped; the mapping whose addresses it uses; and the protection domain.
 ///
-/// When the provider leaves, the registration is revoked: work requests that name it end with a remote access error (or
-/// a local protection error, where it is this side's), and not one byte is written. It stays a value that can be
-/// dropped as any other.
+/// The removal of the provider revokes the registration: work requests that name it end with a remote access error (or a
+/// local protection error on this side), and write no byte. The value can still be dropped as usual.
 pub struct Registration {
     // Dropped in this order: the region before what it stands on.
     mr: Mr,
@@ -332,7 +331,7 @@ impl Registration {
         self.mr.mr.rkey
     }
 
-    /// What the other side has to be told.
+    /// Returns the data that the remote side needs for its work requests.
     pub fn remote(&self) -> RemoteMemory {
         RemoteMemory {
             addr: self.addr,

@@ -116,7 +116,7 @@ impl Request {
         }
     }
 
-    /// The clients asked for.
+    /// The requested clients.
     pub fn clients(&self) -> &[Client] {
         &self.clients
     }

@@ -82,7 +82,7 @@ words! {
 }
 
 words! {
-    /// For whom memory is set aside.
+    /// The beneficiary of reserved memory.
     Beneficiary {
         /// Other drivers of the kernel.
         Kernel = "kernel",
@@ -104,7 +104,7 @@ pub struct Rule {
     pub uid: Option<Users>,
     /// A group that the user is a member of.
     pub gid: Option<u32>,
-    /// Whether, and how gladly.
+    /// Whether the provider is allowed, and how preferred.
     pub action: Option<Action>,
     /// Farthest path.
     pub max_class: Option<PathClass>,
@@ -114,7 +114,7 @@ pub struct Rule {
     pub group_quota: Option<u64>,
     /// Bytes of each provider that are set aside.
     pub reserve: Option<u64>,
-    /// For whom.
+    /// The beneficiary of the reserve.
     pub reserve_for: Option<Beneficiary>,
     /// Whether it is in force.
     pub enabled: bool,
@@ -230,7 +230,7 @@ pub struct RuleState {
     /// The rule.
     #[serde(flatten)]
     pub rule: Rule,
-    /// The module's sentence about it.
+    /// The module's message about the rule.
     pub status: String,
     /// What counts under it.
     pub usage: Vec<Usage>,

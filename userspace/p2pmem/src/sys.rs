@@ -28,9 +28,9 @@ use rustix::io::Errno;
 use rustix::ioctl::{ioctl, Updater};
 use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
-/// What is asked of the module: one method for each ioctl, with slices where the ABI has pointers.
+/// The module's interface: one method for each ioctl, with slices where the ABI has pointers.
 ///
-/// Errors are what the kernel answered, as `io::Error::raw_os_error()`.
+/// Errors are the kernel's errnos, as `io::Error::raw_os_error()`.
 pub(crate) trait Kernel: Send + Sync {
     fn info(&self) -> io::Result<abi::p2pmem_info>;
     /// Fills `out` and returns how many providers there are, which may be more.
@@ -41,8 +41,8 @@ pub(crate) trait Kernel: Send + Sync {
     fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc>;
     fn free(&self, handle: u32) -> io::Result<()>;
     fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer>;
-    /// Explains a request as a dry run, or, without one, the last decision. The counts in the answer may exceed what
-    /// the slices had room for.
+    /// Explains a request as a dry run, or, without a request, the last decision. The counts in the answer may exceed the
+    /// lengths of the slices.
     fn explain(
         &self,
         request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
@@ -100,7 +100,7 @@ fn count(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
-/// Bytes of one element, as the module is told them.
+/// Size of one element in bytes, for the module.
 fn element<T>(_: &[T]) -> u32 {
     count(size_of::<T>())
 }
@@ -157,8 +157,8 @@ impl CharDevice {
     }
 }
 
-/// Divides what `read()` returned into events, each as long as it says: of a longer one the known fields are taken, what a
-/// shorter one lacks is zero.
+/// Splits the result of `read()` into events, each as long as its own size field. Of a longer event the known fields are
+/// used; the missing fields of a shorter one are zero.
 fn split_events(mut bytes: &[u8], out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
     const KNOWN: usize = size_of::<abi::p2pmem_event>();
     let mut filled = 0;
@@ -358,18 +358,18 @@ impl Kernel for CharDevice {
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
-        // A newer module's events may be larger. There is room for one of any version, and for no more of the known
-        // size than the caller takes.
-        const ROOM: usize = 2048;
-        const _: () = assert!(ROOM >= abi::P2PMEM_MAX_EVENT as usize);
-        let mut bytes = [0u8; ROOM];
+        // A newer module's events may be larger. The memory has space for one event of any version, and for no more events
+        // of the known size than the caller takes.
+        const CAPACITY: usize = 2048;
+        const _: () = assert!(CAPACITY >= abi::P2PMEM_MAX_EVENT as usize);
+        let mut bytes = [0u8; CAPACITY];
         let known = size_of::<abi::p2pmem_event>();
         let least = abi::P2PMEM_MAX_EVENT as usize / known;
         if out.len() < least {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let room = ROOM.min(size_of_val(out));
-        let n = rustix::io::read(&self.0, &mut bytes[..room])?;
+        let capacity = CAPACITY.min(size_of_val(out));
+        let n = rustix::io::read(&self.0, &mut bytes[..capacity])?;
         split_events(&bytes[..n], out)
     }
 
@@ -552,7 +552,7 @@ mod tests {
         for ((n, size), event) in (0..).zip(sizes).zip(&out) {
             assert_eq!((event.size as usize, event.provider), (size, n));
             assert_eq!(event.type_, abi::P2PMEM_EVENT_PROVIDER_ADDED);
-            // What a shorter one lacks is zero.
+            // The missing fields of a shorter event are zero.
             assert_eq!(event.time_ns, if size < known { 0 } else { u64::MAX });
         }
         assert_eq!(out[sizes.len()].size, 0, "more events than there are");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the module tells, as Rust types: providers, paths, counters.
+//! The module's answers as Rust types: providers, paths, counters.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -59,19 +59,19 @@ pub struct Info {
     pub size: u64,
     /// Bytes free in all providers.
     pub free: u64,
-    /// Changes whenever a provider comes or goes, or paths were computed anew.
+    /// Changes whenever a provider is added or removed, or paths were computed again.
     pub generation: u64,
 }
 
 impl Info {
-    /// Whether a program of this version works with the module: newer modules say down to which version they are
-    /// compatible, older ones since version 5 lack features only.
+    /// Whether a program of this version works with the module: a newer module reports the oldest version with which it is
+    /// compatible; an older one, since version 5, has fewer features only.
     pub(crate) fn compatible(&self) -> bool {
         (self.abi_compatible..=u32::MAX).contains(&abi::P2PMEM_ABI_VERSION)
             && self.abi_version >= abi::P2PMEM_ABI_COMPATIBLE
     }
 
-    /// Features of this library that the module lacks, by name.
+    /// Features of this library that the module does not have, by name.
     pub fn missing(&self) -> Vec<&'static str> {
         const KNOWN: [(u32, &str); 4] = [
             (abi::P2PMEM_FEATURE_DMABUF, "dma-buf export"),
@@ -207,7 +207,7 @@ pub struct Provider {
 }
 
 impl Provider {
-    /// Where its memory is, as part of a sentence.
+    /// The location of the memory, as part of a message.
     pub(crate) fn place(&self) -> String {
         match self.bar {
             Some(bar) => format!("{} BAR {bar}", self.addr),
@@ -339,7 +339,7 @@ impl PathClass {
         }
     }
 
-    /// The way, as part of a sentence.
+    /// The path, as part of a message.
     pub(crate) fn way(self) -> &'static str {
         match self {
             Self::SameDevice => "in the same device as",
@@ -352,7 +352,7 @@ impl PathClass {
         }
     }
 
-    /// How the chosen one's traffic goes, as part of a sentence.
+    /// The route of the chosen provider's traffic, as part of a message.
     pub(crate) fn stays(self) -> &'static str {
         match self {
             Self::SameDevice => "is in the same device",
@@ -388,17 +388,17 @@ impl FromStr for PathClass {
     }
 }
 
-/// The way between one provider and one client.
+/// The path between one provider and one client.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Path {
     /// The provider's id.
     pub provider: u32,
-    /// Index of the client among those asked about.
+    /// Index of the client in the request.
     pub client: usize,
     /// How far.
     pub class: PathClass,
-    /// A port on the way has ACS redirect peer traffic upstream.
+    /// A port on the path has ACS redirect peer traffic upstream.
     pub acs_redirect: bool,
     /// Peer traffic stays below the common bridge and uses bus addresses.
     pub bus_addr: bool,
@@ -406,7 +406,7 @@ pub struct Path {
     pub hops: u32,
     /// What the kernel's own `pci_p2pdma_distance_many()` says; none for unreachable.
     pub distance: Option<u32>,
-    /// Narrowest link on the way in MB/s in one direction, where a link tells.
+    /// Bandwidth of the slowest link on the path in MB/s in one direction, if a link reports its speed.
     pub bandwidth: Option<u32>,
     /// NUMA distance (10 = local), where both have a node.
     pub numa_distance: Option<u32>,
@@ -550,7 +550,7 @@ pub(crate) fn known_offset(raw: u64) -> Option<u64> {
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum RegistrationMethod {
-    /// A dma-buf and `ibv_reg_dmabuf_mr()`: a stock kernel's way.
+    /// A dma-buf and `ibv_reg_dmabuf_mr()`: the method of a stock kernel.
     DmaBuf,
     /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
     PeerMemory,

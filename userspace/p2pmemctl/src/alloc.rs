@@ -128,7 +128,7 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     let buffers = match made {
         Ok(buffers) => buffers,
         Err(error) => {
-            // The error has the reason in a sentence; the verdicts say it for each provider.
+            // The error has the reason as a message; the verdicts have it for each provider.
             if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
                 write!(context.out, "{}", render_explanation(&explanation))?;
             }
@@ -250,7 +250,7 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
     .context("cannot catch signals")?;
     std::thread::spawn(move || {
         let mut line = String::new();
-        // The end of input is no Enter: a program in the background is to hold on until it is told to end.
+        // The end of input is no Enter: a program in the background holds the buffer until a signal ends it.
         if matches!(std::io::stdin().lock().read_line(&mut line), Ok(n) if n > 0) {
             let _ = sender.send(End::Enter);
         }

@@ -86,7 +86,7 @@ pub struct TopoArgs {
     #[arg(value_name = "CLIENT")]
     pub clients: Vec<String>,
 
-    /// Have the module look at all paths anew, after a change of ACS by setpci for example.
+    /// Have the module read all paths again, for example after setpci has changed ACS.
     #[arg(long)]
     pub rescan: bool,
 }
@@ -223,7 +223,7 @@ pub struct RuleArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, requires = "reserve_for")]
     pub reserve: Option<u64>,
 
-    /// For whom: kernel or group.
+    /// The beneficiary: kernel or group.
     #[arg(long, value_name = "WHO")]
     pub reserve_for: Option<Beneficiary>,
 

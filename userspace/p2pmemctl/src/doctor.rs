@@ -191,11 +191,15 @@ fn kernel_config(machine: &Environment) -> Check {
         return if config.lines().any(|l| l == "CONFIG_PCI_P2PDMA=y") {
             Check::new(NAME, Level::Ok, format!("{release} has CONFIG_PCI_P2PDMA=y"))
         } else {
-            Check::new(NAME, Level::Failure, format!("{release} lacks CONFIG_PCI_P2PDMA=y"))
-                .remedy("boot a kernel with CONFIG_PCI_P2PDMA=y, such as Debian's")
+            Check::new(
+                NAME,
+                Level::Failure,
+                format!("{release} is built without CONFIG_PCI_P2PDMA=y"),
+            )
+            .remedy("boot a kernel with CONFIG_PCI_P2PDMA=y, such as Debian's")
         };
     }
-    // The config may be nowhere; the running kernel's symbols tell as well.
+    // If there is no config, the running kernel's symbols show the option.
     match has_symbol(machine, "pci_p2pdma_distance_many") {
         Some(true) => Check::new(NAME, Level::Ok, format!("{release} has PCI P2PDMA (by its symbols)")),
         Some(false) => Check::new(
@@ -349,7 +353,7 @@ fn iommu(machine: &Environment) -> Check {
                 modes.join(", ")
             ),
         )
-        .remedy("for the shortest ways boot with iommu=pt, where devices need not be isolated from each other"),
+        .remedy("for the shortest paths boot with iommu=pt, if devices need not be isolated from each other"),
     }
 }
 
@@ -443,7 +447,7 @@ fn rdma(machine: &Environment) -> Vec<Check> {
 /// Whether the RDMA core has the peer-memory interface, and what follows from it.
 fn peer_memory(machine: &Environment, core: &str) -> Check {
     const NAME: &str = "RDMA peer memory";
-    const LACKS: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
+    const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
     let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
     let says = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     let (interface, form) = (says("interface "), says("registered_as "));
@@ -461,20 +465,20 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
             Level::Warning,
             format!(
                 "{core} has the interface, and the module is its client (persistent): what ibv_reg_mr() registers \
-                 cannot be taken back, and a provider that leaves waits for it"
+                 cannot be revoked, and the removal of a provider waits for it"
             ),
         )
         .remedy("load the module with peer_memory=ex"),
         (_, Some(symvers), _) if symvers != "none" => Check::new(
             NAME,
             Level::Warning,
-            format!("the module is no client of {core}, by its parameter or as the core refused it: {LACKS}"),
+            format!("the module is no client of {core}, by its parameter or as the core refused it: {DMA_BUF_ONLY}"),
         )
         .remedy("load the module with peer_memory=ex; the kernel's log says why it is refused"),
         (Some(true), Some(_), _) => Check::new(
             NAME,
             Level::Warning,
-            format!("{core} has the interface, which the module was built without: {LACKS}"),
+            format!("{core} has the interface, which the module was built without: {DMA_BUF_ONLY}"),
         )
         .remedy("build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>"),
         (Some(true), None, _) => Check::new(
@@ -483,14 +487,18 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
             format!("{core} has the interface; whether the module is its client cannot be read here"),
         )
         .remedy("run doctor as root, with the module loaded and debugfs mounted"),
-        (Some(false), ..) => Check::new(NAME, Level::Info, format!("{core} lacks the interface: {LACKS}")),
+        (Some(false), ..) => Check::new(
+            NAME,
+            Level::Info,
+            format!("{core} does not have the interface: {DMA_BUF_ONLY}"),
+        ),
         (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols cannot be read here"),
     }
 }
 
 /// Drivers of PCI functions whose RDMA side (in 7.2) registers dma-bufs that can be taken back.
 const REVOCABLE: [&str; 4] = ["mlx5_core", "ice", "i40e", "idpf"];
-/// Those that register dma-bufs only for good.
+/// Drivers that only register dma-bufs which they pin permanently.
 const PINNING: [&str; 4] = ["efa", "bnxt_en", "mana", "ionic"];
 
 /// Whether buffers can be registered with a NIC on a stock kernel.
@@ -525,7 +533,7 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
         driver if PINNING.contains(&driver) => Check::new(
             NAME,
             Level::Warning,
-            found("registers dma-bufs only for good, so that a provider could not leave: this is refused by default"),
+            found("only pins dma-bufs permanently, so that their provider could not be removed: this is refused by default"),
         )
         .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
         _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))

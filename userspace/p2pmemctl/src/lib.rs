@@ -28,7 +28,7 @@ pub use environment::{Context, Environment};
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// It did what was asked: exit code 0.
+    /// The command succeeded: exit code 0.
     Done,
     /// The answer is no, and was printed: exit code 1.
     Refused,
@@ -64,7 +64,7 @@ pub fn exit_code(context: &mut Context<'_>, command: &Command) -> u8 {
     match run(context, command) {
         Ok(Outcome::Done) => 0,
         Ok(Outcome::Refused) => 1,
-        // Whoever reads our output has seen enough.
+        // The reader of the output has closed the pipe.
         Err(error) if is_broken_pipe(&error) => 0,
         Err(error) => {
             report(context, &error);

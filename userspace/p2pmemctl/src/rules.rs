@@ -235,7 +235,7 @@ fn save(context: &mut Context<'_>, path: Option<&Path>) -> anyhow::Result<Outcom
     match path {
         None => context.out.write_all(text.as_bytes())?,
         Some(path) => {
-            // Whoever reads it finds the old one or the new one.
+            // Readers find the old file or the new one.
             let mut new = path.as_os_str().to_owned();
             new.push(".part");
             let new = PathBuf::from(new);

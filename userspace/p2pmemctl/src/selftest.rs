@@ -17,7 +17,7 @@ use crate::cli::SelftestArgs;
 use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
-/// Most that is tested unless asked for: reads from a BAR are slow.
+/// The maximum that is tested without --size: reads from a BAR are slow.
 const DEFAULT_MOST: u64 = 64 << 20;
 /// Bytes handled at once.
 const STEP: usize = 64 << 10;
@@ -74,7 +74,7 @@ impl RegistrationReport {
 struct TransferReport {
     /// Bytes that arrived, by both.
     bytes: u64,
-    /// Words that are not what the NIC was told to move there.
+    /// Words that differ from those that the NIC had to move.
     wrong_words: u64,
     /// Offset in the buffer of the first of them, in bytes.
     first_wrong: Option<u64>,
@@ -220,8 +220,8 @@ fn register(
     }
 }
 
-/// Has each half of the memory moved to the other, once by each verb, and compares what the CPU sees there. DMA that goes
-/// astray on either side leaves other bytes than those written.
+/// Moves each half of the memory to the other, once by each verb, and compares the result as the CPU reads it. DMA to or from
+/// a wrong address gives other bytes than those written.
 fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
     let mut report = TransferReport::default();
     let half = mapping.len() / 16 * 8;

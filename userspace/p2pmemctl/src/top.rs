@@ -106,7 +106,7 @@ impl View {
             frame.render_widget(self.providers(), providers);
         }
         match &self.now.holders {
-            None => frame.render_widget(Paragraph::new("Who holds buffers, root is told."), holders),
+            None => frame.render_widget(Paragraph::new("Run as root to see the owners of buffers."), holders),
             Some(all) if all.is_empty() => frame.render_widget(Paragraph::new("Nobody holds a buffer."), holders),
             Some(all) => frame.render_widget(holder_table(all), holders),
         }
@@ -198,7 +198,7 @@ fn quits(key: &KeyEvent) -> bool {
     key.kind == KeyEventKind::Press && (ctrl_c || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc))
 }
 
-/// Waits until it is time for the next sample. False where the user wants to end; what else comes is drawn anew.
+/// Waits until the next sample is due. Returns false if the user quits; redraws on other events.
 fn wait(until: Instant, redraw: &mut dyn FnMut() -> std::io::Result<()>) -> std::io::Result<bool> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
@@ -340,7 +340,7 @@ mod tests {
         let (_, numbers) = lines[3].split_once(']').unwrap();
         assert_eq!(words(numbers)[6..], ["-", "-", "-", "-"], "{lines:#?}");
         // The fake does not say who holds what, as the kernel does not to everyone.
-        assert!(lines.iter().any(|line| line.contains("root is told")), "{lines:#?}");
+        assert!(lines.iter().any(|line| line.contains("Run as root")), "{lines:#?}");
     }
 
     #[test]

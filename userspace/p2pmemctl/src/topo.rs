@@ -90,7 +90,7 @@ fn render_topology(topology: &Topology) -> String {
             out.push_str(&format!("  {client:<10} {}\n", client.addr()));
         }
     }
-    out.push_str("\nLegend (a number after the class: links crossed; *: a port on the way redirects by ACS):\n");
+    out.push_str("\nLegend (a number after the class: links crossed; *: a port on the path redirects by ACS):\n");
     out.push_str("  X     the provider itself\n");
     for class in PathClass::ALL {
         out.push_str(&format!("  {class:<5} {}\n", class.meaning()));

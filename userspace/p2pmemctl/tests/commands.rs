@@ -126,7 +126,7 @@ Clients:
   nvme0      0000:04:00.0
   nvme1      0000:05:00.0
 
-Legend (a number after the class: links crossed; *: a port on the way redirects by ACS):
+Legend (a number after the class: links crossed; *: a port on the path redirects by ACS):
   X     the provider itself
   DEV   another function of the same device
   SW    one PCIe switch: traffic stays in it

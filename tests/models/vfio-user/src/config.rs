@@ -101,7 +101,7 @@ pub enum ConfigError {
     LinkWidth(u8),
     /// The capabilities are too large for the space they are in.
     #[error("no space for capability {0:#x}")]
-    NoRoom(u16),
+    NoSpace(u16),
     /// Body and mask of a capability differ in length.
     #[error("capability {0:#x}: body and mask differ in length")]
     Mask(u16),
@@ -212,7 +212,7 @@ impl ConfigBuilder {
         let at = self.next;
         let end = at + 2 + body.len();
         if end > header::EXTENDED {
-            self.fail(ConfigError::NoRoom(id.into()));
+            self.fail(ConfigError::NoSpace(id.into()));
             return None;
         }
         self.space.bytes[at] = id;
@@ -235,7 +235,7 @@ impl ConfigBuilder {
             return self;
         }
         if end > SIZE {
-            self.fail(ConfigError::NoRoom(id));
+            self.fail(ConfigError::NoSpace(id));
             return self;
         }
         self.space.put32(at, u32::from(id) | (u32::from(version & 0xf) << 16));
@@ -626,7 +626,7 @@ mod tests {
         );
         assert_eq!(
             new().capability(9, &[0; 200], &[0; 200]).build().unwrap_err(),
-            ConfigError::NoRoom(9)
+            ConfigError::NoSpace(9)
         );
     }
 }

@@ -485,7 +485,7 @@ impl Completions {
     pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
         const MOST: usize = 64;
         let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
-        // SAFETY: the queue lives by the invariant; the list has room for as many as are asked for.
+        // SAFETY: the queue lives by the invariant; the list has as many entries as the call may fill.
         let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
         for done in &list[..count] {
@@ -523,11 +523,11 @@ impl Completions {
         unsafe { self.channel.as_ref() }.fd
     }
 
-    /// Waits for an armed completion, no longer than the limit. Tells whether there was one.
+    /// Waits for an armed completion, no longer than the limit. Returns whether there was one.
     ///
     /// # Errors
     ///
-    /// The channel is broken.
+    /// The completion channel failed.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
         // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
@@ -575,7 +575,7 @@ pub struct Piece {
 /// A piece of the other side's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Remote {
-    /// Address, as the other side told.
+    /// The address that the remote side sent.
     pub address: u64,
     /// Its key.
     pub rkey: u32,
@@ -629,11 +629,11 @@ pub struct Patience {
 }
 
 impl QueuePair {
-    /// With room for so many sends and receives.
+    /// Creates a queue pair for as many outstanding sends and receives.
     ///
     /// # Errors
     ///
-    /// EINVAL or ENOMEM where the NIC has no such large queues.
+    /// EINVAL or ENOMEM if the NIC does not support queues of this size.
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, sends: u32, receives: u32) -> io::Result<Self> {
         // SAFETY: all zeros is a value of the structure: null pointers and integers.
         let mut init: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
@@ -729,7 +729,7 @@ impl QueuePair {
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTS;
         attr.timeout = patience.timeout;
         attr.retry_cnt = patience.retries;
-        // For ever: a receiver that never is ready shows as silence, which has a limit of its own.
+        // Without a limit: a receiver that is never ready shows as silence, which has its own limit.
         attr.rnr_retry = 7;
         attr.sq_psn = own.psn;
         attr.max_rd_atomic = own.reads.min(other.reads);

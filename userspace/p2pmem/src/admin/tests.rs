@@ -11,8 +11,8 @@ const ADDR: PciAddr = PciAddr {
     devfn: 0,
 };
 
-/// A tree in a temporary folder that reacts as the kernel does: probing binds, unbinding unbinds, a group comes with
-/// its attributes. `refuse` names the file whose writing fails, with the status the module leaves.
+/// A tree in a temporary folder that reacts as the kernel does: probing binds, unbinding unbinds, a new group has its
+/// attributes. `refuse` is the file whose writing fails, and the status that the module then has.
 struct FakeTree {
     root: PathBuf,
     log: Arc<Mutex<Vec<String>>>,

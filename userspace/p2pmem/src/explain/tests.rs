@@ -139,7 +139,7 @@ fn sentences_carry_the_numbers_that_decided() {
         ),
         (
             abi::P2PMEM_VERDICT_SPACE,
-            "less room: its largest piece is 4 MiB, the chosen one's 128 MiB",
+            "less space: its largest piece is 4 MiB, the chosen one's 128 MiB",
         ),
         (
             abi::P2PMEM_VERDICT_ORDER,

@@ -48,7 +48,7 @@ impl Drop for FakeDevice {
         let mut state = lock(&self.machine.state);
         let buffers = std::mem::take(&mut lock(&self.file).buffers);
         for buffer in buffers.values() {
-            // Clearing memory of our own cannot fail but for want of memory, and then the next test is told.
+            // Clearing can only fail without memory, and then the next test reports that.
             let _ = state.release(buffer, &self.machine.memory);
         }
     }

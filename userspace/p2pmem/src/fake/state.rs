@@ -122,14 +122,14 @@ impl State {
         request: &abi::p2pmem_request,
         clients: &[abi::p2pmem_pci_addr],
         own: &[abi::p2pmem_rule],
-        room: usize,
+        capacity: usize,
     ) -> (Decision, Vec<u32>, u64) {
         let size = request.size.next_multiple_of(PAGE);
         let least = (request.parts as usize).max(1);
         let most = if request.parts > 0 {
             least
         } else {
-            room.min(self.providers.len()).max(1)
+            capacity.min(self.providers.len()).max(1)
         };
         let mut failed = (Decision::default(), Vec::new(), 0);
         for parts in (least..=most).rev() {

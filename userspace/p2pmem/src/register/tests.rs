@@ -85,7 +85,7 @@ fn a_failure_names_buffer_nic_method_errno_and_remedy() {
              Operation not supported (EOPNOTSUPP)"
     );
     assert!(error.remedy().unwrap().contains("on-demand paging"));
-    assert_eq!(error.reason(), None, "the allocation's sentence is not about this");
+    assert_eq!(error.reason(), None, "the allocation's message is not about this");
 
     fake.refuse_importer(libc::EHOSTUNREACH, "0000:0a:00.0 cannot reach 0000:03:00.0: ACS");
     nic.fail_next(libc::EHOSTUNREACH);
@@ -109,7 +109,7 @@ fn a_failure_names_buffer_nic_method_errno_and_remedy() {
                 ..
             }
         ),
-        "the export fails before the NIC is asked: {error}"
+        "the export fails before the NIC gets a request: {error}"
     );
     assert_eq!(nic.regions(), 0);
 }

@@ -10,8 +10,8 @@ use serde::{Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
-/// Users: numbers and ranges of numbers, as `1000,100000-165535`. A user and his subordinate ids (subuid(5)) are several users to the
-/// kernel; so a rule can name all of them.
+/// Users: numbers and ranges of numbers, as `1000,100000-165535`. To the kernel, a user's subordinate ids (subuid(5)) are
+/// separate users; a rule can name all of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Users(Vec<RangeInclusive<u32>>);
 

@@ -14,7 +14,7 @@ use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 ///
 /// EINVAL for an id that is none (`u32::MAX`); EPERM where the process may not take on other ids.
 pub(crate) fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> io::Result<T> {
-    // The kernel takes the largest number for "leave the id as it is".
+    // For the kernel the largest number means "do not change the id".
     if [uid, gid].iter().chain(groups).any(|id| *id == u32::MAX) {
         return Err(rustix::io::Errno::INVAL.into());
     }

@@ -34,7 +34,7 @@ pub(crate) struct Part {
     pub(crate) access: u32,
 }
 
-/// What is asked of libibverbs. Errors are errnos.
+/// The functions of libibverbs that the library uses. Errors are errnos.
 pub(crate) trait Verbs: Send + Sync {
     /// Name of the NIC that the domain belongs to.
     fn nic(&self, pd: RawPd) -> String;
@@ -80,7 +80,7 @@ impl RawMr {
         self.mr.as_ptr()
     }
 
-    /// A region that no libibverbs knows, for a [`Verbs`] that plays it; such a one tells its regions apart by `key`.
+    /// A region without libibverbs, for the fake [`Verbs`], which identifies its regions by `key`.
     #[cfg(any(test, feature = "fake"))]
     pub(crate) fn fake(key: u32) -> Self {
         Self {
@@ -225,8 +225,8 @@ unsafe impl Sync for OpenNic {}
 
 impl Drop for OpenNic {
     fn drop(&mut self) {
-        // SAFETY: both are valid and ours alone (type invariant), and what was registered is gone, as it held this value.
-        // Nobody is left to tell of an error; the kernel ends both with the process.
+        // SAFETY: both are valid and ours alone (type invariant), and no registration is left, as each holds this value.
+        // drop() cannot report an error; the kernel ends both with the process.
         unsafe {
             (self.library.dealloc_pd)(self.pd.as_ptr().cast());
             (self.library.close_device)(self.context.as_ptr());
@@ -245,7 +245,7 @@ impl ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDom
     }
 }
 
-/// The functions of the real libibverbs. It stays loaded for good.
+/// The functions of the real libibverbs, which stays loaded permanently.
 pub(crate) struct Library {
     get_device_list: ibv::ibv_get_device_list,
     free_device_list: ibv::ibv_free_device_list,
@@ -428,7 +428,7 @@ impl Verbs for Library {
     }
 
     fn dereg(&self, mr: &RawMr) -> io::Result<()> {
-        // SAFETY: the region is valid (type invariant), and whoever has it drops it after this.
+        // SAFETY: the region is valid (type invariant), and its owner drops it after this.
         match unsafe { (self.dereg_mr)(mr.as_ptr().cast()) } {
             0 => Ok(()),
             errno => Err(io::Error::from_raw_os_error(errno)),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Who uses the memory that a request found no room in.
+//! Users of the memory of providers that had not enough space for a request.
 
 use std::fmt;
 
@@ -24,18 +24,18 @@ pub struct Holder {
     pub size: u64,
 }
 
-/// A provider without room for a request.
+/// A provider without enough space for a request.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
-pub struct Room {
+pub struct FullProvider {
     /// The provider.
     pub provider: Provider,
     /// Who holds buffers in it, those with the most bytes first; none where this program may not know.
     pub holders: Option<Vec<Holder>>,
 }
 
-impl Room {
-    /// The providers whose verdict was that they have no room. `table` is the module's list of buffers.
+impl FullProvider {
+    /// Returns the providers whose verdict was that they have no space. `table` is the module's list of buffers.
     pub(crate) fn of(verdicts: &[abi::p2pmem_verdict], providers: &[Provider], table: Option<&str>) -> Vec<Self> {
         let lacks = |v: &&abi::p2pmem_verdict| {
             matches!(
@@ -59,7 +59,7 @@ impl Room {
     }
 }
 
-impl fmt::Display for Room {
+impl fmt::Display for FullProvider {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { provider, holders } = self;
         write!(f, "{} has {}", provider.place(), human_size(provider.size))?;
@@ -88,7 +88,11 @@ impl fmt::Display for Room {
                 }
             }
             None if provider.buffers > 0 => {
-                write!(f, ", {} buffers in it (whose, root is told)", provider.buffers)?;
+                write!(
+                    f,
+                    ", {} buffers in it (run as root to see their owners)",
+                    provider.buffers
+                )?;
             }
             _ => {}
         }
@@ -194,7 +198,7 @@ mod tests {
                 .contains("0000:03:00.0 BAR 2 has 256 MiB, 56 MiB free"),
             "{error}"
         );
-        assert!(matches!(&error, Error::NoRoom { rooms, .. } if rooms.len() == 1 && rooms[0].provider.id == 1));
+        assert!(matches!(&error, Error::NoSpace { full, .. } if full.len() == 1 && full[0].provider.id == 1));
 
         // Not root.
         fake.holders(None);
@@ -202,7 +206,7 @@ mod tests {
         assert!(
             error
                 .to_string()
-                .ends_with("56 MiB free, 1 buffers in it (whose, root is told)"),
+                .ends_with("56 MiB free, 1 buffers in it (run as root to see their owners)"),
             "{error}"
         );
     }
@@ -211,23 +215,23 @@ mod tests {
     fn many_holders_are_counted_and_an_empty_provider_is_called_so() {
         let device = Fake::example().device();
         let provider = device.providers().unwrap().remove(0);
-        let mut room = Room {
+        let mut capacity = FullProvider {
             provider,
             holders: Some(Vec::new()),
         };
-        assert_eq!(room.to_string(), "0000:03:00.0 BAR 2 has 256 MiB, all free");
+        assert_eq!(capacity.to_string(), "0000:03:00.0 BAR 2 has 256 MiB, all free");
         let holder = |n: u64| Holder {
             owner: format!("pid {n} (x)"),
             buffers: 1,
             size: n << 20,
         };
-        room.holders = Some((1..=5).map(holder).collect());
-        room.provider.free = 100 << 20;
-        room.provider.largest = 50 << 20;
-        room.provider.scrubbing = 1 << 20;
-        room.provider.kernel_reserve = 1 << 20;
+        capacity.holders = Some((1..=5).map(holder).collect());
+        capacity.provider.free = 100 << 20;
+        capacity.provider.largest = 50 << 20;
+        capacity.provider.scrubbing = 1 << 20;
+        capacity.provider.kernel_reserve = 1 << 20;
         assert_eq!(
-            room.to_string(),
+            capacity.to_string(),
             "0000:03:00.0 BAR 2 has 256 MiB (without 1 MiB for the kernel's own users), 100 MiB free (largest piece \
              50 MiB), used by pid 1 (x) 1 MiB, \
              pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not ready yet"
