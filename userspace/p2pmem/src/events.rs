@@ -245,7 +245,7 @@ mod tests {
         let waiter = std::thread::spawn(move || events.next_within(Some(Duration::from_secs(60))));
         fake.remove_provider(2);
         let event = waiter.join().unwrap().unwrap().expect("an event within a minute");
-        assert_eq!(event.to_string(), "provider 2 left");
+        assert_eq!(event.to_string(), "provider 2 was removed");
     }
 
     #[test]

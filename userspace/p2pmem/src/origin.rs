@@ -25,7 +25,7 @@ impl Origin {
             self.handle,
             human_size(self.size),
             provider.map_or_else(
-                || format!("provider {}, which left", self.provider),
+                || format!("provider {}, which was removed", self.provider),
                 |p| format!("provider {}, {}", p.id, p.place())
             )
         )

@@ -277,7 +277,7 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
                 continue;
             };
             if let Some(buffer) = buffers.iter().find(|buffer| buffer.handle() == handle) {
-                bail!("the buffer was revoked: provider {} left", buffer.provider());
+                bail!("the buffer was revoked: provider {} was removed", buffer.provider());
             }
         }
     }
