@@ -2,9 +2,9 @@
 
 //! A device without a module: for tests of programs that use this crate, and of the crate itself.
 //!
-//! Providers, paths and failures are what the test says; buffers are real memory that can be mapped and used for direct
-//! I/O. What it cannot play is the hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but
-//! not the buffer's content, and keeps no buffer that has no handle any more, and a [`FakeNic`] moves no data.
+//! The test sets providers, paths and failures; buffers are real memory that can be mapped and used for direct I/O. The
+//! fake has no hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but not the buffer's
+//! contents, and does not keep a buffer without a handle, and a [`FakeNic`] moves no data.
 //!
 //! ```
 //! use p2pmem::{fake::Fake, PathClass, Request};
@@ -24,13 +24,9 @@
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::ffi::c_char;
+use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::File;
-use std::io;
-use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use p2pmem_sys as abi;
 use rustix::event::{eventfd, EventfdFlags};
@@ -41,95 +37,18 @@ use crate::sys::memory_file;
 use crate::types::PathClass;
 
 mod kernel;
+mod machine;
 mod nic;
 mod state;
 
 use kernel::FakeDevice;
+use machine::{event, lock, name, sum, Decision, Machine, OpenFile, Provider, SPACING};
 pub use nic::FakeNic;
 
-const PAGE: u64 = 4096;
-/// Each provider's memory is at its id times this in the one file that stands for all; so none is at offset 0.
-const SPACING: u64 = 1 << 40;
-
-/// The module and machine that are played. Clones share them.
+/// A machine with a simulated module. Clones share it.
 #[derive(Clone)]
 pub struct Fake {
     machine: Arc<Machine>,
-}
-
-struct Machine {
-    state: Mutex<State>,
-    memory: File,
-}
-
-#[derive(Default)]
-struct State {
-    providers: BTreeMap<u32, Provider>,
-    last_id: u32,
-    /// (provider, client) -> (class, hops)
-    paths: HashMap<(PciAddr, PciAddr), (PathClass, u32)>,
-    files: Vec<Weak<Mutex<OpenFile>>>,
-    gone: abi::p2pmem_stats,
-    generation: u64,
-    fail_next: Option<i32>,
-    /// Mappings ever made: (address, length, offset in the file).
-    maps: Vec<(u64, u64, u64)>,
-    holders: Option<String>,
-    /// Handles beyond the first one of buffers that were imported, by their place in the file.
-    imported: HashMap<u64, u32>,
-    /// Inodes of dma-bufs: the buffer, and whether it is the whole of it.
-    dmabufs: HashMap<(u64, u64), (abi::p2pmem_buffer, bool)>,
-}
-
-struct Provider {
-    raw: abi::p2pmem_provider,
-    /// Start -> length of each live buffer.
-    used: BTreeMap<u64, u64>,
-    stats: abi::p2pmem_stats,
-}
-
-struct OpenFile {
-    buffers: BTreeMap<u32, abi::p2pmem_buffer>,
-    last_handle: u32,
-    events: VecDeque<abi::p2pmem_event>,
-    /// Readable while there are events.
-    wakeup: Arc<OwnedFd>,
-    last: Option<Decision>,
-    rules: Vec<abi::p2pmem_rule>,
-}
-
-impl OpenFile {
-    fn new(wakeup: Arc<OwnedFd>) -> Self {
-        Self {
-            buffers: BTreeMap::new(),
-            last_handle: 0,
-            events: VecDeque::new(),
-            wakeup,
-            last: None,
-            rules: Vec::new(),
-        }
-    }
-
-    fn queue(&mut self, event: &abi::p2pmem_event) {
-        self.events.push_back(*event);
-        rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()).expect("an eventfd counts to 2^64 - 2");
-    }
-}
-
-#[derive(Clone, Default)]
-struct Decision {
-    verdicts: Vec<abi::p2pmem_verdict>,
-    text: String,
-    error: i32,
-    chosen: u32,
-}
-
-impl Decision {
-    /// Class of the path to a provider.
-    fn class_of(&self, provider: u32) -> u32 {
-        let verdict = self.verdicts.iter().find(|v| v.provider == provider);
-        verdict.map_or(0, |v| v.class)
-    }
 }
 
 impl fmt::Debug for Fake {
@@ -144,20 +63,12 @@ impl Default for Fake {
     }
 }
 
-fn errno(errno: i32) -> io::Error {
-    io::Error::from_raw_os_error(errno)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Fake {
     /// A machine without providers.
     ///
     /// # Panics
     ///
-    /// Where the kernel has no memory files (memfd).
+    /// If the kernel has no memory files (memfd).
     pub fn new() -> Self {
         let memory = memory_file(c"p2pmem-fake", SPACING << 8).expect("a memory file");
         Self {
@@ -190,7 +101,7 @@ impl Fake {
             .path(at(8), at(10), PathClass::Unreachable, 0)
     }
 
-    /// Adds a provider of `size` bytes; ids are given from 1 on.
+    /// Adds a provider of `size` bytes. Ids start at 1.
     pub fn provider(self, addr: PciAddr, size: u64) -> Self {
         self.add(abi::p2pmem_provider {
             kind: abi::P2PMEM_KIND_OWN,
@@ -239,12 +150,12 @@ impl Fake {
                 stats: Default::default(),
             },
         );
-        state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_ADDED, id, 0));
+        state.notify_all(&event(abi::P2PMEM_EVENT_PROVIDER_ADDED, id, 0));
         drop(state);
         self
     }
 
-    /// Says how far a provider is from a client. Without it a path goes through the host bridge, 6 hops.
+    /// Sets the path between a provider and a client. Other paths cross the host bridge, with 6 hops.
     pub fn path(self, provider: PciAddr, client: PciAddr, class: PathClass, hops: u32) -> Self {
         lock(&self.machine.state)
             .paths
@@ -252,7 +163,7 @@ impl Fake {
         self
     }
 
-    /// Opens it, as `Device::open()` opens the real one.
+    /// Opens the fake device, as `Device::open()` opens the real one.
     pub fn device(&self) -> Device {
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         let wakeup = Arc::new(wakeup);
@@ -265,20 +176,20 @@ impl Fake {
         }))
     }
 
-    /// Has the next call, whichever it is, fail with this errno (positive).
+    /// Makes the next call, of any kind, fail with this errno (positive).
     pub fn fail_next(&self, errno: i32) {
         lock(&self.machine.state).fail_next = Some(errno);
     }
 
-    /// Has the administrator of a provider allow exports to importers that cannot be revoked.
+    /// Allows exports of a provider's memory to importers that cannot be revoked.
     pub fn allow_pinned(&self, id: u32) {
         if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
             provider.raw.flags |= abi::P2PMEM_PROVIDER_PINNED_EXPORTS;
         }
     }
 
-    /// Has the module refuse an importer of a dma-buf, for this reason and with this errno (positive). What the
-    /// importer's driver makes of it is up to the test: [`FakeNic::fail_next`].
+    /// Makes the module refuse an importer of a dma-buf, for this reason and with this errno (positive). The test sets the
+    /// error of the importer's driver with [`FakeNic::fail_next`].
     pub fn refuse_importer(&self, errno: i32, why: &str) {
         for file in lock(&self.machine.state).files.iter().filter_map(Weak::upgrade) {
             lock(&file).last = Some(Decision {
@@ -289,8 +200,8 @@ impl Fake {
         }
     }
 
-    /// Has root's list of buffers and whose they are read so: a first line of column names, with `function`, `size` and
-    /// at the end `owner`, and a line for each buffer. None: the program is not root.
+    /// Sets root's list of buffers and their owners: a first line of column names, with `function`, `size` and at the end
+    /// `owner`, and a line for each buffer. None: the program is not root.
     pub fn holders(&self, table: Option<&str>) {
         lock(&self.machine.state).holders = table.map(str::to_owned);
     }
@@ -319,70 +230,7 @@ impl Fake {
                 state.gone.revoked += 1;
             }
         }
-        state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_REMOVED, id, 0));
-    }
-}
-
-fn name(text: &str) -> [c_char; 32] {
-    let mut chars = [0; 32];
-    for (to, from) in chars.iter_mut().zip(text.bytes().take(31)) {
-        *to = c_char::from_ne_bytes([from]);
-    }
-    chars
-}
-
-fn event(type_: u32, provider: u32, handle: u32) -> abi::p2pmem_event {
-    abi::p2pmem_event {
-        type_,
-        provider,
-        handle,
-        ..Default::default()
-    }
-}
-
-fn sum(into: &mut abi::p2pmem_stats, from: &abi::p2pmem_stats) {
-    into.allocs += from.allocs;
-    into.frees += from.frees;
-    into.failed += from.failed;
-    into.alloc_bytes += from.alloc_bytes;
-    into.free_bytes += from.free_bytes;
-    into.maps += from.maps;
-    into.scrubbed_bytes += from.scrubbed_bytes;
-    into.pinned += from.pinned;
-    into.revoked += from.revoked;
-    into.exports += from.exports;
-    into.attaches += from.attaches;
-    into.attach_failed += from.attach_failed;
-}
-
-impl Provider {
-    /// Free pieces: (start, length).
-    fn holes(&self) -> Vec<(u64, u64)> {
-        let mut at = 0;
-        let mut holes = Vec::new();
-        for (start, len) in &self.used {
-            holes.push((at, start - at));
-            at = start + len;
-        }
-        holes.push((at, self.raw.size - at));
-        holes
-    }
-
-    fn place(&self, size: u64, align: u64) -> Option<u64> {
-        self.holes().into_iter().find_map(|(start, len)| {
-            let aligned = start.next_multiple_of(align);
-            (aligned - start + size <= len).then_some(aligned)
-        })
-    }
-
-    fn snapshot(&self) -> abi::p2pmem_provider {
-        let holes = self.holes();
-        abi::p2pmem_provider {
-            free: holes.iter().map(|h| h.1).sum(),
-            largest: holes.iter().map(|h| h.1).max().unwrap_or(0),
-            buffers: self.used.len() as u32,
-            ..self.raw
-        }
+        state.notify_all(&event(abi::P2PMEM_EVENT_PROVIDER_REMOVED, id, 0));
     }
 }
 

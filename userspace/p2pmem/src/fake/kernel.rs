@@ -14,7 +14,7 @@ use p2pmem_sys as abi;
 use crate::sys::{memory_file, wait_readable, Kernel, Region};
 use crate::types::PathClass;
 
-use super::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
+use super::machine::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
 
 /// One open file of the machine.
 pub(super) struct FakeDevice {

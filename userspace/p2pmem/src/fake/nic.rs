@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 use crate::sys::verbs::{Part, Pd, RawMr, RawPd, Verbs};
 use crate::sys::Region;
 
-use super::{errno, lock};
+use super::machine::{errno, lock};
 
-/// A NIC that is played: it registers what a real one would, and moves no data. Clones share it.
+/// A simulated NIC: it registers the same memory as a real one, and moves no data. Clones share it.
 ///
 /// ```
 /// use p2pmem::{fake::{Fake, FakeNic}, Access, Request};

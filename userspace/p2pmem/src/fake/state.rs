@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the played module decides, and what it keeps of the memory.
+//! Decisions and memory of the simulated module.
 
 use std::fs::File;
 use std::io;
@@ -9,12 +9,12 @@ use std::sync::Weak;
 
 use p2pmem_sys as abi;
 
-use super::{lock, Decision, OpenFile, State, PAGE, SPACING};
+use super::machine::{lock, Decision, OpenFile, State, PAGE, SPACING};
 use crate::addr::PciAddr;
 use crate::types::{human_size, PathClass};
 
 impl State {
-    pub(super) fn tell_all(&mut self, event: &abi::p2pmem_event) {
+    pub(super) fn notify_all(&mut self, event: &abi::p2pmem_event) {
         self.generation += 1;
         self.files.retain(|f| f.strong_count() > 0);
         for file in self.files.iter().filter_map(Weak::upgrade) {
