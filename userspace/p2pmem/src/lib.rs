@@ -10,6 +10,7 @@
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory.
+//! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
 //! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
 //! - `fake` (feature `fake`) is a device without a module, for tests.
 //!
@@ -43,6 +44,7 @@ mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod full;
+pub mod inventory;
 mod mapping;
 mod origin;
 mod own;

@@ -63,6 +63,10 @@ pub enum Command {
     Selftest(SelftestArgs),
     /// Print events as they come.
     Events(EventsArgs),
+    /// List devices with memory that programs can use, the sources of that memory, and devices that can use it.
+    ///
+    /// Works without the module and without privileges.
+    Scan(ScanArgs),
     /// Check everything that peer-to-peer memory needs on this machine.
     Doctor,
     /// Print a completion script for a shell.
@@ -77,6 +81,14 @@ pub enum Command {
         /// The folder.
         dir: Option<PathBuf>,
     },
+}
+
+/// What `scan` shows.
+#[derive(Debug, Args)]
+pub struct ScanArgs {
+    /// Show all sources of each device's memory, also those that cannot be used, and the reason.
+    #[arg(long)]
+    pub all: bool,
 }
 
 /// What `topo` shows.

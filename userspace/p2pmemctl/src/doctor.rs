@@ -4,6 +4,7 @@
 
 use std::fmt;
 
+use p2pmem::inventory::DmaBufSupport;
 use p2pmem::{devices_in, PciDevice};
 use serde::Serialize;
 
@@ -496,11 +497,6 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
     }
 }
 
-/// Drivers of PCI functions whose RDMA side (in 7.2) registers dma-bufs that can be taken back.
-const REVOCABLE: [&str; 4] = ["mlx5_core", "ice", "i40e", "idpf"];
-/// Drivers that only register dma-bufs which they pin permanently.
-const PINNING: [&str; 4] = ["efa", "bnxt_en", "mana", "ionic"];
-
 /// Whether buffers can be registered with a NIC on a stock kernel.
 fn dma_bufs(machine: &Environment, nic: &str) -> Check {
     const NAME: &str = "RDMA dma-buf";
@@ -516,8 +512,8 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
         .remedy("use a hardware NIC for buffers");
     };
     let found = |text: &str| format!("{nic} ({driver}) {text}");
-    match driver {
-        "mlx5_core" => Check::new(
+    match (driver, DmaBufSupport::of_driver(driver)) {
+        ("mlx5_core", _) => Check::new(
             NAME,
             Level::Ok,
             found(&format!(
@@ -525,12 +521,12 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
                  `p2pmemctl selftest --provider P --nic {nic}` tries it"
             )),
         ),
-        driver if REVOCABLE.contains(&driver) => Check::new(
+        (_, DmaBufSupport::Revocable) => Check::new(
             NAME,
             Level::Ok,
             found("registers dma-bufs and lets go of them on request"),
         ),
-        driver if PINNING.contains(&driver) => Check::new(
+        (_, DmaBufSupport::Pinned) => Check::new(
             NAME,
             Level::Warning,
             found("only pins dma-bufs permanently, so that their provider could not be removed: this is refused by default"),

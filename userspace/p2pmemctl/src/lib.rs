@@ -11,6 +11,7 @@ mod file;
 mod list;
 mod publish;
 mod rules;
+mod scan;
 mod selftest;
 mod table;
 #[cfg(feature = "top")]
@@ -117,6 +118,7 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Explain(args) => alloc::explain(context, args),
         Command::Selftest(args) => selftest::selftest(context, args),
         Command::Events(args) => events::events(context, args),
+        Command::Scan(args) => scan::scan(context, args),
         Command::Doctor => doctor::doctor(context),
         Command::Completions { shell } => {
             clap_complete::generate(*shell, &mut Cli::command(), "p2pmemctl", context.out);

@@ -351,6 +351,41 @@ fn doctor_s_exit_code_tells() {
 }
 
 #[test]
+fn scan_lists_lenders_and_clients_without_the_module() {
+    let machine = machine(Fake::new());
+    let folder = machine.root().join("sys/bus/pci/devices/0000:05:00.0");
+    for (file, value) in [
+        ("size", "16777216"),
+        ("available", "16777216"),
+        ("published", "1"),
+        ("allocate", ""),
+    ] {
+        fs::create_dir_all(folder.join("p2pmem")).unwrap();
+        fs::write(folder.join("p2pmem").join(file), value).unwrap();
+    }
+    let (code, out) = machine.run(&["scan"]);
+    let line = out.lines().find(|line| line.starts_with("0000:05:00.0")).unwrap();
+    assert!(
+        code == 0 && out.contains("module p2pmem not loaded, IOMMU none"),
+        "{out}"
+    );
+    assert!(line.contains("16 MiB") && line.contains("adopts the memory"), "{out}");
+    assert!(
+        out.contains("p2pmem/allocate, as root") && !out.contains("it has no driver"),
+        "{out}"
+    );
+    assert!(out.contains("0000:04:00.0  nvme0"), "{out}");
+    let (_, out) = machine.run(&["scan", "--all"]);
+    assert!(out.contains("it has no driver"), "{out}");
+    let (code, json) = machine.json(&["scan"]);
+    assert_eq!(
+        (code, &json["module"], json["lenders"].as_array().unwrap().len()),
+        (0, &Value::Null, 1)
+    );
+    assert_eq!(json["lenders"][0]["sources"][1]["availability"], "ready");
+}
+
+#[test]
 fn man_pages_and_completions_are_made() {
     let machine = machine(Fake::new());
     let (code, out) = machine.run(&["completions", "bash"]);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Observation: `p2pmemctl top` on a terminal, and p2pmem-exporter, whose output a Prometheus parser reads.
+//! Observation: `p2pmemctl scan` without and with the module, `p2pmemctl top` on a terminal, and p2pmem-exporter, whose
+//! output a Prometheus parser reads.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use p2pmem_vm::cluster::Cluster;
@@ -12,6 +13,19 @@ use crate::{Test, clean, module};
 
 /// The tests.
 pub const TESTS: &[Test] = &[
+    Test {
+        name: "observe::scan",
+        topology: "demo",
+        alone: true,
+        run: |cluster| {
+            script(
+                cluster,
+                "scan.py",
+                "",
+                &format!("{} $P2PMEM_DEV_ACCEL0 $P2PMEM_DEV_NVME1 $P2PMEM_DEV_NVME0", module()?),
+            )
+        },
+    },
     Test {
         name: "observe::top",
         topology: "demo",
@@ -27,20 +41,30 @@ pub const TESTS: &[Test] = &[
 ];
 
 /// Runs a script of tests/suites/observe with an accelerator published.
-fn with_provider(cluster: &mut Cluster, script: &str) -> Result<()> {
-    let module = module()?;
-    let perf = perf()?;
-    let bin = Path::new(&perf).parent().context("a folder of programs")?.display();
+fn with_provider(cluster: &mut Cluster, name: &str) -> Result<()> {
+    let before = format!(
+        "ip link set lo up && insmod {} && {}/p2pmemctl publish $P2PMEM_DEV_ACCEL0 >&2 &&",
+        module()?,
+        programs()?.display()
+    );
+    script(cluster, name, &before, "$P2PMEM_DEV_ACCEL0")
+}
+
+/// Runs shell commands, and then a script of tests/suites/observe with the folder of programs and further arguments.
+fn script(cluster: &mut Cluster, name: &str, before: &str, arguments: &str) -> Result<()> {
     let script = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("../../suites/observe")
-        .join(script);
-    clean(
-        cluster.only()?,
-        &format!(
-            "ip link set lo up && insmod {module} && {bin}/p2pmemctl publish $P2PMEM_DEV_ACCEL0 >&2 &&
-            python3 {} {bin} $P2PMEM_DEV_ACCEL0",
-            script.display()
-        ),
-    )?;
+        .join(name);
+    let command = format!(
+        "{before} python3 {} {} {arguments}",
+        script.display(),
+        programs()?.display()
+    );
+    clean(cluster.only()?, &command)?;
     Ok(())
+}
+
+/// Returns the folder of user space's programs.
+fn programs() -> Result<PathBuf> {
+    Ok(Path::new(&perf()?).parent().context("a folder of programs")?.to_owned())
 }

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Devices of this machine whose memory programs can use, and devices that can use such memory, read from sysfs alone.
+//!
+//! Reading the inventory needs neither the module nor privileges.
+
+mod sources;
+mod types;
+
+use std::path::Path;
+
+use crate::addr::PciAddr;
+use crate::error::Result;
+use crate::pci::{devices_in, PciDevice};
+
+use sources::{vendor_interfaces, Machine, Release};
+pub use types::{Availability, Backend, Bar, DmaBufSupport, DmaClient, Lender, Pool, Source};
+
+/// Bits of the flags in the sysfs file `resource` (`include/linux/ioport.h`).
+const IORESOURCE_MEM: u64 = 0x200;
+const IORESOURCE_PREFETCH: u64 = 0x2000;
+const IORESOURCE_MEM_64: u64 = 0x10_0000;
+/// The number of BARs of a function. The other lines of `resource` are the ROM and bridge windows.
+const BARS: usize = 6;
+
+/// The devices of a machine.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[non_exhaustive]
+pub struct Inventory {
+    /// Release of the running kernel.
+    pub kernel: String,
+    /// Version of the loaded module; none if the module is not loaded.
+    pub module: Option<String>,
+    /// Whether an IOMMU is active.
+    pub iommu: bool,
+    /// Devices with memory, by address.
+    pub lenders: Vec<Lender>,
+    /// Devices that can use the memory, by address.
+    pub clients: Vec<DmaClient>,
+}
+
+impl Inventory {
+    /// Reads the inventory of this machine. `providers` are the addresses of the module's providers, from
+    /// [`Device::providers`](crate::Device::providers); without the module there are none.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Admin`](crate::Error::Admin) if sysfs has no PCI bus.
+    ///
+    /// ```no_run
+    /// use p2pmem::inventory::Inventory;
+    ///
+    /// for lender in Inventory::read(&[])?.lenders {
+    ///     if let Some(source) = lender.best() {
+    ///         println!("{}: {} ({})", lender.device.addr, source.detail, source.backend);
+    ///     }
+    /// }
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    pub fn read(providers: &[PciAddr]) -> Result<Self> {
+        Self::read_in(Path::new("/"), providers)
+    }
+
+    /// As [`Inventory::read`], with the machine's file system at `root`.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Inventory::read`].
+    pub fn read_in(root: &Path, providers: &[PciAddr]) -> Result<Self> {
+        let sys = root.join("sys");
+        let kernel = read(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+        let loaded = sys.join("module/p2pmem");
+        let module = loaded
+            .exists()
+            .then(|| read(&loaded.join("version")).unwrap_or_default());
+        let mut groups = sys.join("kernel/iommu_groups").read_dir().into_iter().flatten();
+        let iommu = groups.next().is_some();
+        let machine = Machine {
+            root,
+            release: release(&kernel),
+            module: module.is_some(),
+            providers,
+        };
+        let devices = devices_in(&sys)?;
+        let lenders = devices.iter().filter_map(|device| lender(&machine, device)).collect();
+        let clients = devices
+            .into_iter()
+            .filter(PciDevice::is_likely_client)
+            .map(|device| DmaClient {
+                dma_bufs: machine.folder(&device).join("infiniband").exists().then(|| {
+                    device
+                        .driver
+                        .as_deref()
+                        .map_or(DmaBufSupport::Unknown, DmaBufSupport::of_driver)
+                }),
+                device,
+            })
+            .collect();
+        Ok(Self {
+            kernel,
+            module,
+            iommu,
+            lenders,
+            clients,
+        })
+    }
+}
+
+/// Returns the device with its sources, or none if it has no memory that a program could use.
+fn lender(machine: &Machine<'_>, device: &PciDevice) -> Option<Lender> {
+    let folder = machine.folder(device);
+    let mut lender = Lender {
+        device: device.clone(),
+        bars: bars_in(&folder),
+        pool: pool_in(&folder),
+        sources: Vec::new(),
+    };
+    let has_memory = lender.pool.is_some()
+        || vendor_interfaces(device).is_some()
+        || machine.providers.contains(&device.addr)
+        || lender.memory_bar().is_some() && !has_registers_alone(device.class);
+    if !has_memory {
+        return None;
+    }
+    lender.sources = machine.sources(&lender);
+    Some(lender)
+}
+
+/// Whether the BARs of this class of devices hold registers: storage, network, bridges, communication, system
+/// peripherals, input, serial buses, wireless. Memory of such devices is published by their drivers.
+fn has_registers_alone(class: u32) -> bool {
+    matches!(class >> 16, 0x01 | 0x02 | 0x06..=0x09 | 0x0c | 0x0d)
+}
+
+/// Reads the memory BARs of the function in a folder of sysfs.
+fn bars_in(folder: &Path) -> Vec<Bar> {
+    let text = read(&folder.join("resource")).unwrap_or_default();
+    let lines = text.lines().take(BARS).zip(0u8..);
+    lines
+        .filter_map(|(line, index)| {
+            let mut numbers = line
+                .split_whitespace()
+                .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+            let (start, end, flags) = (numbers.next()??, numbers.next()??, numbers.next()??);
+            if flags & IORESOURCE_MEM == 0 || end <= start {
+                return None;
+            }
+            Some(Bar {
+                index,
+                size: (end - start).checked_add(1)?,
+                is_64bit: flags & IORESOURCE_MEM_64 != 0,
+                prefetchable: flags & IORESOURCE_PREFETCH != 0,
+                resizable_to: resizable_to(folder, index),
+            })
+        })
+        .collect()
+}
+
+/// The largest size that the file `resourceN_resize` offers: bit N of its number is a size of 2^N MiB.
+fn resizable_to(folder: &Path, index: u8) -> Option<u64> {
+    let text = read(&folder.join(format!("resource{index}_resize")))?;
+    let sizes = u64::from_str_radix(text.trim_start_matches("0x"), 16).ok()?;
+    1u64.checked_shl(sizes.checked_ilog2()? + 20)
+}
+
+fn pool_in(folder: &Path) -> Option<Pool> {
+    let folder = folder.join("p2pmem");
+    let number = |name: &str| read(&folder.join(name))?.parse().ok();
+    Some(Pool {
+        size: number("size")?,
+        available: number("available")?,
+        published: number("published")? != 0,
+    })
+}
+
+/// The first two numbers of a kernel release; zeros if it has none.
+fn release(text: &str) -> Release {
+    let mut numbers = text
+        .split(|c: char| !c.is_ascii_digit())
+        .map(|n| n.parse().unwrap_or(0));
+    (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
+}
+
+fn read(path: &Path) -> Option<String> {
+    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests;

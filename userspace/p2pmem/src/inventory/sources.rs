@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The sources from which programs can get a device's memory, and what each of them needs.
+
+use std::path::{Path, PathBuf};
+
+use super::types::{Availability, Backend, Lender, Source};
+use crate::addr::PciAddr;
+use crate::pci::PciDevice;
+
+/// The first two numbers of a kernel release.
+pub(super) type Release = (u32, u32);
+
+/// The first kernel release with the sysfs file `p2pmem/allocate`.
+const SYSFS_ALLOCATE: Release = (6, 2);
+/// The first kernel release whose vfio-pci exports BARs as dma-bufs.
+const VFIO_DMABUF: Release = (6, 19);
+
+/// Interfaces of a driver that owns its device's memory; none for other drivers.
+pub(super) fn vendor_interfaces(device: &PciDevice) -> Option<&'static str> {
+    Some(match device.driver.as_deref()? {
+        "nvidia" => {
+            "dma-buf by cuMemGetHandleForAddressRange() with the open kernel modules, peer memory by nvidia-peermem"
+        }
+        "amdgpu" => "dma-buf by hsa_amd_portable_export_dmabuf()",
+        "xe" | "i915" => "dma-buf by Level Zero (ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF)",
+        "habanalabs" => "dma-buf by the ioctl HL_MEM_OP_EXPORT_DMABUF_FD",
+        _ => return None,
+    })
+}
+
+/// The parts of the machine on which sources depend.
+pub(super) struct Machine<'a> {
+    pub(super) root: &'a Path,
+    pub(super) release: Release,
+    /// Whether the module is loaded.
+    pub(super) module: bool,
+    /// Addresses of the module's providers.
+    pub(super) providers: &'a [PciAddr],
+}
+
+impl Machine<'_> {
+    /// The folder of a device in sysfs.
+    pub(super) fn folder(&self, device: &PciDevice) -> PathBuf {
+        self.root.join("sys/bus/pci/devices").join(device.addr.to_string())
+    }
+
+    /// All sources of a lender's memory, one for each backend.
+    pub(super) fn sources(&self, lender: &Lender) -> Vec<Source> {
+        let source = |backend, (availability, detail)| Source {
+            backend,
+            availability,
+            detail,
+        };
+        vec![
+            source(Backend::Module, self.by_module(lender)),
+            source(Backend::Sysfs, self.by_sysfs(lender)),
+            source(Backend::Vfio, self.by_vfio(lender)),
+            source(Backend::Driver, by_driver(lender)),
+        ]
+    }
+
+    fn by_module(&self, lender: &Lender) -> (Availability, String) {
+        use Availability::{Possible, Ready, Unavailable};
+        let addr = lender.device.addr;
+        let load = if self.module {
+            ""
+        } else {
+            "load the module (modprobe p2pmem), then "
+        };
+        if self.providers.contains(&addr) {
+            return (Ready, "it is a provider: see p2pmemctl list".into());
+        }
+        if vendor_interfaces(&lender.device).is_some() {
+            let driver = lender.device.driver.as_deref().unwrap_or_default();
+            return (Unavailable, format!("the driver {driver} owns the memory"));
+        }
+        if lender.pool.is_some() {
+            return if self.module {
+                (
+                    Unavailable,
+                    "the module does not manage the memory that the driver published: the kernel log says why".into(),
+                )
+            } else {
+                (
+                    Possible,
+                    "load the module (modprobe p2pmem), which adopts the memory".into(),
+                )
+            };
+        }
+        match (lender.memory_bar(), lender.device.driver.as_deref()) {
+            (None, _) => (Unavailable, "it has no 64-bit prefetchable BAR".into()),
+            (Some(_), None | Some("p2pmem")) => (Possible, format!("{load}p2pmemctl publish {addr}")),
+            (Some(_), Some(driver)) => (
+                Possible,
+                format!("{load}p2pmemctl publish --force {addr}, which takes the device from the driver {driver}"),
+            ),
+        }
+    }
+
+    fn by_sysfs(&self, lender: &Lender) -> (Availability, String) {
+        use Availability::{Ready, Unavailable};
+        let file = self.folder(&lender.device).join("p2pmem/allocate");
+        if lender.pool.is_none() {
+            return (Unavailable, "its driver publishes no memory".into());
+        }
+        if !file.exists() {
+            let (major, minor) = SYSFS_ALLOCATE;
+            return (Unavailable, format!("the kernel is older than {major}.{minor}"));
+        }
+        (
+            Ready,
+            format!(
+                "mmap() of /sys/bus/pci/devices/{}/p2pmem/allocate, as root",
+                lender.device.addr
+            ),
+        )
+    }
+
+    fn by_vfio(&self, lender: &Lender) -> (Availability, String) {
+        use Availability::{Possible, Ready, Unavailable};
+        let folder = self.folder(&lender.device);
+        if self.release < VFIO_DMABUF {
+            let (major, minor) = VFIO_DMABUF;
+            return (Unavailable, format!("the kernel is older than {major}.{minor}"));
+        }
+        if lender.bars.is_empty() {
+            return (Unavailable, "it has no memory BAR".into());
+        }
+        let Ok(group) = std::fs::read_link(folder.join("iommu_group")) else {
+            return (Unavailable, "vfio-pci needs an active IOMMU".into());
+        };
+        let group = group.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        match lender.device.driver.as_deref() {
+            Some("vfio-pci") => (Ready, format!("dma-bufs of its BARs by /dev/vfio/{group}")),
+            driver => {
+                let unbind = driver.map_or_else(String::new, |driver| {
+                    format!(", which takes it from the driver {driver}")
+                });
+                (Possible, format!("bind it to vfio-pci{unbind}"))
+            }
+        }
+    }
+}
+
+fn by_driver(lender: &Lender) -> (Availability, String) {
+    use Availability::{Ready, Unavailable};
+    match (vendor_interfaces(&lender.device), lender.device.driver.as_deref()) {
+        (Some(interfaces), Some(driver)) => (Ready, format!("{driver}: {interfaces}")),
+        (_, Some(driver)) => (Unavailable, format!("no interface of the driver {driver} is known")),
+        (_, None) => (Unavailable, "it has no driver".into()),
+    }
+}

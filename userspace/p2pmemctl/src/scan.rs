@@ -1,0 +1,145 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! `scan`: devices with memory, the sources of that memory, and devices that can use it.
+
+use p2pmem::human_size;
+use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, Lender};
+
+use crate::cli::ScanArgs;
+use crate::table::{number, render, text};
+use crate::{Context, Outcome};
+
+pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
+    // Without the module, or without access to it, the scan shows the sources that sysfs alone reveals.
+    let providers = context
+        .open()
+        .and_then(|device| Ok(device.providers()?))
+        .unwrap_or_default();
+    let providers: Vec<_> = providers.iter().map(|provider| provider.addr).collect();
+    let inventory = Inventory::read_in(&context.environment.root, &providers)?;
+    if context.json {
+        context.print_json(&inventory)?;
+    } else {
+        write!(context.out, "{}", render_inventory(&inventory, args.all))?;
+    }
+    Ok(Outcome::Done)
+}
+
+fn render_inventory(inventory: &Inventory, all: bool) -> String {
+    let mut out = String::new();
+    let module = match inventory.module.as_deref() {
+        None => "not loaded".into(),
+        Some("") => "loaded".to_owned(),
+        Some(version) => format!("version {version}"),
+    };
+    let iommu = if inventory.iommu { "active" } else { "none" };
+    out += &format!("Kernel {}, module p2pmem {module}, IOMMU {iommu}\n", inventory.kernel);
+    out += "\nDevices with memory:\n";
+    if inventory.lenders.is_empty() {
+        out += "  none: no device has a 64-bit prefetchable BAR for memory or has published memory\n";
+    } else {
+        out += &render_lenders(&inventory.lenders, all);
+    }
+    out += "\nDevices that can use it by DMA:\n";
+    if inventory.clients.is_empty() {
+        out += "  none: no storage, network or InfiniBand device and no accelerator\n";
+    } else {
+        out += &render_clients(&inventory.clients);
+    }
+    out
+}
+
+fn render_lenders(lenders: &[Lender], all: bool) -> String {
+    let columns = [
+        text("DEVICE"),
+        text("ID"),
+        text("DRIVER"),
+        text("BAR"),
+        number("SIZE"),
+        number("RESIZABLE"),
+        text("SOURCE"),
+        text("USABLE"),
+        text("HOW, OR WHY NOT"),
+    ];
+    let mut rows = Vec::new();
+    for lender in lenders {
+        let best = lender.best();
+        let sources = lender
+            .sources
+            .iter()
+            .filter(|source| all || source.availability != Availability::Unavailable || Some(*source) == best);
+        let mut first = true;
+        for source in sources {
+            let mut row = if first {
+                identity(lender)
+            } else {
+                vec![String::new(); 6]
+            };
+            first = false;
+            row.extend([
+                source.backend.to_string(),
+                source.availability.to_string(),
+                source.detail.clone(),
+            ]);
+            rows.push(row);
+        }
+    }
+    render(&columns, &rows)
+}
+
+/// The cells that describe the device.
+fn identity(lender: &Lender) -> Vec<String> {
+    let device = &lender.device;
+    let bar = lender
+        .memory_bar()
+        .or_else(|| lender.bars.iter().max_by_key(|bar| bar.size));
+    let size = match (&lender.pool, bar) {
+        (Some(pool), _) => human_size(pool.size),
+        (None, Some(bar)) => human_size(bar.size),
+        (None, None) => "-".into(),
+    };
+    vec![
+        device.addr.to_string(),
+        format!("{:04x}:{:04x}", device.vendor, device.device),
+        device.driver.clone().unwrap_or_else(|| "-".into()),
+        bar.map_or_else(|| "-".into(), |bar| bar.index.to_string()),
+        size,
+        bar.and_then(|bar| bar.resizable_to)
+            .map_or_else(|| "-".into(), human_size),
+    ]
+}
+
+fn render_clients(clients: &[DmaClient]) -> String {
+    let columns = [
+        text("DEVICE"),
+        text("NAMES"),
+        text("DRIVER"),
+        text("NUMA"),
+        text("DMABUF"),
+    ];
+    let rows: Vec<_> = clients
+        .iter()
+        .map(|client| {
+            let device = &client.device;
+            let names = if device.names.is_empty() {
+                "-".into()
+            } else {
+                device.names.join(",")
+            };
+            vec![
+                device.addr.to_string(),
+                names,
+                device.driver.clone().unwrap_or_else(|| "-".into()),
+                device.numa_node.map_or_else(|| "-".into(), |node| node.to_string()),
+                match client.dma_bufs {
+                    None => "-",
+                    Some(DmaBufSupport::Revocable) => "revocable",
+                    Some(DmaBufSupport::Pinned) => "pinned",
+                    Some(_) => "unknown",
+                }
+                .into(),
+            ]
+        })
+        .collect();
+    render(&columns, &rows)
+}
