@@ -12,7 +12,7 @@ struct ibv_pd;
 struct ibv_mr;
 
 /**
- * The provider is only preferred: another one is taken where it cannot serve.
+ * The provider is preferred, not required: another one is used if it cannot serve the request.
  */
 #define P2PMEM_WANT_PREFER 1
 
@@ -22,7 +22,7 @@ struct ibv_mr;
 #define P2PMEM_WANT_UPSTREAM 2
 
 /**
- * As many parts as providers can hold one.
+ * As many parts as there are providers that can hold one.
  */
 #define P2PMEM_PARTS_ALL UINT32_MAX
 
@@ -52,7 +52,7 @@ struct ibv_mr;
 #define P2PMEM_CLASS_NUMA_NODE 5
 
 /**
- * Anywhere that can be reached.
+ * Any path by which the device can be reached.
  */
 #define P2PMEM_CLASS_SYSTEM 6
 
@@ -67,42 +67,42 @@ struct ibv_mr;
 #define P2PMEM_KIND_IS_ADOPTED 2
 
 /**
- * Handed to p2pmem by the device's own driver.
+ * Registered with p2pmem by the device's own driver.
  */
 #define P2PMEM_KIND_IS_REGISTERED 3
 
 /**
- * Buffers in it can be exported and registered.
+ * Buffers of the provider can be exported and registered.
  */
 #define P2PMEM_PROVIDER_IS_EXPORTABLE 1
 
 /**
- * It has no struct pages: direct I/O does not work.
+ * The memory has no struct pages: direct I/O does not work.
  */
 #define P2PMEM_PROVIDER_IS_PAGELESS 2
 
 /**
- * It is being taken away.
+ * The provider is being removed.
  */
-#define P2PMEM_PROVIDER_IS_LEAVING 4
+#define P2PMEM_PROVIDER_IS_REMOVING 4
 
 /**
- * Importers that cannot be revoked are allowed too, where the administrator says so.
+ * Also allow importers that cannot be revoked, if the administrator allows them.
  */
 #define P2PMEM_EXPORT_IS_PINNED 1
 
 /**
- * Registered by a dma-buf.
+ * Registered as a dma-buf.
  */
 #define P2PMEM_METHOD_DMABUF 1
 
 /**
- * Registered by its addresses.
+ * Registered by its addresses, with ibv_reg_mr().
  */
 #define P2PMEM_METHOD_PEER_MEMORY 2
 
 /**
- * An allocation.
+ * A buffer.
  */
 typedef struct p2pmem_buf p2pmem_buf;
 
@@ -122,15 +122,15 @@ typedef struct p2pmem_mapping p2pmem_mapping;
 typedef struct p2pmem_reg p2pmem_reg;
 
 /**
- * A device with published memory.
+ * A provider: a device with published memory.
  */
 typedef struct p2pmem_provider_info {
         /**
-         * Its number, never 0.
+         * Id of the provider, never 0.
          */
         uint32_t id;
         /**
-         * P2PMEM_KIND_IS_*, or 0 where this library does not know the kind.
+         * P2PMEM_KIND_IS_*, or 0 if this library does not know the kind.
          */
         uint32_t kind;
         /**
@@ -138,11 +138,11 @@ typedef struct p2pmem_provider_info {
          */
         uint32_t flags;
         /**
-         * Live buffers in it.
+         * Number of buffers in the provider.
          */
         uint32_t buffers;
         /**
-         * The BAR, or -1 where it is not known.
+         * Number of the BAR, or -1 if it is not known.
          */
         int32_t bar;
         /**
@@ -158,25 +158,25 @@ typedef struct p2pmem_provider_info {
          */
         uint64_t free;
         /**
-         * Largest piece that can be had now, in bytes.
+         * Size in bytes of the largest piece that can be allocated now.
          */
         uint64_t largest;
         /**
-         * PCI address, as "0000:03:00.0".
+         * PCI address, such as "0000:03:00.0".
          */
         char address[24];
         /**
-         * Driver of the device, "" where there is none.
+         * Driver of the device, "" if there is none.
          */
         char driver[32];
 } p2pmem_provider_info;
 
 /**
- * What a buffer has to be. Set all to 0, then what matters.
+ * The requirements for a buffer. Set all fields to 0 first, then those that matter.
  */
 typedef struct p2pmem_want {
         /**
-         * Bytes, which are rounded up to pages.
+         * Size in bytes, rounded up to pages.
          */
         uint64_t size;
         /**
@@ -184,15 +184,15 @@ typedef struct p2pmem_want {
          */
         uint64_t align;
         /**
-         * Names of the devices that will do DMA with it: "mlx5_0", "nvme0", "0000:03:00.0".
+         * Names of the devices that will do DMA to the buffer: "mlx5_0", "nvme0", "0000:03:00.0".
          */
         const char *const *near_devices;
         /**
-         * How many names there are, 64 at most.
+         * Number of names, at most 64.
          */
         size_t nr_near;
         /**
-         * 0, or id of the provider it has to be in.
+         * Id of the required provider, or 0 for any.
          */
         uint32_t provider;
         /**
@@ -200,12 +200,12 @@ typedef struct p2pmem_want {
          */
         uint32_t flags;
         /**
-         * 0, or the farthest path class allowed: P2PMEM_CLASS_*.
+         * The farthest path class allowed, P2PMEM_CLASS_*, or 0 for any.
          */
         uint32_t max_class;
         /**
-         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
-         * divide it among, 16 at most. Must be 0 for p2pmem_alloc().
+         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers to divide it among (at most
+         * 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
          */
         uint32_t parts;
 } p2pmem_want;
@@ -215,26 +215,26 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The version of the library, as "0.1.0".
+ * Returns the version of the library, such as "0.1.0".
  */
 const char *p2pmem_version(void);
 
 /**
- * What the last failed call of this thread failed with, in words: what, the errno, and why. "" before the first. It is
- * good until the thread's next call that fails.
+ * Returns the message of this thread's last failed call: the operation, the errno, and the reason. "" before the first
+ * failure. The message is valid until the thread's next failed call.
  */
 const char *p2pmem_last_error(void);
 
 /**
- * What to do about that failure, "" where that is not known.
+ * Returns the remedy for this thread's last failure, "" if none is known.
  */
 const char *p2pmem_last_remedy(void);
 
 /**
- * Opens the device: path, or /dev/p2pmem for NULL.
+ * Opens the device at path, or /dev/p2pmem if path is NULL.
  *
- * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of different versions), -ENOTTY
- * (another kind of file).
+ * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions), -ENOTTY
+ * (the file is no p2pmem device).
  *
  * # Safety
  *
@@ -244,7 +244,7 @@ int p2pmem_open(const char *path,
                 struct p2pmem_dev **out);
 
 /**
- * Closes the device. Buffers that are not freed yet keep it open. NULL is allowed.
+ * Closes the device. Buffers that are not yet freed keep the device open. NULL is allowed.
  *
  * # Safety
  *
@@ -253,7 +253,7 @@ int p2pmem_open(const char *path,
 void p2pmem_close(struct p2pmem_dev *dev);
 
 /**
- * The device's descriptor: readable when there are events. It belongs to the device.
+ * Returns the device's file descriptor, which is readable while there are events. The device owns the descriptor.
  *
  * # Safety
  *
@@ -262,19 +262,19 @@ void p2pmem_close(struct p2pmem_dev *dev);
 int p2pmem_fd(const struct p2pmem_dev *dev);
 
 /**
- * Writes at most capacity providers to out, and returns how many there are.
+ * Writes at most capacity providers to out. Returns the number of all providers.
  *
  * # Safety
  *
- * dev must be open, out valid for capacity elements (NULL where capacity is 0).
+ * dev must be open, out valid for capacity elements (NULL if capacity is 0).
  */
 int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, size_t capacity);
 
 /**
  * Allocates a buffer.
  *
- * Errors: -EINVAL (a bad want), -ENODEV (no provider could ever serve it, or no such device), -ENOSPC (those that could
- * are full: the text says who uses them).
+ * Errors: -EINVAL (invalid requirements), -ENODEV (no provider could ever serve them, or an unknown device), -ENOSPC (the
+ * suitable providers are full: the message names the users of their memory).
  *
  * # Safety
  *
@@ -285,11 +285,11 @@ int p2pmem_alloc(const struct p2pmem_dev *dev,
                  struct p2pmem_buf **out);
 
 /**
- * Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
- * for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
- * exported and registered by itself. Returns how many there are, capacity at most.
+ * Allocates one buffer in each of want.parts providers, want.size bytes in all. The parts are equal except for the last
+ * one, which may be smaller, and are in the order of out. Either all are allocated or none. Each part is freed, mapped,
+ * exported and registered separately. Returns the number of parts, at most capacity.
  *
- * Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than capacity).
+ * Errors: those of p2pmem_alloc(), for the part without a provider; -EINVAL (want.parts is 0, or more than capacity).
  *
  * # Safety
  *
@@ -301,8 +301,8 @@ int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
                         size_t capacity);
 
 /**
- * Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
- * again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+ * Returns a descriptor that gives another process access to a buffer. The process receives the descriptor (SCM_RIGHTS)
+ * and passes it to p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until then.
  *
  * Errors: those of p2pmem_export().
  *
@@ -313,11 +313,11 @@ int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
 int p2pmem_share(const struct p2pmem_buf *buf);
 
 /**
- * Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
- * process has let go of it.
+ * Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free when
+ * the last process has freed the buffer.
  *
- * Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
- * buffer), -ENODEV (the buffer was revoked).
+ * Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a buffer),
+ * -ENODEV (the buffer was revoked).
  *
  * # Safety
  *
@@ -328,7 +328,8 @@ int p2pmem_import(const struct p2pmem_dev *dev,
                   struct p2pmem_buf **out);
 
 /**
- * Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.
+ * Frees a buffer. The memory is free once the buffer's mappings, dma-bufs and registrations have ended too. NULL is
+ * allowed.
  *
  * # Safety
  *
@@ -337,7 +338,7 @@ int p2pmem_import(const struct p2pmem_dev *dev,
 void p2pmem_free(struct p2pmem_buf *buf);
 
 /**
- * The buffer's size in bytes; 0 for NULL.
+ * Returns the buffer's size in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -346,7 +347,7 @@ void p2pmem_free(struct p2pmem_buf *buf);
 uint64_t p2pmem_buf_size(const struct p2pmem_buf *buf);
 
 /**
- * Id of the provider that the buffer is in; 0 for NULL.
+ * Returns the id of the buffer's provider; 0 for NULL.
  *
  * # Safety
  *
@@ -355,8 +356,8 @@ uint64_t p2pmem_buf_size(const struct p2pmem_buf *buf);
 uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 
 /**
- * The buffer's first byte in the provider's BAR, which a command to the provider's engine wants; UINT64_MAX where the
- * BAR is not known, and for NULL.
+ * Returns the offset of the buffer's first byte in the provider's BAR, for commands to the provider's own engine;
+ * UINT64_MAX if the BAR is not known, and for NULL.
  *
  * # Safety
  *
@@ -365,7 +366,7 @@ uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 
 /**
- * Maps all of a buffer. The mapping may outlive it.
+ * Maps a whole buffer. The mapping may outlive the buffer.
  *
  * Errors: -ENODEV (the buffer was revoked), -ENOMEM.
  *
@@ -376,7 +377,7 @@ uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 
 /**
- * Unmaps it. Registrations that go by its addresses keep it. NULL is allowed.
+ * Unmaps a buffer. Registrations that use the mapping's addresses keep the mapping. NULL is allowed.
  *
  * # Safety
  *
@@ -385,8 +386,8 @@ int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 void p2pmem_unmap(struct p2pmem_mapping *map);
 
 /**
- * Address of the first byte; NULL for NULL. Access it through volatile pointers: devices change it at any time. When
- * the provider goes away an access raises SIGBUS.
+ * Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time. After
+ * the provider is removed, an access raises SIGBUS.
  *
  * # Safety
  *
@@ -395,7 +396,7 @@ void p2pmem_unmap(struct p2pmem_mapping *map);
 void *p2pmem_map_addr(const struct p2pmem_mapping *map);
 
 /**
- * Length in bytes; 0 for NULL.
+ * Returns the length in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -404,7 +405,7 @@ void *p2pmem_map_addr(const struct p2pmem_mapping *map);
 size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 
 /**
- * Makes writes through mappings visible to devices before what follows.
+ * Makes earlier writes through mappings visible to devices, before any later access.
  *
  * # Safety
  *
@@ -413,8 +414,9 @@ size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 int p2pmem_flush(const struct p2pmem_mapping *map);
 
 /**
- * Exports length bytes of a buffer from offset on as a dma-buf and returns its descriptor, which is close-on-exec and
- * the caller's to close. Whole pages; a length of 0 means all from offset on. flags: P2PMEM_EXPORT_IS_PINNED or 0.
+ * Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which the
+ * caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer. flags:
+ * P2PMEM_EXPORT_IS_PINNED or 0.
  *
  * Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
  * -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -429,16 +431,15 @@ int p2pmem_export(const struct p2pmem_buf *buf,
                   unsigned int flags);
 
 /**
- * Registers length bytes of a buffer from offset on with the NIC of a protection domain; a length of 0 means all from
- * offset on. access: IBV_ACCESS_* bits.
+ * Registers length bytes of a buffer from offset with the NIC of a protection domain; a length of 0 means the rest of the
+ * buffer. access: IBV_ACCESS_* bits.
  *
- * On a stock kernel this makes a dma-buf of the buffer and registers that. Where the buffer is mapped, work requests
- * name its bytes by their addresses; else the buffer's first byte is 0. The registration keeps the memory, even where
- * the buffer is freed. It must be ended before the protection domain is.
+ * On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work requests
+ * use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The registration keeps
+ * the memory, even if the buffer is freed. The registration must end before the protection domain does.
  *
- * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver cannot take dma-bufs, or not ones that can be taken back),
- * -EHOSTUNREACH (the NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs,
- * or too old a one).
+ * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the NIC
+ * cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs, or too old a version).
  *
  * # Safety
  *
@@ -452,18 +453,18 @@ int p2pmem_register(const struct p2pmem_buf *buf,
                     struct p2pmem_reg **out);
 
 /**
- * Ends a registration. It is gone whatever this returns. NULL is allowed.
+ * Ends a registration. reg is invalid afterwards, also after an error. NULL is allowed.
  *
- * Errors: -EIO (the driver refused: memory windows are bound to it).
+ * Errors: -EIO (the driver refused, because memory windows are bound to the region).
  *
  * # Safety
  *
- * reg must be NULL, or a registration that no work request names any more.
+ * reg must be NULL, or a registration that no outstanding work request uses.
  */
 int p2pmem_deregister(struct p2pmem_reg *reg);
 
 /**
- * The key for work requests of this side; 0 for NULL.
+ * Returns the local key, for work requests of this side; 0 for NULL.
  *
  * # Safety
  *
@@ -472,7 +473,7 @@ int p2pmem_deregister(struct p2pmem_reg *reg);
 uint32_t p2pmem_reg_lkey(const struct p2pmem_reg *reg);
 
 /**
- * The key for work requests of the other side; 0 for NULL.
+ * Returns the remote key, for work requests of the other side; 0 for NULL.
  *
  * # Safety
  *
@@ -481,7 +482,7 @@ uint32_t p2pmem_reg_lkey(const struct p2pmem_reg *reg);
 uint32_t p2pmem_reg_rkey(const struct p2pmem_reg *reg);
 
 /**
- * What work requests call the first byte; 0 for NULL.
+ * Returns the address of the first byte in work requests; 0 for NULL.
  *
  * # Safety
  *
@@ -490,7 +491,7 @@ uint32_t p2pmem_reg_rkey(const struct p2pmem_reg *reg);
 uint64_t p2pmem_reg_addr(const struct p2pmem_reg *reg);
 
 /**
- * Length in bytes; 0 for NULL.
+ * Returns the length in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -499,7 +500,7 @@ uint64_t p2pmem_reg_addr(const struct p2pmem_reg *reg);
 size_t p2pmem_reg_len(const struct p2pmem_reg *reg);
 
 /**
- * The method taken: P2PMEM_METHOD_*; 0 for NULL.
+ * Returns the method of the registration, P2PMEM_METHOD_*; 0 for NULL.
  *
  * # Safety
  *
@@ -508,7 +509,7 @@ size_t p2pmem_reg_len(const struct p2pmem_reg *reg);
 int p2pmem_reg_method(const struct p2pmem_reg *reg);
 
 /**
- * The region itself, which belongs to the registration: do not deregister it. NULL for NULL.
+ * Returns the memory region, which the registration owns: do not deregister it. NULL for NULL.
  *
  * # Safety
  *
@@ -517,12 +518,13 @@ int p2pmem_reg_method(const struct p2pmem_reg *reg);
 struct ibv_mr *p2pmem_reg_mr(const struct p2pmem_reg *reg);
 
 /**
- * Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
- * capacity bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+ * Explains which provider p2pmem_alloc() would choose for these requirements and why, with one line for each provider.
+ * Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole text,
+ * as snprintf() does.
  *
  * # Safety
  *
- * dev must be open, want and its names valid, text valid for capacity bytes (NULL where capacity is 0).
+ * dev must be open, want and its names valid, text valid for capacity bytes (NULL if capacity is 0).
  */
 int p2pmem_explain(const struct p2pmem_dev *dev,
                    const struct p2pmem_want *want,
@@ -530,17 +532,15 @@ int p2pmem_explain(const struct p2pmem_dev *dev,
                    size_t capacity);
 
 /**
- * Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
+ * Explains the last allocation through this device, or a later refusal, as p2pmem_explain() does.
  *
  * Errors: -ENODATA (there was none yet).
  *
  * # Safety
  *
- * dev must be open, text valid for capacity bytes (NULL where capacity is 0).
+ * dev must be open, text valid for capacity bytes (NULL if capacity is 0).
  */
-int p2pmem_explain_last(const struct p2pmem_dev *dev,
-                        char *text,
-                        size_t capacity);
+int p2pmem_explain_last(const struct p2pmem_dev *dev, char *text, size_t capacity);
 
 #ifdef __cplusplus
 }  // extern "C"

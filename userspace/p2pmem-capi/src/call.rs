@@ -11,11 +11,11 @@ use p2pmem::{Client, Device, Error, PathClass, Provider, ProviderKind, Request, 
 
 use crate::sys::{
     p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_KIND_IS_REGISTERED, P2PMEM_PARTS_ALL,
-    P2PMEM_PROVIDER_IS_EXPORTABLE, P2PMEM_PROVIDER_IS_LEAVING, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_WANT_PREFER,
+    P2PMEM_PROVIDER_IS_EXPORTABLE, P2PMEM_PROVIDER_IS_REMOVING, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_WANT_PREFER,
     P2PMEM_WANT_UPSTREAM,
 };
 
-/// Why a call failed: the errno (positive), what and why, and what to do.
+/// A failed call: the errno (positive), the message, and the remedy.
 #[derive(Debug)]
 pub(crate) struct Failure {
     errno: i32,
@@ -24,7 +24,7 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// An argument that cannot be.
+    /// An invalid argument.
     pub(crate) fn argument(text: impl Into<String>) -> Self {
         Self {
             errno: libc::EINVAL,
@@ -35,7 +35,7 @@ impl Failure {
 }
 
 impl Failure {
-    /// A number that is no descriptor.
+    /// A number that is no open descriptor.
     pub(crate) fn bad_descriptor(fd: c_int) -> Self {
         Self {
             errno: libc::EBADF,
@@ -67,7 +67,7 @@ thread_local! {
     static LAST: RefCell<(CString, CString)> = RefCell::default();
 }
 
-/// The text as C has it; it ends where it has a NUL of its own.
+/// Converts a text to a C string, which ends at the first NUL of the text.
 fn c_text(text: &str) -> CString {
     let text = text.split('\0').next().unwrap_or_default();
     CString::new(text).unwrap_or_default()
@@ -75,7 +75,7 @@ fn c_text(text: &str) -> CString {
 
 fn keep(failure: &Failure) {
     let texts = (c_text(&failure.text), c_text(failure.remedy.unwrap_or_default()));
-    // Not there any more while the thread ends: then nobody can ask either.
+    // While the thread ends the variable may be gone: no call can read it then.
     let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
 }
 
@@ -104,12 +104,12 @@ pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>)
     })
 }
 
-/// A count as C returns it.
+/// Converts a count to the return value of a C function.
 pub(crate) fn count(n: usize) -> c_int {
     c_int::try_from(n).unwrap_or(c_int::MAX)
 }
 
-/// What is wanted, in numbers; the names of clients come beside it.
+/// The requirements as numbers, without the names of clients.
 #[derive(Debug, Default)]
 pub(crate) struct Want {
     pub(crate) size: u64,
@@ -166,7 +166,7 @@ impl Want {
 }
 
 impl Want {
-    /// The same for a stripe of `capacity` parts at most.
+    /// The request of a stripe with at most `capacity` parts.
     pub(crate) fn stripe(&self, capacity: usize) -> Result<Request, Failure> {
         let most = P2PMEM_MAX_PARTS as usize;
         match self.parts {
@@ -192,7 +192,7 @@ fn chars<const N: usize>(text: &str) -> [c_char; N] {
     chars
 }
 
-/// A number that C has as -1 where it is not known.
+/// Converts a number, with -1 for an unknown one.
 fn signed(number: Option<u32>) -> i32 {
     number.and_then(|n| i32::try_from(n).ok()).unwrap_or(-1)
 }
@@ -210,7 +210,7 @@ fn provider_info(provider: &Provider) -> p2pmem_provider_info {
         flags: flag(P2PMEM_PROVIDER_IS_EXPORTABLE, provider.exportable)
             | flag(P2PMEM_PROVIDER_IS_PAGELESS, provider.pageless)
             | flag(
-                P2PMEM_PROVIDER_IS_LEAVING,
+                P2PMEM_PROVIDER_IS_REMOVING,
                 provider.state != p2pmem::ProviderState::Live,
             ),
         buffers: provider.buffers,

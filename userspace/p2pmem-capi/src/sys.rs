@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What C sees, and the one module with `unsafe`. cbindgen makes p2pmem.h of this file, so its comments speak to those
-//! who read that.
+//! The C interface, and the only module with `unsafe`. cbindgen generates p2pmem.h from this file, so doc comments here are
+//! for readers of p2pmem.h.
 #![allow(unsafe_code, non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
@@ -16,7 +16,7 @@ use crate::call::{count, last, providers, run, Failure, Want};
 /// An open /dev/p2pmem.
 pub struct p2pmem_dev(Device);
 
-/// An allocation.
+/// A buffer.
 pub struct p2pmem_buf(Buffer);
 
 /// A buffer in the program's address space.
@@ -25,34 +25,34 @@ pub struct p2pmem_mapping(Mapping);
 /// A buffer registered with an RDMA NIC.
 pub struct p2pmem_reg(Registration);
 
-/// What a buffer has to be. Set all to 0, then what matters.
+/// The requirements for a buffer. Set all fields to 0 first, then those that matter.
 #[repr(C)]
 pub struct p2pmem_want {
-    /// Bytes, which are rounded up to pages.
+    /// Size in bytes, rounded up to pages.
     pub size: u64,
     /// Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
     pub align: u64,
-    /// Names of the devices that will do DMA with it: "mlx5_0", "nvme0", "0000:03:00.0".
+    /// Names of the devices that will do DMA to the buffer: "mlx5_0", "nvme0", "0000:03:00.0".
     pub near_devices: *const *const c_char,
-    /// How many names there are, 64 at most.
+    /// Number of names, at most 64.
     pub nr_near: usize,
-    /// 0, or id of the provider it has to be in.
+    /// Id of the required provider, or 0 for any.
     pub provider: u32,
     /// P2PMEM_WANT_* bits.
     pub flags: u32,
-    /// 0, or the farthest path class allowed: P2PMEM_CLASS_*.
+    /// The farthest path class allowed, P2PMEM_CLASS_*, or 0 for any.
     pub max_class: u32,
-    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
-    /// divide it among, 16 at most. Must be 0 for p2pmem_alloc().
+    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers to divide it among (at most
+    /// 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
     pub parts: u32,
 }
 
-/// The provider is only preferred: another one is taken where it cannot serve.
+/// The provider is preferred, not required: another one is used if it cannot serve the request.
 pub const P2PMEM_WANT_PREFER: u32 = 1;
 /// The kernel's own pci_p2pmem_find_many() chooses.
 pub const P2PMEM_WANT_UPSTREAM: u32 = 2;
 
-/// As many parts as providers can hold one.
+/// As many parts as there are providers that can hold one.
 pub const P2PMEM_PARTS_ALL: u32 = u32::MAX;
 
 /// The same device.
@@ -65,21 +65,21 @@ pub const P2PMEM_CLASS_SWITCHES: u32 = 3;
 pub const P2PMEM_CLASS_HOST_BRIDGE: u32 = 4;
 /// In one NUMA node.
 pub const P2PMEM_CLASS_NUMA_NODE: u32 = 5;
-/// Anywhere that can be reached.
+/// Any path by which the device can be reached.
 pub const P2PMEM_CLASS_SYSTEM: u32 = 6;
 
-/// A device with published memory.
+/// A provider: a device with published memory.
 #[repr(C)]
 pub struct p2pmem_provider_info {
-    /// Its number, never 0.
+    /// Id of the provider, never 0.
     pub id: u32,
-    /// P2PMEM_KIND_IS_*, or 0 where this library does not know the kind.
+    /// P2PMEM_KIND_IS_*, or 0 if this library does not know the kind.
     pub kind: u32,
     /// P2PMEM_PROVIDER_IS_* bits.
     pub flags: u32,
-    /// Live buffers in it.
+    /// Number of buffers in the provider.
     pub buffers: u32,
-    /// The BAR, or -1 where it is not known.
+    /// Number of the BAR, or -1 if it is not known.
     pub bar: i32,
     /// NUMA node, or -1.
     pub numa_node: i32,
@@ -87,11 +87,11 @@ pub struct p2pmem_provider_info {
     pub size: u64,
     /// Bytes that are free.
     pub free: u64,
-    /// Largest piece that can be had now, in bytes.
+    /// Size in bytes of the largest piece that can be allocated now.
     pub largest: u64,
-    /// PCI address, as "0000:03:00.0".
+    /// PCI address, such as "0000:03:00.0".
     pub address: [c_char; 24],
-    /// Driver of the device, "" where there is none.
+    /// Driver of the device, "" if there is none.
     pub driver: [c_char; 32],
 }
 
@@ -99,25 +99,25 @@ pub struct p2pmem_provider_info {
 pub const P2PMEM_KIND_IS_OWN: u32 = 1;
 /// Published by the device's own driver.
 pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
-/// Handed to p2pmem by the device's own driver.
+/// Registered with p2pmem by the device's own driver.
 pub const P2PMEM_KIND_IS_REGISTERED: u32 = 3;
 
-/// Buffers in it can be exported and registered.
+/// Buffers of the provider can be exported and registered.
 pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
-/// It has no struct pages: direct I/O does not work.
+/// The memory has no struct pages: direct I/O does not work.
 pub const P2PMEM_PROVIDER_IS_PAGELESS: u32 = 2;
-/// It is being taken away.
-pub const P2PMEM_PROVIDER_IS_LEAVING: u32 = 4;
+/// The provider is being removed.
+pub const P2PMEM_PROVIDER_IS_REMOVING: u32 = 4;
 
-/// Importers that cannot be revoked are allowed too, where the administrator says so.
+/// Also allow importers that cannot be revoked, if the administrator allows them.
 pub const P2PMEM_EXPORT_IS_PINNED: c_uint = 1;
 
-/// Registered by a dma-buf.
+/// Registered as a dma-buf.
 pub const P2PMEM_METHOD_DMABUF: c_int = 1;
-/// Registered by its addresses.
+/// Registered by its addresses, with ibv_reg_mr().
 pub const P2PMEM_METHOD_PEER_MEMORY: c_int = 2;
 
-/// A reference to what a pointer argument points to.
+/// Returns a reference to the target of a pointer argument.
 ///
 /// # Safety
 ///
@@ -127,7 +127,7 @@ unsafe fn given<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> 
     unsafe { pointer.as_ref() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Where a result goes.
+/// Returns the place for a result.
 ///
 /// # Safety
 ///
@@ -137,21 +137,21 @@ unsafe fn place<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut 
     unsafe { pointer.as_mut() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Takes back what a handle owns.
+/// Converts a handle back into the object that it owns.
 ///
 /// # Safety
 ///
-/// The pointer must be null, or a handle of this library that was not given back before, and is not in use.
+/// The pointer must be null, or a handle of this library that was not converted back before, and is not in use.
 unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
     // SAFETY: the caller's promise; handles are made by Box::into_raw().
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
 }
 
-/// What is wanted, as Rust has it.
+/// Converts the requirements to Rust.
 ///
 /// # Safety
 ///
-/// The pointer must be null or valid, its names as many as it says, and each a NUL-terminated string.
+/// The pointer must be null or valid, with as many names as `nr_near`, and each name a NUL-terminated string.
 unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
     // SAFETY: the caller's promise.
     let raw = unsafe { given(want, "want") }?;
@@ -207,29 +207,29 @@ unsafe fn put(text: &str, to: *mut c_char, capacity: usize) -> Result<c_int, Fai
     Ok(count(text.len()))
 }
 
-/// The version of the library, as "0.1.0".
+/// Returns the version of the library, such as "0.1.0".
 #[no_mangle]
 pub extern "C" fn p2pmem_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// What the last failed call of this thread failed with, in words: what, the errno, and why. "" before the first. It is
-/// good until the thread's next call that fails.
+/// Returns the message of this thread's last failed call: the operation, the errno, and the reason. "" before the first
+/// failure. The message is valid until the thread's next failed call.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_error() -> *const c_char {
     last(false)
 }
 
-/// What to do about that failure, "" where that is not known.
+/// Returns the remedy for this thread's last failure, "" if none is known.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
     last(true)
 }
 
-/// Opens the device: path, or /dev/p2pmem for NULL.
+/// Opens the device at path, or /dev/p2pmem if path is NULL.
 ///
-/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of different versions), -ENOTTY
-/// (another kind of file).
+/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions), -ENOTTY
+/// (the file is no p2pmem device).
 ///
 /// # Safety
 ///
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
     })
 }
 
-/// Closes the device. Buffers that are not freed yet keep it open. NULL is allowed.
+/// Closes the device. Buffers that are not yet freed keep the device open. NULL is allowed.
 ///
 /// # Safety
 ///
@@ -267,7 +267,7 @@ pub unsafe extern "C" fn p2pmem_close(dev: *mut p2pmem_dev) {
     });
 }
 
-/// The device's descriptor: readable when there are events. It belongs to the device.
+/// Returns the device's file descriptor, which is readable while there are events. The device owns the descriptor.
 ///
 /// # Safety
 ///
@@ -278,11 +278,11 @@ pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
     run("p2pmem_fd", || Ok(unsafe { given(dev, "dev") }?.0.as_fd().as_raw_fd()))
 }
 
-/// Writes at most capacity providers to out, and returns how many there are.
+/// Writes at most capacity providers to out. Returns the number of all providers.
 ///
 /// # Safety
 ///
-/// dev must be open, out valid for capacity elements (NULL where capacity is 0).
+/// dev must be open, out valid for capacity elements (NULL if capacity is 0).
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, capacity: usize) -> c_int {
     run("p2pmem_list", || {
@@ -302,8 +302,8 @@ pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_pr
 
 /// Allocates a buffer.
 ///
-/// Errors: -EINVAL (a bad want), -ENODEV (no provider could ever serve it, or no such device), -ENOSPC (those that could
-/// are full: the text says who uses them).
+/// Errors: -EINVAL (invalid requirements), -ENODEV (no provider could ever serve them, or an unknown device), -ENOSPC (the
+/// suitable providers are full: the message names the users of their memory).
 ///
 /// # Safety
 ///
@@ -322,11 +322,11 @@ pub unsafe extern "C" fn p2pmem_alloc(
     })
 }
 
-/// Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
-/// for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
-/// exported and registered by itself. Returns how many there are, capacity at most.
+/// Allocates one buffer in each of want.parts providers, want.size bytes in all. The parts are equal except for the last
+/// one, which may be smaller, and are in the order of out. Either all are allocated or none. Each part is freed, mapped,
+/// exported and registered separately. Returns the number of parts, at most capacity.
 ///
-/// Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than capacity).
+/// Errors: those of p2pmem_alloc(), for the part without a provider; -EINVAL (want.parts is 0, or more than capacity).
 ///
 /// # Safety
 ///
@@ -354,8 +354,8 @@ pub unsafe extern "C" fn p2pmem_alloc_stripe(
     })
 }
 
-/// Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
-/// again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+/// Returns a descriptor that gives another process access to a buffer. The process receives the descriptor (SCM_RIGHTS)
+/// and passes it to p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until then.
 ///
 /// Errors: those of p2pmem_export().
 ///
@@ -371,11 +371,11 @@ pub unsafe extern "C" fn p2pmem_share(buf: *const p2pmem_buf) -> c_int {
     })
 }
 
-/// Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
-/// process has let go of it.
+/// Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free when
+/// the last process has freed the buffer.
 ///
-/// Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
-/// buffer), -ENODEV (the buffer was revoked).
+/// Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a buffer),
+/// -ENODEV (the buffer was revoked).
 ///
 /// # Safety
 ///
@@ -395,7 +395,8 @@ pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *
     })
 }
 
-/// Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.
+/// Frees a buffer. The memory is free once the buffer's mappings, dma-bufs and registrations have ended too. NULL is
+/// allowed.
 ///
 /// # Safety
 ///
@@ -409,7 +410,7 @@ pub unsafe extern "C" fn p2pmem_free(buf: *mut p2pmem_buf) {
     });
 }
 
-/// The buffer's size in bytes; 0 for NULL.
+/// Returns the buffer's size in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -420,7 +421,7 @@ pub unsafe extern "C" fn p2pmem_buf_size(buf: *const p2pmem_buf) -> u64 {
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.size())
 }
 
-/// Id of the provider that the buffer is in; 0 for NULL.
+/// Returns the id of the buffer's provider; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -431,8 +432,8 @@ pub unsafe extern "C" fn p2pmem_buf_provider(buf: *const p2pmem_buf) -> u32 {
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.provider())
 }
 
-/// The buffer's first byte in the provider's BAR, which a command to the provider's engine wants; UINT64_MAX where the
-/// BAR is not known, and for NULL.
+/// Returns the offset of the buffer's first byte in the provider's BAR, for commands to the provider's own engine;
+/// UINT64_MAX if the BAR is not known, and for NULL.
 ///
 /// # Safety
 ///
@@ -445,7 +446,7 @@ pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
         .unwrap_or(u64::MAX)
 }
 
-/// Maps all of a buffer. The mapping may outlive it.
+/// Maps a whole buffer. The mapping may outlive the buffer.
 ///
 /// Errors: -ENODEV (the buffer was revoked), -ENOMEM.
 ///
@@ -462,7 +463,7 @@ pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pme
     })
 }
 
-/// Unmaps it. Registrations that go by its addresses keep it. NULL is allowed.
+/// Unmaps a buffer. Registrations that use the mapping's addresses keep the mapping. NULL is allowed.
 ///
 /// # Safety
 ///
@@ -476,8 +477,8 @@ pub unsafe extern "C" fn p2pmem_unmap(map: *mut p2pmem_mapping) {
     });
 }
 
-/// Address of the first byte; NULL for NULL. Access it through volatile pointers: devices change it at any time. When
-/// the provider goes away an access raises SIGBUS.
+/// Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time. After
+/// the provider is removed, an access raises SIGBUS.
 ///
 /// # Safety
 ///
@@ -488,7 +489,7 @@ pub unsafe extern "C" fn p2pmem_map_addr(map: *const p2pmem_mapping) -> *mut c_v
     unsafe { map.as_ref() }.map_or(std::ptr::null_mut(), |map| map.0.as_ptr().cast())
 }
 
-/// Length in bytes; 0 for NULL.
+/// Returns the length in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -499,7 +500,7 @@ pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
     unsafe { map.as_ref() }.map_or(0, |map| map.0.len())
 }
 
-/// Makes writes through mappings visible to devices before what follows.
+/// Makes earlier writes through mappings visible to devices, before any later access.
 ///
 /// # Safety
 ///
@@ -513,8 +514,9 @@ pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
     })
 }
 
-/// Exports length bytes of a buffer from offset on as a dma-buf and returns its descriptor, which is close-on-exec and
-/// the caller's to close. Whole pages; a length of 0 means all from offset on. flags: P2PMEM_EXPORT_IS_PINNED or 0.
+/// Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which the
+/// caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer. flags:
+/// P2PMEM_EXPORT_IS_PINNED or 0.
 ///
 /// Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
 /// -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -540,7 +542,7 @@ pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, leng
     })
 }
 
-/// Bytes of a buffer, where a length of 0 means the rest.
+/// Converts an offset and a length, where a length of 0 means the rest, into a range.
 fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     let end = if length == 0 {
         size
@@ -550,16 +552,15 @@ fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     offset..end
 }
 
-/// Registers length bytes of a buffer from offset on with the NIC of a protection domain; a length of 0 means all from
-/// offset on. access: IBV_ACCESS_* bits.
+/// Registers length bytes of a buffer from offset with the NIC of a protection domain; a length of 0 means the rest of the
+/// buffer. access: IBV_ACCESS_* bits.
 ///
-/// On a stock kernel this makes a dma-buf of the buffer and registers that. Where the buffer is mapped, work requests
-/// name its bytes by their addresses; else the buffer's first byte is 0. The registration keeps the memory, even where
-/// the buffer is freed. It must be ended before the protection domain is.
+/// On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work requests
+/// use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The registration keeps
+/// the memory, even if the buffer is freed. The registration must end before the protection domain does.
 ///
-/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver cannot take dma-bufs, or not ones that can be taken back),
-/// -EHOSTUNREACH (the NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs,
-/// or too old a one).
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the NIC
+/// cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs, or too old a version).
 ///
 /// # Safety
 ///
@@ -585,13 +586,13 @@ pub unsafe extern "C" fn p2pmem_register(
     })
 }
 
-/// Ends a registration. It is gone whatever this returns. NULL is allowed.
+/// Ends a registration. reg is invalid afterwards, also after an error. NULL is allowed.
 ///
-/// Errors: -EIO (the driver refused: memory windows are bound to it).
+/// Errors: -EIO (the driver refused, because memory windows are bound to the region).
 ///
 /// # Safety
 ///
-/// reg must be NULL, or a registration that no work request names any more.
+/// reg must be NULL, or a registration that no outstanding work request uses.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
     run("p2pmem_deregister", || {
@@ -603,7 +604,7 @@ pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
     })
 }
 
-/// The key for work requests of this side; 0 for NULL.
+/// Returns the local key, for work requests of this side; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -614,7 +615,7 @@ pub unsafe extern "C" fn p2pmem_reg_lkey(reg: *const p2pmem_reg) -> u32 {
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.lkey())
 }
 
-/// The key for work requests of the other side; 0 for NULL.
+/// Returns the remote key, for work requests of the other side; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -625,7 +626,7 @@ pub unsafe extern "C" fn p2pmem_reg_rkey(reg: *const p2pmem_reg) -> u32 {
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.rkey())
 }
 
-/// What work requests call the first byte; 0 for NULL.
+/// Returns the address of the first byte in work requests; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -636,7 +637,7 @@ pub unsafe extern "C" fn p2pmem_reg_addr(reg: *const p2pmem_reg) -> u64 {
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.addr())
 }
 
-/// Length in bytes; 0 for NULL.
+/// Returns the length in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -647,7 +648,7 @@ pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.len())
 }
 
-/// The method taken: P2PMEM_METHOD_*; 0 for NULL.
+/// Returns the method of the registration, P2PMEM_METHOD_*; 0 for NULL.
 ///
 /// # Safety
 ///
@@ -662,7 +663,7 @@ pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
     })
 }
 
-/// The region itself, which belongs to the registration: do not deregister it. NULL for NULL.
+/// Returns the memory region, which the registration owns: do not deregister it. NULL for NULL.
 ///
 /// # Safety
 ///
@@ -673,12 +674,13 @@ pub unsafe extern "C" fn p2pmem_reg_mr(reg: *const p2pmem_reg) -> *mut ibv_mr {
     unsafe { reg.as_ref() }.map_or(std::ptr::null_mut(), |reg| reg.0.as_ptr().cast())
 }
 
-/// Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
-/// capacity bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+/// Explains which provider p2pmem_alloc() would choose for these requirements and why, with one line for each provider.
+/// Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole text,
+/// as snprintf() does.
 ///
 /// # Safety
 ///
-/// dev must be open, want and its names valid, text valid for capacity bytes (NULL where capacity is 0).
+/// dev must be open, want and its names valid, text valid for capacity bytes (NULL if capacity is 0).
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_explain(
     dev: *const p2pmem_dev,
@@ -695,13 +697,13 @@ pub unsafe extern "C" fn p2pmem_explain(
     })
 }
 
-/// Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
+/// Explains the last allocation through this device, or a later refusal, as p2pmem_explain() does.
 ///
 /// Errors: -ENODATA (there was none yet).
 ///
 /// # Safety
 ///
-/// dev must be open, text valid for capacity bytes (NULL where capacity is 0).
+/// dev must be open, text valid for capacity bytes (NULL if capacity is 0).
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, capacity: usize) -> c_int {
     run("p2pmem_explain_last", || {
