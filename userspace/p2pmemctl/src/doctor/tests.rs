@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
+use super::paths::acs_control;
 use super::*;
 use p2pmem::fake::Fake;
 use std::fs;
 use std::path::Path;
+
+/// A configuration with all options that the module needs.
+const CONFIG: &str = "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\nCONFIG_RUST=y\nCONFIG_GPU_BUDDY=m\nCONFIG_CONFIGFS_FS=m\n";
 
 fn put(root: &Path, path: &str, content: impl AsRef<[u8]>) {
     let path = root.join(path);
@@ -42,7 +46,7 @@ fn nic(root: &Path, name: &str, driver: Option<&str>) {
 fn healthy(root: &Path) -> Environment {
     put(root, "sys/module/p2pmem/version", "0.1.0\n");
     put(root, "proc/sys/kernel/osrelease", "7.2.0-test\n");
-    put(root, "boot/config-7.2.0-test", "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n");
+    put(root, "boot/config-7.2.0-test", CONFIG);
     put(root, "proc/mounts", "configfs /sys/kernel/config configfs rw 0 0\n");
     put(root, "proc/cpuinfo", "vendor_id\t: AuthenticAMD\ncpu family\t: 25\n");
     put(
@@ -81,7 +85,7 @@ fn a_healthy_machine_is_found_so() {
     let dir = tempfile::tempdir().unwrap();
     let checks = examine(&healthy(dir.path()));
     assert!(checks.iter().all(|c| c.level == Level::Ok), "{checks:#?}");
-    assert_eq!(checks.len(), 12, "{checks:#?}");
+    assert_eq!(checks.len(), 15, "{checks:#?}");
 }
 
 #[test]
@@ -96,6 +100,17 @@ fn each_fault_is_found_and_has_a_remedy() {
 
     put(root, "boot/config-7.2.0-test", "# CONFIG_PCI_P2PDMA is not set\n");
     expect(&machine, "kernel config", Level::Failure, "boot a kernel");
+    put(
+        root,
+        "boot/config-7.2.0-test",
+        CONFIG.replace("CONFIG_RUST=y", "# CONFIG_RUST is not set"),
+    );
+    expect(
+        &machine,
+        "kernel config",
+        Level::Failure,
+        "without CONFIG_RUST (modules in Rust) ->",
+    );
     fs::remove_file(root.join("boot/config-7.2.0-test")).unwrap();
     expect(&machine, "kernel config", Level::Failure, "by its symbols");
     let peer = "sys/kernel/debug/p2pmem/peer_memory";
@@ -157,6 +172,59 @@ fn each_fault_is_found_and_has_a_remedy() {
 }
 
 #[test]
+fn the_kernel_has_to_be_able_to_load_the_module() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let machine = healthy(root);
+    let check = |name: &str| level(&examine(&machine), name);
+    put(root, "sys/module/module/parameters/sig_enforce", "Y\n");
+    let (found, text) = check("module signatures");
+    assert!(found == Level::Ok && text.contains("has loaded p2pmem"), "{text}");
+    fs::remove_dir_all(root.join("sys/module/p2pmem")).unwrap();
+    let (found, text) = check("module signatures");
+    assert!(
+        found == Level::Warning && text.contains("mokutil") && !text.contains("Secure Boot"),
+        "{text}"
+    );
+    put(root, super::kernel::SECURE_BOOT, [6, 0, 0, 0, 1]);
+    assert!(check("module signatures").1.contains("Secure Boot is on"));
+    put(root, "sys/module/module/parameters/sig_enforce", "N\n");
+    assert_eq!(check("module signatures").0, Level::Ok);
+    put(
+        root,
+        "sys/kernel/security/lockdown",
+        "none [integrity] confidentiality\n",
+    );
+    assert_eq!(check("module signatures").0, Level::Warning);
+
+    assert_eq!(check("kernel").0, Level::Ok);
+    put(root, "proc/sys/kernel/osrelease", "6.18.4-test\n");
+    let (found, text) = check("kernel");
+    assert!(found == Level::Failure && text.contains("p2pmemctl scan"), "{text}");
+}
+
+#[test]
+fn bars_that_could_be_larger_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let machine = healthy(root);
+    pci(root, "0000:03:00.0", "0x1de5", "0x120000", &[0; 256]);
+    let folder = "sys/devices/pci0000:00/0000:03:00.0";
+    put(
+        root,
+        &format!("{folder}/resource"),
+        "0x3800000000 0x380fffffff 0x102200\n",
+    );
+    assert_eq!(level(&examine(&machine), "BAR sizes").0, Level::Ok);
+    put(root, &format!("{folder}/resource0_resize"), "0000000000004100\n");
+    let (found, text) = level(&examine(&machine), "BAR sizes");
+    assert!(
+        found == Level::Info && text.contains("0000:03:00.0 BAR 0 has 256 MiB, up to 16 GiB"),
+        "{text}"
+    );
+}
+
+#[test]
 fn each_nic_s_driver_is_looked_at() {
     let dir = tempfile::tempdir().unwrap();
     let machine = healthy(dir.path());
@@ -210,5 +278,5 @@ fn an_empty_machine_is_reported_without_a_panic() {
         text.contains("FAIL  module") && text.contains("-> modprobe p2pmem"),
         "{text}"
     );
-    assert!(text.contains("3 failures"), "{text}");
+    assert!(text.contains("4 failures"), "{text}");
 }

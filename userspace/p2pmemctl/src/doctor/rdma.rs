@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Checks of RDMA devices: how their drivers register buffers.
+
+use p2pmem::inventory::DmaBufSupport;
+
+use super::kernel::has_symbol;
+use super::{Check, Level};
+use crate::environment::Environment;
+
+pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
+    const NAME: &str = "RDMA";
+    let entries = machine
+        .path("sys/class/infiniband")
+        .read_dir()
+        .into_iter()
+        .flatten()
+        .flatten();
+    let mut nics: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+    nics.sort();
+    if nics.is_empty() {
+        return vec![Check::new(NAME, Level::Info, "there are no RDMA devices")];
+    }
+    let mut checks = vec![Check::new(NAME, Level::Ok, nics.join(", "))];
+    checks.extend(nics.iter().map(|nic| dma_bufs(machine, nic)));
+    let core = match machine.read("sys/module/ib_core/version") {
+        Some(version) => format!("ib_core {version}"),
+        None => "the kernel's own ib_core".into(),
+    };
+    checks.push(peer_memory(machine, &core));
+    checks
+}
+
+/// Whether the RDMA core has the peer-memory interface, and what follows from it.
+fn peer_memory(machine: &Environment, core: &str) -> Check {
+    const NAME: &str = "RDMA peer memory";
+    const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
+    let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
+    let says = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let (interface, form) = (says("interface "), says("registered_as "));
+    match (has_symbol(machine, "ib_register_peer_memory_client"), interface, form) {
+        (_, Some(symvers), Some(form @ ("ex" | "legacy"))) if symvers != "none" => Check::new(
+            NAME,
+            Level::Ok,
+            format!(
+                "{core} has the interface (as {symvers} had when the module was built), and the module is its client \
+                 ({form}): ibv_reg_mr() takes mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
+            ),
+        ),
+        (_, Some(symvers), Some("persistent")) if symvers != "none" => Check::new(
+            NAME,
+            Level::Warning,
+            format!(
+                "{core} has the interface, and the module is its client (persistent): what ibv_reg_mr() registers \
+                 cannot be revoked, and the removal of a provider waits for it"
+            ),
+        )
+        .remedy("load the module with peer_memory=ex"),
+        (_, Some(symvers), _) if symvers != "none" => Check::new(
+            NAME,
+            Level::Warning,
+            format!("the module is no client of {core}, by its parameter or as the core refused it: {DMA_BUF_ONLY}"),
+        )
+        .remedy("load the module with peer_memory=ex; the kernel's log says why it is refused"),
+        (Some(true), Some(_), _) => Check::new(
+            NAME,
+            Level::Warning,
+            format!("{core} has the interface, which the module was built without: {DMA_BUF_ONLY}"),
+        )
+        .remedy("build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>"),
+        (Some(true), None, _) => Check::new(
+            NAME,
+            Level::Info,
+            format!("{core} has the interface; whether the module is its client cannot be read here"),
+        )
+        .remedy("run doctor as root, with the module loaded and debugfs mounted"),
+        (Some(false), ..) => Check::new(
+            NAME,
+            Level::Info,
+            format!("{core} does not have the interface: {DMA_BUF_ONLY}"),
+        ),
+        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols cannot be read here"),
+    }
+}
+
+/// Whether buffers can be registered with a NIC on a stock kernel.
+fn dma_bufs(machine: &Environment, nic: &str) -> Check {
+    const NAME: &str = "RDMA dma-buf";
+    let driver = machine.path("sys/class/infiniband").join(nic).join("device/driver");
+    let driver = std::fs::read_link(driver).ok();
+    let driver = driver.as_ref().and_then(|link| link.file_name()?.to_str());
+    let Some(driver) = driver else {
+        return Check::new(
+            NAME,
+            Level::Warning,
+            format!("{nic} is on no PCI device: the kernel's own software cannot reach other devices' memory"),
+        )
+        .remedy("use a hardware NIC for buffers");
+    };
+    let found = |text: &str| format!("{nic} ({driver}) {text}");
+    match (driver, DmaBufSupport::of_driver(driver)) {
+        ("mlx5_core", _) => Check::new(
+            NAME,
+            Level::Ok,
+            found(&format!(
+                "registers dma-bufs and lets go of them on request, where its firmware has on-demand paging: \
+                 `p2pmemctl selftest --provider P --nic {nic}` tries it"
+            )),
+        ),
+        (_, DmaBufSupport::Revocable) => Check::new(
+            NAME,
+            Level::Ok,
+            found("registers dma-bufs and lets go of them on request"),
+        ),
+        (_, DmaBufSupport::Pinned) => Check::new(
+            NAME,
+            Level::Warning,
+            found("only pins dma-bufs permanently, so that their provider could not be removed: this is refused by default"),
+        )
+        .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
+        _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))
+            .remedy(format!("try it: p2pmemctl selftest --provider P --nic {nic}")),
+    }
+}
