@@ -80,6 +80,9 @@ impl fmt::Display for Call {
     }
 }
 
+/// An errno that is internal to the kernel (`include/linux/errno.h`). Some RDMA drivers return it to programs.
+pub(crate) const ENOTSUPP: libc::c_int = 524;
+
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // A table, as strerror() may allocate, and errnos beyond it are rare here.
@@ -92,11 +95,12 @@ impl fmt::Display for Errno {
             libc::EFAULT => ("EFAULT", "bad address"),
             libc::EBUSY => ("EBUSY", "busy"),
             libc::EXDEV => ("EXDEV", "two buffers"),
-            libc::ENODEV => ("ENODEV", "the provider left"),
+            libc::ENODEV => ("ENODEV", "the provider was removed"),
             libc::EINVAL => ("EINVAL", "invalid argument"),
             libc::EMFILE => ("EMFILE", "too many open files"),
             libc::ENOSYS => ("ENOSYS", "not implemented"),
             libc::EOPNOTSUPP => ("EOPNOTSUPP", "not supported"),
+            ENOTSUPP => ("ENOTSUPP, 524", "not supported by the driver"),
             libc::EREMOTEIO => ("EREMOTEIO", "remote I/O error"),
             libc::EHOSTUNREACH => ("EHOSTUNREACH", "the NIC cannot reach the provider"),
             other => return write!(f, "errno {other}"),

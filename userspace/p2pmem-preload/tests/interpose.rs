@@ -83,7 +83,7 @@ fn a_c_program_s_registrations_are_translated() {
         "as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs",
         "the NIC cannot reach the provider (EHOSTUNREACH): mlx5_0 cannot reach 0000:03:00.0",
         "access flags 0x40 are not possible",
-        "cannot be exported: the provider left (ENODEV): buffer 1 was revoked",
+        "cannot be exported: the provider was removed (ENODEV): buffer 1 was revoked",
     ];
     for (line, wanted) in lines.iter().zip(wanted) {
         assert!(

@@ -346,7 +346,7 @@ impl Error {
             (_, Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => Kind::OutOfResources,
             (_, Some(libc::ENODEV)) => Kind::Removed,
             (_, Some(libc::EHOSTUNREACH | libc::EREMOTEIO)) => Kind::Unreachable,
-            (_, Some(libc::EOPNOTSUPP | libc::ENOSYS)) => Kind::Unsupported,
+            (_, Some(libc::EOPNOTSUPP | libc::ENOSYS | ENOTSUPP)) => Kind::Unsupported,
             (_, Some(libc::ENOTTY)) => Kind::Incompatible,
             (Self::Io { .. }, _) => Kind::Io,
             _ => Kind::Other,
@@ -404,7 +404,7 @@ impl Error {
                 operation: Operation::Import,
                 ..
             } => match errno {
-                Some(libc::ENODEV) => Some("the provider left: have the other side allocate and share again"),
+                Some(libc::ENODEV) => Some("the provider was removed: have the other side allocate and share again"),
                 Some(libc::EINVAL | libc::EXDEV) => Some("pass on the descriptor that Buffer::share() made"),
                 Some(libc::EACCES) => Some("have the other side share the whole buffer"),
                 Some(libc::ENOTTY) => Some("the module is older than this program: load the one of its version"),
@@ -414,14 +414,14 @@ impl Error {
                 operation: Operation::Map,
                 ..
             } => match errno {
-                Some(libc::ENODEV) => Some("the provider left: allocate again"),
+                Some(libc::ENODEV) => Some("the provider was removed: allocate again"),
                 _ => None,
             },
             Self::Refused {
                 operation: Operation::Export,
                 ..
             } => match errno {
-                Some(libc::ENODEV) => Some("the provider left: allocate again"),
+                Some(libc::ENODEV) => Some("the provider was removed: allocate again"),
                 Some(libc::EPERM) => Some(
                     "have the administrator write 1 to the provider's attribute pinned_exports, or export without pinning",
                 ),
@@ -482,14 +482,14 @@ fn register_remedy(method: RegistrationMethod, errno: Option<i32>) -> Option<&'s
              possible",
         ),
         (RegistrationMethod::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),
-        (RegistrationMethod::DmaBuf, libc::EOPNOTSUPP) => Some(
+        (RegistrationMethod::DmaBuf, libc::EOPNOTSUPP | ENOTSUPP) => Some(
             "the NIC's driver cannot register dma-bufs, or none that can be taken back: use an mlx5 NIC with on-demand \
              paging or an irdma one, or register pinned where the administrator allows it (`p2pmemctl doctor` says more)",
         ),
         (RegistrationMethod::DmaBuf, libc::EHOSTUNREACH | libc::EREMOTEIO) => {
             Some("the NIC cannot reach the provider: allocate near it, and see `p2pmemctl topo`")
         }
-        (RegistrationMethod::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP) => Some(
+        (RegistrationMethod::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP | ENOTSUPP) => Some(
             "this kernel's RDMA core takes no device memory by its addresses: register by dma-buf, the default",
         ),
         _ => None,
@@ -533,8 +533,14 @@ fn os_text(error: &io::Error) -> String {
     }
 }
 
+/// An errno that is internal to the kernel (`include/linux/errno.h`). Some RDMA drivers return it to programs.
+pub(crate) const ENOTSUPP: i32 = 524;
+
 /// `strerror()` and the errno's name, for the errnos that the ABI names.
 pub(crate) fn errno_text(errno: i32) -> String {
+    if errno == ENOTSUPP {
+        return "Operation not supported by the driver (ENOTSUPP, 524)".into();
+    }
     let text = io::Error::from_raw_os_error(errno).to_string();
     let text = text.split(" (os error").next().unwrap_or_default();
     let name = match errno {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use bitflags::bitflags;
 use p2pmem_verbs_sys::access;
 
-use crate::error::{errno_text, Error, Result};
+use crate::error::{errno_text, Error, Result, ENOTSUPP};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::origin::Origin;
 use crate::sys::verbs::{Part, Pd, ProtectionDomain, RawMr};
@@ -173,7 +173,9 @@ impl RegisterOptions {
             Some(RegistrationMethod::PeerMemory) => attempt.by_addresses(),
             None => match attempt.by_dmabuf(self.pinned) {
                 // A driver without dma-buf support, in an RDMA core with the peer-memory interface.
-                Err(error) if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS)) => {
+                Err(error)
+                    if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS | ENOTSUPP)) =>
+                {
                     attempt.by_addresses()
                 }
                 result => result,

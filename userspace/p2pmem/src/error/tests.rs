@@ -91,3 +91,22 @@ fn kinds_tell_errors_of_one_errno_apart() {
 fn unknown_errnos_keep_their_number() {
     assert!(errno_text(libc::EDOM).ends_with("(errno 33)"));
 }
+
+#[test]
+fn errno_524_of_an_rdma_driver_is_explained() {
+    let error = Error::Register {
+        what: "4096 bytes of buffer 1".into(),
+        nic: "bnxt_re0".into(),
+        method: RegistrationMethod::DmaBuf,
+        errno: ENOTSUPP,
+        reason: None,
+    };
+    assert!(
+        error
+            .to_string()
+            .contains("not supported by the driver (ENOTSUPP, 524)"),
+        "{error}"
+    );
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.remedy().unwrap().contains("dma-bufs"), "{error}");
+}

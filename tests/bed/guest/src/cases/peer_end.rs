@@ -303,7 +303,7 @@ fn persistent(bed: &mut Bed) -> Result<()> {
                 }
                 ensure!(
                     !unbinding.is_finished(),
-                    "the provider left before the registration ended"
+                    "the provider was removed before the registration ended"
                 );
                 Ok(())
             });
@@ -314,7 +314,7 @@ fn persistent(bed: &mut Bed) -> Result<()> {
             result?;
             Ok(start.elapsed())
         })?;
-        println!("the provider left after {waited:?}, when the registration had ended");
+        println!("the provider was removed after {waited:?}, when the registration had ended");
         ensure!(
             rows()?.iter().all(|row| row.address != target.map.address()),
             "{:#?}",
@@ -531,7 +531,7 @@ fn race(bed: &mut Bed) -> Result<()> {
     }
     println!(
         "{invalidated} of {} registrations were invalidated before they were ended, {made} of all were made meanwhile, \
-         {refused} refused while the provider left",
+         {refused} refused while the provider was removed",
         u64::from(9 * ROUNDS) + made
     );
     let counts = counted()?;

@@ -30,7 +30,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rdma-hold-unbind",
-        about: "revoking waits for a NIC's write in flight, and nothing is written after the provider left",
+        about: "revoking waits for a NIC's write in flight, and nothing is written after the provider was removed",
         topology: "nic",
         ruins: false,
         run: unbind,
@@ -228,7 +228,7 @@ fn unbind(bed: &mut Bed) -> Result<()> {
                 Ok(move || Ok((0..LEN).step_by(8).any(|at| raw.get(at) != word(2, at))))
             },
         )?;
-        println!("draining {drain}: a stale write after the provider left: {stale}");
+        println!("draining {drain}: a stale write after the provider was removed: {stale}");
         ensure!(stale != drain, "draining {drain}, and a stale write {stale}");
         drop((received, target));
         bed.publish("accel0")?;

@@ -17,7 +17,7 @@ use crate::sys;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rdma-stale-unbind",
-        about: "of 20 writes after the provider left, and as many after it came back, none reaches the memory",
+        about: "of 20 writes after the provider was removed, and as many after it came back, none reaches the memory",
         topology: "nic",
         ruins: false,
         run: stale_unbind,
@@ -161,7 +161,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     }
     let mut all = || Ok((0..MIB).step_by(8).map(|at| raw.get(at)).collect::<Vec<u64>>());
     compare(&all()?, &pattern(2, MIB))?;
-    let mut stale = attempts(&wire, "the provider left", (&from, &sent), &remote, &mut all)?;
+    let mut stale = attempts(&wire, "the provider was removed", (&from, &sent), &remote, &mut all)?;
     stale.revoke_ms = revoke_ms;
     verdict(&stale)?;
     ensure!(

@@ -534,7 +534,7 @@ fn race(bed: &mut Bed) -> Result<()> {
         Ok(())
     })?;
     println!(
-        "{NODE}: {} imports, {} refused because the provider left",
+        "{NODE}: {} imports, {} refused because the provider was removed",
         busy.served(),
         busy.refused()
     );
