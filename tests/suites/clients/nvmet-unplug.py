@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from runner import LATE, ask, late, patiently
+from runner import LATE, ask, late, scaled
 
 BLOCK, SLOTS, ENOUGH = 64 << 10, 128, 32
 UUID = "70327032-6d65-6d00-0000-000000000001"
@@ -32,7 +32,7 @@ def block(number):
 
 def until(what, holds):
     """Waits until something holds, and returns it."""
-    end = time.monotonic() + patiently(60)
+    end = time.monotonic() + scaled(60)
     while time.monotonic() < end:
         if found := holds():
             return found

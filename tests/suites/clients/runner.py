@@ -14,9 +14,9 @@ LATE = 75
 TOLD_LATE = "not in time: "
 
 
-def patiently(seconds):
+def scaled(seconds):
     """A limit of time as it is on this kernel."""
-    return seconds * int(os.environ.get("P2PMEM_PATIENCE", "1"))
+    return seconds * int(os.environ.get("P2PMEM_TIME_FACTOR", "1"))
 
 
 def late(what):

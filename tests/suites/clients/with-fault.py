@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from runner import ask, late, patiently
+from runner import ask, late, scaled
 
 NIC = "nic0"
 BOUND = 150
@@ -61,7 +61,7 @@ def main():
     if request is not None:
         control({"link": "up"})
         control({"link": {}})
-    until = time.monotonic() + patiently(BOUND)
+    until = time.monotonic() + scaled(BOUND)
     while not port_up():
         if time.monotonic() > until:
             late(f"the port is not up {BOUND} s afterwards")

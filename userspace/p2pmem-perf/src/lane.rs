@@ -14,7 +14,7 @@ use crate::memory::{Memory, Place};
 use crate::pattern::{check_target, fill_source, fill_target, Checked};
 use crate::sizes::Slots;
 use crate::stats::Times;
-use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, Patience, Piece, QueuePair, Remote, Request, Work};
+use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, QueuePair, Remote, Request, Retries, Segment, Work};
 use crate::sys::Span;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
@@ -30,7 +30,7 @@ const LANDING: u64 = 64;
 /// Number of the request that reads the other side's word.
 const ASK: u64 = u64::MAX;
 /// An acknowledgement may take about a quarter of a second, and be missing eight times.
-pub const PATIENCE: Patience = Patience {
+pub const RETRIES: Retries = Retries {
     timeout: 16,
     retries: 7,
 };
@@ -185,7 +185,7 @@ impl Lane {
             other.link
         );
         self.queue
-            .connect(&self.own, self.gid_index, &other, PATIENCE)
+            .connect(&self.own, self.gid_index, &other, RETRIES)
             .with_context(|| {
                 format!(
                     "connecting {name} to {} of the other side: on Ethernet both need GIDs that reach each other (--gid-index)",
@@ -514,7 +514,7 @@ impl Run<'_> {
     fn write(&self, message: u64, copied: &mut u64) -> Result<Request> {
         let (lane, size) = (self.lane, self.slots.size);
         let source = self.slots.source_at(message);
-        let (local, at): (Piece, u64) = match &lane.bounce {
+        let (local, at): (Segment, u64) = match &lane.bounce {
             Some(bounce) => {
                 let place = source as usize;
                 lane.memory.span().copy_to(place, bounce.span(), place, size as usize);

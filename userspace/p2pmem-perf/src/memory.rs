@@ -10,7 +10,7 @@ use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
 
 use crate::cli::Kind;
-use crate::sys::verbs::{BufferMemory, Domain, HostMemory, Piece};
+use crate::sys::verbs::{BufferMemory, Domain, HostMemory, Segment};
 use crate::sys::Span;
 use crate::wire::Window;
 
@@ -82,9 +82,9 @@ impl Memory {
     }
 
     /// `bytes` from byte `at` on, for this side's work requests.
-    pub fn piece(&self, at: u64, bytes: u64) -> Piece {
+    pub fn piece(&self, at: u64, bytes: u64) -> Segment {
         let (address, lkey, _) = self.keys();
-        Piece {
+        Segment {
             address: address + at,
             // Messages are 1 GiB at most.
             bytes: bytes as u32,

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
 use crate::client::reach;
-use crate::lane::{open_nics, own_endpoint, PATIENCE};
+use crate::lane::{open_nics, own_endpoint, RETRIES};
 use crate::memory::{Memory, Place};
 use crate::pattern::mixed;
 use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
@@ -114,7 +114,7 @@ impl Queues {
         check_endpoints(others, self.list.len())?;
         for ((queue, endpoint), other) in self.list.iter().zip(others) {
             queue
-                .connect(endpoint, own.gid_index, other, PATIENCE)
+                .connect(endpoint, own.gid_index, other, RETRIES)
                 .context("connecting")?;
         }
         Ok(())

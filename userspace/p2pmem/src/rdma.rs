@@ -46,7 +46,7 @@ use crate::register::{Registration, RemoteMemory};
 use crate::sys::post::{post, Verb};
 
 /// How long a transfer may take in all. The queue pair's own timeout ends one that gets no answer long before.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
 /// Local acknowledgement timeout: 4.096 us << 17, half a second.
 const TIMEOUT: u8 = 17;
 /// How often to retry: at most. As often as possible where the other side is not ready.
@@ -357,7 +357,7 @@ impl Queue {
 
     /// Waits for the last work request.
     fn wait(&mut self, verb: Verb) -> Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TRANSFER_LIMIT;
         loop {
             match self.cq.start_poll() {
                 Ok(completions) => {
@@ -374,7 +374,7 @@ impl Queue {
             if Instant::now() > deadline {
                 return Err(Error::Rdma {
                     what: format!("{verb} through {}", self.nic),
-                    why: format!("it did not end within {PATIENCE:?}"),
+                    why: format!("it did not end within {TRANSFER_LIMIT:?}"),
                 });
             }
         }

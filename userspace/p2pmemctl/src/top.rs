@@ -42,7 +42,7 @@ impl Sample {
 }
 
 /// What is shown: a moment, and the one before.
-struct View {
+struct Samples {
     before: Option<Sample>,
     now: Sample,
 }
@@ -56,7 +56,7 @@ fn rate(count: f64) -> String {
     }
 }
 
-impl View {
+impl Samples {
     /// How much a counter of a provider grew in a second; none at the provider's first sight.
     fn per_second(&self, id: u32, now: u64, counter: fn(&Stats) -> u64) -> Option<f64> {
         let before = self.before.as_ref()?;
@@ -221,28 +221,28 @@ pub(crate) fn top(context: &mut Context<'_>, args: &TopArgs) -> anyhow::Result<O
     );
     let began = Instant::now();
     // The first one is taken before the screen is another, so that its error is seen.
-    let mut view = View {
+    let mut samples = Samples {
         before: None,
         now: Sample::take(&device, began.elapsed())?,
     };
     let mut terminal = ratatui::try_init().context("cannot take the terminal")?;
     let mut shown = 0;
     let result = loop {
-        if let Err(error) = terminal.draw(|frame| view.draw(frame)) {
+        if let Err(error) = terminal.draw(|frame| samples.draw(frame)) {
             break Err(error.into());
         }
         shown += 1;
         if args.count.is_some_and(|count| shown >= count) {
             break Ok(());
         }
-        let mut redraw = || terminal.draw(|frame| view.draw(frame)).map(drop);
+        let mut redraw = || terminal.draw(|frame| samples.draw(frame)).map(drop);
         match wait(Instant::now() + args.interval, &mut redraw) {
             Ok(true) => {}
             Ok(false) => break Ok(()),
             Err(error) => break Err(anyhow::Error::from(error)),
         }
         match Sample::take(&device, began.elapsed()) {
-            Ok(now) => view.before = Some(std::mem::replace(&mut view.now, now)),
+            Ok(now) => samples.before = Some(std::mem::replace(&mut samples.now, now)),
             Err(error) => break Err(error.into()),
         }
     };
@@ -260,9 +260,9 @@ mod tests {
     use super::*;
 
     /// The screen's lines, without blanks at their ends.
-    fn screen(view: &View, width: u16, height: u16) -> Vec<String> {
+    fn screen(samples: &Samples, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
-        terminal.draw(|frame| view.draw(frame)).unwrap();
+        terminal.draw(|frame| samples.draw(frame)).unwrap();
         let buffer = terminal.backend().buffer();
         (0..height)
             .map(|y| {
@@ -292,11 +292,11 @@ mod tests {
             .collect();
         drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
         let now = Sample::take(&device, Duration::from_secs(12)).unwrap();
-        let view = View {
+        let samples = Samples {
             before: Some(before),
             now,
         };
-        let lines = screen(&view, 132, 16);
+        let lines = screen(&samples, 132, 16);
         assert!(
             lines[0].contains("3 providers, 128 MiB of 352 MiB used, 2 buffers"),
             "{lines:#?}"
@@ -336,7 +336,7 @@ mod tests {
     fn at_first_there_are_no_rates() {
         let fake = Fake::example();
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
-        let lines = screen(&View { before: None, now }, 132, 14);
+        let lines = screen(&Samples { before: None, now }, 132, 14);
         let (_, numbers) = lines[3].split_once(']').unwrap();
         assert_eq!(words(numbers)[6..], ["-", "-", "-", "-"], "{lines:#?}");
         // The fake does not say who holds what, as the kernel does not to everyone.
@@ -348,8 +348,8 @@ mod tests {
         let fake = Fake::new();
         fake.holders(Some("id function size bar_offset mappings exports state owner\n"));
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
-        let view = View { before: None, now };
-        let lines = screen(&view, 80, 10);
+        let samples = Samples { before: None, now };
+        let lines = screen(&samples, 80, 10);
         assert!(
             lines.iter().any(|line| line.contains("p2pmemctl publish")),
             "{lines:#?}"
@@ -359,7 +359,7 @@ mod tests {
             "{lines:#?}"
         );
         for (width, height) in [(1, 1), (10, 3), (200, 2), (3, 60)] {
-            assert_eq!(screen(&view, width, height).len(), usize::from(height));
+            assert_eq!(screen(&samples, width, height).len(), usize::from(height));
         }
     }
 

@@ -20,7 +20,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 
 use crate::devices::{self, Device, Devices};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::{self, Memory};
 
 mod bad;
@@ -336,7 +336,7 @@ impl Bed {
 
     /// Returns the free bytes and buffers of accel0, once no memory of it is dirty or pinned.
     pub fn settled(&self) -> Result<(u64, u32)> {
-        let deadline = Instant::now() + patiently(SETTLE);
+        let deadline = Instant::now() + scaled(SETTLE);
         loop {
             let p = self.provider("accel0")?;
             if !is_clearing(&p) && p.pinned == 0 {

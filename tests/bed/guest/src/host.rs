@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
-use crate::patience::{Overrun, patiently};
+use crate::limits::{Overrun, scaled};
 use crate::wire::Request;
 
 /// Where the guest's init listens.
@@ -30,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 pub fn request(request: &Request) -> Result<serde_json::Value> {
     let mut stream =
         UnixStream::connect(SOCKET).with_context(|| format!("{SOCKET}: not in a guest of the VM runner"))?;
-    stream.set_read_timeout(Some(patiently(LIMIT)))?;
+    stream.set_read_timeout(Some(scaled(LIMIT)))?;
     let mut line = serde_json::to_vec(request)?;
     line.push(b'\n');
     stream.write_all(&line)?;

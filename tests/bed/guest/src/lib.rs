@@ -7,8 +7,8 @@
 pub mod cases;
 pub mod devices;
 pub mod host;
+pub mod limits;
 pub mod network;
-pub mod patience;
 pub mod sys;
 pub mod verbs;
 pub mod wire;

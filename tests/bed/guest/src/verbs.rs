@@ -25,7 +25,7 @@ pub const SUCCESS: u32 = 0;
 pub const REMOTE_ACCESS: u32 = 10;
 
 /// How long a transfer may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIME_FACTOR: Duration = Duration::from_secs(60);
 
 /// An adapter, open.
 pub struct Adapter {
@@ -151,7 +151,7 @@ impl Connection {
         let local = (from.lkey(), from.get_ptr() as u64, u32::try_from(len)?);
         let remote = (to.rkey(), to.get_ptr() as u64 + offset);
         sys::post_write(&mut self.near, self.last, local, remote)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIME_FACTOR;
         loop {
             if let Ok(completions) = self.cq.start_poll() {
                 for completion in completions {
@@ -162,7 +162,7 @@ impl Connection {
             }
             in_time!(
                 Instant::now() < deadline,
-                "an RDMA WRITE did not end within {PATIENCE:?}"
+                "an RDMA WRITE did not end within {TIME_FACTOR:?}"
             );
             std::thread::yield_now();
         }

@@ -161,7 +161,7 @@ pub enum ToGuest {
         /// The folder to have as `/lib/modules`, where it is another than the root's own.
         modules: Option<PathBuf>,
         /// By how much limits of time are longer, on a slow kernel.
-        patience: u32,
+        time_factor: u32,
     },
     /// Run a command.
     Exec {

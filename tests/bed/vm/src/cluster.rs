@@ -229,7 +229,7 @@ impl Cluster {
     fn serve_with(&mut self, server: (&str, &Command), client: (&str, &Command), must_end: bool) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
-        let slow = server_vm.kernel().patience;
+        let slow = server_vm.kernel().time_factor;
         let stopper = server_vm.stopper();
         let (send, said) = mpsc::channel();
         thread::scope(|scope| {
@@ -249,18 +249,18 @@ impl Cluster {
                 Err(_) => None,
             };
             let fine = |outcome: &Outcome| outcome.status == Status::Exited { code: 0 };
-            let has_ended = |patience: Duration| {
-                let answer = said.recv_timeout(patience * slow);
+            let has_ended = |limit: Duration| {
+                let answer = said.recv_timeout(limit * slow);
                 matches!(answer, Err(RecvTimeoutError::Disconnected))
             };
-            let patience = match &outcome {
+            let limit = match &outcome {
                 _ if must_end => SERVER_MUST_END,
                 Some(Ok(outcome)) if fine(outcome) => SERVER_END,
                 _ => SERVER_END_AFTER_FAILURE,
             };
             if answer == Err(RecvTimeoutError::Timeout) {
                 stopper.time_out();
-            } else if !has_ended(patience) {
+            } else if !has_ended(limit) {
                 if must_end {
                     stopper.time_out();
                 } else {

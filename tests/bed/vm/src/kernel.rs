@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail, ensure};
 /// The environment variable with the folder of the debug kernel, as `tools/debug-kernel path` prints it.
 pub const DEBUG_KERNEL: &str = "P2PMEM_DEBUG_KERNEL";
 /// The factor for all time limits on the debug kernel.
-const DEBUG_PATIENCE: u32 = 4;
+const DEBUG_TIME_FACTOR: u32 = 4;
 
 /// A kernel, and the settings that depend on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub struct Kernel {
     /// The folder for `/lib/modules`, if it is not the sandbox's own.
     pub modules: Option<PathBuf>,
     /// The factor for all time limits.
-    pub patience: u32,
+    pub time_factor: u32,
     /// Whether the kernel looks for leaks and wrong locking by itself ([`crate::checks`]).
     pub checks: bool,
 }
@@ -45,7 +45,7 @@ impl Kernel {
         Kernel {
             image,
             modules: None,
-            patience: 1,
+            time_factor: 1,
             checks: false,
         }
     }
@@ -69,7 +69,7 @@ impl Kernel {
         Ok(Some(Kernel {
             image,
             modules: Some(folder.join("modules")),
-            patience: DEBUG_PATIENCE,
+            time_factor: DEBUG_TIME_FACTOR,
             checks: true,
         }))
     }

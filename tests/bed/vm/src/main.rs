@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;

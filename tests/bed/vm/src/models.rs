@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use serde::Serialize;
 use serde_json::{Value, json};
 

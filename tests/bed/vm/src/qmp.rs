@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::in_time;
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use serde_json::{Value, json};
 
 /// The time limit for a command.

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use p2pmem_guest::in_time;
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Network, ToGuest, ToHost};
 
 pub use self::input::Stopper;
@@ -267,7 +267,7 @@ impl Vm {
                         network: network.take(),
                         rdma: self.topology.has_nic() && self.topology.machine.rdma,
                         modules: self.kernel.modules.clone(),
-                        patience: self.kernel.patience,
+                        time_factor: self.kernel.time_factor,
                     };
                     wire::write_control(&mut self.port, &setup)?;
                 }
@@ -448,7 +448,7 @@ impl Vm {
                 *self.powering_off.insert(count)
             }
         };
-        let limit = POWER_OFF_LIMIT * self.kernel.patience;
+        let limit = POWER_OFF_LIMIT * self.kernel.time_factor;
         let deadline = Instant::now() + limit;
         loop {
             match self.next(deadline) {
@@ -495,7 +495,7 @@ fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
     } else {
         1
     };
-    BOOT_LIMIT * kernel.patience * counting
+    BOOT_LIMIT * kernel.time_factor * counting
 }
 
 /// Returns the folder of the test bed's topology files, relative to this crate's sources.

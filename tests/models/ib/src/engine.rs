@@ -25,14 +25,14 @@ use crate::packet::{Extended, Gid, MULTICAST_QPN, Packet, operation, service};
 use crate::work::Status;
 use datagram::pkeys_match;
 use pool::Pool;
-use qp::{GSI_QPN, Qp, Turn};
+use qp::{GSI_QPN, Qp, Step};
 use receive::Srq;
 
 /// Most packets that a queue pair keeps in either direction while it waits. More than any window sends.
 const BACKLOG: usize = 8192;
 /// Turns of queue pairs in one call of [`Engine::run`].
 const TURNS: usize = 32;
-/// Packets that are sent without waiting for the other queue pairs' turns.
+/// Packets that are sent without waiting for the other queue pairs' steps.
 const SEND_AT: usize = 32;
 
 /// What [`Engine::run`] has left to do.
@@ -448,7 +448,7 @@ impl Engine {
             if qp.sends() {
                 qp.settle_answers(&mut cx);
             }
-            if qp.requester.wants_turn() {
+            if qp.requester.wants_step() {
                 self.schedule(qpn);
             }
             self.set_timer(qpn);
@@ -535,9 +535,9 @@ impl Engine {
             let Some(qpn) = self.ready.pop_front() else { break };
             let Some(qp) = self.qps.get_mut(&qpn) else { continue };
             qp.scheduled = false;
-            let turn = qp.turn(&mut Context::new(host, &mut self.shared, None));
+            let step = qp.step(&mut Context::new(host, &mut self.shared, None));
             self.set_timer(qpn);
-            if turn == Turn::More {
+            if step == Step::More {
                 self.schedule(qpn);
             }
             self.take_wakes();

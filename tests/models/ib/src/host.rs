@@ -193,7 +193,7 @@ pub trait Host {
         original.to_le_bytes()
     }
 
-    /// Does the [local](crate::SendOp::Local) work request `id` of a send queue, whose turn it is.
+    /// Does the [local](crate::SendOp::Local) work request `id` of a send queue, which is next in order.
     ///
     /// # Errors
     ///

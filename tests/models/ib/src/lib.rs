@@ -57,6 +57,6 @@ pub use fabric::{Burst, Delivery, Fabric, Faults, LinkCounters, Port, PortConfig
 pub use host::{Access, Atomic, Event, Fault, Fetched, Host, Rights};
 pub use packet::{Gid, Packet};
 pub use work::{
-    AddressVector, Completion, Fence, Grh, Path, Payload, Piece, Queue, ReceiveWork, Received, Remote, SendFlags,
+    AddressVector, Completion, Fence, Grh, Path, Payload, Queue, ReceiveWork, Received, Remote, Segment, SendFlags,
     SendOp, SendWork, Sge, Status, UdSource,
 };

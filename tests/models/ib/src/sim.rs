@@ -25,8 +25,8 @@ use crate::fabric::{Delivery, PortConfig, Topology};
 use crate::host::{Access, Atomic, Event, Fault, Fetched, Host, Rights};
 use crate::packet::Packet;
 use crate::work::{
-    AddressVector, Completion, Path, Payload, Piece, Queue, ReceiveWork, Received, Remote, SendFlags, SendOp, SendWork,
-    Sge, Status,
+    AddressVector, Completion, Path, Payload, Queue, ReceiveWork, Received, Remote, Segment, SendFlags, SendOp,
+    SendWork, Sge, Status,
 };
 
 /// Protection domain of everything, unless a test says otherwise.

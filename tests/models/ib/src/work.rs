@@ -25,27 +25,27 @@ pub enum Payload {
     /// In the work request itself.
     Inline(Vec<u8>),
     /// Some of it here and some there, put together in order. For sends and writes.
-    Mixed(Vec<Piece>),
+    Mixed(Vec<Segment>),
 }
 
 impl Payload {
     /// This, and a piece more behind it.
     #[must_use]
-    pub fn with(self, piece: Piece) -> Self {
+    pub fn with(self, piece: Segment) -> Self {
         match (self, piece) {
-            (Self::Memory(mut pieces), Piece::Memory(piece)) => {
+            (Self::Memory(mut pieces), Segment::Memory(piece)) => {
                 pieces.push(piece);
                 Self::Memory(pieces)
             }
-            (Self::Memory(pieces), Piece::Inline(bytes)) if pieces.is_empty() => Self::Inline(bytes),
-            (Self::Inline(mut bytes), Piece::Inline(more)) => {
+            (Self::Memory(pieces), Segment::Inline(bytes)) if pieces.is_empty() => Self::Inline(bytes),
+            (Self::Inline(mut bytes), Segment::Inline(more)) => {
                 bytes.extend(more);
                 Self::Inline(bytes)
             }
             (Self::Memory(pieces), piece) => {
-                Self::Mixed(pieces.into_iter().map(Piece::Memory).chain([piece]).collect())
+                Self::Mixed(pieces.into_iter().map(Segment::Memory).chain([piece]).collect())
             }
-            (Self::Inline(bytes), piece) => Self::Mixed(vec![Piece::Inline(bytes), piece]),
+            (Self::Inline(bytes), piece) => Self::Mixed(vec![Segment::Inline(bytes), piece]),
             (Self::Mixed(mut pieces), piece) => {
                 pieces.push(piece);
                 Self::Mixed(pieces)
@@ -56,14 +56,14 @@ impl Payload {
 
 /// A part of [`Payload::Mixed`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum Segment {
     /// In memory.
     Memory(Sge),
     /// In the work request itself.
     Inline(Vec<u8>),
 }
 
-impl Piece {
+impl Segment {
     /// Its length in bytes.
     pub(crate) fn len(&self) -> u64 {
         match self {
@@ -123,7 +123,7 @@ pub enum SendOp {
         /// Number to add.
         add: u64,
     },
-    /// Something the host does itself when its turn comes, by [`Host::local`](crate::Host::local): registration or
+    /// Work that the host does itself, in order, by [`Host::local`](crate::Host::local): registration or
     /// invalidation of a key, or nothing.
     Local,
 }

@@ -26,7 +26,7 @@ use super::layout::ifc::{create_mkey_in, mkc, query_mkey_out};
 use super::table::Table;
 use context::{Context, Mode};
 pub use fault::{PageFault, Resumed};
-use translation::{Piece, Translations};
+use translation::{Target, Translations};
 pub use umr::{Issuer, List, Umr, UmrError};
 
 /// Number of the first key; those below are taken for reserved ones by the driver.
@@ -373,18 +373,18 @@ impl Mkeys {
             let at = address.wrapping_add(done);
             let piece = found.translations.find(&found.context, at, len - done);
             match piece.ok_or(Fault::Bounds)? {
-                Piece::Bus { address, run, present } if present.allows(who.rights) => {
+                Target::Bus { address, run, present } if present.allows(who.rights) => {
                     out.push(address, run)?;
                     done += run;
                 }
-                Piece::Bus { run, .. } | Piece::Absent { run } => {
+                Target::Bus { run, .. } | Target::Absent { run } => {
                     // All that is missing in a row, so that the driver repairs it at once.
                     let mut missing = run;
                     while missing < len - done && out.step().is_ok() {
                         let at = at.wrapping_add(missing);
                         match found.translations.find(&found.context, at, len - done - missing) {
-                            Some(Piece::Bus { present, run, .. }) if !present.allows(who.rights) => missing += run,
-                            Some(Piece::Absent { run }) => missing += run,
+                            Some(Target::Bus { present, run, .. }) if !present.allows(who.rights) => missing += run,
+                            Some(Target::Absent { run }) => missing += run,
                             _ => break,
                         }
                     }
@@ -394,7 +394,7 @@ impl Mkeys {
                         len: missing,
                     });
                 }
-                Piece::Key { key, address, run } => {
+                Target::Key { key, address, run } => {
                     self.walk(key, inner, address, run, depth + 1, out)?;
                     done += run;
                 }

@@ -3,7 +3,7 @@
 //! Work queue entries: segments of 16 bytes and more, one after another, that begin with a control segment.
 
 use p2pmem_ib::{
-    AddressVector, Fence, Gid, Grh, Path, Payload, Piece, Remote, SendFlags, SendOp, SendWork, Service, Sge,
+    AddressVector, Fence, Gid, Grh, Path, Payload, Remote, Segment, SendFlags, SendOp, SendWork, Service, Sge,
 };
 use smallvec::SmallVec;
 
@@ -159,9 +159,9 @@ impl<'a> Segments<'a> {
                 let head = wire::wqe_inline_seg::BYTES;
                 let len = (count & INLINE_LENGTH) as usize;
                 let segment = self.take((head + len).next_multiple_of(UNIT))?;
-                Piece::Inline(segment[head..head + len].to_vec())
+                Segment::Inline(segment[head..head + len].to_vec())
             } else {
-                Piece::Memory(piece(self.take(wire::wqe_data_seg::BYTES)?))
+                Segment::Memory(piece(self.take(wire::wqe_data_seg::BYTES)?))
             });
         }
         Ok(payload)

@@ -39,7 +39,7 @@ const MESSAGE: &str = "2M";
 /// The number of messages of the staged row, in which an emulated processor copies the data.
 const STAGED_MESSAGES: &str = "200";
 /// The time in seconds that each side waits for the other one. On a busy host a guest may need longer than the default.
-const PATIENCE: &str = "150";
+const TIME_FACTOR: &str = "150";
 /// The ports of p2pmem-perf and of perftest.
 const PORT: u16 = 18520;
 const PERFTEST_PORT: u16 = 18515;
@@ -379,7 +379,7 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
         to,
         "--events",
         "--timeout",
-        PATIENCE,
+        TIME_FACTOR,
     ];
     let address = bed.address()?;
     let mut run = vec![
@@ -395,7 +395,7 @@ fn transfer(bed: &mut Bed, name: &str) -> Result<Row> {
         MESSAGE,
         "--verify",
         "--timeout",
-        PATIENCE,
+        TIME_FACTOR,
     ];
     run.extend(if name == rdma::STAGED {
         ["--staged", "-n", STAGED_MESSAGES]
@@ -439,7 +439,7 @@ fn stale(bed: &mut Bed, results: &mut Results) -> Result<()> {
         "--end",
         &end,
         "--timeout",
-        PATIENCE,
+        TIME_FACTOR,
     ];
     let address = bed.address()?;
     let attempts = rdma::STALE_ATTEMPTS.to_string();
@@ -453,7 +453,7 @@ fn stale(bed: &mut Bed, results: &mut Results) -> Result<()> {
         "--attempts",
         &attempts,
         "--timeout",
-        PATIENCE,
+        TIME_FACTOR,
     ];
     show_command(SERVER, &serve);
     show_command(CLIENT, &run);

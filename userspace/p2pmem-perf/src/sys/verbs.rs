@@ -563,7 +563,7 @@ impl Drop for Completions {
 
 /// A piece of registered memory of this side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Piece {
+pub struct Segment {
     /// Address, as registered.
     pub address: u64,
     /// Bytes.
@@ -598,7 +598,7 @@ pub struct Request {
     /// Comes back with the completion.
     pub id: u64,
     /// This side's memory.
-    pub local: Piece,
+    pub local: Segment,
     /// What is done with it.
     pub work: Work,
 }
@@ -621,7 +621,7 @@ unsafe impl Sync for QueuePair {}
 
 /// How hard a queue pair tries.
 #[derive(Debug, Clone, Copy)]
-pub struct Patience {
+pub struct Retries {
     /// The timeout for an acknowledgement is 4.096 us * 2^this.
     pub timeout: u8,
     /// How often a request is sent again.
@@ -682,7 +682,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// EINVAL where the other side's address does not fit this NIC; ETIMEDOUT on Ethernet where it cannot be resolved.
-    pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, patience: Patience) -> io::Result<()> {
+    pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, retries: Retries) -> io::Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
         // SAFETY: all zeros is a value of the structure: integers and unions of them.
         let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
@@ -727,8 +727,8 @@ impl QueuePair {
         )?;
 
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTS;
-        attr.timeout = patience.timeout;
-        attr.retry_cnt = patience.retries;
+        attr.timeout = retries.timeout;
+        attr.retry_cnt = retries.retries;
         // Without a limit: a receiver that is never ready shows as silence, which has its own limit.
         attr.rnr_retry = 7;
         attr.sq_psn = own.psn;
@@ -814,7 +814,7 @@ impl QueuePair {
     /// # Errors
     ///
     /// ENOMEM where the queue is full.
-    pub fn post_receive(&self, id: u64, into: Option<Piece>) -> io::Result<()> {
+    pub fn post_receive(&self, id: u64, into: Option<Segment>) -> io::Result<()> {
         let mut piece = into.map(sge);
         // SAFETY: all zeros is a value of the structure: null pointers and integers.
         let mut wr: ffi::ibv_recv_wr = unsafe { mem::zeroed() };
@@ -829,7 +829,7 @@ impl QueuePair {
     }
 }
 
-fn sge(piece: Piece) -> ffi::ibv_sge {
+fn sge(piece: Segment) -> ffi::ibv_sge {
     ffi::ibv_sge {
         addr: piece.address,
         length: piece.bytes,

@@ -23,8 +23,8 @@ use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::host::SOCKET;
 use p2pmem_guest::in_time;
+use p2pmem_guest::limits::{Overrun, TIME_FACTOR};
 use p2pmem_guest::network::{self, is_listened_on};
-use p2pmem_guest::patience::{Overrun, PATIENCE};
 use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Listen, Network, PORT_NAME, Request, ToGuest, ToHost};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
@@ -119,7 +119,7 @@ fn run() -> Result<()> {
                 network,
                 rdma,
                 modules,
-                patience,
+                time_factor,
             } => {
                 let Some(queue) = exec_queue.take() else {
                     bail!("set up twice")
@@ -128,7 +128,7 @@ fn run() -> Result<()> {
                     Some(modules) => use_modules(&modules),
                     None => Ok(()),
                 };
-                match made.and_then(|()| set_up(&devices, &topology, network.as_ref(), rdma, patience)) {
+                match made.and_then(|()| set_up(&devices, &topology, network.as_ref(), rdma, time_factor)) {
                     Ok(vars) => {
                         serve_requests(port.clone(), replies.clone())?;
                         let (port, running) = (port.clone(), running.clone());
@@ -296,14 +296,14 @@ fn set_up(
     topology: &str,
     network: Option<&Network>,
     rdma: bool,
-    patience: u32,
+    time_factor: u32,
 ) -> Result<BTreeMap<String, String>> {
     let name = network.map_or("", |network| network.node.as_str());
     let name = if name.is_empty() { "guest" } else { name };
     rustix::system::sethostname(name.as_bytes()).context("hostname")?;
     fs::write(
         "/proc/sys/kernel/hung_task_timeout_secs",
-        (HUNG_TASK * patience).to_string(),
+        (HUNG_TASK * time_factor).to_string(),
     )
     .context("hung task time-out")?;
     // What RDMA pins counts against it, for programs that give up their privileges too.
@@ -330,7 +330,7 @@ fn set_up(
     mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
     // Drives appear when their controllers have been probed, which the kernel does in the background.
     let drives = || missing(notes, "nvme", |device| usable(&device.block));
-    wait_for(BLOCK_DEVICES * patience, "a block device", drives)?;
+    wait_for(BLOCK_DEVICES * time_factor, "a block device", drives)?;
     if let Some(network) = network {
         let address = format!("{}/24", network::address(network::number(network)?));
         run_quietly("ip", &["address", "add", &address, "dev", "eth0"])?;
@@ -338,15 +338,15 @@ fn set_up(
     }
     if rdma {
         let ports = || missing(notes, "nic", |device| device.rdma.as_deref().is_some_and(is_active));
-        wait_for(PORTS * patience, "an active port", ports)?;
+        wait_for(PORTS * time_factor, "an active port", ports)?;
         let number = network.map_or(Ok(0), network::number)?;
-        set_up_ipoib(&devices::locate(notes)?, number, IPOIB * patience)?;
+        set_up_ipoib(&devices::locate(notes)?, number, IPOIB * time_factor)?;
     }
     let found = devices::locate(notes)?;
     devices::store(&found)?;
     let mut vars = devices::environment(&found);
     vars.insert("P2PMEM_TOPOLOGY".into(), topology.to_owned());
-    vars.insert(PATIENCE.into(), patience.to_string());
+    vars.insert(TIME_FACTOR.into(), time_factor.to_string());
     if let Some(network) = network {
         vars.extend(network::environment(network, &found));
     }

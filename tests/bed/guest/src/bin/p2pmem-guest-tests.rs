@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use p2pmem_guest::cases;
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -18,7 +18,7 @@ use super::dmabuf::stats;
 use super::life::{Part, ready};
 use super::rules::{ALICE, AdminRule, MIB, alloc_as, counted};
 use super::{Bed, Case, PROVIDERS, alloc, buffer, errno, expect, explain, free, open, providers, request};
-use crate::patience::amount;
+use crate::limits::amount;
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[

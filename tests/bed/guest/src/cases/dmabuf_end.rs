@@ -19,7 +19,7 @@ use super::dmabuf::{GOOD, Importer, export, exported_buffer, listing};
 use super::life::{BOUND, Part, ready, timed_unbind};
 use super::{Bed, Case, alloc, buffer, command, errno, expect, free, may_open, open, read, write};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::{self, Mapping};
 
 pub(super) const CASES: &[Case] = &[
@@ -333,7 +333,7 @@ fn hold_killed(bed: &mut Bed) -> Result<()> {
         ensure!(!ended, "unbinding ended while the importer still had a mapping");
         Ok(())
     })?;
-    in_time!(took < patiently(BOUND), "unbinding took {took:?}");
+    in_time!(took < scaled(BOUND), "unbinding took {took:?}");
     bed.publish("accel0")
 }
 
@@ -371,7 +371,7 @@ fn fences(bed: &mut Bed) -> Result<()> {
         took > Duration::from_secs(1),
         "unbinding waited only {took:?} for fences that are not signalled"
     );
-    in_time!(took < patiently(BOUND), "unbinding took {took:?}");
+    in_time!(took < scaled(BOUND), "unbinding took {took:?}");
     log.wait(&["going on with fences of dma-buf"])?;
     drop(all);
     bed.publish("accel0")

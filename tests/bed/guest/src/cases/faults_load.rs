@@ -18,7 +18,7 @@ use super::dmabuf_end::Log;
 use super::faults::{SPARED, Within, arm_within, sweep_checked};
 use super::inflight::until;
 use super::{Bed, Case, NODE, PROVIDERS, alloc, errno, free, open, providers, write};
-use crate::patience::is_long;
+use crate::limits::is_long;
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "allocation-failures-load",

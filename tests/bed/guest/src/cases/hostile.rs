@@ -22,7 +22,7 @@ use super::rules::{ALICE, AdminRule};
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, may_open, open, read, request, write};
 use crate::in_time;
-use crate::patience::amount;
+use crate::limits::amount;
 use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[

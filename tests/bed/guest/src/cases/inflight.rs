@@ -14,7 +14,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::{Bed, Case, alloc, errno, free, open, read, write};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::Mapping;
 
 pub(super) const CASES: &[Case] = &[
@@ -43,7 +43,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 
 /// Waits until something holds; it is looked at every few milliseconds.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
-    let deadline = Instant::now() + patiently(LIMIT);
+    let deadline = Instant::now() + scaled(LIMIT);
     while !holds()? {
         in_time!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
         thread::sleep(Duration::from_millis(5));

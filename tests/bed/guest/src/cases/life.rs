@@ -17,7 +17,7 @@ use super::busy::{at_once, contended};
 use super::{Bed, Case, NODE, alloc, buffer, command, errno, expect, open, read};
 use crate::host;
 use crate::in_time;
-use crate::patience::{Overrun, amount, patiently};
+use crate::limits::{Overrun, amount, scaled};
 use crate::sys::{self, Mapping};
 use crate::wire::Request;
 
@@ -254,7 +254,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
 
 /// Reads a file's events until one was the last that `is_last` waits for.
 fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
-    let deadline = Instant::now() + patiently(Duration::from_secs(60));
+    let deadline = Instant::now() + scaled(Duration::from_secs(60));
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
         let timeout = Timespec {
@@ -355,7 +355,7 @@ fn sigkill(bed: &mut Bed) -> Result<()> {
 pub(super) fn ended_within(what: &str, took: Duration) -> Result<()> {
     let met = if took < AIM { "met" } else { "missed" };
     println!("{what} took {took:?}; the aim of {AIM:?} was {met}");
-    in_time!(took < patiently(BOUND), "{what} took {took:?}");
+    in_time!(took < scaled(BOUND), "{what} took {took:?}");
     Ok(())
 }
 
@@ -458,7 +458,7 @@ impl Fio {
             .stderr(Stdio::null())
             .spawn()?;
         let mut fio = Fio(child);
-        let deadline = Instant::now() + patiently(Duration::from_secs(60));
+        let deadline = Instant::now() + scaled(Duration::from_secs(60));
         while read()? < before + (4 << 20) {
             ensure!(fio.0.try_wait()?.is_none(), "fio has ended");
             in_time!(Instant::now() < deadline, "fio does not read");
@@ -489,7 +489,7 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     bed.unbind("accel0")?;
     let took = start.elapsed();
     fio.has_failed()?;
-    in_time!(took < patiently(BOUND), "remove took {took:?}");
+    in_time!(took < scaled(BOUND), "remove took {took:?}");
     bed.publish("accel0")
 }
 
@@ -558,7 +558,7 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     let start = Instant::now();
     bed.unpublish("accel0")?;
     in_time!(
-        start.elapsed() < patiently(BOUND),
+        start.elapsed() < scaled(BOUND),
         "unbinding a dead device took {:?}",
         start.elapsed()
     );

@@ -18,7 +18,7 @@ use super::rdma_programs::with_rxe;
 use super::rdma_user::word;
 use super::{Bed, Case, errno, open, read, request};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::{self, Mapping, Memory};
 use crate::verbs::{Adapter, SUCCESS};
 
@@ -90,7 +90,7 @@ pub(super) fn rows() -> Result<Vec<Row>> {
 
 /// Waits until the registrations are as wanted.
 pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<Vec<Row>> {
-    let deadline = Instant::now() + patiently(SOON);
+    let deadline = Instant::now() + scaled(SOON);
     loop {
         let rows = rows()?;
         if wanted(&rows) {

@@ -22,7 +22,7 @@ use super::rdma_programs::with_rxe;
 use super::rdma_user::word;
 use super::{Bed, Case, command, errno, read, write};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::{self, Mapping};
 use crate::verbs::{Adapter, REMOTE_ACCESS, SUCCESS};
 
@@ -296,7 +296,7 @@ fn persistent(bed: &mut Bed) -> Result<()> {
                         .lines()
                         .any(|line| line.contains(&who) && line.contains("to end its registration")))
                 };
-                let deadline = Instant::now() + patiently(SOON);
+                let deadline = Instant::now() + scaled(SOON);
                 while !named()? {
                     in_time!(Instant::now() < deadline, "the log does not name who holds on");
                     thread::sleep(Duration::from_millis(50));
@@ -475,7 +475,7 @@ fn race(bed: &mut Bed) -> Result<()> {
                 // Registers from before the removal until a registration is refused.
                 let registering = scope.spawn(|| -> Result<u64> {
                     together.wait();
-                    let (mut made, deadline) = (0, Instant::now() + patiently(SOON));
+                    let (mut made, deadline) = (0, Instant::now() + scaled(SOON));
                     loop {
                         in_time!(Instant::now() < deadline, "the provider was not removed in time");
                         match nic.register(held.map.address(), MIB) {

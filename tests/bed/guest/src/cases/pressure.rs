@@ -17,7 +17,7 @@ use super::inflight::until;
 use super::life::{Part, ready};
 use super::rdma_user::word;
 use super::{Bed, Case, alloc, command, errno, free, open, read, write};
-use crate::patience::rounds;
+use crate::limits::rounds;
 use crate::sys::Mapping;
 
 pub(super) const CASES: &[Case] = &[

@@ -16,7 +16,7 @@ use p2pmem::{Access, Device, Mapping, Pd, RegisterOptions, RegistrationMethod, R
 
 use super::{Bed, Case};
 use crate::in_time;
-use crate::patience::patiently;
+use crate::limits::scaled;
 
 pub(super) const CASES: &[Case] = &[
     Case {
@@ -68,7 +68,7 @@ fn sibling(name: &str) -> Result<PathBuf> {
 
 /// Runs a program to its end, within the limit. What it says is read all the while, however much it is.
 fn finish(child: Child) -> Result<Output> {
-    let deadline = Instant::now() + patiently(LIMIT);
+    let deadline = Instant::now() + scaled(LIMIT);
     let id = child.id().to_string();
     let waiting = thread::spawn(move || child.wait_with_output());
     let mut killed = false;
@@ -106,7 +106,7 @@ fn spawn(command: &mut Command) -> Result<Child> {
 /// Waits until somebody listens on a TCP port of this machine.
 fn listening(port: u16, server: &mut Child) -> Result<()> {
     let wanted = format!(":{port:04X} ");
-    let deadline = Instant::now() + patiently(LIMIT);
+    let deadline = Instant::now() + scaled(LIMIT);
     while server.try_wait()?.is_none() {
         in_time!(
             Instant::now() < deadline,
@@ -411,7 +411,7 @@ pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()
 /// device's own changes.
 fn port_up(nic: &str, address: &str) -> Result<()> {
     let port = Path::new("/sys/class/infiniband").join(nic).join("ports/1");
-    let deadline = Instant::now() + patiently(LIMIT);
+    let deadline = Instant::now() + scaled(LIMIT);
     loop {
         let state = fs::read_to_string(port.join("state"))?;
         let gids = fs::read_dir(port.join("gids"))?

@@ -13,7 +13,7 @@ use p2pmem_sys as abi;
 
 use super::life::{Part, ready};
 use super::{Bed, Case, alloc, errno, expect, explain, explain_last, free, open, read, request, write};
-use crate::patience::rounds;
+use crate::limits::rounds;
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::rules::{AdminRule, MIB};
 use super::{Bed, Case, alloc, errno, expect, free, open};
-use crate::patience::rounds;
+use crate::limits::rounds;
 
 pub(super) const CASES: &[Case] = &[
     Case {

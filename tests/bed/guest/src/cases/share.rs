@@ -22,7 +22,7 @@ use super::life::{Part, ready, timed_unbind};
 use super::rules::{AdminRule, counted};
 use super::{Bed, Case, NODE, alloc, buffer, errno, expect, explain_last, free, open};
 use crate::in_time;
-use crate::patience::{patiently, rounds};
+use crate::limits::{rounds, scaled};
 use crate::sys::{self, BAD_POINTERS, Mapping};
 
 pub(super) const CASES: &[Case] = &[
@@ -122,18 +122,18 @@ pub(super) fn import(file: BorrowedFd<'_>, fd: i32) -> Result<abi::p2pmem_import
     Ok(ask)
 }
 
-/// Where a part of this test is reached.
-struct Door {
+/// A socket by which the processes of this test exchange descriptors.
+struct DescriptorSocket {
     path: String,
     listener: UnixListener,
 }
 
-impl Door {
-    fn new(name: &str) -> Result<Door> {
+impl DescriptorSocket {
+    fn new(name: &str) -> Result<DescriptorSocket> {
         let path = format!("/run/p2pmem/share-{name}-{}.sock", std::process::id());
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).with_context(|| path.clone())?;
-        Ok(Door { path, listener })
+        Ok(DescriptorSocket { path, listener })
     }
 
     /// Starts a part. If the part ends too early, no process waits for it.
@@ -165,7 +165,7 @@ impl Door {
     }
 }
 
-impl Drop for Door {
+impl Drop for DescriptorSocket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
     }
@@ -199,7 +199,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         "revoked" => {
             let mut events = device.events();
             ready()?;
-            let event = events.next_within(Some(patiently(Duration::from_secs(60))))?;
+            let event = events.next_within(Some(scaled(Duration::from_secs(60))))?;
             in_time!(event.is_some(), "no event");
             let kind = event.context("no event")?.kind;
             let expected = EventKind::BufferRevoked {
@@ -245,10 +245,10 @@ fn shared(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let (a, dma_buf, map) = filled(fd)?;
     let taken = bed.provider("accel0")?;
-    let door = Door::new("users")?;
+    let socket = DescriptorSocket::new("users")?;
     let mut users = Vec::new();
     for n in 0..USERS {
-        users.push(door.give(&n.to_string(), dma_buf.as_fd())?);
+        users.push(socket.give(&n.to_string(), dma_buf.as_fd())?);
         // So that the next one finds what it looks for.
         ensure!(
             map.get(n * 4096) == !word(n * 4096),
@@ -307,9 +307,9 @@ fn shared(bed: &mut Bed) -> Result<()> {
 
 fn ends(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
-    let door = Door::new("ends")?;
+    let socket = DescriptorSocket::new("ends")?;
     // The process that allocated the buffer is killed first, while the buffer is in the socket and no other process has it.
-    let (part, dma_buf) = door.take("allocate")?;
+    let (part, dma_buf) = socket.take("allocate")?;
     part.kill()?;
     ensure!(bed.settled()? != before);
     let file = open()?;
@@ -323,7 +323,7 @@ fn ends(bed: &mut Bed) -> Result<()> {
     ensure!(b.state == abi::P2PMEM_BUFFER_LIVE && b.handles == 1, "{b:?}");
     // Importers that are killed keep nothing, and other holders lose nothing.
     for n in 0..3 {
-        door.give(&n.to_string(), dma_buf.as_fd())?.kill()?;
+        socket.give(&n.to_string(), dma_buf.as_fd())?.kill()?;
         map.set(n * 4096, word(n * 4096));
     }
     super::inflight::until("killed importers are gone", || {
@@ -363,9 +363,9 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     let theirs = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(errno)?;
     let stranger = open()?;
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
-    let door = Door::new("revoke")?;
+    let socket = DescriptorSocket::new("revoke")?;
     let users: Vec<Part> = (0..3)
-        .map(|_| door.give("revoked", dma_buf.as_fd()))
+        .map(|_| socket.give("revoked", dma_buf.as_fd()))
         .collect::<Result<_>>()?;
     timed_unbind(bed)?;
     ensure!(importer.state()?.get("mapped") == 0);
@@ -477,7 +477,9 @@ fn bad(bed: &mut Bed) -> Result<()> {
         )?;
     }
     // Who may not open the device has a descriptor, and nothing else.
-    Door::new("rightless")?.give("rightless", dma_buf.as_fd())?.finish()?;
+    DescriptorSocket::new("rightless")?
+        .give("rightless", dma_buf.as_fd())?
+        .finish()?;
     let b = buffer(fd, a.handle).map_err(errno)?;
     ensure!((b.handles, b.mappings, b.exports) == (1, 0, 2), "{b:?}");
     drop((whole, dma_buf));

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Result, bail, ensure};
 
 use super::{Bed, Case, alloc, errno, open, pageless};
-use crate::patience::patiently;
+use crate::limits::scaled;
 use crate::sys::{self, Mapping};
 
 pub(super) const CASES: &[Case] = &[
@@ -76,7 +76,7 @@ fn writes(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let buffer = alloc(file.as_fd(), 4 * TABLE as u64).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), buffer.mmap_offset, 4 * TABLE).map_err(errno)?;
-    let limit = patiently(LIMIT).as_secs();
+    let limit = scaled(LIMIT).as_secs();
     let ended = sys::in_child(|| {
         if sys::limit_processor_time(limit).is_err() {
             return 1;

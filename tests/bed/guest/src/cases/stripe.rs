@@ -12,7 +12,7 @@ use super::dmabuf::export;
 use super::inflight::until;
 use super::rules::AdminRule;
 use super::{Bed, Case, alloc, buffer, errno, expect, explain_last, free, is_clearing, open, request};
-use crate::patience::rounds;
+use crate::limits::rounds;
 use crate::sys::{self, BAD_POINTERS, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[

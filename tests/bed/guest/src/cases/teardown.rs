@@ -22,7 +22,7 @@ use super::rdma_user::Wire;
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, is_clearing, may_open, open, read, request, write};
 use crate::in_time;
-use crate::patience::{amount, is_quick, patiently, rounds};
+use crate::limits::{amount, is_quick, rounds, scaled};
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -185,7 +185,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         let refused = fs::write(dir.join("enable"), "0").err().and_then(|e| e.raw_os_error());
         ensure!(refused == Some(libc::EBUSY), "disabling it a second time: {refused:?}");
         in_time!(
-            asked.elapsed() < patiently(KILLED),
+            asked.elapsed() < scaled(KILLED),
             "who disables it waits for {:?} at a time",
             asked.elapsed()
         );
@@ -197,7 +197,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         off.kill()?;
         off.wait()?;
         in_time!(
-            killed.elapsed() < patiently(KILLED),
+            killed.elapsed() < scaled(KILLED),
             "a killed task took {:?} to end",
             killed.elapsed()
         );
@@ -211,7 +211,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         fs::remove_dir(&other)?;
         removed.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         in_time!(
-            asked.elapsed() < patiently(KILLED),
+            asked.elapsed() < scaled(KILLED),
             "removing the directory, and making another one, took {:?}",
             asked.elapsed()
         );
@@ -686,9 +686,9 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
     let report = serde_json::json!({ "revoke_ms": report });
     println!("{}{report}", if is_quick() { "hardening-report: " } else { "" });
     in_time!(
-        took.iter().all(|&one| one < patiently(BOUND)),
+        took.iter().all(|&one| one < scaled(BOUND)),
         "unbinding took more than {:?}: {report}",
-        patiently(BOUND)
+        scaled(BOUND)
     );
     bed.publish("accel0")
 }

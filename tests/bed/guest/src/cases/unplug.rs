@@ -18,7 +18,7 @@ use super::life::{Fio, Part, await_loss};
 use super::rdma_user::{Wire, compare, pattern};
 use super::share::import;
 use super::{Bed, Case, alloc, errno, free, open, providers};
-use crate::patience::rounds;
+use crate::limits::rounds;
 use crate::sys::{self, Mapping};
 use crate::wire::Request;
 use crate::{devices, host};

@@ -70,7 +70,7 @@ impl Vm {
             "device {name}: QEMU cannot unplug a vfio-user device; remove and rescan it in the guest, or kill its process"
         );
         self.qmp.execute("device_del", json!({ "id": name }))?;
-        let deadline = Instant::now() + UNPLUG_LIMIT * self.kernel.patience;
+        let deadline = Instant::now() + UNPLUG_LIMIT * self.kernel.time_factor;
         self.qmp.wait_event(deadline, &format!("the end of {name}"), |event| {
             event["event"] == "DEVICE_DELETED" && event["data"]["device"] == name
         })?;

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::{self, KMSG_MARK, Kind, ToGuest, ToHost};
 
 use super::input::{Stopper, Why};
@@ -67,7 +67,7 @@ impl Vm {
         let _ = wire::write_control(&mut self.port, &exec);
         let ended = self.follow(
             id,
-            start + command.limit * self.kernel.patience,
+            start + command.limit * self.kernel.time_factor,
             &mut outcome,
             live,
             listening,
@@ -83,7 +83,7 @@ impl Vm {
                 self.ending = true;
                 let ended = self.follow(
                     id,
-                    Instant::now() + KILL_LIMIT * self.kernel.patience,
+                    Instant::now() + KILL_LIMIT * self.kernel.time_factor,
                     &mut outcome,
                     live,
                     listening,

@@ -71,7 +71,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
         }
     }
     let (own, reports) = (bed.clone(), reports.clone());
-    let kernels = Kernels::Stock("it is the NIC model that these test, and none of them uses the module");
+    let kernels = Kernels::Stock("these programs test the NIC model, and do not use the module");
     trials.push(
         bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
             pyverbs(&own, &reports, attempt)

@@ -4,7 +4,7 @@
 //! name. The hardening report gets the number of bytes that were moved and compared, by vendor.
 
 use anyhow::{Context, Result, ensure};
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::{Command, Status, Vm};

@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow};
 use libtest_mimic::{Arguments, Failed, Trial};
 use p2pmem_guest::cases::{self, Kernels};
-use p2pmem_guest::patience::{Overrun, TIMES};
+use p2pmem_guest::limits::{Overrun, TIMES};
 use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::kernel::DEBUG_KERNEL;
 use p2pmem_vm::stamp::stamp;
@@ -49,28 +49,34 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// The tests with guests that are not cases of the module, and the kernels on which they run.
 const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (debug::TESTS, Kernels::Debug("the stock kernel does not look")),
-    (runner::TESTS, Kernels::Stock("it is of the runner, not of the module")),
-    (pairs::TESTS, Kernels::Stock("it is of the runner, not of the module")),
+    (
+        runner::TESTS,
+        Kernels::Stock("the test checks the runner, not the module"),
+    ),
+    (
+        pairs::TESTS,
+        Kernels::Stock("the test checks the runner, not the module"),
+    ),
     (
         perf::TESTS,
-        Kernels::Stock("it is of a program, with host memory alone"),
+        Kernels::Stock("the test checks a program with host memory, not the module"),
     ),
     (
         admin::TESTS,
-        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+        Kernels::Stock("the test checks tools of user space; other cases test what the module does for them"),
     ),
     (
         observe::TESTS,
-        Kernels::Stock("it is of user space's tools, and what the module does for them are cases of their own"),
+        Kernels::Stock("the test checks tools of user space; other cases test what the module does for them"),
     ),
     (
         iommu::TESTS,
-        Kernels::Stock("what the module asks of the kernel is the same without an IOMMU, and such machines are slow"),
+        Kernels::Stock("the module makes the same calls without an IOMMU, and machines with one are slow"),
     ),
     (unplug::TESTS, Kernels::Both),
     (
         registration::TESTS,
-        Kernels::Stock("it counts instructions of a kernel as people use it"),
+        Kernels::Stock("the test counts instructions of a kernel without checks"),
     ),
 ];
 

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::vm::{Command, Outcome, Status};

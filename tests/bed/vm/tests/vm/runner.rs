@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::in_time;
-use p2pmem_guest::patience::Overrun;
+use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::Request;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::topology::Layout;

@@ -3,7 +3,7 @@
 //! Unplugs a drive while another machine writes to it, through an accelerator's memory.
 
 use anyhow::{Context, Result, ensure};
-use p2pmem_guest::patience::rounds;
+use p2pmem_guest::limits::rounds;
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::vm::{Command, Vm};

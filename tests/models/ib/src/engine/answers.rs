@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tracing::debug;
 
-use super::qp::{Qp, Turn};
+use super::qp::{Qp, Step};
 use super::requester::{Progress, parts};
 use super::{BACKLOG, Context};
 use crate::host::{Access, Fault, Rights};
@@ -15,7 +15,7 @@ use crate::packet::{Aeth, Extended, Packet, Slice, operation};
 use crate::psn;
 use crate::work::{SendOp, Sge, Status};
 
-/// Answers looked at in one turn, of those that had to wait.
+/// Answers looked at in one step, of those that had to wait.
 const TURN_ANSWERS: usize = 256;
 
 /// Kinds of acknowledgement: the upper three bits of a syndrome.
@@ -67,25 +67,25 @@ impl Qp {
     }
 
     /// Looks at answers that had to wait for a page.
-    pub(super) fn answers_turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn answers_step(&mut self, cx: &mut Context<'_>) -> Step {
         self.settle_answers(cx);
         for _ in 0..TURN_ANSWERS {
             if self.requester.write_gate.is_waiting() {
-                return Turn::Rest;
+                return Step::Blocked;
             }
             let Some(packet) = self.requester.answers.pop_front() else {
                 self.settle_answers(cx);
                 if let Some(hold) = self.requester.hold.take() {
                     cx.shared.released.push(hold);
                 }
-                return Turn::Rest;
+                return Step::Blocked;
             };
             self.answer(cx, &packet);
             if !self.sends() {
-                return Turn::Rest;
+                return Step::Blocked;
             }
         }
-        Turn::More
+        Step::More
     }
 
     /// Writes what arrived, and ends work that waited for it.

@@ -57,7 +57,7 @@ impl Qp {
         packet
     }
 
-    /// A datagram arrived whose turn it is.
+    /// Handles the datagram that is next in order.
     pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
         let (Extended::Deth(deth), operation::SEND_ONLY | operation::SEND_ONLY_IMM) =
             (packet.extended, packet.opcode & operation::MASK)

@@ -5,13 +5,13 @@
 use std::time::Duration;
 
 use super::Context;
-use super::qp::{Qp, Turn};
+use super::qp::{Qp, Step};
 use super::requester::Progress;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Event, Fetched};
 use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
-/// Work requests flushed in one turn and direction.
+/// Work requests flushed in one step and direction.
 const TURN_WORKS: usize = 64;
 /// The time until a queue pair in the error state is first checked for new receives, which cause no event. The time doubles
 /// each time that there is none.
@@ -20,9 +20,9 @@ const LOOK_AGAIN: Duration = Duration::from_millis(1);
 const LOOK_AT_LEAST: Duration = Duration::from_millis(16);
 
 impl Qp {
-    /// A turn in the error state.
-    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Turn {
-        let mut turn = self.flush_send(cx, Turn::Rest);
+    /// A step in the error state.
+    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Step {
+        let mut step = self.flush_send(cx, Step::Blocked);
         if let Some(receive) = self.responder.receive.take() {
             self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
         }
@@ -42,23 +42,23 @@ impl Qp {
                 let receive = self.own_receive(work);
                 self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
                 if left == 0 {
-                    turn = Turn::More;
+                    step = Step::More;
                 }
             }
             self.flush_wait = wait;
             self.flush_again = Some(cx.now() + wait);
         }
-        if turn == Turn::Rest && !self.last_work_told {
+        if step == Step::Blocked && !self.last_work_told {
             self.last_work_told = true;
             if self.shares_receives() {
                 cx.host.event(Event::LastWorkReached { qpn: self.number });
             }
         }
-        turn
+        step
     }
 
     /// Flushes the send queue, in the error states.
-    pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, turn: Turn) -> Turn {
+    pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, step: Step) -> Step {
         let mut left = TURN_WORKS;
         while let Some(work) = self.requester.works.pop_front() {
             // What had succeeded before stays a success.
@@ -74,7 +74,7 @@ impl Qp {
         }
         while self.requester.may_have_work() {
             if left == 0 {
-                return Turn::More;
+                return Step::More;
             }
             left -= 1;
             let (id, op): (u64, Option<SendOp>) = match cx.host.next_send(self.number) {
@@ -87,6 +87,6 @@ impl Qp {
             };
             self.complete_send(cx, id, op, Status::Flushed, 0);
         }
-        turn
+        step
     }
 }

@@ -21,13 +21,13 @@ use crate::work::{Grh, Path, Status};
 /// Number of the queue pair that management datagrams go to.
 pub(super) const GSI_QPN: u32 = 1;
 
-/// What is left of a turn.
+/// The state after a step of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
-    /// There is more that can be done at once.
+pub(super) enum Step {
+    /// There is more work that can be done now.
     More,
-    /// Something else has to happen first.
-    Rest,
+    /// The queue pair waits for an event.
+    Blocked,
 }
 
 /// Whether accesses to memory of one direction of a queue pair can go on.
@@ -288,7 +288,7 @@ impl Qp {
         };
     }
 
-    /// The error state: nothing is sent or received any more. What is left is flushed in the queue pair's turns.
+    /// The error state: nothing is sent or received any more. What is left is flushed in the queue pair's steps.
     pub(super) fn enter_error(&mut self, cx: &mut Context<'_>) {
         if self.state == State::Err {
             return;
@@ -326,24 +326,24 @@ impl Qp {
     }
 
     /// Does a bounded part of what there is to do.
-    pub(super) fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn step(&mut self, cx: &mut Context<'_>) -> Step {
         if self.state == State::Err {
             return self.flush(cx);
         }
-        let mut turn = Turn::Rest;
-        if self.receives() && self.respond_turn(cx) == Turn::More {
-            turn = Turn::More;
+        let mut step = Step::Blocked;
+        if self.receives() && self.respond_step(cx) == Step::More {
+            step = Step::More;
         }
         if self.sends() {
-            if self.answers_turn(cx) == Turn::More {
-                turn = Turn::More;
+            if self.answers_step(cx) == Step::More {
+                step = Step::More;
             }
-            if self.sends() && self.request_turn(cx) == Turn::More {
-                turn = Turn::More;
+            if self.sends() && self.request_step(cx) == Step::More {
+                step = Step::More;
             }
         }
         if self.state == State::Sqe {
-            turn = self.flush_send(cx, turn);
+            step = self.flush_send(cx, step);
         }
         if self.state == State::Sqd && !self.drained && self.requester.is_idle() {
             self.drained = true;
@@ -351,7 +351,7 @@ impl Qp {
                 cx.host.event(Event::SendQueueDrained { qpn: self.number });
             }
         }
-        turn
+        step
     }
 
     /// The time has come that [`deadline`](Self::deadline) named.

@@ -18,12 +18,12 @@ use tracing::debug;
 use super::Context;
 use super::datagram;
 use super::pool::CHUNK;
-use super::qp::{Gate, Qp, Turn};
+use super::qp::{Gate, Qp, Step};
 use crate::attributes::State;
 use crate::host::{Access, Fault, Fetched, Rights};
 use crate::packet::{AtomicEth, Chunk, Extended, MULTICAST_LID, Packet, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{AddressVector, Completion, Fence, Payload, Piece, SendOp, SendWork, Sge, Status};
+use crate::work::{AddressVector, Completion, Fence, Payload, Segment, SendOp, SendWork, Sge, Status};
 
 /// Most packets made and not acknowledged.
 const WINDOW_PACKETS: usize = 1024;
@@ -33,11 +33,11 @@ const WINDOW_BYTES: usize = 1 << 20;
 const WINDOW_WORKS: usize = 1024;
 /// Most packet sequence numbers in use: less than half the circle.
 const WINDOW_PSN: i32 = 1 << 22;
-/// What one turn may send.
+/// What one step may send.
 const TURN_PACKETS: usize = 256;
-/// What one turn may send, in bytes.
+/// What one step may send, in bytes.
 const TURN_BYTES: usize = 128 << 10;
-/// How many work requests one turn may begin.
+/// How many work requests one step may begin.
 const TURN_WORKS: usize = 64;
 /// Every packet whose PSN is a multiple of this requests an acknowledgement.
 const ACK_EVERY: u32 = 32;
@@ -66,7 +66,7 @@ pub(super) struct Work {
     pub(super) pieces: SmallVec<[Sge; 4]>,
     inline: Option<Chunk>,
     /// Instead of both.
-    mixed: Vec<Piece>,
+    mixed: Vec<Segment>,
     to: Option<AddressVector>,
     srqn: u32,
     pub(super) length: u32,
@@ -221,7 +221,7 @@ impl Requester {
     }
 
     /// There may be something to go on with after an acknowledgement.
-    pub(super) fn wants_turn(&self) -> bool {
+    pub(super) fn wants_step(&self) -> bool {
         self.doorbell || self.fetched.is_some() || !self.works.is_empty()
     }
 
@@ -249,7 +249,7 @@ impl Requester {
     }
 
     /// The oldest read or atomic has all its answers, and is not ended: it waits for a page, or that has come and the
-    /// queue pair had no turn since. What arrives now is no answer to it.
+    /// queue pair had no step since. What arrives now is no answer to it.
     pub(super) fn is_unsettled(&mut self) -> bool {
         self.arriving.is_some() && self.oldest_unanswered().is_some_and(|work| work.has_all_answers())
     }
@@ -294,7 +294,7 @@ fn total(payload: &Payload) -> u64 {
     match payload {
         Payload::Memory(pieces) => pieces.iter().map(|piece| u64::from(piece.length)).sum(),
         Payload::Inline(bytes) => bytes.len() as u64,
-        Payload::Mixed(pieces) => pieces.iter().map(Piece::len).sum(),
+        Payload::Mixed(pieces) => pieces.iter().map(Segment::len).sum(),
     }
 }
 
@@ -332,15 +332,15 @@ pub(super) fn parts(pieces: &[Sge], offset: u64, len: usize) -> impl Iterator<It
 }
 
 impl Qp {
-    /// Fetches, makes and sends, as far as windows, fences and this turn's bounds allow.
-    pub(super) fn request_turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    /// Fetches, makes and sends, as far as windows, fences and this step's bounds allow.
+    pub(super) fn request_step(&mut self, cx: &mut Context<'_>) -> Step {
         let mut works = TURN_WORKS;
         let mut packets = TURN_PACKETS;
         let mut bytes = TURN_BYTES;
         loop {
             if let Some(until) = self.requester.rnr_until {
                 if cx.now() < until {
-                    return Turn::Rest;
+                    return Step::Blocked;
                 }
                 self.requester.rnr_until = None;
             }
@@ -348,23 +348,23 @@ impl Qp {
                 Sent::All => {}
                 Sent::PathFull => {
                     cx.shared.blocked.push(self.number);
-                    return Turn::Rest;
+                    return Step::Blocked;
                 }
-                Sent::Bound => return Turn::More,
+                Sent::Bound => return Step::More,
             }
             self.complete_sends(cx);
             if !self.sends() || self.requester.read_gate.is_waiting() || self.window_is_full() {
-                return Turn::Rest;
+                return Step::Blocked;
             }
             if let Some(offset) = self.requester.making {
                 self.make_chunk(cx, offset);
             } else {
                 if works == 0 {
-                    return Turn::More;
+                    return Step::More;
                 }
                 works -= 1;
                 if !self.begin_next(cx) {
-                    return Turn::Rest;
+                    return Step::Blocked;
                 }
             }
         }
@@ -614,13 +614,13 @@ impl Qp {
                         for (piece, at) in parts(&work.pieces, offset.into(), len) {
                             gather(piece, &mut bytes[at..at + piece.length as usize])?;
                         }
-                        for (piece, range, at) in overlap(&work.mixed, Piece::len, offset.into(), len) {
+                        for (piece, range, at) in overlap(&work.mixed, Segment::len, offset.into(), len) {
                             // Messages are no longer than 2 GiB.
                             let (start, end) = (range.start as usize, range.end as usize);
                             let to = &mut bytes[at..at + (end - start)];
                             match piece {
-                                Piece::Memory(piece) => gather(part(piece, &range), to)?,
-                                Piece::Inline(data) => to.copy_from_slice(&data[start..end]),
+                                Segment::Memory(piece) => gather(part(piece, &range), to)?,
+                                Segment::Inline(data) => to.copy_from_slice(&data[start..end]),
                             }
                         }
                         Ok(())

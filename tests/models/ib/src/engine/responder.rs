@@ -12,7 +12,7 @@ use tracing::debug;
 
 use super::answers::syndrome;
 use super::pool::CHUNK;
-use super::qp::{Gate, Qp, Turn};
+use super::qp::{Gate, Qp, Step};
 use super::receive::Receive;
 use super::{BACKLOG, Context};
 use crate::attributes::Service;
@@ -22,7 +22,7 @@ use crate::packet::{Aeth, Extended, Packet, Reth, Slice, operation};
 use crate::psn;
 use crate::work::{Received, Status};
 
-/// Packets of the backlog looked at in one turn.
+/// Packets of the backlog looked at in one step.
 const TURN_PACKETS: usize = 256;
 /// Results of atomics kept for repetitions, at least.
 const MIN_ATOMICS: usize = 16;
@@ -183,23 +183,23 @@ impl Qp {
     }
 
     /// Goes on with the read that is being answered and with the backlog.
-    pub(super) fn respond_turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn respond_step(&mut self, cx: &mut Context<'_>) -> Step {
         let mut left = TURN_PACKETS;
         loop {
             if self.responder.gate.is_waiting() {
-                return Turn::Rest;
+                return Step::Blocked;
             }
             if self.responder.finishing.is_some() || self.responder.arriving.is_some() {
                 self.settle_requests(cx);
                 if self.responder.gate.is_waiting() || !self.receives() {
-                    return Turn::Rest;
+                    return Step::Blocked;
                 }
             }
             if self.responder.reading.is_some() {
                 match self.read_chunk(cx) {
-                    Turn::More => return Turn::More,
-                    Turn::Rest if self.responder.reading.is_some() || !self.receives() => return Turn::Rest,
-                    Turn::Rest => {}
+                    Step::More => return Step::More,
+                    Step::Blocked if self.responder.reading.is_some() || !self.receives() => return Step::Blocked,
+                    Step::Blocked => {}
                 }
             }
             let Some(packet) = self.responder.backlog.pop_front() else {
@@ -207,16 +207,16 @@ impl Qp {
                 if !self.responder.is_busy() {
                     self.responder.release(cx);
                 }
-                return Turn::Rest;
+                return Step::Blocked;
             };
             if left == 0 {
                 self.responder.backlog.push_front(packet);
-                return Turn::More;
+                return Step::More;
             }
             left -= 1;
             self.attend(cx, packet);
             if !self.receives() {
-                return Turn::Rest;
+                return Step::Blocked;
             }
         }
     }
@@ -302,7 +302,7 @@ impl Qp {
         Done::Yes
     }
 
-    /// A request whose turn it is.
+    /// Handles the request with the expected PSN.
     fn request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Done, Refusal> {
         use operation::*;
         let operation = packet.opcode & MASK;
@@ -678,14 +678,14 @@ impl Qp {
     }
 
     /// Answers the next part of a read.
-    fn read_chunk(&mut self, cx: &mut Context<'_>) -> Turn {
+    fn read_chunk(&mut self, cx: &mut Context<'_>) -> Step {
         use operation::*;
         let Some(reading) = self.responder.reading else {
-            return Turn::Rest;
+            return Step::Blocked;
         };
         if !cx.host.has_space(self.dlid()) {
             cx.shared.blocked.push(self.number);
-            return Turn::Rest;
+            return Step::Blocked;
         }
         let len = (reading.left as usize).min(CHUNK);
         let mut chunk = None;
@@ -706,12 +706,12 @@ impl Qp {
             self.responder.gate = gate;
             match read {
                 Ok(bytes) => chunk = Some(bytes),
-                Err(Fault::Page(_)) => return Turn::Rest,
+                Err(Fault::Page(_)) => return Step::Blocked,
                 Err(fault) => {
                     self.responder.reading = None;
                     let refusal = self.access_refusal(fault, &access);
                     self.refuse(cx, reading.psn, refusal);
-                    return Turn::Rest;
+                    return Step::Blocked;
                 }
             }
         }
@@ -751,11 +751,11 @@ impl Qp {
         }
         if reading.left == 0 {
             self.responder.reading = None;
-            return Turn::Rest;
+            return Step::Blocked;
         }
         reading.address = reading.address.wrapping_add(len as u64);
         self.responder.reading = Some(reading);
-        Turn::More
+        Step::More
     }
 
     fn atomic_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Done, Refusal> {

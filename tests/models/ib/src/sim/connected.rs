@@ -88,13 +88,13 @@ fn data_in_the_request_and_data_in_memory_are_put_together() {
         world.pair(service, Connection::default());
         let data = world.fill(0, 0, 400_000, 1);
         let memory = |address, length| {
-            Piece::Memory(Sge {
+            Segment::Memory(Sge {
                 key: ALL,
                 address,
                 length,
             })
         };
-        let inline = |bytes: &[u8]| Piece::Inline(bytes.to_vec());
+        let inline = |bytes: &[u8]| Segment::Inline(bytes.to_vec());
         let all = [
             inline(b"head"),
             inline(b"er"),
@@ -268,7 +268,7 @@ fn unsignaled_work_makes_no_completion() {
 }
 
 #[test]
-fn local_work_is_done_in_its_turn() {
+fn local_work_is_done_in_order() {
     let mut world = World::new(2, 1 << 18);
     world.pair(Service::Rc, Connection::default());
     world.post(0, 2, read(1, 0, 100_000, 0));

@@ -199,7 +199,7 @@ fn local_mistakes_end_in_local_errors() {
     inline.payload = Payload::Inline(vec![0; 4]);
     refused(pair(), inline, Status::LocalQpOperation);
     let mut mixed = read(5, 0, 4, 0);
-    mixed.payload = mixed.payload.with(Piece::Inline(vec![0; 4]));
+    mixed.payload = mixed.payload.with(Segment::Inline(vec![0; 4]));
     refused(pair(), mixed, Status::LocalQpOperation);
     let mut mixed = write(5, 0, 10, 0);
     let piece = Sge {
@@ -207,7 +207,7 @@ fn local_mistakes_end_in_local_errors() {
         address: 0,
         length: 10,
     };
-    mixed.payload = Payload::Inline(vec![0; 4]).with(Piece::Memory(piece));
+    mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(piece));
     refused(pair(), mixed, Status::LocalProtection);
     let remote = Remote { address: 0, key: ALL };
     refused(

@@ -29,9 +29,9 @@ impl Present {
     }
 }
 
-/// Where an address leads, and for how many bytes.
+/// The target of an address, and for how many bytes (`run`) it holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Piece {
+pub(super) enum Target {
     /// To the bus.
     Bus { address: u64, run: u64, present: Present },
     /// To another key.
@@ -172,9 +172,9 @@ impl Translations {
 
     /// Translates `address`, which is in the key's range, for at most `len` bytes (at least one). Returns `None` if the key has
     /// no space for a translation of the address.
-    pub(super) fn find(&self, context: &Context, address: u64, len: u64) -> Option<Piece> {
+    pub(super) fn find(&self, context: &Context, address: u64, len: u64) -> Option<Target> {
         match self {
-            Self::None => Some(Piece::Bus {
+            Self::None => Some(Target::Bus {
                 address,
                 run: len,
                 present: Present {
@@ -187,7 +187,7 @@ impl Translations {
                 let Some(entry) = usize::try_from(page.index).ok().and_then(|index| pages.get(index)) else {
                     return page.rest(context, context.octwords.saturating_mul(2), len);
                 };
-                Some(Piece::Bus {
+                Some(Target::Bus {
                     address: (entry & !ENTRY_FLAGS).wrapping_add(page.inside),
                     run: page.run,
                     present: Present {
@@ -206,9 +206,9 @@ impl Translations {
                     .copied()
                     .unwrap_or_default();
                 if entry.key == 0 {
-                    return Some(Piece::Absent { run: page.run });
+                    return Some(Target::Absent { run: page.run });
                 }
-                Some(Piece::Key {
+                Some(Target::Key {
                     key: entry.key,
                     address: entry.address.wrapping_add(page.inside),
                     run: page.run,
@@ -222,7 +222,7 @@ impl Translations {
                         let index = ends.partition_point(|end| *end <= offset);
                         let (entry, end) = (entries.get(index)?, ends.get(index)?);
                         let inside = offset - (end - u64::from(entry.count));
-                        Some(Piece::Key {
+                        Some(Target::Key {
                             key: entry.key,
                             address: entry.address.wrapping_add(inside),
                             run: len.min(end - offset),
@@ -264,17 +264,17 @@ impl Page {
     }
 
     /// What there is behind the last entry: nothing, up to the end of the `room` for entries.
-    fn rest(&self, context: &Context, room: u64, len: u64) -> Option<Piece> {
+    fn rest(&self, context: &Context, room: u64, len: u64) -> Option<Target> {
         let pages = room.checked_sub(self.index).filter(|pages| *pages > 0)?;
         let bytes = (u128::from(pages) << context.log_page_size) - u128::from(self.inside);
         let run = u64::try_from(bytes).map_or(len, |bytes| bytes.min(len));
-        Some(Piece::Absent { run })
+        Some(Target::Absent { run })
     }
 }
 
 /// A place in pieces that repeat: the first entry says how often, and how many pieces there are; each piece has its
 /// length, and how far it moves on from one time to the next.
-fn repeated(first: &Entry, pieces: &[Entry], offset: u64, len: u64) -> Option<Piece> {
+fn repeated(first: &Entry, pieces: &[Entry], offset: u64, len: u64) -> Option<Target> {
     let cycle = u64::from(first.count);
     let (times, number) = (first.address >> 32, first.address & 0xffff);
     let time = offset.checked_div(cycle)?;
@@ -285,7 +285,7 @@ fn repeated(first: &Entry, pieces: &[Entry], offset: u64, len: u64) -> Option<Pi
     for piece in pieces.iter().take(number as usize) {
         let (stride, count) = (u64::from(piece.count >> 16), u64::from(piece.count & 0xffff));
         if inside < count {
-            return Some(Piece::Key {
+            return Some(Target::Key {
                 key: piece.key,
                 address: piece
                     .address

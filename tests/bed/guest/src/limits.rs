@@ -1,55 +1,57 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How long is too long, and how often is often enough: limits of time and numbers of rounds are for the stock kernel. On one
-//! that checks itself all the time the limits are longer, and the rounds fewer where each takes that much longer.
+//! Time limits, numbers of rounds, and the error of a missed limit.
 //!
-//! A limit that is missed is an [`Overrun`], which alone proves nothing on a machine that may be busy: the harness runs the test
-//! again, on fresh guests, and counts that. All else that is wrong counts at once.
+//! Limits and rounds are given for the stock kernel. On the slower debug kernel the limits are multiplied by a factor, and the
+//! numbers of rounds are divided by it.
+//!
+//! A missed limit is an [`Overrun`]. On a busy machine it proves nothing: the harness runs the test again on fresh guests, and
+//! counts the repetition. Every other error fails the test at once.
 
 use std::fmt;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-/// The environment variable that has the factor.
-pub const PATIENCE: &str = "P2PMEM_PATIENCE";
+/// The environment variable with the factor for time limits.
+pub const TIME_FACTOR: &str = "P2PMEM_TIME_FACTOR";
 
-/// The environment variable that says how many times as many rounds a race goes through, in a long run of the tests.
+/// The environment variable with the factor for rounds of races, in a long run of the tests.
 pub const TIMES: &str = "P2PMEM_TIMES";
 
-static FACTOR: LazyLock<u32> = LazyLock::new(|| number(PATIENCE));
+static FACTOR: LazyLock<u32> = LazyLock::new(|| number(TIME_FACTOR));
 static MORE: LazyLock<u32> = LazyLock::new(|| number(TIMES));
 
-/// The number in an environment variable; 1 where there is none.
+/// Returns the number in an environment variable, or 1 if it is not set.
 fn number(name: &str) -> u32 {
     let text = std::env::var(name).ok();
     text.and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// A limit of time was missed, and nothing else is known to be wrong.
+/// A missed time limit, without another known error.
 #[derive(Debug)]
 pub struct Overrun(
-    /// What took how long.
+    /// The message: what took how long.
     pub String,
 );
 
 impl Overrun {
-    /// With what a program in a guest ends that fails for one.
+    /// The exit code of a program in a guest that fails with an overrun.
     pub const CODE: u8 = 75;
 
     /// The first words of an overrun's text for another machine or process.
     const PREFIX: &str = "not in time: ";
 
-    /// Whether an error is one.
+    /// Returns whether an error is or contains an overrun.
     pub fn is(error: &anyhow::Error) -> bool {
         error.chain().any(|cause| cause.is::<Self>())
     }
 
-    /// An error as text, which says whether it is one.
+    /// Converts an error to text that keeps whether it is an overrun.
     pub fn to_text(error: &anyhow::Error) -> String {
         format!("{}{error:#}", if Self::is(error) { Self::PREFIX } else { "" })
     }
 
-    /// The error of a text that [`Overrun::to_text`] made.
+    /// Converts a text of [`Overrun::to_text`] back to an error.
     pub fn from_text(text: String) -> anyhow::Error {
         if text.starts_with(Self::PREFIX) {
             Self(text).into()
@@ -67,38 +69,38 @@ impl fmt::Display for Overrun {
 
 impl std::error::Error for Overrun {}
 
-/// As `anyhow::ensure!`, of a limit of time: the error is an [`Overrun`].
+/// As `anyhow::ensure!`, for a time limit: the error is an [`Overrun`].
 #[macro_export]
 macro_rules! in_time {
     ($holds:expr, $($text:tt)+) => {
         let holds: bool = $holds;
         if !holds {
-            return Err(::anyhow::Error::new($crate::patience::Overrun(format!($($text)+))));
+            return Err(::anyhow::Error::new($crate::limits::Overrun(format!($($text)+))));
         }
     };
 }
 
-/// A limit of time as it is on this kernel.
-pub fn patiently(limit: Duration) -> Duration {
+/// Returns the time limit for this kernel.
+pub fn scaled(limit: Duration) -> Duration {
     limit * *FACTOR
 }
 
-/// Whether this kernel is no slower than others.
+/// Returns whether this kernel has the usual time limits.
 pub fn is_quick() -> bool {
     *FACTOR == 1
 }
 
-/// Whether this is a long run, with more rounds than usual.
+/// Returns whether this is a long run, with more rounds than usual.
 pub fn is_long() -> bool {
     *MORE > 1
 }
 
-/// How much of a kind a test has on this kernel: about as much as takes the same time, and at least one.
+/// Returns the number of items for a test on this kernel: as many as take about the same time, at least one.
 pub fn amount(count: u32) -> u32 {
     count.div_ceil(*FACTOR)
 }
 
-/// How many rounds a race goes through on this kernel: about as many as take the same time, and at least one; in a long run
+/// Returns the number of rounds of a race on this kernel: as many as take about the same time, at least one, and in a long run
 /// [`TIMES`] as many.
 pub fn rounds(count: u32) -> u32 {
     (count * *MORE).div_ceil(*FACTOR)
