@@ -34,14 +34,14 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// What one read takes: some seconds, and no more pages than the kernel refers to all at once.
+/// Bytes of one read: some seconds of I/O, within the number of pages that the kernel pins at a time.
 const IO: usize = 1 << 20;
-/// How many reads unbinding waits for.
+/// The number of reads that unbinding waits for.
 const READS: usize = 3;
-/// A bound for everything that waits for the drive.
+/// The time limit for everything that waits for the drive.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Waits until something holds; it is looked at every few milliseconds.
+/// Waits until a condition holds. Checks it every few milliseconds.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + scaled(LIMIT);
     while !holds()? {
@@ -58,7 +58,7 @@ pub(super) fn busy(block: &Path) -> Result<bool> {
     Ok(inflight.split_whitespace().any(|count| count != "0"))
 }
 
-/// The drive, with its budget used up, so that the next read has to wait.
+/// The drive, with its I/O budget used up, so that the next read has to wait.
 pub(super) fn slow_drive(bed: &Bed) -> Result<File> {
     let drive = OpenOptions::new()
         .read(true)
@@ -96,7 +96,7 @@ fn pinned(bed: &mut Bed) -> Result<()> {
             !done.load(Ordering::SeqCst),
             "the drive was faster than the test: nothing was shown"
         );
-        // As long as the drive writes, no allocation may get these bytes: all others together are too few.
+        // While the drive writes, no allocation may get these bytes: the rest of the provider is too small.
         let rest = alloc(file.as_fd(), whole.free);
         let still = bed.provider("accel0")?.pinned;
         match rest {
@@ -121,7 +121,7 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     let drive = slow_drive(bed)?;
     bed.settled()?;
     let file = open()?;
-    // The drive serves one after the other, so that there is something to wait for, however late the unbinding begins.
+    // The drive serves one read after the other, so reads are in flight however late the unbinding begins.
     let maps = (0..READS)
         .map(|_| {
             let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
@@ -134,7 +134,7 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
             .iter()
             .map(|map| scope.spawn(|| map.fill_from(&drive, 0, 0, IO)))
             .collect();
-        // A read that begins later finds no memory any more.
+        // A later read finds no memory.
         let pages = (maps.len() * IO / 4096) as u64;
         until("all reads have their pages", || Ok(pinned_pages()? >= before + pages))?;
         let began = Instant::now();
@@ -150,7 +150,7 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
         }
         Ok(waited)
     })?;
-    // The module names the owner of what it has waited for a second. Its wait is shorter than what is seen here.
+    // After a second of waiting the module logs the owner. The module's wait is shorter than the one measured here.
     let pid = format!("of pid {}", std::process::id());
     let log = dmesg()?;
     let said = log
@@ -164,9 +164,9 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// How many pages were pinned since the guest's start, for I/O and otherwise.
+/// Returns the number of pages that were pinned since the guest's start, for I/O and otherwise.
 fn pinned_pages() -> Result<u64> {
-    // Each processor counts for itself, and adds that up once in a while.
+    // Each processor has its own counter, and adds it to the sum at intervals.
     write(Path::new("/proc/sys/vm/stat_refresh"), "1")?;
     let counts = read(Path::new("/proc/vmstat"))?;
     let pinned = counts
@@ -175,7 +175,7 @@ fn pinned_pages() -> Result<u64> {
     Ok(pinned.context("nr_foll_pin_acquired")?.parse()?)
 }
 
-/// The kernel's log.
+/// Returns the kernel's log.
 pub(super) fn dmesg() -> Result<String> {
     let output = std::process::Command::new("dmesg").output()?;
     ensure!(output.status.success(), "dmesg: {}", output.status);

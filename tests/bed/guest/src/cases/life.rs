@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Ends: of processes, of bindings, of the module, of the device itself; with buffers alive.
+//! Ends of processes, of bindings, of the module, and of the device itself, with buffers in use.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -94,12 +94,12 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// What remove() takes less than with nothing pinned, on a machine of its own.
+/// The limit for remove() without pinned memory, on an idle machine.
 pub(super) const AIM: Duration = Duration::from_secs(1);
-/// What it takes less than however busy the machine is.
+/// The limit for remove(), however busy the machine is.
 pub(super) const BOUND: Duration = Duration::from_secs(20);
 
-/// Another process of this program, which says `ready` and then waits for a line.
+/// Another process of this program, which prints `ready` and then waits for a line.
 pub(super) struct Part(Child, BufReader<ChildStdout>);
 
 impl Part {
@@ -107,7 +107,7 @@ impl Part {
         Part::start_with(name, arguments, &[])
     }
 
-    /// As [`Part::start`], with variables in its environment.
+    /// As [`Part::start`], with environment variables.
     pub(super) fn start_with(name: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Result<Part> {
         let me = std::env::current_exe()?;
         let mut child = Command::new(me)
@@ -124,7 +124,7 @@ impl Part {
         Ok(part)
     }
 
-    /// Waits until it says again that it is ready.
+    /// Waits until the process prints `ready` again.
     pub(super) fn await_ready(&mut self) -> Result<()> {
         let mut line = String::new();
         if self.1.read_line(&mut line)? == 0 {
@@ -134,18 +134,18 @@ impl Part {
         Ok(())
     }
 
-    /// Its process.
+    /// The process id.
     pub(super) fn id(&self) -> u32 {
         self.0.id()
     }
 
-    /// Lets it go on, without waiting for its end.
+    /// Sends the line that the process waits for, and does not wait for its end.
     pub(super) fn go_on(mut self) -> Result<Part> {
         self.0.stdin.as_mut().context("stdin")?.write_all(b"go\n")?;
         Ok(self)
     }
 
-    /// Lets it go on, and waits for its end.
+    /// Sends the line that the process waits for, and waits for its end.
     pub(super) fn finish(mut self) -> Result<()> {
         self.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
         succeeded(self.0.wait()?)
@@ -158,7 +158,7 @@ impl Part {
     }
 }
 
-/// Fails unless a part has ended well; with an [`Overrun`] if it has for one.
+/// Fails unless a process has succeeded; with an [`Overrun`] if the process failed with one.
 fn succeeded(status: ExitStatus) -> Result<()> {
     in_time!(
         status.code() != Some(i32::from(Overrun::CODE)),
@@ -198,7 +198,7 @@ pub(super) fn part(name: &str, arguments: &[String]) -> Result<()> {
         "survive" => {
             sys::survive_bus_errors()?;
             ready()?;
-            // The provider is gone by now.
+            // The provider has been removed.
             ensure!(
                 map.get(0) == 0 && map.get(size - 4096) == 0,
                 "the memory of a gone provider can still be read"
@@ -225,7 +225,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     let size = 8 << 20;
     Part::start("hold", &[&size.to_string()])?.finish()?;
     Part::start("hold", &[&size.to_string()])?.kill()?;
-    // All of the provider's memory, piece by piece, at once.
+    // All of the provider's memory, in many buffers at the same time.
     let file = open()?;
     let mut maps = Vec::new();
     let mut piece = bed.provider("accel0")?.size.next_power_of_two();
@@ -252,7 +252,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Reads a file's events until one was the last that `is_last` waits for.
+/// Reads a file's events up to the last one that `is_last` accepts.
 fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
     let deadline = Instant::now() + scaled(Duration::from_secs(60));
     loop {
@@ -329,7 +329,7 @@ fn events(bed: &mut Bed) -> Result<()> {
         added.provider == bed.provider("accel0")?.id && added.provider != provider,
         "{added:?}"
     );
-    // Another file's buffers are none of this file's business.
+    // A file gets no events of another file's buffers.
     let other = open()?;
     let b = alloc(other.as_fd(), 4096).map_err(errno)?;
     bed.unbind("accel0")?;
@@ -351,7 +351,7 @@ fn sigkill(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Says what an end of memory in use took, and fails if that is more than [`BOUND`].
+/// Prints how long ending memory in use took, and fails if that is more than [`BOUND`].
 pub(super) fn ended_within(what: &str, took: Duration) -> Result<()> {
     let met = if took < AIM { "met" } else { "missed" };
     println!("{what} took {took:?}; the aim of {AIM:?} was {met}");
@@ -375,7 +375,7 @@ pub(super) fn unbind(bed: &mut Bed) -> Result<()> {
     let status = victim.0.wait()?;
     use std::os::unix::process::ExitStatusExt;
     ensure!(status.signal() == Some(libc::SIGBUS), "instead of SIGBUS: {status}");
-    // And with a buffer that is not mapped, and one whose handle was freed before.
+    // Also with a buffer that is not mapped, and with one whose handle was freed before.
     bed.publish("accel0")?;
     let file = open()?;
     let a = alloc(file.as_fd(), 4096).map_err(errno)?;
@@ -408,7 +408,7 @@ pub(super) fn unbind_many(bed: &mut Bed) -> Result<()> {
     }
     timed_unbind(bed)?;
     let mut told = 0;
-    // At most as many reads as events that fit, and one for those that did not.
+    // At most as many reads as events that fit, and one for the count of those that did not.
     while told < many + 1 {
         let events = sys::read_events(fd, 64 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
         ensure!(!events.is_empty(), "a read without an event");
@@ -434,11 +434,11 @@ pub(super) fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
     })
 }
 
-/// fio, which reads a drive into memory of p2pmem again and again. Dropping it ends it.
+/// fio, which repeatedly reads a drive into memory of p2pmem. Dropping it ends fio.
 pub(super) struct Fio(Child);
 
 impl Fio {
-    /// Starts it on drive nvme0, and waits until the drive has written 4 MiB into `provider`.
+    /// Starts fio on drive nvme0, and waits until the drive has written 4 MiB into `provider`.
     pub(super) fn reading_into(bed: &Bed, provider: &str) -> Result<Fio> {
         let read = || -> Result<u64> {
             let bytes = host::request(&Request::Snapshot)?["nvme0"]["read"][provider].as_u64();
@@ -467,7 +467,7 @@ impl Fio {
         Ok(fio)
     }
 
-    /// The memory is gone: fio fails, by an I/O error or SIGBUS, and does not go on.
+    /// Checks that fio fails after the end of its memory, by an I/O error or SIGBUS.
     pub(super) fn has_failed(mut self) -> Result<()> {
         let ended = self.0.wait()?;
         ensure!(!ended.success(), "fio went on without the memory");
@@ -484,7 +484,7 @@ impl Drop for Fio {
 
 fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     let fio = Fio::reading_into(bed, "accel0")?;
-    // Transient pins of I/O in flight are waited for, so this may take as long as one I/O.
+    // The module waits for transient pins of I/O in flight, so this may take as long as one I/O.
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
@@ -493,10 +493,10 @@ fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
-/// What /proc/iomem has below the lines of accel0's BARs, in the order of their addresses.
+/// Returns the lines of /proc/iomem below accel0's BARs, in the order of their addresses.
 fn claimed_bars(bed: &Bed) -> Result<Vec<bool>> {
     let iomem = read(Path::new("/proc/iomem"))?;
-    // The kernel calls a BAR by its device's address.
+    // The kernel names a BAR by its device's address.
     let bar = format!(" : {}", bed.device("accel0")?.bdf);
     let lines: Vec<&str> = iomem.lines().collect();
     let claims = lines

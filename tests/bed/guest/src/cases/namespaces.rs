@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! User namespaces: a user with subordinate ids is several users to rules, unless they name all of them, and root in a namespace
-//! is nobody's administrator.
+//! User namespaces: for rules, a user with subordinate ids is several users unless a rule names all of the ids, and root in a
+//! namespace is no administrator.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -26,12 +26,12 @@ pub(super) const CASES: &[Case] = &[Case {
 
 pub(super) const PART: &str = "in-namespace";
 
-/// The ids that the user of the namespace has besides her own.
+/// The user's ids in the namespace besides the user's own.
 const SUBORDINATE: u32 = 100_000;
 const SUBORDINATES: u32 = 10;
 
-/// In a user namespace of its own, whose ids 0 and 1 are ALICE and her first subordinate id: does what the arguments say, which
-/// are the id, the size and the errno (or 0) of one allocation each.
+/// Runs in its own user namespace, whose ids 0 and 1 are ALICE and her first subordinate id. Makes one allocation for each
+/// triple of arguments: the id, the size, and the expected errno (or 0).
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
@@ -65,11 +65,11 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         refused.map_err(errno)?,
         libc::EPERM,
     )?;
-    // The buffers are there until the other process has looked.
+    // The buffers stay until the other process has checked them.
     ready()
 }
 
-/// Runs the part; `look` is called while its buffers are there.
+/// Runs the process; calls `look` while its buffers exist.
 fn in_namespace(allocations: &[(u32, u64, i32)], look: impl FnOnce() -> Result<()>) -> Result<()> {
     let arguments: Vec<String> = allocations
         .iter()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Providers without struct pages: all that does not need them works as it does with them.
+//! Providers without struct pages: everything that needs no pages works as with pages.
 
 use std::fs::{self, OpenOptions};
 use std::os::fd::AsFd;
@@ -85,7 +85,7 @@ fn publish(bed: &Bed) -> Result<()> {
     Ok(())
 }
 
-/// What the calling process's page tables take, KiB.
+/// Returns the size of the calling process's page tables in KiB.
 fn page_tables() -> Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
@@ -98,7 +98,7 @@ fn published(bed: &mut Bed) -> Result<()> {
     let mut info = abi::p2pmem_info::default();
     sys::plain(open()?.as_fd(), abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
     ensure!(info.features & u64::from(abi::P2PMEM_FEATURE_PAGELESS) != 0, "{info:?}");
-    // Pages that were given stay until the device is unbound.
+    // Struct pages stay until the device is unbound.
     write(&dir.join("enable"), "0")?;
     ensure!(read(&dir.join("mode"))? == "paged");
     write(&dir.join("mode"), "pageless")?;
@@ -122,7 +122,7 @@ fn published(bed: &mut Bed) -> Result<()> {
         row.flags == abi::P2PMEM_PROVIDER_PAGELESS | abi::P2PMEM_PROVIDER_EXPORTABLE,
         "{row:?}"
     );
-    // The kernel has no pool of it.
+    // The kernel has no pool of this memory.
     let pool = bed.device("accel0")?.sysfs().join("p2pmem");
     ensure!(!pool.exists(), "{} is there", pool.display());
     let file = open()?;
@@ -145,7 +145,7 @@ fn published(bed: &mut Bed) -> Result<()> {
     }
     let needed = page_tables()? - before;
     ensure!(needed < 32, "{needed} KiB of page tables for 16 large entries");
-    // A part with rights of its own, and back.
+    // A part of the mapping with other access rights, and back.
     map.protect_part(3 << 20, 4096, libc::PROT_READ).map_err(errno)?;
     ensure!(map.get(3 << 20) == 3 << 20);
     map.protect(libc::PROT_READ | libc::PROT_WRITE).map_err(errno)?;
@@ -156,7 +156,7 @@ fn published(bed: &mut Bed) -> Result<()> {
     drop(map);
     drop(file);
 
-    // The same binding can get pages later, a reserve of the kernel's cannot be without them.
+    // The same binding can get pages later. A kernel reserve needs pages.
     write(&dir.join("enable"), "0")?;
     write(&dir.join("kernel_reserve"), "1048576")?;
     ensure!(fs::write(dir.join("enable"), "1").is_err(), "a reserve without pages");
@@ -172,7 +172,7 @@ fn published(bed: &mut Bed) -> Result<()> {
     let row = bed.provider("accel0")?;
     ensure!(row.bar_offset == 2 << 20 && row.size == 4 << 20, "{row:?}");
     let file = open()?;
-    // All of it, in the two pieces of that alignment that it has.
+    // All of the memory, in its two pieces of that alignment.
     let mut offsets = [0; 2];
     for offset in &mut offsets {
         *offset = alloc(file.as_fd(), 2 << 20).map_err(errno)?.bar_offset;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of mapped buffers, without anything between program and kernel: what an adapter reaches by it.
+//! `ibv_reg_mr()` of mapped buffers, without a library in between, and the transfers of an adapter to them.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -49,7 +49,7 @@ pub(super) const CASES: &[Case] = &[
 pub(super) const MIB: usize = 1 << 20;
 const FOLDER: &str = "/sys/kernel/debug/p2pmem";
 
-/// How long what others do may take to show.
+/// The time limit for effects of other processes to become visible.
 pub(super) const SOON: Duration = Duration::from_secs(20);
 
 /// A registration as debugfs lists it.
@@ -61,11 +61,11 @@ pub(super) struct Row {
     pub(super) entries: u32,
     pub(super) state: String,
     pub(super) calls: String,
-    /// Adapter and process.
+    /// Adapter and process id.
     pub(super) whose: String,
 }
 
-/// The registrations there are.
+/// Returns all registrations.
 pub(super) fn rows() -> Result<Vec<Row>> {
     let text = read(&Path::new(FOLDER).join("registrations"))?;
     text.lines()
@@ -88,7 +88,7 @@ pub(super) fn rows() -> Result<Vec<Row>> {
         .collect()
 }
 
-/// Waits until the registrations are as wanted.
+/// Waits until the registrations are the expected ones.
 pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<Vec<Row>> {
     let deadline = Instant::now() + scaled(SOON);
     loop {
@@ -101,7 +101,7 @@ pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<
     }
 }
 
-/// What was counted: calls, refusals.
+/// Returns the counters of calls and refusals.
 pub(super) fn counted() -> Result<BTreeMap<String, u64>> {
     let text = read(&Path::new(FOLDER).join("peer_memory"))?;
     let pairs = text.lines().filter_map(|line| line.split_once(' '));
@@ -110,19 +110,19 @@ pub(super) fn counted() -> Result<BTreeMap<String, u64>> {
         .collect())
 }
 
-/// In what form the module is a client.
+/// Returns the form in which the module is registered as a client.
 pub(super) fn registered_as() -> Result<String> {
     let text = read(&Path::new(FOLDER).join("peer_memory"))?;
     let form = text.lines().find_map(|line| line.strip_prefix("registered_as "));
     Ok(form.with_context(|| format!("peer_memory: {text:?}"))?.to_owned())
 }
 
-/// The NIC model.
+/// Opens the adapter of the NIC model.
 pub(super) fn nic(bed: &Bed) -> Result<Adapter> {
     Adapter::open(&bed.device("nic0")?.rdma.clone().context("nic0 has no RDMA device")?)
 }
 
-/// A buffer of a provider, mapped.
+/// Returns a buffer of a provider, mapped.
 pub(super) struct Held {
     pub(super) file: File,
     pub(super) buffer: abi::p2pmem_alloc,
@@ -145,7 +145,7 @@ impl Held {
         region.with_context(|| format!("ibv_reg_mr() of {len} bytes with {}", adapter.name))
     }
 
-    /// Why the last call was refused.
+    /// Returns the reason of the last refusal.
     pub(super) fn reason(&self) -> Result<String> {
         Ok(super::explain_last(self.file.as_fd())?.2)
     }
@@ -157,7 +157,7 @@ pub(super) fn fill(map: &Mapping, seed: u64) {
     }
 }
 
-/// Fails unless `len` bytes at `at` are what [`fill`] put at `from`.
+/// Fails unless the `len` bytes at `at` are those that [`fill`] wrote at `from`.
 pub(super) fn check(map: &Mapping, at: usize, len: usize, seed: u64, from: usize) -> Result<()> {
     for n in (0..len).step_by(8) {
         let (found, wanted) = (map.get(at + n), word(seed, from + n));
@@ -212,7 +212,7 @@ fn register(bed: &mut Bed) -> Result<()> {
     check(&target.map, 0, MIB, 1, 0)?;
     drop(whole);
 
-    // From the middle of a page to the middle of another one.
+    // From the middle of one page to the middle of another.
     fill(&target.map, 3);
     let part = nic
         .register(target.map.address() + 4096 + 104, 9000)
@@ -224,7 +224,7 @@ fn register(bed: &mut Bed) -> Result<()> {
     check(&target.map, 13_200, MIB - 13_200, 3, 13_200)?;
     drop(part);
 
-    // Several areas of the kernel's, one piece of the buffer.
+    // Several VMAs, one range of the buffer.
     let page = 4096;
     target
         .map
@@ -243,7 +243,7 @@ fn register(bed: &mut Bed) -> Result<()> {
     drop(whole);
     target.map.protect(libc::PROT_READ | libc::PROT_WRITE).map_err(errno)?;
 
-    // Two pieces of the buffer, the second one first.
+    // Two ranges of the buffer, the second one first.
     let (half, fd) = (MIB / 2, target.file.as_fd());
     let turned = Mapping::shared(fd, target.buffer.mmap_offset, MIB).map_err(errno)?;
     turned
@@ -305,7 +305,7 @@ fn software(bed: &mut Bed) -> Result<()> {
     })?;
     drop(source);
 
-    // Without pages there is nothing for it.
+    // Software RDMA needs struct pages.
     bed.unpublish("accel1")?;
     let dir = bed.provider_dir("accel1")?;
     let device = bed.device("accel1")?;
@@ -326,7 +326,7 @@ fn software(bed: &mut Bed) -> Result<()> {
         ensure!(reason.contains("is pageless"), "{reason}");
         Ok(())
     })?;
-    // The NIC needs none.
+    // The NIC needs no struct pages.
     let nic = nic(bed)?;
     let (sent, received) = (source.register(&nic)?, target.register(&nic)?);
     fill(&source.map, 5);

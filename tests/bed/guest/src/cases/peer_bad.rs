@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of what cannot be registered: the right errno, a reason, and nothing lost.
+//! `ibv_reg_mr()` of memory that cannot be registered: the right errno, a reason, and nothing is lost.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -65,11 +65,11 @@ fn bad(bed: &mut Bed) -> Result<()> {
         Ok(())
     };
 
-    // What the core itself refuses.
+    // Arguments that the core itself refuses.
     expect("no bytes", try_it(start, 0), libc::EINVAL)?;
     expect("an overflow", try_it(start, usize::MAX - 4096), libc::EINVAL)?;
 
-    // Zeroes behind, and before.
+    // The range begins or ends in other memory.
     let zero = OpenOptions::new().read(true).write(true).open("/dev/zero")?;
     let mixed = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     mixed.replace_part(MIB - 4096, 4096, zero.as_fd(), 0).map_err(errno)?;
@@ -85,7 +85,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             .context("host memory in between")?,
     );
 
-    // A hole.
+    // A hole in the range.
     let mut short = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     short.unmap_part(MIB - 4096, 4096).map_err(errno)?;
     expect("a hole", try_it(short.address() + 8192, MIB - 8192), libc::EFAULT)?;
@@ -108,7 +108,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             .context("the second one")?,
     );
 
-    // More pieces than there can be: every page is where it is not.
+    // More ranges than allowed: no two pages are adjacent.
     let pieces = 65;
     let many = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     for n in 0..pieces {
@@ -125,7 +125,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     ensure!(rows()?.iter().any(|row| row.entries == 64), "{:#?}", rows()?);
     drop(region);
 
-    // A file that was opened for reading only.
+    // A mapping of a file that was opened for reading only.
     let reader = OpenOptions::new().read(true).open(NODE)?;
     let shown = alloc(reader.as_fd(), 4096).map_err(errno)?;
     let map = Mapping::new(
@@ -176,10 +176,10 @@ fn bad(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// The name of the part that registers with little memory to lock.
+/// The name of the process that registers with a low limit of locked memory.
 pub(super) const PART: &str = "peer-locked-memory";
 
-/// Without the privilege to ignore it, and with a limit of 64 KiB.
+/// Runs without CAP_IPC_LOCK, and with a limit of 64 KiB.
 pub(super) fn part() -> Result<()> {
     let file = super::open()?;
     let buffer = alloc(file.as_fd(), MIB as u64).map_err(errno)?;
@@ -188,7 +188,7 @@ pub(super) fn part() -> Result<()> {
     let nic = Adapter::open(&name)?;
     expect("1 MiB", nic.register(map.address(), MIB).map(|_| ()), libc::ENOMEM)?;
     for _ in 0..100 {
-        // What ended is not counted any more.
+        // Registrations that have ended do not count.
         drop(nic.register(map.address(), 16384).map_err(errno).context("16 KiB")?);
     }
     Ok(())
@@ -244,7 +244,7 @@ fn unmap(bed: &mut Bed) -> Result<()> {
     println!("{made} registrations, {refused} refusals, {turns} turns of the other thread");
     ensure!(turns > 0, "the other thread did nothing");
     ensure!(rows()?.is_empty(), "{:#?}", rows()?);
-    // Unmapping what is registered does not end it.
+    // Unmapping registered memory does not end the registration.
     let (source, region) = (Held::new(bed, "accel0", 4096)?, held.register(&nic)?);
     let sent = source.register(&nic)?;
     super::peer::fill(&source.map, 9);
@@ -257,7 +257,7 @@ fn denied(bed: &mut Bed) -> Result<()> {
     let nic = nic(bed)?;
     let held = Held::new(bed, "accel0", MIB)?;
     let try_it = || nic.register(held.map.address(), MIB).map(drop);
-    // Before the rule, and in spite of it: rules are for what comes after them.
+    // A registration from before the rule stays: rules apply to later registrations only.
     let before = held.register(&nic)?;
     let rule = AdminRule::new(
         "10-not-this",

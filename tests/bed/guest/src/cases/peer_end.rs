@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Ends, with memory registered by `ibv_reg_mr()`: of buffers, of processes, of the module.
+//! Ends of buffers, of processes, and of the module, with memory registered by `ibv_reg_mr()`.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fs::OpenOptions;
@@ -78,25 +78,25 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// Writes tried after an end.
+/// The number of writes that are tried after an end.
 const ATTEMPTS: u64 = 20;
 
-/// What came of writes after an end.
+/// The results of writes after an end.
 #[derive(Debug, serde::Serialize)]
 struct Stale {
     registered_as: String,
     adapter: String,
     calls_in_order: Vec<String>,
     stale_attempts: u64,
-    /// Those that ended as an error of remote access.
+    /// Writes that ended with a remote access error.
     stale_refused: u64,
     stale_writes: u64,
     revoke_ms: u64,
 }
 
 impl Stale {
-    /// Says what came of it, for the report, and fails where a write arrived, an attempt was not refused, or the calls were not
-    /// those that they have to be.
+    /// Prints the results for the report. Fails if a write arrived, if an attempt was not refused, or if the core's calls are not
+    /// the expected ones.
     fn verdict(&self) -> Result<()> {
         println!("peer-report: {}", serde_json::to_string(self)?);
         ensure!(
@@ -121,7 +121,7 @@ impl Stale {
     }
 }
 
-/// The BAR of accel0, which has no driver now.
+/// Returns the BAR of accel0, which has no driver now.
 fn bar(bed: &Bed, offset: u64) -> Result<Mapping> {
     let path = bed.device("accel0")?.sysfs().join("resource2");
     let bar = OpenOptions::new().read(true).write(true).open(&path);
@@ -131,8 +131,8 @@ fn bar(bed: &Bed, offset: u64) -> Result<Mapping> {
         .context("the BAR")
 }
 
-/// Writes of an adapter, each through a connection of its own, of various lengths and to various places. Returns how
-/// many were refused, and how many changed the memory.
+/// Makes writes of an adapter, each through a new connection, of various lengths and to various places. Returns the number
+/// of writes that were refused, and of those that changed the memory.
 fn attempts(adapter: &Adapter, sent: &MemoryRegion, received: &MemoryRegion, memory: &Mapping) -> Result<(u64, u64)> {
     for at in (0..MIB).step_by(8) {
         memory.set(at, word(7, at));
@@ -149,11 +149,11 @@ fn attempts(adapter: &Adapter, sent: &MemoryRegion, received: &MemoryRegion, mem
     Ok((refused, arrived))
 }
 
-/// The RDMA core's log of the calls to clients.
+/// The RDMA core's log of its calls to clients.
 const CORE_LOG: &str = "/sys/kernel/debug/ib_peer_mem/log";
 
-/// The calls, in their order, that the RDMA core has made for the one registration of an adapter at an address since its log was
-/// cleared.
+/// Returns the calls, in order, that the RDMA core has made for the one registration of an adapter at an address since its log
+/// was cleared.
 fn called(adapter: &str, address: u64) -> Result<Vec<String>> {
     let log = read(Path::new(CORE_LOG))?;
     let of = [format!("device={adapter}"), format!("addr={address:#x}")];
@@ -176,7 +176,7 @@ fn called(adapter: &str, address: u64) -> Result<Vec<String>> {
     Ok(calls)
 }
 
-/// Registers with both adapters, ends the provider, and tries to write.
+/// Registers with both adapters, removes the provider, and tries to write.
 fn stale(bed: &mut Bed, wanted: &str) -> Result<()> {
     bed.publish("accel1")?;
     let form = registered_as()?;
@@ -207,7 +207,7 @@ fn stale(bed: &mut Bed, wanted: &str) -> Result<()> {
             let row = row.context("the revoked registration is not listed")?;
             ensure!(row.state == "revoked", "{row:?}");
             drop(received);
-            // What the RDMA core called, in its own account.
+            // The calls in the RDMA core's log.
             let calls_in_order = called(&adapter.name, target.map.address())?;
             Stale {
                 registered_as: form.clone(),
@@ -279,8 +279,8 @@ fn persistent(bed: &mut Bed) -> Result<()> {
                 rows.iter()
                     .any(|row| row.address == target.map.address() && row.state == "revoking")
             });
-            // What arrives now arrives in memory that is still this buffer's: the provider is not gone, nobody else can
-            // have it, and it takes no new registrations.
+            // A write that arrives now arrives in memory that still belongs to this buffer: the provider is still being removed, no
+            // other process can have the memory, and the buffer takes no new registrations.
             let result = rows.and_then(|_| {
                 super::expect(
                     "no more",
@@ -332,14 +332,14 @@ fn held(bed: &mut Bed) -> Result<()> {
     let free = bed.settled()?.0;
     let target = Held::new(bed, "accel0", MIB)?;
     let received = target.register(&nic)?;
-    // File, handle and mapping.
+    // Closes the file, with the handle, and the mapping.
     drop(target);
     ensure!(
         bed.settled()?.0 == free - MIB as u64,
         "what is registered was given away"
     );
     let rest = Held::new(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
-    // What is registered is one piece, so that nothing of it could be elsewhere without being at two of these.
+    // The registration is one range, so none of it could be elsewhere without being at two of these addresses.
     let marks = || (0..rest.map.len()).step_by(MIB / 2);
     for at in marks() {
         rest.map.set(at, 0xabab);
@@ -358,7 +358,7 @@ fn held(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// The name of the part that registers and waits.
+/// The name of the process that registers and waits.
 pub(super) const PART: &str = "peer-hold";
 
 /// Registers memory, closes and unmaps everything but the registration, reports that, and waits. Its argument selects what
@@ -385,7 +385,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         }
         "exit" => {
             ready()?;
-            // Nothing is deregistered.
+            // The process deregisters nothing.
             std::process::exit(0);
         }
         _ => {}
@@ -410,7 +410,7 @@ fn processes(bed: &mut Bed) -> Result<()> {
         match way {
             "kill" => part.kill()?,
             "exec" => {
-                // The program that took its place lives on without it.
+                // The program that was executed goes on without the registration.
                 let part = part.go_on()?;
                 await_rows("exec ends registrations", <[Row]>::is_empty)?;
                 ensure!(Path::new(&format!("/proc/{}", part.id())).exists(), "it is gone");
@@ -425,7 +425,7 @@ fn processes(bed: &mut Bed) -> Result<()> {
 
 fn rmmod(bed: &mut Bed) -> Result<()> {
     let part = start(bed, &[])?;
-    // Neither a file, nor a mapping, nor a directory, nor a provider is left: the registration alone.
+    // No file, no mapping, no directory and no provider is left: only the registration.
     bed.unpublish("accel0")?;
     bed.unpublish("accel1")?;
     let refused = command("rmmod", &["p2pmem"]);
@@ -462,8 +462,8 @@ fn race(bed: &mut Bed) -> Result<()> {
         let target = held.register(&nic)?;
         let regions: VecDeque<_> = (0..8).map(|_| held.register(&nic)).collect::<Result<_>>()?;
         let before = counted()?["invalidate"];
-        // The NIC's write to one of the registrations is held in flight: the provider's removal waits in the invalidation of
-        // that registration until the others have met the removal.
+        // The NIC's write to one of the registrations is held in flight: the removal of the provider waits in the invalidation of
+        // that registration until the other threads have met the removal.
         let hooks = Hooks::new(true)?;
         hooks.arm()?;
         let together = Barrier::new(2);
@@ -491,7 +491,7 @@ fn race(bed: &mut Bed) -> Result<()> {
                 });
                 let met = hooks.await_waiting().and_then(|()| {
                     let deregistering = scope.spawn(move || {
-                        // From either end, so that they meet at different places.
+                        // From both ends, so that they meet at different places.
                         let mut regions = regions;
                         while let Some(region) = if round % 2 == 0 {
                             regions.pop_back()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of mapped buffers behind a translating IOMMU. The bytes that were moved and compared go to the report on hardening.
+//! `ibv_reg_mr()` of mapped buffers behind a translating IOMMU. The number of compared bytes goes to the hardening report.
 
 use anyhow::{Result, ensure};
 
@@ -34,7 +34,7 @@ pub(super) fn translated(bed: &Bed, device: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a test in which no device asks the IOMMU for an address that it does not translate.
+/// Runs a test. Fails if a device sends the IOMMU an address that has no translation.
 fn without_faults(bed: &mut Bed, test: fn(&mut Bed) -> Result<()>) -> Result<()> {
     for device in ["nic0", "accel0", "accel1"] {
         translated(bed, device)?;
@@ -65,7 +65,7 @@ fn moved(bed: &mut Bed) -> Result<()> {
             bytes += MIB;
         }
         println!("hardening-report: {{\"iommu\": {{\"intel\": {bytes}}}}}");
-        // After a revocation the NIC itself refuses: it asks the IOMMU for nothing.
+        // After a revocation the NIC itself refuses, and sends nothing to the IOMMU.
         bed.unbind("accel0")?;
         let status = nic.connect()?.write(&sent, 4096, &received, 0)?;
         ensure!(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Placement on machines with several providers: who is chosen, what is said of the others, and who cannot be reached.
+//! Placement on machines with several providers: the choice, the verdicts on the others, and unreachable providers.
 
 use std::fs::OpenOptions;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -46,7 +46,7 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// An allocation near some devices.
+/// Allocates near some devices.
 fn near(bed: &Bed, fd: BorrowedFd<'_>, size: u64, names: &[&str]) -> Result<Result<abi::p2pmem_alloc, i32>> {
     near_with(bed, fd, size, names, |_| ())
 }
@@ -72,7 +72,7 @@ fn last(fd: BorrowedFd<'_>) -> Result<(Vec<(u32, u32)>, String)> {
     Ok((verdicts.iter().map(|v| (v.provider, v.code)).collect(), text))
 }
 
-/// Fails unless a provider's verdict was this one.
+/// Fails unless a provider had this verdict.
 fn verdict(codes: &[(u32, u32)], provider: u32, code: u32) -> Result<()> {
     ensure!(
         codes.contains(&(provider, code)),
@@ -90,7 +90,7 @@ fn nearest(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
 
-    // The drive's own memory is below the same switch too, and fewer hops away in all.
+    // The drive's own memory is below the same switch too, and fewer hops away in total.
     let small = near(bed, fd, MIB, &drives)?.map_err(errno)?;
     ensure!(small.provider == cmb, "1 MiB near both drives: {small:?}");
     let (codes, _) = last(fd)?;
@@ -99,7 +99,7 @@ fn nearest(bed: &mut Bed) -> Result<()> {
     verdict(&codes, accel1, abi::P2PMEM_VERDICT_CLASS)?;
     verdict(&codes, shm0, abi::P2PMEM_VERDICT_CLASS)?;
 
-    // It is too small for more.
+    // The drive's memory is too small for more.
     let large = near(bed, fd, 16 * MIB, &drives)?.map_err(errno)?;
     ensure!(
         large.provider == accel0 && large.class == abi::P2PMEM_PATH_SAME_SWITCH,
@@ -191,7 +191,7 @@ fn hops(bed: &mut Bed) -> Result<()> {
     bed.unpublish("shm0")
 }
 
-/// Bytes that the kernel's own pool of a device has.
+/// Returns the bytes in the kernel's own pool of a device.
 fn available(bed: &Bed, name: &str) -> Result<u64> {
     Ok(read(&bed.device(name)?.sysfs().join("p2pmem/available"))?.parse()?)
 }
@@ -205,7 +205,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
     );
     let file = open()?;
     let fd = file.as_fd();
-    // An alignment that the kernel's pool does not know.
+    // An alignment that the kernel's pool does not support.
     let mut a = request(MIB);
     (a.req.provider, a.req.align) = (row.id, MIB);
     sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
@@ -214,7 +214,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
         available(bed, "nvme1")? + MIB <= before,
         "nothing was taken from the driver's pool"
     );
-    // Another drive writes to it.
+    // Another drive writes to the buffer.
     let map = Mapping::shared(fd, a.mmap_offset, MIB as usize).map_err(errno)?;
     let drive = OpenOptions::new()
         .read(true)
@@ -246,7 +246,7 @@ fn adopted(bed: &mut Bed) -> Result<()> {
         "a device without a driver is still a provider"
     );
 
-    // And comes back.
+    // The driver is bound again.
     write(Path::new("/sys/bus/pci/drivers/nvme/bind"), &bed.device("nvme1")?.bdf)?;
     let again = bed.provider("nvme1")?;
     ensure!(
@@ -279,7 +279,7 @@ fn unreachable(bed: &mut Bed) -> Result<()> {
     let (codes, _) = last(fd)?;
     verdict(&codes, accel1.id, abi::P2PMEM_VERDICT_UNREACHABLE)?;
     verdict(&codes, shm0.id, abi::P2PMEM_VERDICT_UNREACHABLE)?;
-    // The only one that can be reached is full: the others are empty, and still not taken.
+    // The only reachable provider is full. The others are empty, and still not chosen.
     let full = near(bed, fd, size, &["nvme0"])?;
     expect("with accel0 full", full, libc::ENOSPC)?;
     let named = near_with(bed, fd, 4096, &["nvme0"], |req| req.provider = accel1.id)?;
@@ -289,7 +289,7 @@ fn unreachable(bed: &mut Bed) -> Result<()> {
         text.contains("reached"),
         "the message does not state the reason: {text:?}"
     );
-    // Near nothing in particular they are as good as any.
+    // Without a client, the unreachable providers are as good as the others.
     let any = alloc(fd, 4096).map_err(errno)?;
     ensure!(any.provider != accel0.id, "{any:?}");
     free(fd, any.handle).map_err(errno)?;

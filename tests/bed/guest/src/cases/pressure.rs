@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Machines that run short: of memory in a program's cgroup, with and without swap, and of processors, which come and go.
+//! Machines with few resources: memory in a program's cgroup, with and without swap, and processors that go offline.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -44,12 +44,12 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// The part of these tests that is a process of its own.
+/// The name of the process of these tests.
 pub(super) const PART: &str = "allocate-under-pressure";
 
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
-/// What the cgroup may have.
+/// The memory limit of the cgroup.
 const LIMIT: &str = "32M";
 
 /// Allocates, maps, writes, checks and frees buffers of sizes up to 256 KiB, several at a time, while `goes_on` returns true.
@@ -96,8 +96,8 @@ fn storm(seed: u64, mut goes_on: impl FnMut(u64) -> Result<bool>) -> Result<()> 
     held.into_iter().try_for_each(end)
 }
 
-/// Allocates in its own cgroup, and touches memory of its own and pages of a file meanwhile: arguments are MiB of its own, the
-/// file (or nothing), and how many buffers.
+/// Allocates in its own cgroup, and touches its own memory and pages of a file meanwhile. Arguments: MiB of its own memory, the
+/// file (or nothing), and the number of buffers.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let argument = |at: usize| arguments.get(at).context("an argument is missing");
     let own: usize = argument(0)?.parse()?;
@@ -110,7 +110,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let mut memory = vec![0u8; own * MIB];
     let mut chunk = vec![0u8; MIB];
     storm(buffers, |number| {
-        // An eighth of its own, and a MiB of the file, for each.
+        // An eighth of its own memory, and a MiB of the file, for each buffer.
         let part = memory.len() / 8;
         let first = part * (number as usize % 8);
         for at in (first..first + part).step_by(PAGE) {
@@ -129,7 +129,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Runs the part in a cgroup with little memory. How often it was at its limit.
+/// Runs the process in a cgroup with little memory. Returns how often the cgroup reached its limit.
 fn pressed(own: usize, file: &str, buffers: u32) -> Result<u64> {
     let group = Group::new("p2pmem-pressure")?;
     group.set("memory.max", LIMIT)?;
@@ -192,7 +192,7 @@ fn processors_leave(_: &mut Bed) -> Result<()> {
         let toggled = (|| {
             for _ in 0..rounds(8) {
                 for state in ["0", "1"] {
-                    // Some are made with and some without the processor.
+                    // Some buffers are allocated with the processor online, and some with it offline.
                     let seen = made.load(Ordering::Relaxed);
                     until("allocations go on", || {
                         Ok(made.load(Ordering::Relaxed) >= seen + 20 || storms.iter().any(|storm| storm.is_finished()))

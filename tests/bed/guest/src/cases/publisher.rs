@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Drivers in the kernel that publish memory of their devices through p2pmem's exported functions: tests/kernel/publisher is
-//! one, and accel0 its device.
+//! Kernel drivers that publish memory of their devices through p2pmem's exported functions. The driver is
+//! tests/kernel/publisher, its device accel0.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -96,19 +96,19 @@ impl<'a> Publisher<'a> {
         Ok(())
     }
 
-    /// Publishes; what: `BAR OFFSET SIZE RESERVE HOW`.
+    /// Publishes `BAR OFFSET SIZE RESERVE HOW`.
     pub(super) fn publish(&self, what: &str) -> Result<(), i32> {
         fs::write(self.sysfs.join("publish"), what).map_err(|e| e.raw_os_error().unwrap_or(0))
     }
 
-    /// Takes it back; how long that took.
+    /// Unregisters the provider. Returns how long that took.
     pub(super) fn withdraw(&self) -> Result<Duration> {
         let start = Instant::now();
         self.publish("off").map_err(errno)?;
         Ok(start.elapsed())
     }
 
-    /// The provider's id, 0 for none.
+    /// Returns the provider's id, 0 for none.
     pub(super) fn id(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("publish"))?.parse()?)
     }
@@ -118,7 +118,7 @@ impl<'a> Publisher<'a> {
         Ok(read(&self.sysfs.join("revoked"))?.parse()?)
     }
 
-    /// Gives the device back to p2pmem, and unloads the driver, which keeps p2pmem loaded.
+    /// Binds the device to p2pmem again, and unloads the driver, which keeps p2pmem loaded.
     pub(super) fn end(self) -> Result<()> {
         self.bed.unbind("accel0")?;
         write(&self.sysfs.join("driver_override"), "p2pmem")?;
@@ -140,7 +140,7 @@ fn load() -> Result<()> {
     command("insmod", &[module.to_str().context("path")?])
 }
 
-/// A buffer that is mapped and imported, and what it says after its provider left.
+/// A buffer that is mapped and imported, and the checks after its provider was removed.
 struct Used {
     file: fs::File,
     alloc: abi::p2pmem_alloc,
@@ -200,7 +200,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
                 && row.flags & abi::P2PMEM_PROVIDER_EXPORTABLE != 0,
             "{row:?}"
         );
-        // As any other provider's: devices and O_DIRECT reach it.
+        // Devices and O_DIRECT reach the memory as that of any other provider.
         let used = Used::new(bed)?;
         ensure!(used.alloc.provider == row.id);
         let drive = fs::OpenOptions::new()
@@ -212,7 +212,7 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         ensure!(map.fill_from(&drive, 0, 0, 64 << 10)? == 64 << 10);
         used.works()?;
         expect("a second time", publisher.publish("-1 0 0 0 paged"), libc::EEXIST)?;
-        // Another process has some of it too.
+        // Another process has a part of the memory too.
         let other = Part::start("survive", &["1048576"])?;
         let took = publisher.withdraw()?;
         ended_within("unregistering", took)?;
@@ -221,9 +221,9 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         other.finish()?;
         used.is_gone()?;
         expect("ALLOC without a provider", alloc(used.file.as_fd(), 4096), libc::ENODEV)?;
-        // Unregistering nothing is nothing.
+        // Unregistering without a provider does nothing.
         publisher.withdraw()?;
-        // What has struct pages keeps them until the driver is unbound.
+        // Memory with struct pages keeps them until the driver is unbound.
         expect("another range", publisher.publish("-1 0 2097152 0 paged"), libc::EBUSY)?;
         expect("without pages", publisher.publish("-1 0 0 0 pageless"), libc::EBUSY)?;
     }
@@ -272,7 +272,7 @@ fn pageless(bed: &mut Bed) -> Result<()> {
         ended_within(how, start.elapsed())?;
         used.is_gone()?;
     }
-    // An importer that does not let go holds up the driver, and is named.
+    // An importer that does not unmap holds up the driver, and the log names the importer.
     publisher.bind()?;
     publisher.publish("-1 0 0 0 pageless").map_err(errno)?;
     let file = open()?;
@@ -313,7 +313,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
         ("-1 0 0 67108864 paged", libc::EINVAL, "a kernel_reserve of"),
         ("-1 0 0 4096 pageless", libc::EINVAL, "without pages"),
     ] {
-        // The log takes ten such lines in five seconds: what comes at a bad time is tried again.
+        // The log takes ten such lines in five seconds: a line that was dropped is tried again.
         until(&format!("the log says why {what:?} is refused"), || {
             expect(what, publisher.publish(what), code)?;
             Ok(!log.lines(&["registration of a provider refused", words]).is_empty())
@@ -324,7 +324,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
         publisher.notified()? == 0,
         "the driver was notified of the end of memory that it never published"
     );
-    // After all that it can still be published.
+    // After all that the memory can still be published.
     publisher.publish("-1 0 0 0 pinned").map_err(errno)?;
     let row = bed.provider("accel0")?;
     ensure!(row.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS != 0, "{row:?}");
@@ -336,13 +336,13 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
     let used = Used::new(bed)?;
-    // p2pmem first: it is in use by the driver, whether or not programs have files open. Nothing is lost.
+    // p2pmem first: the driver uses it, whether or not programs have files open. Nothing is lost.
     ensure!(
         command("rmmod", &["p2pmem"]).is_err(),
         "rmmod succeeded with a driver that uses it"
     );
     used.works()?;
-    // The driver first: its memory is taken from all who have it.
+    // The driver first: its memory is revoked for all holders.
     let start = Instant::now();
     command("rmmod", &[MODULE])?;
     ended_within("rmmod", start.elapsed())?;
@@ -361,7 +361,7 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
         publisher.bind()?;
     }
     publisher.publish("-1 0 0 0 pageless").map_err(errno)?;
-    // With nobody's file open it is the driver alone that keeps it.
+    // With no file open, only the driver keeps p2pmem loaded.
     ensure!(
         command("rmmod", &["p2pmem"]).is_err(),
         "rmmod succeeded with a driver that uses it"
@@ -370,8 +370,8 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     publisher.end()
 }
 
-/// The driver's callback takes its time, in an unbinding; who unregisters meanwhile has to wait for it, as the driver frees what
-/// the callback uses.
+/// The driver's callback takes time, during an unbinding. A caller that unregisters meanwhile has to wait for the callback,
+/// because the driver frees what the callback uses.
 fn told_late(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
@@ -381,7 +381,7 @@ fn told_late(bed: &mut Bed) -> Result<()> {
         let unbound = scope.spawn(|| bed.unbind("accel0"));
         until("the driver is being notified", || Ok(read(&hold)? == "1 0"))?;
         let off = scope.spawn(|| publisher.publish("off"));
-        // Time for a wrong answer; a right one comes after the callback alone.
+        // Time for a wrong result to show; a right one comes after the callback only.
         let deadline = Instant::now() + Duration::from_millis(300);
         while !off.is_finished() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(5));
@@ -423,7 +423,7 @@ fn race(bed: &mut Bed) -> Result<()> {
     Busy::during(&[&user, &user], |busy| {
         let mut ways = ["paged", "pageless"].into_iter().cycle();
         contended(10, || {
-            // Two rounds a binding: what has struct pages cannot do without them.
+            // Two rounds for each binding: memory with struct pages keeps them until it is unbound.
             let how = ways.next().context("no method is left")?;
             let publish = || -> Result<()> {
                 publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
@@ -433,7 +433,7 @@ fn race(bed: &mut Bed) -> Result<()> {
             publisher.withdraw()?;
             ensure!(publisher.notified()? == 1, "{} times", publisher.notified()?);
             publish()?;
-            // Unregistered and unbound at once: it ends once. The attribute may have gone before, which is no race.
+            // Unregistered and unbound at the same time: the provider ends once. The attribute may already be gone, which is no race.
             let (off, unbound, met) = at_once(|| publisher.publish("off"), || bed.unbind("accel0"))?;
             unbound?;
             publisher.bind()?;

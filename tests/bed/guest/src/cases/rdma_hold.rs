@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A NIC's write that is in flight while the buffer it goes to ends: the end waits for the write, and the memory is
-//! somebody else's only afterwards. The NIC's model holds the write behind its translation, so that nothing depends on
-//! chance; each case is tried with a NIC that does not wait as well, which has to show as a stale write.
+//! A NIC's write in flight to a buffer that ends: the end waits for the write, and the memory gets a new owner only
+//! afterwards. The NIC's model holds the write after its translation, so that nothing depends on chance. Each case also runs
+//! with a NIC that does not wait, which has to show as a stale write.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -37,20 +37,20 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// One packet, which is written at once.
+/// Length of one packet, which the NIC writes in one piece.
 pub(super) const LEN: usize = 4096;
 
-/// The hooks of `nic0`. Dropped, nothing is held, and the NIC waits for its writes again.
+/// The hooks of `nic0`. After the drop nothing is held, and the NIC waits for its writes again.
 pub(super) struct Hooks(());
 
 impl Hooks {
-    /// A NIC that waits for its writes, or one that does not.
+    /// Selects a NIC that waits for its writes, or one that does not.
     pub(super) fn new(drain: bool) -> Result<Hooks> {
         control(&json!({ "drain": drain }))?;
         Ok(Hooks(()))
     }
 
-    /// Holds the next write of payload that is [`LEN`] bytes long at least.
+    /// Holds the next write of a payload of at least [`LEN`] bytes.
     pub(super) fn arm(&self) -> Result<()> {
         control(&json!({ "hold": { "write": true, "min_bytes": LEN } })).map(drop)
     }
@@ -67,12 +67,12 @@ impl Hooks {
         until("a write is held", || self.is_held())
     }
 
-    /// Whether a write is held now.
+    /// Returns whether a write is held now.
     pub(super) fn is_held(&self) -> Result<bool> {
         Ok(self.status()?["held"] == true)
     }
 
-    /// Waits until somebody waits for the write that is held.
+    /// Waits until a command of the driver waits for the write that is held.
     pub(super) fn await_waiting(&self) -> Result<()> {
         until("somebody waits for the write", || {
             Ok(self.status()?["draining"].as_u64() > Some(0))
@@ -86,7 +86,7 @@ impl Hooks {
 impl Drop for Hooks {
     fn drop(&mut self) {
         for request in [json!({ "hold": "release" }), json!({ "drain": true })] {
-            // What matters has failed before this can.
+            // An error before this one matters more.
             let _ = control(&request);
         }
     }
@@ -103,10 +103,10 @@ fn joined<T>(thread: ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
     thread.join().map_err(|_| anyhow!("a thread panicked"))?
 }
 
-/// What all of a case's memory is about.
+/// The memory of a case.
 struct Scene {
     wire: Wire,
-    /// Where the NIC's write comes from.
+    /// The source of the NIC's write.
     from: Mapping,
     sent: Registration,
     _source: Buffer,
@@ -127,7 +127,7 @@ impl Scene {
         })
     }
 
-    /// A registered buffer of accel0 that is written to, and where in the BAR it is.
+    /// A registered buffer of accel0, the target of the write, and its offset in the BAR.
     fn target(&self, bed: &Bed) -> Result<(Buffer, u64, Registration)> {
         let target = self.wire.alloc(bed, "accel0", LEN)?;
         let offset = target.bar_offset().context("the place in the BAR is not known")?;
@@ -211,7 +211,7 @@ fn unbind(bed: &mut Bed) -> Result<()> {
             &remote,
             move || bed_of_end.unbind("accel0"),
             |()| {
-                // Nobody's driver has the device now, so the BAR itself can be looked at.
+                // The device has no driver now, so the test can read the BAR itself.
                 let bar = OpenOptions::new().read(true).write(true).open(&path);
                 let bar = bar.with_context(|| path.display().to_string())?;
                 let raw = sys::Mapping::shared(bar.as_fd(), offset, LEN).map_err(errno)?;

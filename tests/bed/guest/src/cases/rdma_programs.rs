@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What programs do: perftest with the preload shim, the C library's examples, p2pmemctl; and registering with a NIC that
-//! cannot do it.
+//! Programs: perftest with the preload library, the C library's examples, p2pmemctl; and registration with a NIC that does
+//! not support it.
 
 use std::fs;
 use std::io::Write as _;
@@ -56,17 +56,17 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// How long a program may take.
+/// The time limit of a program.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A program that was built beside this one.
+/// Returns the path of a program that was built with this one.
 fn sibling(name: &str) -> Result<PathBuf> {
     let path = std::env::current_exe()?.with_file_name(name);
     ensure!(path.exists(), "{} is not built: make user", path.display());
     Ok(path)
 }
 
-/// Runs a program to its end, within the limit. What it says is read all the while, however much it is.
+/// Runs a program to its end, within the limit. Reads its output meanwhile, so that no pipe fills up.
 fn finish(child: Child) -> Result<Output> {
     let deadline = Instant::now() + scaled(LIMIT);
     let id = child.id().to_string();
@@ -103,7 +103,7 @@ fn spawn(command: &mut Command) -> Result<Child> {
     command.spawn().with_context(|| format!("{command:?}"))
 }
 
-/// Waits until somebody listens on a TCP port of this machine.
+/// Waits until a socket listens on a TCP port of this machine.
 fn listening(port: u16, server: &mut Child) -> Result<()> {
     let wanted = format!(":{port:04X} ");
     let deadline = Instant::now() + scaled(LIMIT);
@@ -126,14 +126,14 @@ fn read(path: &str) -> Result<String> {
     fs::read_to_string(path).with_context(|| path.to_owned())
 }
 
-/// A run of perftest on one NIC: server and client, the first one's and the second one's output.
+/// Runs perftest's server and client on one NIC. Returns the server's and the client's output.
 struct Perftest<'a> {
     tool: &'a str,
     nic: &'a str,
     port: u16,
-    /// Where the server is.
+    /// The server's address.
     address: &'a str,
-    /// Target and source are memory of /dev/p2pmem.
+    /// Whether target and source are memory of /dev/p2pmem.
     mapped: bool,
     shim: Option<&'a Path>,
 }
@@ -164,7 +164,7 @@ impl Perftest<'_> {
     fn run(&self) -> Result<(Output, Output)> {
         let mut server = spawn(&mut self.command())?;
         if let Err(error) = listening(self.port, &mut server) {
-            // It has ended, or it is to.
+            // The process has ended, or has to end.
             let _ = server.kill();
             bail!("{}: {error}: {}", self.tool, text(&server.wait_with_output()?));
         }
@@ -223,12 +223,12 @@ fn preload(bed: &mut Bed) -> Result<()> {
         println!("without the shim, the {who}: {said}");
     }
     ensure!(text(&client).contains("Couldn't allocate MR"), "{}", text(&client));
-    // perftest does not say the errno.
+    // perftest does not print the errno.
     let memory = Device::open()?.alloc(&Request::new(65536))?.map()?;
     by_addresses(&memory, &Pd::open(&nic)?)
 }
 
-/// What a stock kernel says to `ibv_reg_mr()` of a buffer.
+/// Fails unless a stock kernel refuses `ibv_reg_mr()` of a buffer, with a remedy.
 fn by_addresses(memory: &Mapping, pd: &Pd) -> Result<()> {
     let what = RegisterOptions::new(Access::ALL).method(RegistrationMethod::PeerMemory);
     let error = memory.register_with(pd, &what).unwrap_err();
@@ -240,7 +240,7 @@ fn by_addresses(memory: &Mapping, pd: &Pd) -> Result<()> {
     Ok(())
 }
 
-/// One of the C library's examples, built against an installed library with pkg-config.
+/// An example of the C library, built against an installed library with pkg-config.
 struct CExample {
     name: &'static str,
     place: PathBuf,
@@ -289,7 +289,7 @@ fn c_sharing(bed: &mut Bed) -> Result<()> {
     ensure!(output.status.success(), "the C example: {}", text(&output));
     let said = String::from_utf8_lossy(&output.stdout);
     let mut wanted = Vec::new();
-    // What nvme1's own driver published is as near.
+    // Memory that nvme1's own driver published is as near.
     for (part, name) in ["accel0", "nvme1", "shm0"].iter().enumerate() {
         wanted.push(format!(
             "part {part}: 4194304 bytes in provider {}\n",
@@ -407,8 +407,8 @@ pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()
     result
 }
 
-/// Waits until a software NIC's port is up and has the address that ends as given: the kernel does both by itself after the network
-/// device's own changes.
+/// Waits until a software NIC's port is up and has the GID with this end: the kernel does both asynchronously after changes of
+/// the network device.
 fn port_up(nic: &str, address: &str) -> Result<()> {
     let port = Path::new("/sys/class/infiniband").join(nic).join("ports/1");
     let deadline = Instant::now() + scaled(LIMIT);
@@ -484,7 +484,7 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
     Ok(())
 }
 
-/// Exports that the module refused, as the kernel's log has them.
+/// Returns the lines of the kernel's log about exports that the module refused.
 fn refusals() -> Result<usize> {
     let output = finish(spawn(&mut Command::new("dmesg"))?)?;
     ensure!(output.status.success(), "dmesg: {}", text(&output));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What of a buffer a NIC can reach after its end: nothing, not once.
+//! Writes of a NIC to a buffer after the buffer's end: none arrives.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -31,10 +31,10 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// Writes tried after an end.
+/// The number of writes that are tried after an end.
 const ATTEMPTS: u64 = 20;
 
-/// What came of writes after an end.
+/// The results of writes after an end.
 #[derive(Debug, serde::Serialize)]
 struct Stale {
     end: &'static str,
@@ -44,8 +44,8 @@ struct Stale {
     revoke_ms: f64,
 }
 
-/// Tries writes to memory that has come to its end, each through a connection of its own, of various lengths and to
-/// various places, and looks at all of the memory after each. `memory` reads it, whole.
+/// Tries writes to memory after its end, each through a new connection, of various lengths and to various places, and checks
+/// all of the memory after each write. `memory` reads all of the memory.
 fn attempts(
     wire: &Wire,
     end: &'static str,
@@ -78,7 +78,7 @@ fn attempts(
             stale.stale_writes += 1;
         }
     }
-    // Reading is as bad.
+    // A read must fail as well.
     fill(source, 99)?;
     let (mut queue, _far) = wire.pair()?;
     ended("reading", queue.read(sent, 0..4096, remote, 0), REMOTE_ACCESS)?;
@@ -95,16 +95,16 @@ fn verdict(stale: &Stale) -> Result<()> {
     Ok(())
 }
 
-/// A new buffer of `accel0` with the same bytes, and a pattern in them.
+/// A new buffer of `accel0` with the same bytes of the BAR, and a pattern in them.
 pub(super) struct NextOwner {
     map: Mapping,
-    /// Where in the mapping they are, and how many.
+    /// Offset of these bytes in the mapping, and their number.
     at: usize,
     len: usize,
 }
 
 impl NextOwner {
-    /// Takes all of the device's memory, of which `len` bytes at `offset` in the BAR are looked at.
+    /// Allocates all of the device's memory, of which the `len` bytes at `offset` in the BAR are checked.
     pub(super) fn of(wire: &Wire, bed: &Bed, offset: u64, len: usize) -> Result<NextOwner> {
         let buffer = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
         let begin = buffer.bar_offset().context("the place in the BAR is not known")?;
@@ -146,7 +146,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     let revoke_ms = took.as_secs_f64() * 1e3;
     ended_within("unbind", took)?;
 
-    // Nobody's driver has the device now, so the BAR itself can be looked at.
+    // The device has no driver now, so the test can read the BAR itself.
     let bar = bed.device("accel0")?.sysfs().join("resource2");
     let bar = OpenOptions::new()
         .read(true)
@@ -172,7 +172,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     let error = target.register(&wire.pd, Access::ALL).unwrap_err();
     ensure!(error.errno() == Some(libc::ENODEV), "registering what is gone: {error}");
 
-    // Back, and somebody else's: the same bytes, in a new buffer, which the old key must not open.
+    // Published again: the same bytes in a new buffer, which the old key must not reach.
     drop(raw);
     bed.publish("accel0")?;
     let next = NextOwner::of(&wire, bed, offset, MIB)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Registration from user space, with a NIC: what it reaches, what it does not, and how much there is of it.
+//! Registration from user space with a NIC: the bytes that the NIC reaches, those that it does not reach, and the limits.
 
 use std::sync::Arc;
 
@@ -46,7 +46,7 @@ pub(super) const MIB: usize = 1 << 20;
 /// `IBV_WC_REM_ACCESS_ERR`
 pub(super) const REMOTE_ACCESS: u32 = 10;
 
-/// The NIC, open, and a device near which it allocates.
+/// The NIC, open, and an open p2pmem device for allocations near the NIC.
 pub(super) struct Wire {
     pub(super) name: String,
     nic: Nic,
@@ -67,7 +67,7 @@ impl Wire {
         })
     }
 
-    /// Two ends of a connection, both of the one NIC. The first is to be used.
+    /// Two ends of a connection, both of the one NIC. The test uses the first one.
     pub(super) fn pair(&self) -> Result<(Queue, Queue)> {
         let (mut near, mut far) = (self.nic.queue(&self.pd)?, self.nic.queue(&self.pd)?);
         near.connect(&far.endpoint())?;
@@ -82,7 +82,7 @@ impl Wire {
     }
 }
 
-/// The word at byte `at` of pattern `seed`: different for each seed, and at each place.
+/// Returns the word at byte `at` of pattern `seed`: different for each seed, and at each place.
 pub(super) fn word(seed: u64, at: usize) -> u64 {
     ((seed << 48) | at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed
 }
@@ -128,7 +128,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     let (from, to) = (source.map()?, target.map()?);
     let (mut queue, _far) = wire.pair()?;
 
-    // By the program's addresses, whole.
+    // A whole buffer, by the program's addresses.
     let sent = source.register(&wire.pd, Access::LOCAL_WRITE)?;
     let received = target.register(&wire.pd, Access::ALL)?;
     ensure!(
@@ -144,7 +144,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     queue.read(&sent, 0..MIB, &received.remote(), 0)?;
     check(&from, 3)?;
 
-    // Odd bytes in the middle, nothing beside them.
+    // An odd number of bytes in the middle, and nothing beside them.
     fill(&from, 4)?;
     fill(&to, 5)?;
     queue.write(&sent, 4099..9001, &received.remote(), 70_003)?;
@@ -162,7 +162,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     );
     drop((sent, received));
 
-    // Without a mapping, from 0 on; a part of a mapping, by an address of its own.
+    // A buffer without a mapping, by addresses from 0; a part of a mapping, by a chosen address.
     drop((from, to));
     let sent = source.register(&wire.pd, Access::LOCAL_READ)?;
     let part = RegisterOptions::new(Access::LOCAL_WRITE | Access::REMOTE_WRITE)
@@ -179,7 +179,7 @@ fn write_and_read(bed: &mut Bed) -> Result<()> {
     to.copy_to_slice(65536, &mut words)?;
     compare(&words, &pattern(4, 8192))?;
 
-    // What the module counts goes back to nothing.
+    // The module's counters go back to zero.
     let info = target.info()?;
     ensure!((info.exports, info.attachments) == (1, 1), "{info:?}");
     received.deregister()?;
@@ -205,7 +205,7 @@ fn bounds(bed: &mut Bed) -> Result<()> {
     fill(&from, 1)?;
     fill(&to, 2)?;
     let sent = source.register(&wire.pd, Access::LOCAL_WRITE)?;
-    // The middle half, so that there is memory on both sides that is not to be touched.
+    // The middle half, so that there is memory on both sides that must not change.
     let middle = RegisterOptions::new(Access::ALL).range((MIB / 4) as u64..(3 * MIB / 4) as u64);
     let received = target.register_with(&wire.pd, &middle)?;
     let remote = received.remote();
@@ -256,7 +256,7 @@ fn size(bed: &mut Bed) -> Result<()> {
     let buffer = wire.alloc(bed, "accel0", 200 * MIB)?;
     let registration = buffer.register(&wire.pd, Access::ALL)?;
     ensure!(registration.len() == 200 * MIB, "{registration:?}");
-    // Its very end can be reached.
+    // The last bytes can be reached.
     let map = buffer.map()?;
     let small = wire.alloc(bed, "accel0", 4096)?;
     let small_map = small.map()?;

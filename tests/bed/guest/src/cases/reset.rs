@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Devices that lose what is stored in them while they stay bound: resets, errors, and the machine's sleep.
+//! Devices that lose their contents while they stay bound: resets, errors, and the machine's sleep.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -58,10 +58,10 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const MIB: u64 = 1 << 20;
-/// What is written to buffers.
+/// The word that is written to buffers.
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 
-/// A buffer of accel0 with something in it, as its owner has it.
+/// A buffer of accel0 with contents, and its owner's file.
 struct Owned {
     file: File,
     provider: u32,
@@ -102,8 +102,8 @@ impl Owned {
     }
 }
 
-/// What the kernel's own pool of accel0 hands out after it was taken back: nothing of what was stored there, and to no driver that
-/// looks for memory.
+/// Checks the memory that the kernel's own pool of accel0 hands out after the provider was removed: none of the old contents,
+/// and no driver that looks for memory finds the pool.
 fn pool_is_clear(bed: &Bed) -> Result<()> {
     let pool = bed.device("accel0")?.sysfs().join("p2pmem");
     let published = read(&pool.join("published"))?;
@@ -120,7 +120,7 @@ fn pool_is_clear(bed: &Bed) -> Result<()> {
     Ok(())
 }
 
-/// Publishes accel0 again. Nothing of what was in it is to be seen.
+/// Publishes accel0 again, and checks that none of the old contents are visible.
 fn again(bed: &Bed) -> Result<()> {
     bed.publish("accel0")?;
     let file = open()?;
@@ -134,7 +134,7 @@ fn again(bed: &Bed) -> Result<()> {
 
 fn reset(bed: &mut Bed) -> Result<()> {
     let device = bed.device("accel0")?;
-    // The kernel log's records of a device have a field that names the device.
+    // Records of a device in the kernel log have a field with the device's name.
     let field = format!("DEVICE=+pci:{}", device.bdf);
     let sysfs = device.sysfs();
     let methods = read(&sysfs.join("reset_method"))?;
@@ -188,7 +188,7 @@ fn port_error(bed: &mut Bed) -> Result<()> {
     again(bed)
 }
 
-/// Puts the machine to sleep for as long as it takes to freeze all programs: an error is what the kernel answers.
+/// Puts the machine to sleep for as long as freezing all programs takes. Returns the kernel's error, if any.
 fn sleep_for_a_moment() -> std::io::Result<()> {
     let power = Path::new("/sys/power");
     std::fs::write("/sys/module/suspend/parameters/pm_test_delay", "0")?;
@@ -215,7 +215,7 @@ fn sleep(bed: &mut Bed) -> Result<()> {
     let mut log = Log::new()?;
     sleep_for_a_moment()?;
     log.wait(&["removing the provider: the machine is about to sleep"])?;
-    // Drivers' own pools are there again without anybody's help.
+    // Drivers' own pools are adopted again automatically.
     ensure!(adopted()? == before, "{:?} were {before:?}", adopted()?);
     owned.lost(bed)?;
     again(bed)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules of the administrator and of files: who gets what, how much, and which rule said so.
+//! Rules of the administrator and of files: access, quotas and reserves, and the rule that decided.
 
 use std::fs;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -98,12 +98,12 @@ pub(super) const CASES: &[Case] = &[
 
 pub(super) const MIB: u64 = 1 << 20;
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
-/// Users and a group that nobody else is.
+/// Users and a group that the guest does not use otherwise.
 pub(super) const ALICE: u32 = 4001;
 const BOB: u32 = 4002;
 const LAB: u32 = 5001;
 
-/// A rule of the administrator, which ends with this.
+/// A rule of the administrator. Dropping it removes the rule.
 pub(super) struct AdminRule(PathBuf);
 
 impl AdminRule {
@@ -128,7 +128,7 @@ impl AdminRule {
         write(&self.0.join(attribute), value).with_context(|| self.get("status").unwrap_or_default())
     }
 
-    /// The errno with which a value is refused.
+    /// Returns the errno with which a value is refused.
     pub(super) fn refused(&self, attribute: &str, value: &str) -> Result<i32> {
         match fs::write(self.0.join(attribute), value) {
             Err(e) => e.raw_os_error().context("no errno"),
@@ -165,7 +165,7 @@ fn text(chars: &[std::ffi::c_char]) -> String {
         .collect()
 }
 
-/// What the file's last decision said of a provider: the verdict's code and the rule that decided.
+/// Returns a provider's verdict in the file's last decision: the code, and the rule that decided.
 pub(super) fn said(fd: BorrowedFd<'_>, provider: u32) -> Result<(u32, String, u32)> {
     let (_, verdicts, _) = explain_last(fd)?;
     let verdict = verdicts.iter().find(|v| v.provider == provider);
@@ -203,7 +203,7 @@ fn first_decides(bed: &mut Bed) -> Result<()> {
     );
     log.wait(&["refused", "rule 20-nobody"])?;
 
-    // Of two rules with one attribute the first decides; another attribute is decided by another rule.
+    // Of two rules with one attribute the first decides; another rule may decide another attribute.
     let near = AdminRule::new("05-near", &[("uid", &uid), ("max_class", "DEV")])?;
     let mut clients = [bed.address("nvme0")?];
     let ask = |clients: &mut [abi::p2pmem_pci_addr]| {
@@ -221,7 +221,7 @@ fn first_decides(bed: &mut Bed) -> Result<()> {
         .map_err(errno)?;
     free(fd, near.handle).map_err(errno)?;
 
-    // A rule that never decides says so, and one that is changed decides at once.
+    // A rule that never decides reports that; a rule that was changed decides immediately.
     let late = AdminRule::new("30-late", &[("uid", &uid), ("action", "allow")])?;
     let status = late.get("status")?;
     ensure!(
@@ -354,7 +354,7 @@ fn quick_decision(bed: &mut Bed) -> Result<()> {
         )],
         &[("10-class", &[("max_class", "SWS"), ("uid", &uids[2])])],
         &[("10-none", &[("action", "deny"), ("uid", &last)])],
-        // One rule for each of the others, and one whose quota makes the remembered ones of no use.
+        // One rule for each of the others, and one with a quota, which makes the cached checks invalid.
         &[
             ("10-a", &[("provider", &accel0), ("action", "avoid"), ("uid", &uids[0])]),
             (
@@ -382,7 +382,7 @@ fn quick_decision(bed: &mut Bed) -> Result<()> {
             rules.push(AdminRule::new(name, attributes)?);
             same(name)?;
         }
-        // Who is remembered gets what was explained.
+        // A user with a cached check gets the provider that was explained.
         for &uid in &users {
             let explained = sys::as_user(uid, uid, &[], || decision(short.as_fd(), &request(MIB).req, &mut []))
                 .map_err(errno)??;
@@ -444,7 +444,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     expect("what the file denies itself", denied, libc::EACCES)?;
     ensure!(said(fd, id)? == (abi::P2PMEM_VERDICT_DENIED, "not-this".into(), abi::P2PMEM_RULES_FILE));
     ensure!(explain_last(fd)?.2.contains("own rule not-this"));
-    // They are this file's alone.
+    // The rules apply to this file only.
     alloc(open()?.as_fd(), MIB).map_err(errno)?;
 
     // A refused set of rules keeps the rules that are in force.
@@ -505,7 +505,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     let still = sys::alloc(fd, &mut named, Memory::Slice(&mut []));
     expect("still denied", still, libc::EACCES)?;
 
-    // To allow is not to be allowed.
+    // A file's `allow` does not override the administrator's `deny`.
     let admin = AdminRule::new("10-none", &[("action", "deny"), ("uid", &ALICE.to_string())])?;
     let allow = abi::p2pmem_rule {
         action: abi::P2PMEM_RULE_ALLOW,
@@ -522,7 +522,7 @@ fn own(bed: &mut Bed) -> Result<()> {
     }
     drop(admin);
 
-    // A quota of its own counts all of the file's buffers, also those from before.
+    // A quota of the file counts all of the file's buffers, also earlier ones.
     let before = alloc(fd, MIB).map_err(errno)?;
     let quota = abi::p2pmem_rule {
         flags: abi::P2PMEM_RULE_QUOTA,
@@ -552,7 +552,7 @@ fn strategies(bed: &mut Bed) -> Result<()> {
         sys::alloc(fd, &mut a, Memory::Slice(&mut clients)).map_err(errno)?;
         Ok(a.provider)
     };
-    // What is there before decides nothing: the two are made unequal.
+    // Existing buffers must not decide: the two providers are filled unequally.
     ensure!(ask(abi::P2PMEM_STRATEGY_NEAREST)? == near.id);
     let spread = ask(abi::P2PMEM_STRATEGY_SPREAD)?;
     ensure!(spread != near.id, "spread took the loaded one");
@@ -586,7 +586,7 @@ fn quota(bed: &mut Bed) -> Result<()> {
     alloc_as(fd, BOB, &[LAB], MIB)?.map_err(errno)?;
     expect("bob", alloc_as(fd, BOB, &[LAB], 4096)?, libc::EDQUOT)?;
     ensure!(said(fd, id)?.1 == "40-lab" && explain_last(fd)?.2.contains("group_quota of rule 40-lab"));
-    // Without the group he is not bound by its quota.
+    // Without the group, its quota does not apply to Bob.
     let alone = alloc_as(fd, BOB, &[], MIB)?.map_err(errno)?;
     ensure!(
         each.get("usage")? == format!("uid {ALICE} {}\nuid {BOB} {}", 2 * MIB, 2 * MIB),
@@ -618,7 +618,7 @@ fn quota_changes(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let before = bed.settled()?;
     let held = alloc_as(fd, ALICE, &[LAB], 4 * MIB)?.map_err(errno)?;
-    // A rule that comes later counts what is there already, and takes nothing away.
+    // A rule that is added later counts existing buffers, and revokes none.
     let small = AdminRule::new("50-small", &[("quota", "1M")])?;
     let status = small.get("status")?;
     let expected = format!("uid {ALICE} holds {} bytes of {}: it keeps them", 4 * MIB, MIB);
@@ -628,13 +628,13 @@ fn quota_changes(bed: &mut Bed) -> Result<()> {
     map.set(0, 7);
     ensure!(map.get(0) == 7);
     drop(map);
-    // So does one that is made larger, and smaller again.
+    // So does a rule whose quota is raised, and lowered again.
     small.set("quota", "5M")?;
     ensure!(small.get("status")? == "in force", "{:?}", small.get("status")?);
     let more = alloc_as(fd, ALICE, &[], MIB)?.map_err(errno)?;
     small.set("quota", "0")?;
     expect("alice", alloc_as(fd, ALICE, &[], 4096)?, libc::EDQUOT)?;
-    // When a rule ends, what it counted counts under the next one.
+    // When a rule is removed, its charges count under the next one.
     let next = AdminRule::new("60-next", &[("quota", "6M")])?;
     ensure!(next.get("usage")?.is_empty());
     drop(small);
@@ -658,7 +658,7 @@ fn quota_changes(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// The bytes that a rule counts for its only user.
+/// Returns the bytes that a rule counts for its only user.
 pub(super) fn counted(rule: &AdminRule) -> Result<u64> {
     let usage = rule.get("usage")?;
     match usage.lines().next() {
@@ -673,13 +673,13 @@ fn every_end(bed: &mut Bed) -> Result<()> {
         super::inflight::until(what, || Ok(counted(&rule)? == 0)).with_context(|| rule.get("usage").unwrap_or_default())
     };
     let take = |fd: BorrowedFd<'_>| alloc(fd, MIB).map_err(errno);
-    // By its handle.
+    // Ends with the handle.
     let file = open()?;
     let a = take(file.as_fd())?;
     ensure!(counted(&rule)? == MIB);
     free(file.as_fd(), a.handle).map_err(errno)?;
     gone("freed")?;
-    // By its mapping, after the handle.
+    // Ends with the mapping, after the handle.
     let a = take(file.as_fd())?;
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 4096).map_err(errno)?;
     map.set(0, 1);
@@ -687,7 +687,7 @@ fn every_end(bed: &mut Bed) -> Result<()> {
     ensure!(counted(&rule)? == MIB, "a mapping holds it");
     drop(map);
     gone("unmapped")?;
-    // By a dma-buf, after both.
+    // Ends with a dma-buf, after both.
     let a = take(file.as_fd())?;
     let mut ranges = [abi::p2pmem_range { offset: 0, size: MIB }];
     let mut ask = abi::p2pmem_export {
@@ -701,7 +701,7 @@ fn every_end(bed: &mut Bed) -> Result<()> {
     ensure!(counted(&rule)? == MIB, "a dma-buf holds it");
     drop(dma_buf);
     gone("closed")?;
-    // By a mapping at offset 0, by a process that ends, and by one that is killed.
+    // Ends with a mapping at offset 0, with a process that exits, and with one that is killed.
     let file = open()?;
     drop(Mapping::shared(file.as_fd(), 0, 4096).map_err(errno)?);
     gone("a mapping of its own")?;
@@ -709,7 +709,7 @@ fn every_end(bed: &mut Bed) -> Result<()> {
     ensure!(counted(&rule)? == 65536);
     part.kill()?;
     gone("killed")?;
-    // By its provider.
+    // Ends with the provider.
     let a = take(file.as_fd())?;
     bed.unpublish("accel0")?;
     ensure!(counted(&rule)? == 0, "revoked, and still counted");
@@ -718,7 +718,7 @@ fn every_end(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
-/// The part of [`kills`] that works until it is killed.
+/// The process of [`kills`] that works until it is killed.
 pub(super) const PART: &str = "churn";
 
 pub(super) fn part(arguments: &[String]) -> Result<()> {
@@ -820,7 +820,7 @@ fn reserve(bed: &mut Bed) -> Result<()> {
     ensure!(explain_last(fd)?.2.contains("rule 10-lab reserves"));
     let rest = ask(BOB, &[], 8 * MIB)?.map_err(errno)?;
     expect("one page more", ask(BOB, &[], 4096)?, libc::ENOSPC)?;
-    // The group can have what was set aside for it, and uses that up.
+    // The group can allocate the reserve, and uses it up.
     let first = ask(ALICE, &[LAB], 16 * MIB)?.map_err(errno)?;
     ensure!(
         rule.get("usage")? == format!("provider {} {}", row.id, 16 * MIB),
@@ -831,7 +831,7 @@ fn reserve(bed: &mut Bed) -> Result<()> {
     free(fd, rest.handle).map_err(errno)?;
     super::inflight::until("bob's are free", || Ok(ask(BOB, &[], 4 * MIB)?.is_ok()))?;
     free(fd, first.handle).map_err(errno)?;
-    // With the rule gone nothing is set aside.
+    // Without the rule there is no reserve.
     drop(rule);
     ask(BOB, &[], 32 * MIB)?.map_err(errno)?;
     Ok(())
@@ -844,7 +844,7 @@ fn reserve_kernel(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")?;
     let row = bed.provider("accel0")?;
     ensure!(row.kernel_reserve == 32 * MIB, "{row:?}");
-    // Of memory that another driver published it is taken at once.
+    // In memory that another driver published, the reserve is taken immediately.
     let drive = bed.provider("nvme1")?;
     let file = open()?;
     let mut a = request(MIB);

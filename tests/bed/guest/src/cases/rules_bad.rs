@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules that are none: odd names, malformed values, contradictions, changes that are refused as a whole.
+//! Invalid rules: bad names, malformed values, contradictions, and changes that are refused as a whole.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -126,7 +126,7 @@ fn values(_: &mut Bed) -> Result<()> {
     ensure!(rule.refused("action", "\u{0}\u{1}")? == libc::EINVAL);
     ensure!(rule.refused("status", "x").is_ok(), "status can be written");
 
-    // A rule that says nothing or contradicts itself cannot come into force.
+    // A rule that sets nothing or contradicts itself cannot be put into force.
     let contradictions: [(&[(&str, &str)], &str); 7] = [
         (&[], "says nothing"),
         (&[("action", "deny"), ("quota", "1M")], "contradicts itself"),

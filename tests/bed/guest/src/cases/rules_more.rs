@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules where a buffer's memory is reached by others than it was allocated for, the dmem controller, and paths that change.
+//! Rules for importers and adapters other than the clients of the allocation, the dmem controller, and paths that change.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -63,13 +63,13 @@ fn importers(bed: &mut Bed) -> Result<()> {
     rule.set("enable", "1")?;
     expect("too far", attach("nvme0")?, libc::EACCES)?;
     ensure!(explain_last(file.as_fd())?.2.contains("too far"));
-    // It goes by whose the buffer is: root allocated it.
+    // The buffer's owner decides: root allocated it.
     rule.set("uid", &ALICE.to_string())?;
     ensure!(attach("nvme0")? == Ok(()));
     Ok(())
 }
 
-/// A cgroup that this process is in until it is dropped.
+/// A cgroup with this process in it, until the value is dropped.
 struct Cgroup(PathBuf);
 
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -84,7 +84,7 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Bytes of a region that are charged to it.
+    /// Returns the bytes of a region that are charged to the cgroup.
     fn current(&self, region: &str) -> Result<u64> {
         let text = read(&self.0.join("dmem.current"))?;
         let line = text.lines().find_map(|line| line.strip_prefix(region));
@@ -185,7 +185,7 @@ fn rescan(bed: &mut Bed) -> Result<()> {
     ensure!(cached == first, "the path was not cached: {cached:?}");
     ensure!(found == (first.0, !first.1) && kept == found, "{found:?}, {kept:?}");
     ensure!(still == found, "the path was not cached: {still:?}");
-    // A provider that comes or goes changes what is cached too.
+    // Adding or removing a provider drops the cached paths too.
     bed.publish("accel1")?;
     ensure!(path(0)? == first, "the cache outlasted a provider that came");
     drop(file);

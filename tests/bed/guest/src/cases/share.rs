@@ -65,10 +65,10 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// The part of these tests that runs in processes of its own: a socket's path, and what to do.
+/// The name of the processes of these tests. Arguments: a socket's path, and what to do.
 pub(super) const PART: &str = "share";
 
-/// The word at an offset that the process that allocated wrote.
+/// Returns the word that the process that allocated wrote at an offset.
 fn word(at: usize) -> u64 {
     (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5a
 }
@@ -112,7 +112,7 @@ fn receive(stream: &UnixStream) -> Result<OwnedFd> {
     bail!("no descriptor came")
 }
 
-/// Makes a dma-buf a handle.
+/// Imports a dma-buf.
 pub(super) fn import(file: BorrowedFd<'_>, fd: i32) -> Result<abi::p2pmem_import, i32> {
     let mut ask = abi::p2pmem_import {
         fd,
@@ -141,9 +141,9 @@ impl DescriptorSocket {
         Part::start(PART, &[&self.path, what]).inspect_err(|_| drop(UnixStream::connect(&self.path)))
     }
 
-    /// Starts a part that first gets a descriptor.
+    /// Starts a part, and sends it a descriptor.
     fn give(&self, what: &str, fd: BorrowedFd<'_>) -> Result<Part> {
-        // Connecting does not wait for accept(), so both are done in turn by a thread that waits for the part.
+        // Connecting does not wait for accept(), so one thread waits for the part, then sends.
         std::thread::scope(|scope| {
             let sender = scope.spawn(|| send(&self.listener.accept()?.0, fd));
             let part = self.start(what);
@@ -152,7 +152,7 @@ impl DescriptorSocket {
         })
     }
 
-    /// Starts a part that gives a descriptor first.
+    /// Starts a part, and receives a descriptor from it.
     fn take(&self, what: &str) -> Result<(Part, OwnedFd)> {
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| receive(&self.listener.accept()?.0));
@@ -171,7 +171,7 @@ impl Drop for DescriptorSocket {
     }
 }
 
-/// One of the processes.
+/// Runs one of the processes.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let [path, what] = arguments else {
         bail!("{arguments:?}")
@@ -217,7 +217,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
             map.write(at, !word(at))?;
             map.flush();
             ready()?;
-            // Everybody sees what everybody wrote, and goes on seeing it.
+            // Every process sees what the others wrote, also later.
             ensure!(map.read::<u64>(at)? == !word(at));
             drop(same);
             ensure!(map.read::<u64>(at)? == !word(at));
@@ -226,7 +226,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     }
 }
 
-/// In a process that may not open the device: the descriptor alone gives it nothing to read.
+/// Runs in a process that may not open the device: with the descriptor alone it can read nothing.
 fn rightless(fd: &OwnedFd) -> Result<()> {
     let opened = sys::as_user(1000, 1000, &[], || open().map(drop)).map_err(errno)?;
     let error = opened.err().context("anybody can open the device")?;
@@ -249,7 +249,7 @@ fn shared(bed: &mut Bed) -> Result<()> {
     let mut users = Vec::new();
     for n in 0..USERS {
         users.push(socket.give(&n.to_string(), dma_buf.as_fd())?);
-        // So that the next one finds what it looks for.
+        // The next process finds the words that it expects.
         ensure!(
             map.get(n * 4096) == !word(n * 4096),
             "what another process wrote is not seen"
@@ -264,11 +264,11 @@ fn shared(bed: &mut Bed) -> Result<()> {
         b.handles == 1 + USERS as u32 && b.mappings == 1 + USERS as u32 && b.exports == 1,
         "{b:?}"
     );
-    // One buffer, charged once: to who allocated it.
+    // One buffer, charged once: to the process that allocated it.
     let now = bed.provider("accel0")?;
     ensure!(now.free == taken.free && now.buffers == taken.buffers, "{now:?}");
     ensure!(counted(&quota)? == 4 * MIB, "{}", quota.get("usage")?);
-    // The same file may have several handles; each is one.
+    // The same file may have several handles; each counts as one.
     let twice = import(fd, dma_buf.as_raw_fd()).map_err(errno)?;
     ensure!(
         twice.handle != a.handle && twice.mmap_offset == a.mmap_offset && twice.size == a.size,
@@ -279,14 +279,14 @@ fn shared(bed: &mut Bed) -> Result<()> {
     expect("BUFFER of a freed handle", buffer(fd, a.handle), libc::ENOENT)?;
     ensure!(buffer(fd, twice.handle).map_err(errno)?.handles == 1 + USERS as u32);
     drop(Mapping::shared(fd, twice.mmap_offset, 4096).map_err(errno)?);
-    // A drive gets at it through what another file has of it.
+    // A drive reaches the memory through another file's handle of it.
     let other = open()?;
     let seen = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(errno)?;
     let again = export(other.as_fd(), seen.handle, 0, &[(0, seen.size)]).map_err(errno)?;
     let importer = Importer::mapped(bed, &again, "nvme0", GOOD)?;
     ensure!(importer.state()?.entries.len() == 1);
     drop((importer, again, other));
-    // Who allocated lets go of everything: it stays, and stays charged.
+    // The process that allocated releases everything: the buffer stays, and stays charged to it.
     free(fd, twice.handle).map_err(errno)?;
     drop((map, dma_buf, file));
     let file = open()?;
@@ -330,7 +330,7 @@ fn ends(bed: &mut Bed) -> Result<()> {
         let b = buffer(fd, got.handle).map_err(errno)?;
         Ok((b.handles, b.mappings, b.exports) == (1, 1, 1))
     })?;
-    // Held by nothing but a message that nobody has read.
+    // A message that no process has received is the only holder.
     let (near, far) = UnixStream::pair()?;
     send(&near, dma_buf.as_fd())?;
     drop((map, dma_buf, file));
@@ -339,13 +339,13 @@ fn ends(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let got = import(file.as_fd(), fd.as_raw_fd()).map_err(errno)?;
     drop(file);
-    // The handle is gone with its file, the descriptor is left.
+    // The handle is gone with its file; the descriptor is left.
     let file = open()?;
     import(file.as_fd(), fd.as_raw_fd()).map_err(errno)?;
     send(&near, fd.as_fd())?;
     drop((fd, file));
     ensure!(bed.provider("accel0")?.buffers == before.1 + 1, "{got:?}");
-    // The message is never read.
+    // No process receives the message.
     drop((near, far));
     super::inflight::until("what nobody can read any more is freed", || {
         Ok(bed.provider("accel0")?.buffers == before.1)
@@ -455,7 +455,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             "has parts of a buffer",
         )?;
     }
-    // Two halves in their order are the whole.
+    // Two halves in order are the whole buffer.
     let whole = export(fd, a.handle, 0, &[(0, MIB / 2), (MIB / 2, MIB / 2)]).map_err(errno)?;
     let got = import(fd, whole.as_raw_fd()).map_err(errno)?;
     free(fd, got.handle).map_err(errno)?;
@@ -476,7 +476,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             libc::EFAULT,
         )?;
     }
-    // Who may not open the device has a descriptor, and nothing else.
+    // A user who may not open the device has a descriptor, and nothing else.
     DescriptorSocket::new("rightless")?
         .give("rightless", dma_buf.as_fd())?
         .finish()?;
@@ -489,8 +489,8 @@ fn bad(bed: &mut Bed) -> Result<()> {
 
 fn race(bed: &mut Bed) -> Result<()> {
     sys::survive_bus_errors()?;
-    // Each keeps a dma-buf across the end of its provider, and so is refused an import by every end: none of them can miss
-    // it. Users are in the middle of imports, mappings and frees when it comes.
+    // Each process keeps a dma-buf beyond the end of its provider, so every removal makes it fail an import: none can miss a
+    // removal. The processes are in the middle of imports, mappings and frees when it comes.
     let user = |busy: &Busy| -> Result<()> {
         let (mine, other) = (open()?, open()?);
         while busy.goes_on() {
@@ -529,7 +529,7 @@ fn race(bed: &mut Bed) -> Result<()> {
             busy.await_served(20)?;
             let refused = busy.refused();
             bed.unbind("accel0")?;
-            // Not before at least one of them has met this very end.
+            // Waits until at least one of them has met this removal.
             busy.await_refused_beyond(refused)?;
             bed.publish("accel0")?;
         }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Writes to mappings of a process whose soft-dirty bits were cleared, as checkpointing does it: new entries are read-only
-//! then until they are written.
+//! Writes to mappings of a process whose soft-dirty bits were cleared, as checkpointing does: page table entries are then
+//! read-only until they are written.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -37,7 +37,7 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// The flags of the area at an address, as smaps has them.
+/// Returns the flags of the VMA at an address, from smaps.
 fn area_flags(address: u64) -> Result<Vec<String>> {
     let smaps = fs::read_to_string("/proc/self/smaps")?;
     let mut here = false;
@@ -54,8 +54,8 @@ fn area_flags(address: u64) -> Result<Vec<String>> {
     bail!("no area at {address:#x}")
 }
 
-/// VFIO type1 maps page frames of VM_PFNMAP areas ("pf") for DMA, which nobody could take back. What it cannot see as such it
-/// has to pin, and cannot pin where the area is one of I/O memory ("io").
+/// VFIO type1 maps page frames of VM_PFNMAP areas ("pf") for DMA, which could not be revoked. It has to pin pages of other
+/// areas, and cannot pin those of an area of I/O memory ("io").
 fn no_raw_frames(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let buffer = alloc(file.as_fd(), TABLE as u64).map_err(errno)?;
@@ -85,7 +85,7 @@ fn writes(_: &mut Bed) -> Result<()> {
         if fs::write("/proc/self/clear_refs", "4").is_err() {
             return 2;
         }
-        // One that is there, one that is not, and one that is first read.
+        // One page that is mapped, one that is not, and one that is read first.
         map.set(8, 2);
         map.set(TABLE, 3);
         let read = map.get(2 * TABLE);

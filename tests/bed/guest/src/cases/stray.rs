@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A device that does DMA to addresses that nobody gave it, behind a translating IOMMU.
+//! A device that does DMA to addresses that were not mapped for it, behind a translating IOMMU.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -26,7 +26,7 @@ pub(super) const CASES: &[Case] = &[Case {
 
 /// Bytes of each transfer.
 const LEN: usize = 4096;
-/// How long one may take.
+/// The time limit of a transfer.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// accel1, which does DMA to any address, and the part of its memory that it sends from and receives in.
@@ -53,8 +53,8 @@ impl Rogue {
         self.accel.run(op, 0, offset, LEN as u64, address, TIMEOUT)
     }
 
-    /// Fails unless the IOMMU refuses a transfer, and the kernel's log names the address. The log takes about three faults in five
-    /// seconds: what comes at a bad time is tried again.
+    /// Fails unless the IOMMU refuses a transfer, and the kernel's log has the address. The log takes about three faults in five
+    /// seconds: a fault that was not logged is tried again.
     fn is_refused(&mut self, what: &str, op: Op, address: u64) -> Result<()> {
         let way = if op == Op::DmaOut { "DMA Write" } else { "DMA Read" };
         let place = format!("fault addr {address:#x} ");
@@ -66,7 +66,7 @@ impl Rogue {
         })
     }
 
-    /// Fails unless neither a write to an address nor a read from there gets through.
+    /// Fails unless both a write to an address and a read from there are refused.
     fn is_kept_out(&mut self, what: &str, address: u64) -> Result<()> {
         fill(&self.own.map, 2);
         self.is_refused(what, Op::DmaOut, address)?;
@@ -102,10 +102,10 @@ fn stray(bed: &mut Bed) -> Result<()> {
     check(&victim.map, 0, LEN, 3, 0).context("what was mapped")?;
     fill(&victim.map, 1);
 
-    // The bus address of the same buffer is none of its addresses, even now.
+    // The bus address of the same buffer is not mapped for the engine.
     rogue.is_kept_out("the buffer's bus address", bus_addr)?;
     unchanged("the buffer's bus address")?;
-    // Nor is any address when the mapping is gone, another device's least of all.
+    // After the end of the mapping no address works, least of all that of another device.
     mine.say("unmap").map_err(errno)?;
     mine.say("detach").map_err(errno)?;
     rogue.is_kept_out("what was taken back", given)?;
@@ -128,7 +128,7 @@ fn stray(bed: &mut Bed) -> Result<()> {
     bed.unpublish("accel1")
 }
 
-/// Where an importer's device reaches the whole buffer.
+/// The address by which an importer's device reaches the whole buffer.
 fn address(importer: &Importer) -> Result<u64> {
     let state = importer.state()?;
     match state.entries[..] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Stripes: where they are divided, who gets a part, all or nothing; and decisions while providers come and go.
+//! Stripes: their boundaries, the providers of the parts, all or nothing; and decisions while providers are added and removed.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -49,7 +49,7 @@ pub(super) const CASES: &[Case] = &[
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
 
-/// A request for a stripe.
+/// Returns a request for a stripe.
 fn wanted(size: u64, parts: u32) -> abi::p2pmem_stripe {
     abi::p2pmem_stripe {
         req: abi::p2pmem_request {
@@ -80,7 +80,7 @@ fn near(
     }))
 }
 
-/// What a stripe of a whole size has to be.
+/// Checks a stripe of this whole size.
 fn check(parts: &[abi::p2pmem_part], size: u64) -> Result<()> {
     let mut end = 0;
     for (n, part) in parts.iter().enumerate() {
@@ -108,7 +108,7 @@ fn free_all(fd: BorrowedFd<'_>, parts: &[abi::p2pmem_part]) -> Result<()> {
     parts.iter().try_for_each(|part| free(fd, part.handle).map_err(errno))
 }
 
-/// Publishes all providers; their ids, the nearest to nvme0 first: accel0, shm0, accel1.
+/// Publishes all providers. Returns their ids, the nearest to nvme0 first: accel0, shm0, accel1.
 fn publish(bed: &Bed) -> Result<[u32; 3]> {
     bed.publish("accel1")?;
     bed.publish("shm0")?;
@@ -147,7 +147,7 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     let cmb = bed.provider("nvme1")?.id;
     ensure!(codes.contains(&(cmb, abi::P2PMEM_VERDICT_TOO_SMALL)), "{codes:?}");
     ensure!(said.contains("3 of 4 providers were chosen"), "{said:?}");
-    // Each is a buffer of its own, and no dma-buf reaches across a boundary.
+    // Each part is a separate buffer, and no dma-buf crosses a boundary.
     let maps: Vec<Mapping> = parts
         .iter()
         .map(|part| Mapping::shared(fd, part.mmap_offset, part.size as usize).map_err(errno))
@@ -187,7 +187,7 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     free_all(fd, &parts)?;
     bed.publish("accel1")?;
 
-    // Sizes that are not even, and boundaries that are aligned where there is enough.
+    // Sizes that are not multiples of the number of parts; boundaries are aligned if the parts are large enough.
     let uneven = near(bed, fd, &[], wanted(10 * PAGE - 5, 3))?.map_err(errno)?;
     check(&uneven, 10 * PAGE)?;
     let sizes: Vec<u64> = uneven.iter().map(|part| part.size / PAGE).collect();
@@ -218,9 +218,9 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     let one = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
     ensure!(providers(&one) == order[..1], "{one:?}");
     free_all(fd, &one)?;
-    // One can be preferred.
+    // One provider can be preferred.
     let mut ask = wanted(32 * MIB, 2);
-    // It came back with another id.
+    // The provider has another id since it was published again.
     let far = bed.provider("accel1")?.id;
     (ask.req.provider, ask.req.flags) = (far, abi::P2PMEM_ALLOC_PREFER);
     let preferred = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
@@ -261,7 +261,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
         "{:?}",
         explain_last(fd)?.2
     );
-    // One is full.
+    // One provider is full.
     let rest = bed.provider("shm0")?;
     let mut filler = Vec::new();
     let mut piece = rest.largest;
@@ -289,7 +289,7 @@ fn refused(bed: &mut Bed) -> Result<()> {
     for handle in filler {
         free(fd, handle).map_err(errno)?;
     }
-    // What no stripe can be.
+    // Invalid requests.
     let with = |change: fn(&mut abi::p2pmem_stripe)| {
         let mut ask = wanted(8 * MIB, 2);
         change(&mut ask);
@@ -350,7 +350,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
     let order = publish(bed)?;
     let file = open()?;
     let fd = file.as_fd();
-    // Two parts fit, the third one would be too much.
+    // Two parts fit; a third would exceed the quota.
     let quota = AdminRule::new("50-some", &[("quota", "40M")])?;
     expect(
         "over quota",
@@ -376,7 +376,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
     free(fd, parts[0].handle).map_err(errno)?;
     free(fd, parts[2].handle).map_err(errno)?;
     drop(quota);
-    // One that rules avoid.
+    // A provider that rules avoid.
     let near_one = bed.device("accel0")?.bdf.clone();
     let avoid = AdminRule::new("50-not-this", &[("provider", &near_one), ("action", "avoid")])?;
     let open_end = near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?.map_err(errno)?;
@@ -391,7 +391,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
     ensure!(providers(&all) == [order[1], order[2], order[0]], "{all:?}");
     free_all(fd, &all)?;
     drop(avoid);
-    // One that rules deny.
+    // A provider that rules deny.
     let _deny = AdminRule::new("50-never", &[("provider", &near_one), ("action", "deny")])?;
     let without = near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?.map_err(errno)?;
     ensure!(providers(&without) == order[1..], "{without:?}");
@@ -402,7 +402,7 @@ fn rules(bed: &mut Bed) -> Result<()> {
 fn during_removal(bed: &mut Bed) -> Result<()> {
     publish(bed)?;
     let stays = bed.provider("accel0")?;
-    // With rules, so that a decision has more to look at.
+    // With rules, a decision has more to check.
     let _rule = AdminRule::new("50-count", &[("quota", "1G")])?;
     let bed = &*bed;
     let stripes = |busy: &Busy| -> Result<()> {
@@ -420,7 +420,7 @@ fn during_removal(bed: &mut Bed) -> Result<()> {
                     busy.refuse();
                 }
             }
-            // There is always one that can: as many parts as there are, at least one.
+            // There is always a provider that can: as many parts as providers, at least one.
             let some = near(bed, fd, &["nvme0"], wanted(2 * MIB, 0))?.map_err(errno)?;
             check(&some, 2 * MIB)?;
             free_all(fd, &some)?;
@@ -431,7 +431,7 @@ fn during_removal(bed: &mut Bed) -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
         while busy.goes_on() {
-            // Spread looks at who is emptiest, which is one of those that come and go.
+            // Spread chooses the emptiest provider, which is one of those that are added and removed.
             let mut a = request(MIB);
             a.req.strategy = abi::P2PMEM_STRATEGY_SPREAD;
             sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The end of a provider while others use its memory, and what clearing memory may take.
+//! The removal of a provider while its memory is in use, and the time that clearing memory may take.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -84,15 +84,15 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// The part of these tests that is a process of its own.
+/// The name of the process of these tests.
 pub(super) const PART: &str = "alloc-at";
 
 const MIB: u64 = 1 << 20;
-/// What a task that was killed may take to end, however busy the machine is; what it waited for takes longer by far.
+/// The limit for a killed task to end, however busy the machine is. The task's own wait would take far longer.
 const KILLED: Duration = Duration::from_secs(5);
-/// How often a ratio of two times is taken, at most: the best counts, as the machine may be busy at any one of them.
+/// The maximum number of measurements of a ratio of two times. The best one counts, because the machine may be busy.
 const ATTEMPTS: u32 = 4;
-/// The most of the time of clearing that may pass for who does not wait for it.
+/// The largest fraction of the time of clearing for a caller that does not wait for clearing.
 const MOST_OF_CLEARING: f64 = 0.4;
 
 /// Allocates in one provider.
@@ -114,12 +114,12 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ready()
 }
 
-/// The attributes of a provider's directory in configfs.
+/// Returns the attribute `status` of a provider's directory in configfs.
 fn status(dir: &Path) -> Result<String> {
     read(&dir.join("status"))
 }
 
-/// What the drive has at a place, eight bytes at a time.
+/// Reads the drive at an offset, as words of eight bytes.
 fn words_of(drive: &File, offset: u64, len: usize) -> Result<Vec<u64>> {
     let file = open()?;
     let got = alloc(file.as_fd(), len as u64).map_err(errno)?;
@@ -129,7 +129,7 @@ fn words_of(drive: &File, offset: u64, len: usize) -> Result<Vec<u64>> {
     Ok((0..len).step_by(8).map(|at| map.get(at)).collect())
 }
 
-/// A process that disables a provider again and again, until it is disabled.
+/// Starts a process that repeatedly disables a provider, until it is disabled.
 fn disabling(dir: &Path) -> Result<Child> {
     Ok(Command::new("sh")
         .args(["-c", "while ! echo 0 >\"$0\"/enable; do :; done 2>/dev/null"])
@@ -142,7 +142,7 @@ fn pattern(at: usize) -> u64 {
 }
 
 fn retire_pinned(bed: &mut Bed) -> Result<()> {
-    /// So much that the drive is at it for longer than a removal ever waited.
+    /// Bytes that keep the drive busy for longer than the module's wait in a removal.
     const IO: usize = 8 << 20;
     let block = bed.block("nvme0")?;
     drop(slow_drive(bed)?);
@@ -163,7 +163,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
     thread::scope(|scope| -> Result<()> {
         let written = scope.spawn(|| map.drain_to(&drive, 0, 0, IO));
         until("the drive has begun", || busy(&block))?;
-        // All of it is handed to the drive when the caller waits.
+        // The drive has all of the I/O when the caller waits.
         let began = Instant::now();
         let mut off = disabling(&dir)?;
         until("the removal waits for the drive", || {
@@ -174,7 +174,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
             said.contains(&format!("pid {}", std::process::id())),
             "the status does not say whose I/O it is: {said:?}"
         );
-        // Everything else answers meanwhile.
+        // Everything else works meanwhile.
         ensure!(
             read(&dir.join("enable"))? == "0",
             "it is enabled while it is taken back"
@@ -201,7 +201,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
             "a killed task took {:?} to end",
             killed.elapsed()
         );
-        // The directory can be removed too, while somebody waits in it, and other directories be made: nobody waits for the drive.
+        // The directory can be removed while a process waits in it, and other directories be created: neither waits for the drive.
         let mut off = disabling(&dir)?;
         let asked = Instant::now();
         let other = bed.provider_dir("nvme0")?;
@@ -255,7 +255,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         longest.is_some_and(|seconds| seconds >= 10),
         "the log does not say for how long who was waited for: {longest:?}"
     );
-    // What was cleared too early would be on the disk, where the drive came last.
+    // If the memory had been cleared too early, the end of the drive's data would be zeroes.
     for part in [0, IO - (64 << 10)] {
         let words = words_of(&drive, part as u64, 64 << 10)?;
         let wrong = words
@@ -264,7 +264,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
             .find(|&(n, &word)| word != pattern(part + 8 * n));
         ensure!(wrong.is_none(), "the drive got {wrong:?} at {part:#x}");
     }
-    // And nobody finds it in the memory.
+    // The next owner finds none of the data in the memory.
     let again = bed.provider("accel0")?;
     let got = alloc_at(file.as_fd(), again.id, again.largest).map_err(errno)?;
     let all = Mapping::shared(file.as_fd(), got.mmap_offset, again.largest as usize).map_err(errno)?;
@@ -273,7 +273,7 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
     free(file.as_fd(), got.handle).map_err(errno)
 }
 
-/// The provider that is slow to clear, and as much of it as can be had at once.
+/// Returns the provider that is slow to clear, and the size of its largest piece.
 fn slow_memory(bed: &Bed) -> Result<(u32, u64)> {
     let provider = bed.provider("nvme1")?;
     let file = open()?;
@@ -292,7 +292,7 @@ fn slow_memory(bed: &Bed) -> Result<(u32, u64)> {
     Ok((provider.id, size))
 }
 
-/// Waits until the slow provider has that much memory again, and nothing of it waits to be cleared.
+/// Waits until the slow provider has that much free memory again, and nothing waits to be cleared.
 fn cleared(bed: &Bed, size: u64) -> Result<()> {
     until("its memory is free again", || {
         let provider = bed.provider("nvme1")?;
@@ -308,7 +308,7 @@ fn await_taken(bed: &Bed, size: u64) -> Result<()> {
     })
 }
 
-/// Memory of the slow provider, cleared once: the provider, its bytes, and how long clearing takes.
+/// Returns the slow provider, the bytes of memory of it that was cleared once, and the time of clearing.
 fn time_of_clearing(bed: &Bed) -> Result<(u32, u64, Duration)> {
     let (provider, size) = slow_memory(bed)?;
     let file = open()?;
@@ -321,7 +321,7 @@ fn time_of_clearing(bed: &Bed) -> Result<(u32, u64, Duration)> {
     Ok((provider, size, whole))
 }
 
-/// Unbinds the slow provider and has its driver adopt it again: how long unbinding took.
+/// Unbinds the slow provider and has its driver adopt it again. Returns how long unbinding took.
 fn unbind_slow(bed: &Bed) -> Result<Duration> {
     let began = Instant::now();
     bed.unbind("nvme1")?;
@@ -332,7 +332,7 @@ fn unbind_slow(bed: &Bed) -> Result<Duration> {
 }
 
 fn clear_killed(bed: &mut Bed) -> Result<()> {
-    // What unbinding takes of itself: its driver's part, and much of ours on a kernel that checks itself.
+    // The time of unbinding itself: the driver's part, and much of the module's on the debug kernel.
     let idle = unbind_slow(bed)?;
     let (mut best_kill, mut best_unbind) = (f64::INFINITY, f64::INFINITY);
     for _ in 0..ATTEMPTS {
@@ -345,7 +345,7 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
         part.kill()?;
         let killed = began.elapsed();
         until("its memory is free again", || Ok(bed.provider("nvme1")?.free >= size))?;
-        // And the provider can go while memory of it is cleared.
+        // The provider can be removed while memory of it is cleared.
         let part = Part::start(PART, &arguments)?.go_on()?;
         await_taken(bed, size)?;
         let unbound = unbind_slow(bed)?;
@@ -397,7 +397,7 @@ fn clear_in_fault(bed: &mut Bed) -> Result<()> {
                     touched.store(true, Ordering::Release);
                     word
                 });
-                // What another thread of the process does, which the kernel does with the area locked, and what `ps` does.
+                // Another thread's operations for which the kernel locks the area, and those of `ps`.
                 while !touched.load(Ordering::Acquire) {
                     let began = Instant::now();
                     for prot in [libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE] {
@@ -426,7 +426,7 @@ fn clear_in_fault(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// What mmap() of memory that was in use takes, as a part of what clearing that memory takes.
+/// Returns the time of mmap() of memory that was in use, as a fraction of the time of clearing that memory.
 fn share_of_mmap(bed: &Bed) -> Result<f64> {
     dirty_mapping(bed, |_, _| Ok(Duration::ZERO))
 }
@@ -499,7 +499,7 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let fd = file.as_fd();
-    // Memory that was in use, all of it.
+    // All of the memory was in use.
     let whole = |bed: &Bed| -> Result<u64> {
         let mut size = bed.provider("accel0")?.largest;
         size -= size % MIB;
@@ -510,14 +510,14 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         free(fd, got.handle).map_err(errno)?;
         Ok(size)
     };
-    // The best of some rounds: what else the machine does must not decide.
+    // The best of several rounds: other load of the machine must not decide.
     let (mut size, mut best) = (0, f64::INFINITY);
     for _ in 0..5 {
         size = whole(bed)?;
         let began = Instant::now();
         bed.settled()?;
         let all = began.elapsed();
-        // What is left of the provider is not enough for a mebibyte.
+        // The rest of the provider is smaller than a mebibyte.
         let rest = alloc_at(fd, accel.id, accel.free - size);
         whole(bed)?;
         let began = Instant::now();
@@ -539,7 +539,7 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         best < 0.4,
         "an allocation of 1 MiB takes {best:.2} of the time that clearing all {size} bytes takes"
     );
-    // The scrubber cleared what the allocation took back from it.
+    // The scrubber has cleared what the allocation gave back.
     let stats = |id: u32| -> Result<u64> {
         let mut stats = abi::p2pmem_stats {
             provider: id,
@@ -578,19 +578,19 @@ fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
         write(&event, "1")?;
         write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
         until("it is adopted again", || Ok(bed.provider("nvme1").is_ok()))?;
-        // The drive's own queues are there as well: those of its driver, in the threads that probe it.
+        // The events of the drive's own queues are there as well: its driver allocates them in threads.
         let trace = read(&tracing.join("trace"))?;
         let taken = trace.lines().filter_map(|line| line.split("size=").nth(1));
         taken.map(|size| Ok(size.trim().parse()?)).collect()
     })();
     write(&event, "0")?;
-    // Opening it for writing alone removes all probes.
+    // Opening the file for writing only removes all probes.
     write(&tracing.join("kprobe_events"), "")?;
     let taken = answer?;
     ensure!(!taken.is_empty(), "nothing was seen of the adoption");
     let most = taken.iter().max().copied().unwrap_or(0);
     println!("{} requests, the largest of {most} bytes", taken.len());
-    // A submission queue of 1024 entries of 64 bytes is the most that the drive's own driver takes.
+    // The drive's own driver allocates at most a submission queue of 1024 entries of 64 bytes.
     ensure!(
         most <= 64 << 10,
         "{most} bytes of the drive's memory were taken at once"
@@ -598,16 +598,16 @@ fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// How much of everything a provider has when it is unbound.
+/// The number of objects that a provider has when it is unbound.
 const REGISTRATIONS: u32 = 1_000;
 const BUFFERS: u32 = 50_000;
 const FILES: u32 = 1_000;
-/// What unbinding takes less than on a machine of its own, with nothing pinned; what the report says of it.
+/// The aim for unbinding on an idle machine with nothing pinned, which the report compares.
 const AIM: Duration = Duration::from_secs(1);
-/// What it takes less than however busy the machine is. To look for each buffer in each file is fifty million look-ups.
+/// The limit for unbinding, however busy the machine is. Searching each file for each buffer would be fifty million look-ups.
 const BOUND: Duration = Duration::from_secs(20);
 
-/// What unbinding took, for the report.
+/// The times of unbinding in milliseconds, for the report.
 #[derive(Debug, serde::Serialize)]
 struct RevokeMs {
     p50: f64,
@@ -627,7 +627,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
     for _ in 0..rounds(2) {
         bed.publish("accel0")?;
         let accel = bed.provider("accel0")?.id;
-        // Registered with the NIC, each by itself.
+        // Each buffer is registered separately with the NIC.
         let wire = Wire::new(bed)?;
         let registered = (0..registrations)
             .map(|_| {
@@ -636,7 +636,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
                 Ok((buffer, registration))
             })
             .collect::<Result<Vec<_>>>()?;
-        // One file has all the others; every file has a handle of the first of them.
+        // One file has all the others; every file has a handle of the first buffer.
         let owner = open()?;
         let first = alloc_at(owner.as_fd(), accel, 4096).map_err(errno)?;
         for _ in 1..buffers {

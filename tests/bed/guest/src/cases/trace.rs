@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tracepoints: what trace-cmd records of a program is what the program did.
+//! Tracepoints: the events that trace-cmd records of a program are the program's operations.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -33,7 +33,7 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// The program that is recorded.
+/// The name of the program that is recorded.
 pub(super) const PART: &str = "trace";
 
 /// All events.
@@ -48,7 +48,7 @@ const EVENTS: [&str; 6] = [
 const PAGE: u64 = 4096;
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// An event and what it says, as far as it is known.
+/// An event and those of its fields that are known.
 #[derive(Debug, Serialize, Deserialize)]
 struct Event {
     name: String,
@@ -66,7 +66,7 @@ impl Event {
         }
     }
 
-    /// A line of `trace-cmd report`: task-pid, processor, time, name, fields.
+    /// Parses a line of `trace-cmd report`: task-pid, processor, time, name, fields.
     fn parse(line: &str) -> Option<Event> {
         let mut words = line.split_whitespace().skip_while(|word| !word.starts_with("p2pmem_"));
         let name = words.next()?.strip_suffix(':')?.to_owned();
@@ -77,14 +77,14 @@ impl Event {
         Some(Event { name, fields })
     }
 
-    /// Whether it says all that another one does.
+    /// Returns whether the event has all fields of another one.
     fn says(&self, other: &Event) -> bool {
         let said = |(field, value): (&String, &String)| self.fields.get(field) == Some(value);
         self.name == other.name && other.fields.iter().all(said)
     }
 }
 
-/// The number that debugfs has for a buffer, by its place in the BAR.
+/// Returns the number that debugfs has for a buffer, by the buffer's offset in the BAR.
 fn number(function: &str, bar_offset: u64) -> Result<u64> {
     let text = fs::read_to_string("/sys/kernel/debug/p2pmem/buffers").context("buffers")?;
     let place = format!("{bar_offset:#x}");
@@ -94,7 +94,7 @@ fn number(function: &str, bar_offset: u64) -> Result<u64> {
     Ok(row[0].parse()?)
 }
 
-/// What is recorded: does each thing once, and writes down what it did.
+/// The recorded program: does each operation once, and writes down what it did.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let path = arguments.first().context("where to write down what was done")?;
     let bed = Bed {
@@ -107,7 +107,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let fd = file.as_fd();
     let mut done = Vec::new();
 
-    // One that lives from its allocation to its end, near a drive.
+    // A buffer from its allocation to its end, near a drive.
     let size = 3 * PAGE;
     let mut asked = request(size);
     asked.req.nr_clients = 1;
@@ -164,7 +164,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ));
     drop(mapping);
 
-    // One page of it, for the drive.
+    // One page of the buffer, for the drive.
     let dma_buf = export(fd, asked.handle, 0, &[(PAGE, PAGE)]).map_err(errno)?;
     let importer = Importer::mapped(&bed, &dma_buf, "nvme0", "p2p notify")?;
     done.push(about(
@@ -192,11 +192,11 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let huge = provider.size + PAGE;
     expect("more than there is", alloc(fd, huge), libc::ENODEV)?;
 
-    // One that is taken away.
+    // A buffer that is revoked.
     let taken = alloc(fd, PAGE).map_err(errno)?;
     let last = number(&function, taken.bar_offset)?;
     let mapping = Mapping::shared(fd, taken.mmap_offset, PAGE as usize).map_err(errno)?;
-    // The last holder of the first one may let go of it in a work of the kernel's, after close().
+    // A work item of the kernel may release the last holder of the first buffer after close().
     let gone = about(&[], buffer, size, "p2pmem_free");
     bed.unpublish("accel0")?;
     done.extend([
@@ -214,7 +214,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
 }
 
 fn recorded(bed: &mut Bed) -> Result<()> {
-    // It is loaded before: what it says of itself is of no interest here.
+    // The module is loaded before: its own events at loading do not matter here.
     drop(Importer::new()?);
     let me = std::env::current_exe()?;
     let me = me.to_str().context("path")?;
@@ -232,7 +232,7 @@ fn recorded(bed: &mut Bed) -> Result<()> {
     let done = fs::read(done)?;
     ensure!(!done.is_empty(), "the program failed, after:\n{report}");
     let done: Vec<Event> = serde_json::from_slice(&done)?;
-    // The order is that of the program, except that the end of a buffer may come later than its last close().
+    // The events are in the program's order, except that the end of a buffer may come later than its last close().
     let order = |events: &mut Vec<&Event>| events.sort_by_key(|event| event.name == "p2pmem_free");
     let (mut got, mut expected) = (events.iter().collect::<Vec<_>>(), done.iter().collect::<Vec<_>>());
     order(&mut got);
@@ -242,7 +242,7 @@ fn recorded(bed: &mut Bed) -> Result<()> {
     for name in EVENTS {
         ensure!(got.iter().any(|event| event.name == name), "{name} was not tried");
     }
-    // Every decision, and every buffer, is of the program's one file.
+    // Every decision, and every buffer, belongs to the program's one file.
     let mut files: Vec<_> = got.iter().filter_map(|event| event.fields.get("file")).collect();
     files.dedup();
     ensure!(
@@ -253,7 +253,7 @@ fn recorded(bed: &mut Bed) -> Result<()> {
 }
 
 fn off(_: &mut Bed) -> Result<()> {
-    // Off, as no one records.
+    // Off while nothing is recorded.
     for event in EVENTS {
         let path = Path::new(TRACING).join("events/p2pmem").join(event).join("enable");
         let on = super::read(&path)?;
@@ -276,7 +276,7 @@ fn off(_: &mut Bed) -> Result<()> {
         }
     }
     for event in EVENTS {
-        // One in the C function that emits it, and one at least where it happens.
+        // One in the C function that emits the event, and at least one where the event occurs.
         match labels.get(event) {
             Some(2..) => {}
             other => bail!("{event} has {other:?} jump labels"),

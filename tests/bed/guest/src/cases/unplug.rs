@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Devices that are unplugged while they are in use: a provider's, and a drive that reads into another one's memory.
+//! Devices that are unplugged while in use: a provider, and a drive that reads into another device's memory.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd};
@@ -41,20 +41,20 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const MIB: usize = 1 << 20;
-/// How often each is unplugged.
+/// The number of times that each device is unplugged.
 const ROUNDS: u32 = 2;
-/// What is in memory and on drives.
+/// The word in memory and on drives.
 const SURVIVOR: u64 = 1;
 const DRIVE: u64 = 2;
 
-/// All that is free of accel0, with something in it that has to stay.
+/// All free memory of accel0, with contents that have to stay.
 struct Survivor {
     _file: File,
     map: Mapping,
 }
 
 impl Survivor {
-    /// Of what is free then, `but` bytes stay so.
+    /// Allocates all free memory except `but` bytes.
     fn new(bed: &Bed, but: usize) -> Result<Self> {
         let file = open()?;
         let size = bed.provider("accel0")?.largest as usize - but;
@@ -118,7 +118,7 @@ impl Users {
             await_loss(file, handle, provider)?;
             free(file.as_fd(), handle).map_err(errno)?;
         }
-        // Registrations of what is gone end like any other.
+        // Registrations of removed memory end like any other.
         for (_buffer, registration) in self.registered {
             drop(registration);
         }
@@ -162,7 +162,7 @@ fn unplug(bed: &mut Bed) -> Result<()> {
         sys::plain(open()?.as_fd(), abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
         ensure!(info.buffers == 1, "round {round}: {info:?}");
         host::request(&Request::DeviceAdd { name: name() })?;
-        // The kernel adds it before it lets drivers have it.
+        // The kernel adds the device before drivers bind to it.
         until("it can be published again", || {
             Ok(sysfs.exists() && bed.publish("shm0").is_ok())
         })?;
@@ -174,14 +174,14 @@ fn unplug(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// The drive, past the page cache.
+/// Opens the drive with O_DIRECT.
 fn drive(bed: &Bed) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_DIRECT);
     Ok(options.open(bed.block("nvme0")?)?)
 }
 
-/// Moves all of the drive that is looked at into or out of a mapping.
+/// Copies the checked part of the drive to or from a mapping.
 fn whole(map: &Mapping, mut step: impl FnMut(usize) -> std::io::Result<usize>) -> Result<()> {
     for at in (0..map.len()).step_by(MIB) {
         let n = step(at)?;
@@ -252,7 +252,7 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
             }
             Ok(())
         })?;
-        // Who has the drive open keeps its name from the next one.
+        // While the drive's old device node is open, the next drive gets another name.
         drop(from);
         ensure!(!sysfs.exists(), "it is there still");
         survivor.check()?;
@@ -264,7 +264,7 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
                 drive(bed).is_ok()
             })
         })?;
-        // What it has is what it had.
+        // The drive's contents are unchanged.
         let from = drive(bed)?;
         let (handle, found) = map(LEN)?;
         whole(&found, |at| found.fill_from(&from, at as u64, at, MIB))?;
