@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The topology's devices as a program in the guest finds them: by name, with PCI address and block device.
+//! The topology's devices for programs in the guest: names, PCI addresses and block devices.
 //!
-//! The identity comes from the emulator (which device it put where), never from probing order. The init writes
+//! The emulator determines which device has which address; the order of probing does not matter. The init writes
 //! [`FILE`] and sets `P2PMEM_DEV_<NAME>` (PCI address), `P2PMEM_BLOCK_<NAME>`, `P2PMEM_RDMA_<NAME>` and
 //! `P2PMEM_NET_<NAME>` in the environment of commands.
 
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::host;
 use crate::wire::{DeviceNote, Request};
 
-/// Where the list of devices is.
+/// Path of the list of devices.
 pub const FILE: &str = "/run/p2pmem/devices.json";
 
 /// One device.
@@ -26,7 +26,7 @@ pub struct Device {
     pub kind: String,
     /// PCI address, `0000:03:00.0`.
     pub bdf: String,
-    /// Bytes of memory it can lend; 0 for none.
+    /// Bytes of memory that the device can lend; 0 for none.
     pub memory: u64,
     /// The drive's block device, once its driver is bound.
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -59,7 +59,7 @@ pub fn load() -> Result<Devices> {
     serde_json::from_str(&text).context(FILE)
 }
 
-/// Asks the runner where the devices are now (after a hotplug), and rewrites [`FILE`].
+/// Requests the present addresses of the devices from the runner (after a hotplug), and rewrites [`FILE`].
 ///
 /// # Errors
 ///
@@ -71,11 +71,11 @@ pub fn refresh() -> Result<Devices> {
     Ok(devices)
 }
 
-/// Completes the runner's notes with what only the guest knows: the block devices.
+/// Adds the names that only the guest knows, such as block devices, to the runner's notes.
 ///
 /// # Errors
 ///
-/// A device the emulator speaks of is not there, or sysfs cannot be read.
+/// A device of the emulator is missing, or sysfs cannot be read.
 pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
     let mut devices = Devices::new();
     for (name, note) in notes {
@@ -102,13 +102,13 @@ pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
     Ok(devices)
 }
 
-/// The name of what is in a folder of sysfs, or `None` while there is nothing.
+/// Returns the name of the entry of a folder in sysfs, or `None` while there is none.
 fn only_entry(folder: &Path) -> Option<String> {
     let entry = fs::read_dir(folder).ok()?.next()?.ok()?;
     Some(entry.file_name().to_string_lossy().into_owned())
 }
 
-/// The first namespace of the NVMe controller at a PCI function, or `None` while there is none yet.
+/// Returns the first namespace of the NVMe controller at a PCI function, or `None` while there is none.
 fn block_device(sysfs: &Path) -> Result<Option<PathBuf>> {
     let Ok(controllers) = fs::read_dir(sysfs.join("nvme")) else {
         return Ok(None);

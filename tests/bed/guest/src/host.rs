@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The channel by which a program in the guest asks the VM runner for things only the host can do.
+//! The channel by which a program in the guest sends requests to the VM runner.
 //!
 //! The guest's init listens on [`SOCKET`] and passes requests on. A request is one line of JSON, and so is its answer:
-//! `{"Ok": value}` or `{"Err": "why not"}`. A shell script can use it too:
+//! `{"Ok": value}` or `{"Err": "reason"}`. A shell script can use the channel too:
 //! `echo '{"op":"snapshot"}' | socat - UNIX-CONNECT:/run/p2pmem/host.sock`.
 
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -15,10 +15,10 @@ use anyhow::{Context, Result, bail};
 use crate::limits::{Overrun, scaled};
 use crate::wire::Request;
 
-/// Where the guest's init listens.
+/// Path of the socket on which the guest's init listens.
 pub const SOCKET: &str = "/run/p2pmem/host.sock";
 
-/// Longest time the host takes for a request; an orderly unplug needs the most.
+/// The time limit of a request. An orderly unplug takes the longest.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Sends a request to the runner, and waits for the answer.

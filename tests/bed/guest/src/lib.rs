@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a guest and the VM runner share: the [`wire`] protocol between the runner and the guest's init, the names of
-//! the topology's [`devices`] as the guest sees them, the [`network`] of several guests, and the [`host`] channel by which a program in the guest asks the
-//! runner for things only the host can do.
+//! Shared by the guest and the VM runner: the [`wire`] protocol between the runner and the guest's init, the names of the
+//! topology's [`devices`], the [`network`] of several guests, and the [`host`] channel by which a program in the guest sends
+//! requests to the runner.
 
 pub mod cases;
 pub mod devices;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Addresses of guests that are on one network, and where servers listen.
+//! Addresses of guests on one network, and listening sockets.
 //!
 //! Node number N (from 0) has 10.77.0.N+1 on the emulators' Ethernet, and 10.78.M.N+1 on the IPoIB interface of its NIC
-//! number M. The environment of commands names them: `P2PMEM_NODE=a`, `P2PMEM_ADDR_B=10.77.0.2`,
+//! number M. The environment of commands has them: `P2PMEM_NODE=a`, `P2PMEM_ADDR_B=10.77.0.2`,
 //! `P2PMEM_RDMA_ADDR_B_NIC0=10.78.0.2`.
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 use crate::devices::Devices;
 use crate::wire::{Listen, Network};
 
-/// State of a TCP socket that listens, as `/proc/net/tcp` writes it.
+/// State of a listening TCP socket in `/proc/net/tcp`.
 const TCP_LISTEN: &str = "0A";
 
 /// Address of a node on the emulators' Ethernet.
@@ -29,17 +29,17 @@ pub fn rdma_address(node: usize, nic: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 78, nic as u8, node as u8 + 1)
 }
 
-/// Number of a guest in its network.
+/// Returns the number of a guest in its network.
 ///
 /// # Errors
 ///
-/// It is none of its nodes.
+/// The network has no such node.
 pub fn number(network: &Network) -> Result<usize> {
     let number = network.nodes.iter().position(|node| *node == network.node);
     number.with_context(|| format!("{:?} is none of the nodes {:?}", network.node, network.nodes))
 }
 
-/// The environment that names the nodes and their addresses. Every node has NICs of the names this one has.
+/// Returns the environment with the nodes and their addresses. All nodes have NICs of the same names.
 pub fn environment(network: &Network, devices: &Devices) -> BTreeMap<String, String> {
     let upper = |name: &str| name.to_uppercase().replace('-', "_");
     let mut vars = BTreeMap::from([("P2PMEM_NODE".to_owned(), network.node.clone())]);
@@ -55,7 +55,7 @@ pub fn environment(network: &Network, devices: &Devices) -> BTreeMap<String, Str
     vars
 }
 
-/// Whether anybody in this guest listens on a port now.
+/// Returns whether a socket in this guest listens on a port now.
 ///
 /// # Errors
 ///

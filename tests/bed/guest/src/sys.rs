@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Raw calls of the test programs: ioctls with whatever arguments a test wants, mappings, signals.
+//! Raw calls of the test programs: ioctls with any argument that a test needs, mappings, signals.
 //!
-//! Safe for the caller: user memory goes to the kernel as slices with counts that fit, bad pointers only as addresses at
-//! which no program has memory.
+//! The functions are safe to call: user memory goes to the kernel as slices with counts that fit, and bad pointers only as
+//! addresses at which no program has memory.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -25,7 +25,7 @@ use sideway::ibverbs::queue_pair::{BasicQueuePair, PostSendGuard, QueuePair, Set
 /// An errno, or success.
 pub type Answer = Result<(), i32>;
 
-/// Addresses at which no program has memory: null, one beyond the user half, one of the kernel, one in neither half.
+/// Addresses at which no program has memory: null, one above the user half, one of the kernel, one that is not canonical.
 pub const BAD_POINTERS: [u64; 4] = [0, 0x7fff_ffff_f000, 0xffff_ffff_ffff_f000, 0xdead_0000_0000_0000];
 
 fn result(value: i64) -> Answer {
@@ -36,7 +36,7 @@ fn result(value: i64) -> Answer {
     }
 }
 
-/// Memory for the kernel to read or write, or an address at which there is none.
+/// Memory for the kernel to read or write, or an address without memory.
 #[derive(Debug)]
 pub enum Memory<'a, T> {
     /// Elements to fill or read.
@@ -134,14 +134,14 @@ pub fn plain<T: Plain>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> An
     raw(fd, request, argument)
 }
 
-/// Makes a call with a pointer at which there is no memory.
+/// Makes a call with a bad pointer as its argument.
 pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> Answer {
     // SAFETY: there is no memory of this program at the address.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), BAD_POINTERS[bad]) }.into())
 }
 
-/// Makes a call of a structure of `size` bytes, of whatever size the header has it: for calls whose argument holds no
-/// pointers, or none that are not zero.
+/// Makes a call with a structure of `size` bytes, whatever its size in the header: for calls whose argument has no pointers, or
+/// only null pointers.
 pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 32]) -> Answer {
     assert!(size as usize <= size_of_val(argument), "more than there is");
     let request = (request & !(0x3fff << 16)) | (size << 16);
@@ -149,7 +149,7 @@ pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 3
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), argument.as_mut_ptr()) }.into())
 }
 
-/// `LIST` of elements of a stated size; returns how many there are.
+/// Calls `LIST` with elements of a stated size. Returns the number of providers.
 ///
 /// # Errors
 ///
@@ -169,7 +169,7 @@ pub fn list_sized(fd: BorrowedFd<'_>, size: u32, count: u32, out: &mut [u8]) -> 
     Ok(list.count)
 }
 
-/// `ALLOC` near one client, which is an element of `size` bytes.
+/// Calls `ALLOC` near one client, which is an element of `size` bytes.
 ///
 /// # Errors
 ///
@@ -191,7 +191,7 @@ pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> Ans
     unsafe { int_0x80(fd, request, argument.as_mut_ptr().cast(), size_of_val(argument)) }
 }
 
-/// Elements in memory below 4 GiB, where 32-bit programs have all of theirs.
+/// Elements in memory below 4 GiB, which a 32-bit program can address.
 #[derive(Debug)]
 pub struct Low<T: Copy> {
     base: *mut T,
@@ -199,7 +199,7 @@ pub struct Low<T: Copy> {
 }
 
 impl<T: Copy> Low<T> {
-    /// That many elements, each as `value`.
+    /// Returns that many elements, all equal to `value`.
     ///
     /// # Errors
     ///
@@ -294,7 +294,7 @@ unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usi
     }
 }
 
-/// A call with one array whose elements have the size that the caller states, besides clients.
+/// A call with one array whose element size the caller states, besides the clients.
 pub trait Elements {
     /// The call.
     const CALL: u32;
@@ -382,13 +382,13 @@ pub fn export_sized(fd: BorrowedFd<'_>, handle: u32, size: u32, ranges: &mut [u8
     Ok(unsafe { OwnedFd::from_raw_fd(ask.fd) })
 }
 
-/// The bytes of a rule, which has no padding.
+/// Returns the bytes of a rule, which has no padding.
 pub fn rule_bytes(rule: &abi::p2pmem_rule) -> [u8; size_of::<abi::p2pmem_rule>()] {
     // SAFETY: the structure has as many bytes, none of them padding.
     unsafe { std::mem::transmute_copy(rule) }
 }
 
-/// `read()` of events into memory that ends, for the kernel, after `writable` of the `room` bytes.
+/// Calls `read()` for events, with memory of `room` bytes of which only the first `writable` are accessible.
 ///
 /// # Errors
 ///
@@ -477,7 +477,7 @@ pub fn stripe(
     raw(fd, abi::P2PMEM_IOC_STRIPE, ask)
 }
 
-/// A dma-buf of host memory, which udmabuf makes of a file in memory.
+/// Returns a dma-buf of host memory, which udmabuf makes of a memory file.
 ///
 /// # Errors
 ///
@@ -513,7 +513,7 @@ pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(answer) })
 }
 
-/// Runs `work` in a thread with another user's ids. The raw calls change those of the calling thread alone.
+/// Runs `work` in a thread with another user's ids. The raw calls change the ids of the calling thread only.
 ///
 /// # Errors
 ///
@@ -629,7 +629,7 @@ impl Mapping {
         Mapping::new(fd, offset, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
     }
 
-    /// The address at which it begins.
+    /// Returns the address of the first byte.
     pub fn address(&self) -> u64 {
         self.base as u64
     }
@@ -658,7 +658,7 @@ impl Mapping {
         unsafe { self.base.add(at).cast::<u64>().write_volatile(value) }
     }
 
-    /// Unmaps `len` bytes at an offset. What is left is either the front (offset > 0) or the back.
+    /// Unmaps `len` bytes at an offset. What remains is the front (offset > 0) or the back.
     ///
     /// # Errors
     ///
@@ -675,7 +675,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Puts inaccessible memory into its place: the file is mapped no more, and nobody else gets the addresses.
+    /// Replaces the mapping by inaccessible memory: the file is no longer mapped, and no other mapping gets the addresses.
     ///
     /// # Errors
     ///
@@ -690,11 +690,11 @@ impl Mapping {
         Ok(())
     }
 
-    /// Moves or resizes it by mremap.
+    /// Moves or resizes the mapping by mremap.
     ///
     /// # Errors
     ///
-    /// The errno; the mapping is as before then.
+    /// The errno; the mapping is unchanged then.
     pub fn remap(&mut self, len: usize, flags: i32) -> Answer {
         // SAFETY: only this mapping's own pages; it takes the new place over.
         let base = unsafe { libc::mremap(self.base.cast(), self.len, len, flags) };
@@ -705,7 +705,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Changes its protection.
+    /// Changes the protection of the mapping.
     ///
     /// # Errors
     ///
@@ -714,7 +714,7 @@ impl Mapping {
         self.protect_part(0, self.len, prot)
     }
 
-    /// Changes the protection of a part of it.
+    /// Changes the protection of a part of the mapping.
     ///
     /// # Errors
     ///
@@ -725,7 +725,7 @@ impl Mapping {
         result(unsafe { libc::mprotect(self.base.add(at).cast(), len, prot) }.into())
     }
 
-    /// Puts `len` bytes of a file at an offset into the place of a part of it.
+    /// Replaces a part of the mapping by `len` bytes of a file at an offset.
     ///
     /// # Errors
     ///
@@ -750,7 +750,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Reads from a file into it.
+    /// Reads from a file into the mapping.
     ///
     /// # Errors
     ///
@@ -762,7 +762,7 @@ impl Mapping {
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Writes from it into a file.
+    /// Writes from the mapping to a file.
     ///
     /// # Errors
     ///
@@ -784,7 +784,7 @@ impl Drop for Mapping {
     }
 }
 
-/// `ibv_reg_mr()` of whatever a test names, for all that an adapter can do with it.
+/// Calls `ibv_reg_mr()` for any range, with all access rights of an adapter.
 ///
 /// # Errors
 ///
@@ -797,7 +797,7 @@ pub fn register(pd: &Arc<ProtectionDomain>, address: u64, len: usize) -> Result<
         .map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(0))
 }
 
-/// Posts an RDMA WRITE of `len` bytes at `address`, which `lkey` opens.
+/// Posts an RDMA WRITE of `len` bytes at `address`, with the local key `lkey`.
 ///
 /// # Errors
 ///
@@ -819,7 +819,7 @@ pub fn post_write(
 
 static BUS_ERRORS: AtomicU64 = AtomicU64::new(0);
 
-/// SIGBUS raised so far, since [`survive_bus_errors`].
+/// The number of SIGBUS signals since [`survive_bus_errors`].
 pub fn bus_errors() -> u64 {
     BUS_ERRORS.load(Ordering::SeqCst)
 }
@@ -837,7 +837,7 @@ extern "C" fn on_bus_error(_signal: i32, info: *mut libc::siginfo_t, _context: *
     }
 }
 
-/// From now on a page whose memory is gone is replaced by a page of zeroes when it is touched, and counted.
+/// Installs a handler of SIGBUS that replaces a page without memory by a page of zeroes, and counts the signal.
 ///
 /// # Errors
 ///
@@ -854,7 +854,7 @@ pub fn survive_bus_errors() -> io::Result<()> {
     }
 }
 
-/// Forks; the child runs `child` and exits with what it returns. Returns how the child ended, as wait does.
+/// Forks; the child runs `child` and exits with its result. Returns the child's status, as wait does.
 ///
 /// # Errors
 ///
@@ -863,7 +863,7 @@ pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
     spawn_child(child)?.wait()
 }
 
-/// Has the kernel kill the calling process once it has used so many seconds of processor time.
+/// Makes the kernel kill the calling process after so many seconds of processor time.
 ///
 /// # Errors
 ///
@@ -880,12 +880,12 @@ pub fn limit_processor_time(seconds: u64) -> io::Result<()> {
     }
 }
 
-/// A child that was forked. It must be waited for.
+/// A forked child. The caller must wait for it.
 #[must_use]
 pub struct ForkedChild(libc::pid_t);
 
 impl ForkedChild {
-    /// Waits for it. Returns how it ended, as wait does.
+    /// Waits for the child. Returns its status, as wait does.
     ///
     /// # Errors
     ///
@@ -900,13 +900,20 @@ impl ForkedChild {
     }
 }
 
-/// Forks; the child runs `child` and exits with what it returns. In the parent what `child` owns is dropped.
+/// Forks; the child runs `child` and exits with its result. In the parent, the values that `child` owns are dropped.
 ///
 /// # Errors
 ///
 /// Those of fork.
+///
+/// # Panics
+///
+/// If the process has more than one thread.
 pub fn spawn_child(child: impl FnOnce() -> i32) -> io::Result<ForkedChild> {
-    // SAFETY: the caller is single-threaded where it uses this, so the child may do anything.
+    let threads = std::fs::read_dir("/proc/self/task")?.count();
+    assert_eq!(threads, 1, "only a process with one thread may fork");
+    // SAFETY: The process has one thread, so no lock is held by a thread that the child does not have, and the child may run
+    // any code.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! RDMA adapters of any kind, those that are software too: registration by `ibv_reg_mr()`, and RDMA WRITE from the
-//! adapter to itself.
+//! RDMA adapters of any kind, also software ones: registration by `ibv_reg_mr()`, and RDMA WRITE from the adapter to
+//! itself.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,12 +24,12 @@ pub const SUCCESS: u32 = 0;
 /// `IBV_WC_REM_ACCESS_ERR`
 pub const REMOTE_ACCESS: u32 = 10;
 
-/// How long a transfer may take.
+/// The time limit of a transfer.
 const TIME_FACTOR: Duration = Duration::from_secs(60);
 
 /// An adapter, open.
 pub struct Adapter {
-    /// As `mlx5_0`.
+    /// The name, such as `mlx5_0`.
     pub name: String,
     context: Arc<DeviceContext>,
     /// Its protection domain.
@@ -41,7 +41,7 @@ impl Adapter {
     ///
     /// # Errors
     ///
-    /// There is none, or it cannot be opened.
+    /// The adapter does not exist, or cannot be opened.
     pub fn open(name: &str) -> Result<Adapter> {
         let list = DeviceList::new()?;
         let device = list.iter().find(|device| device.name() == name);
@@ -65,11 +65,11 @@ impl Adapter {
         sys::register(&self.pd, address, len)
     }
 
-    /// A connection of the adapter with itself.
+    /// Returns a connection of the adapter with itself.
     ///
     /// # Errors
     ///
-    /// It cannot be made.
+    /// The connection cannot be made.
     pub fn connect(&self) -> Result<Connection> {
         let cq = self.context.create_cq_builder().setup_cqe(16).build()?;
         let (mut near, mut far) = (self.queue_pair(&cq)?, self.queue_pair(&cq)?);
@@ -131,7 +131,7 @@ impl Adapter {
     }
 }
 
-/// A connection of an adapter with itself, for one transfer after the other until one fails.
+/// A connection of an adapter with itself, for one transfer at a time, until one fails.
 pub struct Connection {
     near: BasicQueuePair,
     _far: BasicQueuePair,
@@ -140,12 +140,12 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// RDMA WRITE of the first `len` bytes of one registration to `offset` bytes into another one. Returns the status
-    /// that it ended with.
+    /// Writes the first `len` bytes of one registration to `offset` bytes into another one, by RDMA WRITE. Returns the status of
+    /// the completion.
     ///
     /// # Errors
     ///
-    /// It cannot be posted, or does not end.
+    /// The request cannot be posted, or does not complete.
     pub fn write(&mut self, from: &MemoryRegion, len: usize, to: &MemoryRegion, offset: u64) -> Result<u32> {
         self.last += 1;
         let local = (from.lkey(), from.get_ptr() as u64, u32::try_from(len)?);

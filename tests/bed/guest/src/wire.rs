@@ -15,13 +15,13 @@ use serde::{Deserialize, Serialize};
 /// Name of the virtio-serial port.
 pub const PORT_NAME: &str = "org.p2pmem.agent";
 
-/// Largest payload of one frame, in bytes. A longer one means that the stream is out of step.
+/// Largest payload of one frame, in bytes. A larger length means that the stream is corrupt.
 pub const MAX_PAYLOAD: usize = 16 << 20;
 
-/// Start of the kernel log line by which the init marks a point in the log; a decimal number follows.
+/// Start of the kernel log line by which the init marks a position in the log; a decimal number follows.
 pub const KMSG_MARK: &str = "p2pmem-mark: ";
 
-/// What a frame carries.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A [`ToGuest`] or [`ToHost`] message as JSON.
@@ -54,7 +54,7 @@ impl Kind {
 /// One frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What it carries.
+    /// The kind of the payload.
     pub kind: Kind,
     /// The payload.
     pub payload: Vec<u8>,
@@ -114,7 +114,7 @@ pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
     Ok(Some(Frame { kind, payload }))
 }
 
-/// What the runner knows of a device of the topology.
+/// The runner's data of a device of the topology.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNote {
     /// `accel`, `nvme`, `ivshmem` or `nic`.
@@ -246,7 +246,7 @@ pub enum Request {
     Devices,
     /// Byte counters of all devices: a map of names to counters, see the runner's documentation.
     Snapshot,
-    /// Kill the process behind a device, without a word to the guest: surprise removal.
+    /// Kill the process behind a device, without notice to the guest: surprise removal.
     Kill {
         /// The device.
         name: String,
@@ -261,7 +261,7 @@ pub enum Request {
         /// The device.
         name: String,
     },
-    /// Have a root port report an error of its own, by Advanced Error Reporting: the recovery from it resets what is below.
+    /// Make a root port report an error of its own by Advanced Error Reporting. The recovery resets the devices below.
     PortError {
         /// The port's name in the topology.
         name: String,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions`. Prints JSON.
-//! `memory-short` measures buffers of 48 MiB alone.
+//! `memory-short` measures buffers of 48 MiB only.
 //!
-//! Every number is of instructions of this program, in user space and in the kernel, without those that reading the clock
-//! takes: the cheapest of several, except where it says otherwise.
+//! Every number counts instructions of this program, in user space and in the kernel, without those of reading the clock. It
+//! is the lowest of several measurements, except where stated otherwise.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -26,50 +26,50 @@ use serde_json::{Value, json};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
-/// What one page table maps.
+/// Bytes that one page table maps.
 const TABLE: u64 = 2 * MIB;
 /// Sizes of buffers.
 const SIZES: [u64; 7] = [PAGE, 64 << 10, MIB, 2 * MIB, 16 * MIB, 48 * MIB, 256 * MIB];
 /// The only size of the short form.
 const SIZES_SHORT: [u64; 1] = [END_TO_END];
-/// Size of the buffers that are followed from their allocation to their clearing.
+/// Size of the buffers that are measured from their allocation to their clearing.
 const END_TO_END: u64 = 48 * MIB;
-/// Live buffers while one more is allocated.
+/// Numbers of live buffers during one more allocation.
 const LIVE: [usize; 3] = [10, 1_000, 100_000];
-/// How many more are allocated then.
+/// The number of further allocations then.
 const MORE: u64 = 64;
 /// Open files that share the buffers of random sizes.
 const FILES: usize = 1_000;
 /// Buffers of random sizes that are allocated first and freed again, beyond those that stay: they make the holes.
 const SURPLUS: usize = 20_000;
-/// Most pages of a buffer of random size.
+/// Maximum size of a buffer of random size, in pages.
 const MOST_PAGES: u64 = 3;
 /// Rules in force for the row with many rules.
 const RULES: usize = 30;
 /// Folder of the administrator's rules.
 const RULE_FOLDER: &str = "/sys/kernel/config/p2pmem/rules";
-/// Lists of clients that alternate: fewer than the module remembers, and more.
+/// Numbers of lists of clients that alternate: fewer than the module caches, and more.
 const LISTS: [usize; 2] = [8, 40];
-/// Lists that the timer of the kernel's own choice takes at once.
+/// Number of lists in one call of the module that times the kernel's own choice.
 const MOST_LISTS: usize = 32;
-/// How many more are allocated among buffers of random sizes.
+/// The number of further allocations among buffers of random sizes.
 const MORE_RANDOM: usize = 256;
 /// Numbers of providers and of clients.
 const PROVIDERS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const CLIENTS: [usize; 4] = [1, 2, 4, 8];
-/// How often small things are measured, and large ones.
+/// The number of measurements of short operations, and of long ones.
 const TIMES: usize = 9;
 const TIMES_LARGE: usize = 3;
-/// How long freed memory may take to be cleared.
+/// The time limit for clearing freed memory.
 const SETTLE: Duration = Duration::from_secs(600);
 
-/// Time of the processor that this program took, which is the number of its instructions.
+/// Returns this program's processor time, which is its number of instructions.
 fn instructions() -> u64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
-/// What reading the clock takes.
+/// Returns the instructions of reading the clock.
 fn clock() -> u64 {
     (0..100)
         .map(|_| {
@@ -80,7 +80,7 @@ fn clock() -> u64 {
         .unwrap_or(0)
 }
 
-/// A stopwatch that does not count itself.
+/// A stopwatch that does not count its own instructions.
 struct Watch {
     clock: u64,
 }
@@ -94,7 +94,7 @@ impl Watch {
     }
 }
 
-/// The cheapest.
+/// Returns the lowest number.
 fn least(counts: &[u64]) -> u64 {
     counts.iter().copied().min().unwrap_or(0)
 }
@@ -116,7 +116,7 @@ fn publish(bed: &Bed, name: &str, settings: &[(&str, &str)]) -> Result<()> {
     write(&dir.join("enable"), "1").with_context(|| read(&dir.join("status")).unwrap_or_default())
 }
 
-/// Waits until all freed memory of a provider is clear.
+/// Waits until all freed memory of a provider is cleared.
 fn settle(bed: &Bed, name: &str) -> Result<()> {
     let deadline = Instant::now() + SETTLE;
     loop {
@@ -133,7 +133,7 @@ fn settle(bed: &Bed, name: &str) -> Result<()> {
     }
 }
 
-/// Page faults of this program so far.
+/// Returns the number of this program's page faults so far.
 fn faults() -> Result<u64> {
     let text = fs::read_to_string("/proc/self/stat")?;
     let after = text.rsplit_once(')').context("no name in /proc/self/stat")?.1;
@@ -144,7 +144,7 @@ fn faults() -> Result<u64> {
         .parse()?)
 }
 
-/// Touches what a page table maps once each.
+/// Touches one word in the range of each page table.
 fn touch(mapping: &Mapping) {
     let (address, len) = (mapping.address(), mapping.len() as u64);
     let mut at = 0;
@@ -154,14 +154,14 @@ fn touch(mapping: &Mapping) {
     }
 }
 
-/// Fails unless all of a mapping is there already.
+/// Fails unless all of a mapping is already mapped.
 fn all_mapped(mapping: &Mapping) -> Result<()> {
     let before = faults()?;
     for page in (0..mapping.len()).step_by(PAGE as usize) {
         mapping.get(page);
     }
     let came = faults()? - before;
-    // Some of the program's own may come.
+    // The program itself may have some page faults.
     ensure!(came <= 4, "{} bytes were not all mapped: {came} faults", mapping.len());
     Ok(())
 }
@@ -170,7 +170,7 @@ fn times(size: u64) -> usize {
     if size > 16 * MIB { TIMES_LARGE } else { TIMES }
 }
 
-/// What a buffer of a provider costs from its allocation to its end.
+/// Measures a buffer of a provider from its allocation to its end.
 fn buffer(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
     let provider = bed.provider(name)?.id;
     let (mut allocs, mut maps, mut unmaps, mut frees) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
@@ -199,7 +199,7 @@ fn buffer(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -
     Ok(json!({ "alloc": least(&allocs), "map": least(&maps), "unmap": least(&unmaps), "free": least(&frees) }))
 }
 
-/// What the same costs by the kernel's own file, where allocating is part of mapping and freeing of unmapping.
+/// Measures the same with the kernel's own file, which allocates in mmap() and frees in munmap().
 fn upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
     let (mut maps, mut unmaps) = (Vec::new(), Vec::new());
     for round in 0..times(size) {
@@ -214,7 +214,7 @@ fn upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
     Ok(json!({ "map": least(&maps), "unmap": least(&unmaps) }))
 }
 
-/// Time that the kernel's worker threads have run so far, by process number.
+/// Returns the processor time of the kernel's worker threads so far, by process id.
 fn workers() -> Result<HashMap<u32, u64>> {
     let mut times = HashMap::new();
     for entry in fs::read_dir("/proc")? {
@@ -237,7 +237,7 @@ fn workers() -> Result<HashMap<u32, u64>> {
     Ok(times)
 }
 
-/// Time that worker threads ran since `before`.
+/// Returns the processor time of worker threads since `before`.
 fn worked(before: &HashMap<u32, u64>) -> Result<u64> {
     let now = workers()?;
     let ran = now
@@ -253,7 +253,7 @@ fn touch_pages(mapping: &Mapping) {
     }
 }
 
-/// The whole life of a buffer of a provider: allocate, map, touch each page, unmap, free, and the clearing that follows.
+/// Measures the whole life of a buffer of a provider: allocate, map, touch each page, unmap, free, and the clearing afterwards.
 fn end_to_end(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
     let provider = bed.provider(name)?.id;
     let mut best = (u64::MAX, 0, 0);
@@ -273,7 +273,7 @@ fn end_to_end(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u6
         let clearing = worked(&before)?;
         best = best.min((took + clearing, took, clearing));
     }
-    // The module's memory is never handed on uncleared, so that a count of nothing means that nothing was counted.
+    // The module never hands memory on uncleared, so a count of zero means that the measurement failed.
     ensure!(
         best.2 > size / 4096,
         "clearing {size} bytes took {} instructions",
@@ -282,7 +282,7 @@ fn end_to_end(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u6
     Ok(json!({ "whole": best.0, "program": best.1, "clearing": best.2 }))
 }
 
-/// The same by the kernel's own file, which clears nothing.
+/// Measures the same with the kernel's own file, which clears nothing.
 fn end_to_end_upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
     let mut counts = Vec::new();
     for _ in 0..times(size) {
@@ -299,7 +299,7 @@ fn end_to_end_upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
     Ok(json!({ "whole": whole, "program": whole, "clearing": 0 }))
 }
 
-/// Has all memory of a provider cleared, as it is not when it is published.
+/// Makes the module clear all memory of a provider: published memory is not yet cleared.
 fn clear(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
     let provider = bed.provider(name)?;
     let mut all = request(provider.size);
@@ -311,11 +311,11 @@ fn clear(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
     settle(bed, name)
 }
 
-/// One more allocation while many buffers live: the mean of some that follow each other. What one page takes depends on how
-/// many blocks the allocator has to halve for it, and so on the number of free pages: half of a row take no halving, a
-/// quarter one, and so on, wherever the row begins.
+/// Measures one more allocation while many buffers live: the mean of several in sequence. The cost of one page depends on the
+/// number of blocks that the allocator has to split, and so on the number of free pages: half of a sequence needs no split, a
+/// quarter one split, and so on, wherever the sequence begins.
 fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
-    // One file may not have as many handles as live in the end.
+    // One file may not have as many handles as buffers live at the end.
     let other = open()?;
     let owners = [fd, other.as_fd()];
     let mut live = Vec::new();
@@ -344,11 +344,11 @@ fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
     Ok(rows.into())
 }
 
-/// Numbers that look random and are the same in each run.
+/// Pseudo-random numbers, the same in each run.
 struct Random(u64);
 
 impl Random {
-    /// One below `bound`.
+    /// Returns a number below `bound`.
     fn below(&mut self, bound: u64) -> u64 {
         // Marsaglia's xorshift.
         self.0 ^= self.0 << 13;
@@ -358,8 +358,8 @@ impl Random {
     }
 }
 
-/// Allocations of random sizes, in turn by each of [`FILES`] files: with `count` live buffers, and with the holes that
-/// `surplus` more have left behind.
+/// Measures allocations of random sizes, by each of [`FILES`] files in order: with `count` live buffers, and with the holes of
+/// `surplus` buffers that were freed.
 fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: usize) -> Result<Value> {
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut live = Vec::new();
@@ -373,7 +373,7 @@ fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: us
         free(file.as_fd(), handle).map_err(errno)?;
     }
     settle(bed, "paged")?;
-    // The same sizes whatever lives.
+    // The same sizes for every number of live buffers.
     let mut random = Random(0x2545_f491_4f6c_dd1d);
     let mut sum = 0;
     for at in 0..MORE_RANDOM {
@@ -390,7 +390,7 @@ fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: us
     Ok(json!({ "buffers": count, "holes": surplus, "files": files.len(), "alloc": sum / MORE_RANDOM as u64 }))
 }
 
-/// What one more allocation costs while few and while many buffers of random sizes live.
+/// Measures one more allocation with few and with many live buffers of random sizes.
 fn crowd_with_holes(watch: &Watch, bed: &Bed) -> Result<Value> {
     let hard = getrlimit(Resource::Nofile).maximum;
     let wanted = Rlimit {
@@ -412,7 +412,7 @@ fn memory(watch: &Watch, bed: &Bed, short: bool) -> Result<Value> {
     let fd = file.as_fd();
     clear(bed, fd, "paged")?;
     clear(bed, fd, "pageless")?;
-    // Before there are two providers that buffers near nothing in particular could be in.
+    // Measured while there is only one provider that a buffer without clients could be in.
     publish(bed, "kernel", &[("kernel_reserve", &reserve)])?;
     let path = bed.device("kernel")?.sysfs().join("p2pmem/allocate");
     let pool = OpenOptions::new()
@@ -449,7 +449,7 @@ fn memory(watch: &Watch, bed: &Bed, short: bool) -> Result<Value> {
     Ok(json!({ "sizes": rows, "end_to_end": whole, "live": crowd, "live_with_holes": holes }))
 }
 
-/// What the kernel's own choice costs for each of some lists of clients: alone, and with taking and freeing a page.
+/// Measures the kernel's own choice for each of some lists of clients: alone, and with taking and freeing a page.
 fn find_many(door: &mut File, lists: &[Vec<Client>]) -> Result<(u64, u64)> {
     let lines: Vec<String> = lists
         .iter()
@@ -469,14 +469,14 @@ fn find_many(door: &mut File, lists: &[Vec<Client>]) -> Result<(u64, u64)> {
     Ok((decide.parse()?, whole.parse()?))
 }
 
-/// A client as p2pmem and as the kernel's tools name it.
+/// A client with its address for p2pmem and for the kernel's tools.
 #[derive(Clone)]
 struct Client {
     address: abi::p2pmem_pci_addr,
     function: String,
 }
 
-/// The request that all decisions are of.
+/// The request of all decisions.
 fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
     let asked = abi::p2pmem_request {
         size: PAGE,
@@ -486,7 +486,7 @@ fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) 
     (asked, clients.iter().map(|c| c.address).collect())
 }
 
-/// Waits until no provider's freed memory is to be cleared: freeing costs less while the worker that clears is awake.
+/// Waits until no freed memory waits to be cleared: freeing costs less while the scrubber runs.
 fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
     let deadline = Instant::now() + SETTLE;
     loop {
@@ -506,9 +506,9 @@ fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
     }
 }
 
-/// What is measured of the module, for one list of clients. Each returns instructions.
+/// An operation of the module for one list of clients. Each measurement returns instructions.
 enum Ask {
-    /// `EXPLAIN` without verdicts: the decision and no more.
+    /// `EXPLAIN` without verdicts: the decision only.
     Decide,
     /// `EXPLAIN` with all verdicts and the message.
     Verdicts,
@@ -563,7 +563,7 @@ impl Ask {
         Ok(took)
     }
 
-    /// The cheapest of several rounds over lists of clients, by list. The first round fills the module's caches.
+    /// Returns the lowest count of several rounds over lists of clients, by list. The first round fills the module's caches.
     fn rounds(&self, watch: &Watch, fd: BorrowedFd<'_>, lists: &[Vec<Client>]) -> Result<u64> {
         let mut counts = Vec::new();
         for _ in 0..=TIMES {
@@ -599,7 +599,7 @@ impl Ask {
     }
 }
 
-/// Rules of the administrator that apply to this program and deny nothing, each of another provider.
+/// Rules of the administrator that apply to this program and deny nothing, each for another provider.
 fn rules(functions: &[String], count: usize) -> Result<()> {
     for (number, function) in functions.iter().enumerate().take(count) {
         let folder = Path::new(RULE_FOLDER).join(format!("{number:02}-bench"));
@@ -621,13 +621,13 @@ fn rules(functions: &[String], count: usize) -> Result<()> {
     Ok(())
 }
 
-/// `count` different lists of the same clients.
+/// Returns `count` different lists of the same clients.
 fn rotations(clients: &[Client], count: usize) -> Vec<Vec<Client>> {
     (0..count)
         .map(|turn| {
             let mut list = clients.to_vec();
             list.rotate_left(turn % clients.len());
-            // Beyond as many lists as there are clients, by swapping two of them.
+            // More lists than there are clients are made by swapping two clients.
             let (a, b) = (turn / clients.len(), clients.len() - 1);
             list.swap(a.min(b), b);
             list
@@ -654,7 +654,7 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     let mut providers = Vec::new();
     for count in PROVIDERS {
         while providers.len() < count {
-            // Half of each for the kernel's own choice to find.
+            // Half of each provider is in the kernel's own pool, for the kernel's own choice.
             let name = format!("mem{}", providers.len());
             publish(bed, &name, &[("kernel_reserve", &(2 * MIB).to_string())])?;
             providers.push(bed.device(&name)?.bdf.clone());

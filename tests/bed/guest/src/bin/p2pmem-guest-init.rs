@@ -32,26 +32,26 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, setrlimit};
 
-/// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
+/// The time that a command's pipes may stay open after its end, while its remaining processes are killed.
 const DRAIN: Duration = Duration::from_secs(30);
-/// How often somebody who was killed is looked after: a process dies in less.
+/// The interval at which a killed process is checked.
 const DYING: Duration = Duration::from_millis(1);
-/// How long drives may take to show their block devices.
+/// The time limit for drives to have their block devices.
 const BLOCK_DEVICES: Duration = Duration::from_secs(60);
-/// How long NICs may take to show their RDMA devices, with ports that are active.
+/// The time limit for NICs to have their RDMA devices, with active ports.
 const PORTS: Duration = Duration::from_secs(60);
-/// How long an IPoIB interface may take to join its network.
+/// The time limit for an IPoIB interface to join its network.
 const IPOIB: Duration = Duration::from_secs(60);
-/// How long a task may wait uninterruptibly before the kernel says so, in seconds: longer than the slow drives of the tests hold
-/// a command, on a machine that is busy with other things.
+/// The seconds of an uninterruptible wait after which the kernel reports a task: longer than the slow drives of the tests take
+/// for a command, on a busy machine.
 const HUNG_TASK: u32 = 60;
-/// How often a wait looks.
+/// The interval at which a wait checks its condition.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// The drivers and services that make a NIC of use.
+/// The drivers and services that a NIC needs.
 const RDMA_MODULES: [&str; 6] = ["mlx5_core", "mlx5_ib", "ib_uverbs", "rdma_ucm", "ib_umad", "ib_ipoib"];
 
-/// Where programs are.
+/// The search path of programs.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn main() {
@@ -65,22 +65,22 @@ fn main() {
     }
     rustix::fs::sync();
     let _ = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
-    // Ending would be a kernel panic, which hides why powering off failed.
+    // Returning would be a kernel panic, which hides why powering off failed.
     loop {
         thread::park();
     }
 }
 
-/// The command that runs, by number and process group.
+/// The running command, with its number and process group.
 type Running = Arc<Mutex<Option<(u64, Pid)>>>;
 
-/// Where frames to the runner go; whole frames, from any thread.
+/// The port to the runner. Any thread can send whole frames.
 #[derive(Clone)]
 struct Port(Arc<Mutex<File>>);
 
 impl Port {
     fn frame(&self, kind: Kind, payload: &[u8]) {
-        // An error means that the runner is gone; the reading side sees that as the end of the stream and ends the guest.
+        // An error means that the runner is gone. The reader gets the end of the stream and ends the guest.
         if let Ok(mut file) = self.0.lock() {
             let _ = wire::write_frame(&mut *file, kind, payload);
         }
@@ -161,7 +161,7 @@ fn run() -> Result<()> {
                 listen,
             })?,
             ToGuest::TimedOut { id } => {
-                // Backtraces of what blocks, into the kernel log, before the evidence is killed.
+                // Writes backtraces of blocked tasks to the kernel log, before the command is killed.
                 let _ = fs::write("/proc/sysrq-trigger", "w");
                 kill(&running, id);
             }
@@ -178,7 +178,7 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// Kills a command, if it is the one that runs.
+/// Kills a command, if it is the running one.
 fn kill(running: &Running, id: u64) {
     if let Some((_, pid)) = running.lock().ok().and_then(|r| *r).filter(|r| r.0 == id) {
         let _ = rustix::process::kill_process_group(pid, Signal::KILL);
@@ -195,7 +195,7 @@ fn mount_all() -> Result<()> {
     };
     put("proc", "/proc", MountFlags::empty(), "")?;
     put("sysfs", "/sys", MountFlags::empty(), "")?;
-    // The kernel may have mounted it on /dev already: again on top does no harm.
+    // The kernel may have mounted it on /dev already: a second mount on top does no harm.
     put("devtmpfs", "/dev", MountFlags::empty(), "mode=0755")?;
     dir("/dev/pts")?;
     put("devpts", "/dev/pts", MountFlags::empty(), "")?;
@@ -210,9 +210,9 @@ fn mount_all() -> Result<()> {
     dir("/run/p2pmem")
 }
 
-/// Switches off the scheduler's deadline servers, which keep real-time tasks from starving others: there are none here. Where a
-/// busy host does not run a processor for a while, the timer of such a server can find itself queued already, of which the
-/// kernel warns (hrtimer_forward(), 7.2).
+/// Switches off the scheduler's deadline servers, which keep real-time tasks from starving others: the guest has no such
+/// tasks. If a busy host does not run a processor for a while, the timer of such a server can be queued twice, and the kernel
+/// warns (hrtimer_forward(), 7.2).
 fn stop_deadline_servers() -> Result<()> {
     for server in ["fair_server", "ext_server"] {
         let Ok(processors) = fs::read_dir(Path::new("/sys/kernel/debug/sched").join(server)) else {
@@ -245,8 +245,8 @@ fn open_port() -> Result<File> {
 
 /// Sends every record of the kernel log, from the first on, to the runner.
 fn forward_kernel_log(port: Port) -> Result<()> {
-    // The kernel wakes readers of its log from a lazy interrupt, which an idle processor may take seconds to run: never
-    // wait for that alone.
+    // The kernel wakes readers of its log from a lazy interrupt, which an idle processor may handle seconds later: the thread
+    // does not wait for that alone.
     let look = Timespec {
         tv_sec: 0,
         tv_nsec: 20_000_000,
@@ -263,7 +263,7 @@ fn forward_kernel_log(port: Port) -> Result<()> {
             match log.read(&mut record) {
                 Ok(0) => return,
                 Ok(n) => port.frame(Kind::Kmsg, &record[..n]),
-                // EPIPE: records were overwritten before they were read; the next read goes on with the oldest.
+                // EPIPE: records were overwritten before they were read; the next read continues with the oldest one.
                 Err(e) if e.raw_os_error() == Some(Errno::PIPE.raw_os_error()) => {
                     port.frame(Kind::Kmsg, b"4,0,0,-;p2pmem-guest-init: kernel log records were lost");
                 }
@@ -280,12 +280,12 @@ fn forward_kernel_log(port: Port) -> Result<()> {
 
 fn kernel_log(line: &str) {
     if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
-        // One write is one record; without the newline readers would not see it before the next one begins.
+        // One write is one record; without the newline readers would see it only when the next one begins.
         let _ = log.write_all(format!("{line}\n").as_bytes());
     }
 }
 
-/// Puts the modules of another kernel where modprobe looks for them.
+/// Makes the modules of another kernel available to modprobe.
 fn use_modules(folder: &Path) -> Result<()> {
     mount(folder, "/usr/lib/modules", "", MountFlags::BIND, None)
         .with_context(|| format!("mounting {} on /usr/lib/modules", folder.display()))
@@ -306,7 +306,7 @@ fn set_up(
         (HUNG_TASK * time_factor).to_string(),
     )
     .context("hung task time-out")?;
-    // What RDMA pins counts against it, for programs that give up their privileges too.
+    // Memory that RDMA pins counts against this limit, also for programs that give up their privileges.
     let unlimited = Rlimit {
         current: None,
         maximum: None,
@@ -322,13 +322,13 @@ fn set_up(
     if rdma {
         modules.extend(RDMA_MODULES);
     }
-    // insmod does not load what the module needs, as modprobe would: its core where that has the peer-memory interface.
+    // Unlike modprobe, insmod does not load the module's dependencies: its core, if that has the peer-memory interface.
     if offers_peer_memory() {
         modules.push("ib_core");
     }
     run_quietly("modprobe", &[&["-a"], modules.as_slice()].concat())?;
     mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
-    // Drives appear when their controllers have been probed, which the kernel does in the background.
+    // Drives appear when the kernel has probed their controllers, which it does in the background.
     let drives = || missing(notes, "nvme", |device| usable(&device.block));
     wait_for(BLOCK_DEVICES * time_factor, "a block device", drives)?;
     if let Some(network) = network {
@@ -353,7 +353,7 @@ fn set_up(
     Ok(vars)
 }
 
-/// Whether the kernel's RDMA core has the peer-memory interface, by the list of the symbols that modules have.
+/// Returns whether the kernel's RDMA core has the peer-memory interface, from the list of modules' symbols.
 fn offers_peer_memory() -> bool {
     let Ok(release) = fs::read_to_string("/proc/sys/kernel/osrelease") else {
         return false;
@@ -362,7 +362,7 @@ fn offers_peer_memory() -> bool {
     fs::read_to_string(list).is_ok_and(|list| list.contains("symbol:ib_register_peer_memory_client "))
 }
 
-/// Devices of a kind that are not ready.
+/// Returns the devices of a kind that are not ready.
 fn missing(
     notes: &BTreeMap<String, wire::DeviceNote>,
     kind: &str,
@@ -375,7 +375,7 @@ fn missing(
     Ok(missing.map(|(name, _)| name).collect())
 }
 
-/// Waits until nothing is missing.
+/// Waits until no device is missing.
 fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String>>) -> Result<()> {
     let deadline = Instant::now() + limit;
     loop {
@@ -388,7 +388,7 @@ fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String
     }
 }
 
-/// Whether the first port of an RDMA device is active.
+/// Returns whether the first port of an RDMA device is active.
 fn is_active(rdma: &str) -> bool {
     let state = fs::read_to_string(format!("/sys/class/infiniband/{rdma}/ports/1/state"));
     state.is_ok_and(|state| state.contains("ACTIVE"))
@@ -441,7 +441,7 @@ type Answer = Result<serde_json::Value, String>;
 #[derive(Clone, Default)]
 struct Replies(Arc<Mutex<HashMap<u64, mpsc::Sender<Answer>>>>);
 
-/// Passes requests of programs in the guest on to the runner, a thread for each connection.
+/// Passes requests of programs in the guest to the runner, with a thread for each connection.
 fn serve_requests(port: Port, replies: Replies) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let listener = UnixListener::bind(SOCKET).context(SOCKET)?;
@@ -543,7 +543,7 @@ fn run_command(
     if let Ok(mut running) = running.lock() {
         *running = None;
     }
-    // What it left running would keep the pipes open and disturb the next command. ESRCH: nothing left.
+    // Remaining processes would keep the pipes open and disturb the next command. ESRCH: no process remains.
     let _ = rustix::process::kill_process_group(pid, Signal::KILL);
     let deadline = Instant::now() + DRAIN;
     for _ in 0..2 {
@@ -573,7 +573,7 @@ fn reap(group: Pid, deadline: Instant) {
             Err(_) => break,
         }
     }
-    // Children that left the group are process 1's too; no other command runs now, so any zombie is theirs.
+    // Children that left the group are process 1's too. No other command runs now, so any zombie is one of them.
     while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
 }
 
@@ -589,7 +589,7 @@ fn tell_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
             match is_listened_on(listen) {
                 Ok(true) => return port.control(&ToHost::Listening { id }),
                 Ok(false) => thread::sleep(LOOK),
-                // The reaper of leftovers may be faster than this one's own wait.
+                // The reaper of remaining processes may be faster than this wait.
                 Err(_) if !runs() => return,
                 Err(e) => return kernel_log(&format!("p2pmem-guest-init: waiting for {listen:?}: {e:#}")),
             }

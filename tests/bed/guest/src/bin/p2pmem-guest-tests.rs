@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs one test of the module in a guest: `p2pmem-guest-tests list | run NAME`. The harness on the host starts it.
+//! Runs one test of the module in a guest: `p2pmem-guest-tests list | run NAME`. The harness on the host starts this program.
 
 use std::process::ExitCode;
 
