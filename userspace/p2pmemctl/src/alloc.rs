@@ -157,6 +157,12 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     for buffer in buffers {
         buffer.free()?;
     }
+    if !context.json {
+        writeln!(
+            context.out,
+            "The memory is free again. To keep it, use --hold, or --exec COMMAND to run a program with it."
+        )?;
+    }
     Ok(Outcome::Done)
 }
 

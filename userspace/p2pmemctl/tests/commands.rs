@@ -158,7 +158,8 @@ fn alloc_says_where_it_landed_and_leaves_nothing() {
     let (code, out) = machine.run(&["alloc", "16M", "--near", "nvme0", "--align", "2M", "--fill", "0x5a"]);
     assert_eq!(code, 0);
     let line = "16 MiB in provider 1 (0000:03:00.0), BAR 2 from byte 0x0 on, \
-                farthest path: SW (one PCIe switch: traffic stays in it)\n";
+                farthest path: SW (one PCIe switch: traffic stays in it)\n\
+                The memory is free again. To keep it, use --hold, or --exec COMMAND to run a program with it.\n";
     assert_eq!(out, line);
     let (_, out) = machine.run(&["alloc", "16M", "--near", "nvme0,nvme1"]);
     assert!(
