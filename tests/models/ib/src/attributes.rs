@@ -5,7 +5,7 @@
 use crate::packet::Gid;
 use crate::work::Path;
 
-/// Path MTU: most payload bytes of a packet.
+/// Path MTU: maximum payload of a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mtu {
     /// 256 bytes.
@@ -54,17 +54,17 @@ pub enum Service {
     Uc,
     /// Unreliable datagram.
     Ud,
-    /// The general services interface, queue pair 1: datagrams to and from managers. One per port; it gets what is sent to
-    /// queue pair 1, whatever its own number.
+    /// The general services interface (GSI), queue pair 1: management datagrams. One per port. It receives packets to queue
+    /// pair 1, whatever its own number is.
     Gsi,
     /// Extended reliable connection, as initiator, target or both.
     Xrc,
 }
 
-/// Where a queue pair's receives come from.
+/// The source of a queue pair's receive work requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReceiveFrom {
-    /// Nowhere: it cannot receive messages (or is XRC, where each message names the queue).
+    /// None: the queue pair cannot receive messages (or is XRC, where each message names the queue).
     None,
     /// Its own receive queue.
     Own,
@@ -72,7 +72,7 @@ pub enum ReceiveFrom {
     Shared(u32),
 }
 
-/// What a queue pair is created with.
+/// Attributes for the creation of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpConfig {
     /// Transport service.
@@ -83,31 +83,31 @@ pub struct QpConfig {
     pub send_cqn: u32,
     /// Completion queue of the receive queue.
     pub receive_cqn: u32,
-    /// Where receives come from.
+    /// The source of receive work requests.
     pub receive: ReceiveFrom,
     /// XRC: the domain whose shared receive queues messages may name.
     pub xrcd: u32,
-    /// Datagrams name this queue pair as their source (queue pair 1's helpers), in place of the real one.
+    /// The source queue pair in datagrams, instead of the real one (for helpers of queue pair 1).
     pub source_qpn: Option<u32>,
-    /// What it sends to a multicast group it does not receive itself; others on its port do.
+    /// The queue pair does not receive its own multicast packets; other queue pairs of its port do.
     pub deaf_to_itself: bool,
 }
 
-/// What a shared receive queue is created with.
+/// Attributes for the creation of a shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqConfig {
     /// Protection domain of its buffers.
     pub pd: u32,
     /// For XRC: the domain and the completion queue.
     pub xrc: Option<(u32, u32)>,
-    /// The event is wanted when fewer requests are left; 0: never.
+    /// Limit event: reported when fewer work requests are left; 0: never.
     pub limit: u32,
 }
 
 /// State of a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum State {
-    /// Nothing happens; all was forgotten.
+    /// No work is processed; all earlier work was dropped.
     #[default]
     Reset,
     /// Receives may be posted.
@@ -116,15 +116,15 @@ pub enum State {
     Rtr,
     /// Ready to send.
     Rts,
-    /// The send queue comes to rest, or has.
+    /// The send queue is being drained, or is drained.
     Sqd,
-    /// The send queue failed (not on reliable services); receiving goes on.
+    /// The send queue failed (not for reliable services); the receive queue still works.
     Sqe,
     /// Everything is flushed.
     Err,
 }
 
-/// What the other side of a connection may do.
+/// The access that the remote side of a connection has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AccessFlags {
     /// Write.
@@ -135,12 +135,12 @@ pub struct AccessFlags {
     pub atomic: bool,
 }
 
-/// A change of a queue pair: what is `None` stays.
+/// A change of a queue pair. Attributes that are `None` stay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modify {
     /// New state.
     pub state: Option<State>,
-    /// What the other side may do.
+    /// Access of the remote side.
     pub access: Option<AccessFlags>,
     /// Index into the port's table of P_Keys.
     pub pkey_index: Option<u16>,
@@ -152,28 +152,28 @@ pub struct Modify {
     pub receive_psn: Option<u32>,
     /// First packet sequence number sent, 24 bits.
     pub send_psn: Option<u32>,
-    /// Queue pair on the other side.
+    /// Remote queue pair.
     pub remote_qpn: Option<u32>,
     /// The path to the remote queue pair.
     pub path: Option<Path>,
     /// Code of the minimum RNR NAK timer, 0 to 31: how long the remote side waits if there is no receive.
     pub min_rnr_timer: Option<u8>,
-    /// How often to try again when the other side has no receive, 0 to 7; 7: without end.
+    /// Retries after an RNR NAK, 0 to 7; 7: without a limit.
     pub rnr_retry: Option<u8>,
-    /// How often to try again without acknowledgement, 0 to 7.
+    /// Retries without an acknowledgement, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Code of the time to wait for an acknowledgement, 0 to 31: 4.096 us times 2 to the power of it; 0: without end.
+    /// Code of the acknowledgement timeout, 0 to 31: 4.096 us times 2 to the power of the code; 0: without a limit.
     pub ack_timeout: Option<u8>,
-    /// Reads and atomics of this side that may be outstanding.
+    /// Maximum outstanding reads and atomics as requester.
     pub max_initiated: Option<u8>,
-    /// Reads and atomics of the other side that may be outstanding. They are served one after the other; the results of
-    /// this many atomics (and of 16 at least) are kept for repetitions.
+    /// Maximum outstanding reads and atomics as responder. They are processed one after the other. The results of this many
+    /// atomics (at least 16) are kept for duplicate requests.
     pub max_served: Option<u8>,
-    /// Going to SQD: [`Event::SendQueueDrained`](crate::Event::SendQueueDrained) is wanted.
+    /// With a change to SQD: requests [`Event::SendQueueDrained`](crate::Event::SendQueueDrained).
     pub drained_event: bool,
 }
 
-/// Why a change was refused. Nothing was changed.
+/// The reason why a change was refused. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModifyError {
     /// No queue pair or shared receive queue of this number.
@@ -182,7 +182,7 @@ pub enum ModifyError {
     /// The number is in use.
     #[error("the number is in use")]
     InUse,
-    /// The state cannot follow the present one.
+    /// The present state does not allow this change.
     #[error("a queue pair cannot go from {from:?} to {to:?}")]
     Transition {
         /// Present state.
@@ -198,12 +198,12 @@ pub enum ModifyError {
     Busy,
 }
 
-/// A queue pair as a query shows it.
+/// The attributes of a queue pair in a query.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpView {
     /// State.
     pub state: State,
-    /// In SQD: the send queue has not come to rest yet.
+    /// In SQD: the send queue is not drained yet.
     pub draining: bool,
     /// Next packet sequence number sent.
     pub send_psn: u32,
@@ -213,11 +213,11 @@ pub struct QpView {
     pub unacknowledged_psn: u32,
     /// Message sequence number: messages completed as responder.
     pub msn: u32,
-    /// What the other side may do.
+    /// Access of the remote side.
     pub access: AccessFlags,
     /// The path to the remote queue pair, once known.
     pub path: Option<Path>,
-    /// Queue pair on the other side.
+    /// Remote queue pair.
     pub remote_qpn: u32,
     /// Q_Key.
     pub qkey: u32,
@@ -225,12 +225,12 @@ pub struct QpView {
     pub mtu: Mtu,
 }
 
-/// What the engine has to know of its port.
+/// Attributes of the engine's port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortAttributes {
-    /// Base LID; 0 until the subnet gave one.
+    /// Base LID; 0 until the subnet assigns one.
     pub lid: u16,
-    /// Number of low bits of the LID that name paths.
+    /// LMC: number of low bits of the LID that select paths.
     pub lmc: u8,
     /// GIDs; the first is the port's own.
     pub gids: Vec<Gid>,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The transport of one adapter: its queue pairs, and what happens to them.
+//! The transport of one adapter: its queue pairs and their work.
 
 mod answers;
 mod datagram;
@@ -28,25 +28,25 @@ use pool::Pool;
 use qp::{GSI_QPN, Qp, Step};
 use receive::Srq;
 
-/// Most packets that a queue pair keeps in either direction while it waits. More than any window sends.
+/// Maximum number of packets that a queue pair keeps in either direction while it waits. No window sends more.
 const BACKLOG: usize = 8192;
-/// Turns of queue pairs in one call of [`Engine::run`].
+/// Steps of queue pairs in one call of [`Engine::run`].
 const TURNS: usize = 32;
 /// Packets that are sent without waiting for the other queue pairs' steps.
 const SEND_AT: usize = 32;
 
-/// What [`Engine::run`] has left to do.
+/// When [`Engine::run`] has to be called again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// More at once: look at the inbox without waiting, and call it again.
+    /// Immediately, after a check of the inbox that does not wait.
     More,
-    /// Something at this time, on the clock of [`Host::now`].
+    /// At this time, on the clock of [`Host::now`].
     At(Duration),
-    /// Nothing until something happens.
+    /// After the next event.
     Idle,
 }
 
-/// What the transport has done, since the engine was made.
+/// Counters of the transport since the engine was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
     /// Packets sent.
@@ -57,9 +57,9 @@ pub struct Counters {
     pub bytes_sent: u64,
     /// Payload bytes received and accepted.
     pub bytes_received: u64,
-    /// Packets sent again.
+    /// Packets retransmitted.
     pub retransmissions: u64,
-    /// Acknowledgement timers that ran out.
+    /// Acknowledgement timeouts.
     pub timeouts: u64,
     /// Sequence error NAKs sent.
     pub sequence_naks_sent: u64,
@@ -69,17 +69,17 @@ pub struct Counters {
     pub rnr_naks_sent: u64,
     /// Receiver-not-ready NAKs received.
     pub rnr_naks_received: u64,
-    /// Requests that had arrived before.
+    /// Duplicate requests.
     pub duplicates: u64,
     /// Requests refused as invalid.
     pub invalid_requests: u64,
-    /// Requests refused for their access rights.
+    /// Requests refused because of access rights.
     pub remote_access_errors: u64,
-    /// Requests that failed here.
+    /// Requests that failed at this responder.
     pub remote_operation_errors: u64,
     /// Accesses that waited for a page.
     pub page_faults: u64,
-    /// Datagrams dropped for want of a receive.
+    /// Datagrams dropped because there was no receive.
     pub datagrams_dropped: u64,
     /// Packets dropped for a wrong P_Key.
     pub pkey_violations: u64,
@@ -87,7 +87,7 @@ pub struct Counters {
     pub qkey_violations: u64,
     /// Packets dropped for other reasons: no such queue pair, wrong state, malformed.
     pub packets_dropped: u64,
-    /// Completions other than success, flushes not counted.
+    /// Completions with an error, except flush errors.
     pub error_completions: u64,
     /// Work requests flushed.
     pub flushed: u64,
@@ -95,36 +95,36 @@ pub struct Counters {
 
 /// The transport of one adapter.
 ///
-/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host; the other methods
-/// note what happened, and `run` acts on it.
+/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host. The other methods record
+/// an event, which `run` processes.
 #[derive(Debug)]
 pub struct Engine {
     qps: HashMap<u32, Qp>,
-    /// The queue pair that serves as number 1.
+    /// The queue pair that serves as queue pair 1.
     gsi: Option<u32>,
     /// Multicast groups and the queue pairs attached to them.
     groups: HashMap<Gid, Vec<u32>>,
-    /// Queue pairs with something to do, each at most once.
+    /// Queue pairs with pending work, each at most once.
     ready: VecDeque<u32>,
-    /// When queue pairs are to be looked at; each at most once.
+    /// Times at which queue pairs have to be checked, each queue pair at most once.
     timers: BTreeSet<(Duration, u32)>,
     shared: Shared,
 }
 
-/// What queue pairs use in common.
+/// State that queue pairs share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     port: PortAttributes,
     srqs: HashMap<u32, Srq>,
-    /// Packets to be sent.
+    /// Packets to send.
     out: Vec<Packet>,
     pool: Pool,
     counters: Counters,
-    /// Page faults and the queue pairs that wait for them.
+    /// Page faults, by token, and the queue pairs that wait for them.
     pages: HashMap<u64, Vec<u32>>,
     /// Queue pairs that wait until their path takes more packets.
     blocked: Vec<u32>,
-    /// Queue pairs that found out that they have more to do.
+    /// Queue pairs that have found more work.
     wake: Vec<u32>,
     /// Dropped when the packets are sent: until then, the packets that these answer count as in flight.
     released: Vec<Hold>,
@@ -148,11 +148,11 @@ impl Shared {
     }
 }
 
-/// A queue pair's surroundings while it is worked on.
+/// The environment of a queue pair during a step.
 pub(crate) struct Context<'a> {
     host: &'a mut dyn Host,
     shared: &'a mut Shared,
-    /// What the packets being worked on arrived as.
+    /// The burst of the packets that are being processed.
     flight: Option<&'a Flight>,
     now: Option<Duration>,
 }
@@ -167,7 +167,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// The time, read once.
+    /// The time, read once for each step.
     fn now(&mut self) -> Duration {
         *self.now.get_or_insert_with(|| self.host.now())
     }
@@ -185,7 +185,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// A receive was taken from a shared queue.
+    /// Records that a receive was taken from a shared queue.
     fn check_limit(&mut self, srqn: u32, left: u32) {
         if let Some(srq) = self.shared.srqs.get_mut(&srqn) {
             if left < srq.config.limit {
@@ -205,7 +205,7 @@ impl<'a> Context<'a> {
 }
 
 impl Engine {
-    /// An engine without queue pairs.
+    /// Creates an engine without queue pairs.
     pub fn new(port: PortAttributes) -> Self {
         Self {
             qps: HashMap::new(),
@@ -227,7 +227,7 @@ impl Engine {
         }
     }
 
-    /// Changes what the engine knows of its port.
+    /// Changes the port's attributes.
     pub fn set_port(&mut self, port: PortAttributes) {
         self.shared.port = port;
         for qp in self.qps.values_mut() {
@@ -235,11 +235,11 @@ impl Engine {
         }
     }
 
-    /// Makes a queue pair, in the state RESET. Numbers 0 and 1 and those above 0xfffffe cannot be given.
+    /// Creates a queue pair in the state RESET. The numbers 0 and 1 and those above 0xfffffe are reserved.
     ///
     /// # Errors
     ///
-    /// The number is in use or out of range, or there is no such shared receive queue.
+    /// The number is in use or out of range, or the shared receive queue does not exist.
     pub fn create_qp(&mut self, qpn: u32, config: QpConfig) -> Result<(), ModifyError> {
         if !(2..MULTICAST_QPN).contains(&qpn) {
             return Err(ModifyError::Range("queue pair"));
@@ -257,12 +257,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Changes attributes and state of a queue pair. Going to ERR flushes its work (in [`run`](Self::run)), going to RESET
-    /// forgets it without completions.
+    /// Changes attributes and state of a queue pair. A change to ERR flushes its work (in [`run`](Self::run)); a change to RESET
+    /// drops its work without completions.
     ///
     /// # Errors
     ///
-    /// Why the change is refused; then nothing was changed.
+    /// The reason of the refusal; nothing was changed then.
     pub fn modify(&mut self, host: &mut dyn Host, qpn: u32, change: &Modify) -> Result<(), ModifyError> {
         let qp = self.qps.get_mut(&qpn).ok_or(ModifyError::NoQueue)?;
         qp.modify(&mut Context::new(host, &mut self.shared, None), change)?;
@@ -271,16 +271,16 @@ impl Engine {
         Ok(())
     }
 
-    /// A queue pair's state and attributes.
+    /// Returns a queue pair's state and attributes.
     pub fn query(&self, qpn: u32) -> Option<QpView> {
         self.qps.get(&qpn).map(Qp::view)
     }
 
-    /// Ends a queue pair. Its work makes no completions any more.
+    /// Destroys a queue pair. Its work gets no completions.
     ///
     /// # Errors
     ///
-    /// There is none of this number.
+    /// There is no queue pair of this number.
     pub fn destroy_qp(&mut self, qpn: u32) -> Result<(), ModifyError> {
         let qp = self.qps.remove(&qpn).ok_or(ModifyError::NoQueue)?;
         if let ReceiveFrom::Shared(srqn) = qp.config.receive {
@@ -294,7 +294,7 @@ impl Engine {
         if let Some(time) = qp.timer {
             self.timers.remove(&(time, qpn));
         }
-        // A number may be given again: nothing must be left of this one.
+        // The number may be used again: no reference to this queue pair may remain.
         self.ready.retain(|ready| *ready != qpn);
         self.shared.wake.retain(|wake| *wake != qpn);
         self.shared.blocked.retain(|blocked| *blocked != qpn);
@@ -309,7 +309,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes a shared receive queue.
+    /// Creates a shared receive queue.
     ///
     /// # Errors
     ///
@@ -324,11 +324,12 @@ impl Engine {
         }
     }
 
-    /// Sets the limit of a shared receive queue: the event comes once, when a request is taken and fewer are left.
+    /// Arms the limit event of a shared receive queue. It is reported once, when a work request is taken and fewer than the limit
+    /// are left.
     ///
     /// # Errors
     ///
-    /// There is none of this number.
+    /// There is no queue of this number.
     pub fn arm_srq(&mut self, srqn: u32, limit: u32) -> Result<(), ModifyError> {
         self.shared
             .srqs
@@ -339,16 +340,16 @@ impl Engine {
         Ok(())
     }
 
-    /// The limit of a shared receive queue; 0 if it is off.
+    /// Returns the limit of a shared receive queue; 0 if it is not armed.
     pub fn srq_limit(&self, srqn: u32) -> Option<u32> {
         self.shared.srqs.get(&srqn).map(|srq| srq.config.limit)
     }
 
-    /// Ends a shared receive queue.
+    /// Destroys a shared receive queue.
     ///
     /// # Errors
     ///
-    /// There is none of this number, or a queue pair uses it.
+    /// There is no queue of this number, or a queue pair uses it.
     pub fn destroy_srq(&mut self, srqn: u32) -> Result<(), ModifyError> {
         match self.shared.srqs.get(&srqn) {
             None => Err(ModifyError::NoQueue),
@@ -360,8 +361,8 @@ impl Engine {
         }
     }
 
-    /// A datagram queue pair receives what is sent to a multicast group. (Its port joins the group by subnet
-    /// administration.)
+    /// Attaches a datagram queue pair to a multicast group: it then receives packets to the group. (Its port joins the group
+    /// through subnet administration.)
     ///
     /// # Errors
     ///
@@ -378,11 +379,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends what [`attach`](Self::attach) began.
+    /// Detaches a queue pair from a multicast group.
     ///
     /// # Errors
     ///
-    /// It is not attached.
+    /// The queue pair is not attached.
     pub fn detach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
         let members = self.groups.get_mut(&group).ok_or(ModifyError::NoQueue)?;
         let place = members
@@ -396,7 +397,7 @@ impl Engine {
         Ok(())
     }
 
-    /// There is work in a send queue. Unknown numbers are ignored.
+    /// Records that a send queue has new work. Unknown numbers are ignored.
     pub fn doorbell(&mut self, qpn: u32) {
         if let Some(qp) = self.qps.get_mut(&qpn) {
             qp.requester.ring();
@@ -404,7 +405,7 @@ impl Engine {
         }
     }
 
-    /// Whether a queue pair sent the packet to a group itself, and does not want to hear it.
+    /// Returns whether a queue pair sent the multicast packet itself, and does not receive its own packets.
     fn is_deaf_to(&self, qpn: u32, packet: &Packet) -> bool {
         let port = &self.shared.port;
         self.qps.get(&qpn).is_some_and(|qp| {
@@ -414,7 +415,7 @@ impl Engine {
         })
     }
 
-    /// Packets arrived.
+    /// Processes packets that arrived.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
         let Burst { packets, flight } = burst;
         let mut touched = Vec::new();
@@ -458,7 +459,7 @@ impl Engine {
         drop(flight);
     }
 
-    /// A packet for a queue pair.
+    /// Processes a packet for a queue pair.
     fn arrive(
         &mut self,
         host: &mut dyn Host,
@@ -500,7 +501,7 @@ impl Engine {
         }
     }
 
-    /// Accesses that wait for this page are to be repeated, or (`ok` is false) fail. Unknown tokens are ignored.
+    /// Repeats the accesses that wait for this page, or (`ok` is false) fails them. Unknown tokens are ignored.
     pub fn resume(&mut self, token: u64, ok: bool) {
         for qpn in self.shared.pages.remove(&token).unwrap_or_default() {
             if let Some(qp) = self.qps.get_mut(&qpn) {
@@ -517,7 +518,7 @@ impl Engine {
         }
     }
 
-    /// Goes on with what there is to do, for a bounded time.
+    /// Processes pending work, for a bounded time.
     pub fn run(&mut self, host: &mut dyn Host) -> Next {
         if !self.timers.is_empty() {
             let now = host.now();
@@ -552,12 +553,12 @@ impl Engine {
         self.timers.first().map_or(Next::Idle, |(time, _)| Next::At(*time))
     }
 
-    /// What was done so far.
+    /// Returns the counters.
     pub fn counters(&self) -> Counters {
         self.shared.counters
     }
 
-    /// Sends what was made, and lists who has more to do.
+    /// Sends the pending packets, and queues the queue pairs that have more work.
     fn after(&mut self, host: &mut dyn Host) {
         self.shared.send_out(host);
         self.take_wakes();
@@ -578,8 +579,8 @@ impl Engine {
         }
     }
 
-    /// Lists a queue pair's next deadline. One that has moved away is left in the list: when it comes, the queue pair
-    /// finds nothing to do, and is listed again.
+    /// Records a queue pair's next deadline. An entry whose deadline has moved stays in the list: when it is due, the queue pair
+    /// has no work, and is recorded again.
     fn set_timer(&mut self, qpn: u32) {
         let Some(qp) = self.qps.get_mut(&qpn) else { return };
         let Some(deadline) = qp.deadline() else { return };

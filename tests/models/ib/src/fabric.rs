@@ -29,13 +29,13 @@ pub struct Topology {
     pub links: Vec<(String, String)>,
 }
 
-/// What is wrong with a topology or a port.
+/// An invalid topology or port.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyError {
     /// There is no switch, or none of this name.
     #[error("no switch named \"{0}\"")]
     NoSwitch(String),
-    /// Two have the same name.
+    /// Two switches or ports have the same name.
     #[error("\"{0}\" is there twice")]
     Twice(String),
     /// No path connects the two switches.
@@ -51,29 +51,29 @@ pub enum TopologyError {
 pub struct PortConfig {
     /// Name, for logs and counters.
     pub name: String,
-    /// GUID; makes the port's GID.
+    /// GUID, the low half of the port's GID.
     pub guid: u64,
-    /// Name of the switch it hangs on.
+    /// Name of the switch that the port is linked to.
     pub switch: String,
 }
 
-/// What goes wrong on a link, in both directions.
+/// Faults of a link, in both directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Faults {
-    /// How long each packet takes.
+    /// Delay of each packet.
     pub delay: Duration,
-    /// Part of the packets that are lost, 0 to 1.
+    /// Fraction of packets that are lost, 0 to 1.
     pub loss: f64,
     /// The n-th packet from now on is lost; 0: none.
     pub lose_nth: u64,
-    /// Part of the packets that arrive twice, 0 to 1.
+    /// Fraction of packets that arrive twice, 0 to 1.
     pub duplicate: f64,
-    /// Part of the packets that change places with the next, 0 to 1.
+    /// Fraction of packets that are swapped with the next one, 0 to 1.
     pub reorder: f64,
 }
 
-/// What a link has carried, as seen from one end.
+/// Counters of a link, seen from one end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LinkCounters {
     /// Packets sent into it.
@@ -88,7 +88,7 @@ pub struct LinkCounters {
     pub lost: u64,
     /// Packets dropped because the link was down or the destination unknown, either direction.
     pub dropped: u64,
-    /// How often it went down.
+    /// Number of times that the link went down.
     pub downs: u64,
 }
 
@@ -99,7 +99,7 @@ pub struct Burst {
     pub(crate) flight: Option<Flight>,
 }
 
-/// Something for an adapter's inbox.
+/// A message for an adapter's inbox.
 #[derive(Debug)]
 pub enum Delivery {
     /// Packets, for [`Engine::packets`](crate::Engine::packets).
@@ -110,7 +110,7 @@ pub enum Delivery {
     Link(bool),
 }
 
-/// The subnet of a process. Clones are the same subnet.
+/// The subnet of a process. Clones share it.
 #[derive(Clone)]
 pub struct Fabric {
     inner: Arc<Inner>,
@@ -118,9 +118,9 @@ pub struct Fabric {
 
 struct Inner {
     network: Mutex<Network>,
-    /// Something is delayed, or the fabric goes.
+    /// Signals a new delayed packet, or the end of the fabric.
     changed: Condvar,
-    /// The moment that time is counted from.
+    /// The zero of the fabric's clock.
     start: Instant,
     timer: OnceLock<()>,
 }
@@ -155,14 +155,14 @@ impl fmt::Debug for Port {
 }
 
 impl Fabric {
-    /// LID of the subnet manager, where subnet administration queries go.
+    /// LID of the subnet manager, the destination of subnet administration queries.
     pub const SM_LID: u16 = network::SM_LID;
 
-    /// A subnet; `seed` decides which packets are lost where a link loses some.
+    /// Creates a subnet. `seed` determines which packets are lost on links with losses.
     ///
     /// # Errors
     ///
-    /// What is wrong with the topology.
+    /// The topology is invalid.
     pub fn new(topology: &Topology, seed: u64) -> Result<Self, TopologyError> {
         let inner = Inner {
             network: Mutex::new(Network::new(topology, seed)?),
@@ -173,8 +173,8 @@ impl Fabric {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Adds a port, whose link is up at once. `deliver` is called for everything that arrives, with the fabric's lock
-    /// held and on any thread: it may queue and wake, but neither wait nor call the fabric.
+    /// Adds a port, whose link is up immediately. `deliver` is called for every delivery, with the fabric's lock held and on any
+    /// thread: it may queue and wake, but must neither wait nor call the fabric.
     ///
     /// # Errors
     ///
@@ -204,7 +204,7 @@ impl Fabric {
             .map(drop)
     }
 
-    /// What goes wrong on the link between two switches from now on.
+    /// Sets the faults of the link between two switches.
     ///
     /// # Errors
     ///
@@ -216,7 +216,7 @@ impl Fabric {
             .map(drop)
     }
 
-    /// What the link between two switches has lost and dropped. (Packets and bytes are counted at ports.)
+    /// Returns the packets that the link between two switches has lost and dropped. (Packets and bytes are counted at ports.)
     ///
     /// # Errors
     ///
@@ -227,17 +227,17 @@ impl Fabric {
 }
 
 impl Port {
-    /// The port's LID, from 2 on.
+    /// Returns the port's LID. LIDs of ports start at 2.
     pub fn lid(&self) -> u16 {
         self.lid
     }
 
-    /// The port's GID.
+    /// Returns the port's GID.
     pub fn gid(&self) -> Gid {
         self.gid
     }
 
-    /// Whether the link is up.
+    /// Returns whether the link is up.
     pub fn is_up(&self) -> bool {
         self.inner.network().is_up(self.lid)
     }
@@ -247,12 +247,12 @@ impl Port {
         self.inner.network().set_up(self.lid, up);
     }
 
-    /// What goes wrong on the link from now on.
+    /// Sets the faults of the link.
     pub fn set_faults(&self, faults: Faults) {
         self.inner.network().set_faults(self.lid, faults);
     }
 
-    /// What the link has carried.
+    /// Returns the counters of the link.
     pub fn counters(&self) -> LinkCounters {
         self.inner.network().counters(self.lid)
     }
@@ -294,7 +294,7 @@ impl Drop for Fabric {
     }
 }
 
-/// Longest sleep of the timer's thread: then it sees whether the fabric is still there.
+/// Longest sleep of the timer's thread, which then checks whether the fabric still exists.
 const TIMER_LOOKS: Duration = Duration::from_millis(200);
 
 /// Starts the thread that delivers delayed packets. It ends with the fabric.

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the engine asks of the device that it is a part of.
+//! The interface of the engine to the device that contains it.
 
 use std::time::Duration;
 
 use crate::packet::Packet;
 use crate::work::{Completion, Queue, ReceiveWork, SendWork, Status};
 
-/// What an access to memory does, and so what its key has to allow.
+/// The kind of an access to memory, which the key has to allow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rights {
-    /// The data of a send or write is gathered. Every local key allows it.
+    /// Gathering the data of a send or write. Every local key allows it.
     LocalRead,
-    /// What was received or read is scattered.
+    /// Scattering received or read data.
     LocalWrite,
-    /// The other side reads.
+    /// A read by the remote side.
     RemoteRead,
-    /// The other side writes.
+    /// A write by the remote side.
     RemoteWrite,
-    /// The other side's atomic.
+    /// An atomic operation by the remote side.
     RemoteAtomic,
 }
 
-/// A range of memory and in whose name it is accessed.
+/// An access to a range of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
     /// Local or remote key.
@@ -31,7 +31,7 @@ pub struct Access {
     pub address: u64,
     /// Length in bytes; never 0.
     pub length: u64,
-    /// What is done.
+    /// The kind of access.
     pub rights: Rights,
     /// Protection domain of the queue pair (or shared receive queue), to be compared with the key's.
     pub pd: u32,
@@ -39,7 +39,7 @@ pub struct Access {
     pub qpn: u32,
 }
 
-/// Why an access did not take place, or only in part.
+/// The reason why an access did not take place, or only in part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// There is no such key, it is free, or its variant byte differs.
@@ -48,13 +48,13 @@ pub enum Fault {
     /// The key belongs to another protection domain or queue pair.
     #[error("key of another protection domain")]
     Domain,
-    /// The key does not allow this.
+    /// The key does not allow this kind of access.
     #[error("access not allowed by the key")]
     Rights,
-    /// The range is not inside the key's.
+    /// The range is outside of the key's memory.
     #[error("range outside of the key")]
     Bounds,
-    /// Nothing answers at the bus address, or it refuses.
+    /// No device answers at the bus address, or it refuses.
     #[error("the bus refused the access")]
     Bus,
     /// A page is not present and was requested. The engine repeats the access after [`Engine::resume`] with this token;
@@ -68,40 +68,40 @@ pub enum Fault {
 /// An atomic operation on 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Atomic {
-    /// Becomes `swap` if it is `compare`.
+    /// Compare and swap: stores `swap` if the value is `compare`.
     CompareSwap {
-        /// Value expected.
+        /// Expected value.
         compare: u64,
-        /// Value to put there.
+        /// New value.
         swap: u64,
     },
-    /// Wraps around.
+    /// Fetch and add, modulo 2^64.
     FetchAdd {
         /// Number to add.
         add: u64,
     },
 }
 
-/// What a queue had.
+/// The result of fetching from a queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fetched<W> {
     /// The next work request, which now belongs to the engine.
     Work(W),
-    /// Nothing, for now.
+    /// The queue is empty for now.
     Empty,
-    /// A work request that cannot be carried out: it is completed with this status (never `Success`), and the queue pair
-    /// goes to the error state.
+    /// An invalid work request: it is completed with this status (never `Success`), and the queue pair goes to the error
+    /// state.
     Bad {
-        /// What the host knows the request by.
+        /// The host's id of the request.
         id: u64,
-        /// Why.
+        /// The status.
         status: Status,
     },
     /// The queue itself cannot be read: the queue pair goes to the error state with [`Event::QpFatal`].
     Broken,
 }
 
-/// Asynchronous events, as the verbs have them.
+/// Asynchronous events, as in verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The first packet arrived while the queue pair was in RTR.
@@ -124,7 +124,7 @@ pub enum Event {
         /// The queue pair.
         qpn: u32,
     },
-    /// The send queue has come to rest in SQD.
+    /// The send queue is drained in SQD.
     SendQueueDrained {
         /// The queue pair.
         qpn: u32,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The prefix of a subnet that was given none.
+    /// The subnet prefix of a subnet without a configured one.
     pub const DEFAULT_PREFIX: u64 = 0xfe80_0000_0000_0000;
 
     /// The GID of a port.
@@ -80,10 +80,10 @@ pub(crate) mod operation {
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
 /// First LID of the multicast range.
 pub(crate) const MULTICAST_LID: u16 = 0xc000;
-/// The LID that means: wherever this arrives.
+/// The permissive LID: the port that receives the packet.
 pub(crate) const PERMISSIVE_LID: u16 = 0xffff;
 
-/// Bytes that packets refer to ranges of.
+/// Shared bytes; packets refer to ranges of them.
 pub(crate) type Chunk = Arc<Vec<u8>>;
 
 /// A packet's payload.
@@ -95,7 +95,7 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// `len` bytes of `chunk` from `start` on, as far as it has them.
+    /// The `len` bytes of `chunk` from `start`, or as many as it has.
     pub(crate) fn new(chunk: &Chunk, start: usize, len: usize) -> Self {
         let start = start.min(chunk.len());
         let len = len.min(chunk.len() - start);
@@ -122,7 +122,7 @@ impl Slice {
         self.len == 0
     }
 
-    /// This and `next` as one, if `next` goes on where this ends, in the same chunk.
+    /// Returns this and `next` as one slice, if `next` continues this one in the same chunk.
     pub(crate) fn joined(&self, next: &Slice) -> Option<Slice> {
         match (&self.chunk, &next.chunk) {
             (Some(a), Some(b)) if Arc::ptr_eq(a, b) && self.start + self.len == next.start => Some(Self {
@@ -173,7 +173,7 @@ pub(crate) struct Aeth {
     pub(crate) msn: u32,
 }
 
-/// The extended transport header that the operation has.
+/// The extended transport header of the operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Extended {
     #[default]
@@ -195,7 +195,7 @@ pub(crate) struct GlobalRoute {
     pub(crate) dgid: Gid,
 }
 
-/// A packet. What is in it is the engines' and the fabric's business.
+/// A packet. Only engines and the fabric use its contents.
 #[derive(Clone)]
 pub struct Packet {
     pub(crate) dlid: u16,
@@ -217,7 +217,7 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Bytes that it would take on a wire: headers, payload with padding, and CRCs.
+    /// Returns the bytes of the packet on a wire: headers, payload with padding, and CRCs.
     pub fn wire_bytes(&self) -> u64 {
         use operation::*;
         let mut bytes = 8 + 12 + 4 + 2;

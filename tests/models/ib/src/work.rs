@@ -1,35 +1,35 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Work requests as the host decodes them from its queues, and completions as it encodes them.
+//! Work requests, decoded by the host from its queues, and completions, which the host encodes.
 
 use smallvec::SmallVec;
 
 use crate::packet::Gid;
 
-/// A piece of local memory: an entry of a scatter/gather list.
+/// A range of local memory: an entry of a scatter/gather list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sge {
     /// Local key.
     pub key: u32,
     /// First address, in the key's address space.
     pub address: u64,
-    /// Length in bytes. 0 is an empty piece, whose key is not looked at.
+    /// Length in bytes. 0 is an empty range, whose key is not checked.
     pub length: u32,
 }
 
-/// Where a work request's data is.
+/// The data of a work request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// In memory: gathered from (or, for reads and atomics, scattered to) these pieces in order.
+    /// In memory: gathered from (or, for reads and atomics, scattered to) these ranges in order.
     Memory(SmallVec<[Sge; 4]>),
     /// In the work request itself.
     Inline(Vec<u8>),
-    /// Some of it here and some there, put together in order. For sends and writes.
+    /// Some of it in memory and some inline, in order. For sends and writes.
     Mixed(Vec<Segment>),
 }
 
 impl Payload {
-    /// This, and a piece more behind it.
+    /// Returns this payload with another segment at its end.
     #[must_use]
     pub fn with(self, piece: Segment) -> Self {
         match (self, piece) {
@@ -64,7 +64,7 @@ pub enum Segment {
 }
 
 impl Segment {
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     pub(crate) fn len(&self) -> u64 {
         match self {
             Self::Memory(piece) => piece.length.into(),
@@ -73,7 +73,7 @@ impl Segment {
     }
 }
 
-/// Memory of the other side.
+/// Memory of the remote side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
     /// First address, in the key's address space.
@@ -82,43 +82,43 @@ pub struct Remote {
     pub key: u32,
 }
 
-/// What a send work request asks for.
+/// The operation of a send work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOp {
-    /// A message into a receive of the other side.
+    /// SEND: a message to a receive of the remote side.
     Send {
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// A message after which the other side invalidates its key.
+    /// SEND with invalidate: the remote side then invalidates its key.
     SendInvalidate {
         /// The remote key.
         key: u32,
     },
-    /// Data into the other side's memory; with immediate data it also takes a receive there.
+    /// RDMA WRITE; with immediate data it also takes a receive of the remote side.
     Write {
-        /// Where to.
+        /// The target.
         remote: Remote,
         /// Immediate data.
         imm: Option<u32>,
     },
     /// Data from the remote side's memory, as many bytes as the payload has space for.
     Read {
-        /// Where from.
+        /// The source.
         remote: Remote,
     },
-    /// 8 bytes of the other side become `swap` if they are `compare`; the payload receives what they were.
+    /// Compare and swap of 8 remote bytes: they become `swap` if they are `compare`. The payload receives the old value.
     CompareSwap {
-        /// Which 8 bytes; aligned.
+        /// The 8 bytes; aligned.
         remote: Remote,
-        /// Value expected.
+        /// Expected value.
         compare: u64,
-        /// Value to put there.
+        /// New value.
         swap: u64,
     },
-    /// `add` is added to 8 bytes of the other side; the payload receives what they were.
+    /// Fetch and add on 8 remote bytes. The payload receives the old value.
     FetchAdd {
-        /// Which 8 bytes; aligned.
+        /// The 8 bytes; aligned.
         remote: Remote,
         /// Number to add.
         add: u64,
@@ -128,26 +128,26 @@ pub enum SendOp {
     Local,
 }
 
-/// What a send work request waits for before it starts.
+/// The work that a send work request waits for before it starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fence {
     /// Nothing.
     #[default]
     None,
-    /// The end of all earlier reads and atomics of the queue (the fence of the verbs).
+    /// All earlier reads and atomics of the queue (the fence of verbs).
     Reads,
-    /// The end of all earlier work of the queue.
+    /// All earlier work of the queue.
     All,
 }
 
 /// Flags of a send work request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SendFlags {
-    /// Its success makes a completion; its failure always does.
+    /// Signaled: success makes a completion. An error always does.
     pub signaled: bool,
-    /// The other side's completion is a solicited event.
+    /// The remote side's completion is a solicited event.
     pub solicited: bool,
-    /// What it waits for.
+    /// The work to wait for.
     pub fence: Fence,
 }
 
@@ -193,7 +193,7 @@ pub struct AddressVector {
 /// A work request of a send queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SendWork {
-    /// What the host knows the request by (such as the index of its first queue slot): comes back in the completion.
+    /// The host's id of the request (such as the index of its first queue slot), which the completion has.
     pub id: u64,
     /// The requested operation.
     pub op: SendOp,
@@ -203,7 +203,7 @@ pub struct SendWork {
     pub payload: Payload,
     /// Datagram services: the destination.
     pub to: Option<AddressVector>,
-    /// XRC: number of the shared receive queue on the other side.
+    /// XRC: number of the remote shared receive queue.
     pub remote_srqn: u32,
 }
 
@@ -219,46 +219,46 @@ pub enum Queue {
 /// A work request of a receive queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReceiveWork {
-    /// What the host knows the request by: comes back in the completion.
+    /// The host's id of the request, which the completion has.
     pub id: u64,
-    /// Where the message goes.
+    /// The target of the message.
     pub pieces: SmallVec<[Sge; 4]>,
-    /// How many requests are left in the queue without this one. Looked at for shared queues' limit only.
+    /// Number of requests left in the queue without this one. Used for shared queues' limit only.
     pub left: u32,
 }
 
-/// How work ended; the verbs' completion statuses.
+/// The status of a completion, as in verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
     /// As requested.
     Success,
     /// Local length error: a message longer than the receive, or a work request longer than allowed.
     LocalLength,
-    /// Local queue pair operation error: the work request makes no sense.
+    /// Local queue pair operation error: the work request is invalid.
     LocalQpOperation,
     /// Local protection error: a local key does not allow the access.
     LocalProtection,
-    /// Not done: the queue pair is in the error state.
+    /// Flushed: the queue pair is in the error state.
     Flushed,
     /// A memory window could not be bound.
     MwBind,
-    /// An answer that does not fit the request.
+    /// Bad response error: a response that does not fit the request.
     BadResponse,
     /// Local access error: a remote write with immediate data failed on the receiving side.
     LocalAccess,
-    /// The other side cannot carry out such a request.
+    /// Remote invalid request error.
     RemoteInvalidRequest,
-    /// The other side's key does not allow the access.
+    /// Remote access error: the remote key does not allow the access.
     RemoteAccess,
-    /// The other side could not carry out the request.
+    /// Remote operation error.
     RemoteOperation,
-    /// No acknowledgement, for as often as was to be tried.
+    /// Transport retry counter exceeded: no acknowledgement.
     RetryExceeded,
-    /// The other side had no receive, for as often as was to be tried.
+    /// RNR retry counter exceeded: the remote side had no receive.
     RnrRetryExceeded,
 }
 
-/// What a receive got.
+/// The content of a receive completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
     /// A message.
@@ -271,7 +271,7 @@ pub enum Received {
     WriteImm(u32),
 }
 
-/// Where a datagram came from.
+/// The source of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdSource {
     /// Sending queue pair.
@@ -286,14 +286,14 @@ pub struct UdSource {
     pub grh: bool,
     /// Index of the packet's P_Key in this port's table.
     pub pkey_index: u16,
-    /// It was sent to a multicast group.
+    /// The packet was sent to a multicast group.
     pub multicast: bool,
 }
 
-/// The end of a work request.
+/// The completion of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
-    /// Of a send queue. Completions of one queue come in its order.
+    /// Of a send queue. Completions of one queue are in the queue's order.
     Send {
         /// The queue pair.
         qpn: u32,
@@ -303,12 +303,12 @@ pub enum Completion {
         id: u64,
         /// The requested operation; `None` if it could not be decoded.
         op: Option<SendOp>,
-        /// How it ended.
+        /// The status.
         status: Status,
-        /// Bytes that a read or an atomic brought.
+        /// Bytes that a read or an atomic returned.
         length: u32,
     },
-    /// Of a receive queue. For a receive queue of a pair's own they come in its order.
+    /// Of a receive queue. Completions of a queue pair's own receive queue are in the queue's order.
     Receive {
         /// The queue pair that received.
         qpn: u32,
@@ -318,16 +318,16 @@ pub enum Completion {
         queue: Queue,
         /// As in [`ReceiveWork::id`].
         id: u64,
-        /// How it ended; the fields that follow mean something on success only.
+        /// The status; the following fields are valid on success only.
         status: Status,
         /// Bytes received (for datagrams with the 40 bytes for a global route header; for a write with immediate data,
         /// the bytes written).
         length: u32,
-        /// What was received.
+        /// The content.
         what: Received,
-        /// The sender asks for a solicited event.
+        /// The sender requested a solicited event.
         solicited: bool,
-        /// Datagram services: who sent it.
+        /// Datagram services: the source.
         source: Option<UdSource>,
     },
 }
