@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Completion queues and completions.
+
+use std::fmt;
+use std::io;
+use std::mem;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rdma_mummy_sys as ffi;
+use rustix::event::{poll, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use super::{errno, Nic};
+
+/// The completion of a work request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// The request's own number; for a receive that of the receive.
+    pub id: u64,
+    /// Why it failed.
+    pub failure: Option<Failure>,
+    /// Bytes received.
+    pub bytes: u32,
+    /// The number that came with it.
+    pub immediate: Option<u32>,
+}
+
+/// The status of a work request that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// `enum ibv_wc_status`.
+    pub status: u32,
+    /// The vendor's own code.
+    pub vendor: u32,
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use ffi::ibv_wc_status::*;
+        let (what, remedy) = match self.status {
+            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than the receive for it"),
+            IBV_WC_LOC_PROT_ERR => (
+                "local protection error",
+                "this side's memory is not registered any more: was its provider unpublished?",
+            ),
+            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue was torn down"),
+            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not take such requests"),
+            IBV_WC_REM_ACCESS_ERR => (
+                "remote access error",
+                "the other side's memory is not registered any more: was its provider unpublished, or has the program ended?",
+            ),
+            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not reach its memory"),
+            IBV_WC_RETRY_EXC_ERR => (
+                "transport retry counter exceeded",
+                "the other side's NIC does not answer: is the link up, are LID and GID right, does its program still run?",
+            ),
+            IBV_WC_RNR_RETRY_EXC_ERR => ("receiver not ready", "the other side posts no receives"),
+            _ => ("failed", "see ibv_poll_cq(3)"),
+        };
+        write!(
+            f,
+            "{what} (status {}, vendor code {:#x}): {remedy}",
+            self.status, self.vendor
+        )
+    }
+}
+
+/// A completion queue with its channel.
+///
+/// # Invariants
+///
+/// `raw` and `channel` live until this is dropped; `raw` was made with that channel.
+pub struct Completions {
+    pub(super) raw: NonNull<ffi::ibv_cq>,
+    channel: NonNull<ffi::ibv_comp_channel>,
+    _nic: Arc<Nic>,
+}
+
+// SAFETY: as for `Nic`.
+unsafe impl Send for Completions {}
+// SAFETY: as for `Nic`.
+unsafe impl Sync for Completions {}
+
+impl Completions {
+    /// Creates a queue for as many completions.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL if the NIC does not support a queue of this size, ENOMEM.
+    pub fn new(nic: &Arc<Nic>, entries: u32) -> io::Result<Arc<Self>> {
+        let entries = libc::c_int::try_from(entries).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+        // SAFETY: by its invariant the context is open; the channel is destroyed where no queue comes of it.
+        unsafe {
+            let channel = ffi::ibv_create_comp_channel(nic.raw.as_ptr());
+            let channel = NonNull::new(channel).ok_or_else(io::Error::last_os_error)?;
+            let raw = ffi::ibv_create_cq(nic.raw.as_ptr(), entries, ptr::null_mut(), channel.as_ptr(), 0);
+            let Some(raw) = NonNull::new(raw) else {
+                let error = io::Error::last_os_error();
+                ffi::ibv_destroy_comp_channel(channel.as_ptr());
+                return Err(error);
+            };
+            // INVARIANT: both made just now.
+            Ok(Arc::new(Self {
+                raw,
+                channel,
+                _nic: nic.clone(),
+            }))
+        }
+    }
+
+    /// Takes what is there, 64 completions at most.
+    ///
+    /// # Errors
+    ///
+    /// The queue is broken.
+    pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
+        const MOST: usize = 64;
+        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
+        // SAFETY: the queue lives by the invariant; the list has as many entries as the call may fill.
+        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
+        let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
+        for done in &list[..count] {
+            // SAFETY: all zeros, which it was, is a value of the structure, and ibv_poll_cq wrote the first `count` entries.
+            let done = unsafe { &*done.as_ptr() };
+            let failed = done.status != ffi::ibv_wc_status::IBV_WC_SUCCESS;
+            let with_immediate = done.wc_flags & ffi::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
+            // SAFETY: both fields of the union are integers of the same size.
+            let immediate = u32::from_be(unsafe { done.imm_data_invalidated_rkey_union.imm_data });
+            into.push(Completion {
+                id: done.wr_id,
+                failure: failed.then_some(Failure {
+                    status: done.status,
+                    vendor: done.vendor_err,
+                }),
+                bytes: done.byte_len,
+                immediate: (!failed && with_immediate).then_some(immediate),
+            });
+        }
+        Ok(count)
+    }
+
+    /// Has the next completion make the channel readable. Completions that came before do not: poll again afterwards.
+    ///
+    /// # Errors
+    ///
+    /// The queue is broken.
+    pub fn arm(&self) -> io::Result<()> {
+        // SAFETY: the queue lives by the invariant.
+        errno(unsafe { ffi::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
+    }
+
+    fn fd(&self) -> RawFd {
+        // SAFETY: the channel lives by the invariant.
+        unsafe { self.channel.as_ref() }.fd
+    }
+
+    /// Waits for an armed completion, no longer than the limit. Returns whether there was one.
+    ///
+    /// # Errors
+    ///
+    /// The completion channel failed.
+    pub fn wait(&self, limit: Duration) -> io::Result<bool> {
+        // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
+        let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        // A time that the kernel's type cannot hold is no limit.
+        let limit = Timespec::try_from(limit).ok();
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(0) | Err(Errno::INTR) => return Ok(false),
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel lives by the invariant and has an event, as just polled; only this queue uses it. The event
+        // is acknowledged to the queue that it came from.
+        unsafe {
+            errno(ffi::ibv_get_cq_event(self.channel.as_ptr(), &mut queue, &mut context))?;
+            ffi::ibv_ack_cq_events(queue, 1);
+        }
+        Ok(true)
+    }
+}
+
+impl Drop for Completions {
+    fn drop(&mut self) {
+        // SAFETY: both live by the invariant; queue pairs hold an `Arc` of this and are gone; all events were
+        // acknowledged when they were taken. The queue goes before its channel.
+        unsafe {
+            ffi::ibv_destroy_cq(self.raw.as_ptr());
+            ffi::ibv_destroy_comp_channel(self.channel.as_ptr());
+        }
+    }
+}
