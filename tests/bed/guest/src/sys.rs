@@ -12,15 +12,20 @@ use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use p2pmem_sys as abi;
 use sideway::ibverbs::AccessFlags;
 use sideway::ibverbs::memory_region::MemoryRegion;
 use sideway::ibverbs::protection_domain::ProtectionDomain;
 use sideway::ibverbs::queue_pair::{BasicQueuePair, PostSendGuard, QueuePair, SetScatterGatherEntry, WorkRequestFlags};
+
+use crate::limits::scaled;
+
+/// The time limit for the kernel to remove a thread that has ended.
+const THREAD_END: Duration = Duration::from_secs(10);
 
 /// An errno, or success.
 pub type Answer = Result<(), i32>;
@@ -910,8 +915,12 @@ impl ForkedChild {
 ///
 /// If the process has more than one thread.
 pub fn spawn_child(child: impl FnOnce() -> i32) -> io::Result<ForkedChild> {
-    let threads = std::fs::read_dir("/proc/self/task")?.count();
-    assert_eq!(threads, 1, "only a process with one thread may fork");
+    // A thread is listed until the kernel has removed it, which may be shortly after join() has returned.
+    let deadline = Instant::now() + scaled(THREAD_END);
+    while std::fs::read_dir("/proc/self/task")?.count() > 1 {
+        assert!(Instant::now() < deadline, "only a process with one thread may fork");
+        std::thread::yield_now();
+    }
     // SAFETY: The process has one thread, so no lock is held by a thread that the child does not have, and the child may run
     // any code.
     match unsafe { libc::fork() } {
