@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory that a drive is still writing to when its owner lets go, or its provider leaves.
+//! Freeing memory, and removing a provider, while a drive does DMA to the memory.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -20,45 +20,45 @@ use crate::sys::Mapping;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "pinned",
-        about: "memory that is freed while a drive writes to it goes to nobody before the drive is done",
+        about: "memory that is freed during a drive's DMA is pinned, and is not allocated again before the DMA ends",
         topology: "slow",
         ruins: false,
         run: pinned,
     },
     Case {
         name: "unbind-pinned",
-        about: "unbinding waits for the I/O that is under way, says whose it is, and ends with it",
+        about: "unbinding waits for I/O in flight, logs the pid of the I/O's owner, and returns when the I/O has ended",
         topology: "slow",
         ruins: false,
         run: unbind_pinned,
     },
 ];
 
-/// What one read takes: some seconds, and no more pages than the kernel refers to all at once.
+/// Bytes of one read. The read takes some seconds, and the kernel pins all of its pages at once.
 const IO: usize = 1 << 20;
-/// How many reads unbinding waits for.
+/// Number of reads that unbinding waits for.
 const READS: usize = 3;
-/// A bound for everything that waits for the drive.
+/// Time limit of [`until`], before the factor of [`patiently`].
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Waits until something holds; it is looked at every few milliseconds.
+/// Polls `holds` every 5 ms until it returns true. Fails with an overrun after [`LIMIT`]; `what` names the condition.
 pub(super) fn until(what: &str, mut holds: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + patiently(LIMIT);
     while !holds()? {
-        in_time!(Instant::now() < deadline, "not within {LIMIT:?}: {what}");
+        in_time!(Instant::now() < deadline, "condition not met within {LIMIT:?}: {what}");
         thread::sleep(Duration::from_millis(5));
     }
     Ok(())
 }
 
-/// Whether the drive has I/O under way.
+/// Whether the drive has I/O in flight.
 pub(super) fn busy(block: &Path) -> Result<bool> {
     let name = block.file_name().context("a block device has a name")?;
     let inflight = read(&Path::new("/sys/block").join(name).join("inflight"))?;
     Ok(inflight.split_whitespace().any(|count| count != "0"))
 }
 
-/// The drive, with its budget used up, so that the next read has to wait.
+/// Opens the drive for O_DIRECT. One read uses up the budget of its bandwidth limit, so the next read has to wait.
 pub(super) fn slow_drive(bed: &Bed) -> Result<File> {
     let drive = OpenOptions::new()
         .read(true)
@@ -86,7 +86,7 @@ fn pinned(bed: &mut Bed) -> Result<()> {
             done.store(true, Ordering::SeqCst);
             got
         });
-        until("the drive has begun", || busy(&block))?;
+        until("the drive has I/O in flight", || busy(&block))?;
         free(file.as_fd(), a.handle).map_err(errno)?;
         map.vacate().map_err(errno)?;
         until("the memory is pinned", || {
@@ -94,23 +94,25 @@ fn pinned(bed: &mut Bed) -> Result<()> {
         })?;
         in_time!(
             !done.load(Ordering::SeqCst),
-            "the drive was faster than the test: nothing was shown"
+            "the read ended before the test could allocate: the test checked nothing"
         );
-        // As long as the drive writes, no allocation may get these bytes: all others together are too few.
+        // The pinned bytes must not be allocated. Without them, too few bytes are free for this request.
         let rest = alloc(file.as_fd(), whole.free);
         let still = bed.provider("accel0")?.pinned;
         match rest {
             Err(code) => ensure!(code == libc::ENOSPC, "ALLOC: {}", errno(code)),
             Ok(got) => {
                 free(file.as_fd(), got.handle).map_err(errno)?;
-                ensure!(still == 0, "memory was handed out that a drive still writes to");
+                ensure!(still == 0, "memory was allocated while a drive still writes to it");
             }
         }
-        let got = read.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
+        let got = read
+            .join()
+            .map_err(|_| anyhow::anyhow!("the thread that reads panicked"))??;
         ensure!(got == IO, "the drive read {got} of {IO} bytes");
         Ok(())
     })?;
-    until("nothing is pinned any more", || Ok(bed.provider("accel0")?.pinned == 0))?;
+    until("no memory is pinned", || Ok(bed.provider("accel0")?.pinned == 0))?;
     bed.settled()?;
     let all = alloc(file.as_fd(), whole.free).map_err(errno)?;
     free(file.as_fd(), all.handle).map_err(errno)
@@ -121,7 +123,7 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
     let drive = slow_drive(bed)?;
     bed.settled()?;
     let file = open()?;
-    // The drive serves one after the other, so that there is something to wait for, however late the unbinding begins.
+    // The drive serves one read at a time, so reads are still in flight however late the unbinding starts.
     let maps = (0..READS)
         .map(|_| {
             let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
@@ -134,9 +136,11 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
             .iter()
             .map(|map| scope.spawn(|| map.fill_from(&drive, 0, 0, IO)))
             .collect();
-        // A read that begins later finds no memory any more.
+        // A read that pins its pages after the unbinding started fails: the memory is revoked.
         let pages = (maps.len() * IO / 4096) as u64;
-        until("all reads have their pages", || Ok(pinned_pages()? >= before + pages))?;
+        until("all reads have pinned their pages", || {
+            Ok(pinned_pages()? >= before + pages)
+        })?;
         let began = Instant::now();
         bed.unbind("accel0")?;
         let waited = began.elapsed();
@@ -145,25 +149,30 @@ fn unbind_pinned(bed: &mut Bed) -> Result<()> {
             "remove() returned while the drive still wrote to the BAR"
         );
         for read in reads {
-            let got = read.join().map_err(|_| anyhow::anyhow!("a reader panicked"))??;
+            let got = read
+                .join()
+                .map_err(|_| anyhow::anyhow!("a thread that reads panicked"))??;
             ensure!(got == IO, "the drive read {got} of {IO} bytes");
         }
         Ok(waited)
     })?;
-    // The module names the owner of what it has waited for a second. Its wait is shorter than what is seen here.
+    // The module logs the owner of the I/O after waiting for a second. Its wait is shorter than the time measured here.
     let pid = format!("of pid {}", std::process::id());
     let log = dmesg()?;
-    let said = log
+    let logged = log
         .lines()
         .any(|line| line.contains("waiting for I/O on") && line.contains(&pid));
-    in_time!(said, "{waited:?} were waited, and the log does not say for whom");
+    in_time!(
+        logged,
+        "unbinding waited {waited:?}, and no line \"waiting for I/O on\" of the log has {pid:?}"
+    );
     println!("unbinding took {waited:?}");
     Ok(())
 }
 
-/// How many pages were pinned since the guest's start, for I/O and otherwise.
+/// Number of pages that were pinned (FOLL_PIN) since the guest booted.
 fn pinned_pages() -> Result<u64> {
-    // Each processor counts for itself, and adds that up once in a while.
+    // The counters are per CPU; stat_refresh adds them to the total.
     write(Path::new("/proc/sys/vm/stat_refresh"), "1")?;
     let counts = read(Path::new("/proc/vmstat"))?;
     let pinned = counts
@@ -172,7 +181,7 @@ fn pinned_pages() -> Result<u64> {
     Ok(pinned.context("nr_foll_pin_acquired")?.parse()?)
 }
 
-/// The kernel's log.
+/// Returns the kernel's log.
 pub(super) fn dmesg() -> Result<String> {
     let output = std::process::Command::new("dmesg").output()?;
     ensure!(output.status.success(), "dmesg: {}", output.status);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Ends: of processes, of bindings, of the module, of the device itself; with buffers alive.
+//! Exits and kills of processes, unbinding, unloading the module, and loss of the device, while buffers exist. Also:
+//! clearing of freed memory, and events.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
@@ -24,82 +25,83 @@ use crate::wire::Request;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "scrub",
-        about: "a process never sees what another one left in the memory",
+        about: "memory that a process freed, by exit or by SIGKILL, is zero for the next owner",
         topology: "small",
         ruins: false,
         run: scrub,
     },
     Case {
         name: "events",
-        about: "read and poll tell of providers and of revoked buffers",
+        about: "read and poll report added and removed providers, and the file's own revoked buffers",
         topology: "small",
         ruins: false,
         run: events,
     },
     Case {
         name: "sigkill",
-        about: "a killed process leaves nothing behind",
+        about: "SIGKILL frees the buffers of a process: free bytes and the number of buffers are as before",
         topology: "small",
         ruins: false,
         run: sigkill,
     },
     Case {
         name: "unbind",
-        about: "unbinding with mapped buffers ends within a second, with SIGBUS for who touches them",
+        about: "unbinding with mapped buffers is in time (target: 1 s), and access to a revoked mapping raises SIGBUS",
         topology: "small",
         ruins: false,
         run: unbind,
     },
     Case {
         name: "unbind-many",
-        about: "unbinding with two thousand buffers ends within a second (a fourth of them within four on the debug kernel), and tells of those it has no room to tell of",
+        about: "unbinding with 2000 buffers (debug kernel: 500) is in time (target: 1 s); LOST counts unqueued events",
         topology: "small",
         ruins: false,
         run: unbind_many,
     },
     Case {
         name: "unbind-and-kill",
-        about: "unbinding and killing the holder at the same time, many times",
+        about: "unbinding and SIGKILL of the processes that hold buffers run concurrently, many times",
         topology: "small",
         ruins: false,
         run: unbind_and_kill,
     },
     Case {
         name: "unbind-under-io",
-        about: "unbinding while a drive reads into the BAR",
+        about: "unbinding while fio reads a drive into the BAR ends, and fio fails",
         topology: "small",
         ruins: false,
         run: unbind_under_io,
     },
     Case {
         name: "claims",
-        about: "the BAR that is published is claimed by name until the device is unbound, and no other BAR of it is",
+        about: "/proc/iomem lists the published BAR, and no other BAR of the device, as claimed by p2pmem until unbind",
         topology: "small",
         ruins: false,
         run: claims,
     },
     Case {
         name: "rmmod",
-        about: "rmmod is refused while a file is open or mapped, and works afterwards",
+        about: "rmmod fails while a file is open or a mapping exists, and succeeds afterwards",
         topology: "small",
         ruins: false,
         run: rmmod,
     },
     Case {
         name: "surprise",
-        about: "the device's process is killed with buffers mapped",
+        about: "the device's process is killed while buffers are mapped, and unbinding still ends and revokes them",
         topology: "small",
         ruins: true,
         run: surprise,
     },
 ];
 
-/// What remove() takes less than with nothing pinned, on a machine of its own.
-pub(super) const AIM: Duration = Duration::from_secs(1);
-/// What it takes less than however busy the machine is.
+/// Target time of remove() without pinned memory, on an idle machine. Printed, not enforced.
+pub(super) const TARGET: Duration = Duration::from_secs(1);
+/// Time limit of remove() on a busy machine. A case that misses the limit fails with an overrun.
 pub(super) const BOUND: Duration = Duration::from_secs(20);
 
-/// Another process of this program, which says `ready` and then waits for a line.
+/// A child process that runs a part of a case (`p2pmem-guest-tests part NAME`). The part prints `ready`, and waits for
+/// a line on standard input. Dropping kills the process.
 pub(super) struct Part(Child, BufReader<ChildStdout>);
 
 impl Part {
@@ -107,7 +109,7 @@ impl Part {
         Part::start_with(name, arguments, &[])
     }
 
-    /// As [`Part::start`], with variables in its environment.
+    /// Like [`Part::start`], with `variables` added to the environment.
     pub(super) fn start_with(name: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Result<Part> {
         let me = std::env::current_exe()?;
         let mut child = Command::new(me)
@@ -124,28 +126,31 @@ impl Part {
         Ok(part)
     }
 
-    /// Waits until it says again that it is ready.
+    /// Waits until the part prints `ready` again.
     pub(super) fn await_ready(&mut self) -> Result<()> {
         let mut line = String::new();
         if self.1.read_line(&mut line)? == 0 {
             succeeded(self.0.wait()?)?;
         }
-        ensure!(line.trim() == "ready", "it said {line:?}");
+        ensure!(
+            line.trim() == "ready",
+            "the other process printed {line:?} instead of \"ready\""
+        );
         Ok(())
     }
 
-    /// Its process.
+    /// The process ID.
     pub(super) fn id(&self) -> u32 {
         self.0.id()
     }
 
-    /// Lets it go on, without waiting for its end.
+    /// Lets the part continue, without waiting for its exit.
     pub(super) fn go_on(mut self) -> Result<Part> {
         self.0.stdin.as_mut().context("stdin")?.write_all(b"go\n")?;
         Ok(self)
     }
 
-    /// Lets it go on, and waits for its end.
+    /// Lets the part continue, and waits for its exit. Fails if the part failed.
     pub(super) fn finish(mut self) -> Result<()> {
         self.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
         succeeded(self.0.wait()?)
@@ -158,11 +163,11 @@ impl Part {
     }
 }
 
-/// Fails unless a part has ended well; with an [`Overrun`] if it has for one.
+/// Fails unless a part exited with status 0. [`Overrun::CODE`] becomes an [`Overrun`] of this process.
 fn succeeded(status: ExitStatus) -> Result<()> {
     in_time!(
         status.code() != Some(i32::from(Overrun::CODE)),
-        "the other process took too long"
+        "the other process missed a time limit"
     );
     ensure!(status.success(), "the other process failed: {status}");
     Ok(())
@@ -175,6 +180,7 @@ impl Drop for Part {
     }
 }
 
+/// Prints `ready` and waits for a line on standard input: the other side of [`Part`].
 pub(super) fn ready() -> Result<()> {
     println!("ready");
     std::io::stdout().flush()?;
@@ -198,14 +204,17 @@ pub(super) fn part(name: &str, arguments: &[String]) -> Result<()> {
         "survive" => {
             sys::survive_bus_errors()?;
             ready()?;
-            // The provider is gone by now.
+            // The provider was removed before this process continues.
             ensure!(
                 map.get(0) == 0 && map.get(size - 4096) == 0,
-                "the memory of a gone provider can still be read"
+                "the memory of a removed provider can still be read"
             );
-            ensure!(sys::bus_errors() == 2, "{} bus errors instead of 2", sys::bus_errors());
+            ensure!(sys::bus_errors() == 2, "{} SIGBUS instead of 2", sys::bus_errors());
             let state = buffer(file.as_fd(), a.handle).map_err(errno)?;
-            ensure!(state.state == abi::P2PMEM_BUFFER_GONE, "{state:?}");
+            ensure!(
+                state.state == abi::P2PMEM_BUFFER_GONE,
+                "the buffer is not gone after unbinding: {state:?}"
+            );
             expect(
                 "mmap of a revoked buffer",
                 Mapping::shared(file.as_fd(), a.mmap_offset, size),
@@ -215,9 +224,9 @@ pub(super) fn part(name: &str, arguments: &[String]) -> Result<()> {
         "die" => {
             ready()?;
             map.set(0, 1);
-            bail!("touching the memory of a gone provider did not end the process")
+            bail!("writing to the memory of a removed provider did not kill the process")
         }
-        _ => bail!("there is no part {name:?}"),
+        _ => bail!("unknown part {name:?}"),
     }
 }
 
@@ -225,7 +234,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     let size = 8 << 20;
     Part::start("hold", &[&size.to_string()])?.finish()?;
     Part::start("hold", &[&size.to_string()])?.kill()?;
-    // All of the provider's memory, piece by piece, at once.
+    // Allocate as much of the provider's memory as possible, largest buffers first, and keep all of it.
     let file = open()?;
     let mut maps = Vec::new();
     let mut piece = bed.provider("accel0")?.size.next_power_of_two();
@@ -238,13 +247,13 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     let seen: usize = maps.iter().map(Mapping::len).sum();
     ensure!(
         seen as u64 >= bed.provider("accel0")?.size / 2,
-        "only {seen} bytes could be looked at"
+        "only {seen} bytes could be allocated: less than half of the provider"
     );
     for map in &maps {
         for at in (0..map.len()).step_by(4096) {
             ensure!(
                 map.get(at) == 0 && map.get(at + 4088) == 0,
-                "{:#x} is left at {at}",
+                "byte {at:#x} was not cleared: {:#x}",
                 map.get(at)
             );
         }
@@ -252,7 +261,7 @@ pub(super) fn scrub(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Reads a file's events until one was the last that `is_last` waits for.
+/// Reads events of a file until `is_last` returns true for one. Fails with an overrun after 60 s.
 fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event) -> bool) -> Result<()> {
     let deadline = Instant::now() + patiently(Duration::from_secs(60));
     loop {
@@ -262,7 +271,7 @@ fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event
             tv_nsec: i64::from(left.subsec_nanos()),
         };
         let n = poll(&mut [PollFd::new(file, PollFlags::IN)], Some(&timeout))?;
-        in_time!(n == 1, "an event did not come");
+        in_time!(n == 1, "no event within 60 s");
         if sys::read_events(file.as_fd(), 32)
             .map_err(errno)?
             .iter()
@@ -273,7 +282,8 @@ fn await_events(file: &std::fs::File, mut is_last: impl FnMut(&abi::p2pmem_event
     }
 }
 
-/// Waits until a file was told that a buffer of its own and the buffer's provider are gone, and asks about the buffer.
+/// Waits for the events that a buffer of the file was revoked and that its provider was removed. Then fails unless
+/// `P2PMEM_IOC_BUFFER` reports the buffer as gone.
 pub(super) fn await_loss(file: &std::fs::File, handle: u32, provider: u32) -> Result<()> {
     let (mut revoked, mut removed) = (false, false);
     await_events(file, |event| {
@@ -282,17 +292,21 @@ pub(super) fn await_loss(file: &std::fs::File, handle: u32, provider: u32) -> Re
         revoked && removed
     })?;
     let state = buffer(file.as_fd(), handle).map_err(errno)?;
-    ensure!(state.state == abi::P2PMEM_BUFFER_GONE, "{state:?}");
+    ensure!(
+        state.state == abi::P2PMEM_BUFFER_GONE,
+        "the buffer is not gone after its events: {state:?}"
+    );
     Ok(())
 }
 
+/// Waits for an event of type `kind` and returns the event.
 fn wait_event(file: &std::fs::File, kind: u32) -> Result<abi::p2pmem_event> {
     let mut found = abi::p2pmem_event::default();
     await_events(file, |event| {
         found = *event;
         event.type_ == kind
     })
-    .with_context(|| format!("of type {kind}"))?;
+    .with_context(|| format!("waiting for an event of type {kind}"))?;
     Ok(found)
 }
 
@@ -301,7 +315,7 @@ fn events(bed: &mut Bed) -> Result<()> {
     let flags = rustix::fs::fcntl_getfl(&file)?;
     rustix::fs::fcntl_setfl(&file, flags | rustix::fs::OFlags::NONBLOCK)?;
     expect(
-        "read with nothing there",
+        "read without an event",
         sys::read_events(file.as_fd(), 320),
         libc::EAGAIN,
     )?;
@@ -309,27 +323,27 @@ fn events(bed: &mut Bed) -> Result<()> {
         &mut [PollFd::new(&file, PollFlags::IN)],
         Some(&Timespec { tv_sec: 0, tv_nsec: 0 }),
     )?;
-    ensure!(nothing == 0, "poll says there is an event, but there is none");
+    ensure!(nothing == 0, "poll reports an event, but there is none");
     let provider = bed.provider("accel0")?.id;
     let a = alloc(file.as_fd(), 4096).map_err(errno)?;
     bed.unbind("accel0")?;
     let revoked = wait_event(&file, abi::P2PMEM_EVENT_BUFFER_REVOKED)?;
     ensure!(
         revoked.handle == a.handle && revoked.provider == provider && revoked.time_ns > 0,
-        "{revoked:?}"
+        "wrong event BUFFER_REVOKED: {revoked:?}"
     );
     let removed = wait_event(&file, abi::P2PMEM_EVENT_PROVIDER_REMOVED)?;
     ensure!(
         removed.provider == provider && removed.handle == 0 && removed.time_ns >= revoked.time_ns,
-        "{removed:?}"
+        "wrong event PROVIDER_REMOVED: {removed:?}"
     );
     bed.publish("accel0")?;
     let added = wait_event(&file, abi::P2PMEM_EVENT_PROVIDER_ADDED)?;
     ensure!(
         added.provider == bed.provider("accel0")?.id && added.provider != provider,
-        "{added:?}"
+        "wrong event PROVIDER_ADDED: {added:?}"
     );
-    // Another file's buffers are none of this file's business.
+    // A file gets no events about buffers of another file.
     let other = open()?;
     let b = alloc(other.as_fd(), 4096).map_err(errno)?;
     bed.unbind("accel0")?;
@@ -346,19 +360,23 @@ fn sigkill(bed: &mut Bed) -> Result<()> {
         let part = Part::start("hold", &["4194304"])?;
         ensure!(bed.provider("accel0")?.buffers == before.1 + 1);
         part.kill()?;
-        ensure!(bed.settled()? == before, "a killed process left something behind");
+        ensure!(
+            bed.settled()? == before,
+            "free bytes or the number of buffers changed after SIGKILL"
+        );
     }
     Ok(())
 }
 
-/// Says what an end of memory in use took, and fails if that is more than [`BOUND`].
+/// Prints how long `what`, an operation that revokes buffers, took. Fails with an overrun if that exceeds [`BOUND`].
 pub(super) fn ended_within(what: &str, took: Duration) -> Result<()> {
-    let met = if took < AIM { "met" } else { "missed" };
-    println!("{what} took {took:?}; the aim of {AIM:?} was {met}");
-    in_time!(took < patiently(BOUND), "{what} took {took:?}");
+    let met = if took < TARGET { "met" } else { "missed" };
+    println!("{what} took {took:?}; the target of {TARGET:?} was {met}");
+    in_time!(took < patiently(BOUND), "{what} took {took:?}, more than {BOUND:?}");
     Ok(())
 }
 
+/// Unbinds accel0 and checks the time, see [`ended_within`].
 pub(super) fn timed_unbind(bed: &Bed) -> Result<()> {
     let start = Instant::now();
     bed.unbind("accel0")?;
@@ -374,8 +392,11 @@ pub(super) fn unbind(bed: &mut Bed) -> Result<()> {
     victim.0.stdin.take().context("stdin")?.write_all(b"go\n")?;
     let status = victim.0.wait()?;
     use std::os::unix::process::ExitStatusExt;
-    ensure!(status.signal() == Some(libc::SIGBUS), "instead of SIGBUS: {status}");
-    // And with a buffer that is not mapped, and one whose handle was freed before.
+    ensure!(
+        status.signal() == Some(libc::SIGBUS),
+        "the other process ended with {status} instead of SIGBUS"
+    );
+    // Again, with one buffer that is allocated but not mapped, and one that is mapped at offset 0 and has no handle.
     bed.publish("accel0")?;
     let file = open()?;
     let a = alloc(file.as_fd(), 4096).map_err(errno)?;
@@ -407,20 +428,23 @@ pub(super) fn unbind_many(bed: &mut Bed) -> Result<()> {
         }
     }
     timed_unbind(bed)?;
-    let mut told = 0;
-    // At most as many reads as events that fit, and one for those that did not.
-    while told < many + 1 {
+    let mut counted = 0;
+    // An event LOST counts for the events that did not fit into the queue.
+    while counted < many + 1 {
         let events = sys::read_events(fd, 64 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
-        ensure!(!events.is_empty(), "a read without an event");
+        ensure!(!events.is_empty(), "read returned no event");
         for event in events {
-            told += match event.type_ {
+            counted += match event.type_ {
                 abi::P2PMEM_EVENT_LOST => event.count,
                 abi::P2PMEM_EVENT_BUFFER_REVOKED | abi::P2PMEM_EVENT_PROVIDER_REMOVED => 1,
-                other => bail!("event {other}"),
+                other => bail!("unexpected event of type {other}"),
             };
         }
     }
-    ensure!(told == many + 1, "{told} events for {many} buffers and their provider");
+    ensure!(
+        counted == many + 1,
+        "{counted} events, lost ones included, for {many} buffers and their provider"
+    );
     bed.publish("accel0")
 }
 
@@ -434,11 +458,11 @@ pub(super) fn unbind_and_kill(bed: &mut Bed) -> Result<()> {
     })
 }
 
-/// fio, which reads a drive into memory of p2pmem again and again. Dropping it ends it.
+/// A process of fio that reads a drive into memory of p2pmem for up to 300 s. Dropping kills the process.
 pub(super) struct Fio(Child);
 
 impl Fio {
-    /// Starts it on drive nvme0, and waits until the drive has written 4 MiB into `provider`.
+    /// Starts fio on drive nvme0, and waits until the drive has written 4 MiB into `provider`.
     pub(super) fn reading_into(bed: &Bed, provider: &str) -> Result<Fio> {
         let read = || -> Result<u64> {
             let bytes = host::request(&Request::Snapshot)?["nvme0"]["read"][provider].as_u64();
@@ -460,17 +484,17 @@ impl Fio {
         let mut fio = Fio(child);
         let deadline = Instant::now() + patiently(Duration::from_secs(60));
         while read()? < before + (4 << 20) {
-            ensure!(fio.0.try_wait()?.is_none(), "fio has ended");
-            in_time!(Instant::now() < deadline, "fio does not read");
+            ensure!(fio.0.try_wait()?.is_none(), "fio exited before it read 4 MiB");
+            in_time!(Instant::now() < deadline, "fio did not read 4 MiB within 60 s");
             thread::sleep(Duration::from_millis(20));
         }
         Ok(fio)
     }
 
-    /// The memory is gone: fio fails, by an I/O error or SIGBUS, and does not go on.
+    /// Waits until fio exits. Fails if fio succeeded: without its memory, fio has to get an I/O error or SIGBUS.
     pub(super) fn has_failed(mut self) -> Result<()> {
         let ended = self.0.wait()?;
-        ensure!(!ended.success(), "fio went on without the memory");
+        ensure!(!ended.success(), "fio succeeded although its memory was revoked");
         Ok(())
     }
 }
@@ -484,19 +508,19 @@ impl Drop for Fio {
 
 fn unbind_under_io(bed: &mut Bed) -> Result<()> {
     let fio = Fio::reading_into(bed, "accel0")?;
-    // Transient pins of I/O in flight are waited for, so this may take as long as one I/O.
+    // remove() waits for the page pins of I/O in flight, so it can take as long as one I/O.
     let start = Instant::now();
     bed.unbind("accel0")?;
     let took = start.elapsed();
     fio.has_failed()?;
-    in_time!(took < patiently(BOUND), "remove took {took:?}");
+    in_time!(took < patiently(BOUND), "remove took {took:?}, more than {BOUND:?}");
     bed.publish("accel0")
 }
 
-/// What /proc/iomem has below the lines of accel0's BARs, in the order of their addresses.
+/// For each BAR of accel0 in /proc/iomem, in the order of addresses: whether the next line is a claim by p2pmem.
 fn claimed_bars(bed: &Bed) -> Result<Vec<bool>> {
     let iomem = read(Path::new("/proc/iomem"))?;
-    // The kernel calls a BAR by its device's address.
+    // The kernel names a BAR's resource after the device's PCI address.
     let bar = format!(" : {}", bed.device("accel0")?.bdf);
     let lines: Vec<&str> = iomem.lines().collect();
     let claims = lines
@@ -513,11 +537,11 @@ fn claims(bed: &mut Bed) -> Result<()> {
         let claims = claimed_bars(bed)?;
         ensure!(
             claims.len() > 1 && count(&claims) == 1,
-            "the BAR published alone is to be claimed: {claims:?}"
+            "only the published BAR should be claimed: {claims:?}"
         );
         bed.unpublish("accel0")?;
         let claims = claimed_bars(bed)?;
-        ensure!(count(&claims) == 0, "not given back: {claims:?}");
+        ensure!(count(&claims) == 0, "a BAR is still claimed after unbind: {claims:?}");
         bed.publish("accel0")?;
     }
     Ok(())
@@ -550,7 +574,8 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 1 << 20).map_err(errno)?;
     map.set(0, SECRET);
     host::request(&Request::Kill { name: "accel0".into() })?;
-    // Nobody tells the kernel, and what is mapped straight into the guest still answers. Nothing hangs or oopses.
+    // The kernel gets no notification, and BARs that QEMU maps directly into the guest still respond. Nothing may hang
+    // or oops.
     map.set(8, 1);
     let freed = alloc(file.as_fd(), 4096).map_err(errno)?;
     super::free(file.as_fd(), freed.handle).map_err(errno)?;
@@ -559,15 +584,18 @@ fn surprise(bed: &mut Bed) -> Result<()> {
     bed.unpublish("accel0")?;
     in_time!(
         start.elapsed() < patiently(BOUND),
-        "unbinding a dead device took {:?}",
+        "unbinding a dead device took {:?}, more than {BOUND:?}",
         start.elapsed()
     );
-    // A program that has a buffer of it loses that, and is told, as with a device that answers.
+    // The device's buffers are revoked, and their owner gets events, as with a device that responds.
     await_loss(&file, a.handle, provider)?;
     sys::survive_bus_errors()?;
     let errors = sys::bus_errors();
     map.get(0);
-    ensure!(sys::bus_errors() == errors + 1, "a mapping outlives the device");
+    ensure!(
+        sys::bus_errors() == errors + 1,
+        "no SIGBUS: the mapping can still be read after its device was unbound"
+    );
     super::free(file.as_fd(), a.handle).map_err(errno)?;
     drop((map, file));
     command("rmmod", &["p2pmem"])
