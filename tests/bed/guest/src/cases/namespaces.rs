@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! User namespaces: a user with subordinate ids is several users to rules, unless they name all of them, and root in a namespace
-//! is nobody's administrator.
+//! User namespaces. A rule sees each subordinate ID as another user unless the rule names the whole range. Root in a
+//! namespace has no administrator rights.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -18,20 +18,22 @@ use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[Case {
     name: "user-namespace",
-    about: "a rule that names a user's subordinate ids denies and counts them with his own, and root in a namespace may no more than he",
+    about: "a rule covers exactly the subordinate IDs that it names, and root in a namespace gets EPERM for PATHS_RESCAN",
     topology: "small",
     ruins: false,
     run: user_namespace,
 }];
 
+/// The name of the part that allocates in a user namespace.
 pub(super) const PART: &str = "in-namespace";
 
-/// The ids that the user of the namespace has besides her own.
+/// The first subordinate ID of `ALICE`.
 const SUBORDINATE: u32 = 100_000;
+/// The number of subordinate IDs of `ALICE`.
 const SUBORDINATES: u32 = 10;
 
-/// In a user namespace of its own, whose ids 0 and 1 are ALICE and her first subordinate id: does what the arguments say, which
-/// are the id, the size and the errno (or 0) of one allocation each.
+/// Enters a user namespace in which ID 0 is `ALICE` and ID 1 is her first subordinate ID. Each argument is an
+/// allocation, `ID:SIZE:ERRNO` with ERRNO 0 for success. Fails if an allocation has another result.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
@@ -44,13 +46,17 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     for one in arguments {
         let numbers: Vec<u32> = one.split(':').map(str::parse).collect::<Result<_, _>>()?;
         let &[uid, size, wanted] = &numbers[..] else {
-            bail!("{one:?} is no allocation");
+            bail!("argument {one:?} is not ID:SIZE:ERRNO");
         };
         let answer = sys::as_user(uid, uid, &[], || alloc(fd, size.into())).map_err(errno)?;
         let code = answer.err().unwrap_or(0);
-        ensure!(code == wanted as i32, "{size} bytes for uid {uid}: {}", errno(code));
+        ensure!(
+            code == wanted as i32,
+            "ALLOC of {size} bytes as uid {uid}: {}",
+            errno(code)
+        );
     }
-    // Root of the namespace, with all capabilities in it.
+    // Root of the namespace has all capabilities in the namespace, but not the administrator's.
     let mut ask = abi::p2pmem_paths {
         nr_clients: 1,
         flags: abi::P2PMEM_PATHS_RESCAN,
@@ -61,16 +67,16 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         sys::paths(fd, &mut ask, Memory::Slice(&mut clients), Memory::Slice(&mut []))
     });
     expect(
-        "PATHS_RESCAN of a namespace's root",
+        "PATHS_RESCAN by root of a user namespace",
         refused.map_err(errno)?,
         libc::EPERM,
     )?;
-    // The buffers are there until the other process has looked.
+    // Keep the buffers until the other process has checked the usage.
     ready()
 }
 
-/// Runs the part; `look` is called while its buffers are there.
-fn in_namespace(allocations: &[(u32, u64, i32)], look: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Runs the part with these allocations, and calls `check` while its buffers exist.
+fn in_namespace(allocations: &[(u32, u64, i32)], check: impl FnOnce() -> Result<()>) -> Result<()> {
     let arguments: Vec<String> = allocations
         .iter()
         .map(|(uid, size, errno)| format!("{uid}:{size}:{errno}"))
@@ -84,7 +90,7 @@ fn in_namespace(allocations: &[(u32, u64, i32)], look: impl FnOnce() -> Result<(
     }
     let mut part = part.go_on()?;
     part.await_ready()?;
-    look()?;
+    check()?;
     part.finish()
 }
 
@@ -92,15 +98,20 @@ fn user_namespace(_: &mut Bed) -> Result<()> {
     let all = format!("{ALICE},{SUBORDINATE}-{}", SUBORDINATE + SUBORDINATES - 1);
     let denied = AdminRule::new("10-not-alice", &[("uid", &ALICE.to_string()), ("action", "deny")])?;
     let nothing = || Ok(());
-    in_namespace(&[(0, 4096, libc::EACCES), (1, 4096, 0)], nothing).context("her own id denied")?;
+    in_namespace(&[(0, 4096, libc::EACCES), (1, 4096, 0)], nothing)
+        .context("with a rule that denies the user's own ID")?;
     denied.set("uid", &all)?;
-    ensure!(denied.get("uid")? == all, "uid is {}", denied.get("uid")?);
+    ensure!(
+        denied.get("uid")? == all,
+        "attribute uid reads {:?}",
+        denied.get("uid")?
+    );
     let neither = [
         (0, 4096, libc::EACCES),
         (1, 4096, libc::EACCES),
         (2, 4096, libc::EACCES),
     ];
-    in_namespace(&neither, nothing).context("all her ids denied")?;
+    in_namespace(&neither, nothing).context("with a rule that denies all IDs of the user")?;
     drop(denied);
 
     let together = AdminRule::new("10-alice", &[("uid", &all), ("group_quota", "2M")])?;
@@ -113,10 +124,14 @@ fn user_namespace(_: &mut Bed) -> Result<()> {
     ];
     in_namespace(&shared, || {
         let usage = together.get("usage")?;
-        ensure!(usage == format!("group {}", 2 * MIB), "{usage}");
+        ensure!(usage == format!("group {}", 2 * MIB), "attribute usage reads {usage:?}");
         Ok(())
     })
-    .context("one quota for all her ids")?;
-    ensure!(together.get("usage")?.is_empty(), "{}", together.get("usage")?);
+    .context("with one quota for all IDs of the user")?;
+    ensure!(
+        together.get("usage")?.is_empty(),
+        "attribute usage reads {:?} after all buffers were freed",
+        together.get("usage")?
+    );
     Ok(())
 }

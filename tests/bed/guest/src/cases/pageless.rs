@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Providers without struct pages: all that does not need them works as it does with them.
+//! Pageless providers (without `struct page`). Features that need no pages work as with a paged provider.
 
 use std::fs::{self, OpenOptions};
 use std::os::fd::AsFd;
@@ -15,28 +15,28 @@ use crate::sys::{self, Mapping};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "pageless",
-        about: "a BAR is published without pages: what LIST says, what cannot be, and O_DIRECT is EFAULT",
+        about: "a pageless provider: LIST, refused configurations, large mappings, and EFAULT for O_DIRECT",
         topology: "small",
         ruins: false,
         run: published,
     },
     Case {
         name: "pageless-map",
-        about: "mappings, forks, clearing and many threads, without pages",
+        about: "mappings, fork, clearing and multithreaded use of a pageless provider work as with pages",
         topology: "small",
         ruins: false,
         run: |bed| without_pages(bed, &[good::mapping, good::mapping_at_zero, good::stress, life::scrub]),
     },
     Case {
         name: "pageless-unbind",
-        about: "unbinding with mapped buffers, without pages",
+        about: "unbinding a pageless provider with mapped buffers works as with pages",
         topology: "small",
         ruins: false,
         run: |bed| without_pages(bed, &[life::unbind, life::unbind_many, life::unbind_and_kill]),
     },
     Case {
         name: "pageless-dmabuf",
-        about: "exports and importers, without pages",
+        about: "exports and importers of a pageless provider work as with pages",
         topology: "small",
         ruins: false,
         run: |bed| {
@@ -48,7 +48,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "pageless-dmabuf-end",
-        about: "dma-bufs that are revoked, held on to, and raced for, without pages",
+        about: "revocation of a pageless provider's dma-bufs, with slow importers and races, works as with pages",
         topology: "small",
         ruins: false,
         run: |bed| {
@@ -65,7 +65,7 @@ pub(super) const CASES: &[Case] = &[
     },
 ];
 
-/// Runs tests with accel0 published without pages, and publishes it with pages again.
+/// Runs tests with accel0 published pageless, then publishes accel0 with pages again.
 pub(super) fn without_pages(bed: &mut Bed, tests: &[fn(&mut Bed) -> Result<()>]) -> Result<()> {
     bed.unpublish("accel0")?;
     publish(bed)?;
@@ -75,17 +75,21 @@ pub(super) fn without_pages(bed: &mut Bed, tests: &[fn(&mut Bed) -> Result<()>])
     bed.publish("accel0")
 }
 
+/// Publishes accel0 pageless. Fails unless LIST has the flag.
 fn publish(bed: &Bed) -> Result<()> {
     let dir = bed.provider_dir("accel0")?;
     fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
     write(&dir.join("mode"), "pageless")?;
     bed.publish("accel0")?;
     let row = bed.provider("accel0")?;
-    ensure!(row.flags & abi::P2PMEM_PROVIDER_PAGELESS != 0, "{row:?}");
+    ensure!(
+        row.flags & abi::P2PMEM_PROVIDER_PAGELESS != 0,
+        "LIST does not report accel0 as pageless: {row:?}"
+    );
     Ok(())
 }
 
-/// What the calling process's page tables take, KiB.
+/// Returns the size of the calling process's page tables in KiB.
 fn page_tables() -> Result<u64> {
     let status = fs::read_to_string("/proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:"));
@@ -97,15 +101,21 @@ fn published(bed: &mut Bed) -> Result<()> {
     let dir = bed.provider_dir("accel0")?;
     let mut info = abi::p2pmem_info::default();
     sys::plain(open()?.as_fd(), abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
-    ensure!(info.features & u64::from(abi::P2PMEM_FEATURE_PAGELESS) != 0, "{info:?}");
-    // Pages that were given stay until the device is unbound.
+    ensure!(
+        info.features & u64::from(abi::P2PMEM_FEATURE_PAGELESS) != 0,
+        "INFO does not report the feature PAGELESS: {info:?}"
+    );
+    // The struct pages of a device exist until it is unbound, so switching to pageless before that fails.
     write(&dir.join("enable"), "0")?;
     ensure!(read(&dir.join("mode"))? == "paged");
     write(&dir.join("mode"), "pageless")?;
-    ensure!(fs::write(dir.join("enable"), "1").is_err(), "pages were taken away");
+    ensure!(
+        fs::write(dir.join("enable"), "1").is_err(),
+        "a device with struct pages was published pageless without unbinding"
+    );
     ensure!(
         read(&dir.join("status"))?.contains("was given pages"),
-        "{}",
+        "status has no \"was given pages\": {}",
         read(&dir.join("status"))?
     );
     bed.unpublish("accel0")?;
@@ -116,15 +126,15 @@ fn published(bed: &mut Bed) -> Result<()> {
     let memory = bed.device("accel0")?.memory;
     ensure!(
         row.size == memory && row.free == memory && row.largest == memory && row.kernel_reserve == 0,
-        "{row:?}"
+        "wrong sizes of the pageless provider: {row:?}"
     );
     ensure!(
         row.flags == abi::P2PMEM_PROVIDER_PAGELESS | abi::P2PMEM_PROVIDER_EXPORTABLE,
-        "{row:?}"
+        "wrong flags of the pageless provider: {row:?}"
     );
-    // The kernel has no pool of it.
+    // The kernel's peer-to-peer pool has no memory of a pageless provider.
     let pool = bed.device("accel0")?.sysfs().join("p2pmem");
-    ensure!(!pool.exists(), "{} is there", pool.display());
+    ensure!(!pool.exists(), "{} exists", pool.display());
     let file = open()?;
     let a = alloc(file.as_fd(), 1 << 20).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 1 << 20).map_err(errno)?;
@@ -133,10 +143,13 @@ fn published(bed: &mut Bed) -> Result<()> {
         .custom_flags(libc::O_DIRECT)
         .open(bed.block("nvme0")?)?;
     let answer = map.fill_from(&drive, 0, 0, 4096).map_err(|e| e.raw_os_error());
-    ensure!(answer == Err(Some(libc::EFAULT)), "O_DIRECT: {answer:?}");
+    ensure!(
+        answer == Err(Some(libc::EFAULT)),
+        "O_DIRECT read into a pageless mapping: {answer:?} instead of EFAULT"
+    );
     map.set(0, 1);
     drop(map);
-    // A large buffer is mapped by large entries, which need no page tables.
+    // A large buffer is mapped by PMD entries, which need no tables of the last level.
     let before = page_tables()?;
     let a = alloc(file.as_fd(), 32 << 20).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), a.mmap_offset, 32 << 20).map_err(errno)?;
@@ -144,25 +157,32 @@ fn published(bed: &mut Bed) -> Result<()> {
         map.set(at, at as u64);
     }
     let needed = page_tables()? - before;
-    ensure!(needed < 32, "{needed} KiB of page tables for 16 large entries");
-    // A part with rights of its own, and back.
+    ensure!(needed < 32, "the page tables grew by {needed} KiB for 16 PMD entries");
+    // mprotect() of one page splits a PMD entry. The contents stay the same.
     map.protect_part(3 << 20, 4096, libc::PROT_READ).map_err(errno)?;
     ensure!(map.get(3 << 20) == 3 << 20);
     map.protect(libc::PROT_READ | libc::PROT_WRITE).map_err(errno)?;
     for at in (0..map.len()).step_by(4096) {
-        ensure!(map.get(at) == at as u64, "{:#x} at {at:#x}", map.get(at));
+        ensure!(
+            map.get(at) == at as u64,
+            "byte {at:#x} is {:#x} instead of {at:#x}",
+            map.get(at)
+        );
         map.set(at, 0);
     }
     drop(map);
     drop(file);
 
-    // The same binding can get pages later, a reserve of the kernel's cannot be without them.
+    // A kernel_reserve needs pages, and is refused for a pageless provider. The same binding can publish another range.
     write(&dir.join("enable"), "0")?;
     write(&dir.join("kernel_reserve"), "1048576")?;
-    ensure!(fs::write(dir.join("enable"), "1").is_err(), "a reserve without pages");
+    ensure!(
+        fs::write(dir.join("enable"), "1").is_err(),
+        "a pageless provider was published with a kernel_reserve"
+    );
     ensure!(
         read(&dir.join("status"))?.contains("kernel_reserve"),
-        "{}",
+        "status does not name kernel_reserve: {}",
         read(&dir.join("status"))?
     );
     write(&dir.join("kernel_reserve"), "auto")?;
@@ -170,9 +190,12 @@ fn published(bed: &mut Bed) -> Result<()> {
     write(&dir.join("size"), "4194304")?;
     write(&dir.join("enable"), "1")?;
     let row = bed.provider("accel0")?;
-    ensure!(row.bar_offset == 2 << 20 && row.size == 4 << 20, "{row:?}");
+    ensure!(
+        row.bar_offset == 2 << 20 && row.size == 4 << 20,
+        "wrong range of the provider: {row:?}"
+    );
     let file = open()?;
-    // All of it, in the two pieces of that alignment that it has.
+    // The range has exactly two pieces of 2 MiB. Both can be allocated.
     let mut offsets = [0; 2];
     for offset in &mut offsets {
         *offset = alloc(file.as_fd(), 2 << 20).map_err(errno)?.bar_offset;
