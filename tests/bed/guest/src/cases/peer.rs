@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of mapped buffers, without anything between program and kernel: what an adapter reaches by it.
+//! `ibv_reg_mr()` of mapped buffers, called directly, without p2pmem's library or shim: entries, calls and transfers of
+//! registrations through the peer-memory interface.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -25,21 +26,21 @@ use crate::verbs::{Adapter, SUCCESS};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "peer-register",
-        about: "mapped buffers are registered by their addresses, in as few entries as there are pieces, and reached",
+        about: "ibv_reg_mr() of a mapped buffer makes one entry per contiguous piece, and RDMA reaches its bytes",
         topology: "nic",
         ruins: false,
         run: register,
     },
     Case {
         name: "peer-software",
-        about: "an RDMA adapter in software reaches buffers with pages, and is refused those without",
+        about: "rxe can register paged buffers and gets EOPNOTSUPP for pageless ones, which the NIC can register",
         topology: "nic",
         ruins: false,
         run: software,
     },
     Case {
         name: "peer-two-adapters",
-        about: "two adapters of different kinds have one buffer registered, and both lose it when its provider leaves",
+        about: "the NIC and rxe register the same buffer, and removing the provider revokes both registrations",
         topology: "nic",
         ruins: false,
         run: two_adapters,
@@ -47,12 +48,12 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 pub(super) const MIB: usize = 1 << 20;
-const FOLDER: &str = "/sys/kernel/debug/p2pmem";
+const DEBUGFS: &str = "/sys/kernel/debug/p2pmem";
 
-/// How long what others do may take to show.
+/// Time limit for effects of other threads and processes, before the factor of [`patiently`].
 pub(super) const SOON: Duration = Duration::from_secs(20);
 
-/// A registration as debugfs lists it.
+/// A registration, as a line of debugfs file `registrations`.
 #[derive(Debug, Clone)]
 pub(super) struct Row {
     pub(super) provider: String,
@@ -61,19 +62,19 @@ pub(super) struct Row {
     pub(super) entries: u32,
     pub(super) state: String,
     pub(super) calls: String,
-    /// Adapter and process.
-    pub(super) whose: String,
+    /// Columns `adapter` and `owner`: PCI address and driver, or `virtual`; `pid PID (COMMAND)`.
+    pub(super) owner: String,
 }
 
-/// The registrations there are.
+/// Reads debugfs file `registrations`.
 pub(super) fn rows() -> Result<Vec<Row>> {
-    let text = read(&Path::new(FOLDER).join("registrations"))?;
+    let text = read(&Path::new(DEBUGFS).join("registrations"))?;
     text.lines()
         .skip(1)
         .map(|line| {
             let words: Vec<&str> = line.splitn(9, ' ').collect();
-            let [_id, _buffer, provider, address, size, entries, state, calls, whose] = words[..] else {
-                bail!("registrations: {line:?}")
+            let [_id, _buffer, provider, address, size, entries, state, calls, owner] = words[..] else {
+                bail!("line of debugfs file registrations has not nine columns: {line:?}")
             };
             Ok(Row {
                 provider: provider.into(),
@@ -82,13 +83,13 @@ pub(super) fn rows() -> Result<Vec<Row>> {
                 entries: entries.parse()?,
                 state: state.into(),
                 calls: calls.into(),
-                whose: whose.into(),
+                owner: owner.into(),
             })
         })
         .collect()
 }
 
-/// Waits until the registrations are as wanted.
+/// Polls the registrations until `wanted` returns true. Fails with an overrun after [`SOON`].
 pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<Vec<Row>> {
     let deadline = Instant::now() + patiently(SOON);
     loop {
@@ -96,33 +97,38 @@ pub(super) fn await_rows(what: &str, wanted: impl Fn(&[Row]) -> bool) -> Result<
         if wanted(&rows) {
             return Ok(rows);
         }
-        in_time!(Instant::now() < deadline, "{what}: {rows:#?}");
+        in_time!(
+            Instant::now() < deadline,
+            "condition not met within {SOON:?}: {what}; registrations: {rows:#?}"
+        );
         thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// What was counted: calls, refusals.
+/// Reads the counters of debugfs file `peer_memory`: calls of the RDMA core, refusals.
 pub(super) fn counted() -> Result<BTreeMap<String, u64>> {
-    let text = read(&Path::new(FOLDER).join("peer_memory"))?;
+    let text = read(&Path::new(DEBUGFS).join("peer_memory"))?;
     let pairs = text.lines().filter_map(|line| line.split_once(' '));
     Ok(pairs
         .filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?)))
         .collect())
 }
 
-/// In what form the module is a client.
+/// Returns the form in which the module is a client of the RDMA core: `ex`, `legacy`, `persistent` or `off`.
 pub(super) fn registered_as() -> Result<String> {
-    let text = read(&Path::new(FOLDER).join("peer_memory"))?;
+    let text = read(&Path::new(DEBUGFS).join("peer_memory"))?;
     let form = text.lines().find_map(|line| line.strip_prefix("registered_as "));
-    Ok(form.with_context(|| format!("peer_memory: {text:?}"))?.to_owned())
+    Ok(form
+        .with_context(|| format!("debugfs file peer_memory has no line registered_as: {text:?}"))?
+        .to_owned())
 }
 
-/// The NIC model.
+/// Opens the NIC model.
 pub(super) fn nic(bed: &Bed) -> Result<Adapter> {
     Adapter::open(&bed.device("nic0")?.rdma.clone().context("nic0 has no RDMA device")?)
 }
 
-/// A buffer of a provider, mapped.
+/// A mapped buffer with its open file.
 pub(super) struct Held {
     pub(super) file: File,
     pub(super) buffer: abi::p2pmem_alloc,
@@ -145,19 +151,20 @@ impl Held {
         region.with_context(|| format!("ibv_reg_mr() of {len} bytes with {}", adapter.name))
     }
 
-    /// Why the last call was refused.
+    /// Returns the message of the file's last refusal.
     pub(super) fn reason(&self) -> Result<String> {
         Ok(super::explain_last(self.file.as_fd())?.2)
     }
 }
 
+/// Fills a mapping with pattern `seed`, see [`word`].
 pub(super) fn fill(map: &Mapping, seed: u64) {
     for at in (0..map.len()).step_by(8) {
         map.set(at, word(seed, at));
     }
 }
 
-/// Fails unless `len` bytes at `at` are what [`fill`] put at `from`.
+/// Fails unless the `len` bytes at `at` are pattern `seed` from byte `from` on.
 pub(super) fn check(map: &Mapping, at: usize, len: usize, seed: u64, from: usize) -> Result<()> {
     for n in (0..len).step_by(8) {
         let (found, wanted) = (map.get(at + n), word(seed, from + n));
@@ -170,7 +177,7 @@ pub(super) fn check(map: &Mapping, at: usize, len: usize, seed: u64, from: usize
     Ok(())
 }
 
-/// Fails unless a write arrives.
+/// Writes `len` bytes by RDMA WRITE. Fails unless the write ends with success.
 pub(super) fn arrives(
     adapter: &Adapter,
     from: &MemoryRegion,
@@ -179,7 +186,10 @@ pub(super) fn arrives(
     offset: u64,
 ) -> Result<()> {
     let status = adapter.connect()?.write(from, len, to, offset)?;
-    ensure!(status == SUCCESS, "a write of {len} bytes ended with status {status}");
+    ensure!(
+        status == SUCCESS,
+        "RDMA WRITE of {len} bytes failed with status {status}"
+    );
     Ok(())
 }
 
@@ -187,7 +197,7 @@ fn register(bed: &mut Bed) -> Result<()> {
     bed.publish("accel1")?;
     ensure!(
         registered_as()? == "ex",
-        "the module is a client as {}",
+        "the module is a client of form {:?} instead of \"ex\"",
         registered_as()?
     );
     let before = counted()?;
@@ -205,8 +215,8 @@ fn register(bed: &mut Bed) -> Result<()> {
         row.provider == bed.device("accel0")?.bdf
             && (row.size, row.entries, row.state.as_str()) == (MIB as u64, 1, "mapped")
             && row.calls == "acquire,get_pages,dma_map"
-            && row.whose.starts_with(&format!("{address} (mlx5_core) {me}")),
-        "{row:?}"
+            && row.owner.starts_with(&format!("{address} (mlx5_core) {me}")),
+        "wrong line of the registration: {row:?}"
     );
     arrives(&nic, &sent, MIB, &whole, 0)?;
     check(&target.map, 0, MIB, 1, 0)?;
@@ -217,14 +227,14 @@ fn register(bed: &mut Bed) -> Result<()> {
     let part = nic
         .register(target.map.address() + 4096 + 104, 9000)
         .map_err(errno)
-        .context("from the middle of a page")?;
+        .context("ibv_reg_mr() from the middle of a page")?;
     arrives(&nic, &sent, 9000, &part, 0)?;
     check(&target.map, 0, 4200, 3, 0)?;
     check(&target.map, 4200, 9000, 1, 0)?;
     check(&target.map, 13_200, MIB - 13_200, 3, 13_200)?;
     drop(part);
 
-    // Several areas of the kernel's, one piece of the buffer.
+    // mprotect() splits the VMA. The registration still has one entry, because the bus addresses are contiguous.
     let page = 4096;
     target
         .map
@@ -235,7 +245,7 @@ fn register(bed: &mut Bed) -> Result<()> {
         rows()?
             .iter()
             .any(|row| row.address == target.map.address() && row.entries == 1),
-        "{:#?}",
+        "no registration of the split VMA has one entry: {:#?}",
         rows()?
     );
     arrives(&nic, &sent, MIB, &whole, 0)?;
@@ -243,21 +253,21 @@ fn register(bed: &mut Bed) -> Result<()> {
     drop(whole);
     target.map.protect(libc::PROT_READ | libc::PROT_WRITE).map_err(errno)?;
 
-    // Two pieces of the buffer, the second one first.
+    // Both halves of the buffer, mapped in reverse order: two entries.
     let (half, fd) = (MIB / 2, target.file.as_fd());
-    let turned = Mapping::shared(fd, target.buffer.mmap_offset, MIB).map_err(errno)?;
-    turned
+    let swapped = Mapping::shared(fd, target.buffer.mmap_offset, MIB).map_err(errno)?;
+    swapped
         .replace_part(0, half, fd, target.buffer.mmap_offset + half as u64)
         .map_err(errno)?;
-    turned
+    swapped
         .replace_part(half, half, fd, target.buffer.mmap_offset)
         .map_err(errno)?;
-    let both = nic.register(turned.address(), MIB).map_err(errno)?;
+    let both = nic.register(swapped.address(), MIB).map_err(errno)?;
     ensure!(
         rows()?
             .iter()
-            .any(|row| row.address == turned.address() && row.entries == 2),
-        "{:#?}",
+            .any(|row| row.address == swapped.address() && row.entries == 2),
+        "no registration of the swapped halves has two entries: {:#?}",
         rows()?
     );
     fill(&target.map, 4);
@@ -265,7 +275,7 @@ fn register(bed: &mut Bed) -> Result<()> {
     check(&target.map, 0, half, 1, half)?;
     check(&target.map, half, half, 1, 0)?;
     drop((both, sent));
-    await_rows("all was deregistered", <[Row]>::is_empty)?;
+    await_rows("no registration is listed", <[Row]>::is_empty)?;
 
     let after = counted()?;
     let calls = |name: &str| after.get(name).copied().unwrap_or(0) - before.get(name).copied().unwrap_or(0);
@@ -277,10 +287,14 @@ fn register(bed: &mut Bed) -> Result<()> {
         ("put_pages", 5),
         ("release", 5),
     ] {
-        ensure!(calls(name) == wanted, "{name} was called {} times", calls(name));
+        ensure!(
+            calls(name) == wanted,
+            "{name} was called {} times instead of {wanted}",
+            calls(name)
+        );
     }
     for name in ["invalidate", "repeated", "out_of_order", "refused"] {
-        ensure!(calls(name) == 0, "{name}: {}", calls(name));
+        ensure!(calls(name) == 0, "counter {name} grew by {} instead of 0", calls(name));
     }
     Ok(())
 }
@@ -297,15 +311,15 @@ fn software(bed: &mut Bed) -> Result<()> {
         let row = rows()?.into_iter().find(|row| row.address == target.map.address());
         let row = row.context("the registration is not listed")?;
         ensure!(
-            row.entries == 1 && row.state == "mapped" && row.whose.starts_with("virtual pid "),
-            "{row:?}"
+            row.entries == 1 && row.state == "mapped" && row.owner.starts_with("virtual pid "),
+            "wrong line of rxe's registration: {row:?}"
         );
         arrives(&adapter, &sent, MIB, &received, 0)?;
         check(&target.map, 0, MIB, 1, 0)
     })?;
     drop(source);
 
-    // Without pages there is nothing for it.
+    // rxe copies with the CPU and needs struct pages, so it cannot register a pageless buffer.
     bed.unpublish("accel1")?;
     let dir = bed.provider_dir("accel1")?;
     let device = bed.device("accel1")?;
@@ -318,15 +332,18 @@ fn software(bed: &mut Bed) -> Result<()> {
     with_rxe(|name, _| {
         let adapter = Adapter::open(name)?;
         super::expect(
-            "without pages",
+            "ibv_reg_mr() of a pageless buffer with rxe",
             adapter.register(source.map.address(), MIB).map(|_| ()),
             libc::EOPNOTSUPP,
         )?;
         let reason = source.reason()?;
-        ensure!(reason.contains("is pageless"), "{reason}");
+        ensure!(
+            reason.contains("is pageless"),
+            "\"is pageless\" is not in the reason {reason:?}"
+        );
         Ok(())
     })?;
-    // The NIC needs none.
+    // The NIC does DMA, and needs no pages.
     let nic = nic(bed)?;
     let (sent, received) = (source.register(&nic)?, target.register(&nic)?);
     fill(&source.map, 5);
@@ -342,28 +359,31 @@ fn two_adapters(bed: &mut Bed) -> Result<()> {
     let (source, target) = (Held::new(bed, "accel1", MIB)?, Held::new(bed, "accel0", MIB)?);
     with_rxe(|name, _| {
         let adapter = Adapter::open(name)?;
-        let (sent, sent_too) = (source.register(&nic)?, source.register(&adapter)?);
-        let (received, received_too) = (target.register(&nic)?, target.register(&adapter)?);
-        ensure!(rows()?.len() == 4, "{:#?}", rows()?);
+        let (sent, rxe_sent) = (source.register(&nic)?, source.register(&adapter)?);
+        let (received, rxe_received) = (target.register(&nic)?, target.register(&adapter)?);
+        ensure!(rows()?.len() == 4, "expected 4 registrations: {:#?}", rows()?);
         fill(&source.map, 1);
         arrives(&nic, &sent, MIB, &received, 0)?;
         check(&target.map, 0, MIB, 1, 0)?;
         fill(&source.map, 2);
-        arrives(&adapter, &sent_too, MIB, &received_too, 0)?;
+        arrives(&adapter, &rxe_sent, MIB, &rxe_received, 0)?;
         check(&target.map, 0, MIB, 2, 0)?;
         bed.unbind("accel0")?;
-        for (adapter, sent, received) in [(&nic, &sent, &received), (&adapter, &sent_too, &received_too)] {
+        for (adapter, sent, received) in [(&nic, &sent, &received), (&adapter, &rxe_sent, &rxe_received)] {
             let status = adapter.connect()?.write(sent, 4096, received, 0)?;
             ensure!(
                 status == crate::verbs::REMOTE_ACCESS,
-                "{}: a write after the end ended with status {status}",
+                "{}: RDMA WRITE to a revoked registration ended with status {status}, not with a remote access error",
                 adapter.name
             );
         }
         let all = rows()?;
-        ensure!(all.iter().filter(|row| row.state == "revoked").count() == 2, "{all:#?}");
-        drop((received, received_too));
-        await_rows("two are left", |rows| rows.len() == 2)?;
+        ensure!(
+            all.iter().filter(|row| row.state == "revoked").count() == 2,
+            "expected 2 revoked registrations: {all:#?}"
+        );
+        drop((received, rxe_received));
+        await_rows("two registrations are listed", |rows| rows.len() == 2)?;
         Ok(())
     })
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of what cannot be registered: the right errno, a reason, and nothing lost.
+//! `ibv_reg_mr()` of memory that cannot be registered: errno, message of the refusal, and no registration left behind.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -18,35 +18,35 @@ use crate::verbs::Adapter;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "peer-bad",
-        about: "ranges that are no buffer's, or more than one's, are refused with the errno and the reason",
+        about: "ranges that are not within one buffer are refused with the right errno and message",
         topology: "nic",
         ruins: false,
         run: bad,
     },
     Case {
         name: "peer-locked-memory",
-        about: "RLIMIT_MEMLOCK counts for buffers as for host memory",
+        about: "RLIMIT_MEMLOCK limits registered buffers like host memory, and deregistration uncharges them",
         topology: "nic",
         ruins: false,
         run: locked_memory,
     },
     Case {
         name: "peer-unmap",
-        about: "another thread maps and unmaps half of what is being registered",
+        about: "ibv_reg_mr() races with another thread that unmaps half of the range: it succeeds or fails with EFAULT",
         topology: "nic",
         ruins: false,
         run: unmap,
     },
     Case {
         name: "peer-rules",
-        about: "an adapter that a rule denies, or whose path is too far, is refused, and told which rule",
+        about: "an adapter that a rule denies, or whose path exceeds max_class, is refused, and the message says why",
         topology: "nic",
         ruins: false,
         run: denied,
     },
     Case {
         name: "peer-unreachable",
-        about: "an adapter that cannot reach the provider is refused, and told why",
+        about: "an adapter that cannot reach the provider is refused, and the message says why",
         topology: "nic-unreachable",
         ruins: false,
         run: unreachable,
@@ -61,54 +61,77 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let start = held.map.address();
     let because = |words: &str| -> Result<()> {
         let reason = held.reason()?;
-        ensure!(reason.contains(words), "{words:?} is not in {reason:?}");
+        ensure!(reason.contains(words), "{words:?} is not in the reason {reason:?}");
         Ok(())
     };
 
-    // What the core itself refuses.
-    expect("no bytes", try_it(start, 0), libc::EINVAL)?;
-    expect("an overflow", try_it(start, usize::MAX - 4096), libc::EINVAL)?;
+    // Ranges that the RDMA core refuses before it calls a client.
+    expect("ibv_reg_mr() of 0 bytes", try_it(start, 0), libc::EINVAL)?;
+    expect(
+        "ibv_reg_mr() of a range that overflows",
+        try_it(start, usize::MAX - 4096),
+        libc::EINVAL,
+    )?;
 
-    // Zeroes behind, and before.
+    // Memory of /dev/zero behind the buffer, and before it.
     let zero = OpenOptions::new().read(true).write(true).open("/dev/zero")?;
     let mixed = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     mixed.replace_part(MIB - 4096, 4096, zero.as_fd(), 0).map_err(errno)?;
-    expect("ends elsewhere", try_it(mixed.address(), MIB), libc::EFAULT)?;
+    expect(
+        "ibv_reg_mr() of a range that ends outside of the buffer",
+        try_it(mixed.address(), MIB),
+        libc::EFAULT,
+    )?;
     because("begin in a buffer")?;
     let refused = counted()?["refused"];
     mixed.replace_part(0, 4096, zero.as_fd(), 0).map_err(errno)?;
-    expect("begins elsewhere", try_it(mixed.address(), MIB - 4096), libc::EREMOTEIO)?;
-    ensure!(counted()?["refused"] == refused, "what is not ours was refused");
+    expect(
+        "ibv_reg_mr() of a range that begins outside of the buffer",
+        try_it(mixed.address(), MIB - 4096),
+        libc::EREMOTEIO,
+    )?;
+    ensure!(
+        counted()?["refused"] == refused,
+        "p2pmem refused a range that begins outside of its buffers, instead of not claiming it"
+    );
     drop(
         nic.register(mixed.address(), 4096)
             .map_err(errno)
-            .context("host memory in between")?,
+            .context("ibv_reg_mr() of a page of host memory")?,
     );
 
-    // A hole.
+    // A range with an unmapped page.
     let mut short = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     short.unmap_part(MIB - 4096, 4096).map_err(errno)?;
-    expect("a hole", try_it(short.address() + 8192, MIB - 8192), libc::EFAULT)?;
+    expect(
+        "ibv_reg_mr() of a range with an unmapped page",
+        try_it(short.address() + 8192, MIB - 8192),
+        libc::EFAULT,
+    )?;
     because("is not mapped to it")?;
 
-    // Two buffers.
+    // A range over two buffers.
     let two = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     two.replace_part(MIB / 2, MIB / 2, other.file.as_fd(), other.buffer.mmap_offset)
         .map_err(errno)?;
-    expect("two buffers", try_it(two.address(), MIB), libc::EXDEV)?;
+    expect(
+        "ibv_reg_mr() of a range over two buffers",
+        try_it(two.address(), MIB),
+        libc::EXDEV,
+    )?;
     because("into another one")?;
     drop(
         nic.register(two.address(), MIB / 2)
             .map_err(errno)
-            .context("the first one")?,
+            .context("ibv_reg_mr() of the first of two buffers")?,
     );
     drop(
         nic.register(two.address() + MIB as u64 / 2, MIB / 2)
             .map_err(errno)
-            .context("the second one")?,
+            .context("ibv_reg_mr() of the second of two buffers")?,
     );
 
-    // More pieces than there can be: every page is where it is not.
+    // More pieces than the limit: the pages are mapped in reverse order, so each is a piece.
     let pieces = 65;
     let many = Mapping::shared(held.file.as_fd(), held.buffer.mmap_offset, MIB).map_err(errno)?;
     for n in 0..pieces {
@@ -116,29 +139,44 @@ fn bad(bed: &mut Bed) -> Result<()> {
         many.replace_part(4096 * n, 4096, held.file.as_fd(), offset)
             .map_err(errno)?;
     }
-    expect("65 pieces", try_it(many.address(), 4096 * pieces), libc::E2BIG)?;
+    expect(
+        "ibv_reg_mr() of 65 pieces",
+        try_it(many.address(), 4096 * pieces),
+        libc::E2BIG,
+    )?;
     because("more than 64 pieces")?;
     let region = nic
         .register(many.address(), 4096 * (pieces - 1))
         .map_err(errno)
-        .context("64 pieces")?;
-    ensure!(rows()?.iter().any(|row| row.entries == 64), "{:#?}", rows()?);
+        .context("ibv_reg_mr() of 64 pieces")?;
+    ensure!(
+        rows()?.iter().any(|row| row.entries == 64),
+        "no registration has 64 entries: {:#?}",
+        rows()?
+    );
     drop(region);
 
-    // A file that was opened for reading only.
+    // A mapping of a file that was opened read-only.
     let reader = OpenOptions::new().read(true).open(NODE)?;
-    let shown = alloc(reader.as_fd(), 4096).map_err(errno)?;
+    let buffer = alloc(reader.as_fd(), 4096).map_err(errno)?;
     let map = Mapping::new(
         reader.as_fd(),
-        shown.mmap_offset,
+        buffer.mmap_offset,
         4096,
         libc::PROT_READ,
         libc::MAP_SHARED,
     )
     .map_err(errno)?;
-    expect("read-only", try_it(map.address(), 4096), libc::EACCES)?;
+    expect(
+        "ibv_reg_mr() of a read-only mapping",
+        try_it(map.address(), 4096),
+        libc::EACCES,
+    )?;
     let reason = super::explain_last(reader.as_fd())?.2;
-    ensure!(reason.contains("reading only"), "{reason}");
+    ensure!(
+        reason.contains("reading only"),
+        "\"reading only\" is not in the reason {reason:?}"
+    );
     drop((map, reader));
 
     // Memory of a device that is no provider, mapped through sysfs.
@@ -157,39 +195,47 @@ fn bad(bed: &mut Bed) -> Result<()> {
     }
     ensure!(
         counted()?["acquire"] == acquired,
-        "memory of a device that is no provider was taken for ours"
+        "p2pmem claimed memory of a device that is no provider"
     );
     drop(map);
 
-    // A buffer that was revoked.
+    // A revoked buffer.
     bed.unbind("accel0")?;
-    expect("revoked", try_it(start, MIB), libc::ENODEV)?;
+    expect("ibv_reg_mr() of a revoked buffer", try_it(start, MIB), libc::ENODEV)?;
     because("is revoked: provider")?;
-    ensure!(rows()?.is_empty(), "{:#?}", rows()?);
+    ensure!(rows()?.is_empty(), "registrations are left: {:#?}", rows()?);
 
     let after = counted()?;
     let calls = |name: &str| after[name] - before[name];
     ensure!(
         calls("refused") == 6 && calls("acquire") == calls("release") && calls("out_of_order") == 0,
-        "{before:?} {after:?}"
+        "expected 6 refusals, a release for each acquire, and no call out of order: {before:?} before, {after:?} after"
     );
     Ok(())
 }
 
-/// The name of the part that registers with little memory to lock.
+/// The name of the part that registers with a low RLIMIT_MEMLOCK.
 pub(super) const PART: &str = "peer-locked-memory";
 
-/// Without the privilege to ignore it, and with a limit of 64 KiB.
+/// Registers buffers. Runs without CAP_IPC_LOCK, and with an RLIMIT_MEMLOCK of 64 KiB.
 pub(super) fn part() -> Result<()> {
     let file = super::open()?;
     let buffer = alloc(file.as_fd(), MIB as u64).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), buffer.mmap_offset, MIB).map_err(errno)?;
-    let name = std::env::var("P2PMEM_RDMA_NIC0").context("which NIC?")?;
+    let name = std::env::var("P2PMEM_RDMA_NIC0").context("P2PMEM_RDMA_NIC0 is not set: it names the NIC")?;
     let nic = Adapter::open(&name)?;
-    expect("1 MiB", nic.register(map.address(), MIB).map(|_| ()), libc::ENOMEM)?;
+    expect(
+        "ibv_reg_mr() of 1 MiB with RLIMIT_MEMLOCK of 64 KiB",
+        nic.register(map.address(), MIB).map(|_| ()),
+        libc::ENOMEM,
+    )?;
     for _ in 0..100 {
-        // What ended is not counted any more.
-        drop(nic.register(map.address(), 16384).map_err(errno).context("16 KiB")?);
+        // Deregistration uncharges the memory.
+        drop(
+            nic.register(map.address(), 16384)
+                .map_err(errno)
+                .context("ibv_reg_mr() of 16 KiB with RLIMIT_MEMLOCK of 64 KiB")?,
+        );
     }
     Ok(())
 }
@@ -208,9 +254,9 @@ fn locked_memory(bed: &mut Bed) -> Result<()> {
         .args(["part", PART])
         .env("P2PMEM_RDMA_NIC0", nic)
         .output()?;
-    let said = String::from_utf8_lossy(&output.stderr);
-    ensure!(output.status.success(), "{}: {said}", output.status);
-    await_rows("nothing is left", <[Row]>::is_empty)?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "part {PART}: {}: {stderr}", output.status);
+    await_rows("no registration is listed", <[Row]>::is_empty)?;
     Ok(())
 }
 
@@ -221,7 +267,7 @@ fn unmap(bed: &mut Bed) -> Result<()> {
     let map = Mapping::shared(fd, offset, MIB).map_err(errno)?;
     let zero = OpenOptions::new().read(true).write(true).open("/dev/zero")?;
     let (mut made, mut refused) = (0, 0);
-    let turn = |busy: &Busy| -> Result<()> {
+    let remap = |busy: &Busy| -> Result<()> {
         while busy.goes_on() {
             map.replace_part(MIB / 2, MIB / 2, zero.as_fd(), 0).map_err(errno)?;
             map.replace_part(MIB / 2, MIB / 2, fd, offset + MIB as u64 / 2)
@@ -230,21 +276,21 @@ fn unmap(bed: &mut Bed) -> Result<()> {
         }
         Ok(())
     };
-    let busy = Busy::during(&[&turn], |_| {
+    let busy = Busy::during(&[&remap], |_| {
         for _ in 0..200 {
             match nic.register(map.address(), MIB) {
                 Ok(_) => made += 1,
                 Err(libc::EFAULT) => refused += 1,
-                Err(other) => bail!("{}", errno(other)),
+                Err(other) => bail!("ibv_reg_mr() during unmapping: {}", errno(other)),
             }
         }
         Ok(())
     })?;
-    let turns = busy.served();
-    println!("{made} registrations, {refused} refusals, {turns} turns of the other thread");
-    ensure!(turns > 0, "the other thread did nothing");
-    ensure!(rows()?.is_empty(), "{:#?}", rows()?);
-    // Unmapping what is registered does not end it.
+    let remaps = busy.served();
+    println!("{made} registrations, {refused} refusals, {remaps} remaps by the other thread");
+    ensure!(remaps > 0, "the other thread did not remap the range once");
+    ensure!(rows()?.is_empty(), "registrations are left: {:#?}", rows()?);
+    // A registration outlives the mapping.
     let (source, region) = (Held::new(bed, "accel0", 4096)?, held.register(&nic)?);
     let sent = source.register(&nic)?;
     super::peer::fill(&source.map, 9);
@@ -257,27 +303,33 @@ fn denied(bed: &mut Bed) -> Result<()> {
     let nic = nic(bed)?;
     let held = Held::new(bed, "accel0", MIB)?;
     let try_it = || nic.register(held.map.address(), MIB).map(drop);
-    // Before the rule, and in spite of it: rules are for what comes after them.
+    // Registered before the rule exists. A new rule does not revoke registrations.
     let before = held.register(&nic)?;
     let rule = AdminRule::new(
         "10-not-this",
         &[("client", &bed.device("nic0")?.bdf), ("action", "deny")],
     )?;
-    expect("a denied adapter", try_it(), libc::EACCES)?;
+    expect("ibv_reg_mr() with a denied adapter", try_it(), libc::EACCES)?;
     let reason = held.reason()?;
-    ensure!(reason.contains("rule 10-not-this"), "{reason:?}");
-    ensure!(rows()?.len() == 1, "{:#?}", rows()?);
+    ensure!(
+        reason.contains("rule 10-not-this"),
+        "\"rule 10-not-this\" is not in the reason {reason:?}"
+    );
+    ensure!(rows()?.len() == 1, "expected one registration: {:#?}", rows()?);
     rule.set("enable", "0")?;
     rule.set("action", "none")?;
     rule.set("max_class", "DEV")?;
     rule.set("enable", "1")?;
-    expect("too far", try_it(), libc::EACCES)?;
+    expect("ibv_reg_mr() beyond max_class", try_it(), libc::EACCES)?;
     let reason = held.reason()?;
-    ensure!(reason.contains("too far"), "{reason:?}");
+    ensure!(
+        reason.contains("too far"),
+        "\"too far\" is not in the reason {reason:?}"
+    );
     drop(before);
     drop(rule);
     drop(held.register(&nic)?);
-    ensure!(rows()?.is_empty(), "{:#?}", rows()?);
+    ensure!(rows()?.is_empty(), "registrations are left: {:#?}", rows()?);
     Ok(())
 }
 
@@ -287,16 +339,16 @@ fn unreachable(bed: &mut Bed) -> Result<()> {
     let (near, far) = (Held::new(bed, "accel0", MIB)?, Held::new(bed, "accel1", MIB)?);
     drop(near.register(&nic)?);
     expect(
-        "out of reach",
+        "ibv_reg_mr() of unreachable memory",
         nic.register(far.map.address(), MIB).map(|_| ()),
         libc::EHOSTUNREACH,
     )?;
     let reason = far.reason()?;
     for wanted in [&bed.device("nic0")?.bdf, &bed.device("accel1")?.bdf, "host bridge"] {
-        ensure!(reason.contains(wanted), "{wanted:?} is not in {reason:?}");
+        ensure!(reason.contains(wanted), "{wanted:?} is not in the reason {reason:?}");
     }
     println!("{reason}");
-    ensure!(rows()?.is_empty(), "{:#?}", rows()?);
+    ensure!(rows()?.is_empty(), "registrations are left: {:#?}", rows()?);
     drop(far);
     bed.unpublish("accel1")
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `ibv_reg_mr()` of mapped buffers behind a translating IOMMU. The bytes that were moved and compared go to the report on hardening.
+//! `ibv_reg_mr()` of mapped buffers behind a translating IOMMU. The number of bytes that were transferred and compared
+//! goes to the hardening report.
 
 use anyhow::{Result, ensure};
 
@@ -12,29 +13,29 @@ use crate::verbs::REMOTE_ACCESS;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "peer-iommu",
-        about: "a NIC behind an IOMMU moves bytes between registered buffers, and faults at nothing",
+        about: "a NIC behind an IOMMU transfers data between registered buffers without an IOMMU fault",
         topology: "iommu-nic",
         ruins: false,
         run: moved,
     },
     Case {
         name: "peer-iommu-stale",
-        about: "of 20 writes of either adapter to a buffer that was revoked, none reaches the memory, behind an IOMMU",
+        about: "as peer-stale, behind an IOMMU and without an IOMMU fault",
         topology: "iommu-nic",
         ruins: false,
         run: |bed| without_faults(bed, peer_end::stale_ex),
     },
 ];
 
-/// Fails unless the IOMMU translates the DMA of a device.
+/// Fails unless the IOMMU group of a device has type `DMA` (translation).
 pub(super) fn translated(bed: &Bed, device: &str) -> Result<()> {
     let group = bed.device(device)?.sysfs().join("iommu_group/type");
     let kind = read(&group)?;
-    ensure!(kind == "DMA", "{}: {kind:?}, not DMA", group.display());
+    ensure!(kind == "DMA", "{} is {kind:?} instead of \"DMA\"", group.display());
     Ok(())
 }
 
-/// Runs a test in which no device asks the IOMMU for an address that it does not translate.
+/// Runs a test. Fails if a device of the test is not behind the IOMMU, or the kernel logs an IOMMU fault.
 fn without_faults(bed: &mut Bed, test: fn(&mut Bed) -> Result<()>) -> Result<()> {
     for device in ["nic0", "accel0", "accel1"] {
         translated(bed, device)?;
@@ -42,7 +43,7 @@ fn without_faults(bed: &mut Bed, test: fn(&mut Bed) -> Result<()>) -> Result<()>
     let mut log = Log::new()?;
     test(bed)?;
     let faults = log.lines(&["fault addr"]);
-    ensure!(faults.is_empty(), "{faults:#?}");
+    ensure!(faults.is_empty(), "the kernel logged IOMMU faults: {faults:#?}");
     Ok(())
 }
 
@@ -55,7 +56,7 @@ fn moved(bed: &mut Bed) -> Result<()> {
         let all = rows()?;
         ensure!(
             all.len() == 2 && all.iter().all(|row| row.state == "mapped"),
-            "{all:#?}"
+            "expected two mapped registrations: {all:#?}"
         );
         let mut bytes = 0;
         for seed in 1..=2 {
@@ -65,15 +66,15 @@ fn moved(bed: &mut Bed) -> Result<()> {
             bytes += MIB;
         }
         println!("hardening-report: {{\"iommu\": {{\"intel\": {bytes}}}}}");
-        // After a revocation the NIC itself refuses: it asks the IOMMU for nothing.
+        // After revocation the NIC refuses the key, so it makes no access that the IOMMU would have to refuse.
         bed.unbind("accel0")?;
         let status = nic.connect()?.write(&sent, 4096, &received, 0)?;
         ensure!(
             status == REMOTE_ACCESS,
-            "a write after the end ended with status {status}"
+            "RDMA WRITE to a revoked registration ended with status {status}, not with a remote access error"
         );
         drop((sent, received));
-        await_rows("all was deregistered", <[Row]>::is_empty)?;
+        await_rows("no registration is listed", <[Row]>::is_empty)?;
         bed.publish("accel0")?;
         drop(source);
         bed.unpublish("accel1")
