@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Machines that run short: of memory in a program's cgroup, with and without swap, and of processors, which come and go.
+//! Allocation under pressure: a cgroup at its memory limit, with and without swapping, and CPU hotplug.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -23,41 +23,42 @@ use crate::sys::Mapping;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "processors-leave",
-        about: "processors leave and come back during a storm of allocations: every byte is right, and nothing is lost",
+        about: "a CPU goes offline and online while threads allocate: buffers keep their contents, and no memory leaks",
         topology: "small",
         ruins: false,
         run: processors_leave,
     },
     Case {
         name: "memory-max",
-        about: "a program whose cgroup is at its limit of memory all the time is served or refused: every byte is right, and nothing is lost",
+        about: "in a cgroup at memory.max, ALLOC succeeds or fails, buffers keep their contents, and none leaks",
         topology: "small",
         ruins: false,
         run: memory_max,
     },
     Case {
         name: "swapping",
-        about: "the same where the program is swapped out and in all the time",
+        about: "as memory-max, with the program's memory being swapped out and in",
         topology: "small",
         ruins: false,
         run: swapping,
     },
 ];
 
-/// The part of these tests that is a process of its own.
+/// The name of the part that allocates in a cgroup.
 pub(super) const PART: &str = "allocate-under-pressure";
 
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
-/// What the cgroup may have.
+/// The cgroup's `memory.max`.
 const LIMIT: &str = "32M";
 
-/// Allocates, maps, writes, checks and frees buffers of all sizes up to 256 KiB, some of them at a time, while `goes_on` says so,
-/// which is told how many there were so far.
-fn storm(seed: u64, mut goes_on: impl FnMut(u64) -> Result<bool>) -> Result<()> {
+/// Allocates, maps, writes, checks and frees buffers of 4 to 256 KiB while `goes_on` returns true; at most 8 exist
+/// after each round. The argument of `goes_on` is the number of rounds so far. Allocations that fail with ENOMEM or
+/// ENOSPC are skipped.
+fn churn(seed: u64, mut goes_on: impl FnMut(u64) -> Result<bool>) -> Result<()> {
     let file = open()?;
     let mut held: VecDeque<(u32, Mapping, u64)> = VecDeque::new();
-    let end = |(handle, map, number): (u32, Mapping, u64)| -> Result<()> {
+    let check_and_free = |(handle, map, number): (u32, Mapping, u64)| -> Result<()> {
         for at in (0..map.len()).step_by(PAGE) {
             let (found, wanted) = (map.get(at), word(number, at));
             ensure!(
@@ -90,16 +91,20 @@ fn storm(seed: u64, mut goes_on: impl FnMut(u64) -> Result<bool>) -> Result<()> 
             Err(code) => bail!("ALLOC: {}", errno(code)),
         }
         if held.len() > 8 {
-            held.pop_front().map_or(Ok(()), end)?;
+            held.pop_front().map_or(Ok(()), check_and_free)?;
         }
     }
-    held.into_iter().try_for_each(end)
+    held.into_iter().try_for_each(check_and_free)
 }
 
-/// Allocates in its own cgroup, and touches memory of its own and pages of a file meanwhile: arguments are MiB of its own, the
-/// file (or nothing), and how many buffers.
+/// Runs [`churn`] in a cgroup, and uses anonymous memory and reads a file in each round. Arguments: MiB of anonymous
+/// memory, path of the file (empty for none), number of rounds.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
-    let argument = |at: usize| arguments.get(at).context("an argument is missing");
+    let argument = |at: usize| {
+        arguments
+            .get(at)
+            .with_context(|| format!("part {PART} needs three arguments, got {}", arguments.len()))
+    };
     let own: usize = argument(0)?.parse()?;
     let mut file = match argument(1)?.as_str() {
         "" => None,
@@ -109,13 +114,17 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ready()?;
     let mut memory = vec![0u8; own * MIB];
     let mut chunk = vec![0u8; MIB];
-    storm(buffers, |number| {
-        // An eighth of its own, and a MiB of the file, for each.
+    churn(buffers, |number| {
+        // An eighth of the anonymous memory, and 1 MiB of the file, in each round.
         let part = memory.len() / 8;
         let first = part * (number as usize % 8);
         for at in (first..first + part).step_by(PAGE) {
             let turn = (number / 8) as u8;
-            ensure!(memory[at] == turn, "its own memory is wrong at {at:#x}");
+            ensure!(
+                memory[at] == turn,
+                "byte {at:#x} of the anonymous memory is {:#x} instead of {turn:#x}",
+                memory[at]
+            );
             memory[at] = turn.wrapping_add(1);
         }
         if let Some(file) = &mut file {
@@ -129,7 +138,8 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Runs the part in a cgroup with little memory. How often it was at its limit.
+/// Runs the part in a cgroup with [`LIMIT`]. Returns how often the cgroup reached the limit. Fails if the OOM killer
+/// ran.
 fn pressed(own: usize, file: &str, buffers: u32) -> Result<u64> {
     let group = Group::new("p2pmem-pressure")?;
     group.set("memory.max", LIMIT)?;
@@ -142,15 +152,18 @@ fn pressed(own: usize, file: &str, buffers: u32) -> Result<u64> {
             .lines()
             .find_map(|line| line.strip_prefix(name)?.trim().parse().ok())
     };
-    ensure!(of("oom_kill ") == Some(0), "somebody was killed: {events}");
-    of("max ").with_context(|| events.clone())
+    ensure!(of("oom_kill ") == Some(0), "the OOM killer ran in the cgroup: {events}");
+    of("max ").with_context(|| format!("memory.events has no line max: {events}"))
 }
 
 fn memory_max(bed: &mut Bed) -> Result<()> {
     let drive = bed.block("nvme0")?;
     let times = pressed(8, drive.to_str().context("path")?, rounds(200))?;
-    ensure!(times > 0, "the program was never at its limit of memory");
-    println!("{times} times at the limit");
+    ensure!(
+        times > 0,
+        "the cgroup never reached memory.max: the test checked nothing"
+    );
+    println!("memory.max was reached {times} times");
     Ok(())
 }
 
@@ -168,8 +181,8 @@ fn swapping(bed: &mut Bed) -> Result<()> {
     let times = pressed(48, "", rounds(30));
     command("swapoff", &[drive])?;
     let (times, pages) = (times?, swapped()? - before);
-    ensure!(pages > 0, "nothing was swapped in");
-    println!("{times} times at the limit, {pages} pages swapped in");
+    ensure!(pages > 0, "no page was swapped in: the test checked nothing");
+    println!("memory.max was reached {times} times, {pages} pages were swapped in");
     Ok(())
 }
 
@@ -178,11 +191,11 @@ fn processors_leave(_: &mut Bed) -> Result<()> {
     let online = Path::new("/sys/devices/system/cpu/cpu1/online");
     let (stop, made) = (AtomicBool::new(false), AtomicU64::new(0));
     thread::scope(|scope| -> Result<()> {
-        let storms: Vec<_> = (1..=THREADS)
+        let churns: Vec<_> = (1..=THREADS)
             .map(|seed| {
                 let (stop, made) = (&stop, &made);
                 scope.spawn(move || {
-                    storm(seed, |_| {
+                    churn(seed, |_| {
                         made.fetch_add(1, Ordering::Relaxed);
                         Ok(!stop.load(Ordering::Relaxed))
                     })
@@ -192,10 +205,10 @@ fn processors_leave(_: &mut Bed) -> Result<()> {
         let toggled = (|| {
             for _ in 0..rounds(8) {
                 for state in ["0", "1"] {
-                    // Some are made with and some without the processor.
+                    // Wait for allocations in each state of the CPU.
                     let seen = made.load(Ordering::Relaxed);
-                    until("allocations go on", || {
-                        Ok(made.load(Ordering::Relaxed) >= seen + 20 || storms.iter().any(|storm| storm.is_finished()))
+                    until("20 more buffers were requested", || {
+                        Ok(made.load(Ordering::Relaxed) >= seen + 20 || churns.iter().any(|churn| churn.is_finished()))
                     })?;
                     write(online, state)?;
                 }
@@ -203,12 +216,12 @@ fn processors_leave(_: &mut Bed) -> Result<()> {
             Ok(())
         })();
         stop.store(true, Ordering::Relaxed);
-        for storm in storms {
-            storm.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
+        for churn in churns {
+            churn.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         }
         write(online, "1")?;
         toggled
     })?;
-    println!("{} buffers", made.load(Ordering::Relaxed));
+    println!("{} buffers were requested", made.load(Ordering::Relaxed));
     Ok(())
 }
