@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Drivers in the kernel that publish memory of their devices through p2pmem's exported functions: tests/kernel/publisher is
-//! one, and accel0 its device.
+//! Registered providers: a kernel driver registers its device's memory through p2pmem's exported functions. The driver
+//! is `tests/kernel/publisher`, bound to accel0.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -24,42 +24,42 @@ use crate::sys::{self, Mapping};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "publisher",
-        about: "a driver publishes its device's memory, takes it back while it is in use, and publishes it again",
+        about: "a driver registers its device's memory, unregisters it while it is in use, and registers it again",
         topology: "small",
         ruins: false,
         run: publisher,
     },
     Case {
         name: "publisher-pageless",
-        about: "a driver publishes memory without struct pages, and its device is unbound while it is in use",
+        about: "a driver registers pageless memory, and unregisters it or is unbound while it is in use",
         topology: "small",
         ruins: false,
         run: pageless,
     },
     Case {
         name: "publisher-bad",
-        about: "what a driver cannot publish is refused, and the log says why",
+        about: "registrations with invalid arguments fail with EINVAL, and the log names the reason",
         topology: "small",
         ruins: false,
         run: bad,
     },
     Case {
         name: "publisher-rmmod",
-        about: "the publishing driver and p2pmem are unloaded in either order, with buffers in use",
+        about: "with buffers in use, rmmod p2pmem fails while the driver is loaded; rmmod of the driver revokes them",
         topology: "small",
         ruins: false,
         run: rmmod,
     },
     Case {
         name: "publisher-told-late",
-        about: "unregistering while the device is unbound does not return before the driver was told",
+        about: "unregistering during unbind returns only after the driver's revoked callback has returned",
         topology: "small",
         ruins: false,
-        run: told_late,
+        run: unregister_during_callback,
     },
     Case {
         name: "publisher-race",
-        about: "a driver takes its memory back while programs allocate from it and its device is unbound",
+        about: "a driver unregisters its memory while threads allocate from it and the device is unbound",
         topology: "small",
         ruins: false,
         run: race,
@@ -68,7 +68,7 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 const MODULE: &str = "p2pmem_publisher";
-/// accel0, bound to the driver that publishes.
+/// accel0, bound to the driver of the module `p2pmem_publisher`.
 pub(super) struct Publisher<'a> {
     bed: &'a Bed,
     sysfs: PathBuf,
@@ -76,6 +76,7 @@ pub(super) struct Publisher<'a> {
 }
 
 impl<'a> Publisher<'a> {
+    /// Loads the driver and binds accel0 to it.
     pub(super) fn new(bed: &'a Bed) -> Result<Publisher<'a>> {
         bed.unpublish("accel0")?;
         load()?;
@@ -92,33 +93,37 @@ impl<'a> Publisher<'a> {
 
     pub(super) fn bind(&self) -> Result<()> {
         write(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf)?;
-        ensure!(self.sysfs.join("publish").exists(), "accel0 was not bound");
+        ensure!(
+            self.sysfs.join("publish").exists(),
+            "accel0 was not bound to p2pmem-publisher"
+        );
         Ok(())
     }
 
-    /// Publishes; what: `BAR OFFSET SIZE RESERVE HOW`.
+    /// Registers memory. `what` is written to attribute `publish`: `BAR OFFSET SIZE RESERVE HOW`, or `off` to
+    /// unregister. Returns the errno.
     pub(super) fn publish(&self, what: &str) -> Result<(), i32> {
         fs::write(self.sysfs.join("publish"), what).map_err(|e| e.raw_os_error().unwrap_or(0))
     }
 
-    /// Takes it back; how long that took.
+    /// Unregisters the memory. Returns the duration.
     pub(super) fn withdraw(&self) -> Result<Duration> {
         let start = Instant::now();
         self.publish("off").map_err(errno)?;
         Ok(start.elapsed())
     }
 
-    /// The provider's id, 0 for none.
+    /// Returns the provider's ID, 0 if no memory is registered.
     pub(super) fn id(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("publish"))?.parse()?)
     }
 
-    /// How often the driver was told that its memory is its own again.
+    /// Returns how often the driver's revoked callback was called.
     pub(super) fn told(&self) -> Result<u32> {
         Ok(read(&self.sysfs.join("revoked"))?.parse()?)
     }
 
-    /// Gives the device back to p2pmem, and unloads the driver, which keeps p2pmem loaded.
+    /// Binds accel0 to p2pmem again and unloads the driver, which holds a reference to p2pmem's module.
     pub(super) fn end(self) -> Result<()> {
         self.bed.unbind("accel0")?;
         write(&self.sysfs.join("driver_override"), "p2pmem")?;
@@ -135,30 +140,33 @@ fn load() -> Result<()> {
     if loaded() {
         return Ok(());
     }
-    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
+    let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE is not set: it is the path of the module")?;
     let module = Path::new(&module).with_file_name(format!("{MODULE}.ko"));
-    command("insmod", &[module.to_str().context("path")?])
+    command(
+        "insmod",
+        &[module.to_str().context("the path of the module is not UTF-8")?],
+    )
 }
 
-/// A buffer that is mapped and imported, and what it says after its provider left.
-struct Used {
+/// A buffer that is mapped and imported, with checks of its state before and after its provider is removed.
+struct UsedBuffer {
     file: fs::File,
     alloc: abi::p2pmem_alloc,
     map: Mapping,
     importer: Importer,
 }
 
-impl Used {
-    fn new(bed: &Bed) -> Result<Used> {
+impl UsedBuffer {
+    fn new(bed: &Bed) -> Result<UsedBuffer> {
         let file = open()?;
         let (alloc, dma_buf) = exported_buffer(file.as_fd(), 4 * MIB, 0)?;
         let map = Mapping::shared(file.as_fd(), alloc.mmap_offset, alloc.size as usize).map_err(errno)?;
         for at in (0..map.len()).step_by(4096) {
-            ensure!(map.get(at) == 0, "byte {at:#x} is another's");
+            ensure!(map.get(at) == 0, "byte {at:#x} of a new buffer is not zero");
             map.set(at, at as u64 ^ 0x5a);
         }
         let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
-        Ok(Used {
+        Ok(UsedBuffer {
             file,
             alloc,
             map,
@@ -166,6 +174,7 @@ impl Used {
         })
     }
 
+    /// Fails unless the mapping has the buffer's contents and the importer is mapped.
     fn works(&self) -> Result<()> {
         for at in (0..self.map.len()).step_by(4096) {
             ensure!(self.map.get(at) == at as u64 ^ 0x5a);
@@ -174,14 +183,18 @@ impl Used {
         Ok(())
     }
 
+    /// Fails unless the buffer is gone, the importer is unmapped, and an access to the mapping raises SIGBUS.
     fn is_gone(&self) -> Result<()> {
         let b = buffer(self.file.as_fd(), self.alloc.handle).map_err(errno)?;
-        ensure!(b.state == abi::P2PMEM_BUFFER_GONE, "{b:?}");
+        ensure!(b.state == abi::P2PMEM_BUFFER_GONE, "the buffer is not gone: {b:?}");
         ensure!(self.importer.state()?.get("mapped") == 0);
         sys::survive_bus_errors()?;
         let errors = sys::bus_errors();
         self.map.get(0);
-        ensure!(sys::bus_errors() == errors + 1, "a mapping outlives the registration");
+        ensure!(
+            sys::bus_errors() == errors + 1,
+            "no SIGBUS: the mapping can still be read after the provider was removed"
+        );
         Ok(())
     }
 }
@@ -198,10 +211,10 @@ fn publisher(bed: &mut Bed) -> Result<()> {
                 && row.size == 62 * MIB
                 && row.kernel_reserve == 2 * MIB
                 && row.flags & abi::P2PMEM_PROVIDER_EXPORTABLE != 0,
-            "{row:?}"
+            "wrong row of the registered provider: {row:?}"
         );
-        // As any other provider's: devices and O_DIRECT reach it.
-        let used = Used::new(bed)?;
+        // Importers and O_DIRECT can use the memory, as with any other provider.
+        let used = UsedBuffer::new(bed)?;
         ensure!(used.alloc.provider == row.id);
         let drive = fs::OpenOptions::new()
             .read(true)
@@ -211,40 +224,59 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         let map = Mapping::shared(used.file.as_fd(), direct.mmap_offset, 64 << 10).map_err(errno)?;
         ensure!(map.fill_from(&drive, 0, 0, 64 << 10)? == 64 << 10);
         used.works()?;
-        expect("a second time", publisher.publish("-1 0 0 0 paged"), libc::EEXIST)?;
-        // Another process has some of it too.
+        expect(
+            "a second registration",
+            publisher.publish("-1 0 0 0 paged"),
+            libc::EEXIST,
+        )?;
+        // Another process has a buffer of the provider, too.
         let other = Part::start("survive", &["1048576"])?;
         let took = publisher.withdraw()?;
         ended_within("unregistering", took)?;
-        ensure!(publisher.told()? == round, "{} times", publisher.told()?);
+        ensure!(
+            publisher.told()? == round,
+            "the revoked callback was called {} times",
+            publisher.told()?
+        );
         ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err());
         other.finish()?;
         used.is_gone()?;
         expect("ALLOC without a provider", alloc(used.file.as_fd(), 4096), libc::ENODEV)?;
-        // Unregistering nothing is nothing.
+        // Unregistering again has no effect.
         publisher.withdraw()?;
-        // What has struct pages keeps them until the driver is unbound.
-        expect("another range", publisher.publish("-1 0 2097152 0 paged"), libc::EBUSY)?;
-        expect("without pages", publisher.publish("-1 0 0 0 pageless"), libc::EBUSY)?;
+        // Struct pages exist until the driver is unbound, so range and kind of the memory cannot change before that.
+        expect(
+            "registration of another range",
+            publisher.publish("-1 0 2097152 0 paged"),
+            libc::EBUSY,
+        )?;
+        expect(
+            "registration without pages",
+            publisher.publish("-1 0 0 0 pageless"),
+            libc::EBUSY,
+        )?;
     }
-    // The driver goes with its memory in use: it is told before its own remove() is called.
+    // The driver is unbound while its memory is in use. Its revoked callback is called before its remove().
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
-    let used = Used::new(bed)?;
+    let used = UsedBuffer::new(bed)?;
     let mut log = Log::new()?;
     let start = Instant::now();
     bed.unbind("accel0")?;
     ended_within("unbinding", start.elapsed())?;
     log.wait(&["p2pmem-publisher", "removed, revoked 4 times"])?;
     used.is_gone()?;
-    // Another binding, another range.
+    // After another bind, another range can be registered.
     publisher.bind()?;
     let (start, size) = (2 * MIB, 8 * MIB);
     publisher
         .publish(&format!("-1 {start} {size} 0 paged"))
         .map_err(errno)?;
     let row = bed.provider("accel0")?;
-    ensure!(row.size == size && row.bar_offset == start, "{row:?}");
-    let used = Used::new(bed)?;
+    ensure!(
+        row.size == size && row.bar_offset == start,
+        "wrong range of the registered provider: {row:?}"
+    );
+    let used = UsedBuffer::new(bed)?;
     used.works()?;
     ensure!((start..start + size).contains(&used.alloc.bar_offset));
     drop(used);
@@ -260,9 +292,9 @@ fn pageless(bed: &mut Bed) -> Result<()> {
             row.kind == abi::P2PMEM_KIND_REGISTERED
                 && row.flags & abi::P2PMEM_PROVIDER_PAGELESS != 0
                 && row.size == 64 * MIB,
-            "{row:?}"
+            "wrong row of the pageless registered provider: {row:?}"
         );
-        let used = Used::new(bed)?;
+        let used = UsedBuffer::new(bed)?;
         used.works()?;
         let start = Instant::now();
         match how {
@@ -272,7 +304,7 @@ fn pageless(bed: &mut Bed) -> Result<()> {
         ended_within(how, start.elapsed())?;
         used.is_gone()?;
     }
-    // An importer that does not let go holds up the driver, and is named.
+    // An importer that does not unmap delays unregistering. The log names the dma-buf.
     publisher.bind()?;
     publisher.publish("-1 0 0 0 pageless").map_err(errno)?;
     let file = open()?;
@@ -282,13 +314,13 @@ fn pageless(bed: &mut Bed) -> Result<()> {
     thread::scope(|scope| {
         let off = scope.spawn(|| publisher.withdraw());
         let line = log.wait(&["waiting for", "to let go of dma-buf"]);
-        let told = publisher.told();
+        let called = publisher.told();
         let waits = !off.is_finished();
         importer.say("unmap").map_err(errno)?;
         off.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         ensure!(
-            waits && told? == 0,
-            "the driver has its memory back while a device has it mapped"
+            waits && called? == 0,
+            "unregistering did not wait for a device that has the memory mapped"
         );
         line.map(drop)
     })?;
@@ -313,33 +345,42 @@ fn bad(bed: &mut Bed) -> Result<()> {
         ("-1 0 0 67108864 paged", libc::EINVAL, "a kernel_reserve of"),
         ("-1 0 0 4096 pageless", libc::EINVAL, "without pages"),
     ] {
-        // The log takes ten such lines in five seconds: what comes at a bad time is tried again.
-        until(&format!("the log says why {what:?} is refused"), || {
+        // The log is limited to ten such lines in five seconds, so the registration is repeated until its line appears.
+        until(&format!("the log has {words:?} for {what:?}"), || {
             expect(what, publisher.publish(what), code)?;
             Ok(!log.lines(&["registration of a provider refused", words]).is_empty())
         })?;
-        ensure!(publisher.id()? == 0 && bed.provider("accel0").is_err(), "{what}");
+        ensure!(
+            publisher.id()? == 0 && bed.provider("accel0").is_err(),
+            "{what:?} was refused, but accel0 is a provider"
+        );
     }
-    ensure!(publisher.told()? == 0, "told of what never was");
-    // After all that it can still be published.
+    ensure!(
+        publisher.told()? == 0,
+        "the revoked callback was called without a registration"
+    );
+    // A valid registration succeeds after the refused ones.
     publisher.publish("-1 0 0 0 pinned").map_err(errno)?;
     let row = bed.provider("accel0")?;
-    ensure!(row.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS != 0, "{row:?}");
-    drop(Used::new(bed)?);
+    ensure!(
+        row.flags & abi::P2PMEM_PROVIDER_PINNED_EXPORTS != 0,
+        "the provider has no pinned exports: {row:?}"
+    );
+    drop(UsedBuffer::new(bed)?);
     publisher.end()
 }
 
 fn rmmod(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
-    let used = Used::new(bed)?;
-    // p2pmem first: it is in use by the driver, whether or not programs have files open. Nothing is lost.
+    let used = UsedBuffer::new(bed)?;
+    // p2pmem first: the driver holds a reference to p2pmem's module. Refused rmmod changes nothing.
     ensure!(
         command("rmmod", &["p2pmem"]).is_err(),
-        "rmmod succeeded with a driver that uses it"
+        "rmmod p2pmem succeeded while {MODULE} is loaded"
     );
     used.works()?;
-    // The driver first: its memory is taken from all who have it.
+    // The driver first: its memory is revoked.
     let start = Instant::now();
     command("rmmod", &[MODULE])?;
     ended_within("rmmod", start.elapsed())?;
@@ -348,37 +389,37 @@ fn rmmod(bed: &mut Bed) -> Result<()> {
     drop(used);
     let sysfs = bed.device("accel0")?.sysfs();
     ensure!(!sysfs.join("driver").exists());
-    // Now p2pmem, and both again.
+    // Then p2pmem, and both modules are loaded again.
     command("rmmod", &["p2pmem_importer"])?;
     command("rmmod", &["p2pmem"])?;
-    ensure!(load().is_err(), "the driver was loaded without p2pmem");
+    ensure!(load().is_err(), "insmod {MODULE} succeeded without p2pmem");
     bed.load_module()?;
     load()?;
     if !sysfs.join("publish").exists() {
         publisher.bind()?;
     }
     publisher.publish("-1 0 0 0 pageless").map_err(errno)?;
-    // With nobody's file open it is the driver alone that keeps it.
+    // No file is open: only the driver's reference prevents unloading.
     ensure!(
         command("rmmod", &["p2pmem"]).is_err(),
-        "rmmod succeeded with a driver that uses it"
+        "rmmod p2pmem succeeded while {MODULE} is loaded"
     );
-    Used::new(bed)?.works()?;
+    UsedBuffer::new(bed)?.works()?;
     publisher.end()
 }
 
-/// The driver's callback takes its time, in an unbinding; who unregisters meanwhile has to wait for it, as the driver frees what
-/// the callback uses.
-fn told_late(bed: &mut Bed) -> Result<()> {
+/// The driver's revoked callback blocks during an unbind. Unregistering at the same time has to wait for the callback,
+/// because the driver then frees memory that the callback uses.
+fn unregister_during_callback(bed: &mut Bed) -> Result<()> {
     let publisher = Publisher::new(bed)?;
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
     let hold = publisher.sysfs.join("hold");
     write(&hold, "1")?;
     thread::scope(|scope| -> Result<()> {
         let unbound = scope.spawn(|| bed.unbind("accel0"));
-        until("the driver is being told", || Ok(read(&hold)? == "1 0"))?;
+        until("the revoked callback is in progress", || Ok(read(&hold)? == "1 0"))?;
         let off = scope.spawn(|| publisher.publish("off"));
-        // Time for a wrong answer; a right one comes after the callback alone.
+        // A defect shows as an early return within this time. A correct one returns only after the callback.
         let deadline = Instant::now() + Duration::from_millis(300);
         while !off.is_finished() && Instant::now() < deadline {
             thread::sleep(Duration::from_millis(5));
@@ -390,7 +431,7 @@ fn told_late(bed: &mut Bed) -> Result<()> {
         unbound.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         ensure!(
             seen == "1 0" && !early,
-            "unregistering returned while the driver was being told: {seen}"
+            "unregistering returned during the revoked callback (attribute hold: {seen:?})"
         );
         off.map_err(errno)
     })?;
@@ -418,19 +459,23 @@ fn race(bed: &mut Bed) -> Result<()> {
         Ok(())
     };
     Busy::during(&[&user, &user], |busy| {
-        let mut ways = ["paged", "pageless"].into_iter().cycle();
+        let mut kinds = ["paged", "pageless"].into_iter().cycle();
         contended(10, || {
-            // Two rounds a binding: what has struct pages cannot do without them.
-            let how = ways.next().context("a way")?;
+            // Each bind allows one kind, because struct pages exist until unbind.
+            let kind = kinds.next().context("the kinds are a cycle")?;
             let publish = || -> Result<()> {
-                publisher.publish(&format!("-1 0 0 0 {how}")).map_err(errno)?;
+                publisher.publish(&format!("-1 0 0 0 {kind}")).map_err(errno)?;
                 busy.await_served(10)
             };
             publish()?;
             publisher.withdraw()?;
-            ensure!(publisher.told()? == 1, "{} times", publisher.told()?);
+            ensure!(
+                publisher.told()? == 1,
+                "the revoked callback was called {} times",
+                publisher.told()?
+            );
             publish()?;
-            // Unregistered and unbound at once: it ends once. The attribute may have gone before, which is no race.
+            // Unregister and unbind concurrently. If unbinding removed the attribute first, this round was no race.
             let (off, unbound, met) = at_once(|| publisher.publish("off"), || bed.unbind("accel0"))?;
             unbound?;
             publisher.bind()?;
