@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A NIC's write that is in flight while the buffer it goes to ends: the end waits for the write, and the memory is
-//! somebody else's only afterwards. The NIC's model holds the write behind its translation, so that nothing depends on
-//! chance; each case is tried with a NIC that does not wait as well, which has to show as a stale write.
+//! Deregistration and unbinding while a NIC's write to the buffer is in flight. Both have to wait for the write before
+//! the memory is reused. The NIC model holds the write after address translation, so the cases are deterministic.
+//!
+//! Each case also runs with draining off, a NIC that does not wait for its writes. Then the case has to find a stale
+//! write.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -23,38 +25,39 @@ use crate::wire::Request;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rdma-hold-free",
-        about: "deregistering waits for a NIC's write in flight, and the next owner sees none of it",
+        about: "deregistration waits for a NIC's write in flight, which does not change the next owner's buffer",
         topology: "nic",
         ruins: false,
         run: free,
     },
     Case {
         name: "rdma-hold-unbind",
-        about: "revoking waits for a NIC's write in flight, and nothing is written after the provider left",
+        about: "unbinding waits for a NIC's write in flight, which does not change the memory afterwards",
         topology: "nic",
         ruins: false,
         run: unbind,
     },
 ];
 
-/// One packet, which is written at once.
+/// Bytes of the write: one packet, which the NIC model writes in one step.
 pub(super) const LEN: usize = 4096;
 
-/// The hooks of `nic0`. Dropped, nothing is held, and the NIC waits for its writes again.
+/// The hooks of the NIC model `nic0`. Dropping releases a held write and turns draining on.
 pub(super) struct Hooks(());
 
 impl Hooks {
-    /// A NIC that waits for its writes, or one that does not.
+    /// Turns draining on or off: whether changes of keys wait for transfers in flight.
     pub(super) fn new(drain: bool) -> Result<Hooks> {
         control(&json!({ "drain": drain }))?;
         Ok(Hooks(()))
     }
 
-    /// Holds the next write of payload that is [`LEN`] bytes long at least.
+    /// Holds the next write of at least [`LEN`] bytes of payload.
     pub(super) fn arm(&self) -> Result<()> {
         control(&json!({ "hold": { "write": true, "min_bytes": LEN } })).map(drop)
     }
 
+    /// Lets a held write continue.
     pub(super) fn release(&self) -> Result<()> {
         control(&json!({ "hold": "release" })).map(drop)
     }
@@ -63,22 +66,26 @@ impl Hooks {
         Ok(control(&json!({ "get": "hold" }))?["hold"].take())
     }
 
+    /// Waits until a write is held.
     pub(super) fn await_held(&self) -> Result<()> {
-        until("a write is held", || self.is_held())
+        until("the NIC holds a write", || self.is_held())
     }
 
-    /// Whether a write is held now.
+    /// Returns whether a write is held.
     pub(super) fn is_held(&self) -> Result<bool> {
         Ok(self.status()?["held"] == true)
     }
 
-    /// Waits until somebody waits for the write that is held.
+    /// Waits until a command or work request of the NIC waits for the held write.
     pub(super) fn await_waiting(&self) -> Result<()> {
-        until("somebody waits for the write", || {
+        until("a command waits for the held write", || {
             Ok(self.status()?["draining"].as_u64() > Some(0))
         })?;
         let status = self.status()?;
-        ensure!(status["held"] == true && status["expired"] == 0, "{status}");
+        ensure!(
+            status["held"] == true && status["expired"] == 0,
+            "the NIC stopped holding the write: {status}"
+        );
         Ok(())
     }
 }
@@ -86,7 +93,7 @@ impl Hooks {
 impl Drop for Hooks {
     fn drop(&mut self) {
         for request in [json!({ "hold": "release" }), json!({ "drain": true })] {
-            // What matters has failed before this can.
+            // If this fails, the case has failed before: the host does not respond.
             let _ = control(&request);
         }
     }
@@ -103,23 +110,24 @@ fn joined<T>(thread: ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
     thread.join().map_err(|_| anyhow!("a thread panicked"))?
 }
 
-/// What all of a case's memory is about.
-struct Scene {
+/// The NIC and the registered source buffer of a case.
+struct Setup {
     wire: Wire,
-    /// Where the NIC's write comes from.
+    /// The mapping of the source buffer.
     from: Mapping,
+    /// The registration of the source buffer.
     sent: Registration,
     _source: Buffer,
 }
 
-impl Scene {
-    fn new(bed: &Bed) -> Result<Scene> {
+impl Setup {
+    fn new(bed: &Bed) -> Result<Setup> {
         let wire = Wire::new(bed)?;
         let source = wire.alloc(bed, "accel1", LEN)?;
         let from = source.map()?;
         let sent = source.register(&wire.pd, Access::LOCAL_WRITE)?;
         fill(&from, 1)?;
-        Ok(Scene {
+        Ok(Setup {
             wire,
             from,
             sent,
@@ -127,17 +135,21 @@ impl Scene {
         })
     }
 
-    /// A registered buffer of accel0 that is written to, and where in the BAR it is.
+    /// Allocates and registers a target buffer of accel0. Returns the buffer, its offset in the BAR, and the
+    /// registration.
     fn target(&self, bed: &Bed) -> Result<(Buffer, u64, Registration)> {
         let target = self.wire.alloc(bed, "accel0", LEN)?;
-        let offset = target.bar_offset().context("the place in the BAR is not known")?;
+        let offset = target
+            .bar_offset()
+            .context("the buffer's offset in the BAR is unknown")?;
         let received = target.register(&self.wire.pd, Access::ALL)?;
         Ok((target, offset, received))
     }
 
-    /// Holds a write to `received` in flight and lets `end` end that memory. A NIC that waits for its writes keeps `end`
-    /// waiting until the write is let go on, one that does not lets it pass. Then `reuse` gives the memory another
-    /// content, and tells how to look at it. Returns whether the write changed it.
+    /// Holds a write to `received` in flight and calls `end`, which deregisters or revokes the memory. With draining,
+    /// `end` waits until the write is released; without, `end` returns while the write is held. Then `reuse` writes
+    /// other data to the memory and returns a function that checks the data. Returns the result of that function,
+    /// called after the write ended: whether the write changed the memory.
     fn run<T: Send, L: FnOnce() -> Result<bool>>(
         &self,
         drain: bool,
@@ -151,7 +163,7 @@ impl Scene {
         thread::scope(|scope| {
             let sent = &self.sent;
             let write = scope.spawn(move || Ok(queue.write(sent, 0..LEN, received, 0)?));
-            // An error must not leave a thread waiting for what is held.
+            // On an error, release the write before the scope joins the threads.
             let result = (|| {
                 hooks.await_held()?;
                 let ending = scope.spawn(end);
@@ -160,39 +172,49 @@ impl Scene {
                     let early = ending.is_finished();
                     hooks.release()?;
                     waiting?;
-                    ensure!(!early, "the memory ended under a write in flight");
+                    ensure!(
+                        !early,
+                        "the memory was deregistered or revoked while a write was in flight"
+                    );
                 }
                 let ended = joined(ending)?;
-                ensure!(hooks.is_held()? != drain, "{}", hooks.status()?);
+                ensure!(
+                    hooks.is_held()? != drain,
+                    "draining {drain}, but the NIC's hold is {}",
+                    hooks.status()?
+                );
                 reuse(ended)
             })();
             hooks.release()?;
-            let written = joined(write).context("the write that was in flight");
-            let look = result?;
+            let written = joined(write).context("the RDMA WRITE in flight");
+            let changed = result?;
             written?;
-            look()
+            changed()
         })
     }
 }
 
 fn free(bed: &mut Bed) -> Result<()> {
     publish_both(bed)?;
-    let scene = Scene::new(bed)?;
+    let setup = Setup::new(bed)?;
     for drain in [true, false] {
-        let (target, offset, received) = scene.target(bed)?;
+        let (target, offset, received) = setup.target(bed)?;
         let remote = received.remote();
         let end = move || -> Result<()> {
             received.deregister()?;
             Ok(target.free()?)
         };
-        let stale = scene.run(drain, &remote, end, |()| {
+        let stale = setup.run(drain, &remote, end, |()| {
             bed.settled()?;
-            let next = NextOwner::of(&scene.wire, bed, offset, LEN)?;
+            let next = NextOwner::of(&setup.wire, bed, offset, LEN)?;
             Ok(move || Ok(next.words()? != pattern(3, LEN)))
         })?;
-        println!("draining {drain}: the next owner saw a stale write: {stale}");
-        ensure!(stale != drain, "draining {drain}, and a stale write {stale}");
-        super::rdma_user::check(&scene.from, 1)?;
+        println!("draining {drain}: a stale write changed the next owner's buffer: {stale}");
+        ensure!(
+            stale != drain,
+            "draining {drain}: a stale write changed the memory: {stale}"
+        );
+        super::rdma_user::check(&setup.from, 1)?;
         bed.settled()?;
     }
     Ok(())
@@ -200,18 +222,18 @@ fn free(bed: &mut Bed) -> Result<()> {
 
 fn unbind(bed: &mut Bed) -> Result<()> {
     publish_both(bed)?;
-    let scene = Scene::new(bed)?;
+    let setup = Setup::new(bed)?;
     for drain in [true, false] {
-        let (target, offset, received) = scene.target(bed)?;
+        let (target, offset, received) = setup.target(bed)?;
         let remote = received.remote();
         let path = bed.device("accel0")?.sysfs().join("resource2");
-        let bed_of_end = &*bed;
-        let stale = scene.run(
+        let shared_bed = &*bed;
+        let stale = setup.run(
             drain,
             &remote,
-            move || bed_of_end.unbind("accel0"),
+            move || shared_bed.unbind("accel0"),
             |()| {
-                // Nobody's driver has the device now, so the BAR itself can be looked at.
+                // The device has no driver now, so the test can map the BAR through sysfs.
                 let bar = OpenOptions::new().read(true).write(true).open(&path);
                 let bar = bar.with_context(|| path.display().to_string())?;
                 let raw = sys::Mapping::shared(bar.as_fd(), offset, LEN).map_err(errno)?;
@@ -219,7 +241,7 @@ fn unbind(bed: &mut Bed) -> Result<()> {
                     let found: Vec<u64> = (0..LEN).step_by(8).map(|at| raw.get(at)).collect();
                     ensure!(
                         compare(&found, &pattern(1, LEN)).is_ok() || found.iter().all(|word| *word == 0),
-                        "the write arrived before the end in part only"
+                        "the memory has neither the written data nor zeros: the write was partial"
                     );
                 }
                 for at in (0..LEN).step_by(8) {
@@ -228,8 +250,11 @@ fn unbind(bed: &mut Bed) -> Result<()> {
                 Ok(move || Ok((0..LEN).step_by(8).any(|at| raw.get(at) != word(2, at))))
             },
         )?;
-        println!("draining {drain}: a stale write after the provider left: {stale}");
-        ensure!(stale != drain, "draining {drain}, and a stale write {stale}");
+        println!("draining {drain}: a stale write changed the memory after unbinding: {stale}");
+        ensure!(
+            stale != drain,
+            "draining {drain}: a stale write changed the memory: {stale}"
+        );
         drop((received, target));
         bed.publish("accel0")?;
     }

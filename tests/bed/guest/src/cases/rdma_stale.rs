@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What of a buffer a NIC can reach after its end: nothing, not once.
+//! A NIC's access to a buffer that was revoked or freed: every transfer fails, and none changes the memory.
 
 use std::fs::OpenOptions;
 use std::os::fd::AsFd;
@@ -17,35 +17,38 @@ use crate::sys;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rdma-stale-unbind",
-        about: "of 20 writes after the provider left, and as many after it came back, none reaches the memory",
+        about: "20 RDMA WRITEs after unbinding, and 20 after publishing again, all fail, and none changes the memory",
         topology: "nic",
         ruins: false,
         run: stale_unbind,
     },
     Case {
         name: "rdma-stale-free",
-        about: "of 20 writes to a buffer that was freed, none reaches the next owner",
+        about: "20 RDMA WRITEs to a freed buffer all fail, and none changes the next owner's buffer",
         topology: "nic",
         ruins: false,
         run: stale_free,
     },
 ];
 
-/// Writes tried after an end.
+/// Number of writes after each revocation or free.
 const ATTEMPTS: u64 = 20;
 
-/// What came of writes after an end.
+/// Result of the writes to a revoked or freed buffer. Serialized into the output.
 #[derive(Debug, serde::Serialize)]
 struct Stale {
     end: &'static str,
     stale_attempts: u64,
+    /// Writes that changed the memory.
     stale_writes: u64,
+    /// Writes that failed with a remote access error.
     refused: u64,
+    /// Duration of unbinding, or of deregistering and freeing.
     revoke_ms: f64,
 }
 
-/// Tries writes to memory that has come to its end, each through a connection of its own, of various lengths and to
-/// various places, and looks at all of the memory after each. `memory` reads it, whole.
+/// Does [`ATTEMPTS`] RDMA WRITEs of various lengths and offsets to revoked or freed memory, each on a new connection,
+/// and compares all of the memory after each. `memory` reads the memory. Also fails unless RDMA READ is refused.
 fn attempts(
     wire: &Wire,
     end: &'static str,
@@ -78,39 +81,46 @@ fn attempts(
             stale.stale_writes += 1;
         }
     }
-    // Reading is as bad.
+    // RDMA READ has to fail, too.
     fill(source, 99)?;
     let (mut queue, _far) = wire.pair()?;
-    ended("reading", queue.read(sent, 0..4096, remote, 0), REMOTE_ACCESS)?;
+    ended(
+        "RDMA READ of revoked memory",
+        queue.read(sent, 0..4096, remote, 0),
+        REMOTE_ACCESS,
+    )?;
     check(source, 99)?;
     Ok(stale)
 }
 
+/// Prints the result. Fails unless all attempts were refused and no write changed the memory.
 fn verdict(stale: &Stale) -> Result<()> {
     println!("{}", serde_json::to_string(stale)?);
     ensure!(
         stale.stale_attempts == ATTEMPTS && stale.stale_writes == 0 && stale.refused == ATTEMPTS,
-        "{stale:?}"
+        "expected {ATTEMPTS} refused writes and none that changed the memory: {stale:?}"
     );
     Ok(())
 }
 
-/// A new buffer of `accel0` with the same bytes, and a pattern in them.
+/// A new buffer of `accel0` that includes the bytes of a freed one, filled with a pattern.
 pub(super) struct NextOwner {
     map: Mapping,
-    /// Where in the mapping they are, and how many.
+    /// Offset of these bytes in the mapping, and their number.
     at: usize,
     len: usize,
 }
 
 impl NextOwner {
-    /// Takes all of the device's memory, of which `len` bytes at `offset` in the BAR are looked at.
+    /// Allocates the largest possible buffer. It has to include the `len` bytes at `offset` of the BAR.
     pub(super) fn of(wire: &Wire, bed: &Bed, offset: u64, len: usize) -> Result<NextOwner> {
         let buffer = wire.alloc(bed, "accel0", bed.provider("accel0")?.largest as usize)?;
-        let begin = buffer.bar_offset().context("the place in the BAR is not known")?;
+        let begin = buffer
+            .bar_offset()
+            .context("the buffer's offset in the BAR is unknown")?;
         ensure!(
             begin <= offset && offset + len as u64 <= begin + buffer.size(),
-            "the next owner has other memory: {begin:#x}, {offset:#x}"
+            "the new buffer at {begin:#x} does not include the freed bytes at {offset:#x}"
         );
         let map = buffer.map()?;
         let at = (offset - begin) as usize;
@@ -119,6 +129,7 @@ impl NextOwner {
         Ok(NextOwner { map, at, len })
     }
 
+    /// Reads these bytes.
     pub(super) fn words(&self) -> Result<Vec<u64>> {
         let mut words = vec![0u64; self.len / 8];
         self.map.copy_to_slice(self.at, &mut words)?;
@@ -137,8 +148,10 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     let (mut queue, _far) = wire.pair()?;
     fill(&from, 1)?;
     queue.write(&sent, 0..MIB, &remote, 0)?;
-    check(&to, 1).context("before the end")?;
-    let offset = target.bar_offset().context("the place in the BAR is not known")?;
+    check(&to, 1).context("before unbinding")?;
+    let offset = target
+        .bar_offset()
+        .context("the buffer's offset in the BAR is unknown")?;
 
     let start = Instant::now();
     bed.unbind("accel0")?;
@@ -146,7 +159,7 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
     let revoke_ms = took.as_secs_f64() * 1e3;
     ended_within("unbind", took)?;
 
-    // Nobody's driver has the device now, so the BAR itself can be looked at.
+    // The device has no driver now, so the test can map the BAR through sysfs.
     let bar = bed.device("accel0")?.sysfs().join("resource2");
     let bar = OpenOptions::new()
         .read(true)
@@ -155,31 +168,34 @@ fn stale_unbind(bed: &mut Bed) -> Result<()> {
         .with_context(|| bar.display().to_string())?;
     let raw = sys::Mapping::shared(bar.as_fd(), offset, MIB)
         .map_err(errno)
-        .context("the BAR")?;
+        .context("mmap() of resource2")?;
     for at in (0..MIB).step_by(8) {
         raw.set(at, word(2, at));
     }
     let mut all = || Ok((0..MIB).step_by(8).map(|at| raw.get(at)).collect::<Vec<u64>>());
     compare(&all()?, &pattern(2, MIB))?;
-    let mut stale = attempts(&wire, "the provider left", (&from, &sent), &remote, &mut all)?;
+    let mut stale = attempts(&wire, "unbinding the provider", (&from, &sent), &remote, &mut all)?;
     stale.revoke_ms = revoke_ms;
     verdict(&stale)?;
     ensure!(
         from.len() == MIB && target.info()?.state == p2pmem::BufferState::Gone,
-        "{:?}",
+        "the revoked buffer's state is not Gone: {:?}",
         target.info()?
     );
     let error = target.register(&wire.pd, Access::ALL).unwrap_err();
-    ensure!(error.errno() == Some(libc::ENODEV), "registering what is gone: {error}");
+    ensure!(
+        error.errno() == Some(libc::ENODEV),
+        "registering a revoked buffer failed with another error than ENODEV: {error}"
+    );
 
-    // Back, and somebody else's: the same bytes, in a new buffer, which the old key must not open.
+    // Publish again and allocate a buffer with the same bytes. The old key must not give access to the buffer.
     drop(raw);
     bed.publish("accel0")?;
     let next = NextOwner::of(&wire, bed, offset, MIB)?;
     let mut all = || next.words();
     verdict(&attempts(
         &wire,
-        "the provider came back",
+        "publishing the provider again",
         (&from, &sent),
         &remote,
         &mut all,
@@ -199,7 +215,9 @@ fn stale_free(bed: &mut Bed) -> Result<()> {
     let (mut queue, _far) = wire.pair()?;
     fill(&from, 1)?;
     queue.write(&sent, 0..MIB, &remote, 0)?;
-    let offset = target.bar_offset().context("the place in the BAR is not known")?;
+    let offset = target
+        .bar_offset()
+        .context("the buffer's offset in the BAR is unknown")?;
     let start = Instant::now();
     received.deregister()?;
     target.free()?;
@@ -208,7 +226,7 @@ fn stale_free(bed: &mut Bed) -> Result<()> {
     bed.settled()?;
     let next = NextOwner::of(&wire, bed, offset, MIB)?;
     let mut all = || next.words();
-    let mut stale = attempts(&wire, "the buffer was freed", (&from, &sent), &remote, &mut all)?;
+    let mut stale = attempts(&wire, "freeing the buffer", (&from, &sent), &remote, &mut all)?;
     stale.revoke_ms = revoke_ms;
     verdict(&stale)
 }
