@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What programs do: perftest with the preload shim, the C library's examples, p2pmemctl; and registering with a NIC that
-//! cannot do it.
+//! Programs that use p2pmem: perftest with the preload shim, the examples of the C library, and p2pmemctl. Also: rxe,
+//! which cannot register buffers on a stock kernel.
 
 use std::fs;
 use std::io::Write as _;
@@ -21,52 +21,53 @@ use crate::patience::patiently;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rdma-preload",
-        about: "Debian's ib_write_bw on a mapping of /dev/p2pmem works with the shim; without, it fails clearly on a stock kernel",
+        about: "perftest on a mapping of /dev/p2pmem works with the shim, and fails clearly on a stock kernel without",
         topology: "nic",
         ruins: false,
         run: preload,
     },
     Case {
         name: "rdma-c",
-        about: "the C example, built by pkg-config, allocates near the NIC and registers with it",
+        about: "C example alloc.c, built with pkg-config, allocates near the NIC and registers the buffer",
         topology: "nic",
         ruins: false,
         run: c_library,
     },
     Case {
         name: "share-c",
-        about: "the C example that allocates a stripe and has another process answer in its parts",
+        about: "C example share.c allocates a stripe, shares it, and reads the other process's answers in the parts",
         topology: "demo",
         ruins: false,
         run: c_sharing,
     },
     Case {
         name: "rdma-tool",
-        about: "p2pmemctl selftest has the NIC move bytes both ways, and doctor knows its driver",
+        about: "p2pmemctl selftest transfers data by RDMA WRITE and READ, and doctor and topo list the NIC",
         topology: "nic",
         ruins: false,
         run: tool,
     },
     Case {
         name: "rdma-software",
-        about: "a NIC that is software cannot take buffers, and library and shim say so",
+        about: "rxe cannot register buffers on a stock kernel; library and shim say why, and host memory works",
         topology: "small",
         ruins: false,
         run: software,
     },
 ];
 
-/// How long a program may take.
+/// Time limit of a program, before the factor of [`patiently`].
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// A program that was built beside this one.
+/// Returns the path of a file in this program's folder. Fails if the file was not built.
 fn sibling(name: &str) -> Result<PathBuf> {
     let path = std::env::current_exe()?.with_file_name(name);
     ensure!(path.exists(), "{} is not built: make user", path.display());
     Ok(path)
 }
 
-/// Runs a program to its end, within the limit. What it says is read all the while, however much it is.
+/// Waits for a program and returns its output, which a thread reads meanwhile, so that the program never blocks on a
+/// full pipe. Kills the program after [`LIMIT`], and fails with an overrun.
 fn finish(child: Child) -> Result<Output> {
     let deadline = Instant::now() + patiently(LIMIT);
     let id = child.id().to_string();
@@ -81,11 +82,12 @@ fn finish(child: Child) -> Result<Output> {
     }
     let output = waiting
         .join()
-        .map_err(|_| anyhow!("the thread that waits panicked"))??;
+        .map_err(|_| anyhow!("the thread that reads the output panicked"))??;
     in_time!(!killed, "a program did not end within {LIMIT:?}: {}", text(&output));
     Ok(output)
 }
 
+/// Returns exit status, standard output and standard error as text.
 fn text(output: &Output) -> String {
     format!(
         "{}\n{}{}",
@@ -103,14 +105,14 @@ fn spawn(command: &mut Command) -> Result<Child> {
     command.spawn().with_context(|| format!("{command:?}"))
 }
 
-/// Waits until somebody listens on a TCP port of this machine.
+/// Waits until a process listens on a TCP port. Fails if `server` exits before, or with an overrun after [`LIMIT`].
 fn listening(port: u16, server: &mut Child) -> Result<()> {
     let wanted = format!(":{port:04X} ");
     let deadline = Instant::now() + patiently(LIMIT);
     while server.try_wait()?.is_none() {
         in_time!(
             Instant::now() < deadline,
-            "nobody listens on port {port} after {LIMIT:?}"
+            "no process listens on port {port} after {LIMIT:?}"
         );
         let tables = [read("/proc/net/tcp")?, read("/proc/net/tcp6")?].concat();
         let listens = |line: &str| line.split_whitespace().nth(3) == Some("0A") && line.contains(&wanted);
@@ -126,15 +128,16 @@ fn read(path: &str) -> Result<String> {
     fs::read_to_string(path).with_context(|| path.to_owned())
 }
 
-/// A run of perftest on one NIC: server and client, the first one's and the second one's output.
+/// A run of a perftest program on one NIC, as server and client.
 struct Perftest<'a> {
     tool: &'a str,
     nic: &'a str,
     port: u16,
-    /// Where the server is.
+    /// The server's IP address.
     address: &'a str,
-    /// Target and source are memory of /dev/p2pmem.
+    /// Whether source and target are memory of /dev/p2pmem instead of host memory.
     mapped: bool,
+    /// The preload shim, if the programs use it.
     shim: Option<&'a Path>,
 }
 
@@ -161,10 +164,11 @@ impl Perftest<'_> {
         command
     }
 
+    /// Runs server and client to their end. Returns the output of both.
     fn run(&self) -> Result<(Output, Output)> {
         let mut server = spawn(&mut self.command())?;
         if let Err(error) = listening(self.port, &mut server) {
-            // It has ended, or it is to.
+            // The server has exited, or does not listen in time.
             let _ = server.kill();
             bail!("{}: {error}: {}", self.tool, text(&server.wait_with_output()?));
         }
@@ -192,12 +196,12 @@ fn preload(bed: &mut Bed) -> Result<()> {
     {
         let port = run.port + n as u16;
         let (server, client) = Perftest { tool, port, ..run }.run()?;
-        for (who, output) in [("server", &server), ("client", &client)] {
-            ensure!(output.status.success(), "{tool}, the {who}: {}", text(output));
-            let said = String::from_utf8_lossy(&output.stderr);
+        for (role, output) in [("server", &server), ("client", &client)] {
+            ensure!(output.status.success(), "{tool}, {role}: {}", text(output));
+            let stderr = String::from_utf8_lossy(&output.stderr);
             ensure!(
-                said.contains("is a dma-buf region now") && said.contains(&nic),
-                "{tool}, the {who}, registered nothing by the shim: {}",
+                stderr.contains("is a dma-buf region now") && stderr.contains(&nic),
+                "{tool}, {role}: the shim logged no registration with {nic}: {}",
                 text(output)
             );
         }
@@ -210,72 +214,80 @@ fn preload(bed: &mut Bed) -> Result<()> {
     .run()?;
     if Device::open()?.info()?.peer_memory() {
         for output in [&server, &client] {
-            ensure!(output.status.success(), "{}", text(output));
+            ensure!(
+                output.status.success(),
+                "ib_write_bw without the shim failed on a kernel with the peer-memory interface: {}",
+                text(output)
+            );
         }
         return Ok(());
     }
-    for (who, output) in [("server", &server), ("client", &client)] {
-        let said = text(output);
+    for (role, output) in [("server", &server), ("client", &client)] {
+        let printed = text(output);
         ensure!(
             !output.status.success(),
-            "ib_write_bw without the shim, the {who}, should fail: {said}"
+            "ib_write_bw without the shim, {role}, succeeded on a stock kernel: {printed}"
         );
-        println!("without the shim, the {who}: {said}");
+        println!("ib_write_bw without the shim, {role}: {printed}");
     }
-    ensure!(text(&client).contains("Couldn't allocate MR"), "{}", text(&client));
-    // perftest does not say the errno.
+    ensure!(
+        text(&client).contains("Couldn't allocate MR"),
+        "\"Couldn't allocate MR\" is not in the client's output: {}",
+        text(&client)
+    );
+    // perftest does not print the errno, so check the errno with the library.
     let memory = Device::open()?.alloc(&Request::new(65536))?.map()?;
-    by_addresses(&memory, &Pd::open(&nic)?)
+    refuses_reg_mr(&memory, &Pd::open(&nic)?)
 }
 
-/// What a stock kernel says to `ibv_reg_mr()` of a buffer.
-fn by_addresses(memory: &Mapping, pd: &Pd) -> Result<()> {
-    let what = RegisterOptions::new(Access::ALL).method(RegistrationMethod::PeerMemory);
-    let error = memory.register_with(pd, &what).unwrap_err();
-    println!("by its addresses: {error}");
+/// Checks that `ibv_reg_mr()` of a mapped buffer fails on a stock kernel with EREMOTEIO, and that the library's error
+/// has a remedy.
+fn refuses_reg_mr(memory: &Mapping, pd: &Pd) -> Result<()> {
+    let options = RegisterOptions::new(Access::ALL).method(RegistrationMethod::PeerMemory);
+    let error = memory.register_with(pd, &options).unwrap_err();
+    println!("ibv_reg_mr(): {error}");
     ensure!(
         error.errno() == Some(libc::EREMOTEIO) && error.remedy().is_some_and(|r| r.contains("by dma-buf")),
-        "a stock kernel takes device memory by its addresses: {error}"
+        "ibv_reg_mr() on a stock kernel: expected EREMOTEIO and a remedy, got {error}"
     );
     Ok(())
 }
 
-/// One of the C library's examples, built against an installed library with pkg-config.
+/// An example of the C library, built with pkg-config against an installed copy of the library. Dropping removes the
+/// folder.
 struct CExample {
     name: &'static str,
-    place: PathBuf,
+    dir: PathBuf,
 }
 
 impl CExample {
     fn build(name: &'static str, libraries: &str) -> Result<CExample> {
         let built = sibling("libp2pmem_capi.so")?;
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../userspace/p2pmem-capi");
-        let place = Path::new("/tmp/p2pmem-c").join(name);
+        let dir = Path::new("/tmp/p2pmem-c").join(name);
         let script = format!(
-            "set -e; {source}/install {build} {place}/usr\n\
-             export PKG_CONFIG_PATH={place}/usr/lib/pkgconfig\n\
-             cc -std=gnu11 -o {place}/{name} {source}/examples/{name}.c $(pkg-config --cflags --libs p2pmem) {libraries}\n",
+            "set -e; {source}/install {build} {dir}/usr\n\
+             export PKG_CONFIG_PATH={dir}/usr/lib/pkgconfig\n\
+             cc -std=gnu11 -o {dir}/{name} {source}/examples/{name}.c $(pkg-config --cflags --libs p2pmem) {libraries}\n",
             source = source.display(),
-            build = built.parent().context("no folder")?.display(),
-            place = place.display(),
+            build = built.parent().context("the library's path has no folder")?.display(),
+            dir = dir.display(),
         );
         let output = finish(spawn(Command::new("sh").args(["-c", &script]))?)?;
         ensure!(output.status.success(), "building {name}.c: {}", text(&output));
-        Ok(CExample { name, place })
+        Ok(CExample { name, dir })
     }
 
     fn run(&self, arguments: &[&str]) -> Result<Output> {
-        let mut command = Command::new(self.place.join(self.name));
-        command
-            .args(arguments)
-            .env("LD_LIBRARY_PATH", self.place.join("usr/lib"));
+        let mut command = Command::new(self.dir.join(self.name));
+        command.args(arguments).env("LD_LIBRARY_PATH", self.dir.join("usr/lib"));
         finish(spawn(&mut command)?)
     }
 }
 
 impl Drop for CExample {
     fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.place);
+        let _ = fs::remove_dir_all(&self.dir);
     }
 }
 
@@ -286,10 +298,15 @@ fn c_sharing(bed: &mut Bed) -> Result<()> {
     let example = CExample::build("share", "")?;
     let drive = bed.device("nvme0")?.bdf.clone();
     let output = example.run(&["12582912", "3", &drive])?;
-    ensure!(output.status.success(), "the C example: {}", text(&output));
-    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "C example {} failed: {}",
+        example.name,
+        text(&output)
+    );
+    let printed = String::from_utf8_lossy(&output.stdout);
     let mut wanted = Vec::new();
-    // What nvme1's own driver published is as near.
+    // The adopted provider nvme1 has the same path class to nvme0 as accel0.
     for (part, name) in ["accel0", "nvme1", "shm0"].iter().enumerate() {
         wanted.push(format!(
             "part {part}: 4194304 bytes in provider {}\n",
@@ -299,14 +316,21 @@ fn c_sharing(bed: &mut Bed) -> Result<()> {
     wanted.push("3 parts were read and answered by another process\n".into());
     wanted.push("and its answers are in 3 parts\n".into());
     for wanted in wanted {
-        ensure!(said.contains(&wanted), "{wanted:?} is not in {said:?}");
+        ensure!(
+            printed.contains(&wanted),
+            "{wanted:?} is not in the example's output {printed:?}"
+        );
     }
-    ensure!(bed.settled()? == before);
-    let output = example.run(&["12582912", "5", &drive])?;
-    let said = String::from_utf8_lossy(&output.stderr);
     ensure!(
-        output.status.code() == Some(1) && said.contains("stripe: ") && said.contains("needs 5 parts"),
-        "five parts in four providers: {}",
+        bed.settled()? == before,
+        "free bytes and buffers are {:?} after the example instead of {before:?}",
+        bed.settled()?
+    );
+    let output = example.run(&["12582912", "5", &drive])?;
+    let printed = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        output.status.code() == Some(1) && printed.contains("stripe: ") && printed.contains("needs 5 parts"),
+        "a stripe of 5 parts in 4 providers: expected exit status 1 and a message, got {}",
         text(&output)
     );
     bed.unpublish("accel1")?;
@@ -318,8 +342,13 @@ fn c_library(bed: &mut Bed) -> Result<()> {
     let example = CExample::build("alloc", "-libverbs")?;
     let run = |arguments: &[&str]| example.run(arguments);
     let output = run(&["1048576", &nic])?;
-    ensure!(output.status.success(), "the C example: {}", text(&output));
-    let said = String::from_utf8_lossy(&output.stdout);
+    ensure!(
+        output.status.success(),
+        "C example {} failed: {}",
+        example.name,
+        text(&output)
+    );
+    let printed = String::from_utf8_lossy(&output.stdout);
     let accel = &bed.device("accel0")?.bdf;
     for wanted in [
         &format!(": {accel} BAR 2, "),
@@ -330,18 +359,18 @@ fn c_library(bed: &mut Bed) -> Result<()> {
         "registered by dma-buf: 1048576 bytes from ",
     ] {
         ensure!(
-            said.contains(wanted),
-            "{wanted:?} is not in what the C example says: {said}"
+            printed.contains(wanted),
+            "{wanted:?} is not in the example's output: {printed}"
         );
     }
     let output = run(&["1099511627776"])?;
-    let said = String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stderr);
     ensure!(
         output.status.code() == Some(1)
-            && said.contains("alloc: ")
-            && said.contains("BAR 2 has")
-            && said.contains("->"),
-        "a TiB: {}",
+            && printed.contains("alloc: ")
+            && printed.contains("BAR 2 has")
+            && printed.contains("->"),
+        "1 TiB: expected exit status 1 and an explanation, got {}",
         text(&output)
     );
     Ok(std::io::stdout().write_all(&output.stderr)?)
@@ -356,22 +385,25 @@ fn tool(bed: &mut Bed) -> Result<()> {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let accel = bed.device("accel0")?.bdf.clone();
-    let said = run(&["selftest", "--provider", &accel, "--size", "64K", "--nic", &nic])?;
+    let printed = run(&["selftest", "--provider", &accel, "--size", "64K", "--nic", &nic])?;
     ensure!(
-        said.contains(&format!("registered with {nic} by dma-buf in ")),
-        "{said}"
+        printed.contains(&format!("registered with {nic} by dma-buf in ")),
+        "p2pmemctl selftest did not register with {nic}: {printed}"
     );
     ensure!(
-        said.contains(&format!("{nic} moved 64 KiB by RDMA WRITE and READ: ok")),
-        "{said}"
+        printed.contains(&format!("{nic} moved 64 KiB by RDMA WRITE and READ: ok")),
+        "p2pmemctl selftest did not transfer data: {printed}"
     );
-    let said = run(&["doctor"])?;
+    let printed = run(&["doctor"])?;
     ensure!(
-        said.contains(&format!("{nic} (mlx5_core) registers dma-bufs")),
-        "{said}"
+        printed.contains(&format!("{nic} (mlx5_core) registers dma-bufs")),
+        "p2pmemctl doctor does not list {nic}: {printed}"
     );
-    let said = run(&["topo", &nic])?;
-    ensure!(said.contains(&nic) && said.contains("SW"), "{said}");
+    let printed = run(&["topo", &nic])?;
+    ensure!(
+        printed.contains(&nic) && printed.contains("SW"),
+        "p2pmemctl topo does not list {nic} with class SW: {printed}"
+    );
     let output = finish(spawn(Command::new(&ctl).args([
         "selftest",
         "--provider",
@@ -379,16 +411,16 @@ fn tool(bed: &mut Bed) -> Result<()> {
         "--nic",
         "mlx5_77",
     ]))?)?;
-    let said = text(&output);
+    let printed = text(&output);
     ensure!(
-        output.status.code() == Some(1) && said.contains(&format!("the RDMA devices are {nic}")),
-        "{said}"
+        output.status.code() == Some(1) && printed.contains(&format!("the RDMA devices are {nic}")),
+        "p2pmemctl selftest with unknown NIC mlx5_77: expected exit status 1 and a list of NICs, got {printed}"
     );
     Ok(())
 }
 
-/// Runs a test with RDMA in software, on a network interface that leads nowhere: with itself it can talk. The test is
-/// told the adapter's name and address.
+/// Runs a test with an rxe device on a veth pair without other hosts: the device can only connect to itself. Calls
+/// `test` with the name of the RDMA device and its IP address.
 pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()> {
     let steps = [
         "modprobe rdma_rxe",
@@ -407,22 +439,22 @@ pub(super) fn with_rxe(test: impl FnOnce(&str, &str) -> Result<()>) -> Result<()
     result
 }
 
-/// Waits until a software NIC's port is up and has the address that ends as given: the kernel does both by itself after the network
-/// device's own changes.
+/// Waits until port 1 of an rxe device is ACTIVE and has a GID that ends with `address`. The kernel does both
+/// asynchronously after changes of the network device. Fails with an overrun after [`LIMIT`].
 fn port_up(nic: &str, address: &str) -> Result<()> {
     let port = Path::new("/sys/class/infiniband").join(nic).join("ports/1");
     let deadline = Instant::now() + patiently(LIMIT);
     loop {
         let state = fs::read_to_string(port.join("state"))?;
         let gids = fs::read_dir(port.join("gids"))?
-            // Unused entries cannot be read.
+            // Reading an unused entry fails.
             .filter_map(|entry| fs::read_to_string(entry.ok()?.path()).ok());
         if state.contains("ACTIVE") && gids.into_iter().any(|gid| gid.trim_end().ends_with(address)) {
             return Ok(());
         }
         in_time!(
             Instant::now() < deadline,
-            "{nic} has not come up with {address}: {}",
+            "{nic} is not ACTIVE with a GID that ends with {address} after {LIMIT:?}; state: {}",
             state.trim()
         );
         thread::sleep(Duration::from_millis(20));
@@ -443,11 +475,14 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
         error.errno() == Some(libc::EOPNOTSUPP)
             && error.to_string().contains("with rxe0 by dma-buf failed")
             && error.remedy().is_some_and(|r| r.contains("doctor")),
-        "{error}"
+        "registering by dma-buf with rxe: expected EOPNOTSUPP and a remedy, got {error}"
     );
-    by_addresses(&memory, &pd)?;
+    refuses_reg_mr(&memory, &pd)?;
     let error = Nic::open(nic).unwrap_err();
-    ensure!(error.to_string().contains("on no PCI device"), "{error}");
+    ensure!(
+        error.to_string().contains("on no PCI device"),
+        "Nic::open() of rxe failed with another error: {error}"
+    );
     drop(pd);
 
     let shim = sibling("libp2pmem_preload.so")?;
@@ -461,12 +496,16 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
     };
     let (server, client) = run.run()?;
     for output in [&server, &client] {
-        let said = text(output);
-        let why = "on rxe0: as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs";
-        ensure!(!output.status.success() && said.contains(why), "{said}");
+        let printed = text(output);
+        let reason =
+            "on rxe0: as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs";
+        ensure!(
+            !output.status.success() && printed.contains(reason),
+            "expected a failure with {reason:?}, got {printed}"
+        );
     }
-    // Host memory goes by untouched, and the question whose it is leaves no line in the log.
-    let said = refusals()?;
+    // The shim passes host memory to libibverbs. The shim's check for buffers of p2pmem must not write to the log.
+    let before = refusals()?;
     let (server, client) = Perftest {
         port: 18631,
         mapped: false,
@@ -476,15 +515,18 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
     for output in [&server, &client] {
         ensure!(
             output.status.success() && !text(output).contains("p2pmem_preload"),
-            "{}",
+            "host memory: expected success and no message of the shim, got {}",
             text(output)
         );
     }
-    ensure!(refusals()? == said, "the shim's questions fill the log");
+    ensure!(
+        refusals()? == before,
+        "the kernel logged refused exports for host memory"
+    );
     Ok(())
 }
 
-/// Exports that the module refused, as the kernel's log has them.
+/// Counts refused exports in the kernel's log.
 fn refusals() -> Result<usize> {
     let output = finish(spawn(&mut Command::new("dmesg"))?)?;
     ensure!(output.status.success(), "dmesg: {}", text(&output));
