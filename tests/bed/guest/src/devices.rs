@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The topology's devices as a program in the guest finds them: by name, with PCI address and block device.
+//! The topology's devices in a guest: PCI address, block device, RDMA device and network interface by name.
 //!
-//! The identity comes from the emulator (which device it put where), never from probing order. The init writes
-//! [`FILE`] and sets `P2PMEM_DEV_<NAME>` (PCI address), `P2PMEM_BLOCK_<NAME>`, `P2PMEM_RDMA_<NAME>` and
-//! `P2PMEM_NET_<NAME>` in the environment of commands.
+//! The identity of a device comes from the emulator, which knows the slot of each device, and never from probing order.
+//! The init writes [`FILE`] and sets environment variables of commands: `P2PMEM_DEV_<NAME>` (PCI address),
+//! `P2PMEM_BLOCK_<NAME>`, `P2PMEM_RDMA_<NAME>` and `P2PMEM_NET_<NAME>`.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -16,31 +16,31 @@ use serde::{Deserialize, Serialize};
 use crate::host;
 use crate::wire::{DeviceNote, Request};
 
-/// Where the list of devices is.
+/// The file with the list of devices.
 pub const FILE: &str = "/run/p2pmem/devices.json";
 
-/// One device.
+/// A device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Device {
     /// `accel`, `nvme`, `ivshmem` or `nic`.
     pub kind: String,
-    /// PCI address, `0000:03:00.0`.
+    /// The PCI address, such as `0000:03:00.0`.
     pub bdf: String,
-    /// Bytes of memory it can lend; 0 for none.
+    /// Bytes of memory that the device can provide; 0 for none.
     pub memory: u64,
-    /// The drive's block device, once its driver is bound.
+    /// The drive's block device, when its driver is bound.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub block: Option<PathBuf>,
-    /// The NIC's RDMA device (`mlx5_0`), once its driver is bound.
+    /// The NIC's RDMA device (`mlx5_0`), when its driver is bound.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub rdma: Option<String>,
-    /// The NIC's network interface (`ib0`), once there is one.
+    /// The NIC's network interface (`ib0`), if it exists.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub net: Option<String>,
 }
 
 impl Device {
-    /// Its folder in sysfs.
+    /// The device's directory in sysfs.
     pub fn sysfs(&self) -> PathBuf {
         Path::new("/sys/bus/pci/devices").join(&self.bdf)
     }
@@ -53,13 +53,14 @@ pub type Devices = BTreeMap<String, Device>;
 ///
 /// # Errors
 ///
-/// The file is missing (not in a guest of the VM runner) or not readable.
+/// The file is missing, because this is not a guest of the VM runner, or the file is invalid.
 pub fn load() -> Result<Devices> {
-    let text = fs::read_to_string(FILE).with_context(|| format!("{FILE}: not in a guest of the VM runner"))?;
+    let text = fs::read_to_string(FILE)
+        .with_context(|| format!("{FILE}: this program must run in a guest of the VM runner"))?;
     serde_json::from_str(&text).context(FILE)
 }
 
-/// Asks the runner where the devices are now (after a hotplug), and rewrites [`FILE`].
+/// Requests the current devices from the VM runner, after a hotplug, and rewrites [`FILE`].
 ///
 /// # Errors
 ///
@@ -71,11 +72,11 @@ pub fn refresh() -> Result<Devices> {
     Ok(devices)
 }
 
-/// Completes the runner's notes with what only the guest knows: the block devices.
+/// Adds the facts that only the guest knows to the runner's notes: block device, RDMA device and network interface.
 ///
 /// # Errors
 ///
-/// A device the emulator speaks of is not there, or sysfs cannot be read.
+/// The guest has no PCI function at a noted address, or sysfs cannot be read.
 pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
     let mut devices = Devices::new();
     for (name, note) in notes {
@@ -88,7 +89,7 @@ pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
             net: None,
         };
         if !device.sysfs().exists() {
-            bail!("device {name}: there is no PCI function {} in the guest", note.bdf);
+            bail!("device {name}: the guest has no PCI function {}", note.bdf);
         }
         if note.kind == "nvme" {
             device.block = block_device(&device.sysfs())?;
@@ -102,13 +103,13 @@ pub fn locate(notes: &BTreeMap<String, DeviceNote>) -> Result<Devices> {
     Ok(devices)
 }
 
-/// The name of what is in a folder of sysfs, or `None` while there is nothing.
+/// The name of the first entry of a directory in sysfs; `None` if the directory is empty or missing.
 fn only_entry(folder: &Path) -> Option<String> {
     let entry = fs::read_dir(folder).ok()?.next()?.ok()?;
     Some(entry.file_name().to_string_lossy().into_owned())
 }
 
-/// The first namespace of the NVMe controller at a PCI function, or `None` while there is none yet.
+/// The first namespace of the NVMe controller of a PCI function; `None` if there is none yet.
 fn block_device(sysfs: &Path) -> Result<Option<PathBuf>> {
     let Ok(controllers) = fs::read_dir(sysfs.join("nvme")) else {
         return Ok(None);
@@ -135,7 +136,7 @@ pub fn store(devices: &Devices) -> Result<()> {
     fs::write(FILE, serde_json::to_vec_pretty(devices)?).context(FILE)
 }
 
-/// The environment variables that name the devices: `P2PMEM_DEV_ACCEL0=0000:03:00.0`, `P2PMEM_BLOCK_NVME0=/dev/nvme0n1`,
+/// The environment variables with the devices: `P2PMEM_DEV_ACCEL0=0000:03:00.0`, `P2PMEM_BLOCK_NVME0=/dev/nvme0n1`,
 /// `P2PMEM_RDMA_NIC0=mlx5_0`, `P2PMEM_NET_NIC0=ib0`.
 pub fn environment(devices: &Devices) -> BTreeMap<String, String> {
     let mut vars = BTreeMap::new();

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a guest and the VM runner share: the [`wire`] protocol between the runner and the guest's init, the names of
-//! the topology's [`devices`] as the guest sees them, the [`network`] of several guests, and the [`host`] channel by which a program in the guest asks the
-//! runner for things only the host can do.
+//! The part of the test bed that runs in guests: the [`wire`] protocol between VM runner and init, the topology's
+//! [`devices`], the [`network`] of several guests, requests to the [`host`], and the test [`cases`].
 
 pub mod cases;
 pub mod devices;

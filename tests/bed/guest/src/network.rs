@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Addresses of guests that are on one network, and where servers listen.
+//! Addresses of guests on a common network, and detection of listening servers.
 //!
-//! Node number N (from 0) has 10.77.0.N+1 on the emulators' Ethernet, and 10.78.M.N+1 on the IPoIB interface of its NIC
-//! number M. The environment of commands names them: `P2PMEM_NODE=a`, `P2PMEM_ADDR_B=10.77.0.2`,
+//! Node N (from 0) has address 10.77.0.N+1 on the emulators' Ethernet, and 10.78.M.N+1 on the IPoIB interface of its
+//! NIC M. Environment variables of commands name the addresses: `P2PMEM_NODE=a`, `P2PMEM_ADDR_B=10.77.0.2`,
 //! `P2PMEM_RDMA_ADDR_B_NIC0=10.78.0.2`.
 
 use std::collections::BTreeMap;
@@ -16,30 +16,31 @@ use anyhow::{Context, Result};
 use crate::devices::Devices;
 use crate::wire::{Listen, Network};
 
-/// State of a TCP socket that listens, as `/proc/net/tcp` writes it.
+/// The state of a listening TCP socket in `/proc/net/tcp`.
 const TCP_LISTEN: &str = "0A";
 
-/// Address of a node on the emulators' Ethernet.
+/// The address of a node on the emulators' Ethernet.
 pub fn address(node: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 77, 0, node as u8 + 1)
 }
 
-/// Address of a node on the IPoIB interface of one of its NICs.
+/// The address of a node on the IPoIB interface of one of its NICs.
 pub fn rdma_address(node: usize, nic: usize) -> Ipv4Addr {
     Ipv4Addr::new(10, 78, nic as u8, node as u8 + 1)
 }
 
-/// Number of a guest in its network.
+/// The number of this guest in its network.
 ///
 /// # Errors
 ///
-/// It is none of its nodes.
+/// The guest's name is not in the list of nodes.
 pub fn number(network: &Network) -> Result<usize> {
     let number = network.nodes.iter().position(|node| *node == network.node);
-    number.with_context(|| format!("{:?} is none of the nodes {:?}", network.node, network.nodes))
+    number.with_context(|| format!("{:?} is not one of the nodes {:?}", network.node, network.nodes))
 }
 
-/// The environment that names the nodes and their addresses. Every node has NICs of the names this one has.
+/// The environment variables with the nodes and their addresses. All nodes must have NICs with the names of this node's
+/// NICs.
 pub fn environment(network: &Network, devices: &Devices) -> BTreeMap<String, String> {
     let upper = |name: &str| name.to_uppercase().replace('-', "_");
     let mut vars = BTreeMap::from([("P2PMEM_NODE".to_owned(), network.node.clone())]);
@@ -55,11 +56,11 @@ pub fn environment(network: &Network, devices: &Devices) -> BTreeMap<String, Str
     vars
 }
 
-/// Whether anybody in this guest listens on a port now.
+/// Whether a socket in this guest listens on a port.
 ///
 /// # Errors
 ///
-/// The kernel's lists cannot be read.
+/// The kernel's tables cannot be read.
 pub fn is_listened_on(listen: Listen) -> Result<bool> {
     match listen {
         Listen::Tcp(port) => {
@@ -82,7 +83,7 @@ pub fn is_listened_on(listen: Listen) -> Result<bool> {
     }
 }
 
-/// The port a line of `/proc/net/tcp` tells of, if somebody listens on it.
+/// The local port in a line of `/proc/net/tcp`, if the socket listens.
 fn tcp_listener(line: &str) -> Option<u16> {
     let mut words = line.split_ascii_whitespace().skip(1);
     let (local, _remote, state) = (words.next()?, words.next()?, words.next()?);
@@ -90,7 +91,7 @@ fn tcp_listener(line: &str) -> Option<u16> {
     (state == TCP_LISTEN).then(|| u16::from_str_radix(port, 16).ok())?
 }
 
-/// The port a line of `rdma resource show cm_id` tells of, if somebody listens on it.
+/// The local port in a line of `rdma resource show cm_id`, if the id listens.
 fn rdma_listener(line: &str) -> Option<u16> {
     let words: Vec<&str> = line.split_ascii_whitespace().collect();
     let value = |key: &str| words.windows(2).find(|pair| pair[0] == key).map(|pair| pair[1]);
@@ -130,10 +131,10 @@ mod tests {
         assert_eq!(vars["P2PMEM_NODE"], "b");
         assert_eq!(vars["P2PMEM_ADDR_A"], "10.77.0.1");
         assert_eq!(rdma_address(1, 0).to_string(), "10.78.0.2");
-        let stranger = Network {
+        let unknown = Network {
             node: "c".into(),
             ..network
         };
-        assert!(number(&stranger).is_err());
+        assert!(number(&unknown).is_err());
     }
 }

@@ -1,57 +1,57 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! How long is too long, and how often is often enough: limits of time and numbers of rounds are for the stock kernel. On one
-//! that checks itself all the time the limits are longer, and the rounds fewer where each takes that much longer.
+//! Time limits and repetition counts, which depend on the kernel. The values in tests are for the stock kernel. On a
+//! kernel with debug checks, limits are longer, and counts are lower where each repetition takes longer.
 //!
-//! A limit that is missed is an [`Overrun`], which alone proves nothing on a machine that may be busy: the harness runs the test
-//! again, on fresh guests, and counts that. All else that is wrong counts at once.
+//! An exceeded time limit is an [`Overrun`]. On a busy machine an overrun alone is no proof of a fault: the test
+//! harness runs the test again, on fresh guests, and counts repetitions. Every other error fails the test at once.
 
 use std::fmt;
 use std::sync::LazyLock;
 use std::time::Duration;
 
-/// The environment variable that has the factor.
+/// The environment variable with the factor for time limits.
 pub const PATIENCE: &str = "P2PMEM_PATIENCE";
 
-/// The environment variable that says how many times as many rounds a race goes through, in a long run of the tests.
+/// The environment variable with the factor for the rounds of race tests. A long run of the tests sets it.
 pub const TIMES: &str = "P2PMEM_TIMES";
 
-static FACTOR: LazyLock<u32> = LazyLock::new(|| number(PATIENCE));
-static MORE: LazyLock<u32> = LazyLock::new(|| number(TIMES));
+static TIME_FACTOR: LazyLock<u32> = LazyLock::new(|| number(PATIENCE));
+static ROUNDS_FACTOR: LazyLock<u32> = LazyLock::new(|| number(TIMES));
 
-/// The number in an environment variable; 1 where there is none.
+/// The number in an environment variable; 1 if the variable is not set or not a number.
 fn number(name: &str) -> u32 {
     let text = std::env::var(name).ok();
     text.and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
-/// A limit of time was missed, and nothing else is known to be wrong.
+/// A time limit was exceeded, and no other fault is known.
 #[derive(Debug)]
 pub struct Overrun(
-    /// What took how long.
+    /// The operation and the time it took.
     pub String,
 );
 
 impl Overrun {
-    /// With what a program in a guest ends that fails for one.
+    /// Exit code of a program in a guest that fails with an overrun.
     pub const CODE: u8 = 75;
 
-    /// What the text of one begins with that is told to another machine or process.
-    const TOLD: &str = "not in time: ";
+    /// Prefix of an overrun's text, by which another machine or process recognizes the overrun.
+    const PREFIX: &str = "not in time: ";
 
-    /// Whether an error is one.
+    /// Whether an error is an overrun.
     pub fn is(error: &anyhow::Error) -> bool {
         error.chain().any(|cause| cause.is::<Self>())
     }
 
-    /// An error as text, which says whether it is one.
-    pub fn tell(error: &anyhow::Error) -> String {
-        format!("{}{error:#}", if Self::is(error) { Self::TOLD } else { "" })
+    /// The text of an error, for another machine or process. An overrun's text begins with `PREFIX`.
+    pub fn to_text(error: &anyhow::Error) -> String {
+        format!("{}{error:#}", if Self::is(error) { Self::PREFIX } else { "" })
     }
 
-    /// The error of a text that [`Overrun::tell`] made.
-    pub fn heard(text: String) -> anyhow::Error {
-        if text.starts_with(Self::TOLD) {
+    /// The error for a text that [`Overrun::to_text`] returned.
+    pub fn from_text(text: String) -> anyhow::Error {
+        if text.starts_with(Self::PREFIX) {
             Self(text).into()
         } else {
             anyhow::Error::msg(text)
@@ -67,7 +67,7 @@ impl fmt::Display for Overrun {
 
 impl std::error::Error for Overrun {}
 
-/// As `anyhow::ensure!`, of a limit of time: the error is an [`Overrun`].
+/// As `anyhow::ensure!`, for a time limit: the error is an [`Overrun`].
 #[macro_export]
 macro_rules! in_time {
     ($holds:expr, $($text:tt)+) => {
@@ -78,30 +78,30 @@ macro_rules! in_time {
     };
 }
 
-/// A limit of time as it is on this kernel.
+/// The time limit on this kernel, for a limit on the stock kernel.
 pub fn patiently(limit: Duration) -> Duration {
-    limit * *FACTOR
+    limit * *TIME_FACTOR
 }
 
-/// Whether this kernel is no slower than others.
+/// Whether this kernel is as fast as the stock kernel.
 pub fn is_quick() -> bool {
-    *FACTOR == 1
+    *TIME_FACTOR == 1
 }
 
 /// Whether this is a long run, with more rounds than usual.
 pub fn is_long() -> bool {
-    *MORE > 1
+    *ROUNDS_FACTOR > 1
 }
 
-/// How much of a kind a test has on this kernel: about as much as takes the same time, and at least one.
+/// The number of items that a test uses on this kernel: `count` divided by the factor for time limits, at least 1.
 pub fn amount(count: u32) -> u32 {
-    count.div_ceil(*FACTOR)
+    count.div_ceil(*TIME_FACTOR)
 }
 
-/// How many rounds a race goes through on this kernel: about as many as take the same time, and at least one; in a long run
-/// [`TIMES`] as many.
+/// The number of rounds of a race test on this kernel: `count` divided by the factor for time limits, at least 1. A
+/// long run multiplies it by [`TIMES`].
 pub fn rounds(count: u32) -> u32 {
-    (count * *MORE).div_ceil(*FACTOR)
+    (count * *ROUNDS_FACTOR).div_ceil(*TIME_FACTOR)
 }
 
 #[cfg(test)]
@@ -109,11 +109,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_overrun_that_is_told_is_still_one() {
+    fn an_overrun_survives_as_text() {
         let late = anyhow::Error::new(Overrun("x took 2 s".into())).context("device y");
-        let heard = Overrun::heard(Overrun::tell(&late));
-        assert!(Overrun::is(&heard) && heard.to_string() == "not in time: device y: x took 2 s");
-        let wrong = Overrun::heard(Overrun::tell(&anyhow::Error::msg("x is wrong")));
+        let received = Overrun::from_text(Overrun::to_text(&late));
+        assert!(Overrun::is(&received) && received.to_string() == "not in time: device y: x took 2 s");
+        let wrong = Overrun::from_text(Overrun::to_text(&anyhow::Error::msg("x is wrong")));
         assert!(!Overrun::is(&wrong) && wrong.to_string() == "x is wrong");
     }
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Raw calls of the test programs: ioctls with whatever arguments a test wants, mappings, signals.
+//! Raw system calls of the test programs: ioctls with arbitrary arguments, mappings, signals.
 //!
-//! Safe for the caller: user memory goes to the kernel as slices with counts that fit, bad pointers only as addresses at
-//! which no program has memory.
+//! The functions are safe to call. Memory of the program is passed to the kernel as slices, with counts that fit.
+//! Invalid pointers are only addresses at which no program has memory.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -22,13 +22,13 @@ use sideway::ibverbs::memory_region::MemoryRegion;
 use sideway::ibverbs::protection_domain::ProtectionDomain;
 use sideway::ibverbs::queue_pair::{BasicQueuePair, PostSendGuard, QueuePair, SetScatterGatherEntry, WorkRequestFlags};
 
-/// An errno, or success.
-pub type Answer = Result<(), i32>;
+/// Success, or an errno.
+pub type SysResult = Result<(), i32>;
 
-/// Addresses at which no program has memory: null, one beyond the user half, one of the kernel, one in neither half.
+/// Addresses at which no program has memory: null, above the user half, in the kernel half, and noncanonical.
 pub const BAD_POINTERS: [u64; 4] = [0, 0x7fff_ffff_f000, 0xffff_ffff_ffff_f000, 0xdead_0000_0000_0000];
 
-fn result(value: i64) -> Answer {
+fn result(value: i64) -> SysResult {
     if value < 0 {
         Err(io::Error::last_os_error().raw_os_error().unwrap_or(0))
     } else {
@@ -36,12 +36,12 @@ fn result(value: i64) -> Answer {
     }
 }
 
-/// Memory for the kernel to read or write, or an address at which there is none.
+/// Memory that the kernel reads or writes, or an invalid address.
 #[derive(Debug)]
 pub enum Memory<'a, T> {
-    /// Elements to fill or read.
+    /// Elements to read or fill.
     Slice(&'a mut [T]),
-    /// One of [`BAD_POINTERS`], by index.
+    /// An index into [`BAD_POINTERS`].
     Bad(usize),
 }
 
@@ -49,7 +49,7 @@ impl<T> Memory<'_, T> {
     fn address(&mut self, count: u64) -> u64 {
         match self {
             Memory::Slice(slice) => {
-                assert!(count <= slice.len() as u64, "more elements claimed than there are");
+                assert!(count <= slice.len() as u64, "the count exceeds the slice");
                 slice.as_mut_ptr() as u64
             }
             Memory::Bad(index) => BAD_POINTERS[*index],
@@ -58,14 +58,14 @@ impl<T> Memory<'_, T> {
 }
 
 thread_local! {
-    /// The ioctls that this thread has made in [`calls_in`]: a bit for each number.
+    /// The ioctls of this thread within [`calls_in`]: one bit per ioctl number.
     static CALLED: Cell<u32> = const { Cell::new(0) };
-    /// Whether this thread's calls go through the kernel's entry for 32-bit programs.
+    /// Whether ioctls of this thread use the kernel's entry for 32-bit programs.
     static BY_32_BIT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Does `work`, whose calls by way of structures go through the kernel's entry for 32-bit programs. Arrays have to be in
-/// memory that such a program could have: [`Low`].
+/// Runs `work`. Within `work`, ioctls whose argument is a structure use the kernel's entry for 32-bit programs. Arrays
+/// must be in memory below 4 GiB: [`Low`].
 pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
     let before = BY_32_BIT.replace(true);
     let answer = work();
@@ -73,61 +73,65 @@ pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
     answer
 }
 
-/// Does `work`. Returns its answer and the ioctls that this thread made meanwhile: a bit for each number.
+/// Runs `work`. Returns its result and the ioctls that this thread made within it: one bit per ioctl number.
 pub fn calls_in<T>(work: impl FnOnce() -> T) -> (T, u32) {
     let before = CALLED.replace(0);
     let answer = work();
     (answer, CALLED.replace(before))
 }
 
-fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+fn raw<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> SysResult {
     assert!(
         abi::ioc_size(request) as usize <= size_of::<T>(),
-        "the argument is smaller than the call says"
+        "the argument is smaller than the ioctl states"
     );
     if abi::P2PMEM_IOCS.contains(&request) {
         CALLED.set(CALLED.get() | (1 << abi::ioc_nr(request)));
     }
     if BY_32_BIT.get() {
-        // SAFETY: as below; the argument is copied to a place that is as large, and back.
+        // SAFETY: as for `ioctl` below. The argument has `size_of::<T>()` bytes, and at least as many as `request`
+        // states.
         return unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) };
     }
-    // SAFETY: the kernel touches as many bytes at the argument as the request's number says, which are there; pointers
-    // in it were made by Memory::address.
+    // SAFETY: the kernel accesses as many bytes of the argument as `request` states, and `argument` has them. Pointers
+    // in the argument come from Memory::address.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), ptr::from_mut(argument)) }.into())
 }
 
-/// A call whose argument holds no pointers: `INFO`, `FREE`, `BUFFER`, `STATS`.
+/// An ioctl argument without pointers: `INFO`, `FREE`, `BUFFER`, `STATS`, `IMPORT`.
 pub trait Plain {}
 impl Plain for abi::p2pmem_info {}
 impl Plain for abi::p2pmem_free {}
 impl Plain for abi::p2pmem_buffer {}
 impl Plain for abi::p2pmem_stats {}
 impl Plain for abi::p2pmem_import {}
-/// Argument of calls that do not exist.
+/// The argument of ioctls that do not exist.
 impl Plain for [u64; 32] {}
 
-/// Makes a call whose argument holds no pointers.
-pub fn plain<T: Plain>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
+/// Makes an ioctl whose argument has no pointers.
+pub fn plain<T: Plain>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> SysResult {
     raw(fd, request, argument)
 }
 
-/// Makes a call with a pointer at which there is no memory.
-pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> Answer {
-    // SAFETY: there is no memory of this program at the address.
+/// Makes an ioctl whose argument is an invalid pointer: the element `bad` of [`BAD_POINTERS`].
+pub fn bad_argument(fd: BorrowedFd<'_>, request: u32, bad: usize) -> SysResult {
+    // SAFETY: the program has no memory at the address.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), BAD_POINTERS[bad]) }.into())
 }
 
-/// Makes a call of a structure of `size` bytes, of whatever size the header has it: for calls whose argument holds no
-/// pointers, or none that are not zero.
-pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 32]) -> Answer {
-    assert!(size as usize <= size_of_val(argument), "more than there is");
+/// Makes an ioctl whose number states `size` bytes, whatever the size in the header. All pointers in the argument must
+/// be null.
+pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 32]) -> SysResult {
+    assert!(
+        size as usize <= size_of_val(argument),
+        "the kernel would access memory beyond the argument"
+    );
     let request = (request & !(0x3fff << 16)) | (size << 16);
-    // SAFETY: the kernel touches as many bytes as the number says, which are there.
+    // SAFETY: the kernel accesses as many bytes of the argument as `request` states, and `argument` has them.
     result(unsafe { libc::ioctl(fd.as_raw_fd(), u64::from(request), argument.as_mut_ptr()) }.into())
 }
 
-/// `LIST` of elements of a stated size; returns how many there are.
+/// `LIST` with elements of `size` bytes. Returns the number of providers.
 ///
 /// # Errors
 ///
@@ -135,7 +139,7 @@ pub fn sized(fd: BorrowedFd<'_>, request: u32, size: u32, argument: &mut [u64; 3
 pub fn list_sized(fd: BorrowedFd<'_>, size: u32, count: u32, out: &mut [u8]) -> Result<u32, i32> {
     assert!(
         u64::from(size) * u64::from(count) <= out.len() as u64,
-        "more than there is"
+        "the kernel would access memory beyond the argument"
     );
     let mut list = abi::p2pmem_list {
         providers: out.as_mut_ptr() as u64,
@@ -147,29 +151,32 @@ pub fn list_sized(fd: BorrowedFd<'_>, size: u32, count: u32, out: &mut [u8]) -> 
     Ok(list.count)
 }
 
-/// `ALLOC` near one client, which is an element of `size` bytes.
+/// `ALLOC` with one client, as an element of `size` bytes.
 ///
 /// # Errors
 ///
 /// The errno.
-pub fn alloc_clients(fd: BorrowedFd<'_>, alloc: &mut abi::p2pmem_alloc, client: &[u64], size: u32) -> Answer {
-    assert!(size as usize <= size_of_val(client), "more than there is");
+pub fn alloc_clients(fd: BorrowedFd<'_>, alloc: &mut abi::p2pmem_alloc, client: &[u64], size: u32) -> SysResult {
+    assert!(
+        size as usize <= size_of_val(client),
+        "the kernel would access memory beyond the argument"
+    );
     alloc.req.clients = client.as_ptr() as u64;
     (alloc.req.nr_clients, alloc.req.client_size) = (1, size);
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
-/// Makes a call as a 32-bit program does, see [`by_32_bit`]. The argument holds no pointers.
-pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> Answer {
+/// Makes an ioctl by the kernel's entry for 32-bit programs. The argument has no pointers.
+pub fn compat(fd: BorrowedFd<'_>, request: u32, argument: &mut [u64; 32]) -> SysResult {
     assert!(
         abi::ioc_size(request) as usize <= size_of_val(argument),
-        "more than there is"
+        "the kernel would access memory beyond the argument"
     );
-    // SAFETY: the kernel touches as many bytes as the number says, which are there.
+    // SAFETY: the kernel accesses as many bytes of the argument as `request` states, and `argument` has them.
     unsafe { int_0x80(fd, request, argument.as_mut_ptr().cast(), size_of_val(argument)) }
 }
 
-/// Elements in memory below 4 GiB, where 32-bit programs have all of theirs.
+/// Elements in memory below 4 GiB, which 32-bit programs can address.
 #[derive(Debug)]
 pub struct Low<T: Copy> {
     base: *mut T,
@@ -177,13 +184,13 @@ pub struct Low<T: Copy> {
 }
 
 impl<T: Copy> Low<T> {
-    /// That many elements, each as `value`.
+    /// Maps `len` elements and sets each to `value`.
     ///
     /// # Errors
     ///
     /// The errno.
     pub fn new(len: usize, value: T) -> Result<Low<T>, i32> {
-        // SAFETY: a new mapping, at an address of the kernel's choice.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let base = unsafe {
             libc::mmap(
                 ptr::null_mut(),
@@ -203,7 +210,7 @@ impl<T: Copy> Low<T> {
             "not below 4 GiB"
         );
         for at in 0..len {
-            // SAFETY: within the mapping, which is aligned to a page.
+            // SAFETY: the address is within the mapping, which is aligned to a page.
             unsafe { low.base.add(at).write(value) };
         }
         Ok(low)
@@ -214,41 +221,42 @@ impl<T: Copy> Deref for Low<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: all elements were written, and the mapping is this value's alone.
+        // SAFETY: all elements were written, and this value owns the mapping.
         unsafe { std::slice::from_raw_parts(self.base, self.len) }
     }
 }
 
 impl<T: Copy> DerefMut for Low<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above.
+        // SAFETY: as for `deref`.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
 }
 
 impl<T: Copy> Drop for Low<T> {
     fn drop(&mut self) {
-        // SAFETY: only this value's own pages, which nobody uses any more.
+        // SAFETY: this value owns the pages, and no reference to them is left.
         unsafe { libc::munmap(self.base.cast(), (self.len * size_of::<T>()).max(1)) };
     }
 }
 
-/// `ioctl` through `int 0x80`, which is the kernel's entry for 32-bit programs also where a 64-bit program uses it. The argument
-/// travels through memory below 4 GiB.
+/// `ioctl` by `int 0x80`, the kernel's entry for 32-bit programs, which a 64-bit program can use too. The argument is
+/// copied to memory below 4 GiB and back.
 ///
 /// # Safety
 ///
-/// `argument` must have `len` bytes, and at least as many as the number says. What the kernel reads and writes by pointers in it
-/// must be there.
-unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usize) -> Answer {
-    /// `ioctl` in the 32-bit table.
+/// `argument` must have `len` bytes, and at least as many as `request` states. Memory to which the argument points must
+/// be valid for the kernel's accesses.
+unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usize) -> SysResult {
+    /// The number of `ioctl` in the 32-bit system call table.
     const IOCTL: u64 = 54;
     let mut low = Low::new(len, 0u8)?;
     let mut answer = IOCTL;
-    // SAFETY: both have that many bytes, and are not the same memory.
+    // SAFETY: both have `len` bytes and do not overlap.
     unsafe { ptr::copy_nonoverlapping(argument, low.as_mut_ptr(), len) };
-    // SAFETY: the kernel touches as many bytes of the argument as the number says, and what the caller promises. It keeps all
-    // registers but rax, and on some kernels r8 to r11; rbx, which inline assembly may not name, is exchanged before and after.
+    // SAFETY: the kernel accesses the bytes of the argument that `request` states, and memory that the caller vouches
+    // for. The call preserves all registers but rax, and on some kernels r8 to r11. Inline assembly cannot name rbx, so
+    // rbx is swapped before and after the call.
     unsafe {
         std::arch::asm!(
             "xchg {fd}, rbx",
@@ -264,7 +272,7 @@ unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usi
             out("r11") _,
         );
     }
-    // SAFETY: as above.
+    // SAFETY: both have `len` bytes and do not overlap.
     unsafe { ptr::copy_nonoverlapping(low.as_ptr(), argument, len) };
     match answer as i32 {
         0.. => Ok(()),
@@ -272,11 +280,11 @@ unsafe fn int_0x80(fd: BorrowedFd<'_>, request: u32, argument: *mut u8, len: usi
     }
 }
 
-/// A call with one array whose elements have the size that the caller states, besides clients.
+/// An ioctl argument with an array whose element size the caller states, and possibly an array of clients.
 pub trait Elements {
-    /// The call.
+    /// The ioctl's number.
     const CALL: u32;
-    /// Sets the array's address, count and size of elements, and those of the clients; there are no other arrays then.
+    /// Sets address, count and element size of the array, and those of the clients. Further arrays are set to null.
     fn set(&mut self, elements: (u64, u32, u32), clients: (u64, u32, u32));
 }
 
@@ -326,56 +334,59 @@ impl Elements for abi::p2pmem_export {
     }
 }
 
-/// Makes a call with `count` elements of `size` bytes each.
+/// Makes an ioctl with `count` elements of `size` bytes.
 pub fn with_elements<T: Elements>(
     fd: BorrowedFd<'_>,
-    ask: &mut T,
+    arg: &mut T,
     clients: &mut [abi::p2pmem_pci_addr],
     (size, count): (u32, u32),
     elements: &mut [u8],
-) -> Answer {
+) -> SysResult {
     assert!(
         u64::from(size) * u64::from(count) <= elements.len() as u64,
-        "more than there is"
+        "the kernel would access memory beyond the argument"
     );
     let known = size_of::<abi::p2pmem_pci_addr>() as u32;
     let clients = (clients.as_mut_ptr() as u64, clients.len() as u32, known);
-    ask.set((elements.as_mut_ptr() as u64, count, size), clients);
-    raw(fd, T::CALL, ask)
+    arg.set((elements.as_mut_ptr() as u64, count, size), clients);
+    raw(fd, T::CALL, arg)
 }
 
-/// `EXPORT_DMABUF` of ranges that are elements of a stated size.
+/// `EXPORT_DMABUF` with ranges as elements of `size` bytes.
 ///
 /// # Errors
 ///
 /// The errno.
 pub fn export_sized(fd: BorrowedFd<'_>, handle: u32, size: u32, ranges: &mut [u8]) -> Result<OwnedFd, i32> {
-    let mut ask = abi::p2pmem_export {
+    let mut arg = abi::p2pmem_export {
         handle,
         ..Default::default()
     };
     let count = ranges.len() as u32 / size.max(1);
-    with_elements(fd, &mut ask, &mut [], (size, count), ranges)?;
-    // SAFETY: the kernel made this descriptor for this call alone.
-    Ok(unsafe { OwnedFd::from_raw_fd(ask.fd) })
+    with_elements(fd, &mut arg, &mut [], (size, count), ranges)?;
+    // SAFETY: the kernel created the descriptor for this call, and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(arg.fd) })
 }
 
-/// The bytes of a rule, which has no padding.
+/// The bytes of a rule. `struct p2pmem_rule` has no padding.
 pub fn rule_bytes(rule: &abi::p2pmem_rule) -> [u8; size_of::<abi::p2pmem_rule>()] {
-    // SAFETY: the structure has as many bytes, none of them padding.
+    // SAFETY: both types have the same size, and the structure has no padding.
     unsafe { std::mem::transmute_copy(rule) }
 }
 
-/// `read()` of events into memory that ends, for the kernel, after `writable` of the `room` bytes.
+/// `read()` of events with a length of `len` bytes, of which only the first `writable` are writable memory.
 ///
 /// # Errors
 ///
 /// The errno.
-pub fn read_guarded(fd: BorrowedFd<'_>, writable: usize, room: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
+pub fn read_guarded(fd: BorrowedFd<'_>, writable: usize, len: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
     const PAGE: usize = 4096;
-    assert!(writable <= room && room <= PAGE, "more than there is");
-    // SAFETY: a new mapping, of which the second half is taken from everyone; `room` bytes from `at` lie in it. What the
-    // kernel wrote into the first half is read as events, of which any bytes are valid ones.
+    assert!(
+        writable <= len && len <= PAGE,
+        "the kernel would access memory beyond the argument"
+    );
+    // SAFETY: a new mapping, whose second page is inaccessible; `len` bytes from `at` lie within the mapping. Only the
+    // bytes that the kernel wrote into the first page are read as events, and any bytes are a valid event.
     unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let base = libc::mmap(
@@ -391,7 +402,7 @@ pub fn read_guarded(fd: BorrowedFd<'_>, writable: usize, room: usize) -> Result<
         }
         result(libc::mprotect(base.byte_add(PAGE), PAGE, libc::PROT_NONE).into())?;
         let at = base.byte_add(PAGE - writable);
-        let n = libc::read(fd.as_raw_fd(), at, room);
+        let n = libc::read(fd.as_raw_fd(), at, len);
         let answer = result(n as i64).map(|()| {
             let events = at.cast::<abi::p2pmem_event>();
             let count = n as usize / size_of::<abi::p2pmem_event>();
@@ -403,7 +414,7 @@ pub fn read_guarded(fd: BorrowedFd<'_>, writable: usize, room: usize) -> Result<
 }
 
 /// `LIST`.
-pub fn list(fd: BorrowedFd<'_>, list: &mut abi::p2pmem_list, mut out: Memory<'_, abi::p2pmem_provider>) -> Answer {
+pub fn list(fd: BorrowedFd<'_>, list: &mut abi::p2pmem_list, mut out: Memory<'_, abi::p2pmem_provider>) -> SysResult {
     list.provider_size = size_of::<abi::p2pmem_provider>() as u32;
     list.providers = out.address(list.count.into());
     raw(fd, abi::P2PMEM_IOC_LIST, list)
@@ -415,7 +426,7 @@ pub fn paths(
     paths: &mut abi::p2pmem_paths,
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
     mut out: Memory<'_, abi::p2pmem_path>,
-) -> Answer {
+) -> SysResult {
     paths.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
     paths.path_size = size_of::<abi::p2pmem_path>() as u32;
     paths.clients = clients.address(paths.nr_clients.into());
@@ -428,38 +439,38 @@ pub fn alloc(
     fd: BorrowedFd<'_>,
     alloc: &mut abi::p2pmem_alloc,
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
-) -> Answer {
+) -> SysResult {
     alloc.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
     alloc.req.clients = clients.address(alloc.req.nr_clients.into());
     raw(fd, abi::P2PMEM_IOC_ALLOC, alloc)
 }
 
 /// `RULES`.
-pub fn rules(fd: BorrowedFd<'_>, ask: &mut abi::p2pmem_rules, mut rules: Memory<'_, abi::p2pmem_rule>) -> Answer {
-    ask.rule_size = size_of::<abi::p2pmem_rule>() as u32;
-    ask.rules = rules.address(ask.count.into());
-    raw(fd, abi::P2PMEM_IOC_RULES, ask)
+pub fn rules(fd: BorrowedFd<'_>, arg: &mut abi::p2pmem_rules, mut rules: Memory<'_, abi::p2pmem_rule>) -> SysResult {
+    arg.rule_size = size_of::<abi::p2pmem_rule>() as u32;
+    arg.rules = rules.address(arg.count.into());
+    raw(fd, abi::P2PMEM_IOC_RULES, arg)
 }
 
 /// `STRIPE`.
 pub fn stripe(
     fd: BorrowedFd<'_>,
-    ask: &mut abi::p2pmem_stripe,
+    arg: &mut abi::p2pmem_stripe,
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
     mut parts: Memory<'_, abi::p2pmem_part>,
-) -> Answer {
-    ask.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
-    ask.part_size = size_of::<abi::p2pmem_part>() as u32;
-    ask.req.clients = clients.address(ask.req.nr_clients.into());
-    ask.parts = parts.address(ask.nr_parts.into());
-    raw(fd, abi::P2PMEM_IOC_STRIPE, ask)
+) -> SysResult {
+    arg.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
+    arg.part_size = size_of::<abi::p2pmem_part>() as u32;
+    arg.req.clients = clients.address(arg.req.nr_clients.into());
+    arg.parts = parts.address(arg.nr_parts.into());
+    raw(fd, abi::P2PMEM_IOC_STRIPE, arg)
 }
 
-/// A dma-buf of host memory, which udmabuf makes of a file in memory.
+/// Creates a dma-buf of host memory: a udmabuf of a memfd.
 ///
 /// # Errors
 ///
-/// The kernel has no udmabuf, or there is no memory.
+/// The kernel has no udmabuf, or memory is short.
 pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
     /// `struct udmabuf_create` of `linux/udmabuf.h`.
     #[repr(C)]
@@ -478,20 +489,21 @@ pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
     rustix::fs::ftruncate(&memory, len)?;
     rustix::fs::fcntl_add_seals(&memory, rustix::fs::SealFlags::SHRINK)?;
     let node = File::options().read(true).write(true).open("/dev/udmabuf")?;
-    let mut ask = Create {
+    let mut arg = Create {
         memfd: memory.as_raw_fd() as u32,
         flags: CLOEXEC,
         offset: 0,
         size: len,
     };
-    // SAFETY: the structure is the one the call's number speaks of, and holds no pointers.
-    let answer = unsafe { libc::ioctl(node.as_raw_fd(), CREATE, ptr::from_mut(&mut ask)) };
+    // SAFETY: `Create` is the argument of UDMABUF_CREATE, and has no pointers.
+    let answer = unsafe { libc::ioctl(node.as_raw_fd(), CREATE, ptr::from_mut(&mut arg)) };
     result(answer.into()).map_err(io::Error::from_raw_os_error)?;
-    // SAFETY: the kernel made this descriptor for this call alone.
+    // SAFETY: the kernel created the descriptor for this call, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(answer) })
 }
 
-/// Runs `work` in a thread with another user's ids. The raw calls change those of the calling thread alone.
+/// Runs `work` in a thread with the ids of another user. The raw system calls change the ids of the calling thread
+/// alone.
 ///
 /// # Errors
 ///
@@ -499,7 +511,7 @@ pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
 pub fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> Result<T, i32> {
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // SAFETY: the kernel reads as many groups as there are; the others take numbers.
+            // SAFETY: the kernel reads `groups.len()` groups; the other calls take numbers only.
             unsafe {
                 result(libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()))?;
                 result(libc::syscall(libc::SYS_setresgid, gid, gid, gid))?;
@@ -511,13 +523,13 @@ pub fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() 
     })
 }
 
-/// Puts the calling process, which has one thread, into a user namespace of its own.
+/// Moves the calling process, which must have one thread, into a new user namespace.
 ///
 /// # Errors
 ///
 /// The errno.
 pub fn enter_user_namespace() -> Result<(), i32> {
-    // SAFETY: no descriptors are unshared, which somebody might rely on to be the same in all threads.
+    // SAFETY: NEWUSER does not unshare the descriptor table, so descriptors stay the same in all threads.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWUSER) }
         .map_err(rustix::io::Errno::raw_os_error)
 }
@@ -535,7 +547,7 @@ pub fn export(
     export.range_size = size_of::<abi::p2pmem_range>() as u32;
     export.ranges = ranges.address(export.nr_ranges.into());
     raw(fd, abi::P2PMEM_IOC_EXPORT_DMABUF, export)?;
-    // SAFETY: the kernel made this descriptor for this call alone.
+    // SAFETY: the kernel created the descriptor for this call, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
 }
 
@@ -546,7 +558,7 @@ pub fn explain(
     mut clients: Memory<'_, abi::p2pmem_pci_addr>,
     mut verdicts: Memory<'_, abi::p2pmem_verdict>,
     mut text: Memory<'_, u8>,
-) -> Answer {
+) -> SysResult {
     explain.req.client_size = size_of::<abi::p2pmem_pci_addr>() as u32;
     explain.verdict_size = size_of::<abi::p2pmem_verdict>() as u32;
     explain.req.clients = clients.address(explain.req.nr_clients.into());
@@ -555,42 +567,42 @@ pub fn explain(
     raw(fd, abi::P2PMEM_IOC_EXPLAIN, explain)
 }
 
-/// `read()` of events; returns those read.
+/// `read()` of events with a length of `len` bytes. Returns the events.
 ///
 /// # Errors
 ///
 /// The errno.
-pub fn read_events(fd: BorrowedFd<'_>, room: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
+pub fn read_events(fd: BorrowedFd<'_>, len: usize) -> Result<Vec<abi::p2pmem_event>, i32> {
     let size = size_of::<abi::p2pmem_event>();
-    let mut events = vec![abi::p2pmem_event::default(); room.div_ceil(size)];
-    // SAFETY: the buffer has at least that much room, and any bytes are a valid event.
-    let n = unsafe { libc::read(fd.as_raw_fd(), events.as_mut_ptr().cast(), room) };
+    let mut events = vec![abi::p2pmem_event::default(); len.div_ceil(size)];
+    // SAFETY: `events` has at least `len` bytes, and any bytes are a valid event.
+    let n = unsafe { libc::read(fd.as_raw_fd(), events.as_mut_ptr().cast(), len) };
     result(n as i64)?;
     events.truncate(n as usize / size);
     Ok(events)
 }
 
-/// A mapping, unmapped when dropped.
+/// A mapping, which is unmapped when it is dropped.
 #[derive(Debug)]
 pub struct Mapping {
     base: *mut u8,
     len: usize,
 }
 
-// SAFETY: the memory is shared with devices and other processes anyway, and only touched by volatile accesses.
+// SAFETY: devices and other processes share the memory anyway, so all accesses are volatile.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps `len` bytes of a file at an offset. `flags` as for mmap, without `MAP_FIXED`.
+    /// Maps `len` bytes of a file at `offset`. `flags` are those of mmap, without `MAP_FIXED`.
     ///
     /// # Errors
     ///
     /// The errno.
     pub fn new(fd: BorrowedFd<'_>, offset: u64, len: usize, prot: i32, flags: i32) -> Result<Mapping, i32> {
         assert_eq!(flags & libc::MAP_FIXED, 0);
-        // SAFETY: the kernel chooses an unused place.
+        // SAFETY: without `MAP_FIXED` the kernel chooses unused addresses.
         let base = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, fd.as_raw_fd(), offset as i64) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
@@ -598,7 +610,7 @@ impl Mapping {
         Ok(Mapping { base: base.cast(), len })
     }
 
-    /// Maps shared, for reading and writing.
+    /// Maps `len` bytes of a file at `offset` with `MAP_SHARED`, for reading and writing.
     ///
     /// # Errors
     ///
@@ -607,60 +619,61 @@ impl Mapping {
         Mapping::new(fd, offset, len, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)
     }
 
-    /// The address at which it begins.
+    /// The start address.
     pub fn address(&self) -> u64 {
         self.base as u64
     }
 
-    /// Its length in bytes.
+    /// The length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Tells whether nothing of it is left.
+    /// Whether all of the mapping was unmapped.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Reads the word at an offset that is a multiple of 8.
+    /// Reads the 64-bit word at offset `at`, which must be a multiple of 8.
     pub fn get(&self, at: usize) -> u64 {
         assert!(at % 8 == 0 && at < self.len);
-        // SAFETY: inside the mapping and aligned.
+        // SAFETY: the address is within the mapping and aligned.
         unsafe { self.base.add(at).cast::<u64>().read_volatile() }
     }
 
-    /// Writes the word at an offset that is a multiple of 8.
+    /// Writes the 64-bit word at offset `at`, which must be a multiple of 8.
     pub fn set(&self, at: usize, value: u64) {
         assert!(at % 8 == 0 && at < self.len);
-        // SAFETY: inside the mapping and aligned.
+        // SAFETY: the address is within the mapping and aligned.
         unsafe { self.base.add(at).cast::<u64>().write_volatile(value) }
     }
 
-    /// Unmaps `len` bytes at an offset. What is left is either the front (offset > 0) or the back.
+    /// Unmaps `len` bytes at offset `at`, which must be the start or the end of the mapping.
     ///
     /// # Errors
     ///
     /// The errno.
-    pub fn unmap_part(&mut self, at: usize, len: usize) -> Answer {
+    pub fn unmap_part(&mut self, at: usize, len: usize) -> SysResult {
         assert!(at % 4096 == 0 && (at == 0 || at + len == self.len) && len <= self.len);
-        // SAFETY: only this mapping's own pages, which it gives up below.
+        // SAFETY: the pages belong to this mapping, which no longer covers them after the call.
         result(unsafe { libc::munmap(self.base.add(at).cast(), len) }.into())?;
         if at == 0 {
-            // SAFETY: within the mapping.
+            // SAFETY: the address is within the mapping, or at its end.
             self.base = unsafe { self.base.add(len) };
         }
         self.len -= len;
         Ok(())
     }
 
-    /// Puts inaccessible memory into its place: the file is mapped no more, and nobody else gets the addresses.
+    /// Replaces the mapping with inaccessible anonymous memory: the file is no longer mapped, and the addresses stay in
+    /// use.
     ///
     /// # Errors
     ///
     /// The errno.
-    pub fn vacate(&self) -> Answer {
+    pub fn vacate(&self) -> SysResult {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: only this mapping's own pages are replaced.
+        // SAFETY: only pages of this mapping are replaced.
         let base = unsafe { libc::mmap(self.base.cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
@@ -668,13 +681,13 @@ impl Mapping {
         Ok(())
     }
 
-    /// Moves or resizes it by mremap.
+    /// Moves or resizes the mapping by mremap.
     ///
     /// # Errors
     ///
-    /// The errno; the mapping is as before then.
-    pub fn remap(&mut self, len: usize, flags: i32) -> Answer {
-        // SAFETY: only this mapping's own pages; it takes the new place over.
+    /// The errno; the mapping is then unchanged.
+    pub fn remap(&mut self, len: usize, flags: i32) -> SysResult {
+        // SAFETY: the pages belong to this mapping, which covers the new address range after the call.
         let base = unsafe { libc::mremap(self.base.cast(), self.len, len, flags) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
@@ -683,35 +696,35 @@ impl Mapping {
         Ok(())
     }
 
-    /// Changes its protection.
+    /// Changes the protection of the whole mapping.
     ///
     /// # Errors
     ///
     /// The errno.
-    pub fn protect(&self, prot: i32) -> Answer {
+    pub fn protect(&self, prot: i32) -> SysResult {
         self.protect_part(0, self.len, prot)
     }
 
-    /// Changes the protection of a part of it.
+    /// Changes the protection of `len` bytes at offset `at`.
     ///
     /// # Errors
     ///
     /// The errno.
-    pub fn protect_part(&self, at: usize, len: usize, prot: i32) -> Answer {
+    pub fn protect_part(&self, at: usize, len: usize, prot: i32) -> SysResult {
         assert!(at % 4096 == 0 && at + len <= self.len);
-        // SAFETY: only this mapping's own pages.
+        // SAFETY: the pages belong to this mapping.
         result(unsafe { libc::mprotect(self.base.add(at).cast(), len, prot) }.into())
     }
 
-    /// Puts `len` bytes of a file at an offset into the place of a part of it.
+    /// Replaces `len` bytes at offset `at` with a mapping of a file at `offset`.
     ///
     /// # Errors
     ///
     /// The errno.
-    pub fn replace_part(&self, at: usize, len: usize, fd: BorrowedFd<'_>, offset: u64) -> Answer {
+    pub fn replace_part(&self, at: usize, len: usize, fd: BorrowedFd<'_>, offset: u64) -> SysResult {
         assert!(at % 4096 == 0 && at + len <= self.len);
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
-        // SAFETY: only this mapping's own pages are replaced, and by as many.
+        // SAFETY: only pages of this mapping are replaced, with the same number of pages.
         let base = unsafe {
             libc::mmap(
                 self.base.add(at).cast(),
@@ -728,26 +741,26 @@ impl Mapping {
         Ok(())
     }
 
-    /// Reads from a file into it.
+    /// Reads `len` bytes of a file at `offset` into the mapping at offset `at`, by pread.
     ///
     /// # Errors
     ///
     /// Those of pread.
     pub fn fill_from(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<usize> {
         assert!(at + len <= self.len);
-        // SAFETY: inside the mapping.
+        // SAFETY: the range is within the mapping.
         let n = unsafe { libc::pread(file.as_raw_fd(), self.base.add(at).cast(), len, offset as i64) };
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Writes from it into a file.
+    /// Writes `len` bytes of the mapping at offset `at` to a file at `offset`, by pwrite.
     ///
     /// # Errors
     ///
     /// Those of pwrite.
     pub fn drain_to(&self, file: &File, offset: u64, at: usize, len: usize) -> io::Result<usize> {
         assert!(at + len <= self.len);
-        // SAFETY: inside the mapping.
+        // SAFETY: the range is within the mapping.
         let n = unsafe { libc::pwrite(file.as_raw_fd(), self.base.add(at).cast(), len, offset as i64) };
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
@@ -756,30 +769,30 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.len > 0 {
-            // SAFETY: only this mapping's own pages, which nobody uses any more.
+            // SAFETY: the pages belong to this mapping, and no reference to them is left.
             unsafe { libc::munmap(self.base.cast(), self.len) };
         }
     }
 }
 
-/// `ibv_reg_mr()` of whatever a test names, for all that an adapter can do with it.
+/// `ibv_reg_mr()` of any address range, with local write, remote write and remote read access.
 ///
 /// # Errors
 ///
 /// The errno.
 pub fn register(pd: &Arc<ProtectionDomain>, address: u64, len: usize) -> Result<Arc<MemoryRegion>, i32> {
     let access = AccessFlags::LocalWrite | AccessFlags::RemoteWrite | AccessFlags::RemoteRead;
-    // SAFETY: registration itself touches no memory of the program. What an adapter writes later is device memory, which
-    // tests only look at by volatile accesses: nothing is ever sent to a registration of other memory.
+    // SAFETY: the registration itself does not access memory of the program. RDMA NICs later write device memory only,
+    // which tests access with volatile accesses; no test sends to a registration of other memory.
     unsafe { pd.reg_mr(address as usize, len, access) }
         .map_err(|_| io::Error::last_os_error().raw_os_error().unwrap_or(0))
 }
 
-/// Posts an RDMA WRITE of `len` bytes at `address`, which `lkey` opens.
+/// Posts an RDMA WRITE of `len` bytes at `address`, which must be in the registration with key `lkey`.
 ///
 /// # Errors
 ///
-/// It cannot be posted.
+/// The work request cannot be posted.
 pub fn post_write(
     qp: &mut BasicQueuePair,
     id: u64,
@@ -790,49 +803,49 @@ pub fn post_write(
     let request = guard
         .construct_wr(id, WorkRequestFlags::Signaled)
         .setup_write(rkey, remote);
-    // SAFETY: the key is that of a registration, so the adapter reads no other memory than what that covers.
+    // SAFETY: `lkey` is the key of a registration, so the RDMA NIC reads memory of that registration only.
     unsafe { request.setup_sge(lkey, address, len) };
     guard.post().map_err(io::Error::other)
 }
 
 static BUS_ERRORS: AtomicU64 = AtomicU64::new(0);
 
-/// SIGBUS raised so far, since [`survive_bus_errors`].
+/// The number of SIGBUS signals since [`survive_bus_errors`].
 pub fn bus_errors() -> u64 {
     BUS_ERRORS.load(Ordering::SeqCst)
 }
 
 extern "C" fn on_bus_error(_signal: i32, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     BUS_ERRORS.fetch_add(1, Ordering::SeqCst);
-    // SAFETY: the kernel passes a valid structure; SIGBUS has an address.
+    // SAFETY: the kernel passes a valid structure, and SIGBUS has an address.
     let page = (unsafe { (*info).si_addr() } as usize & !4095) as *mut libc::c_void;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-    // SAFETY: replaces the page whose memory is gone; mmap is a plain system call, allowed in a handler.
+    // SAFETY: only the page that raised SIGBUS is replaced; mmap is a system call, which a signal handler may make.
     let put = unsafe { libc::mmap(page, 4096, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if put == libc::MAP_FAILED {
-        // SAFETY: ends the process; the access would fault for ever.
+        // SAFETY: _exit ends the process, because the access would fault again without end.
         unsafe { libc::_exit(99) };
     }
 }
 
-/// From now on a page whose memory is gone is replaced by a page of zeroes when it is touched, and counted.
+/// Installs a handler of SIGBUS, which counts the signal and replaces the page with a page of zeros.
 ///
 /// # Errors
 ///
 /// Those of sigaction.
 pub fn survive_bus_errors() -> io::Result<()> {
-    // SAFETY: all-zero is a valid sigaction.
+    // SAFETY: a sigaction of zeros is valid.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_bus_error as usize;
     action.sa_flags = libc::SA_SIGINFO;
-    // SAFETY: the handler only makes calls that are allowed in one.
+    // SAFETY: the handler makes only calls that a signal handler may make.
     match unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Forks; the child runs `child` and exits with what it returns. Returns how the child ended, as wait does.
+/// Forks a child that runs `child` and exits with its result. Returns the wait status of the child.
 ///
 /// # Errors
 ///
@@ -841,7 +854,7 @@ pub fn in_child(child: impl FnOnce() -> i32) -> io::Result<i32> {
     spawn_child(child)?.wait()
 }
 
-/// Has the kernel kill the calling process once it has used so many seconds of processor time.
+/// Sets `RLIMIT_CPU`: the kernel kills the calling process after `seconds` of processor time.
 ///
 /// # Errors
 ///
@@ -851,26 +864,26 @@ pub fn limit_processor_time(seconds: u64) -> io::Result<()> {
         rlim_cur: seconds,
         rlim_max: seconds,
     };
-    // SAFETY: the limit is a valid one.
+    // SAFETY: `limit` is a valid structure.
     match unsafe { libc::setrlimit(libc::RLIMIT_CPU, &limit) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// A child that was forked. It must be waited for.
+/// A forked child process. The parent must wait for it.
 #[must_use]
 pub struct ForkedChild(libc::pid_t);
 
 impl ForkedChild {
-    /// Waits for it. Returns how it ended, as wait does.
+    /// Waits until the child ends. Returns its wait status.
     ///
     /// # Errors
     ///
     /// Those of waitpid.
     pub fn wait(self) -> io::Result<i32> {
         let mut status = 0;
-        // SAFETY: the status is a valid place.
+        // SAFETY: `status` is valid for writes.
         if unsafe { libc::waitpid(self.0, &mut status, 0) } < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -878,18 +891,18 @@ impl ForkedChild {
     }
 }
 
-/// Forks; the child runs `child` and exits with what it returns. In the parent what `child` owns is dropped.
+/// Forks a child that runs `child` and exits with its result. The parent drops `child` and the values it owns.
 ///
 /// # Errors
 ///
 /// Those of fork.
 pub fn spawn_child(child: impl FnOnce() -> i32) -> io::Result<ForkedChild> {
-    // SAFETY: the caller is single-threaded where it uses this, so the child may do anything.
+    // SAFETY: callers are single-threaded when they fork, so the child may call any function.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => {
             let code = child();
-            // SAFETY: ends the child without running the parent's destructors.
+            // SAFETY: _exit ends the child without the destructors of the parent.
             unsafe { libc::_exit(code) }
         }
         pid => Ok(ForkedChild(pid)),

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! RDMA adapters of any kind, those that are software too: registration by `ibv_reg_mr()`, and RDMA WRITE from the
-//! adapter to itself.
+//! RDMA devices, in hardware or software: registration by `ibv_reg_mr()`, and RDMA WRITE over a loopback connection.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,29 +23,29 @@ pub const SUCCESS: u32 = 0;
 /// `IBV_WC_REM_ACCESS_ERR`
 pub const REMOTE_ACCESS: u32 = 10;
 
-/// How long a transfer may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time limit of a transfer.
+const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
 
-/// An adapter, open.
+/// An open RDMA device.
 pub struct Adapter {
-    /// As `mlx5_0`.
+    /// The RDMA device's name, such as `mlx5_0`.
     pub name: String,
     context: Arc<DeviceContext>,
-    /// Its protection domain.
+    /// The protection domain of all registrations and queue pairs.
     pub pd: Arc<ProtectionDomain>,
 }
 
 impl Adapter {
-    /// Opens an adapter by name.
+    /// Opens the RDMA device with the name.
     ///
     /// # Errors
     ///
-    /// There is none, or it cannot be opened.
+    /// No RDMA device has the name, or it cannot be opened.
     pub fn open(name: &str) -> Result<Adapter> {
         let list = DeviceList::new()?;
         let device = list.iter().find(|device| device.name() == name);
         let context = device
-            .with_context(|| format!("there is no RDMA device {name}"))?
+            .with_context(|| format!("no RDMA device is named {name}"))?
             .open()?;
         let pd = context.alloc_pd()?;
         Ok(Adapter {
@@ -56,7 +55,7 @@ impl Adapter {
         })
     }
 
-    /// Registers memory.
+    /// Registers `len` bytes at an address.
     ///
     /// # Errors
     ///
@@ -65,11 +64,11 @@ impl Adapter {
         sys::register(&self.pd, address, len)
     }
 
-    /// A connection of the adapter with itself.
+    /// Connects two queue pairs of the RDMA device.
     ///
     /// # Errors
     ///
-    /// It cannot be made.
+    /// A queue pair cannot be created or connected.
     pub fn connect(&self) -> Result<Connection> {
         let cq = self.context.create_cq_builder().setup_cqe(16).build()?;
         let (mut near, mut far) = (self.queue_pair(&cq)?, self.queue_pair(&cq)?);
@@ -108,7 +107,7 @@ impl Adapter {
                 .iter()
                 .filter(|entry| matches!(entry.gid_type(), GidType::RoceV2))
                 .max_by_key(|entry| !entry.gid().is_unicast_link_local())
-                .context("the port has no address for routed packets")?;
+                .context("the port has no RoCE v2 GID")?;
             address.setup_grh(&best.gid(), 0, u8::try_from(best.gid_index())?, 64, 0);
         }
         let mut attr = QueuePairAttribute::new();
@@ -131,7 +130,7 @@ impl Adapter {
     }
 }
 
-/// A connection of an adapter with itself, for one transfer after the other until one fails.
+/// A loopback connection: two queue pairs of an RDMA device. It transfers one WRITE at a time, until one fails.
 pub struct Connection {
     near: BasicQueuePair,
     _far: BasicQueuePair,
@@ -140,18 +139,18 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// RDMA WRITE of the first `len` bytes of one registration to `offset` bytes into another one. Returns the status
-    /// that it ended with.
+    /// Writes the first `len` bytes of a registration to `offset` in another registration, by RDMA WRITE. Returns the
+    /// status of the completion.
     ///
     /// # Errors
     ///
-    /// It cannot be posted, or does not end.
+    /// The work request cannot be posted, or does not complete in time.
     pub fn write(&mut self, from: &MemoryRegion, len: usize, to: &MemoryRegion, offset: u64) -> Result<u32> {
         self.last += 1;
         let local = (from.lkey(), from.get_ptr() as u64, u32::try_from(len)?);
         let remote = (to.rkey(), to.get_ptr() as u64 + offset);
         sys::post_write(&mut self.near, self.last, local, remote)?;
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TRANSFER_LIMIT;
         loop {
             if let Ok(completions) = self.cq.start_poll() {
                 for completion in completions {
@@ -162,7 +161,7 @@ impl Connection {
             }
             in_time!(
                 Instant::now() < deadline,
-                "an RDMA WRITE did not end within {PATIENCE:?}"
+                "an RDMA WRITE did not complete within {TRANSFER_LIMIT:?}"
             );
             std::thread::yield_now();
         }

@@ -3,8 +3,8 @@
 //! The protocol between the VM runner and the guest's init, over one virtio-serial port.
 //!
 //! The port carries frames: one byte of kind, four bytes of length (little endian), the payload. Commands' stdout and
-//! stderr, kernel log records and control messages are separate kinds, so they never mix, and they share one stream, so
-//! their order is the order in which the guest sent them: when the end of a command arrives, all its output has.
+//! stderr, kernel log records and control messages have separate kinds. All frames share one stream, which keeps the
+//! order in which the guest sent them: all output of a command arrives before the message that the command ended.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -12,25 +12,25 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// Name of the virtio-serial port.
+/// The name of the virtio-serial port.
 pub const PORT_NAME: &str = "org.p2pmem.agent";
 
-/// Largest payload of one frame, in bytes. A longer one means that the stream is out of step.
+/// The longest payload of a frame, in bytes. A longer length means that the reader lost the frame boundaries.
 pub const MAX_PAYLOAD: usize = 16 << 20;
 
-/// Start of the kernel log line by which the init marks a point in the log; a decimal number follows.
+/// The prefix of a kernel log line by which the init marks the end of a command. The command's decimal number follows.
 pub const KMSG_MARK: &str = "p2pmem-mark: ";
 
-/// What a frame carries.
+/// The kind of a frame's payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// A [`ToGuest`] or [`ToHost`] message as JSON.
     Control,
-    /// Bytes a command wrote to its standard output.
+    /// Bytes of a command's standard output.
     Stdout,
-    /// Bytes a command wrote to its standard error.
+    /// Bytes of a command's standard error.
     Stderr,
-    /// One record of the kernel log, as `/dev/kmsg` gives it.
+    /// One record of the kernel log, in the format of `/dev/kmsg`.
     Kmsg,
 }
 
@@ -51,16 +51,16 @@ impl Kind {
     }
 }
 
-/// One frame.
+/// A frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame {
-    /// What it carries.
+    /// The kind of the payload.
     pub kind: Kind,
     /// The payload.
     pub payload: Vec<u8>,
 }
 
-/// Writes one frame in one piece.
+/// Writes one frame with one write.
 ///
 /// # Errors
 ///
@@ -90,7 +90,8 @@ pub fn write_control(to: &mut impl Write, message: &impl Serialize) -> io::Resul
 ///
 /// # Errors
 ///
-/// Those of the reader; `UnexpectedEof` inside a frame; `InvalidData` for an unknown kind or an impossible length.
+/// Those of the reader; `UnexpectedEof` inside a frame; `InvalidData` for an unknown kind or a length above
+/// [`MAX_PAYLOAD`].
 pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
     let mut code = [0u8; 1];
     loop {
@@ -114,165 +115,168 @@ pub fn read_frame(from: &mut impl Read) -> io::Result<Option<Frame>> {
     Ok(Some(Frame { kind, payload }))
 }
 
-/// What the runner knows of a device of the topology.
+/// The runner's facts about a device of the topology.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceNote {
     /// `accel`, `nvme`, `ivshmem` or `nic`.
     pub kind: String,
-    /// Its PCI address (`0000:03:00.0`), as the emulator numbers it from what the guest put into the bridges.
+    /// The PCI address (`0000:03:00.0`). The emulator computes it from the bus numbers that the guest wrote to the
+    /// bridges.
     pub bdf: String,
-    /// Size of the memory it can lend, in bytes: the accelerator's or ivshmem's BAR, the drive's CMB; 0 for none.
+    /// Bytes of memory that the device can provide: the BAR of the accelerator or ivshmem, the drive's CMB; 0 for none.
     pub memory: u64,
 }
 
-/// A guest's place among several on one network.
+/// The network of a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Network {
-    /// Its own name.
+    /// The guest's name.
     pub node: String,
-    /// Names of all, itself included, in the order of their addresses.
+    /// The names of all guests of the network, this one included, in the order of their addresses.
     pub nodes: Vec<String>,
 }
 
-/// A port that a server listens on.
+/// A port on which a server listens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Listen {
-    /// Of TCP.
+    /// A TCP port.
     Tcp(u16),
-    /// Of the RDMA connection manager, of any port space.
+    /// A port of the RDMA connection manager, in any port space.
     Rdma(u16),
 }
 
-/// Runner to guest.
+/// A message from the runner to the guest.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ToGuest {
-    /// Answer to [`ToHost::Hello`]: what to set up.
+    /// Answers [`ToHost::Hello`]: the guest's settings.
     Setup {
-        /// Devices of the topology by name.
+        /// The topology's devices by name.
         devices: BTreeMap<String, DeviceNote>,
-        /// Name of the topology.
+        /// The topology's name.
         topology: String,
-        /// The guest's place among several.
+        /// The guest's network, if it has one.
         network: Option<Network>,
-        /// Whether to load the drivers of NICs and set their ports up.
+        /// Whether to load the drivers of NICs and set up their ports.
         rdma: bool,
-        /// The folder to have as `/lib/modules`, where it is another than the root's own.
+        /// The directory to mount on `/lib/modules`, if it is not the root file system's own.
         modules: Option<PathBuf>,
-        /// By how much limits of time are longer, on a slow kernel.
+        /// The factor for time limits, above 1 on a slow kernel.
         patience: u32,
     },
-    /// Run a command.
+    /// Runs a command.
     Exec {
-        /// Number that comes back in [`ToHost::Exited`].
+        /// The command's number, which [`ToHost::Exited`] returns.
         id: u64,
-        /// Program and arguments; the program is looked for in `PATH`.
+        /// Program and arguments. The guest searches `PATH` for the program.
         argv: Vec<String>,
-        /// Environment added to the guest's.
+        /// Environment variables, in addition to those of the guest.
         env: BTreeMap<String, String>,
-        /// Working directory.
+        /// The working directory.
         cwd: String,
-        /// Say [`ToHost::Listening`] as soon as this port is listened on.
+        /// The port on which the command listens. The guest sends [`ToHost::Listening`] when a socket listens on it.
         listen: Option<Listen>,
     },
-    /// End a command that is still running.
+    /// Kills a command that is still running.
     Stop {
-        /// The command.
+        /// The command's number.
         id: u64,
     },
-    /// The command ran out of time: write what blocks into the kernel log, then end it.
+    /// The command exceeded its time limit: write the blocked tasks to the kernel log, then kill the command.
     TimedOut {
-        /// The command.
+        /// The command's number.
         id: u64,
     },
-    /// Answer to [`ToHost::Request`].
+    /// Answers [`ToHost::Request`].
     Reply {
         /// The request's number.
         id: u64,
-        /// What came of it; the error is a sentence.
+        /// The result, or an error message.
         result: Result<serde_json::Value, String>,
     },
-    /// End the guest.
+    /// Powers the guest off.
     PowerOff,
 }
 
-/// Guest to runner.
+/// A message from the guest to the runner.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum ToHost {
-    /// The init runs; devices can be looked at.
+    /// The init runs, and the guest's PCI bus is enumerated.
     Hello {
-        /// Kernel release.
+        /// The kernel release.
         release: String,
     },
     /// The guest is set up.
     Ready,
-    /// The set-up failed.
+    /// Setting up the guest failed.
     Failed {
-        /// Why.
+        /// The reason.
         error: String,
     },
-    /// Somebody listens on the port that belongs to a command.
+    /// A socket listens on the port of a command.
     Listening {
-        /// The command.
+        /// The command's number.
         id: u64,
     },
-    /// A command ended. Its output was sent before; its kernel log ends with the mark of the same number.
+    /// A command ended. The guest sent its output before. The part of the kernel log that belongs to the command ends
+    /// with the mark of its number.
     Exited {
-        /// The command.
+        /// The command's number.
         id: u64,
-        /// Exit code.
+        /// The exit code, if the command exited.
         code: Option<i32>,
-        /// Signal that ended it.
+        /// The signal that killed the command, if one did.
         signal: Option<i32>,
-        /// Why it could not be started.
+        /// The reason why the command could not be started, if it could not.
         error: Option<String>,
     },
-    /// A program in the guest asks for something.
+    /// A program in the guest sent a request.
     Request {
-        /// Number that comes back in [`ToGuest::Reply`].
+        /// The request's number, which [`ToGuest::Reply`] returns.
         id: u64,
-        /// What it asks for.
+        /// The request.
         request: Request,
     },
 }
 
-/// What a program in the guest may ask the runner for.
+/// A request of a program in the guest to the runner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Request {
-    /// The topology's devices and where they are now: a map of names to [`DeviceNote`].
+    /// The topology's devices and their current addresses: a map of names to [`DeviceNote`].
     Devices,
     /// Byte counters of all devices: a map of names to counters, see the runner's documentation.
     Snapshot,
-    /// Kill the process behind a device, without a word to the guest: surprise removal.
+    /// Kills the process of a device model without notice to the guest: surprise removal.
     Kill {
-        /// The device.
+        /// The device's name.
         name: String,
     },
-    /// Unplug a device in an orderly way; answered once it is gone.
+    /// Unplugs a device in an orderly manner. The answer follows when the device is gone.
     DeviceDel {
-        /// The device.
+        /// The device's name.
         name: String,
     },
-    /// Plug a device in again that was unplugged.
+    /// Plugs an unplugged device in again.
     DeviceAdd {
-        /// The device.
+        /// The device's name.
         name: String,
     },
-    /// Have a root port report an error of its own, by Advanced Error Reporting: the recovery from it resets what is below.
+    /// Makes a root port report an error of its own by Advanced Error Reporting. The kernel's recovery resets the
+    /// devices below the port.
     PortError {
         /// The port's name in the topology.
         name: String,
-        /// The error, as QEMU's monitor names it: `MALF_TLP`.
+        /// The error in the notation of QEMU's monitor: `MALF_TLP`.
         error: String,
     },
-    /// Pass a request on to the control socket of a device model, such as `{"link": "down"}` for a NIC.
+    /// Forwards a request to the control socket of a device model, such as `{"link": "down"}` for a NIC.
     Control {
-        /// The device.
+        /// The device's name.
         name: String,
-        /// What its process is asked.
+        /// The request to the process of the device model.
         request: serde_json::Value,
     },
 }

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The number of cases of a property test, which a long run of the tests multiplies.
+//! The number of cases of a property test. A long run of the tests multiplies it.
 
 use proptest::test_runner::Config;
 
-/// The environment variable with the factor for the number of cases of property tests, and of rounds of races.
+/// The environment variable with the factor for the cases of property tests, and for the rounds of race tests.
 pub const TIMES: &str = "P2PMEM_TIMES";
 
-/// Returns the configuration of a test with `count` cases, multiplied by [`TIMES`].
+/// The configuration of a property test with `count` cases, multiplied by [`TIMES`].
 ///
 /// # Panics
 ///
-/// The variable is not a number.
+/// The variable is set and not a number.
 #[must_use]
 pub fn config(count: u32) -> Config {
     let times = std::env::var(TIMES).ok();

@@ -326,7 +326,7 @@ impl Vm {
                 }
                 ToHost::Ready => return Ok(()),
                 ToHost::Failed { error } => {
-                    let why = Overrun::heard(format!("{error}\n{}", self.log_tail()));
+                    let why = Overrun::from_text(format!("{error}\n{}", self.log_tail()));
                     return Err(why.context("the guest's init"));
                 }
                 other => bail!("the guest's init said {other:?} before it was ready"),
@@ -615,7 +615,7 @@ impl Vm {
                     }
                     Ok(ToHost::Listening { id: which }) if which == id => listening(),
                     Ok(ToHost::Request { id, request }) => {
-                        let result = self.serve(&request).map_err(|e| Overrun::tell(&e));
+                        let result = self.serve(&request).map_err(|e| Overrun::to_text(&e));
                         let _ = wire::write_control(&mut self.port, &ToGuest::Reply { id, result });
                     }
                     Ok(_) => {}

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The first program of a guest: makes it usable, then runs the commands the VM runner sends.
+//! The first program of a guest: sets the guest up, then runs the commands that the VM runner sends.
 //!
-//! It is process 1, so it must not end before the guest does: whatever fails is told to the runner, then the guest is
-//! powered off. Without a runner (the port is gone) the guest is powered off as well.
+//! The init is process 1 and must not exit, because the kernel would panic. The init reports an error to the runner and
+//! powers the guest off. If the runner closes the port, the init powers the guest off too.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File, OpenOptions};
@@ -32,31 +32,31 @@ use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount};
 use rustix::process::{Pid, Resource, Rlimit, Signal, WaitOptions, setrlimit};
 
-/// How long a command's pipes may stay open after it ended, while what it left behind is being killed.
-const DRAIN: Duration = Duration::from_secs(30);
-/// How often somebody who was killed is looked after: a process dies in less.
-const DYING: Duration = Duration::from_millis(1);
-/// How long drives may take to show their block devices.
-const BLOCK_DEVICES: Duration = Duration::from_secs(60);
-/// How long NICs may take to show their RDMA devices, with ports that are active.
-const PORTS: Duration = Duration::from_secs(60);
-/// How long an IPoIB interface may take to join its network.
-const IPOIB: Duration = Duration::from_secs(60);
-/// How long a task may wait uninterruptibly before the kernel says so, in seconds: longer than the slow drives of the tests hold
-/// a command, on a machine that is busy with other things.
-const HUNG_TASK: u32 = 60;
-/// How often a wait looks.
-const LOOK: Duration = Duration::from_millis(10);
+/// The longest time that a command's pipes may stay open after it ended, while its remaining processes are killed.
+const DRAIN_LIMIT: Duration = Duration::from_secs(30);
+/// The interval at which the init waits for a killed process group. A process usually dies sooner.
+const REAP_INTERVAL: Duration = Duration::from_millis(1);
+/// The longest time until the block devices of all drives exist.
+const BLOCK_DEVICES_LIMIT: Duration = Duration::from_secs(60);
+/// The longest time until the RDMA devices of all NICs exist and their ports are active.
+const PORTS_LIMIT: Duration = Duration::from_secs(60);
+/// The longest time until an IPoIB interface has a carrier.
+const IPOIB_LIMIT: Duration = Duration::from_secs(60);
+/// The kernel's hung-task time-out, in seconds. It is longer than the slow drives of the tests delay a command on a
+/// busy machine.
+const HUNG_TASK_SECONDS: u32 = 60;
+/// The interval at which a wait checks its condition.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// The drivers and services that make a NIC of use.
+/// The drivers of NICs, and the modules that RDMA programs need.
 const RDMA_MODULES: [&str; 6] = ["mlx5_core", "mlx5_ib", "ib_uverbs", "rdma_ucm", "ib_umad", "ib_ipoib"];
 
-/// Where programs are.
+/// The search path of programs.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
 fn main() {
     if std::process::id() != 1 {
-        eprintln!("p2pmem-guest-init: this is the init of a guest, started by its kernel (process 1)");
+        eprintln!("p2pmem-guest-init: only the kernel of a guest can start this program, as process 1");
         std::process::exit(2);
     }
     if let Err(e) = run() {
@@ -65,22 +65,22 @@ fn main() {
     }
     rustix::fs::sync();
     let _ = rustix::system::reboot(rustix::system::RebootCommand::PowerOff);
-    // Ending would be a kernel panic, which hides why powering off failed.
+    // If process 1 exits, the kernel panics, which hides why powering off failed.
     loop {
         thread::park();
     }
 }
 
-/// The command that runs, by number and process group.
+/// The number and the process group of the command that runs.
 type Running = Arc<Mutex<Option<(u64, Pid)>>>;
 
-/// Where frames to the runner go; whole frames, from any thread.
+/// Sends whole frames to the runner, from any thread.
 #[derive(Clone)]
 struct Port(Arc<Mutex<File>>);
 
 impl Port {
     fn frame(&self, kind: Kind, payload: &[u8]) {
-        // An error means that the runner is gone; the reading side sees that as the end of the stream and ends the guest.
+        // An error means that the runner is gone. The reader sees the end of the stream and powers the guest off.
         if let Ok(mut file) = self.0.lock() {
             let _ = wire::write_frame(&mut *file, kind, payload);
         }
@@ -110,9 +110,9 @@ fn run() -> Result<()> {
     let mut exec_queue = Some(exec_queue);
     while let Some(Frame { kind, payload }) = wire::read_frame(&mut from)? {
         if kind != Kind::Control {
-            bail!("the runner sent a frame that is not control");
+            bail!("the runner sent a frame whose kind is not control");
         }
-        match serde_json::from_slice(&payload).context("message of the runner")? {
+        match serde_json::from_slice(&payload).context("invalid message from the runner")? {
             ToGuest::Setup {
                 devices,
                 topology,
@@ -122,7 +122,7 @@ fn run() -> Result<()> {
                 patience,
             } => {
                 let Some(queue) = exec_queue.take() else {
-                    bail!("set up twice")
+                    bail!("the runner sent a second setup message")
                 };
                 let made = match modules {
                     Some(modules) => use_modules(&modules),
@@ -140,7 +140,7 @@ fn run() -> Result<()> {
                     }
                     Err(e) => {
                         port.control(&ToHost::Failed {
-                            error: Overrun::tell(&e),
+                            error: Overrun::to_text(&e),
                         });
                         return Err(e);
                     }
@@ -161,7 +161,7 @@ fn run() -> Result<()> {
                 listen,
             })?,
             ToGuest::TimedOut { id } => {
-                // Backtraces of what blocks, into the kernel log, before the evidence is killed.
+                // Write the backtraces of blocked tasks to the kernel log before the command is killed.
                 let _ = fs::write("/proc/sysrq-trigger", "w");
                 kill(&running, id);
             }
@@ -178,7 +178,7 @@ fn run() -> Result<()> {
     Ok(())
 }
 
-/// Kills a command, if it is the one that runs.
+/// Kills the command `id`, if it runs.
 fn kill(running: &Running, id: u64) {
     if let Some((_, pid)) = running.lock().ok().and_then(|r| *r).filter(|r| r.0 == id) {
         let _ = rustix::process::kill_process_group(pid, Signal::KILL);
@@ -195,7 +195,7 @@ fn mount_all() -> Result<()> {
     };
     put("proc", "/proc", MountFlags::empty(), "")?;
     put("sysfs", "/sys", MountFlags::empty(), "")?;
-    // The kernel may have mounted it on /dev already: again on top does no harm.
+    // The kernel may have mounted devtmpfs on /dev already; a second mount is harmless.
     put("devtmpfs", "/dev", MountFlags::empty(), "mode=0755")?;
     dir("/dev/pts")?;
     put("devpts", "/dev/pts", MountFlags::empty(), "")?;
@@ -210,9 +210,9 @@ fn mount_all() -> Result<()> {
     dir("/run/p2pmem")
 }
 
-/// Switches off the scheduler's deadline servers, which keep real-time tasks from starving others: there are none here. Where a
-/// busy host does not run a processor for a while, the timer of such a server can find itself queued already, of which the
-/// kernel warns (hrtimer_forward(), 7.2).
+/// Disables the scheduler's deadline servers, which keep real-time tasks from starving other tasks; guests have no
+/// real-time tasks. If a busy host does not run a virtual processor for a while, a server's timer can already be queued
+/// when the kernel forwards it, and the kernel warns (hrtimer_forward(), 7.2).
 fn stop_deadline_servers() -> Result<()> {
     for server in ["fair_server", "ext_server"] {
         let Ok(processors) = fs::read_dir(Path::new("/sys/kernel/debug/sched").join(server)) else {
@@ -226,9 +226,9 @@ fn stop_deadline_servers() -> Result<()> {
     Ok(())
 }
 
-/// Opens the virtio-serial port of the runner, found by its name.
+/// Opens the runner's virtio-serial port, found by its name.
 fn open_port() -> Result<File> {
-    for entry in fs::read_dir("/sys/class/virtio-ports").context("no virtio-serial ports")? {
+    for entry in fs::read_dir("/sys/class/virtio-ports").context("the guest has no virtio-serial ports")? {
         let entry = entry?;
         let name = fs::read_to_string(entry.path().join("name")).unwrap_or_default();
         if name.trim() == PORT_NAME {
@@ -243,11 +243,11 @@ fn open_port() -> Result<File> {
     bail!("no virtio-serial port is named {PORT_NAME}")
 }
 
-/// Sends every record of the kernel log, from the first on, to the runner.
+/// Sends all records of the kernel log to the runner, from the first one.
 fn forward_kernel_log(port: Port) -> Result<()> {
-    // The kernel wakes readers of its log from a lazy interrupt, which an idle processor may take seconds to run: never
-    // wait for that alone.
-    let look = Timespec {
+    // The kernel wakes readers of its log from a lazy interrupt, which an idle processor may delay by seconds.
+    // Therefore the reader polls with a time-out.
+    let interval = Timespec {
         tv_sec: 0,
         tv_nsec: 20_000_000,
     };
@@ -263,13 +263,13 @@ fn forward_kernel_log(port: Port) -> Result<()> {
             match log.read(&mut record) {
                 Ok(0) => return,
                 Ok(n) => port.frame(Kind::Kmsg, &record[..n]),
-                // EPIPE: records were overwritten before they were read; the next read goes on with the oldest.
+                // EPIPE: records were overwritten before the read. The next read returns the oldest record left.
                 Err(e) if e.raw_os_error() == Some(Errno::PIPE.raw_os_error()) => {
                     port.frame(Kind::Kmsg, b"4,0,0,-;p2pmem-guest-init: kernel log records were lost");
                 }
                 Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                    let _ = poll(&mut [PollFd::new(&log, PollFlags::IN)], Some(&look));
+                    let _ = poll(&mut [PollFd::new(&log, PollFlags::IN)], Some(&interval));
                 }
                 Err(_) => return,
             }
@@ -280,12 +280,12 @@ fn forward_kernel_log(port: Port) -> Result<()> {
 
 fn kernel_log(line: &str) {
     if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
-        // One write is one record; without the newline readers would not see it before the next one begins.
+        // One write is one record. Without the newline, readers would see the record only when the next one begins.
         let _ = log.write_all(format!("{line}\n").as_bytes());
     }
 }
 
-/// Puts the modules of another kernel where modprobe looks for them.
+/// Mounts the modules of another kernel where modprobe searches.
 fn use_modules(folder: &Path) -> Result<()> {
     mount(folder, "/usr/lib/modules", "", MountFlags::BIND, None)
         .with_context(|| format!("mounting {} on /usr/lib/modules", folder.display()))
@@ -300,20 +300,20 @@ fn set_up(
 ) -> Result<BTreeMap<String, String>> {
     let name = network.map_or("", |network| network.node.as_str());
     let name = if name.is_empty() { "guest" } else { name };
-    rustix::system::sethostname(name.as_bytes()).context("hostname")?;
+    rustix::system::sethostname(name.as_bytes()).context("setting the host name")?;
     fs::write(
         "/proc/sys/kernel/hung_task_timeout_secs",
-        (HUNG_TASK * patience).to_string(),
+        (HUNG_TASK_SECONDS * patience).to_string(),
     )
-    .context("hung task time-out")?;
-    // What RDMA pins counts against it, for programs that give up their privileges too.
+    .context("setting the hung-task time-out")?;
+    // RDMA pins memory, which counts against RLIMIT_MEMLOCK of programs without CAP_IPC_LOCK.
     let unlimited = Rlimit {
         current: None,
         maximum: None,
     };
     setrlimit(Resource::Memlock, unlimited).context("RLIMIT_MEMLOCK")?;
-    // Neighbours' discovery would be traffic that nobody asked for, on interfaces whose bytes are counted.
-    fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").context("IPv6")?;
+    // Without IPv6 no neighbour discovery adds to the byte counts of the interfaces.
+    fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1").context("disabling IPv6")?;
     run_quietly("ip", &["link", "set", "lo", "up"])?;
     let mut modules = vec!["configfs", "nvme"];
     if network.is_some() {
@@ -322,15 +322,16 @@ fn set_up(
     if rdma {
         modules.extend(RDMA_MODULES);
     }
-    // insmod does not load what the module needs, as modprobe would: its core where that has the peer-memory interface.
+    // The tests load the module with insmod, which does not load dependencies: ib_core, if it has the peer-memory
+    // interface.
     if offers_peer_memory() {
         modules.push("ib_core");
     }
     run_quietly("modprobe", &[&["-a"], modules.as_slice()].concat())?;
     mount("configfs", "/sys/kernel/config", "configfs", MountFlags::empty(), None).context("mounting configfs")?;
-    // Drives appear when their controllers have been probed, which the kernel does in the background.
+    // The kernel probes the drives' controllers in the background.
     let drives = || missing(notes, "nvme", |device| usable(&device.block));
-    wait_for(BLOCK_DEVICES * patience, "a block device", drives)?;
+    wait_for(BLOCK_DEVICES_LIMIT * patience, "a block device", drives)?;
     if let Some(network) = network {
         let address = format!("{}/24", network::address(network::number(network)?));
         run_quietly("ip", &["address", "add", &address, "dev", "eth0"])?;
@@ -338,9 +339,9 @@ fn set_up(
     }
     if rdma {
         let ports = || missing(notes, "nic", |device| device.rdma.as_deref().is_some_and(is_active));
-        wait_for(PORTS * patience, "an active port", ports)?;
+        wait_for(PORTS_LIMIT * patience, "an active port", ports)?;
         let number = network.map_or(Ok(0), network::number)?;
-        set_up_ipoib(&devices::locate(notes)?, number, IPOIB * patience)?;
+        set_up_ipoib(&devices::locate(notes)?, number, IPOIB_LIMIT * patience)?;
     }
     let found = devices::locate(notes)?;
     devices::store(&found)?;
@@ -353,7 +354,7 @@ fn set_up(
     Ok(vars)
 }
 
-/// Whether the kernel's RDMA core has the peer-memory interface, by the list of the symbols that modules have.
+/// Whether the kernel's RDMA core has the peer-memory interface, by the symbol list of its modules.
 fn offers_peer_memory() -> bool {
     let Ok(release) = fs::read_to_string("/proc/sys/kernel/osrelease") else {
         return false;
@@ -362,7 +363,7 @@ fn offers_peer_memory() -> bool {
     fs::read_to_string(list).is_ok_and(|list| list.contains("symbol:ib_register_peer_memory_client "))
 }
 
-/// Devices of a kind that are not ready.
+/// The names of devices of a kind that are not ready.
 fn missing(
     notes: &BTreeMap<String, wire::DeviceNote>,
     kind: &str,
@@ -375,7 +376,7 @@ fn missing(
     Ok(missing.map(|(name, _)| name).collect())
 }
 
-/// Waits until nothing is missing.
+/// Waits until `missing` returns an empty list.
 fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String>>) -> Result<()> {
     let deadline = Instant::now() + limit;
     loop {
@@ -384,7 +385,7 @@ fn wait_for(limit: Duration, what: &str, missing: impl Fn() -> Result<Vec<String
             return Ok(());
         }
         in_time!(Instant::now() <= deadline, "no {what} within {limit:?} for {missing:?}");
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
@@ -394,8 +395,8 @@ fn is_active(rdma: &str) -> bool {
     state.is_ok_and(|state| state.contains("ACTIVE"))
 }
 
-/// Gives the IPoIB interfaces their addresses. One that does not join its network in time is told of in the kernel log:
-/// programs that do not need it run all the same.
+/// Sets up the addresses of the IPoIB interfaces. If an interface has no carrier in time, only the kernel log reports
+/// it, because most programs do not need the interface.
 fn set_up_ipoib(devices: &Devices, node: usize, limit: Duration) -> Result<()> {
     let nics: Vec<_> = devices.values().filter_map(|device| device.net.as_deref()).collect();
     for (number, net) in nics.iter().enumerate() {
@@ -437,11 +438,11 @@ fn run_quietly(program: &str, args: &[&str]) -> Result<()> {
 
 type Answer = Result<serde_json::Value, String>;
 
-/// Programs that wait for the runner's answer, by request number.
+/// Connections that wait for the runner's answer, by request number.
 #[derive(Clone, Default)]
 struct Replies(Arc<Mutex<HashMap<u64, mpsc::Sender<Answer>>>>);
 
-/// Passes requests of programs in the guest on to the runner, a thread for each connection.
+/// Forwards requests of programs in the guest to the runner, with one thread per connection.
 fn serve_requests(port: Port, replies: Replies) -> Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let listener = UnixListener::bind(SOCKET).context(SOCKET)?;
@@ -480,7 +481,8 @@ struct Exec {
     listen: Option<Listen>,
 }
 
-/// Runs one command in a process group of its own, sends its output and its end, and leaves no process behind.
+/// Runs one command in a process group of its own, sends its output and its exit status, and kills its remaining
+/// processes.
 fn execute(port: &Port, running: &Running, exec: Exec, vars: &BTreeMap<String, String>) {
     let mut exited = ToHost::Exited {
         id: exec.id,
@@ -532,7 +534,7 @@ fn run_command(
         *running = Some((exec.id, pid));
     }
     if let Some(listen) = exec.listen {
-        tell_when_listening(port.clone(), exec.id, listen, running.clone());
+        notify_when_listening(port.clone(), exec.id, listen, running.clone());
     }
     let (done, drained) = mpsc::channel();
     let out = child.stdout.take().context("no stdout")?;
@@ -543,14 +545,14 @@ fn run_command(
     if let Ok(mut running) = running.lock() {
         *running = None;
     }
-    // What it left running would keep the pipes open and disturb the next command. ESRCH: nothing left.
+    // Remaining processes would keep the pipes open and disturb the next command. ESRCH means that none remain.
     let _ = rustix::process::kill_process_group(pid, Signal::KILL);
-    let deadline = Instant::now() + DRAIN;
+    let deadline = Instant::now() + DRAIN_LIMIT;
     for _ in 0..2 {
         match drained.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(()) => {}
             Err(RecvTimeoutError::Timeout) => {
-                kernel_log("p2pmem-guest-init: the command's output stays open, something it started still runs");
+                kernel_log("p2pmem-guest-init: a process that the command started keeps its output open");
                 break;
             }
             Err(RecvTimeoutError::Disconnected) => break,
@@ -560,25 +562,31 @@ fn run_command(
     Ok(status)
 }
 
-/// Waits for a killed process group to be gone, until the deadline, and buries whoever else died meanwhile.
+/// Waits until a killed process group is empty or the deadline passes, and reaps other dead children.
 ///
-/// Closed pipes are not the end: a process closes its files before it can be waited for, and until then it is seen.
-/// The group's orphans are children of process 1 by now, so a group without a child of ours is empty.
+/// Closed pipes do not mean that a process is gone: a process closes its files before it becomes a zombie, and it is
+/// visible until it is reaped. Process 1 is the parent of the group's orphans, so a group without a child of process 1
+/// is empty.
 fn reap(group: Pid, deadline: Instant) {
     loop {
         match rustix::process::waitpgid(group, WaitOptions::NOHANG) {
             Ok(Some(_)) | Err(Errno::INTR) => {}
-            Ok(None) if Instant::now() < deadline => thread::sleep(DYING),
-            Ok(None) => break kernel_log(&format!("p2pmem-guest-init: processes of group {group} do not die")),
+            Ok(None) if Instant::now() < deadline => thread::sleep(REAP_INTERVAL),
+            Ok(None) => {
+                break kernel_log(&format!(
+                    "p2pmem-guest-init: killed processes of group {group} did not end in time"
+                ));
+            }
             Err(_) => break,
         }
     }
-    // Children that left the group are process 1's too; no other command runs now, so any zombie is theirs.
+    // Children that changed their process group are children of process 1 too. No other command runs now, so any zombie
+    // is one of them.
     while let Ok(Some(_)) = rustix::process::wait(WaitOptions::NOHANG) {}
 }
 
-/// Tells the runner once somebody listens on a command's port, unless the command ends before.
-fn tell_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
+/// Notifies the runner when a socket listens on a command's port, unless the command ends first.
+fn notify_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
     thread::spawn(move || {
         let runs = || {
             running
@@ -588,8 +596,8 @@ fn tell_when_listening(port: Port, id: u64, listen: Listen, running: Running) {
         while runs() {
             match is_listened_on(listen) {
                 Ok(true) => return port.control(&ToHost::Listening { id }),
-                Ok(false) => thread::sleep(LOOK),
-                // The reaper of leftovers may be faster than this one's own wait.
+                Ok(false) => thread::sleep(POLL_INTERVAL),
+                // reap() may have reaped the `rdma` process of is_listened_on() when the command ended.
                 Err(_) if !runs() => return,
                 Err(e) => return kernel_log(&format!("p2pmem-guest-init: waiting for {listen:?}: {e:#}")),
             }
