@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions`. Prints JSON.
-//! `memory-short` measures buffers of 48 MiB alone.
+//! Benchmark for guests whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions`. Prints
+//! JSON. `memory-short` measures buffers of 48 MiB only.
 //!
-//! Every number is of instructions of this program, in user space and in the kernel, without those that reading the clock
-//! takes: the cheapest of several, except where it says otherwise.
+//! All results are instructions of this program, in user space and in the kernel, without those for reading the clock.
+//! Unless noted otherwise, a result is the minimum of several measurements.
 
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
@@ -26,50 +26,50 @@ use serde_json::{Value, json};
 
 const PAGE: u64 = 4096;
 const MIB: u64 = 1 << 20;
-/// What one page table maps.
+/// Bytes that one page table maps.
 const TABLE: u64 = 2 * MIB;
-/// Sizes of buffers.
+/// The sizes of buffers.
 const SIZES: [u64; 7] = [PAGE, 64 << 10, MIB, 2 * MIB, 16 * MIB, 48 * MIB, 256 * MIB];
-/// The only size of the short form.
+/// The only size of `memory-short`.
 const SIZES_SHORT: [u64; 1] = [END_TO_END];
-/// Size of the buffers that are followed from their allocation to their clearing.
+/// The size of buffers that are measured from allocation to clearing.
 const END_TO_END: u64 = 48 * MIB;
-/// Live buffers while one more is allocated.
+/// The numbers of live buffers during an allocation.
 const LIVE: [usize; 3] = [10, 1_000, 100_000];
-/// How many more are allocated then.
-const MORE: u64 = 64;
-/// Open files that share the buffers of random sizes.
+/// The number of allocations that are measured then.
+const MEASURED: u64 = 64;
+/// The number of open files that hold the buffers of random sizes.
 const FILES: usize = 1_000;
-/// Buffers of random sizes to begin with, beyond those that live in the end: freeing the surplus leaves the holes.
+/// Buffers of random sizes that are allocated and freed before the measurement, which creates holes.
 const SURPLUS: usize = 20_000;
-/// Most pages of a buffer of random size.
-const MOST_PAGES: u64 = 3;
-/// Rules in force for the row with many rules.
+/// The largest size of a buffer of random size, in pages.
+const MAX_PAGES: u64 = 3;
+/// The number of rules in force in the measurement with many rules.
 const RULES: usize = 30;
-/// Folder of the administrator's rules.
+/// The configfs directory of the administrator's rules.
 const RULE_FOLDER: &str = "/sys/kernel/config/p2pmem/rules";
-/// Lists of clients that alternate: fewer than the module remembers, and more.
+/// The numbers of client lists that alternate: fewer than the module caches, and more.
 const LISTS: [usize; 2] = [8, 40];
-/// Lists that the timer of the kernel's own choice takes at once.
-const MOST_LISTS: usize = 32;
-/// How many more are allocated among buffers of random sizes.
-const MORE_RANDOM: usize = 256;
-/// Numbers of providers and of clients.
+/// The largest number of client lists that the module p2pmem_find_many accepts.
+const MAX_LISTS: usize = 32;
+/// The number of measured allocations among buffers of random sizes.
+const MEASURED_RANDOM: usize = 256;
+/// The numbers of providers, and those of clients.
 const PROVIDERS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const CLIENTS: [usize; 4] = [1, 2, 4, 8];
-/// How often small things are measured, and large ones.
+/// The numbers of measurements of small and of large buffers.
 const TIMES: usize = 9;
 const TIMES_LARGE: usize = 3;
-/// How long freed memory may take to be cleared.
-const SETTLE: Duration = Duration::from_secs(600);
+/// The longest time until freed memory is cleared.
+const CLEAR_LIMIT: Duration = Duration::from_secs(600);
 
-/// Time of the processor that this program took, which is the number of its instructions.
+/// The processor time of this program in nanoseconds, which equals the number of its instructions.
 fn instructions() -> u64 {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
-/// What reading the clock takes.
+/// The instructions for reading the clock.
 fn clock() -> u64 {
     (0..100)
         .map(|_| {
@@ -80,12 +80,12 @@ fn clock() -> u64 {
         .unwrap_or(0)
 }
 
-/// A stopwatch that does not count itself.
-struct Watch {
+/// A stopwatch that subtracts its own instructions.
+struct Stopwatch {
     clock: u64,
 }
 
-impl Watch {
+impl Stopwatch {
     fn time<T>(&self, work: impl FnOnce() -> T) -> (T, u64) {
         let start = instructions();
         let done = work();
@@ -94,12 +94,12 @@ impl Watch {
     }
 }
 
-/// The cheapest.
-fn least(counts: &[u64]) -> u64 {
+/// The minimum; 0 without counts.
+fn minimum(counts: &[u64]) -> u64 {
     counts.iter().copied().min().unwrap_or(0)
 }
 
-/// Publishes a device with settings.
+/// Publishes a device's BAR with the given attributes.
 fn publish(bed: &Bed, name: &str, settings: &[(&str, &str)]) -> Result<()> {
     let device = bed.device(name)?;
     write(&device.sysfs().join("driver_override"), "p2pmem")?;
@@ -116,9 +116,9 @@ fn publish(bed: &Bed, name: &str, settings: &[(&str, &str)]) -> Result<()> {
     write(&dir.join("enable"), "1").with_context(|| read(&dir.join("status")).unwrap_or_default())
 }
 
-/// Waits until all freed memory of a provider is clear.
-fn settle(bed: &Bed, name: &str) -> Result<()> {
-    let deadline = Instant::now() + SETTLE;
+/// Waits until all freed memory of a provider is cleared.
+fn wait_clear(bed: &Bed, name: &str) -> Result<()> {
+    let deadline = Instant::now() + CLEAR_LIMIT;
     loop {
         let provider = bed.provider(name)?;
         if !is_clearing(&provider) && provider.pinned == 0 {
@@ -126,25 +126,25 @@ fn settle(bed: &Bed, name: &str) -> Result<()> {
         }
         ensure!(
             Instant::now() < deadline,
-            "{name}: {} bytes are still not clear",
+            "{name}: {} bytes were not cleared within {CLEAR_LIMIT:?}",
             provider.scrubbing
         );
         thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Page faults of this program so far.
+/// The page faults of this program so far.
 fn faults() -> Result<u64> {
     let text = fs::read_to_string("/proc/self/stat")?;
-    let after = text.rsplit_once(')').context("no name in /proc/self/stat")?.1;
+    let after = text.rsplit_once(')').context("/proc/self/stat has no command name")?.1;
     Ok(after
         .split_whitespace()
         .nth(7)
-        .context("no faults in /proc/self/stat")?
+        .context("/proc/self/stat has no fault count")?
         .parse()?)
 }
 
-/// Touches what a page table maps once each.
+/// Reads one word in the range of each page table.
 fn touch(mapping: &Mapping) {
     let (address, len) = (mapping.address(), mapping.len() as u64);
     let mut at = 0;
@@ -154,15 +154,19 @@ fn touch(mapping: &Mapping) {
     }
 }
 
-/// Fails unless all of a mapping is there already.
+/// Fails unless all pages of a mapping are mapped already.
 fn all_mapped(mapping: &Mapping) -> Result<()> {
     let before = faults()?;
     for page in (0..mapping.len()).step_by(PAGE as usize) {
         mapping.get(page);
     }
     let came = faults()? - before;
-    // Some of the program's own may come.
-    ensure!(came <= 4, "{} bytes were not all mapped: {came} faults", mapping.len());
+    // The program's own memory may cause a few faults.
+    ensure!(
+        came <= 4,
+        "a mapping of {} bytes was not fully mapped: {came} page faults",
+        mapping.len()
+    );
     Ok(())
 }
 
@@ -170,18 +174,18 @@ fn times(size: u64) -> usize {
     if size > 16 * MIB { TIMES_LARGE } else { TIMES }
 }
 
-/// What a buffer of a provider costs from its allocation to its end.
-fn buffer(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
+/// The cost of a provider's buffer: allocate, map, unmap, free.
+fn buffer(watch: &Stopwatch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
     let provider = bed.provider(name)?.id;
     let (mut allocs, mut maps, mut unmaps, mut frees) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for round in 0..times(size) {
-        let mut asked = request(size);
-        asked.req.provider = provider;
-        let (done, took) = watch.time(|| sys::alloc(fd, &mut asked, Memory::Slice(&mut [])));
+        let mut arg = request(size);
+        arg.req.provider = provider;
+        let (done, took) = watch.time(|| sys::alloc(fd, &mut arg, Memory::Slice(&mut [])));
         done.map_err(errno)?;
         allocs.push(took);
         let (mapping, took) = watch.time(|| {
-            let mapping = Mapping::shared(fd, asked.mmap_offset, size as usize)?;
+            let mapping = Mapping::shared(fd, arg.mmap_offset, size as usize)?;
             touch(&mapping);
             Ok::<_, i32>(mapping)
         });
@@ -191,16 +195,16 @@ fn buffer(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -
             all_mapped(&mapping)?;
         }
         unmaps.push(watch.time(|| drop(mapping)).1);
-        let (done, took) = watch.time(|| free(fd, asked.handle));
+        let (done, took) = watch.time(|| free(fd, arg.handle));
         done.map_err(errno)?;
         frees.push(took);
-        settle(bed, name)?;
+        wait_clear(bed, name)?;
     }
-    Ok(json!({ "alloc": least(&allocs), "map": least(&maps), "unmap": least(&unmaps), "free": least(&frees) }))
+    Ok(json!({ "alloc": minimum(&allocs), "map": minimum(&maps), "unmap": minimum(&unmaps), "free": minimum(&frees) }))
 }
 
-/// What the same costs by the kernel's own file, where allocating is part of mapping and freeing of unmapping.
-fn upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
+/// The cost of the same memory by the kernel's `p2pmem/allocate`, where mmap allocates and munmap frees.
+fn upstream(watch: &Stopwatch, pool: &File, size: u64) -> Result<Value> {
     let (mut maps, mut unmaps) = (Vec::new(), Vec::new());
     for round in 0..times(size) {
         let (mapping, took) = watch.time(|| Mapping::shared(pool.as_fd(), 0, size as usize));
@@ -211,11 +215,11 @@ fn upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
         }
         unmaps.push(watch.time(|| drop(mapping)).1);
     }
-    Ok(json!({ "map": least(&maps), "unmap": least(&unmaps) }))
+    Ok(json!({ "map": minimum(&maps), "unmap": minimum(&unmaps) }))
 }
 
-/// Time that the kernel's worker threads have run so far, by process number.
-fn workers() -> Result<HashMap<u32, u64>> {
+/// The run time of the kernel's worker threads so far, by process number.
+fn worker_times() -> Result<HashMap<u32, u64>> {
     let mut times = HashMap::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
@@ -230,16 +234,16 @@ fn workers() -> Result<HashMap<u32, u64>> {
         let Ok(text) = fs::read_to_string(entry.path().join("schedstat")) else {
             continue;
         };
-        let ran = text.split_whitespace().next().context("an empty schedstat")?;
+        let ran = text.split_whitespace().next().context("schedstat is empty")?;
         times.insert(pid, ran.parse()?);
     }
-    ensure!(!times.is_empty(), "no worker has a schedstat");
+    ensure!(!times.is_empty(), "no kworker has a schedstat");
     Ok(times)
 }
 
-/// Time that worker threads ran since `before`.
-fn worked(before: &HashMap<u32, u64>) -> Result<u64> {
-    let now = workers()?;
+/// The run time of worker threads since `before`.
+fn worker_time(before: &HashMap<u32, u64>) -> Result<u64> {
+    let now = worker_times()?;
     let ran = now
         .iter()
         .map(|(pid, time)| time - before.get(pid).copied().unwrap_or(0).min(*time));
@@ -253,37 +257,37 @@ fn touch_pages(mapping: &Mapping) {
     }
 }
 
-/// The whole life of a buffer of a provider: allocate, map, touch each page, unmap, free, and the clearing that follows.
-fn end_to_end(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
+/// The cost of the whole life of a buffer: allocate, map, touch each page, unmap, free, and the clearing that follows.
+fn end_to_end(watch: &Stopwatch, bed: &Bed, fd: BorrowedFd<'_>, name: &str, size: u64) -> Result<Value> {
     let provider = bed.provider(name)?.id;
     let mut best = (u64::MAX, 0, 0);
     for _ in 0..times(size) {
-        let before = workers()?;
-        let mut asked = request(size);
-        asked.req.provider = provider;
+        let before = worker_times()?;
+        let mut arg = request(size);
+        arg.req.provider = provider;
         let (done, took) = watch.time(|| {
-            sys::alloc(fd, &mut asked, Memory::Slice(&mut []))?;
-            let mapping = Mapping::shared(fd, asked.mmap_offset, size as usize)?;
+            sys::alloc(fd, &mut arg, Memory::Slice(&mut []))?;
+            let mapping = Mapping::shared(fd, arg.mmap_offset, size as usize)?;
             touch_pages(&mapping);
             drop(mapping);
-            free(fd, asked.handle)
+            free(fd, arg.handle)
         });
         done.map_err(errno)?;
-        settle(bed, name)?;
-        let clearing = worked(&before)?;
+        wait_clear(bed, name)?;
+        let clearing = worker_time(&before)?;
         best = best.min((took + clearing, took, clearing));
     }
-    // The module's memory is never handed on uncleared, so that a count of nothing means that nothing was counted.
+    // p2pmem always clears memory before reuse, so a very low count means that the measurement missed the clearing.
     ensure!(
         best.2 > size / 4096,
-        "clearing {size} bytes took {} instructions",
+        "clearing {size} bytes took only {} instructions: the measurement missed the clearing",
         best.2
     );
     Ok(json!({ "whole": best.0, "program": best.1, "clearing": best.2 }))
 }
 
-/// The same by the kernel's own file, which clears nothing.
-fn end_to_end_upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
+/// The same cost by the kernel's `p2pmem/allocate`, which clears nothing.
+fn end_to_end_upstream(watch: &Stopwatch, pool: &File, size: u64) -> Result<Value> {
     let mut counts = Vec::new();
     for _ in 0..times(size) {
         let (done, took) = watch.time(|| {
@@ -295,27 +299,27 @@ fn end_to_end_upstream(watch: &Watch, pool: &File, size: u64) -> Result<Value> {
         done.map_err(errno).context("p2pmem/allocate")?;
         counts.push(took);
     }
-    let whole = least(&counts);
+    let whole = minimum(&counts);
     Ok(json!({ "whole": whole, "program": whole, "clearing": 0 }))
 }
 
-/// Has all memory of a provider cleared, as it is not when it is published.
-fn clear(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
+/// Allocates and frees all memory of a provider, so that it is cleared. Memory of a new provider is not cleared yet.
+fn clear_all(bed: &Bed, fd: BorrowedFd<'_>, name: &str) -> Result<()> {
     let provider = bed.provider(name)?;
     let mut all = request(provider.size);
     all.req.provider = provider.id;
     sys::alloc(fd, &mut all, Memory::Slice(&mut []))
         .map_err(errno)
-        .context("all of it")?;
+        .context("ALLOC of the whole provider")?;
     free(fd, all.handle).map_err(errno)?;
-    settle(bed, name)
+    wait_clear(bed, name)
 }
 
-/// One more allocation while many buffers live: the mean of some that follow each other. What one page takes depends on how
-/// many blocks the allocator has to halve for it, and so on the number of free pages: half of a row take no halving, a
-/// quarter one, and so on, wherever the row begins.
-fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
-    // One file may not have as many handles as live in the end.
+/// The cost of an allocation while many buffers are live: the mean of consecutive allocations. The cost of a page
+/// depends on how many blocks the allocator splits for it, and so on the number of free pages. Of consecutive
+/// allocations half need no split, a quarter one split, and so on, wherever the sequence begins.
+fn live_buffers(watch: &Stopwatch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
+    // One file may not have as many handles as there are live buffers in the last measurement.
     let other = open()?;
     let owners = [fd, other.as_fd()];
     let mut live = Vec::new();
@@ -327,7 +331,7 @@ fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
         }
         let mut more = Vec::new();
         let mut sum = 0;
-        for _ in 0..MORE {
+        for _ in 0..MEASURED {
             let (done, took) = watch.time(|| alloc(fd, PAGE));
             more.push(done.map_err(errno)?.handle);
             sum += took;
@@ -335,20 +339,20 @@ fn crowd(watch: &Watch, bed: &Bed, fd: BorrowedFd<'_>) -> Result<Value> {
         for handle in more {
             free(fd, handle).map_err(errno)?;
         }
-        rows.push(json!({ "buffers": count, "alloc": sum / MORE }));
+        rows.push(json!({ "buffers": count, "alloc": sum / MEASURED }));
     }
     for (owner, handle) in live {
         free(owner, handle).map_err(errno)?;
     }
-    settle(bed, "paged")?;
+    wait_clear(bed, "paged")?;
     Ok(rows.into())
 }
 
-/// Numbers that look random and are the same in each run.
+/// A reproducible sequence of pseudo-random numbers.
 struct Random(u64);
 
 impl Random {
-    /// One below `bound`.
+    /// The next number, below `bound`.
     fn below(&mut self, bound: u64) -> u64 {
         // Marsaglia's xorshift.
         self.0 ^= self.0 << 13;
@@ -358,27 +362,27 @@ impl Random {
     }
 }
 
-/// Allocations of random sizes, in turn by each of [`FILES`] files: with `count` live buffers, and with the holes that
-/// `surplus` more have left behind.
-fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: usize) -> Result<Value> {
+/// The mean cost of allocations of random sizes, alternating between `files`: with `count` live buffers, and with the
+/// holes of `surplus` freed buffers.
+fn live_row(watch: &Stopwatch, bed: &Bed, files: &[File], count: usize, surplus: usize) -> Result<Value> {
     let mut random = Random(0x9e37_79b9_7f4a_7c15);
     let mut live = Vec::new();
     for at in 0..count + surplus {
         let file = &files[at % files.len()];
-        let size = (1 + random.below(MOST_PAGES)) * PAGE;
+        let size = (1 + random.below(MAX_PAGES)) * PAGE;
         live.push((file, alloc(file.as_fd(), size).map_err(errno)?.handle));
     }
     for _ in 0..surplus {
         let (file, handle) = live.swap_remove(random.below(live.len() as u64) as usize);
         free(file.as_fd(), handle).map_err(errno)?;
     }
-    settle(bed, "paged")?;
-    // The same sizes whatever lives.
+    wait_clear(bed, "paged")?;
+    // The sizes do not depend on the number of live buffers.
     let mut random = Random(0x2545_f491_4f6c_dd1d);
     let mut sum = 0;
-    for at in 0..MORE_RANDOM {
+    for at in 0..MEASURED_RANDOM {
         let file = &files[(at * 37) % files.len()];
-        let size = (1 + random.below(MOST_PAGES)) * PAGE;
+        let size = (1 + random.below(MAX_PAGES)) * PAGE;
         let (done, took) = watch.time(|| alloc(file.as_fd(), size));
         live.push((file, done.map_err(errno)?.handle));
         sum += took;
@@ -386,33 +390,33 @@ fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: us
     for (file, handle) in live {
         free(file.as_fd(), handle).map_err(errno)?;
     }
-    settle(bed, "paged")?;
-    Ok(json!({ "buffers": count, "holes": surplus, "files": files.len(), "alloc": sum / MORE_RANDOM as u64 }))
+    wait_clear(bed, "paged")?;
+    Ok(json!({ "buffers": count, "holes": surplus, "files": files.len(), "alloc": sum / MEASURED_RANDOM as u64 }))
 }
 
-/// What one more allocation costs while few and while many buffers of random sizes live.
-fn crowd_with_holes(watch: &Watch, bed: &Bed) -> Result<Value> {
+/// The cost of an allocation with few and with many live buffers of random sizes.
+fn live_with_holes(watch: &Stopwatch, bed: &Bed) -> Result<Value> {
     let hard = getrlimit(Resource::Nofile).maximum;
     let wanted = Rlimit {
         current: hard,
         maximum: hard,
     };
-    setrlimit(Resource::Nofile, wanted).context("the limit of open files")?;
+    setrlimit(Resource::Nofile, wanted).context("RLIMIT_NOFILE")?;
     let files = (0..FILES).map(|_| open()).collect::<Result<Vec<File>>>()?;
-    let few = crowd_row(watch, bed, &files, LIVE[0], 0)?;
-    let many = crowd_row(watch, bed, &files, LIVE[2], SURPLUS)?;
+    let few = live_row(watch, bed, &files, LIVE[0], 0)?;
+    let many = live_row(watch, bed, &files, LIVE[2], SURPLUS)?;
     Ok(json!([few, many]))
 }
 
-fn memory(watch: &Watch, bed: &Bed, short: bool) -> Result<Value> {
+fn memory(watch: &Stopwatch, bed: &Bed, short: bool) -> Result<Value> {
     let reserve = (512 * MIB - PAGE).to_string();
     publish(bed, "paged", &[("kernel_reserve", "0")])?;
     publish(bed, "pageless", &[("kernel_reserve", "0"), ("mode", "pageless")])?;
     let file = open()?;
     let fd = file.as_fd();
-    clear(bed, fd, "paged")?;
-    clear(bed, fd, "pageless")?;
-    // Before there are two providers that buffers near nothing in particular could be in.
+    clear_all(bed, fd, "paged")?;
+    clear_all(bed, fd, "pageless")?;
+    // Published after clear_all(): a request without clients could be served by this provider too.
     publish(bed, "kernel", &[("kernel_reserve", &reserve)])?;
     let path = bed.device("kernel")?.sysfs().join("p2pmem/allocate");
     let pool = OpenOptions::new()
@@ -443,52 +447,57 @@ fn memory(watch: &Watch, bed: &Bed, short: bool) -> Result<Value> {
     }
     bed.unpublish("kernel")?;
     bed.unpublish("pageless")?;
-    let crowd = crowd(watch, bed, fd)?;
+    let live_buffers = live_buffers(watch, bed, fd)?;
     eprintln!("live buffers: done");
-    let holes = crowd_with_holes(watch, bed)?;
-    Ok(json!({ "sizes": rows, "end_to_end": whole, "live": crowd, "live_with_holes": holes }))
+    let holes = live_with_holes(watch, bed)?;
+    Ok(json!({ "sizes": rows, "end_to_end": whole, "live": live_buffers, "live_with_holes": holes }))
 }
 
-/// What the kernel's own choice costs for each of some lists of clients: alone, and with taking and freeing a page.
-fn find_many(door: &mut File, lists: &[Vec<Client>]) -> Result<(u64, u64)> {
+/// The cost of the kernel's own choice of a provider, as the mean over lists of clients: alone, and with allocating and
+/// freeing a page.
+fn find_many(device: &mut File, lists: &[Vec<Client>]) -> Result<(u64, u64)> {
     let lines: Vec<String> = lists
         .iter()
-        .take(MOST_LISTS)
+        .take(MAX_LISTS)
         .map(|list| list.iter().map(|c| c.function.as_str()).collect::<Vec<_>>().join(" "))
         .collect();
-    door.write_all(lines.join(";").as_bytes())
+    device
+        .write_all(lines.join(";").as_bytes())
         .context("pci_p2pmem_find_many")?;
     let mut node = OpenOptions::new().read(true).open("/dev/p2pmem-find-many")?;
     let mut text = String::new();
     node.read_to_string(&mut text)?;
     let words: Vec<&str> = text.split_whitespace().collect();
     let [decide, whole, found] = words.as_slice() else {
-        bail!("no answer of find_many: {text:?}");
+        bail!("p2pmem_find_many: unexpected answer {text:?}");
     };
-    ensure!(*found != "none", "the kernel found no provider for {lines:?}");
+    ensure!(
+        *found != "none",
+        "pci_p2pmem_find_many() found no provider for {lines:?}"
+    );
     Ok((decide.parse()?, whole.parse()?))
 }
 
-/// A client as p2pmem and as the kernel's tools name it.
+/// A client by its PCI address, for p2pmem and as text for p2pmem_find_many.
 #[derive(Clone)]
 struct Client {
     address: abi::p2pmem_pci_addr,
     function: String,
 }
 
-/// The request that all decisions are of.
-fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
-    let asked = abi::p2pmem_request {
+/// The request of all decisions.
+fn request_near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
+    let arg = abi::p2pmem_request {
         size: PAGE,
         nr_clients: clients.len() as u32,
         ..Default::default()
     };
-    (asked, clients.iter().map(|c| c.address).collect())
+    (arg, clients.iter().map(|c| c.address).collect())
 }
 
-/// Waits until no provider's freed memory is to be cleared: freeing costs less while the worker that clears is awake.
-fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
-    let deadline = Instant::now() + SETTLE;
+/// Waits until no provider has freed memory to clear. Freeing costs less while the scrubber's worker is awake.
+fn wait_all_clear(fd: BorrowedFd<'_>) -> Result<()> {
+    let deadline = Instant::now() + CLEAR_LIMIT;
     loop {
         let mut rows = vec![abi::p2pmem_provider::default(); PROVIDERS[PROVIDERS.len() - 1]];
         let mut list = abi::p2pmem_list {
@@ -501,44 +510,47 @@ fn all_clear(fd: BorrowedFd<'_>) -> Result<()> {
         if !rows.iter().any(is_clearing) {
             return Ok(());
         }
-        ensure!(Instant::now() < deadline, "memory is still not clear");
+        ensure!(
+            Instant::now() < deadline,
+            "freed memory was not cleared within {CLEAR_LIMIT:?}"
+        );
         thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// What is measured of the module, for one list of clients. Each returns instructions.
-enum Ask {
-    /// `EXPLAIN` without verdicts: the decision and no more.
+/// An operation of the module that is measured with a list of clients, in instructions.
+enum Operation {
+    /// `EXPLAIN` without verdicts: the decision only.
     Decide,
-    /// `EXPLAIN` with all verdicts and the sentence.
+    /// `EXPLAIN` with all verdicts and the message.
     Verdicts,
     /// `ALLOC` and `FREE` of a page.
-    Take,
+    AllocFree,
 }
 
-impl Ask {
-    fn once(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client]) -> Result<u64> {
-        let (req, mut addresses) = near(clients);
-        if let Ask::Take = self {
-            let mut asked = abi::p2pmem_alloc {
+impl Operation {
+    fn once(&self, watch: &Stopwatch, fd: BorrowedFd<'_>, clients: &[Client]) -> Result<u64> {
+        let (req, mut addresses) = request_near(clients);
+        if let Operation::AllocFree = self {
+            let mut arg = abi::p2pmem_alloc {
                 req,
                 ..Default::default()
             };
             let (done, took) = watch.time(|| {
-                sys::alloc(fd, &mut asked, Memory::Slice(&mut addresses))?;
-                free(fd, asked.handle)
+                sys::alloc(fd, &mut arg, Memory::Slice(&mut addresses))?;
+                free(fd, arg.handle)
             });
             done.map_err(errno)?;
-            all_clear(fd)?;
+            wait_all_clear(fd)?;
             return Ok(took);
         }
-        let room = if let Ask::Verdicts = self {
+        let nr_verdicts = if let Operation::Verdicts = self {
             PROVIDERS[PROVIDERS.len() - 1]
         } else {
             0
         };
-        let mut verdicts = vec![abi::p2pmem_verdict::default(); room];
-        let mut text = vec![0u8; if room > 0 { 512 } else { 0 }];
+        let mut verdicts = vec![abi::p2pmem_verdict::default(); nr_verdicts];
+        let mut text = vec![0u8; if nr_verdicts > 0 { 512 } else { 0 }];
         let mut explain = abi::p2pmem_explain {
             req,
             nr_verdicts: verdicts.len() as u32,
@@ -555,16 +567,17 @@ impl Ask {
             )
         });
         done.map_err(errno)?;
-        ensure!(explain.error == 0 && explain.chosen != 0, "no provider was chosen");
+        ensure!(explain.error == 0 && explain.chosen != 0, "EXPLAIN chose no provider");
         ensure!(
             verdicts.iter().all(|verdict| verdict.provider != 0),
-            "a provider has no verdict"
+            "EXPLAIN: a provider has no verdict"
         );
         Ok(took)
     }
 
-    /// The cheapest of several rounds over lists of clients, by list. The first round fills the module's caches.
-    fn rounds(&self, watch: &Watch, fd: BorrowedFd<'_>, lists: &[Vec<Client>]) -> Result<u64> {
+    /// The mean over lists of clients, as the minimum of several rounds. The first round fills the module's caches and
+    /// is not counted.
+    fn rounds(&self, watch: &Stopwatch, fd: BorrowedFd<'_>, lists: &[Vec<Client>]) -> Result<u64> {
         let mut counts = Vec::new();
         for _ in 0..=TIMES {
             let mut sum = 0;
@@ -573,11 +586,12 @@ impl Ask {
             }
             counts.push(sum / lists.len() as u64);
         }
-        Ok(least(&counts[1..]))
+        Ok(minimum(&counts[1..]))
     }
 
-    /// The cheapest of several, each after the paths were forgotten and those of other clients found anew.
-    fn cold(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client], other: &Client) -> Result<u64> {
+    /// The minimum of several measurements, each after the module dropped the topology snapshot and computed the paths
+    /// of another client.
+    fn cold(&self, watch: &Stopwatch, fd: BorrowedFd<'_>, clients: &[Client], other: &Client) -> Result<u64> {
         let mut counts = Vec::new();
         for _ in 0..TIMES {
             let mut paths = abi::p2pmem_paths {
@@ -595,11 +609,11 @@ impl Ask {
             .context("PATHS")?;
             counts.push(self.once(watch, fd, clients)?);
         }
-        Ok(least(&counts))
+        Ok(minimum(&counts))
     }
 }
 
-/// Rules of the administrator that apply to this program and deny nothing, each of another provider.
+/// Creates rules of the administrator that apply to this program and deny nothing, each for another provider.
 fn rules(functions: &[String], count: usize) -> Result<()> {
     for (number, function) in functions.iter().enumerate().take(count) {
         let folder = Path::new(RULE_FOLDER).join(format!("{number:02}-bench"));
@@ -617,17 +631,17 @@ fn rules(functions: &[String], count: usize) -> Result<()> {
         }
     }
     let made = fs::read_dir(RULE_FOLDER)?.count();
-    ensure!(made == count, "{made} rules instead of {count}");
+    ensure!(made == count, "{made} rules exist, expected {count}");
     Ok(())
 }
 
-/// `count` different lists of the same clients.
+/// Returns `count` different permutations of a list of clients.
 fn rotations(clients: &[Client], count: usize) -> Vec<Vec<Client>> {
     (0..count)
         .map(|turn| {
             let mut list = clients.to_vec();
             list.rotate_left(turn % clients.len());
-            // Beyond as many lists as there are clients, by swapping two of them.
+            // Rotations give as many lists as there are clients. For further lists, swap two clients.
             let (a, b) = (turn / clients.len(), clients.len() - 1);
             list.swap(a.min(b), b);
             list
@@ -635,11 +649,16 @@ fn rotations(clients: &[Client], count: usize) -> Vec<Vec<Client>> {
         .collect()
 }
 
-fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
+fn decisions(watch: &Stopwatch, bed: &Bed) -> Result<Value> {
     let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
-    let timer = Path::new(&module).with_file_name("p2pmem_find_many.ko");
-    command("insmod", &[timer.to_str().context("path")?])?;
-    let mut door = OpenOptions::new().write(true).open("/dev/p2pmem-find-many")?;
+    let find_many_module = Path::new(&module).with_file_name("p2pmem_find_many.ko");
+    command(
+        "insmod",
+        &[find_many_module
+            .to_str()
+            .context("the path of p2pmem_find_many.ko is not UTF-8")?],
+    )?;
+    let mut device = OpenOptions::new().write(true).open("/dev/p2pmem-find-many")?;
     let file = open()?;
     let fd = file.as_fd();
     let mut all = Vec::new();
@@ -654,20 +673,20 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     let mut providers = Vec::new();
     for count in PROVIDERS {
         while providers.len() < count {
-            // Half of each for the kernel's own choice to find.
+            // Reserve half of each provider for the kernel's pool, which the kernel's own choice uses.
             let name = format!("mem{}", providers.len());
             publish(bed, &name, &[("kernel_reserve", &(2 * MIB).to_string())])?;
             providers.push(bed.device(&name)?.bdf.clone());
         }
         for clients in CLIENTS {
             let lists = [all[..clients].to_vec()];
-            let (find_many, upstream) = find_many(&mut door, &lists)?;
+            let (find_many, upstream) = find_many(&mut device, &lists)?;
             rows.push(json!({
                 "providers": count,
                 "clients": clients,
-                "ours": Ask::Decide.rounds(watch, fd, &lists)?,
+                "ours": Operation::Decide.rounds(watch, fd, &lists)?,
                 "find_many": find_many,
-                "alloc_free": Ask::Take.rounds(watch, fd, &lists)?,
+                "alloc_free": Operation::AllocFree.rounds(watch, fd, &lists)?,
                 "alloc_free_upstream": upstream,
             }));
         }
@@ -676,12 +695,12 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     let mut alternating = Vec::new();
     for count in LISTS {
         let lists = rotations(&all, count);
-        let (find_many, upstream) = find_many(&mut door, &lists)?;
+        let (find_many, upstream) = find_many(&mut device, &lists)?;
         alternating.push(json!({
             "lists": count,
-            "ours": Ask::Decide.rounds(watch, fd, &lists)?,
+            "ours": Operation::Decide.rounds(watch, fd, &lists)?,
             "find_many": find_many,
-            "alloc_free": Ask::Take.rounds(watch, fd, &lists)?,
+            "alloc_free": Operation::AllocFree.rounds(watch, fd, &lists)?,
             "alloc_free_upstream": upstream,
         }));
     }
@@ -690,15 +709,15 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
         address: bed.address(&last)?,
         function: providers[providers.len() - 1].clone(),
     };
-    let verdicts = Ask::Verdicts.rounds(watch, fd, &one)?;
-    let cold = Ask::Take.cold(watch, fd, &all, &other)?;
+    let verdicts = Operation::Verdicts.rounds(watch, fd, &one)?;
+    let cold = Operation::AllocFree.cold(watch, fd, &all, &other)?;
     let mut ruled = Vec::new();
     for count in [1, RULES] {
         rules(&providers, count)?;
         ruled.push(json!({
             "rules": count,
-            "ours": Ask::Decide.rounds(watch, fd, &one)?,
-            "alloc_free": Ask::Take.rounds(watch, fd, &one)?,
+            "ours": Operation::Decide.rounds(watch, fd, &one)?,
+            "alloc_free": Operation::AllocFree.rounds(watch, fd, &one)?,
         }));
     }
     Ok(json!({
@@ -715,7 +734,7 @@ fn run(what: &str) -> Result<Value> {
         devices: devices::load()?,
     };
     bed.load_module()?;
-    let watch = Watch { clock: clock() };
+    let watch = Stopwatch { clock: clock() };
     match what {
         "memory" => memory(&watch, &bed, false),
         "memory-short" => memory(&watch, &bed, true),
