@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules that are none: odd names, malformed values, contradictions, changes that are refused as a whole.
+//! Invalid rules: invalid names, malformed values, contradictions, and changes that are refused as a whole.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -17,28 +17,28 @@ use crate::patience::rounds;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rules-odd-names",
-        about: "names that are none are refused, and nothing is there afterwards",
+        about: "creating a rule with an invalid name fails and creates nothing",
         topology: "demo",
         ruins: false,
         run: names,
     },
     Case {
         name: "rules-bad-values",
-        about: "every malformed value and every contradiction is refused with a sentence, and changes nothing",
+        about: "each malformed value and each contradiction is refused with a message, and changes nothing",
         topology: "demo",
         ruins: false,
         run: values,
     },
     Case {
         name: "rules-many",
-        about: "as many rules as there may be, and no more",
+        about: "the maximum number of rules can be in force, and no more",
         topology: "demo",
         ruins: false,
         run: many,
     },
     Case {
         name: "rules-race",
-        about: "rules that come, change and go while others allocate",
+        about: "rules are created, changed and removed while other threads allocate",
         topology: "demo",
         ruins: false,
         run: race,
@@ -47,7 +47,7 @@ pub(super) const CASES: &[Case] = &[
 
 const RULES: &str = "/sys/kernel/config/p2pmem/rules";
 
-fn listing() -> Result<usize> {
+fn rule_count() -> Result<usize> {
     Ok(fs::read_dir(RULES)?.count())
 }
 
@@ -73,11 +73,14 @@ fn names(_: &mut Bed) -> Result<()> {
         expect(&format!("{name:?}"), refused, libc::EINVAL)?;
         ensure!(!path.exists());
     }
-    ensure!(listing()? == 0);
+    ensure!(rule_count()? == 0);
     let longest = AdminRule::make(&long[..31])?;
-    ensure!(AdminRule::make(&long[..31]).is_err(), "one name twice");
+    ensure!(
+        AdminRule::make(&long[..31]).is_err(),
+        "a second rule with the same name was created"
+    );
     drop(longest);
-    ensure!(listing()? == 0);
+    ensure!(rule_count()? == 0);
     Ok(())
 }
 
@@ -114,19 +117,19 @@ fn values(_: &mut Bed) -> Result<()> {
         ensure!(code == libc::EINVAL, "{attribute} {value:?}: {}", errno(code));
         ensure!(
             rule.get(attribute)? == before,
-            "{attribute} is {} now",
+            "the refused write changed {attribute} to {}",
             rule.get(attribute)?
         );
         ensure!(
             rule.get("status")?.starts_with("refused: "),
-            "{attribute} {value:?}: {}",
+            "{attribute} {value:?}: unexpected status {}",
             rule.get("status")?
         );
     }
     ensure!(rule.refused("action", "\u{0}\u{1}")? == libc::EINVAL);
-    ensure!(rule.refused("status", "x").is_ok(), "status can be written");
+    ensure!(rule.refused("status", "x").is_ok(), "a write to `status` was accepted");
 
-    // A rule that says nothing or contradicts itself cannot come into force.
+    // A rule without effect, or with a contradiction, cannot be put into force.
     let contradictions: [(&[(&str, &str)], &str); 7] = [
         (&[], "says nothing"),
         (&[("action", "deny"), ("quota", "1M")], "contradicts itself"),
@@ -153,17 +156,17 @@ fn values(_: &mut Bed) -> Result<()> {
     }
     drop(rule);
 
-    // A change that would make a rule in force contradict itself leaves it in force as it was.
+    // A change that would make a rule in force contradictory is refused, and the rule stays in force unchanged.
     let rule = AdminRule::new("10-live", &[("quota", "1M")])?;
     ensure!(rule.refused("action", "deny")? == libc::EINVAL);
     ensure!(rule.get("status")?.contains("contradicts itself"));
     ensure!(rule.get("action")? == "none" && rule.get("enable")? == "1");
     let file = open()?;
     let held = alloc(file.as_fd(), MIB).map_err(errno)?;
-    expect("the rule is in force", alloc(file.as_fd(), MIB), libc::EDQUOT)?;
+    expect("ALLOC over the quota", alloc(file.as_fd(), MIB), libc::EDQUOT)?;
     ensure!(
         rule.refused("quota", "none")? == libc::EINVAL,
-        "a rule in force that says nothing"
+        "a change to a rule without effect: expected EINVAL"
     );
     rule.set("enable", "0")?;
     rule.set("quota", "none")?;
@@ -179,17 +182,21 @@ fn many(_: &mut Bed) -> Result<()> {
             &[("uid", &(10_000 + n).to_string()), ("action", "deny")],
         )?);
     }
-    let one = AdminRule::make("60-more")?;
-    one.set("action", "deny")?;
-    ensure!(one.refused("enable", "1")? == libc::ENOSPC);
-    ensure!(one.get("status")?.contains("256"), "{}", one.get("status")?);
+    let extra = AdminRule::make("60-more")?;
+    extra.set("action", "deny")?;
+    ensure!(extra.refused("enable", "1")? == libc::ENOSPC);
+    ensure!(extra.get("status")?.contains("256"), "{}", extra.get("status")?);
     let file = open()?;
     let held = alloc(file.as_fd(), MIB).map_err(errno)?;
     let last = crate::sys::as_user(10_255, 1, &[], || alloc(file.as_fd(), MIB)).map_err(errno)?;
-    expect("the last rule", last, libc::EACCES)?;
+    expect("ALLOC of a user that the last rule denies", last, libc::EACCES)?;
     rules.pop();
-    one.set("enable", "1")?;
-    expect("the one in its place", alloc(file.as_fd(), MIB), libc::EACCES)?;
+    extra.set("enable", "1")?;
+    expect(
+        "ALLOC that the added rule denies",
+        alloc(file.as_fd(), MIB),
+        libc::EACCES,
+    )?;
     free(file.as_fd(), held.handle).map_err(errno)
 }
 
@@ -200,12 +207,12 @@ fn race(bed: &mut Bed) -> Result<()> {
             .map(|_| {
                 scope.spawn(|| -> Result<(u32, u32)> {
                     let file = open()?;
-                    let (mut got, mut refused) = (0, 0);
+                    let (mut served, mut refused) = (0, 0);
                     let mut held = Vec::new();
                     for _ in 0..rounds(3000) {
                         match alloc(file.as_fd(), 65536) {
                             Ok(a) => {
-                                got += 1;
+                                served += 1;
                                 held.push(a.handle);
                             }
                             Err(libc::EDQUOT | libc::EACCES | libc::ENOSPC | libc::EAGAIN) => refused += 1,
@@ -217,7 +224,7 @@ fn race(bed: &mut Bed) -> Result<()> {
                             }
                         }
                     }
-                    Ok((got, refused))
+                    Ok((served, refused))
                 })
             })
             .collect();
@@ -231,13 +238,13 @@ fn race(bed: &mut Bed) -> Result<()> {
         }
         let mut all = (0, 0);
         for worker in workers {
-            let (got, refused) = worker.join().ok().context("a worker panicked")??;
-            all = (all.0 + got, all.1 + refused);
+            let (served, refused) = worker.join().ok().context("a worker panicked")??;
+            all = (all.0 + served, all.1 + refused);
         }
         ensure!(all.0 > 0 && all.1 > 0 && round > 1, "{all:?} in {round} rounds");
         Ok(())
     })?;
     ensure!(bed.settled()? == before);
-    ensure!(listing()? == 0);
+    ensure!(rule_count()? == 0);
     Ok(())
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules where a buffer's memory is reached by others than it was allocated for, the dmem controller, and paths that change.
+//! Rules for importers, the dmem controller, and changed paths.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -10,28 +10,28 @@ use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
 use super::dmabuf::{Importer, exported_buffer};
-use super::rules::{ALICE, AdminRule, MIB, alloc_as, said};
+use super::rules::{ALICE, AdminRule, MIB, alloc_as, verdict_on};
 use super::{Bed, Case, alloc, command, errno, expect, explain_last, free, open, read, request, write};
 use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "rules-importers",
-        about: "an importer that a rule denies, or whose path is too far, is refused, whoever the buffer was allocated for",
+        about: "an importer that a rule denies, or whose path is too long, is refused, whatever the clients of the buffer's request",
         topology: "demo",
         ruins: false,
         run: importers,
     },
     Case {
         name: "dmem",
-        about: "a cgroup's limit holds where the kernel has the dmem controller; elsewhere nothing is charged",
+        about: "with the kernel's dmem controller a cgroup's limit is enforced; without it nothing is charged",
         topology: "demo",
         ruins: false,
         run: dmem,
     },
     Case {
         name: "paths-rescan",
-        about: "a path is the cached one until ACS is changed by setpci and a rescan is asked for",
+        about: "after setpci changes ACS, a path stays the cached one until a rescan is requested",
         topology: "demo",
         ruins: false,
         run: rescan,
@@ -49,27 +49,27 @@ fn importers(bed: &mut Bed) -> Result<()> {
     };
     ensure!(attach("nvme0")? == Ok(()));
     let rule = AdminRule::new("10-not-this", &[("client", &drive), ("action", "deny")])?;
-    expect("a denied client", attach("nvme0")?, libc::EACCES)?;
-    let sentence = explain_last(file.as_fd())?.2;
-    ensure!(sentence.contains("rule 10-not-this"), "{sentence:?}");
-    ensure!(attach("nvme1")? == Ok(()), "another client");
+    expect("attaching a denied client", attach("nvme0")?, libc::EACCES)?;
+    let message = explain_last(file.as_fd())?.2;
+    ensure!(message.contains("rule 10-not-this"), "{message:?}");
+    ensure!(attach("nvme1")? == Ok(()), "attaching another client failed");
     rule.set("action", "none").map_or_else(
         |_| Ok(()),
-        |()| Err(anyhow::anyhow!("a rule in force that says nothing")),
+        |()| Err(anyhow::anyhow!("a rule in force was changed to one without effect")),
     )?;
     rule.set("enable", "0")?;
     rule.set("action", "none")?;
     rule.set("max_class", "DEV")?;
     rule.set("enable", "1")?;
-    expect("too far", attach("nvme0")?, libc::EACCES)?;
+    expect("attaching a client beyond max_class", attach("nvme0")?, libc::EACCES)?;
     ensure!(explain_last(file.as_fd())?.2.contains("too far"));
-    // It goes by whose the buffer is: root allocated it.
+    // Rules apply to the user who allocated the buffer, which is root, so this rule no longer matches.
     rule.set("uid", &ALICE.to_string())?;
     ensure!(attach("nvme0")? == Ok(()));
     Ok(())
 }
 
-/// A cgroup that this process is in until it is dropped.
+/// A cgroup that contains this process until it is dropped.
 struct Cgroup(PathBuf);
 
 const CGROUPS: &str = "/sys/fs/cgroup";
@@ -84,7 +84,7 @@ impl Cgroup {
         Ok(cgroup)
     }
 
-    /// Bytes of a region that are charged to it.
+    /// The bytes of a region that are charged to the cgroup.
     fn current(&self, region: &str) -> Result<u64> {
         let text = read(&self.0.join("dmem.current"))?;
         let line = text.lines().find_map(|line| line.strip_prefix(region));
@@ -111,24 +111,24 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     let regions = read(&cgroup.0.join("dmem.current"))?;
     ensure!(regions.lines().any(|line| line == format!("{region} 0")), "{regions:?}");
     write(&cgroup.0.join("dmem.max"), &format!("{region} {}", 4 * MIB))?;
-    let ask = |size: u64| {
+    let try_alloc = |size: u64| {
         let mut a = request(size);
         a.req.provider = row.id;
         sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
     };
-    let first = ask(3 * MIB).map_err(errno)?;
+    let first = try_alloc(3 * MIB).map_err(errno)?;
     ensure!(
         cgroup.current(&region)? == 3 * MIB,
         "{}",
         read(&cgroup.0.join("dmem.current"))?
     );
-    expect("beyond dmem.max", ask(2 * MIB), libc::EDQUOT)?;
-    ensure!(said(fd, row.id)?.0 == abi::P2PMEM_VERDICT_CGROUP);
+    expect("ALLOC beyond dmem.max", try_alloc(2 * MIB), libc::EDQUOT)?;
+    ensure!(verdict_on(fd, row.id)?.0 == abi::P2PMEM_VERDICT_CGROUP);
     ensure!(explain_last(fd)?.2.contains("dmem.max"), "{:?}", explain_last(fd)?.2);
-    let second = ask(MIB).map_err(errno)?;
+    let second = try_alloc(MIB).map_err(errno)?;
     free(fd, first.handle).map_err(errno)?;
     ensure!(cgroup.current(&region)? == MIB);
-    // What it was charged is given back however the buffer ends, also when its provider leaves.
+    // The charge is released however the buffer ends, including by removal of its provider.
     bed.unpublish("accel0")?;
     ensure!(cgroup.current(&region)? == 0);
     free(fd, second.handle).map_err(errno)?;
@@ -142,30 +142,33 @@ fn dmem(bed: &mut Bed) -> Result<()> {
 }
 
 fn rescan(bed: &mut Bed) -> Result<()> {
-    // The way between the two leads through the root port above the client; QEMU's switches have no ACS.
+    // The path between the two leads through the root port above the client. QEMU's switches have no ACS.
     let provider = bed.provider("accel0")?.id;
     let file = open()?;
     let fd = file.as_fd();
     let mut clients = [bed.address("shm0")?];
     let mut path = |flags: u32| -> Result<(u32, bool)> {
         let mut paths = vec![abi::p2pmem_path::default(); 16];
-        let mut ask = abi::p2pmem_paths {
+        let mut arg = abi::p2pmem_paths {
             nr_clients: 1,
             nr_paths: 16,
             flags,
             ..Default::default()
         };
-        sys::paths(fd, &mut ask, Memory::Slice(&mut clients), Memory::Slice(&mut paths)).map_err(errno)?;
-        let path = paths.iter().find(|path| path.provider == provider).context("no path")?;
+        sys::paths(fd, &mut arg, Memory::Slice(&mut clients), Memory::Slice(&mut paths)).map_err(errno)?;
+        let path = paths
+            .iter()
+            .find(|path| path.provider == provider)
+            .context("PATHS has no path to the provider")?;
         Ok((path.class, path.flags & abi::P2PMEM_PATH_ACS_REDIRECT != 0))
     };
     let port = fs::canonicalize(bed.device("shm0")?.sysfs())?
         .parent()
         .and_then(Path::file_name)
         .and_then(|name| name.to_str().map(str::to_owned))
-        .context("no port above")?;
+        .context("the client has no port above it")?;
     let before = output("setpci", &["-s", &port, "ECAP_ACS+6.W"])?;
-    // P2P Request Redirect and Completion Redirect.
+    // P2P Request Redirect and P2P Completion Redirect.
     let redirect = 0xc;
     let value = u16::from_str_radix(&before, 16)?;
     let first = path(abi::P2PMEM_PATHS_RESCAN)?;
@@ -178,16 +181,22 @@ fn rescan(bed: &mut Bed) -> Result<()> {
         &["-s", &port, &format!("ECAP_ACS+6.W={:04x}", value ^ redirect)],
     )?;
     let cached = path(0)?;
-    let found = path(abi::P2PMEM_PATHS_RESCAN)?;
-    let kept = path(0)?;
+    let rescanned = path(abi::P2PMEM_PATHS_RESCAN)?;
+    let cached_again = path(0)?;
     command("setpci", &["-s", &port, &format!("ECAP_ACS+6.W={before}")])?;
-    let still = path(0)?;
+    let restored = path(0)?;
     ensure!(cached == first, "the path was not cached: {cached:?}");
-    ensure!(found == (first.0, !first.1) && kept == found, "{found:?}, {kept:?}");
-    ensure!(still == found, "the path was not cached: {still:?}");
-    // A provider that comes or goes changes what is cached too.
+    ensure!(
+        rescanned == (first.0, !first.1) && cached_again == rescanned,
+        "{rescanned:?}, {cached_again:?}"
+    );
+    ensure!(restored == rescanned, "the path was not cached: {restored:?}");
+    // Publishing or removing a provider also discards the cached paths.
     bed.publish("accel1")?;
-    ensure!(path(0)? == first, "the cache outlasted a provider that came");
+    ensure!(
+        path(0)? == first,
+        "publishing a provider did not discard the cached path"
+    );
     drop(file);
     bed.unpublish("accel1")
 }
