@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Devices that lose what is stored in them while they stay bound: resets, errors, and the machine's sleep.
+//! Devices that lose their memory's content while bound: resets, errors, and system sleep.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -22,35 +22,35 @@ use crate::wire::Request;
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "reset",
-        about: "a function that is reset is no provider any more before it is: nobody keeps its memory, and nobody sees what was in it",
+        about: "before a reset the function's provider is removed: its buffers are revoked, and its old data is not visible afterwards",
         topology: "small",
         ruins: false,
         run: reset,
     },
     Case {
         name: "reset-pageless",
-        about: "the same without pages",
+        about: "before a reset the function's pageless provider is removed: its buffers are revoked, and its old data is not visible afterwards",
         topology: "small",
         ruins: false,
         run: reset_pageless,
     },
     Case {
         name: "port-error",
-        about: "an error that resets what is below a root port takes the provider there back before",
+        about: "before error recovery resets the devices below a root port, their provider is removed",
         topology: "small",
         ruins: true,
         run: port_error,
     },
     Case {
         name: "sleep",
-        about: "before the machine sleeps all providers are taken back, and are there again as before when they are published",
+        about: "before the machine sleeps all providers are removed; afterwards adopted providers return, and own ones can be published",
         topology: "demo",
         ruins: false,
         run: sleep,
     },
     Case {
         name: "sleep-held",
-        about: "an importer that does not let go keeps the machine from sleeping, by name",
+        about: "a pinned export with an importer keeps the machine from sleeping, and the log names the importer",
         topology: "small",
         ruins: false,
         run: sleep_held,
@@ -58,10 +58,10 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const MIB: u64 = 1 << 20;
-/// What is written to buffers.
+/// The word that fills buffers.
 const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 
-/// A buffer of accel0 with something in it, as its owner has it.
+/// A filled buffer of accel0 with its owner's file, and an importer.
 struct Owned {
     file: File,
     provider: u32,
@@ -87,58 +87,61 @@ impl Owned {
         })
     }
 
-    /// Its owner has lost it, and was told.
-    fn lost(self, bed: &Bed) -> Result<()> {
+    /// Fails unless the buffer was revoked, its file got the events, and the provider is gone.
+    fn check_revoked(self, bed: &Bed) -> Result<()> {
         let fd = self.file.as_fd();
         await_loss(&self.file, self.got.handle, self.provider)?;
-        ensure!(bed.provider("accel0").is_err(), "it is a provider still");
-        let mut ask = request(4096);
-        ask.req.provider = self.provider;
-        let answer = sys::alloc(fd, &mut ask, Memory::Slice(&mut []));
-        expect("ALLOC without the provider", answer, libc::ENODEV)?;
+        ensure!(bed.provider("accel0").is_err(), "accel0 is still a provider");
+        let mut arg = request(4096);
+        arg.req.provider = self.provider;
+        let answer = sys::alloc(fd, &mut arg, Memory::Slice(&mut []));
+        expect("ALLOC of a removed provider", answer, libc::ENODEV)?;
         let status = read(&bed.provider_dir("accel0")?.join("status"))?;
         ensure!(status.starts_with("not published any more"), "{status}");
         free(fd, self.got.handle).map_err(errno)
     }
 }
 
-/// What the kernel's own pool of accel0 hands out after it was taken back: nothing of what was stored there, and to no driver that
-/// looks for memory.
-fn pool_is_clear(bed: &Bed) -> Result<()> {
+/// Fails unless the kernel's pool of accel0, after the provider's removal, has no old data and is not offered to other
+/// drivers.
+fn check_pool(bed: &Bed) -> Result<()> {
     let pool = bed.device("accel0")?.sysfs().join("p2pmem");
     let published = read(&pool.join("published"))?;
     ensure!(
         published == "0",
-        "other drivers are offered what is in the pool: published is {published}"
+        "the pool is offered to other drivers: `published` is {published}"
     );
     let available: usize = read(&pool.join("available"))?.parse()?;
     let file = File::options().read(true).write(true).open(pool.join("allocate"))?;
     let map = Mapping::shared(file.as_fd(), 0, available).map_err(errno)?;
     let left = (0..available).step_by(4096).find(|&at| map.get(at) == SECRET);
-    ensure!(left.is_none(), "the kernel hands out at {left:?} what was in a buffer");
-    ensure!(available as u64 > MIB, "only {available} bytes are in the pool");
+    ensure!(left.is_none(), "the kernel's pool has old data at offset {left:?}");
+    ensure!(available as u64 > MIB, "the pool has only {available} bytes");
     Ok(())
 }
 
-/// Publishes accel0 again. Nothing of what was in it is to be seen.
-fn again(bed: &Bed) -> Result<()> {
+/// Publishes accel0 publish_again. Fails if its memory has old data.
+fn publish_again(bed: &Bed) -> Result<()> {
     bed.publish("accel0")?;
     let file = open()?;
     let all = bed.provider("accel0")?.largest;
     let got = alloc(file.as_fd(), all).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), got.mmap_offset, all as usize).map_err(errno)?;
     let left = (0..all as usize).step_by(4096).find(|&at| map.get(at) != 0);
-    ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+    ensure!(left.is_none(), "old data is visible at offset {left:?}");
     Ok(())
 }
 
 fn reset(bed: &mut Bed) -> Result<()> {
     let device = bed.device("accel0")?;
-    // The kernel log's records of a device have a field that names the device.
+    // Kernel log records of a device have a field with the device's name.
     let field = format!("DEVICE=+pci:{}", device.bdf);
     let sysfs = device.sysfs();
     let methods = read(&sysfs.join("reset_method"))?;
-    ensure!(methods == "flr bus", "the accelerator can be reset by {methods:?}");
+    ensure!(
+        methods == "flr bus",
+        "the accelerator has reset methods {methods:?}, expected flr and bus"
+    );
     for method in methods.split(' ') {
         write(&sysfs.join("reset_method"), method)?;
         let survivor = Part::start("survive", &["4194304"])?;
@@ -150,10 +153,10 @@ fn reset(bed: &mut Bed) -> Result<()> {
             "the device is about to be reset",
             &field,
         ])?;
-        owned.lost(bed)?;
+        owned.check_revoked(bed)?;
         survivor.finish()?;
-        pool_is_clear(bed)?;
-        again(bed)?;
+        check_pool(bed)?;
+        publish_again(bed)?;
     }
     write(&sysfs.join("reset_method"), &methods)
 }
@@ -164,8 +167,8 @@ fn reset_pageless(bed: &mut Bed) -> Result<()> {
         &[|bed| {
             let owned = Owned::new(bed)?;
             write(&bed.device("accel0")?.sysfs().join("reset"), "1")?;
-            owned.lost(bed)?;
-            again(bed)
+            owned.check_revoked(bed)?;
+            publish_again(bed)
         }],
     )
 }
@@ -181,15 +184,15 @@ fn port_error(bed: &mut Bed) -> Result<()> {
         "removing the provider",
         "the device reported an error and is being reset",
     ])?;
-    until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
-    owned.lost(bed)?;
+    until("accel0 is no longer a provider", || Ok(bed.provider("accel0").is_err()))?;
+    owned.check_revoked(bed)?;
     log.wait(&["AER", "device recovery successful"])?;
-    pool_is_clear(bed)?;
-    again(bed)
+    check_pool(bed)?;
+    publish_again(bed)
 }
 
-/// Puts the machine to sleep for as long as it takes to freeze all programs: an error is what the kernel answers.
-fn sleep_for_a_moment() -> std::io::Result<()> {
+/// Suspends the machine with the `freezer` test level, which only freezes all tasks. Returns the kernel's error.
+fn suspend_briefly() -> std::io::Result<()> {
     let power = Path::new("/sys/power");
     std::fs::write("/sys/module/suspend/parameters/pm_test_delay", "0")?;
     std::fs::write(power.join("pm_test"), "freezer")?;
@@ -210,15 +213,19 @@ fn sleep(bed: &mut Bed) -> Result<()> {
             .collect())
     };
     let before = adopted()?;
-    ensure!(!before.is_empty(), "there is no adopted provider");
+    ensure!(!before.is_empty(), "the topology has no adopted provider");
     let owned = Owned::new(bed)?;
     let mut log = Log::new()?;
-    sleep_for_a_moment()?;
+    suspend_briefly()?;
     log.wait(&["removing the provider: the machine is about to sleep"])?;
-    // Drivers' own pools are there again without anybody's help.
-    ensure!(adopted()? == before, "{:?} were {before:?}", adopted()?);
-    owned.lost(bed)?;
-    again(bed)
+    // Adopted providers are adopted publish_again automatically.
+    ensure!(
+        adopted()? == before,
+        "adopted providers: {:?}, before {before:?}",
+        adopted()?
+    );
+    owned.check_revoked(bed)?;
+    publish_again(bed)
 }
 
 fn sleep_held(bed: &mut Bed) -> Result<()> {
@@ -227,18 +234,17 @@ fn sleep_held(bed: &mut Bed) -> Result<()> {
     let (got, dma_buf) = exported_buffer(file.as_fd(), MIB, abi::P2PMEM_EXPORT_PINNED)?;
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", "p2p")?;
     let mut log = Log::new()?;
-    let refused = sleep_for_a_moment();
+    let refused = suspend_briefly();
     ensure!(
         refused.as_ref().is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)),
         "{refused:?}"
     );
     log.wait(&["keeps the machine from sleeping"])?;
     drop((importer, dma_buf));
-    until("the provider is gone", || Ok(bed.provider("accel0").is_err()))?;
+    until("accel0 is no longer a provider", || Ok(bed.provider("accel0").is_err()))?;
     free(file.as_fd(), got.handle).map_err(errno)?;
-    bed.publish("accel0")
-        .context("on a machine that did not come to sleep")?;
-    sleep_for_a_moment().context("when it has let go")?;
+    bed.publish("accel0").context("publishing after a refused suspend")?;
+    suspend_briefly().context("suspending without the importer")?;
     bed.publish("accel0")?;
     write(&bed.provider_dir("accel0")?.join("pinned_exports"), "0")
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers that several processes have: passed on by descriptor, held by whoever is left, charged once, revoked for all.
+//! Buffers shared by several processes: passed by descriptor, held until the last holder is gone, charged once, revoked
+//! for all.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -28,35 +29,35 @@ use crate::sys::{self, BAD_POINTERS, Mapping};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "share",
-        about: "a buffer is one for all processes that import it, charged once, and free when the last one is done",
+        about: "processes that import a buffer share it; the buffer is charged once, and freed when the last holder is gone",
         topology: "small",
         ruins: false,
         run: shared,
     },
     Case {
         name: "share-ends",
-        about: "a shared buffer outlives the process that allocated it, importers that are killed, and its way between them",
+        about: "a shared buffer outlives its allocating process, killed importers, and the transfer in a socket",
         topology: "small",
         ruins: false,
         run: ends,
     },
     Case {
         name: "share-revoke",
-        about: "a provider that leaves takes a shared buffer from all who have it, and tells each of them",
+        about: "removing a provider revokes a shared buffer for all holders, and each handle gets an event",
         topology: "small",
         ruins: false,
         run: revoke,
     },
     Case {
         name: "share-bad",
-        about: "descriptors that are no whole buffer's are refused, and say why; who may not open the device gets nothing",
+        about: "IMPORT of a descriptor that is not a whole buffer fails with a reason; a user who may not open the device gets no access",
         topology: "small",
         ruins: false,
         run: bad,
     },
     Case {
         name: "share-race",
-        about: "imports, mappings and ends of them while the provider comes and goes",
+        about: "processes import, map and free while the provider is removed and published again",
         topology: "small",
         ruins: false,
         run: race,
@@ -65,15 +66,15 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// The part of these tests that runs in processes of its own: a socket's path, and what to do.
+/// The parts of these tests that run in processes of their own. Arguments: the path of a socket, and the operation.
 pub(super) const PART: &str = "share";
 
-/// The word at an offset that the process that allocated wrote.
+/// The word that the allocating process writes at an offset.
 fn word(at: usize) -> u64 {
     (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5a
 }
 
-/// A buffer with a word at each of its offsets, its dma-buf, and a mapping of it.
+/// A buffer filled with [`word`], its dma-buf, and a mapping.
 fn filled(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_alloc, OwnedFd, Mapping)> {
     let (a, dma_buf) = exported_buffer(fd, 4 * MIB, 0)?;
     let map = Mapping::shared(fd, a.mmap_offset, a.size as usize).map_err(errno)?;
@@ -106,44 +107,44 @@ fn receive(stream: &UnixStream) -> Result<OwnedFd> {
     )?;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(mut fds) = message {
-            return fds.next().context("a message without a descriptor");
+            return fds.next().context("the message has no descriptor");
         }
     }
-    bail!("no descriptor came")
+    bail!("no descriptor was received")
 }
 
-/// Makes a dma-buf a handle.
+/// Imports a dma-buf as a handle.
 pub(super) fn import(file: BorrowedFd<'_>, fd: i32) -> Result<abi::p2pmem_import, i32> {
-    let mut ask = abi::p2pmem_import {
+    let mut arg = abi::p2pmem_import {
         fd,
         ..Default::default()
     };
-    sys::plain(file, abi::P2PMEM_IOC_IMPORT, &mut ask)?;
-    Ok(ask)
+    sys::plain(file, abi::P2PMEM_IOC_IMPORT, &mut arg)?;
+    Ok(arg)
 }
 
-/// Where a part of this test is reached.
-struct Door {
+/// A socket to which the parts of this test connect.
+struct Socket {
     path: String,
     listener: UnixListener,
 }
 
-impl Door {
-    fn new(name: &str) -> Result<Door> {
+impl Socket {
+    fn new(name: &str) -> Result<Socket> {
         let path = format!("/run/p2pmem/share-{name}-{}.sock", std::process::id());
         let _ = std::fs::remove_file(&path);
         let listener = UnixListener::bind(&path).with_context(|| path.clone())?;
-        Ok(Door { path, listener })
+        Ok(Socket { path, listener })
     }
 
-    /// Starts a part. One that ends too early leaves nobody waiting for it.
+    /// Starts a part. If the part fails early, connects once, so that no accept() blocks.
     fn start(&self, what: &str) -> Result<Part> {
         Part::start(PART, &[&self.path, what]).inspect_err(|_| drop(UnixStream::connect(&self.path)))
     }
 
-    /// Starts a part that first gets a descriptor.
-    fn give(&self, what: &str, fd: BorrowedFd<'_>) -> Result<Part> {
-        // Connecting does not wait for accept(), so both are done in turn by a thread that waits for the part.
+    /// Starts a part that first receives a descriptor.
+    fn start_with_fd(&self, what: &str, fd: BorrowedFd<'_>) -> Result<Part> {
+        // A thread accepts and sends, while this one waits until the part is ready.
         std::thread::scope(|scope| {
             let sender = scope.spawn(|| send(&self.listener.accept()?.0, fd));
             let part = self.start(what);
@@ -152,8 +153,8 @@ impl Door {
         })
     }
 
-    /// Starts a part that gives a descriptor first.
-    fn take(&self, what: &str) -> Result<(Part, OwnedFd)> {
+    /// Starts a part that first sends a descriptor.
+    fn start_and_receive(&self, what: &str) -> Result<(Part, OwnedFd)> {
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| receive(&self.listener.accept()?.0));
             let part = self.start(what)?;
@@ -165,16 +166,16 @@ impl Door {
     }
 }
 
-impl Drop for Door {
+impl Drop for Socket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// One of the processes.
+/// Runs one of the parts.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
     let [path, what] = arguments else {
-        bail!("{arguments:?}")
+        bail!("expected a socket and an operation, got {arguments:?}")
     };
     let stream = UnixStream::connect(path).with_context(|| path.clone())?;
     if what == "allocate" {
@@ -184,8 +185,8 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         return ready();
     }
     let fd = receive(&stream)?;
-    if what == "rightless" {
-        return rightless(&fd);
+    if what == "no_access" {
+        return no_access(&fd);
     }
     let device = Device::open()?;
     let same = device.import(&fd)?;
@@ -193,15 +194,18 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let map = same.map()?;
     for at in (0..map.len()).step_by(8) {
         let found = map.read::<u64>(at)?;
-        ensure!(found == word(at), "byte {at:#x} is {found:#x} in another process");
+        ensure!(
+            found == word(at),
+            "the word at {at:#x} is {found:#x} in another process"
+        );
     }
     match what.as_str() {
         "revoked" => {
             let mut events = device.events();
             ready()?;
             let event = events.next_within(Some(patiently(Duration::from_secs(60))))?;
-            in_time!(event.is_some(), "no event");
-            let kind = event.context("no event")?.kind;
+            in_time!(event.is_some(), "no event after the removal");
+            let kind = event.context("no event after the removal")?.kind;
             let expected = EventKind::BufferRevoked {
                 provider: same.provider(),
                 handle: same.handle(),
@@ -209,7 +213,10 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
             ensure!(kind == expected, "{kind:?}");
             sys::survive_bus_errors()?;
             map.read::<u64>(0)?;
-            ensure!(sys::bus_errors() == 1, "the memory of a gone provider can be read");
+            ensure!(
+                sys::bus_errors() == 1,
+                "reading memory of a removed provider raised no SIGBUS"
+            );
             Ok(())
         }
         page => {
@@ -217,7 +224,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
             map.write(at, !word(at))?;
             map.flush();
             ready()?;
-            // Everybody sees what everybody wrote, and goes on seeing it.
+            // Other processes see the write, and the mapping stays valid without the handle.
             ensure!(map.read::<u64>(at)? == !word(at));
             drop(same);
             ensure!(map.read::<u64>(at)? == !word(at));
@@ -226,10 +233,10 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     }
 }
 
-/// In a process that may not open the device: the descriptor alone gives it nothing to read.
-fn rightless(fd: &OwnedFd) -> Result<()> {
+/// The part of a user who may not open the device: the descriptor alone gives no access to the memory.
+fn no_access(fd: &OwnedFd) -> Result<()> {
     let opened = sys::as_user(1000, 1000, &[], || open().map(drop)).map_err(errno)?;
-    let error = opened.err().context("anybody can open the device")?;
+    let error = opened.err().context("a user without access can open the device")?;
     let code = error.downcast_ref::<std::io::Error>().and_then(|e| e.raw_os_error());
     ensure!(code == Some(libc::EACCES), "{error:#}");
     let mapped = sys::as_user(1000, 1000, &[], || Mapping::shared(fd.as_fd(), 0, 4096).map(drop)).map_err(errno)?;
@@ -245,14 +252,14 @@ fn shared(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let (a, dma_buf, map) = filled(fd)?;
     let taken = bed.provider("accel0")?;
-    let door = Door::new("users")?;
+    let socket = Socket::new("users")?;
     let mut users = Vec::new();
     for n in 0..USERS {
-        users.push(door.give(&n.to_string(), dma_buf.as_fd())?);
-        // So that the next one finds what it looks for.
+        users.push(socket.start_with_fd(&n.to_string(), dma_buf.as_fd())?);
+        // Restore the word, which the next process checks.
         ensure!(
             map.get(n * 4096) == !word(n * 4096),
-            "what another process wrote is not seen"
+            "the write of another process is not visible"
         );
         map.set(n * 4096, word(n * 4096));
     }
@@ -264,11 +271,11 @@ fn shared(bed: &mut Bed) -> Result<()> {
         b.handles == 1 + USERS as u32 && b.mappings == 1 + USERS as u32 && b.exports == 1,
         "{b:?}"
     );
-    // One buffer, charged once: to who allocated it.
+    // There is one buffer, which is charged once: to the user who allocated it.
     let now = bed.provider("accel0")?;
     ensure!(now.free == taken.free && now.buffers == taken.buffers, "{now:?}");
     ensure!(counted(&quota)? == 4 * MIB, "{}", quota.get("usage")?);
-    // The same file may have several handles; each is one.
+    // A file can have several handles of a buffer, which count separately.
     let twice = import(fd, dma_buf.as_raw_fd()).map_err(errno)?;
     ensure!(
         twice.handle != a.handle && twice.mmap_offset == a.mmap_offset && twice.size == a.size,
@@ -279,14 +286,14 @@ fn shared(bed: &mut Bed) -> Result<()> {
     expect("BUFFER of a freed handle", buffer(fd, a.handle), libc::ENOENT)?;
     ensure!(buffer(fd, twice.handle).map_err(errno)?.handles == 1 + USERS as u32);
     drop(Mapping::shared(fd, twice.mmap_offset, 4096).map_err(errno)?);
-    // A drive gets at it through what another file has of it.
+    // A drive imports the buffer from the export of another file's handle.
     let other = open()?;
     let seen = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(errno)?;
     let again = export(other.as_fd(), seen.handle, 0, &[(0, seen.size)]).map_err(errno)?;
     let importer = Importer::mapped(bed, &again, "nvme0", GOOD)?;
     ensure!(importer.state()?.entries.len() == 1);
     drop((importer, again, other));
-    // Who allocated lets go of everything: it stays, and stays charged.
+    // The allocating file is closed with all its holders. The buffer stays allocated and charged.
     free(fd, twice.handle).map_err(errno)?;
     drop((map, dma_buf, file));
     let file = open()?;
@@ -298,8 +305,11 @@ fn shared(bed: &mut Bed) -> Result<()> {
         expect("ALLOC over quota", alloc(fd, 4096), libc::EDQUOT)?;
         user.finish()?;
     }
-    super::inflight::until("the last one out frees it", || Ok(counted(&quota)? == 0))?;
-    ensure!(stats(fd, taken.id)?.frees == frees + 1, "it was freed more than once");
+    super::inflight::until("the last holder releases the charge", || Ok(counted(&quota)? == 0))?;
+    ensure!(
+        stats(fd, taken.id)?.frees == frees + 1,
+        "the provider did not count exactly one free"
+    );
     ensure!(bed.settled()? == before);
     alloc(fd, 4 * MIB).map_err(errno)?;
     Ok(())
@@ -307,9 +317,9 @@ fn shared(bed: &mut Bed) -> Result<()> {
 
 fn ends(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
-    let door = Door::new("ends")?;
-    // Who allocated it is killed first, with the buffer on its way and nobody else's yet.
-    let (part, dma_buf) = door.take("allocate")?;
+    let socket = Socket::new("ends")?;
+    // The allocating process is killed when only the descriptor in transit holds the buffer.
+    let (part, dma_buf) = socket.start_and_receive("allocate")?;
     part.kill()?;
     ensure!(bed.settled()? != before);
     let file = open()?;
@@ -317,20 +327,20 @@ fn ends(bed: &mut Bed) -> Result<()> {
     let got = import(fd, dma_buf.as_raw_fd()).map_err(errno)?;
     let map = Mapping::shared(fd, got.mmap_offset, got.size as usize).map_err(errno)?;
     for at in (0..map.len()).step_by(8) {
-        ensure!(map.get(at) == word(at), "byte {at:#x} is {:#x}", map.get(at));
+        ensure!(map.get(at) == word(at), "the word at {at:#x} is {:#x}", map.get(at));
     }
     let b = buffer(fd, got.handle).map_err(errno)?;
     ensure!(b.state == abi::P2PMEM_BUFFER_LIVE && b.handles == 1, "{b:?}");
-    // Importers that are killed leave nothing, and take nothing from others.
+    // Killed importers hold nothing, and other holders are unaffected.
     for n in 0..3 {
-        door.give(&n.to_string(), dma_buf.as_fd())?.kill()?;
+        socket.start_with_fd(&n.to_string(), dma_buf.as_fd())?.kill()?;
         map.set(n * 4096, word(n * 4096));
     }
-    super::inflight::until("killed importers are gone", || {
+    super::inflight::until("killed importers hold nothing", || {
         let b = buffer(fd, got.handle).map_err(errno)?;
         Ok((b.handles, b.mappings, b.exports) == (1, 1, 1))
     })?;
-    // Held by nothing but a message that nobody has read.
+    // Only a descriptor in an unread message holds the buffer.
     let (near, far) = UnixStream::pair()?;
     send(&near, dma_buf.as_fd())?;
     drop((map, dma_buf, file));
@@ -339,15 +349,15 @@ fn ends(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let got = import(file.as_fd(), fd.as_raw_fd()).map_err(errno)?;
     drop(file);
-    // The handle is gone with its file, the descriptor is left.
+    // The handle ended with its file; the descriptor still holds the buffer.
     let file = open()?;
     import(file.as_fd(), fd.as_raw_fd()).map_err(errno)?;
     send(&near, fd.as_fd())?;
     drop((fd, file));
     ensure!(bed.provider("accel0")?.buffers == before.1 + 1, "{got:?}");
-    // The message is never read.
+    // The socket is closed with the message unread.
     drop((near, far));
-    super::inflight::until("what nobody can read any more is freed", || {
+    super::inflight::until("the buffer in the closed socket is freed", || {
         Ok(bed.provider("accel0")?.buffers == before.1)
     })?;
     ensure!(bed.settled()? == before);
@@ -361,22 +371,25 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     let twice = import(fd, dma_buf.as_raw_fd()).map_err(errno)?;
     let other = open()?;
     let theirs = import(other.as_fd(), dma_buf.as_raw_fd()).map_err(errno)?;
-    let stranger = open()?;
+    let without_handle = open()?;
     let importer = Importer::mapped(bed, &dma_buf, "nvme0", GOOD)?;
-    let door = Door::new("revoke")?;
+    let socket = Socket::new("revoke")?;
     let users: Vec<Part> = (0..3)
-        .map(|_| door.give("revoked", dma_buf.as_fd()))
+        .map(|_| socket.start_with_fd("revoked", dma_buf.as_fd()))
         .collect::<Result<_>>()?;
     timed_unbind(bed)?;
     ensure!(importer.state()?.get("mapped") == 0);
     for user in users {
         user.finish()?;
     }
-    // Each handle has its event, in the order of handles; whoever has none is told of the provider alone.
+    // Each handle gets an event, in the order of handles. A file without a handle gets the provider's event only.
     let revoked = |file: BorrowedFd<'_>| -> Result<Vec<u32>> {
         let mut handles = Vec::new();
         loop {
-            let event = sys::read_events(file, 32).map_err(errno)?.pop().context("an event")?;
+            let event = sys::read_events(file, 32)
+                .map_err(errno)?
+                .pop()
+                .context("an expected event is missing")?;
             ensure!(event.provider == a.provider, "{event:?}");
             match event.type_ {
                 abi::P2PMEM_EVENT_BUFFER_REVOKED => handles.push(event.handle),
@@ -387,21 +400,21 @@ fn revoke(bed: &mut Bed) -> Result<()> {
     };
     ensure!(revoked(fd)? == [a.handle, twice.handle]);
     ensure!(revoked(other.as_fd())? == [theirs.handle]);
-    ensure!(revoked(stranger.as_fd())?.is_empty());
+    ensure!(revoked(without_handle.as_fd())?.is_empty());
     sys::survive_bus_errors()?;
     let errors = sys::bus_errors();
     map.get(0);
     ensure!(sys::bus_errors() == errors + 1);
     let b = buffer(other.as_fd(), theirs.handle).map_err(errno)?;
     ensure!(b.state == abi::P2PMEM_BUFFER_GONE && b.handles == 3, "{b:?}");
-    // Nobody gets it any more, and is told why.
+    // Importing the revoked buffer fails, and the explanation has the reason.
     expect(
         "IMPORT of a revoked buffer",
         import(fd, dma_buf.as_raw_fd()),
         libc::ENODEV,
     )?;
-    let said = explain_last(fd)?.2;
-    ensure!(said.contains("is revoked") && said.contains("was removed"), "{said:?}");
+    let text = explain_last(fd)?.2;
+    ensure!(text.contains("is revoked") && text.contains("was removed"), "{text:?}");
     drop((map, dma_buf));
     free(fd, a.handle).map_err(errno)?;
     free(fd, twice.handle).map_err(errno)?;
@@ -412,18 +425,18 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
     let (a, dma_buf) = exported_buffer(fd, MIB, 0)?;
-    let says = |what: &str, answer: Result<abi::p2pmem_import, i32>, code: i32, words: &str| -> Result<()> {
+    let refuses = |what: &str, answer: Result<abi::p2pmem_import, i32>, code: i32, words: &str| -> Result<()> {
         expect(what, answer, code)?;
-        let (explain, _, said) = explain_last(fd)?;
+        let (explain, _, text) = explain_last(fd)?;
         ensure!(
-            explain.error == code as u32 && said.contains(words),
-            "{what}: {said:?} instead of {words:?}"
+            explain.error == code as u32 && text.contains(words),
+            "{what}: the explanation {text:?} does not contain {words:?}"
         );
         Ok(())
     };
     for no in [-1, 12345, i32::MAX, i32::MIN] {
-        says(
-            "a number that is no descriptor",
+        refuses(
+            "a number that is not a descriptor",
             import(fd, no),
             libc::EBADF,
             "is not an open file descriptor",
@@ -432,7 +445,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let (near, _far) = UnixStream::pair()?;
     let null = std::fs::File::open("/dev/null")?;
     for other in [near.as_raw_fd(), null.as_raw_fd(), fd.as_raw_fd()] {
-        says(
+        refuses(
             "another kind of file",
             import(fd, other),
             libc::EINVAL,
@@ -440,7 +453,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
         )?;
     }
     let foreign = sys::host_dma_buf(MIB).context("/dev/udmabuf")?;
-    says(
+    refuses(
         "another exporter's dma-buf",
         import(fd, foreign.as_raw_fd()),
         libc::EXDEV,
@@ -448,14 +461,14 @@ fn bad(bed: &mut Bed) -> Result<()> {
     )?;
     for part in [&[(0, MIB / 2)][..], &[(MIB / 2, MIB / 2), (0, MIB / 2)]] {
         let part = export(fd, a.handle, 0, part).map_err(errno)?;
-        says(
+        refuses(
             "parts of a buffer",
             import(fd, part.as_raw_fd()),
             libc::EACCES,
             "has parts of a buffer",
         )?;
     }
-    // Two halves in their order are the whole.
+    // Two halves in order are the whole buffer.
     let whole = export(fd, a.handle, 0, &[(0, MIB / 2), (MIB / 2, MIB / 2)]).map_err(errno)?;
     let got = import(fd, whole.as_raw_fd()).map_err(errno)?;
     free(fd, got.handle).map_err(errno)?;
@@ -476,8 +489,10 @@ fn bad(bed: &mut Bed) -> Result<()> {
             libc::EFAULT,
         )?;
     }
-    // Who may not open the device has a descriptor, and nothing else.
-    Door::new("rightless")?.give("rightless", dma_buf.as_fd())?.finish()?;
+    // A user who may not open the device can use the descriptor for nothing.
+    Socket::new("no_access")?
+        .start_with_fd("no_access", dma_buf.as_fd())?
+        .finish()?;
     let b = buffer(fd, a.handle).map_err(errno)?;
     ensure!((b.handles, b.mappings, b.exports) == (1, 0, 2), "{b:?}");
     drop((whole, dma_buf));
@@ -487,8 +502,8 @@ fn bad(bed: &mut Bed) -> Result<()> {
 
 fn race(bed: &mut Bed) -> Result<()> {
     sys::survive_bus_errors()?;
-    // Each keeps a dma-buf across the end of its provider, and so is refused an import by every end: none of them can miss
-    // it. Users are in the middle of imports, mappings and frees when it comes.
+    // Each user keeps a dma-buf across the removal of its provider, so every removal makes one import of the user fail.
+    // During the removal, users import, map and free.
     let user = |busy: &Busy| -> Result<()> {
         let (mine, other) = (open()?, open()?);
         while busy.goes_on() {
@@ -521,26 +536,26 @@ fn race(bed: &mut Bed) -> Result<()> {
         }
         Ok(())
     };
-    let ends = rounds(20);
+    let removals = rounds(20);
     let busy = Busy::during(&[&user, &user, &user], |busy| {
-        for _ in 0..ends {
+        for _ in 0..removals {
             busy.await_served(20)?;
             let refused = busy.refused();
             bed.unbind("accel0")?;
-            // Not before at least one of them has met this very end.
+            // Publish again only after this removal made an import fail.
             busy.await_refused_beyond(refused)?;
             bed.publish("accel0")?;
         }
         Ok(())
     })?;
     println!(
-        "{NODE}: {} imports, {} refused because the provider left",
+        "{NODE}: {} imports, {} failed because the provider was removed",
         busy.served(),
         busy.refused()
     );
     ensure!(
-        busy.refused() >= u64::from(ends) && busy.served() >= 20 * u64::from(ends),
-        "{ends} ends: {} imports, {} refused",
+        busy.refused() >= u64::from(removals) && busy.served() >= 20 * u64::from(removals),
+        "{removals} removals: {} imports, {} failed",
         busy.served(),
         busy.refused()
     );

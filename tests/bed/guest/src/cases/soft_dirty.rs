@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Writes to mappings of a process whose soft-dirty bits were cleared, as checkpointing does it: new entries are read-only
-//! then until they are written.
+//! Writes to mappings after the process's soft-dirty bits were cleared, as checkpointing does: new page table entries
+//! are then read-only until they are written.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -16,28 +16,28 @@ use crate::sys::{self, Mapping};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "soft-dirty",
-        about: "writes after soft-dirty bits were cleared, with pages",
+        about: "writes to mappings with pages succeed after soft-dirty bits were cleared",
         topology: "small",
         ruins: false,
         run: writes,
     },
     Case {
         name: "pageless-soft-dirty",
-        about: "writes after soft-dirty bits were cleared end, without pages, where entries are large",
+        about: "writes to pageless mappings, which have large page table entries, succeed after soft-dirty bits were cleared",
         topology: "small",
         ruins: false,
         run: |bed| pageless::without_pages(bed, &[writes]),
     },
     Case {
         name: "pageless-vfio",
-        about: "VFIO type1 cannot map mappings without pages for DMA: their areas show it no page frames",
+        about: "VFIO type1 cannot map pageless mappings for DMA, because their areas give it no page frames",
         topology: "small",
         ruins: false,
-        run: |bed| pageless::without_pages(bed, &[no_raw_frames]),
+        run: |bed| pageless::without_pages(bed, &[no_page_frames]),
     },
 ];
 
-/// The flags of the area at an address, as smaps has them.
+/// The `VmFlags` in smaps of the area with an address.
 fn area_flags(address: u64) -> Result<Vec<String>> {
     let smaps = fs::read_to_string("/proc/self/smaps")?;
     let mut here = false;
@@ -51,12 +51,12 @@ fn area_flags(address: u64) -> Result<Vec<String>> {
             return Ok(flags.split_whitespace().map(str::to_owned).collect());
         }
     }
-    bail!("no area at {address:#x}")
+    bail!("smaps has no area at {address:#x}")
 }
 
-/// VFIO type1 maps page frames of VM_PFNMAP areas ("pf") for DMA, which nobody could take back. What it cannot see as such it
-/// has to pin, and cannot pin where the area is one of I/O memory ("io").
-fn no_raw_frames(_: &mut Bed) -> Result<()> {
+/// VFIO type1 maps page frames of VM_PFNMAP areas ("pf") for DMA, which p2pmem could not revoke. It pins pages of other
+/// areas, and cannot pin pages of areas of I/O memory ("io").
+fn no_page_frames(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let buffer = alloc(file.as_fd(), TABLE as u64).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), buffer.mmap_offset, TABLE).map_err(errno)?;
@@ -67,7 +67,7 @@ fn no_raw_frames(_: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// Processor time after which a child counts as one that faults for ever. It needs some milliseconds.
+/// The processor time after which the kernel kills a child that faults without end. The child needs some milliseconds.
 const LIMIT: Duration = Duration::from_secs(10);
 
 const TABLE: usize = 2 << 20;
@@ -77,7 +77,7 @@ fn writes(_: &mut Bed) -> Result<()> {
     let buffer = alloc(file.as_fd(), 4 * TABLE as u64).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), buffer.mmap_offset, 4 * TABLE).map_err(errno)?;
     let limit = patiently(LIMIT).as_secs();
-    let ended = sys::in_child(|| {
+    let status = sys::in_child(|| {
         if sys::limit_processor_time(limit).is_err() {
             return 1;
         }
@@ -85,7 +85,7 @@ fn writes(_: &mut Bed) -> Result<()> {
         if fs::write("/proc/self/clear_refs", "4").is_err() {
             return 2;
         }
-        // One that is there, one that is not, and one that is first read.
+        // Write to a mapped page, to an unmapped one, and to one that is read first.
         map.set(8, 2);
         map.set(TABLE, 3);
         let read = map.get(2 * TABLE);
@@ -93,13 +93,17 @@ fn writes(_: &mut Bed) -> Result<()> {
         0
     })?;
     ensure!(
-        !libc::WIFSIGNALED(ended),
-        "signal {}: the write faulted for ever",
-        libc::WTERMSIG(ended)
+        !libc::WIFSIGNALED(status),
+        "signal {} killed the child: its write faulted without end",
+        libc::WTERMSIG(status)
     );
-    ensure!(ended == 0, "the child ended with {ended:#x}");
+    ensure!(status == 0, "the child has wait status {status:#x}");
     for (at, value) in [(0, 1), (8, 2), (TABLE, 3), (2 * TABLE, 4), (3 * TABLE, 0)] {
-        ensure!(map.get(at) == value, "{:#x} at {at:#x}", map.get(at));
+        ensure!(
+            map.get(at) == value,
+            "the word at {at:#x} is {:#x}, expected {value:#x}",
+            map.get(at)
+        );
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Stripes: where they are divided, who gets a part, all or nothing; and decisions while providers come and go.
+//! Stripes: sizes and order of parts, all or nothing; and decisions while providers are removed and published.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -18,28 +18,28 @@ use crate::sys::{self, BAD_POINTERS, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "stripe",
-        about: "a stripe has equal parts in several providers, the nearest first, and each is a buffer of its own",
+        about: "a stripe has equal parts in several providers, the nearest first, and each part is a separate buffer",
         topology: "demo",
         ruins: false,
         run: stripe,
     },
     Case {
         name: "stripe-refused",
-        about: "a stripe that is not possible as a whole takes nothing, and says of which part it failed",
+        about: "a stripe that cannot be allocated as a whole allocates nothing, and the explanation names the part that failed",
         topology: "demo",
         ruins: false,
         run: refused,
     },
     Case {
         name: "stripe-rules",
-        about: "quotas count all parts of a stripe, and what rules avoid comes last or not at all",
+        about: "quotas count all parts of a stripe, and an avoided provider is used last or not at all",
         topology: "demo",
         ruins: false,
         run: rules,
     },
     Case {
         name: "decide-during-removal",
-        about: "providers come and go in the middle of decisions, and every request is served whole or refused",
+        about: "while providers are removed and published, every request is served as a whole or refused",
         topology: "demo",
         ruins: false,
         run: during_removal,
@@ -49,8 +49,8 @@ pub(super) const CASES: &[Case] = &[
 const MIB: u64 = 1 << 20;
 const PAGE: u64 = 4096;
 
-/// A request for a stripe.
-fn wanted(size: u64, parts: u32) -> abi::p2pmem_stripe {
+/// A request for a stripe of `parts` parts. With 0 the module chooses the number.
+fn stripe_request(size: u64, parts: u32) -> abi::p2pmem_stripe {
     abi::p2pmem_stripe {
         req: abi::p2pmem_request {
             size,
@@ -63,24 +63,24 @@ fn wanted(size: u64, parts: u32) -> abi::p2pmem_stripe {
     }
 }
 
-/// Allocates a stripe near some devices.
-fn near(
+/// Allocates a stripe with devices as clients.
+fn alloc_stripe(
     bed: &Bed,
     fd: BorrowedFd<'_>,
     names: &[&str],
-    mut ask: abi::p2pmem_stripe,
+    mut arg: abi::p2pmem_stripe,
 ) -> Result<Result<Vec<abi::p2pmem_part>, i32>> {
     let mut clients = names.iter().map(|name| bed.address(name)).collect::<Result<Vec<_>>>()?;
-    ask.req.nr_clients = clients.len() as u32;
+    arg.req.nr_clients = clients.len() as u32;
     let mut parts = vec![abi::p2pmem_part::default(); abi::P2PMEM_MAX_PARTS as usize];
-    let answer = sys::stripe(fd, &mut ask, Memory::Slice(&mut clients), Memory::Slice(&mut parts));
+    let answer = sys::stripe(fd, &mut arg, Memory::Slice(&mut clients), Memory::Slice(&mut parts));
     Ok(answer.map(|()| {
-        parts.truncate(ask.nr_parts as usize);
+        parts.truncate(arg.nr_parts as usize);
         parts
     }))
 }
 
-/// What a stripe of a whole size has to be.
+/// Fails unless `parts` are a stripe of `size` bytes.
 fn check(parts: &[abi::p2pmem_part], size: u64) -> Result<()> {
     let mut end = 0;
     for (n, part) in parts.iter().enumerate() {
@@ -96,7 +96,7 @@ fn check(parts: &[abi::p2pmem_part], size: u64) -> Result<()> {
         );
         end += part.size;
     }
-    ensure!(end == size, "{end} bytes instead of {size}: {parts:?}");
+    ensure!(end == size, "the parts have {end} bytes, expected {size}: {parts:?}");
     Ok(())
 }
 
@@ -108,7 +108,7 @@ fn free_all(fd: BorrowedFd<'_>, parts: &[abi::p2pmem_part]) -> Result<()> {
     parts.iter().try_for_each(|part| free(fd, part.handle).map_err(errno))
 }
 
-/// Publishes all providers; their ids, the nearest to nvme0 first: accel0, shm0, accel1.
+/// Publishes all providers. Returns their ids in the order of distance to nvme0: accel0, shm0, accel1.
 fn publish(bed: &Bed) -> Result<[u32; 3]> {
     bed.publish("accel1")?;
     bed.publish("shm0")?;
@@ -125,9 +125,9 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     let order = publish(bed)?;
     let file = open()?;
     let fd = file.as_fd();
-    let parts = near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))?.map_err(errno)?;
+    let parts = alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 3))?.map_err(errno)?;
     check(&parts, 48 * MIB)?;
-    ensure!(providers(&parts) == order, "{parts:?}, instead of {order:?}");
+    ensure!(providers(&parts) == order, "{parts:?}, expected providers {order:?}");
     let classes: Vec<u32> = parts.iter().map(|part| part.class).collect();
     ensure!(
         classes
@@ -138,7 +138,7 @@ fn stripe(bed: &mut Bed) -> Result<()> {
             ],
         "{classes:?}"
     );
-    let (explain, verdicts, said) = explain_last(fd)?;
+    let (explain, verdicts, text) = explain_last(fd)?;
     let codes: Vec<_> = verdicts.iter().map(|v| (v.provider, v.code)).collect();
     ensure!(explain.error == 0 && explain.chosen == order[0], "{explain:?}");
     for id in order {
@@ -146,8 +146,8 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     }
     let cmb = bed.provider("nvme1")?.id;
     ensure!(codes.contains(&(cmb, abi::P2PMEM_VERDICT_TOO_SMALL)), "{codes:?}");
-    ensure!(said.contains("3 of 4 providers were chosen"), "{said:?}");
-    // Each is a buffer of its own, and no dma-buf reaches across a boundary.
+    ensure!(text.contains("3 of 4 providers were chosen"), "{text:?}");
+    // Each part is a separate buffer, and no dma-buf can have memory of two parts.
     let maps: Vec<Mapping> = parts
         .iter()
         .map(|part| Mapping::shared(fd, part.mmap_offset, part.size as usize).map_err(errno))
@@ -170,11 +170,11 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     }
     let across = [(maps[0].address(), PAGE), (maps[1].address(), PAGE)];
     expect(
-        "a dma-buf of two parts",
+        "EXPORT of memory of two parts",
         export(fd, 0, abi::P2PMEM_EXPORT_MAPPED, &across),
         libc::EXDEV,
     )?;
-    // A provider that leaves takes its part with it, and no other.
+    // Removing a provider revokes its part, and no other part.
     bed.unpublish("accel1")?;
     let states: Vec<u32> = parts
         .iter()
@@ -187,15 +187,15 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     free_all(fd, &parts)?;
     bed.publish("accel1")?;
 
-    // Sizes that are not even, and boundaries that are aligned where there is enough.
-    let uneven = near(bed, fd, &[], wanted(10 * PAGE - 5, 3))?.map_err(errno)?;
+    // Sizes that do not divide evenly, and parts that are aligned.
+    let uneven = alloc_stripe(bed, fd, &[], stripe_request(10 * PAGE - 5, 3))?.map_err(errno)?;
     check(&uneven, 10 * PAGE)?;
     let sizes: Vec<u64> = uneven.iter().map(|part| part.size / PAGE).collect();
     ensure!(sizes == [4, 4, 2], "{sizes:?}");
     free_all(fd, &uneven)?;
-    let mut ask = wanted(12 * MIB + PAGE, 2);
-    ask.req.align = 2 * MIB;
-    let aligned = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
+    let mut arg = stripe_request(12 * MIB + PAGE, 2);
+    arg.req.align = 2 * MIB;
+    let aligned = alloc_stripe(bed, fd, &["nvme0"], arg)?.map_err(errno)?;
     check(&aligned, 12 * MIB + PAGE)?;
     ensure!(
         aligned.iter().all(|part| part.bar_offset % (2 * MIB) == 0) && aligned[1].offset % (2 * MIB) == 0,
@@ -203,27 +203,27 @@ fn stripe(bed: &mut Bed) -> Result<()> {
     );
     free_all(fd, &aligned)?;
 
-    // As many as can, within the room that there is, and no farther than allowed.
-    let most = near(bed, fd, &["nvme0"], wanted(60 * MIB, 0))?.map_err(errno)?;
-    check(&most, 60 * MIB)?;
-    ensure!(most.len() == 3, "{most:?}");
-    free_all(fd, &most)?;
-    let mut ask = wanted(60 * MIB, 0);
-    ask.nr_parts = 2;
-    let two = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
+    // As many parts as possible, within the array of parts and the maximum distance.
+    let as_many = alloc_stripe(bed, fd, &["nvme0"], stripe_request(60 * MIB, 0))?.map_err(errno)?;
+    check(&as_many, 60 * MIB)?;
+    ensure!(as_many.len() == 3, "{as_many:?}");
+    free_all(fd, &as_many)?;
+    let mut arg = stripe_request(60 * MIB, 0);
+    arg.nr_parts = 2;
+    let two = alloc_stripe(bed, fd, &["nvme0"], arg)?.map_err(errno)?;
     ensure!(providers(&two) == order[..2], "{two:?}");
     free_all(fd, &two)?;
-    let mut ask = wanted(60 * MIB, 0);
-    ask.req.max_class = abi::P2PMEM_PATH_SAME_SWITCH;
-    let one = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
+    let mut arg = stripe_request(60 * MIB, 0);
+    arg.req.max_class = abi::P2PMEM_PATH_SAME_SWITCH;
+    let one = alloc_stripe(bed, fd, &["nvme0"], arg)?.map_err(errno)?;
     ensure!(providers(&one) == order[..1], "{one:?}");
     free_all(fd, &one)?;
-    // One can be preferred.
-    let mut ask = wanted(32 * MIB, 2);
-    // It came back with another id.
+    // A request can prefer a provider.
+    let mut arg = stripe_request(32 * MIB, 2);
+    // accel1 has a new id since it was published again.
     let far = bed.provider("accel1")?.id;
-    (ask.req.provider, ask.req.flags) = (far, abi::P2PMEM_ALLOC_PREFER);
-    let preferred = near(bed, fd, &["nvme0"], ask)?.map_err(errno)?;
+    (arg.req.provider, arg.req.flags) = (far, abi::P2PMEM_ALLOC_PREFER);
+    let preferred = alloc_stripe(bed, fd, &["nvme0"], arg)?.map_err(errno)?;
     ensure!(providers(&preferred) == [far, order[0]], "{preferred:?}");
     drop(file);
     unpublish(bed)
@@ -236,46 +236,54 @@ fn refused(bed: &mut Bed) -> Result<()> {
     let free_bytes = || -> Result<Vec<u64>> {
         bed.settled()?;
         let mut rows = Vec::new();
-        until("nothing waits to be cleared", || {
+        until("all freed memory is cleared", || {
             rows = super::providers(fd)?;
             Ok(!rows.iter().any(is_clearing))
         })?;
         Ok(rows.iter().map(|p| p.free).collect())
     };
     let before = free_bytes()?;
-    // More parts than providers that could hold one.
-    expect("4 parts", near(bed, fd, &["nvme0"], wanted(64 * MIB, 4))?, libc::ENODEV)?;
-    let (_, verdicts, said) = explain_last(fd)?;
+    // More parts than providers that can hold a part.
+    expect(
+        "STRIPE of 4 parts",
+        alloc_stripe(bed, fd, &["nvme0"], stripe_request(64 * MIB, 4))?,
+        libc::ENODEV,
+    )?;
+    let (_, verdicts, text) = explain_last(fd)?;
     for id in order {
         let code = verdicts.iter().find(|v| v.provider == id).map(|v| v.code);
         ensure!(code == Some(abi::P2PMEM_VERDICT_TOO_FEW), "{verdicts:?}");
     }
     ensure!(
-        said.contains(&format!("needs 4 parts of {} bytes, and 3 find a provider", 16 * MIB))
-            && said.contains("is large enough for"),
-        "{said:?}"
+        text.contains(&format!("needs 4 parts of {} bytes, and 3 find a provider", 16 * MIB))
+            && text.contains("is large enough for"),
+        "{text:?}"
     );
-    expect("5 parts", near(bed, fd, &["nvme0"], wanted(5 * PAGE, 5))?, libc::ENODEV)?;
+    expect(
+        "STRIPE of 5 parts",
+        alloc_stripe(bed, fd, &["nvme0"], stripe_request(5 * PAGE, 5))?,
+        libc::ENODEV,
+    )?;
     ensure!(
         explain_last(fd)?.2.contains("there is no other provider"),
         "{:?}",
         explain_last(fd)?.2
     );
-    // One is full.
+    // One provider is full.
     let rest = bed.provider("shm0")?;
     let mut filler = Vec::new();
-    let mut piece = rest.largest;
-    while piece >= MIB {
-        let mut a = request(piece);
+    let mut size = rest.largest;
+    while size >= MIB {
+        let mut a = request(size);
         a.req.provider = rest.id;
         match sys::alloc(fd, &mut a, Memory::Slice(&mut [])) {
             Ok(()) => filler.push(a.handle),
-            Err(_) => piece /= 2,
+            Err(_) => size /= 2,
         }
     }
     expect(
-        "with one full",
-        near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))?,
+        "STRIPE with one full provider",
+        alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 3))?,
         libc::ENOSPC,
     )?;
     ensure!(
@@ -283,17 +291,17 @@ fn refused(bed: &mut Bed) -> Result<()> {
         "{:?}",
         explain_last(fd)?.2
     );
-    let two = near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?.map_err(errno)?;
+    let two = alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 0))?.map_err(errno)?;
     ensure!(providers(&two) == [order[0], order[2]], "{two:?}");
     free_all(fd, &two)?;
     for handle in filler {
         free(fd, handle).map_err(errno)?;
     }
-    // What no stripe can be.
+    // Invalid requests.
     let with = |change: fn(&mut abi::p2pmem_stripe)| {
-        let mut ask = wanted(8 * MIB, 2);
-        change(&mut ask);
-        ask
+        let mut arg = stripe_request(8 * MIB, 2);
+        change(&mut arg);
+        arg
     };
     type Change = fn(&mut abi::p2pmem_stripe);
     let cases: [(&str, Change, i32); 9] = [
@@ -302,21 +310,25 @@ fn refused(bed: &mut Bed) -> Result<()> {
             |a| a.req.strategy = abi::P2PMEM_STRATEGY_SPREAD,
             libc::EINVAL,
         ),
-        ("too little room", |a| a.nr_parts = 1, libc::EINVAL),
-        ("no room", |a| (a.nr_parts, a.req.parts) = (0, 0), libc::EINVAL),
+        ("an array of parts that is too small", |a| a.nr_parts = 1, libc::EINVAL),
+        (
+            "no array of parts",
+            |a| (a.nr_parts, a.req.parts) = (0, 0),
+            libc::EINVAL,
+        ),
         ("flags", |a| a.flags = 1, libc::EINVAL),
-        ("more parts than there may be", |a| a.req.parts = 17, libc::E2BIG),
+        ("too many parts", |a| a.req.parts = 17, libc::E2BIG),
         ("more parts than pages", |a| a.req.size = PAGE, libc::EINVAL),
         (
             "empty parts",
             |a| (a.req.size, a.req.parts) = (5 * PAGE, 4),
             libc::EINVAL,
         ),
-        ("a provider that is required", |a| a.req.provider = 1, libc::EINVAL),
+        ("a required provider", |a| a.req.provider = 1, libc::EINVAL),
         ("no bytes", |a| a.req.size = 0, libc::EINVAL),
     ];
     for (what, change, code) in cases {
-        expect(what, near(bed, fd, &[], with(change))?, code)?;
+        expect(what, alloc_stripe(bed, fd, &[], with(change))?, code)?;
         ensure!(!explain_last(fd)?.2.is_empty(), "{what}");
     }
     let mut plain = request(MIB);
@@ -335,13 +347,13 @@ fn refused(bed: &mut Bed) -> Result<()> {
         libc::EINVAL,
     )?;
     for at in 0..BAD_POINTERS.len() {
-        let mut ask = wanted(8 * MIB, 2);
-        let answer = sys::stripe(fd, &mut ask, Memory::Slice(&mut []), Memory::Bad(at));
+        let mut arg = stripe_request(8 * MIB, 2);
+        let answer = sys::stripe(fd, &mut arg, Memory::Slice(&mut []), Memory::Bad(at));
         expect("parts at a bad pointer", answer, libc::EFAULT)?;
         let answer = sys::bad_argument(fd, abi::P2PMEM_IOC_STRIPE, at);
         expect("a bad pointer", answer, libc::EFAULT)?;
     }
-    super::inflight::until("nothing was taken", || Ok(free_bytes()? == before))?;
+    super::inflight::until("the refused stripes took no memory", || Ok(free_bytes()? == before))?;
     drop(file);
     unpublish(bed)
 }
@@ -350,50 +362,50 @@ fn rules(bed: &mut Bed) -> Result<()> {
     let order = publish(bed)?;
     let file = open()?;
     let fd = file.as_fd();
-    // Two parts fit, the third one would be too much.
+    // The quota is sufficient for two parts of three.
     let quota = AdminRule::new("50-some", &[("quota", "40M")])?;
     expect(
-        "over quota",
-        near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))?,
+        "STRIPE over the quota",
+        alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 3))?,
         libc::EDQUOT,
     )?;
-    let said = explain_last(fd)?.2;
+    let text = explain_last(fd)?.2;
     ensure!(
-        said.contains("rule 50-some") && said.contains("and 2 find a provider"),
-        "{said:?}"
+        text.contains("rule 50-some") && text.contains("and 2 find a provider"),
+        "{text:?}"
     );
     ensure!(quota.get("usage")?.is_empty(), "{}", quota.get("usage")?);
     expect(
-        "over quota",
-        near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?,
+        "STRIPE over the quota",
+        alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 0))?,
         libc::EDQUOT,
     )?;
     ensure!(quota.get("usage")?.is_empty(), "{}", quota.get("usage")?);
-    let parts = near(bed, fd, &["nvme0"], wanted(39 * MIB, 3))?.map_err(errno)?;
+    let parts = alloc_stripe(bed, fd, &["nvme0"], stripe_request(39 * MIB, 3))?.map_err(errno)?;
     ensure!(super::rules::counted(&quota)? == 39 * MIB, "{}", quota.get("usage")?);
     free(fd, parts[1].handle).map_err(errno)?;
     ensure!(super::rules::counted(&quota)? == 26 * MIB, "{}", quota.get("usage")?);
     free(fd, parts[0].handle).map_err(errno)?;
     free(fd, parts[2].handle).map_err(errno)?;
     drop(quota);
-    // One that rules avoid.
-    let near_one = bed.device("accel0")?.bdf.clone();
-    let avoid = AdminRule::new("50-not-this", &[("provider", &near_one), ("action", "avoid")])?;
-    let open_end = near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?.map_err(errno)?;
-    ensure!(providers(&open_end) == order[1..], "{open_end:?}");
+    // A provider that a rule avoids.
+    let near = bed.device("accel0")?.bdf.clone();
+    let avoid = AdminRule::new("50-not-this", &[("provider", &near), ("action", "avoid")])?;
+    let any_parts = alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 0))?.map_err(errno)?;
+    ensure!(providers(&any_parts) == order[1..], "{any_parts:?}");
     let verdict = explain_last(fd)?.1.into_iter().find(|v| v.provider == order[0]);
     ensure!(
         verdict.is_some_and(|v| v.code == abi::P2PMEM_VERDICT_PREFERENCE),
         "{verdict:?}"
     );
-    free_all(fd, &open_end)?;
-    let all = near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))?.map_err(errno)?;
+    free_all(fd, &any_parts)?;
+    let all = alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 3))?.map_err(errno)?;
     ensure!(providers(&all) == [order[1], order[2], order[0]], "{all:?}");
     free_all(fd, &all)?;
     drop(avoid);
-    // One that rules deny.
-    let _deny = AdminRule::new("50-never", &[("provider", &near_one), ("action", "deny")])?;
-    let without = near(bed, fd, &["nvme0"], wanted(48 * MIB, 0))?.map_err(errno)?;
+    // A provider that a rule denies.
+    let _deny = AdminRule::new("50-never", &[("provider", &near), ("action", "deny")])?;
+    let without = alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 0))?.map_err(errno)?;
     ensure!(providers(&without) == order[1..], "{without:?}");
     drop(file);
     unpublish(bed)
@@ -402,14 +414,14 @@ fn rules(bed: &mut Bed) -> Result<()> {
 fn during_removal(bed: &mut Bed) -> Result<()> {
     publish(bed)?;
     let stays = bed.provider("accel0")?;
-    // With rules, so that a decision has more to look at.
+    // A rule in force makes decisions longer.
     let _rule = AdminRule::new("50-count", &[("quota", "1G")])?;
     let bed = &*bed;
     let stripes = |busy: &Busy| -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
         while busy.goes_on() {
-            match near(bed, fd, &["nvme0"], wanted(48 * MIB, 3))? {
+            match alloc_stripe(bed, fd, &["nvme0"], stripe_request(48 * MIB, 3))? {
                 Ok(parts) => {
                     check(&parts, 48 * MIB)?;
                     free_all(fd, &parts)?;
@@ -420,8 +432,8 @@ fn during_removal(bed: &mut Bed) -> Result<()> {
                     busy.refuse();
                 }
             }
-            // There is always one that can: as many parts as there are, at least one.
-            let some = near(bed, fd, &["nvme0"], wanted(2 * MIB, 0))?.map_err(errno)?;
+            // A stripe with any number of parts always succeeds, because accel0 stays.
+            let some = alloc_stripe(bed, fd, &["nvme0"], stripe_request(2 * MIB, 0))?.map_err(errno)?;
             check(&some, 2 * MIB)?;
             free_all(fd, &some)?;
         }
@@ -431,7 +443,8 @@ fn during_removal(bed: &mut Bed) -> Result<()> {
         let file = open()?;
         let fd = file.as_fd();
         while busy.goes_on() {
-            // Spread looks at who is emptiest, which is one of those that come and go.
+            // Spread prefers the provider with the as_many free memory, which is one of those that are removed and
+            // published.
             let mut a = request(MIB);
             a.req.strategy = abi::P2PMEM_STRATEGY_SPREAD;
             sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map_err(errno)?;
