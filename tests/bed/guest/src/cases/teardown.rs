@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The end of a provider while others use its memory, and what clearing memory may take.
+//! Removal of a provider in use, and the cost of clearing memory.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -28,84 +28,91 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "retire-pinned",
-        about: "a provider is taken back while a drive writes from it: nothing is cleared before the drive is done, and nobody hangs",
+        about: "a provider is disabled while a drive writes from its memory: the memory is cleared only after the I/O, and other operations do not wait",
         topology: "removal",
         ruins: false,
         run: retire_pinned,
     },
     Case {
         name: "clear-killed",
-        about: "a task that is killed while memory is cleared for it ends at once, and the provider can be removed meanwhile",
+        about: "a task that is killed during clearing for its allocation ends at once, and the provider can be removed during clearing",
         topology: "removal",
         ruins: false,
         run: clear_killed,
     },
     Case {
         name: "clear-in-mmap",
-        about: "mmap() does not clear memory with the mmap lock held, and nobody sees what was in it",
+        about: "mmap() does not clear memory with the mmap lock held, and the mapping has no old data",
         topology: "removal",
         ruins: false,
         run: clear_in_mmap,
     },
     Case {
         name: "clear-in-fault",
-        about: "memory that is cleared when it is touched for the first time is cleared with no lock of the process held: others look at it, and map, meanwhile",
+        about: "clearing at the first access holds no lock of the process: mprotect and reads of /proc/PID/cmdline do not wait for it",
         topology: "removal",
         ruins: false,
         run: clear_in_fault,
     },
     Case {
         name: "clear-what-is-needed",
-        about: "a small allocation on a provider whose memory waits to be cleared does not wait for all of it",
+        about: "a small allocation does not wait until all freed memory of the provider is cleared",
         topology: "removal",
         ruins: false,
         run: clear_what_is_needed,
     },
     Case {
         name: "clear-beside-alloc",
-        about: "a request for all there is succeeds whatever the scrubber has in its hands at the moment",
+        about: "a request for the whole provider succeeds while the scrubber clears a part of it",
         topology: "small",
         ruins: false,
         run: clear_beside_alloc,
     },
     Case {
         name: "adopt-takes-a-page",
-        about: "adopting a provider takes one page of its driver's pool for a moment, and no more",
+        about: "adoption of a provider allocates at most one page of its driver's pool, temporarily",
         topology: "removal",
         ruins: false,
         run: adopt_takes_a_page,
     },
     Case {
         name: "unbind-scale",
-        about: "unbinding a provider with 1,000 registrations, 50,000 buffers and 1,000 open files takes time by their sum, not their product",
+        about: "unbinding a provider with 1,000 registrations, 50,000 buffers and 1,000 open files takes time proportional to their sum, not to their product",
         topology: "nic",
         ruins: false,
         run: unbind_scale,
     },
 ];
 
-/// The part of these tests that is a process of its own.
+/// The part of these tests that runs in a process of its own.
 pub(super) const PART: &str = "alloc-at";
 
 const MIB: u64 = 1 << 20;
-/// What a task that was killed may take to end, however busy the machine is; what it waited for takes longer by far.
-const KILLED: Duration = Duration::from_secs(5);
-/// How often a ratio of two times is taken, at most: the best counts, as the machine may be busy at any one of them.
-const ATTEMPTS: u32 = 4;
-/// The most of the time of clearing that may pass for who does not wait for it.
-const MOST_OF_CLEARING: f64 = 0.4;
+/// The longest time until a killed task ends, on a busy machine too. The operation that the task waits for takes far
+/// longer.
+const KILL_LIMIT: Duration = Duration::from_secs(5);
+/// The largest number of measurements of a ratio of two times. The minimum counts, because the machine may be busy
+/// during any of them.
+const MAX_ATTEMPTS: u32 = 4;
+/// The largest delay of a task that does not wait for clearing, as a fraction of the time of clearing.
+const MAX_SHARE_OF_CLEARING: f64 = 0.4;
 
-/// Allocates in one provider.
+/// Allocates `size` bytes of one provider.
 fn alloc_at(fd: BorrowedFd<'_>, provider: u32, size: u64) -> Result<abi::p2pmem_alloc, i32> {
-    let mut ask = request(size);
-    ask.req.provider = provider;
-    sys::alloc(fd, &mut ask, Memory::Slice(&mut []))?;
-    Ok(ask)
+    let mut arg = request(size);
+    arg.req.provider = provider;
+    sys::alloc(fd, &mut arg, Memory::Slice(&mut []))?;
+    Ok(arg)
 }
 
-/// Allocates in a provider when it is told to, and keeps the buffer until it is told to end.
+/// Allocates `size` bytes of a provider after the first line of input, and holds the buffer until the second line.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
-    let number = |at: usize| -> Result<u64> { Ok(arguments.get(at).context("an argument is missing")?.parse()?) };
+    let number = |at: usize| -> Result<u64> {
+        Ok(arguments
+            .get(at)
+            .context("an argument of the part is missing")?
+            .parse()?)
+    };
     let (provider, size) = (number(0)?, number(1)?);
     let file = open()?;
     ready()?;
@@ -114,22 +121,22 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ready()
 }
 
-/// The attributes of a provider's directory in configfs.
+/// The `status` attribute of a provider's directory in configfs.
 fn status(dir: &Path) -> Result<String> {
     read(&dir.join("status"))
 }
 
-/// What the drive has at a place, eight bytes at a time.
+/// The 64-bit words of a drive at an offset.
 fn words_of(drive: &File, offset: u64, len: usize) -> Result<Vec<u64>> {
     let file = open()?;
     let got = alloc(file.as_fd(), len as u64).map_err(errno)?;
     let map = Mapping::shared(file.as_fd(), got.mmap_offset, len).map_err(errno)?;
     let n = map.fill_from(drive, offset, 0, len)?;
-    ensure!(n == len, "{n} of {len} bytes were read");
+    ensure!(n == len, "the drive read {n} of {len} bytes");
     Ok((0..len).step_by(8).map(|at| map.get(at)).collect())
 }
 
-/// A process that disables a provider again and again, until it is disabled.
+/// Starts a process that writes 0 to a provider's `enable` until the write succeeds.
 fn disabling(dir: &Path) -> Result<Child> {
     Ok(Command::new("sh")
         .args(["-c", "while ! echo 0 >\"$0\"/enable; do :; done 2>/dev/null"])
@@ -142,7 +149,7 @@ fn pattern(at: usize) -> u64 {
 }
 
 fn retire_pinned(bed: &mut Bed) -> Result<()> {
-    /// So much that the drive is at it for longer than a removal ever waited.
+    /// The drive needs more time for this size than a removal may wait.
     const IO: usize = 8 << 20;
     let block = bed.block("nvme0")?;
     drop(slow_drive(bed)?);
@@ -162,48 +169,55 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
     }
     thread::scope(|scope| -> Result<()> {
         let written = scope.spawn(|| map.drain_to(&drive, 0, 0, IO));
-        until("the drive has begun", || busy(&block))?;
-        // All of it is handed to the drive when the caller waits.
+        until("the drive has I/O in flight", || busy(&block))?;
+        // When a removal waits, the whole transfer is queued at the drive.
         let began = Instant::now();
         let mut off = disabling(&dir)?;
         until("the removal waits for the drive", || {
             Ok(status(&dir)?.starts_with("being removed: waiting for I/O"))
         })?;
-        let said = status(&dir)?;
+        let text = status(&dir)?;
         ensure!(
-            said.contains(&format!("pid {}", std::process::id())),
-            "the status does not say whose I/O it is: {said:?}"
+            text.contains(&format!("pid {}", std::process::id())),
+            "the status does not name the process of the I/O: {text:?}"
         );
-        // Everything else answers meanwhile.
-        ensure!(
-            read(&dir.join("enable"))? == "0",
-            "it is enabled while it is taken back"
-        );
+        // All other operations return during the wait.
+        ensure!(read(&dir.join("enable"))? == "0", "`enable` reads 1 during the removal");
         let refused = fs::write(dir.join("enable"), "1").err().and_then(|e| e.raw_os_error());
-        ensure!(refused == Some(libc::EBUSY), "enabling it meanwhile: {refused:?}");
-        let asked = Instant::now();
+        ensure!(
+            refused == Some(libc::EBUSY),
+            "enabling during the removal: {refused:?}, expected EBUSY"
+        );
+        let start = Instant::now();
         let refused = fs::write(dir.join("enable"), "0").err().and_then(|e| e.raw_os_error());
-        ensure!(refused == Some(libc::EBUSY), "disabling it a second time: {refused:?}");
+        ensure!(
+            refused == Some(libc::EBUSY),
+            "disabling a second time: {refused:?}, expected EBUSY"
+        );
         in_time!(
-            asked.elapsed() < patiently(KILLED),
-            "who disables it waits for {:?} at a time",
-            asked.elapsed()
+            start.elapsed() < patiently(KILL_LIMIT),
+            "a refused write to `enable` took {:?}",
+            start.elapsed()
         );
         let code = alloc_at(file.as_fd(), accel, 4096).err();
-        ensure!(code == Some(libc::ENODEV), "an allocation meanwhile: {code:?}");
-        // Whoever waits for it can be killed.
-        ensure!(off.try_wait()?.is_none(), "the removal ended while the drive was at it");
+        ensure!(
+            code == Some(libc::ENODEV),
+            "an allocation during the removal: {code:?}, expected ENODEV"
+        );
+        // A task that waits for the removal can be killed.
+        ensure!(off.try_wait()?.is_none(), "the removal ended before the I/O");
         let killed = Instant::now();
         off.kill()?;
         off.wait()?;
         in_time!(
-            killed.elapsed() < patiently(KILLED),
+            killed.elapsed() < patiently(KILL_LIMIT),
             "a killed task took {:?} to end",
             killed.elapsed()
         );
-        // The directory can be removed too, while somebody waits in it, and other directories be made: nobody waits for the drive.
+        // While a task waits in the directory, the directory can be removed, and other directories can be created:
+        // neither waits for the drive.
         let mut off = disabling(&dir)?;
-        let asked = Instant::now();
+        let start = Instant::now();
         let other = bed.provider_dir("nvme0")?;
         let removed = scope.spawn(|| fs::remove_dir(&dir));
         fs::create_dir(&other)?;
@@ -211,14 +225,14 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         fs::remove_dir(&other)?;
         removed.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
         in_time!(
-            asked.elapsed() < patiently(KILLED),
-            "removing the directory, and making another one, took {:?}",
-            asked.elapsed()
+            start.elapsed() < patiently(KILL_LIMIT),
+            "removing the directory, and creating another one, took {:?}",
+            start.elapsed()
         );
         off.kill()?;
         off.wait()?;
-        // It can be made anew; the provider comes back when the drive is done.
-        in_time!(busy(&block)?, "the drive was faster than the test: nothing was shown");
+        // The directory can be created again. The provider can be published when the drive has completed.
+        in_time!(busy(&block)?, "the I/O ended too early: the test checked nothing");
         fs::create_dir(&dir)?;
         let mut refused = 0;
         until("the provider is published again", || {
@@ -233,47 +247,50 @@ fn retire_pinned(bed: &mut Bed) -> Result<()> {
         })?;
         ensure!(
             refused > 0 && !busy(&block)?,
-            "it was published while the drive was at it"
+            "the provider was published before the I/O ended"
         );
-        println!("the removal waited for {:?}", began.elapsed());
+        println!("the removal waited {:?} for the drive", began.elapsed());
         in_time!(
             began.elapsed() > Duration::from_secs(11),
-            "the drive was faster than the test: nothing was shown"
+            "the I/O ended too early: the test checked nothing"
         );
         let n = written.join().map_err(|_| anyhow::anyhow!("the writer panicked"))??;
         ensure!(n == IO, "the drive wrote {n} of {IO} bytes");
         Ok(())
     })?;
     let pid = format!("of pid {}", std::process::id());
-    let said = dmesg()?;
-    let longest = said
+    let log = dmesg()?;
+    let longest = log
         .lines()
         .filter(|line| line.contains("waiting for I/O on") && line.contains(&pid))
         .filter_map(|line| line.split_once(" since ")?.1.strip_suffix(" s")?.parse::<u64>().ok())
         .max();
     ensure!(
         longest.is_some_and(|seconds| seconds >= 10),
-        "the log does not say for how long who was waited for: {longest:?}"
+        "the kernel log has no line with this process and a wait of 10 s or more: {longest:?}"
     );
-    // What was cleared too early would be on the disk, where the drive came last.
+    // Memory that was cleared too early would show as zeros on the drive, in the part that the drive transferred last.
     for part in [0, IO - (64 << 10)] {
         let words = words_of(&drive, part as u64, 64 << 10)?;
         let wrong = words
             .iter()
             .enumerate()
             .find(|&(n, &word)| word != pattern(part + 8 * n));
-        ensure!(wrong.is_none(), "the drive got {wrong:?} at {part:#x}");
+        ensure!(
+            wrong.is_none(),
+            "the drive has a wrong word {wrong:?} in the part at {part:#x}"
+        );
     }
-    // And nobody finds it in the memory.
+    // The next owner of the memory does not see the data.
     let again = bed.provider("accel0")?;
     let got = alloc_at(file.as_fd(), again.id, again.largest).map_err(errno)?;
     let all = Mapping::shared(file.as_fd(), got.mmap_offset, again.largest as usize).map_err(errno)?;
     let left = (0..all.len()).step_by(8).find(|&at| all.get(at) != 0);
-    ensure!(left.is_none(), "memory of the provider before is at {left:?}");
+    ensure!(left.is_none(), "old data is visible at offset {left:?}");
     free(file.as_fd(), got.handle).map_err(errno)
 }
 
-/// The provider that is slow to clear, and as much of it as can be had at once.
+/// The provider with slow clearing, and the largest size that one allocation of it can have.
 fn slow_memory(bed: &Bed) -> Result<(u32, u64)> {
     let provider = bed.provider("nvme1")?;
     let file = open()?;
@@ -286,21 +303,21 @@ fn slow_memory(bed: &Bed) -> Result<(u32, u64)> {
         }
     }
     drop(file);
-    until("its memory is free again", || {
+    until("the slow provider's memory is free again", || {
         Ok(bed.provider("nvme1")?.free == provider.free)
     })?;
     Ok((provider.id, size))
 }
 
-/// Waits until the slow provider has that much memory again, and nothing of it waits to be cleared.
+/// Waits until the slow provider has `size` free bytes, and no memory of it is being cleared.
 fn cleared(bed: &Bed, size: u64) -> Result<()> {
-    until("its memory is free again", || {
+    until("the slow provider's memory is free again", || {
         let provider = bed.provider("nvme1")?;
         Ok(!is_clearing(&provider) && provider.free >= size)
     })
 }
 
-/// Waits until an allocation in the slow provider is under way: it has taken its memory.
+/// Waits until an allocation in the slow provider has its memory, which is then being cleared.
 fn await_taken(bed: &Bed, size: u64) -> Result<()> {
     until("the allocation has its memory", || {
         let provider = bed.provider("nvme1")?;
@@ -308,7 +325,7 @@ fn await_taken(bed: &Bed, size: u64) -> Result<()> {
     })
 }
 
-/// Memory of the slow provider, cleared once: the provider, its bytes, and how long clearing takes.
+/// Allocates the slow provider's memory once. Returns the provider, the size, and the time of clearing.
 fn time_of_clearing(bed: &Bed) -> Result<(u32, u64, Duration)> {
     let (provider, size) = slow_memory(bed)?;
     let file = open()?;
@@ -321,21 +338,24 @@ fn time_of_clearing(bed: &Bed) -> Result<(u32, u64, Duration)> {
     Ok((provider, size, whole))
 }
 
-/// Unbinds the slow provider and has its driver adopt it again: how long unbinding took.
+/// Unbinds the slow provider, and waits until it is adopted again. Returns the time of unbinding.
 fn unbind_slow(bed: &Bed) -> Result<Duration> {
     let began = Instant::now();
     bed.unbind("nvme1")?;
     let unbound = began.elapsed();
     write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
-    until("it is adopted again", || Ok(bed.provider("nvme1").is_ok()))?;
+    until("the slow provider is adopted again", || {
+        Ok(bed.provider("nvme1").is_ok())
+    })?;
     Ok(unbound)
 }
 
 fn clear_killed(bed: &mut Bed) -> Result<()> {
-    // What unbinding takes of itself: its driver's part, and much of ours on a kernel that checks itself.
+    // The time of unbinding an idle provider: that of its driver, and, on a kernel with debug checks, much of p2pmem's
+    // own.
     let idle = unbind_slow(bed)?;
     let (mut best_kill, mut best_unbind) = (f64::INFINITY, f64::INFINITY);
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         let (provider, size, whole) = time_of_clearing(bed)?;
         let arguments = [provider.to_string(), size.to_string()];
         let arguments = [arguments[0].as_str(), arguments[1].as_str()];
@@ -344,60 +364,63 @@ fn clear_killed(bed: &mut Bed) -> Result<()> {
         let began = Instant::now();
         part.kill()?;
         let killed = began.elapsed();
-        until("its memory is free again", || Ok(bed.provider("nvme1")?.free >= size))?;
-        // And the provider can go while memory of it is cleared.
+        until("the slow provider's memory is free again", || {
+            Ok(bed.provider("nvme1")?.free >= size)
+        })?;
+        // The provider can be removed while its memory is being cleared.
         let part = Part::start(PART, &arguments)?.go_on()?;
         await_taken(bed, size)?;
         let unbound = unbind_slow(bed)?;
         drop(part);
-        println!("clearing takes {whole:?}, a killed task {killed:?}; unbinding took {unbound:?}, {idle:?} while idle");
+        println!("clearing took {whole:?}, killing a task {killed:?}, unbinding {unbound:?} (idle: {idle:?})");
         let share = |took: Duration| took.as_secs_f64() / whole.as_secs_f64();
         best_kill = best_kill.min(share(killed));
         best_unbind = best_unbind.min(share(unbound.saturating_sub(idle)));
-        if best_kill < MOST_OF_CLEARING && best_unbind < MOST_OF_CLEARING {
+        if best_kill < MAX_SHARE_OF_CLEARING && best_unbind < MAX_SHARE_OF_CLEARING {
             return Ok(());
         }
     }
     in_time!(
-        best_kill < MOST_OF_CLEARING,
-        "a task that was killed while its memory was cleared took {best_kill:.2} of the time of clearing to end"
+        best_kill < MAX_SHARE_OF_CLEARING,
+        "a task that was killed during clearing took {best_kill:.2} of the time of clearing to end"
     );
     in_time!(
-        best_unbind < MOST_OF_CLEARING,
-        "unbinding took {best_unbind:.2} of the time of clearing longer than while idle"
+        best_unbind < MAX_SHARE_OF_CLEARING,
+        "unbinding during clearing took longer than unbinding while idle, by {best_unbind:.2} of the time of clearing"
     );
     Ok(())
 }
 
 fn clear_in_mmap(bed: &mut Bed) -> Result<()> {
     let mut best = f64::INFINITY;
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         best = best.min(share_of_mmap(bed)?);
-        if best < MOST_OF_CLEARING {
+        if best < MAX_SHARE_OF_CLEARING {
             return Ok(());
         }
     }
     in_time!(
-        best < MOST_OF_CLEARING,
-        "mmap() took {best:.2} of the time of clearing with the mmap lock held"
+        best < MAX_SHARE_OF_CLEARING,
+        "mmap() held the mmap lock for {best:.2} of the time of clearing"
     );
     Ok(())
 }
 
 fn clear_in_fault(bed: &mut Bed) -> Result<()> {
     let mut best = f64::INFINITY;
-    for _ in 0..ATTEMPTS {
+    for _ in 0..MAX_ATTEMPTS {
         let share = dirty_mapping(bed, |map, whole| {
             let touched = AtomicBool::new(false);
             let mut longest = Duration::ZERO;
-            let mut looks = 0u32;
+            let mut probes = 0u32;
             thread::scope(|scope| -> Result<()> {
                 let touching = scope.spawn(|| {
                     let word = map.get(0);
                     touched.store(true, Ordering::Release);
                     word
                 });
-                // What another thread of the process does, which the kernel does with the area locked, and what `ps` does.
+                // Two operations of other threads: mprotect, which takes the area's lock, and reading cmdline, as `ps`
+                // does.
                 while !touched.load(Ordering::Acquire) {
                     let began = Instant::now();
                     for prot in [libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE] {
@@ -405,37 +428,38 @@ fn clear_in_fault(bed: &mut Bed) -> Result<()> {
                     }
                     read(Path::new("/proc/self/cmdline"))?;
                     longest = longest.max(began.elapsed());
-                    looks += 1;
+                    probes += 1;
                 }
                 let word = touching.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
-                ensure!(word == 0, "what was in the memory before is there");
+                ensure!(word == 0, "old data is visible");
                 Ok(())
             })?;
-            println!("clearing takes {whole:?}, the longest of {looks} looks at the process took {longest:?}");
+            println!("clearing took {whole:?}, the longest of {probes} other operations {longest:?}");
             Ok(longest)
         })?;
         best = best.min(share);
-        if best < MOST_OF_CLEARING {
+        if best < MAX_SHARE_OF_CLEARING {
             return Ok(());
         }
     }
     in_time!(
-        best < MOST_OF_CLEARING,
-        "whoever looked at a process whose memory was being cleared waited for {best:.2} of the time of clearing"
+        best < MAX_SHARE_OF_CLEARING,
+        "another operation on the process waited for {best:.2} of the time of clearing"
     );
     Ok(())
 }
 
-/// What mmap() of memory that was in use takes, as a part of what clearing that memory takes.
+/// The time of mmap() of memory that was in use, divided by the time of clearing that memory.
 fn share_of_mmap(bed: &Bed) -> Result<f64> {
     dirty_mapping(bed, |_, _| Ok(Duration::ZERO))
 }
 
-/// Maps memory that was in use and is cleared when it is touched. What `f` says it took, as a part of what clearing that memory
-/// takes, which it is told; or what mmap() took, where that is longer.
+/// Maps memory that was in use, which is cleared at the first access, and calls `f` with the mapping and the time of
+/// clearing. Returns the time that `f` returns or the time of mmap(), whichever is longer, divided by the time of
+/// clearing.
 fn dirty_mapping(bed: &Bed, f: impl FnOnce(&Mapping, Duration) -> Result<Duration>) -> Result<f64> {
     let (provider, size) = slow_memory(bed)?;
-    // The only provider with room is the slow one.
+    // Fill accel0, so that only the slow provider has space.
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let full = alloc_at(file.as_fd(), accel.id, accel.largest).map_err(errno)?;
@@ -451,10 +475,10 @@ fn dirty_mapping(bed: &Bed, f: impl FnOnce(&Mapping, Duration) -> Result<Duratio
     let began = Instant::now();
     let map = Mapping::shared(file.as_fd(), 0, size as usize).map_err(errno)?;
     let mapped = began.elapsed();
-    println!("clearing takes {whole:?}, mmap() took {mapped:?}");
+    println!("clearing took {whole:?}, mmap() {mapped:?}");
     let took = f(&map, whole)?;
     for at in [0, size as usize / 2, size as usize - 8] {
-        ensure!(map.get(at) == 0, "what was in the memory before is at {at:#x}");
+        ensure!(map.get(at) == 0, "old data is visible at offset {at:#x}");
     }
     drop(map);
     free(file.as_fd(), full.handle).map_err(errno)?;
@@ -471,26 +495,27 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
     let (all, mut contended) = (rounds(100), 0);
     for round in 0..all {
-        // A request that needs what waits for the scrubber leaves the rest of it to be cleared as free memory.
+        // A request that needs memory being cleared takes only what it needs; the scrubber clears the rest as free
+        // memory.
         let whole = small(accel.largest).with_context(|| format!("round {round}"))?;
         let map = Mapping::shared(fd, whole.mmap_offset, accel.largest as usize).map_err(errno)?;
         map.set(accel.largest as usize - 8, 1);
         drop(map);
         free(fd, whole.handle).map_err(errno)?;
-        let some = small(accel.largest / 4).with_context(|| format!("a part, round {round}"))?;
+        let some = small(accel.largest / 4).with_context(|| format!("a part of it, round {round}"))?;
         free(fd, some.handle).map_err(errno)?;
         contended += u32::from(is_clearing(&bed.provider("accel0")?));
     }
-    println!("in {contended} of {all} rounds the scrubber was at work");
+    println!("the scrubber was active in {contended} of {all} rounds");
     ensure!(
         2 * contended > all,
-        "the scrubber was at work in {contended} of {all} rounds only"
+        "the scrubber was active in only {contended} of {all} rounds"
     );
     bed.settled()?;
     let after = bed.provider("accel0")?;
     ensure!(
         (after.free, after.largest) == (accel.free, accel.largest),
-        "{after:?} was {accel:?}"
+        "{after:?}, before the test {accel:?}"
     );
     Ok(())
 }
@@ -499,7 +524,7 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let fd = file.as_fd();
-    // Memory that was in use, all of it.
+    // Use and free all memory of the provider.
     let whole = |bed: &Bed| -> Result<u64> {
         let mut size = bed.provider("accel0")?.largest;
         size -= size % MIB;
@@ -510,24 +535,24 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
         free(fd, got.handle).map_err(errno)?;
         Ok(size)
     };
-    // The best of some rounds: what else the machine does must not decide.
+    // The minimum of several rounds counts, because the machine may be busy during any of them.
     let (mut size, mut best) = (0, f64::INFINITY);
     for _ in 0..5 {
         size = whole(bed)?;
         let began = Instant::now();
         bed.settled()?;
         let all = began.elapsed();
-        // What is left of the provider is not enough for a mebibyte.
+        // Allocate the remainder, so that no clear memory of 1 MiB is left.
         let rest = alloc_at(fd, accel.id, accel.free - size);
         whole(bed)?;
         let began = Instant::now();
         let got = alloc_at(fd, accel.id, MIB).map_err(errno)?;
         let took = began.elapsed();
-        println!("clearing all takes {all:?}, the small allocation took {took:?}");
+        println!("clearing all memory took {all:?}, the small allocation {took:?}");
         best = best.min(took.as_secs_f64() / all.as_secs_f64());
         let map = Mapping::shared(fd, got.mmap_offset, MIB as usize).map_err(errno)?;
         let left = (0..MIB as usize).step_by(8).find(|&at| map.get(at) != 0);
-        ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+        ensure!(left.is_none(), "old data is visible at offset {left:?}");
         drop(map);
         free(fd, got.handle).map_err(errno)?;
         if let Ok(rest) = rest {
@@ -537,9 +562,9 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
     }
     in_time!(
         best < 0.4,
-        "an allocation of 1 MiB takes {best:.2} of the time that clearing all {size} bytes takes"
+        "an allocation of 1 MiB took {best:.2} of the time of clearing all {size} bytes"
     );
-    // The scrubber cleared what the allocation took back from it.
+    // The scrubber also cleared the memory that the allocation took.
     let stats = |id: u32| -> Result<u64> {
         let mut stats = abi::p2pmem_stats {
             provider: id,
@@ -552,17 +577,14 @@ fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
     let got = alloc_at(fd, accel.id, size).map_err(errno)?;
     ensure!(
         stats(accel.id)? == before,
-        "{} bytes were left to clear for the next owner",
+        "an allocation had to clear {} bytes that the scrubber left",
         stats(accel.id)? - before
     );
     let map = Mapping::shared(fd, got.mmap_offset, size as usize).map_err(errno)?;
-    ensure!(
-        map.get(size as usize - 8) == 0,
-        "what was in the memory before is there"
-    );
+    ensure!(map.get(size as usize - 8) == 0, "old data is visible");
     drop(map);
     free(fd, got.handle).map_err(errno)?;
-    expect("a handle that was freed", free(fd, got.handle), libc::ENOENT)
+    expect("FREE of a freed handle", free(fd, got.handle), libc::ENOENT)
 }
 
 fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
@@ -572,42 +594,45 @@ fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
         "p:p2pmem_test/taken pci_alloc_p2pmem size=%si:u64",
     )?;
     let event = tracing.join("events/p2pmem_test/taken/enable");
-    let answer = (|| -> Result<Vec<u64>> {
+    let sizes = (|| -> Result<Vec<u64>> {
         bed.unbind("nvme1")?;
         write(&tracing.join("trace"), "")?;
         write(&event, "1")?;
         write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device("nvme1")?.bdf)?;
-        until("it is adopted again", || Ok(bed.provider("nvme1").is_ok()))?;
-        // The drive's own queues are there as well: those of its driver, in the threads that probe it.
+        until("the slow provider is adopted again", || {
+            Ok(bed.provider("nvme1").is_ok())
+        })?;
+        // The trace also has the queues of the drive, which its own driver allocates in the threads that probe it.
         let trace = read(&tracing.join("trace"))?;
         let taken = trace.lines().filter_map(|line| line.split("size=").nth(1));
         taken.map(|size| Ok(size.trim().parse()?)).collect()
     })();
     write(&event, "0")?;
-    // Opening it for writing alone removes all probes.
+    // Opening kprobe_events for writing only removes all probes.
     write(&tracing.join("kprobe_events"), "")?;
-    let taken = answer?;
-    ensure!(!taken.is_empty(), "nothing was seen of the adoption");
+    let taken = sizes?;
+    ensure!(!taken.is_empty(), "the trace has no allocation of the adoption");
     let most = taken.iter().max().copied().unwrap_or(0);
-    println!("{} requests, the largest of {most} bytes", taken.len());
-    // A submission queue of 1024 entries of 64 bytes is the most that the drive's own driver takes.
+    println!("{} allocations, the largest of {most} bytes", taken.len());
+    // The drive's own driver allocates at most a submission queue of 1024 entries of 64 bytes at once.
     ensure!(
         most <= 64 << 10,
-        "{most} bytes of the drive's memory were taken at once"
+        "one allocation took {most} bytes of the drive's memory"
     );
     Ok(())
 }
 
-/// How much of everything a provider has when it is unbound.
+/// The numbers of registrations, buffers and open files of the provider.
 const REGISTRATIONS: u32 = 1_000;
 const BUFFERS: u32 = 50_000;
 const FILES: u32 = 1_000;
-/// What unbinding takes less than on a machine of its own, with nothing pinned; what the report says of it.
+/// The target for the time of unbinding on an idle machine with nothing pinned, which the report states.
 const AIM: Duration = Duration::from_secs(1);
-/// What it takes less than however busy the machine is. To look for each buffer in each file is fifty million look-ups.
+/// The limit for the time of unbinding, on a busy machine too. A search for each buffer in each file would be 50
+/// million look-ups.
 const BOUND: Duration = Duration::from_secs(20);
 
-/// What unbinding took, for the report.
+/// The times of unbinding in milliseconds, for the report.
 #[derive(Debug, serde::Serialize)]
 struct RevokeMs {
     p50: f64,
@@ -627,7 +652,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
     for _ in 0..rounds(2) {
         bed.publish("accel0")?;
         let accel = bed.provider("accel0")?.id;
-        // Registered with the NIC, each by itself.
+        // Each of these buffers is registered with the NIC.
         let wire = Wire::new(bed)?;
         let registered = (0..registrations)
             .map(|_| {
@@ -636,7 +661,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
                 Ok((buffer, registration))
             })
             .collect::<Result<Vec<_>>>()?;
-        // One file has all the others; every file has a handle of the first of them.
+        // One file holds all other buffers. Every file holds a handle of the first one.
         let owner = open()?;
         let first = alloc_at(owner.as_fd(), accel, 4096).map_err(errno)?;
         for _ in 1..buffers {
@@ -653,20 +678,20 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
         let provider = bed.provider("accel0")?;
         ensure!(
             provider.buffers == registrations + buffers && provider.exports >= registrations,
-            "{} buffers and {} dma-bufs",
+            "the provider has {} buffers and {} dma-bufs",
             provider.buffers,
             provider.exports
         );
         let began = Instant::now();
         bed.unbind("accel0")?;
         took.push(began.elapsed());
-        // Each file was told of its handle, and that the provider is gone.
+        // Each file got an event for its handle, and one for the provider.
         for file in &open_files {
             let events = sys::read_events(file.as_fd(), 8 * size_of::<abi::p2pmem_event>()).map_err(errno)?;
             let kinds = events.iter().map(|event| event.type_).collect::<Vec<_>>();
             ensure!(
                 kinds == [abi::P2PMEM_EVENT_BUFFER_REVOKED, abi::P2PMEM_EVENT_PROVIDER_REMOVED],
-                "a file was told of {kinds:?}"
+                "a file got events of types {kinds:?}"
             );
         }
         drop(registered);
@@ -687,7 +712,7 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
     println!("{}{report}", if is_quick() { "hardening-report: " } else { "" });
     in_time!(
         took.iter().all(|&one| one < patiently(BOUND)),
-        "unbinding took more than {:?}: {report}",
+        "an unbind took more than {:?}: {report}",
         patiently(BOUND)
     );
     bed.publish("accel0")

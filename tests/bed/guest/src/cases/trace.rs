@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tracepoints: what trace-cmd records of a program is what the program did.
+//! Tracepoints: trace-cmd records the operations of a program.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -19,14 +19,14 @@ use crate::sys::{self, Mapping, Memory};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "trace",
-        about: "trace-cmd records allocations, mappings, registrations, revocations and decisions, with what was done",
+        about: "trace-cmd records allocations, mappings, registrations, revocations and decisions, with their arguments and results",
         topology: "small",
         ruins: false,
         run: recorded,
     },
     Case {
         name: "trace-off",
-        about: "where an event would be there is a jump label, which is off unless somebody records",
+        about: "each event has a jump label, which is off unless the event is recorded",
         topology: "small",
         ruins: false,
         run: off,
@@ -36,7 +36,7 @@ pub(super) const CASES: &[Case] = &[
 /// The program that is recorded.
 pub(super) const PART: &str = "trace";
 
-/// All events.
+/// All events of the module.
 const EVENTS: [&str; 6] = [
     "p2pmem_alloc",
     "p2pmem_free",
@@ -48,7 +48,7 @@ const EVENTS: [&str; 6] = [
 const PAGE: u64 = 4096;
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// An event and what it says, as far as it is known.
+/// An event, and those of its fields whose values are known.
 #[derive(Debug, Serialize, Deserialize)]
 struct Event {
     name: String,
@@ -66,7 +66,7 @@ impl Event {
         }
     }
 
-    /// A line of `trace-cmd report`: task-pid, processor, time, name, fields.
+    /// Parses a line of `trace-cmd report`: task-pid, processor, time, name, fields.
     fn parse(line: &str) -> Option<Event> {
         let mut words = line.split_whitespace().skip_while(|word| !word.starts_with("p2pmem_"));
         let name = words.next()?.strip_suffix(':')?.to_owned();
@@ -77,26 +77,28 @@ impl Event {
         Some(Event { name, fields })
     }
 
-    /// Whether it says all that another one does.
-    fn says(&self, other: &Event) -> bool {
-        let said = |(field, value): (&String, &String)| self.fields.get(field) == Some(value);
-        self.name == other.name && other.fields.iter().all(said)
+    /// Whether the event has the name and all fields of another one.
+    fn matches(&self, other: &Event) -> bool {
+        let equal = |(field, value): (&String, &String)| self.fields.get(field) == Some(value);
+        self.name == other.name && other.fields.iter().all(equal)
     }
 }
 
-/// The number that debugfs has for a buffer, by its place in the BAR.
+/// The number of a buffer in debugfs, by its offset in the BAR.
 fn number(function: &str, bar_offset: u64) -> Result<u64> {
-    let text = fs::read_to_string("/sys/kernel/debug/p2pmem/buffers").context("buffers")?;
+    let text = fs::read_to_string("/sys/kernel/debug/p2pmem/buffers").context("debugfs: buffers")?;
     let place = format!("{bar_offset:#x}");
     let mut rows = text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let found = rows.find(|row| row.get(1) == Some(&function) && row.get(3) == Some(&place.as_str()));
-    let row = found.with_context(|| format!("no buffer of {function} is at {place}:\n{text}"))?;
+    let row = found.with_context(|| format!("debugfs has no buffer of {function} at {place}:\n{text}"))?;
     Ok(row[0].parse()?)
 }
 
-/// What is recorded: does each thing once, and writes down what it did.
+/// The recorded program: performs each operation once, and writes the expected events to a file.
 pub(super) fn part(arguments: &[String]) -> Result<()> {
-    let path = arguments.first().context("where to write down what was done")?;
+    let path = arguments
+        .first()
+        .context("the argument with the output file is missing")?;
     let bed = Bed {
         devices: crate::devices::load()?,
     };
@@ -105,18 +107,18 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     let drive = bed.device("nvme0")?.bdf.clone();
     let file = open()?;
     let fd = file.as_fd();
-    let mut done = Vec::new();
+    let mut expected_events = Vec::new();
 
-    // One that lives from its allocation to its end, near a drive.
+    // A buffer near a drive, from its allocation to its end.
     let size = 3 * PAGE;
-    let mut asked = request(size);
-    asked.req.nr_clients = 1;
+    let mut arg = request(size);
+    arg.req.nr_clients = 1;
     let mut clients = [bed.address("nvme0")?];
-    sys::alloc(fd, &mut asked, Memory::Slice(&mut clients)).map_err(errno)?;
-    let buffer = number(&function, asked.bar_offset)?;
-    let about = |more: &[(&str, &dyn ToString)], buffer: u64, size: u64, name: &str| {
+    sys::alloc(fd, &mut arg, Memory::Slice(&mut clients)).map_err(errno)?;
+    let buffer = number(&function, arg.bar_offset)?;
+    let buffer_event = |more: &[(&str, &dyn ToString)], buffer: u64, size: u64, name: &str| {
         let mut event = Event::new(name, more);
-        let same = Event::new(
+        let common = Event::new(
             "",
             &[
                 ("buffer", &buffer),
@@ -125,11 +127,11 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
                 ("function", &function),
             ],
         );
-        event.fields.extend(same.fields);
+        event.fields.extend(common.fields);
         event
     };
-    let place = format!("{:#x}", asked.bar_offset);
-    done.push(about(
+    let place = format!("{:#x}", arg.bar_offset);
+    expected_events.push(buffer_event(
         &[("bar_offset", &place), ("uid", &0)],
         buffer,
         size,
@@ -153,10 +155,10 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
         }
         event
     };
-    done.push(decision(size, 1, provider.id, 0, false));
+    expected_events.push(decision(size, 1, provider.id, 0, false));
 
-    let mapping = Mapping::shared(fd, asked.mmap_offset + PAGE, 2 * PAGE as usize).map_err(errno)?;
-    done.push(about(
+    let mapping = Mapping::shared(fd, arg.mmap_offset + PAGE, 2 * PAGE as usize).map_err(errno)?;
+    expected_events.push(buffer_event(
         &[("offset", &PAGE), ("length", &(2 * PAGE))],
         buffer,
         size,
@@ -164,17 +166,17 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ));
     drop(mapping);
 
-    // One page of it, for the drive.
-    let dma_buf = export(fd, asked.handle, 0, &[(PAGE, PAGE)]).map_err(errno)?;
+    // The drive imports one page of it.
+    let dma_buf = export(fd, arg.handle, 0, &[(PAGE, PAGE)]).map_err(errno)?;
     let importer = Importer::mapped(&bed, &dma_buf, "nvme0", "p2p notify")?;
-    done.push(about(
+    expected_events.push(buffer_event(
         &[("method", &"dma-buf"), ("length", &PAGE), ("device", &drive)],
         buffer,
         size,
         "p2pmem_register",
     ));
     drop((importer, dma_buf));
-    free(fd, asked.handle).map_err(errno)?;
+    free(fd, arg.handle).map_err(errno)?;
 
     // Decisions without a buffer.
     let mut explain = abi::p2pmem_explain {
@@ -190,74 +192,95 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     )
     .map_err(errno)?;
     let huge = provider.size + PAGE;
-    expect("more than there is", alloc(fd, huge), libc::ENODEV)?;
+    expect("ALLOC of more than the provider's size", alloc(fd, huge), libc::ENODEV)?;
 
-    // One that is taken away.
+    // A buffer that is revoked.
     let taken = alloc(fd, PAGE).map_err(errno)?;
     let last = number(&function, taken.bar_offset)?;
     let mapping = Mapping::shared(fd, taken.mmap_offset, PAGE as usize).map_err(errno)?;
-    // The last holder of the first one may let go of it in a work of the kernel's, after close().
-    let gone = about(&[], buffer, size, "p2pmem_free");
+    // A work item of the kernel may release the last holder of the first buffer after close().
+    let gone = buffer_event(&[], buffer, size, "p2pmem_free");
     bed.unpublish("accel0")?;
-    done.extend([
+    expected_events.extend([
         gone,
         decision(PAGE, 0, provider.id, 0, true),
         decision(huge, 0, 0, libc::ENODEV, false),
-        about(&[("uid", &0)], last, PAGE, "p2pmem_alloc"),
+        buffer_event(&[("uid", &0)], last, PAGE, "p2pmem_alloc"),
         decision(PAGE, 0, provider.id, 0, false),
-        about(&[("offset", &0), ("length", &PAGE)], last, PAGE, "p2pmem_map"),
-        about(&[("mappings", &1), ("exports", &0)], last, PAGE, "p2pmem_revoke"),
-        about(&[], last, PAGE, "p2pmem_free"),
+        buffer_event(&[("offset", &0), ("length", &PAGE)], last, PAGE, "p2pmem_map"),
+        buffer_event(&[("mappings", &1), ("exports", &0)], last, PAGE, "p2pmem_revoke"),
+        buffer_event(&[], last, PAGE, "p2pmem_free"),
     ]);
     drop(mapping);
-    fs::write(path, serde_json::to_vec(&done)?).with_context(|| path.clone())
+    fs::write(path, serde_json::to_vec(&expected_events)?).with_context(|| path.clone())
 }
 
 fn recorded(bed: &mut Bed) -> Result<()> {
-    // It is loaded before: what it says of itself is of no interest here.
+    // Load the importer's module before the recording.
     drop(Importer::new()?);
     let me = std::env::current_exe()?;
-    let me = me.to_str().context("path")?;
-    let (record, done) = ("/tmp/p2pmem-trace.dat", "/tmp/p2pmem-trace.json");
-    fs::write(done, "")?;
+    let me = me.to_str().context("the path of this program is not UTF-8")?;
+    let (record, expected_path) = ("/tmp/p2pmem-trace.dat", "/tmp/p2pmem-trace.json");
+    fs::write(expected_path, "")?;
     command(
         "trace-cmd",
-        &["record", "-q", "-e", "p2pmem", "-o", record, me, "part", PART, done],
+        &[
+            "record",
+            "-q",
+            "-e",
+            "p2pmem",
+            "-o",
+            record,
+            me,
+            "part",
+            PART,
+            expected_path,
+        ],
     )?;
     let report = Command::new("trace-cmd").args(["report", "-i", record]).output()?;
     ensure!(report.status.success(), "{}", String::from_utf8_lossy(&report.stderr));
     let report = String::from_utf8_lossy(&report.stdout).into_owned();
     let events: Vec<Event> = report.lines().filter_map(Event::parse).collect();
-    // trace-cmd does not tell how the program ended.
-    let done = fs::read(done)?;
-    ensure!(!done.is_empty(), "the program failed, after:\n{report}");
-    let done: Vec<Event> = serde_json::from_slice(&done)?;
-    // The order is that of the program, except that the end of a buffer may come later than its last close().
+    // trace-cmd does not return the program's exit status.
+    let expected_events = fs::read(expected_path)?;
+    ensure!(
+        !expected_events.is_empty(),
+        "the recorded program failed; recorded:\n{report}"
+    );
+    let expected_events: Vec<Event> = serde_json::from_slice(&expected_events)?;
+    // The events are in the program's order, except that p2pmem_free may come after the last close().
     let order = |events: &mut Vec<&Event>| events.sort_by_key(|event| event.name == "p2pmem_free");
-    let (mut got, mut expected) = (events.iter().collect::<Vec<_>>(), done.iter().collect::<Vec<_>>());
+    let (mut got, mut expected) = (
+        events.iter().collect::<Vec<_>>(),
+        expected_events.iter().collect::<Vec<_>>(),
+    );
     order(&mut got);
     order(&mut expected);
-    let same = got.len() == expected.len() && got.iter().zip(&expected).all(|(got, expected)| got.says(expected));
-    ensure!(same, "was done:\n{expected:#?}\nwas recorded:\n{report}");
+    let matching =
+        got.len() == expected.len() && got.iter().zip(&expected).all(|(got, expected)| got.matches(expected));
+    ensure!(matching, "expected:\n{expected:#?}\nrecorded:\n{report}");
     for name in EVENTS {
-        ensure!(got.iter().any(|event| event.name == name), "{name} was not tried");
+        ensure!(
+            got.iter().any(|event| event.name == name),
+            "the program has no {name} event"
+        );
     }
-    // Every decision, and every buffer, is of the program's one file.
+    // All decisions and buffers are of the program's only file.
     let mut files: Vec<_> = got.iter().filter_map(|event| event.fields.get("file")).collect();
     files.dedup();
     ensure!(
         files.len() == 1,
-        "the program had one file, and it was recorded as {files:?}"
+        "the events name {files:?}, but the program had one file"
     );
     bed.publish("accel0")
 }
 
 fn off(_: &mut Bed) -> Result<()> {
-    // Off, as no one records.
+    // The events are off while nothing records.
     for event in EVENTS {
         let path = Path::new(TRACING).join("events/p2pmem").join(event).join("enable");
         let on = super::read(&path)?;
-        ensure!(on == "0", "{}: {on}", path.display());
+        ensure!(on == "0", "{} is {on}, expected 0", path.display());
     }
     let module = std::env::var("P2PMEM_MODULE").context("P2PMEM_MODULE")?;
     let output = Command::new("readelf").args(["-rW", &module]).output()?;
@@ -276,10 +299,10 @@ fn off(_: &mut Bed) -> Result<()> {
         }
     }
     for event in EVENTS {
-        // One in the C function that emits it, and one at least where it happens.
+        // One jump label in the C function that emits the event, and at least one at the caller.
         match labels.get(event) {
             Some(2..) => {}
-            other => bail!("{event} has {other:?} jump labels"),
+            other => bail!("{event} has {other:?} jump labels, expected at least 2"),
         }
     }
     Ok(())

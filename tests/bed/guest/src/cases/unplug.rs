@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Devices that are unplugged while they are in use: a provider's, and a drive that reads into another one's memory.
+//! Unplugging of devices in use: a provider, and a drive that reads into another provider's memory.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::{AsFd, AsRawFd};
@@ -26,14 +26,14 @@ use crate::{devices, host};
 pub(super) const CASES: &[Case] = &[
     Case {
         name: "unplug",
-        about: "memory is unplugged while fio reads into it and others map, import, share and register it: it is taken back from all of them, nothing else changes, and it comes back whole",
+        about: "unplugging a provider revokes its memory for all holders (fio, mappings, imports, shared handles, registrations), other memory is unchanged, and after plugging in all memory is free",
         topology: "unplug",
         ruins: false,
         run: unplug,
     },
     Case {
         name: "unplug-drive",
-        about: "a drive is unplugged while it reads into an accelerator's memory: what it read is right, it changes nothing else, and the memory comes back",
+        about: "a drive is unplugged while it reads into an accelerator's memory: the data read is correct, other memory is unchanged, and the memory can be freed",
         topology: "unplug",
         ruins: false,
         run: unplug_drive,
@@ -41,20 +41,20 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 const MIB: usize = 1 << 20;
-/// How often each is unplugged.
+/// How often each device is unplugged.
 const ROUNDS: u32 = 2;
-/// What is in memory and on drives.
+/// The seeds of the patterns in memory and on drives.
 const SURVIVOR: u64 = 1;
 const DRIVE: u64 = 2;
 
-/// All that is free of accel0, with something in it that has to stay.
+/// A mapping of accel0's free memory, whose content must not change.
 struct Survivor {
     _file: File,
     map: Mapping,
 }
 
 impl Survivor {
-    /// Of what is free then, `but` bytes stay so.
+    /// Allocates and fills the free memory of accel0, except for `but` bytes.
     fn new(bed: &Bed, but: usize) -> Result<Self> {
         let file = open()?;
         let size = bed.provider("accel0")?.largest as usize - but;
@@ -75,8 +75,8 @@ fn words(map: &Mapping) -> Vec<u64> {
     (0..map.len()).step_by(8).map(|at| map.get(at)).collect()
 }
 
-/// Who has memory of shm0, in every way there is.
-struct Users {
+/// Holders of memory of shm0, of every kind.
+struct Holders {
     file: File,
     handle: u32,
     _map: Mapping,
@@ -86,7 +86,7 @@ struct Users {
     registered: Vec<(Buffer, Registration)>,
 }
 
-impl Users {
+impl Holders {
     fn new(bed: &Bed, wire: &Wire) -> Result<Self> {
         let file = open()?;
         let (got, dma_buf) = exported_buffer(file.as_fd(), MIB as u64, 0)?;
@@ -112,13 +112,13 @@ impl Users {
         })
     }
 
-    /// All were told that it is gone, and let go of it.
-    fn have_lost_it(self, provider: u32) -> Result<()> {
+    /// Fails unless all files got the events of the removal. Frees the handles and the registrations.
+    fn check_revoked(self, provider: u32) -> Result<()> {
         for (file, handle) in [(&self.file, self.handle), (&self.other, self.shared)] {
             await_loss(file, handle, provider)?;
             free(file.as_fd(), handle).map_err(errno)?;
         }
-        // Registrations of what is gone end like any other.
+        // A registration of revoked memory ends like any other.
         for (_buffer, registration) in self.registered {
             drop(registration);
         }
@@ -129,7 +129,7 @@ impl Users {
 fn unplug(bed: &mut Bed) -> Result<()> {
     let name = || "shm0".to_owned();
     let rounds = rounds(ROUNDS);
-    // Nothing is left of it, so that whoever asks for memory gets that of shm0.
+    // accel0 is full, so that allocations without a provider are served by shm0.
     let survivor = Survivor::new(bed, 0)?;
     let wire = Wire::new(bed)?;
     let sysfs = bed.device("shm0")?.sysfs();
@@ -142,16 +142,16 @@ fn unplug(bed: &mut Bed) -> Result<()> {
             provider.buffers == 0 && *whole.get_or_insert(free) == free,
             "round {round}: {provider:?}"
         );
-        let users = Users::new(bed, &wire)?;
+        let holders = Holders::new(bed, &wire)?;
         let survive = Part::start("survive", &["1048576"])?;
         let fio = Fio::reading_into(bed, "shm0")?;
         let before = bed.provider("shm0")?;
         ensure!(before.buffers >= 7 && before.exports >= 5, "{before:?}");
         host::request(&Request::DeviceDel { name: name() })?;
-        ensure!(!sysfs.exists(), "it is there still");
+        ensure!(!sysfs.exists(), "sysfs still has the unplugged device");
         fio.has_failed()?;
         survive.finish()?;
-        users.have_lost_it(provider.id)?;
+        holders.check_revoked(provider.id)?;
         survivor.check()?;
         let left = providers(open()?.as_fd())?;
         ensure!(
@@ -162,8 +162,8 @@ fn unplug(bed: &mut Bed) -> Result<()> {
         sys::plain(open()?.as_fd(), abi::P2PMEM_IOC_INFO, &mut info).map_err(errno)?;
         ensure!(info.buffers == 1, "round {round}: {info:?}");
         host::request(&Request::DeviceAdd { name: name() })?;
-        // The kernel adds it before it lets drivers have it.
-        until("it can be published again", || {
+        // The kernel creates the device's directory before drivers can bind to the device.
+        until("the device can be published again", || {
             Ok(sysfs.exists() && bed.publish("shm0").is_ok())
         })?;
     }
@@ -174,18 +174,18 @@ fn unplug(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-/// The drive, past the page cache.
+/// Opens the drive for direct I/O.
 fn drive(bed: &Bed) -> Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_DIRECT);
     Ok(options.open(bed.block("nvme0")?)?)
 }
 
-/// Moves all of the drive that is looked at into or out of a mapping.
-fn whole(map: &Mapping, mut step: impl FnMut(usize) -> std::io::Result<usize>) -> Result<()> {
+/// Calls `step` with each offset of a mapping, in steps of 1 MiB.
+fn each_mib(map: &Mapping, mut step: impl FnMut(usize) -> std::io::Result<usize>) -> Result<()> {
     for at in (0..map.len()).step_by(MIB) {
         let n = step(at)?;
-        ensure!(n == MIB, "{n} of {MIB} bytes at {at}");
+        ensure!(n == MIB, "{n} of {MIB} bytes were transferred at offset {at}");
     }
     Ok(())
 }
@@ -204,12 +204,12 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
         Ok((got.handle, map))
     };
     let (handle, all) = map(LEN)?;
-    let wanted = pattern(DRIVE, LEN);
-    for (at, word) in wanted.iter().enumerate() {
+    let expected = pattern(DRIVE, LEN);
+    for (at, word) in expected.iter().enumerate() {
         all.set(8 * at, *word);
     }
     let to = drive(bed)?;
-    whole(&all, |at| all.drain_to(&to, at as u64, at, MIB))?;
+    each_mib(&all, |at| all.drain_to(&to, at as u64, at, MIB))?;
     drop(to);
     for round in 0..rounds {
         let from = drive(bed)?;
@@ -219,13 +219,13 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
                 .iter()
                 .enumerate()
                 .map(|(number, reads)| {
-                    let (from, wanted, map, file) = (&from, &wanted, &map, &file);
+                    let (from, expected, map, file) = (&from, &expected, &map, &file);
                     scope.spawn(move || -> Result<i32> {
                         let (handle, map) = map(MIB)?;
                         let mut at = number * MIB;
                         let ended = loop {
                             match map.fill_from(from, at as u64, 0, MIB) {
-                                Ok(MIB) => compare(&words(&map), &wanted[at / 8..][..MIB / 8])?,
+                                Ok(MIB) => compare(&words(&map), &expected[at / 8..][..MIB / 8])?,
                                 Ok(_) => break 0,
                                 Err(e) => break e.raw_os_error().unwrap_or(0),
                             }
@@ -238,7 +238,7 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
                     })
                 })
                 .collect();
-            until("all read", || {
+            until("all readers have read", || {
                 Ok(reads.iter().all(|reads| reads.load(Ordering::SeqCst) > 0))
             })?;
             host::request(&Request::DeviceDel { name: name() })?;
@@ -252,23 +252,23 @@ fn unplug_drive(bed: &mut Bed) -> Result<()> {
             }
             Ok(())
         })?;
-        // Who has the drive open keeps its name from the next one.
+        // An open drive keeps its name from being used again.
         drop(from);
-        ensure!(!sysfs.exists(), "it is there still");
+        ensure!(!sysfs.exists(), "sysfs still has the unplugged device");
         survivor.check()?;
-        compare(&words(&all), &wanted)?;
+        compare(&words(&all), &expected)?;
         host::request(&Request::DeviceAdd { name: name() })?;
-        until("it is back", || {
+        until("the drive is back", || {
             Ok(sysfs.exists() && {
                 bed.devices = devices::refresh()?;
                 drive(bed).is_ok()
             })
         })?;
-        // What it has is what it had.
+        // The drive's content is unchanged.
         let from = drive(bed)?;
         let (handle, found) = map(LEN)?;
-        whole(&found, |at| found.fill_from(&from, at as u64, at, MIB))?;
-        compare(&words(&found), &wanted)?;
+        each_mib(&found, |at| found.fill_from(&from, at as u64, at, MIB))?;
+        compare(&words(&found), &expected)?;
         drop(found);
         free(file.as_fd(), handle).map_err(errno)?;
     }
