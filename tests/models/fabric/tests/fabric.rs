@@ -295,7 +295,7 @@ fn mistakes_are_told() {
     assert!(attempt("").contains("no devices"));
     assert!(attempt("[[node]]\nname = 3").contains("expected a string"));
     let apart = format!("[[switch]]\nname = \"sw\"\n[[switch]]\nname = \"far\"\n{NICS}");
-    assert!(attempt(&apart).contains("no way from switch"));
+    assert!(attempt(&apart).contains("no path from switch"));
     let far = ACCELS.replace("DIR", "/nonexistent");
     let error = attempt(&far);
     assert!(

@@ -177,10 +177,10 @@ pub struct Modify {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModifyError {
     /// No queue pair or shared receive queue of this number.
-    #[error("no queue of this number")]
+    #[error("no queue pair or shared receive queue with this number")]
     NoQueue,
     /// The number is in use.
-    #[error("the number is in use")]
+    #[error("the number of the queue is in use")]
     InUse,
     /// The state cannot follow the present one.
     #[error("a queue pair cannot go from {from:?} to {to:?}")]
@@ -194,13 +194,13 @@ pub enum ModifyError {
     #[error("attribute out of range: {0}")]
     Range(&'static str),
     /// A queue pair uses the shared receive queue.
-    #[error("queue pairs use the shared receive queue")]
+    #[error("a queue pair uses the shared receive queue")]
     Busy,
 }
 
 /// A queue pair as a query shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QpView {
+pub struct QpAttributes {
     /// State.
     pub state: State,
     /// In SQD: the send queue has not come to rest yet.

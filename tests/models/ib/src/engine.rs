@@ -2,7 +2,6 @@
 
 //! The transport of one adapter: its queue pairs, and what happens to them.
 
-mod answers;
 mod datagram;
 mod flush;
 mod pool;
@@ -10,6 +9,7 @@ mod qp;
 mod receive;
 mod requester;
 mod responder;
+mod responses;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -18,22 +18,22 @@ use std::time::Duration;
 use serde::Serialize;
 use tracing::debug;
 
-use crate::attributes::{Modify, ModifyError, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig};
-use crate::fabric::{Burst, Flight, Hold};
+use crate::attributes::{Modify, ModifyError, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, SrqConfig};
+use crate::fabric::{Burst, BusyGuard, InFlight};
 use crate::host::{Event, Host};
 use crate::packet::{Extended, Gid, MULTICAST_QPN, Packet, operation, service};
 use crate::work::Status;
 use datagram::pkeys_match;
 use pool::Pool;
-use qp::{GSI_QPN, Qp, Turn};
+use qp::{GSI_QPN, Poll, Qp};
 use receive::Srq;
 
 /// Most packets that a queue pair keeps in either direction while it waits. More than any window sends.
-const BACKLOG: usize = 8192;
+const MAX_BACKLOG: usize = 8192;
 /// Turns of queue pairs in one call of [`Engine::run`].
-const TURNS: usize = 32;
+const QP_BUDGET: usize = 32;
 /// Packets that are sent without waiting for the other queue pairs' turns.
-const SEND_AT: usize = 32;
+const TRANSMIT_BATCH: usize = 32;
 
 /// What [`Engine::run`] has left to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -121,19 +121,19 @@ pub(crate) struct Shared {
     pool: Pool,
     counters: Counters,
     /// Page faults and the queue pairs that wait for them.
-    pages: HashMap<u64, Vec<u32>>,
+    page_waiters: HashMap<u64, Vec<u32>>,
     /// Queue pairs that wait for room on their way.
     blocked: Vec<u32>,
     /// Queue pairs that found out that they have more to do.
     wake: Vec<u32>,
     /// Given up with the packets sent: until then, what they answer counts as being on its way.
-    released: Vec<Hold>,
+    released: Vec<BusyGuard>,
 }
 
 impl Shared {
     fn wait_for_page(&mut self, token: u64, qpn: u32) {
         self.counters.page_faults += 1;
-        let waiting = self.pages.entry(token).or_default();
+        let waiting = self.page_waiters.entry(token).or_default();
         if !waiting.contains(&qpn) {
             waiting.push(qpn);
         }
@@ -153,16 +153,16 @@ pub(crate) struct Context<'a> {
     host: &'a mut dyn Host,
     shared: &'a mut Shared,
     /// What the packets being worked on arrived as.
-    flight: Option<&'a Flight>,
+    in_flight: Option<&'a InFlight>,
     now: Option<Duration>,
 }
 
 impl<'a> Context<'a> {
-    fn new(host: &'a mut dyn Host, shared: &'a mut Shared, flight: Option<&'a Flight>) -> Self {
+    fn new(host: &'a mut dyn Host, shared: &'a mut Shared, in_flight: Option<&'a InFlight>) -> Self {
         Self {
             host,
             shared,
-            flight,
+            in_flight,
             now: None,
         }
     }
@@ -179,9 +179,9 @@ impl<'a> Context<'a> {
     }
 
     /// What arrived is kept: it stays on its way until `hold` is given up.
-    fn hold(&self, hold: &mut Option<Hold>) {
-        if hold.is_none() {
-            *hold = self.flight.map(Flight::hold);
+    fn keep_busy(&self, guard: &mut Option<BusyGuard>) {
+        if guard.is_none() {
+            *guard = self.in_flight.map(InFlight::busy_guard);
         }
     }
 
@@ -219,7 +219,7 @@ impl Engine {
                 out: Vec::new(),
                 pool: Pool::default(),
                 counters: Counters::default(),
-                pages: HashMap::new(),
+                page_waiters: HashMap::new(),
                 blocked: Vec::new(),
                 wake: Vec::new(),
                 released: Vec::new(),
@@ -267,13 +267,13 @@ impl Engine {
         let qp = self.qps.get_mut(&qpn).ok_or(ModifyError::NoQueue)?;
         qp.modify(&mut Context::new(host, &mut self.shared, None), change)?;
         self.schedule(qpn);
-        self.after(host);
+        self.send_and_schedule(host);
         Ok(())
     }
 
     /// A queue pair's state and attributes.
-    pub fn query(&self, qpn: u32) -> Option<QpView> {
-        self.qps.get(&qpn).map(Qp::view)
+    pub fn query(&self, qpn: u32) -> Option<QpAttributes> {
+        self.qps.get(&qpn).map(Qp::attributes)
     }
 
     /// Ends a queue pair. Its work makes no completions any more.
@@ -302,7 +302,7 @@ impl Engine {
             members.retain(|member| *member != qpn);
             !members.is_empty()
         });
-        self.shared.pages.retain(|_, waiting| {
+        self.shared.page_waiters.retain(|_, waiting| {
             waiting.retain(|waiting| *waiting != qpn);
             !waiting.is_empty()
         });
@@ -405,7 +405,7 @@ impl Engine {
     }
 
     /// Whether a queue pair sent the packet to a group itself, and does not want to hear it.
-    fn is_deaf_to(&self, qpn: u32, packet: &Packet) -> bool {
+    fn blocks_loopback(&self, qpn: u32, packet: &Packet) -> bool {
         let port = &self.shared.port;
         self.qps.get(&qpn).is_some_and(|qp| {
             qp.config.deaf_to_itself
@@ -416,17 +416,17 @@ impl Engine {
 
     /// Packets arrived.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
-        let Burst { packets, flight } = burst;
+        let Burst { packets, in_flight } = burst;
         let mut touched = Vec::new();
         for packet in packets {
             self.shared.counters.packets_received += 1;
             if packet.dest_qpn == MULTICAST_QPN {
                 let group = packet.grh.as_ref().map(|grh| grh.dgid).unwrap_or_default();
                 for qpn in self.groups.get(&group).cloned().unwrap_or_default() {
-                    if self.is_deaf_to(qpn, &packet) {
+                    if self.blocks_loopback(qpn, &packet) {
                         continue;
                     }
-                    self.arrive(host, flight.as_ref(), qpn, packet.clone(), &mut touched);
+                    self.dispatch(host, in_flight.as_ref(), qpn, packet.clone(), &mut touched);
                 }
             } else {
                 let qpn = if packet.dest_qpn == GSI_QPN {
@@ -434,47 +434,47 @@ impl Engine {
                 } else {
                     packet.dest_qpn
                 };
-                self.arrive(host, flight.as_ref(), qpn, packet, &mut touched);
+                self.dispatch(host, in_flight.as_ref(), qpn, packet, &mut touched);
             }
         }
         touched.sort_unstable();
         touched.dedup();
         for qpn in touched {
             let Some(qp) = self.qps.get_mut(&qpn) else { continue };
-            let mut cx = Context::new(host, &mut self.shared, flight.as_ref());
+            let mut cx = Context::new(host, &mut self.shared, in_flight.as_ref());
             if qp.receives() {
                 qp.settle_requests(&mut cx);
             }
             if qp.sends() {
-                qp.settle_answers(&mut cx);
+                qp.settle_responses(&mut cx);
             }
-            if qp.requester.wants_turn() {
+            if qp.requester.wants_poll() {
                 self.schedule(qpn);
             }
             self.set_timer(qpn);
         }
-        self.after(host);
+        self.send_and_schedule(host);
         // Only now, as the answers are on their way.
-        drop(flight);
+        drop(in_flight);
     }
 
     /// A packet for a queue pair.
-    fn arrive(
+    fn dispatch(
         &mut self,
         host: &mut dyn Host,
-        flight: Option<&Flight>,
+        in_flight: Option<&InFlight>,
         qpn: u32,
         packet: Packet,
         touched: &mut Vec<u32>,
     ) {
         let shared = &mut self.shared;
         let Some(qp) = self.qps.get_mut(&qpn) else {
-            debug!(?packet, "packet for a queue pair that is not there");
+            debug!(?packet, "packet for an unknown queue pair");
             shared.counters.packets_dropped += 1;
             return;
         };
         if packet.opcode & service::MASK != qp.opcode_service() || !qp.receives() {
-            debug!(qpn, state = ?qp.state, ?packet, "packet that the queue pair cannot take");
+            debug!(qpn, state = ?qp.state, ?packet, "packet that the service or state of the queue pair does not accept");
             shared.counters.packets_dropped += 1;
             return;
         }
@@ -483,17 +483,17 @@ impl Engine {
             _ => pkeys_match(qp.pkey(&shared.port), packet.pkey),
         };
         if !accepted {
-            debug!(qpn, ?packet, "packet of another partition");
+            debug!(qpn, ?packet, "packet with a wrong P_Key");
             shared.counters.pkey_violations += 1;
             return;
         }
-        let mut cx = Context::new(host, shared, flight);
+        let mut cx = Context::new(host, shared, in_flight);
         qp.note_arrival(&mut cx);
-        let answers = operation::READ_RESPONSE_FIRST..=operation::ATOMIC_ACKNOWLEDGE;
-        if answers.contains(&(packet.opcode & operation::MASK)) {
-            qp.take_answer(&mut cx, packet);
+        let responses = operation::READ_RESPONSE_FIRST..=operation::ATOMIC_ACKNOWLEDGE;
+        if responses.contains(&(packet.opcode & operation::MASK)) {
+            qp.receive_response(&mut cx, packet);
         } else {
-            qp.take_request(&mut cx, packet);
+            qp.receive_request(&mut cx, packet);
         }
         if touched.last() != Some(&qpn) {
             touched.push(qpn);
@@ -502,7 +502,7 @@ impl Engine {
 
     /// Accesses that wait for this page are to be repeated, or (`ok` is false) fail. Unknown tokens are ignored.
     pub fn resume(&mut self, token: u64, ok: bool) {
-        for qpn in self.shared.pages.remove(&token).unwrap_or_default() {
+        for qpn in self.shared.page_waiters.remove(&token).unwrap_or_default() {
             if let Some(qp) = self.qps.get_mut(&qpn) {
                 qp.resume(token, ok);
                 self.schedule(qpn);
@@ -525,27 +525,27 @@ impl Engine {
                 self.timers.remove(&(time, qpn));
                 if let Some(qp) = self.qps.get_mut(&qpn) {
                     qp.timer = None;
-                    qp.tick(&mut Context::new(host, &mut self.shared, None), now);
+                    qp.on_timer(&mut Context::new(host, &mut self.shared, None), now);
                     self.set_timer(qpn);
                 }
             }
         }
-        self.take_wakes();
-        for _ in 0..TURNS {
+        self.schedule_woken();
+        for _ in 0..QP_BUDGET {
             let Some(qpn) = self.ready.pop_front() else { break };
             let Some(qp) = self.qps.get_mut(&qpn) else { continue };
             qp.scheduled = false;
-            let turn = qp.turn(&mut Context::new(host, &mut self.shared, None));
+            let poll = qp.poll(&mut Context::new(host, &mut self.shared, None));
             self.set_timer(qpn);
-            if turn == Turn::More {
+            if poll == Poll::More {
                 self.schedule(qpn);
             }
-            self.take_wakes();
-            if self.shared.out.len() >= SEND_AT {
+            self.schedule_woken();
+            if self.shared.out.len() >= TRANSMIT_BATCH {
                 self.shared.send_out(host);
             }
         }
-        self.after(host);
+        self.send_and_schedule(host);
         if !self.ready.is_empty() {
             return Next::More;
         }
@@ -558,12 +558,12 @@ impl Engine {
     }
 
     /// Sends what was made, and lists who has more to do.
-    fn after(&mut self, host: &mut dyn Host) {
+    fn send_and_schedule(&mut self, host: &mut dyn Host) {
         self.shared.send_out(host);
-        self.take_wakes();
+        self.schedule_woken();
     }
 
-    fn take_wakes(&mut self) {
+    fn schedule_woken(&mut self) {
         while let Some(qpn) = self.shared.wake.pop() {
             self.schedule(qpn);
         }

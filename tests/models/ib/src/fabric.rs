@@ -18,7 +18,7 @@ use tracing::warn;
 
 use crate::packet::{Gid, Packet};
 use network::Network;
-pub(crate) use transit::{Flight, Hold};
+pub(crate) use transit::{BusyGuard, InFlight};
 
 /// Switches and the links between them. Ports are added by [`Fabric::join`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,13 +36,13 @@ pub enum TopologyError {
     #[error("no switch named \"{0}\"")]
     NoSwitch(String),
     /// Two have the same name.
-    #[error("\"{0}\" is there twice")]
-    Twice(String),
+    #[error("duplicate name, link or GUID: \"{0}\"")]
+    Duplicate(String),
     /// No way leads from one switch to another.
-    #[error("no way from switch \"{0}\" to switch \"{1}\"")]
-    Apart(String, String),
+    #[error("no path from switch \"{0}\" to switch \"{1}\"")]
+    Unconnected(String, String),
     /// All LIDs are in use.
-    #[error("no LID left")]
+    #[error("all unicast LIDs are in use")]
     NoLid,
 }
 
@@ -96,7 +96,7 @@ pub struct LinkCounters {
 #[derive(Debug)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
-    pub(crate) flight: Option<Flight>,
+    pub(crate) in_flight: Option<InFlight>,
 }
 
 /// Something for an adapter's inbox.
@@ -178,7 +178,7 @@ impl Fabric {
     ///
     /// # Errors
     ///
-    /// No such switch, a name or GUID that is in use, or no LID left.
+    /// No such switch, a name or GUID that is in use, or all unicast LIDs are in use.
     pub fn join(
         &self,
         config: &PortConfig,
@@ -284,7 +284,7 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        self.inner.network().leave(self.lid);
+        self.inner.network().remove_port(self.lid);
     }
 }
 
@@ -295,7 +295,7 @@ impl Drop for Fabric {
 }
 
 /// Longest sleep of the timer's thread: then it sees whether the fabric is still there.
-const TIMER_LOOKS: Duration = Duration::from_millis(200);
+const MAX_TIMER_SLEEP: Duration = Duration::from_millis(200);
 
 /// Starts the thread that delivers delayed packets. It ends with the fabric.
 fn start_timer(inner: &Arc<Inner>) {
@@ -308,11 +308,11 @@ fn start_timer(inner: &Arc<Inner>) {
             network.deliver_due(now);
             let wait = network
                 .next_due()
-                .map_or(TIMER_LOOKS, |due| due.saturating_sub(now).min(TIMER_LOOKS));
+                .map_or(MAX_TIMER_SLEEP, |due| due.saturating_sub(now).min(MAX_TIMER_SLEEP));
             drop(inner.changed.wait_timeout(network, wait));
         }
     });
     if let Err(error) = started {
-        warn!(%error, "no thread for delayed packets: they stay where they are");
+        warn!(%error, "cannot start the thread for delayed packets; delayed packets are not delivered");
     }
 }

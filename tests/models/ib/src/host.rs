@@ -46,13 +46,13 @@ pub enum Fault {
     #[error("no such key")]
     Key,
     /// The key belongs to another protection domain or queue pair.
-    #[error("key of another protection domain")]
+    #[error("the key belongs to another protection domain or queue pair")]
     Domain,
     /// The key does not allow this.
-    #[error("access not allowed by the key")]
+    #[error("the key does not allow the access")]
     Rights,
     /// The range is not inside the key's.
-    #[error("range outside of the key")]
+    #[error("the range exceeds the memory region of the key")]
     Bounds,
     /// Nothing answers at the bus address, or it refuses.
     #[error("the bus refused the access")]

@@ -50,7 +50,8 @@ mod sim;
 mod work;
 
 pub use attributes::{
-    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig, State,
+    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, SrqConfig,
+    State,
 };
 pub use engine::{Counters, Engine, Next};
 pub use fabric::{Burst, Delivery, Fabric, Faults, LinkCounters, Port, PortConfig, Topology, TopologyError};

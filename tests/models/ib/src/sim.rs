@@ -32,7 +32,7 @@ use crate::work::{
 /// Protection domain of everything, unless a test says otherwise.
 const PD: u32 = 7;
 /// A key for all of a toy's memory that allows everything.
-const ALL: u32 = 0x1000;
+const ALL_KEY: u32 = 0x1000;
 /// Page size of toys' page faults.
 const PAGE: u64 = 4096;
 
@@ -48,7 +48,7 @@ struct Key {
 }
 
 /// A host with flat memory: a key's address space is the memory itself.
-struct Toy {
+struct TestHost {
     lid: u16,
     now: Rc<Cell<Duration>>,
     network: Rc<RefCell<Network>>,
@@ -59,9 +59,9 @@ struct Toy {
     /// Addresses of pages that are not there.
     absent: HashSet<u64>,
     /// Pages asked for, by token.
-    asked: BTreeMap<u64, u64>,
+    page_requests: BTreeMap<u64, u64>,
     tokens: u64,
-    locals: Vec<(u32, u64)>,
+    local_requests: Vec<(u32, u64)>,
     local_result: Result<(), Status>,
     completions: Vec<Completion>,
     events: Vec<Event>,
@@ -69,12 +69,12 @@ struct Toy {
     /// Number of calls of `write`.
     writes: usize,
     /// So many more accesses, and all keys are gone.
-    keys_go_after: Option<usize>,
+    remove_keys_after: Option<usize>,
     /// What the queues answer in place of work: send queues, receive queues.
-    bad: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
+    injected: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
 }
 
-impl Toy {
+impl TestHost {
     fn allowed(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
         let key = self.keys.get(&access.key).ok_or(Fault::Key)?;
         if key.pd != access.pd {
@@ -94,12 +94,12 @@ impl Toy {
         if access.address < key.start || end > key.start + key.len {
             return Err(Fault::Bounds);
         }
-        assert_ne!(access.length, 0, "empty accesses are not to be asked for");
+        assert_ne!(access.length, 0, "the engine must not request an access of length 0");
         Ok(access.address as usize..end as usize)
     }
 
     fn present(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
-        match &mut self.keys_go_after {
+        match &mut self.remove_keys_after {
             Some(0) => self.keys.clear(),
             Some(left) => *left -= 1,
             None => {}
@@ -108,7 +108,7 @@ impl Toy {
         for page in access.address / PAGE..=(access.address + access.length - 1) / PAGE {
             if self.absent.contains(&page) {
                 self.tokens += 1;
-                self.asked.insert(self.tokens, page);
+                self.page_requests.insert(self.tokens, page);
                 return Err(Fault::Page(self.tokens));
             }
         }
@@ -116,14 +116,14 @@ impl Toy {
     }
 }
 
-impl Host for Toy {
+impl Host for TestHost {
     fn now(&mut self) -> Duration {
         self.now.get()
     }
 
     fn next_send(&mut self, qpn: u32) -> Fetched<SendWork> {
-        if let Some(bad) = self.bad.0.take() {
-            return bad;
+        if let Some(injected) = self.injected.0.take() {
+            return injected;
         }
         self.sends
             .entry(qpn)
@@ -133,8 +133,8 @@ impl Host for Toy {
     }
 
     fn next_receive(&mut self, queue: Queue) -> Fetched<ReceiveWork> {
-        if let Some(bad) = self.bad.1.take() {
-            return bad;
+        if let Some(injected) = self.injected.1.take() {
+            return injected;
         }
         let queue = self.receives.entry(queue).or_default();
         match queue.pop_front() {
@@ -176,7 +176,7 @@ impl Host for Toy {
     }
 
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
-        self.locals.push((qpn, id));
+        self.local_requests.push((qpn, id));
         self.local_result
     }
 
@@ -216,21 +216,21 @@ impl Host for Toy {
 /// An adapter.
 struct Node {
     engine: Engine,
-    toy: Toy,
+    host: TestHost,
     inbox: mpsc::Receiver<Delivery>,
     next: Next,
     links: Vec<bool>,
     /// What arrives stays in the inbox.
-    asleep: bool,
+    paused: bool,
 }
 
-struct World {
+struct Simulation {
     now: Rc<Cell<Duration>>,
     network: Rc<RefCell<Network>>,
     nodes: Vec<Node>,
 }
 
-impl World {
+impl Simulation {
     /// `n` adapters with `memory` bytes each, on one switch.
     fn new(n: usize, memory: usize) -> Self {
         Self::with_seed(n, memory, 1)
@@ -275,34 +275,34 @@ impl World {
                     remote_write: true,
                     remote_atomic: true,
                 };
-                let toy = Toy {
+                let host = TestHost {
                     lid,
                     now: now.clone(),
                     network: network.clone(),
                     memory: vec![0; memory],
-                    keys: HashMap::from([(ALL, all)]),
+                    keys: HashMap::from([(ALL_KEY, all)]),
                     sends: HashMap::new(),
                     receives: HashMap::new(),
                     absent: HashSet::new(),
-                    asked: BTreeMap::new(),
+                    page_requests: BTreeMap::new(),
                     tokens: 0,
-                    locals: Vec::new(),
+                    local_requests: Vec::new(),
                     local_result: Ok(()),
                     completions: Vec::new(),
                     events: Vec::new(),
                     sent: Vec::new(),
                     writes: 0,
-                    keys_go_after: None,
-                    bad: (None, None),
+                    remove_keys_after: None,
+                    injected: (None, None),
                 };
                 let engine = Engine::new(port);
                 Node {
                     engine,
-                    toy,
+                    host,
                     inbox,
                     next: Next::Idle,
                     links: Vec::new(),
-                    asleep: false,
+                    paused: false,
                 }
             })
             .collect();
@@ -310,27 +310,27 @@ impl World {
     }
 
     fn lid(&self, node: usize) -> u16 {
-        self.nodes[node].toy.lid
+        self.nodes[node].host.lid
     }
 
     /// Handles what one adapter has in its inbox, and lets it work. Returns whether there was anything.
     fn work(&mut self, node: usize) -> bool {
         let node = &mut self.nodes[node];
-        if node.asleep {
+        if node.paused {
             return false;
         }
         let mut worked = node.next == Next::More;
         while let Ok(delivery) = node.inbox.try_recv() {
             worked = true;
             match delivery {
-                Delivery::Packets(burst) => node.engine.packets(&mut node.toy, burst),
+                Delivery::Packets(burst) => node.engine.packets(&mut node.host, burst),
                 Delivery::Room => node.engine.room(),
                 Delivery::Link(up) => node.links.push(up),
             }
         }
-        let sent = node.toy.sent.len();
-        node.next = node.engine.run(&mut node.toy);
-        worked || node.toy.sent.len() > sent
+        let sent = node.host.sent.len();
+        node.next = node.engine.run(&mut node.host);
+        worked || node.host.sent.len() > sent
     }
 
     /// Works until nothing is left to do at this time.
@@ -340,12 +340,12 @@ impl World {
             for node in 0..self.nodes.len() {
                 worked |= self.work(node);
             }
-            let more = self.nodes.iter().any(|node| !node.asleep && node.next == Next::More);
+            let more = self.nodes.iter().any(|node| !node.paused && node.next == Next::More);
             if !worked && !more {
                 return;
             }
         }
-        panic!("the adapters never come to rest");
+        panic!("the adapters still have work after 20,000 rounds");
     }
 
     /// Goes to the next time at which something happens. Returns whether there is one, before `end`.
@@ -353,7 +353,7 @@ impl World {
         let timers = self
             .nodes
             .iter()
-            .filter(|node| !node.asleep)
+            .filter(|node| !node.paused)
             .filter_map(|node| match node.next {
                 Next::At(time) => Some(time),
                 _ => None,
@@ -397,7 +397,7 @@ impl World {
 
     fn modify(&mut self, node: usize, qpn: u32, change: Modify) {
         let node = &mut self.nodes[node];
-        node.engine.modify(&mut node.toy, qpn, &change).unwrap();
+        node.engine.modify(&mut node.host, qpn, &change).unwrap();
     }
 
     fn state(&mut self, node: usize, qpn: u32, state: State) {
@@ -496,7 +496,7 @@ impl World {
 
     fn post(&mut self, node: usize, qpn: u32, work: SendWork) {
         let node = &mut self.nodes[node];
-        node.toy.sends.entry(qpn).or_default().push_back(work);
+        node.host.sends.entry(qpn).or_default().push_back(work);
         node.engine.doorbell(qpn);
     }
 
@@ -504,18 +504,18 @@ impl World {
         let work = ReceiveWork {
             id,
             pieces: smallvec![Sge {
-                key: ALL,
+                key: ALL_KEY,
                 address,
                 length
             }],
             left: 0,
         };
-        self.nodes[node].toy.receives.entry(queue).or_default().push_back(work);
+        self.nodes[node].host.receives.entry(queue).or_default().push_back(work);
     }
 
     /// Statuses of the completed sends of a node, with their numbers.
     fn sends(&self, node: usize) -> Vec<(u64, Status)> {
-        let completions = self.nodes[node].toy.completions.iter();
+        let completions = self.nodes[node].host.completions.iter();
         completions
             .filter_map(|completion| match completion {
                 Completion::Send { id, status, .. } => Some((*id, *status)),
@@ -526,7 +526,7 @@ impl World {
 
     /// Completed receives of a node: number, status, length, what.
     fn received(&self, node: usize) -> Vec<(u64, Status, u32, Received)> {
-        let completions = self.nodes[node].toy.completions.iter();
+        let completions = self.nodes[node].host.completions.iter();
         completions
             .filter_map(|completion| match completion {
                 Completion::Receive {
@@ -545,25 +545,25 @@ impl World {
         let bytes: Vec<u8> = (0..len)
             .map(|i| (i as u8).wrapping_mul(31) ^ (i >> 8) as u8 ^ seed)
             .collect();
-        self.nodes[node].toy.memory[address..address + len].copy_from_slice(&bytes);
+        self.nodes[node].host.memory[address..address + len].copy_from_slice(&bytes);
         bytes
     }
 
     fn bytes(&self, node: usize, address: usize, len: usize) -> &[u8] {
-        &self.nodes[node].toy.memory[address..address + len]
+        &self.nodes[node].host.memory[address..address + len]
     }
 }
 
 /// The host finds the pages that were asked for, or says that there are none.
 fn serve_pages(node: &mut Node, ok: bool) -> usize {
-    let asked = std::mem::take(&mut node.toy.asked);
-    for (token, page) in &asked {
+    let page_requests = std::mem::take(&mut node.host.page_requests);
+    for (token, page) in &page_requests {
         if ok {
-            node.toy.absent.remove(page);
+            node.host.absent.remove(page);
         }
         node.engine.resume(*token, ok);
     }
-    asked.len()
+    page_requests.len()
 }
 
 /// How a pair is connected.
@@ -599,7 +599,7 @@ fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
             ..SendFlags::default()
         },
         payload: Payload::Memory(smallvec![Sge {
-            key: ALL,
+            key: ALL_KEY,
             address,
             length
         }]),
@@ -618,7 +618,7 @@ fn write(id: u64, address: u64, length: u32, remote: u64) -> SendWork {
         SendOp::Write {
             remote: Remote {
                 address: remote,
-                key: ALL,
+                key: ALL_KEY,
             },
             imm: None,
         },
@@ -633,7 +633,7 @@ fn read(id: u64, address: u64, length: u32, remote: u64) -> SendWork {
         SendOp::Read {
             remote: Remote {
                 address: remote,
-                key: ALL,
+                key: ALL_KEY,
             },
         },
         address,

@@ -82,7 +82,7 @@ fn main() -> Result<(), Error> {
             break completion;
         }
         if start.elapsed() > TIMEOUT {
-            return Err("the write did not complete in time".into());
+            return Err("the RDMA WRITE did not complete within 60 s".into());
         }
         a.step();
         b.step();
@@ -90,7 +90,7 @@ fn main() -> Result<(), Error> {
     println!("{completion:?}");
     assert!(
         b.adapter.memory == bytes,
-        "the bytes of adapter a are in the memory of adapter b"
+        "the memory of adapter b differs from the bytes that adapter a wrote"
     );
     println!("wrote {} bytes: {:?}", bytes.len(), a.adapter.port.counters());
     Ok(())

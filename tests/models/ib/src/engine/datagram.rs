@@ -8,7 +8,7 @@ use tracing::debug;
 
 use super::Context;
 use super::qp::{GSI_QPN, Qp, route};
-use super::responder::Done;
+use super::responder::Disposition;
 use crate::attributes::{PortAttributes, Service};
 use crate::host::Fault;
 use crate::packet::{Deth, Extended, MULTICAST_LID, Packet, operation};
@@ -58,12 +58,12 @@ impl Qp {
     }
 
     /// A datagram arrived whose turn it is.
-    pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+    pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         let (Extended::Deth(deth), operation::SEND_ONLY | operation::SEND_ONLY_IMM) =
             (packet.extended, packet.opcode & operation::MASK)
         else {
             cx.shared.counters.packets_dropped += 1;
-            return Done::Yes;
+            return Disposition::Consumed;
         };
         let own = if self.config.service == Service::Gsi {
             GSI_QKEY
@@ -73,51 +73,51 @@ impl Qp {
         if deth.qkey != own {
             debug!(qpn = self.number, got = deth.qkey, own, "datagram with a wrong Q_Key");
             cx.shared.counters.qkey_violations += 1;
-            return Done::Yes;
+            return Disposition::Consumed;
         }
         if self.responder.receive.is_none() {
             match self.fetch_receive(cx, 0) {
                 Ok(Some(receive)) => self.responder.receive = Some(receive),
                 Ok(None) => {
-                    debug!(qpn = self.number, "datagram without a receive");
+                    debug!(qpn = self.number, "no receive posted for the datagram");
                     cx.shared.counters.datagrams_dropped += 1;
-                    return Done::Yes;
+                    return Disposition::Consumed;
                 }
                 Err(_) => {
                     self.fatal(cx);
-                    return Done::Yes;
+                    return Disposition::Consumed;
                 }
             }
         }
         let Some(mut receive) = self.responder.receive.take() else {
-            return Done::Yes;
+            return Disposition::Consumed;
         };
         let bytes = packet.payload.bytes();
         let length = GRH_BYTES + bytes.len();
-        if length as u64 > receive.room() || bytes.len() as u64 > MAX_PAYLOAD {
+        if length as u64 > receive.capacity() || bytes.len() as u64 > MAX_PAYLOAD {
             self.complete_receive(cx, &receive, Status::LocalLength, Received::Send, false, None);
-            return self.end_datagram(cx);
+            return self.fail_datagram_qp(cx);
         }
         receive.length = length as u32;
-        let mut gate = self.responder.gate;
+        let mut page_wait = self.responder.page_wait;
         let qpn = self.number;
-        let written = gate.access(cx, qpn, |cx| {
+        let written = page_wait.access(cx, qpn, |cx| {
             if let Some(grh) = &packet.grh {
                 receive.scatter(cx, qpn, 0, &grh_bytes(packet, grh))?;
             }
             receive.scatter(cx, qpn, GRH_BYTES as u64, bytes)
         });
-        self.responder.gate = gate;
+        self.responder.page_wait = page_wait;
         match written {
             Ok(()) => {}
             Err(Fault::Page(_)) => {
                 self.responder.receive = Some(receive);
-                return Done::Waits;
+                return Disposition::Deferred;
             }
             Err(fault) => {
                 let status = Self::local_status(fault);
                 self.complete_receive(cx, &receive, status, Received::Send, false, None);
-                return self.end_datagram(cx);
+                return self.fail_datagram_qp(cx);
             }
         }
         cx.shared.counters.bytes_received += bytes.len() as u64;
@@ -146,13 +146,13 @@ impl Qp {
             multicast,
         };
         self.complete_receive(cx, &receive, Status::Success, what, packet.solicited, Some(source));
-        Done::Yes
+        Disposition::Consumed
     }
 
     /// A receive of a datagram queue pair failed: so does the queue pair.
-    fn end_datagram(&mut self, cx: &mut Context<'_>) -> Done {
+    fn fail_datagram_qp(&mut self, cx: &mut Context<'_>) -> Disposition {
         self.enter_error(cx);
-        Done::Yes
+        Disposition::Consumed
     }
 }
 

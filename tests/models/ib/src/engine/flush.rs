@@ -5,30 +5,30 @@
 use std::time::Duration;
 
 use super::Context;
-use super::qp::{Qp, Turn};
+use super::qp::{Poll, Qp};
 use super::requester::Progress;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Event, Fetched};
 use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
 /// Work requests flushed in one turn and direction.
-const TURN_WORKS: usize = 64;
+const REQUEST_BUDGET: usize = 64;
 /// When a queue pair in the error state is first looked at for receives posted since: nothing tells of them. While there
 /// are none, twice as much time passes every time.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+const MIN_FLUSH_INTERVAL: Duration = Duration::from_millis(1);
 /// The longest time between two looks.
-const LOOK_AT_LEAST: Duration = Duration::from_millis(16);
+const MAX_FLUSH_INTERVAL: Duration = Duration::from_millis(16);
 
 impl Qp {
     /// A turn in the error state.
-    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Turn {
-        let mut turn = self.flush_send(cx, Turn::Rest);
+    pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Poll {
+        let mut poll = self.flush_send(cx, Poll::Idle);
         if let Some(receive) = self.responder.receive.take() {
             self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
         }
         if self.config.receive == ReceiveFrom::Own && self.config.service != Service::Xrc {
-            let mut wait = (self.flush_wait * 2).clamp(LOOK_AGAIN, LOOK_AT_LEAST);
-            for left in (0..TURN_WORKS).rev() {
+            let mut wait = (self.flush_interval * 2).clamp(MIN_FLUSH_INTERVAL, MAX_FLUSH_INTERVAL);
+            for left in (0..REQUEST_BUDGET).rev() {
                 let work = match cx.host.next_receive(Queue::Own(self.number)) {
                     Fetched::Work(work) => work,
                     Fetched::Bad { id, .. } => ReceiveWork {
@@ -38,33 +38,33 @@ impl Qp {
                     },
                     Fetched::Empty | Fetched::Broken => break,
                 };
-                wait = LOOK_AGAIN;
+                wait = MIN_FLUSH_INTERVAL;
                 let receive = self.own_receive(work);
                 self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
                 if left == 0 {
-                    turn = Turn::More;
+                    poll = Poll::More;
                 }
             }
-            self.flush_wait = wait;
-            self.flush_again = Some(cx.now() + wait);
+            self.flush_interval = wait;
+            self.flush_at = Some(cx.now() + wait);
         }
-        if turn == Turn::Rest && !self.last_work_told {
-            self.last_work_told = true;
+        if poll == Poll::Idle && !self.last_work_reported {
+            self.last_work_reported = true;
             if self.shares_receives() {
                 cx.host.event(Event::LastWorkReached { qpn: self.number });
             }
         }
-        turn
+        poll
     }
 
     /// Flushes the send queue, in the error states.
-    pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, turn: Turn) -> Turn {
-        let mut left = TURN_WORKS;
+    pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, poll: Poll) -> Poll {
+        let mut left = REQUEST_BUDGET;
         while let Some(work) = self.requester.works.pop_front() {
             // What had succeeded before stays a success.
             let (status, length) = match work.progress {
                 Progress::Ended(Status::Success) if !work.signaled => continue,
-                Progress::Ended(Status::Success) => (Status::Success, work.answered_length()),
+                Progress::Ended(Status::Success) => (Status::Success, work.response_length()),
                 _ => (Status::Flushed, 0),
             };
             self.complete_send(cx, work.id, work.op, status, length);
@@ -74,7 +74,7 @@ impl Qp {
         }
         while self.requester.may_have_work() {
             if left == 0 {
-                return Turn::More;
+                return Poll::More;
             }
             left -= 1;
             let (id, op): (u64, Option<SendOp>) = match cx.host.next_send(self.number) {
@@ -87,6 +87,6 @@ impl Qp {
             };
             self.complete_send(cx, id, op, Status::Flushed, 0);
         }
-        turn
+        poll
     }
 }

@@ -11,10 +11,10 @@ use crate::packet::Chunk;
 pub(super) const CHUNK: usize = 64 << 10;
 
 /// Shorter buffers are allocated to measure: that is cheaper than keeping a whole chunk for them.
-const SMALL: usize = 8 << 10;
+const MAX_UNPOOLED: usize = 8 << 10;
 
 /// Most buffers kept.
-const KEPT: usize = 256;
+const MAX_POOLED: usize = 256;
 
 /// Buffers that packets refer to, in the order they were handed out. One that no packet refers to any more is handed out
 /// again.
@@ -26,7 +26,7 @@ pub(super) struct Pool {
 impl Pool {
     /// A buffer whose first `len` bytes (at most [`CHUNK`]) were filled by `fill`.
     pub(super) fn fill<E>(&mut self, len: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Chunk, E> {
-        if len <= SMALL {
+        if len <= MAX_UNPOOLED {
             let mut bytes = vec![0; len];
             fill(&mut bytes)?;
             return Ok(Arc::new(bytes));
@@ -34,7 +34,7 @@ impl Pool {
         let mut chunk = self.take();
         // Nobody else refers to what `take` gives, so that this copies nothing.
         let result = fill(&mut Arc::make_mut(&mut chunk)[..len]);
-        if self.chunks.len() < KEPT {
+        if self.chunks.len() < MAX_POOLED {
             self.chunks.push_back(chunk.clone());
         }
         result.map(|()| chunk)
@@ -75,7 +75,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &second));
         let address = Arc::as_ptr(&first);
         drop(first);
-        assert_eq!(Arc::as_ptr(&get(&mut pool, SMALL + 1)), address);
+        assert_eq!(Arc::as_ptr(&get(&mut pool, MAX_UNPOOLED + 1)), address);
         assert!(!Arc::ptr_eq(&get(&mut pool, CHUNK), &second));
     }
 

@@ -11,7 +11,7 @@ use super::Context;
 use super::requester::Requester;
 use super::responder::Responder;
 use crate::attributes::{
-    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, State,
+    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, State,
 };
 use crate::host::{Event, Fault};
 use crate::packet::{Extended, Gid, GlobalRoute, Packet, Slice, service};
@@ -23,33 +23,33 @@ pub(super) const GSI_QPN: u32 = 1;
 
 /// What is left of a turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum Poll {
     /// There is more that can be done at once.
     More,
     /// Something else has to happen first.
-    Rest,
+    Idle,
 }
 
 /// Whether accesses to memory of one direction of a queue pair can go on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Gate {
+pub(super) enum PageWait {
     /// They can.
     #[default]
-    Open,
+    None,
     /// One waits for a page.
-    Waiting(u64),
+    Pending(u64),
     /// The page that one waited for will not come: repeated, it fails.
-    Refused,
+    Failed,
 }
 
-impl Gate {
-    pub(super) fn is_waiting(self) -> bool {
-        matches!(self, Gate::Waiting(_))
+impl PageWait {
+    pub(super) fn is_pending(self) -> bool {
+        matches!(self, PageWait::Pending(_))
     }
 
     fn resume(&mut self, token: u64, ok: bool) {
-        if *self == Gate::Waiting(token) {
-            *self = if ok { Gate::Open } else { Gate::Refused };
+        if *self == PageWait::Pending(token) {
+            *self = if ok { PageWait::None } else { PageWait::Failed };
         }
     }
 
@@ -60,13 +60,13 @@ impl Gate {
         qpn: u32,
         access: impl FnOnce(&mut Context<'_>) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
-        if *self == Gate::Refused {
-            *self = Gate::Open;
+        if *self == PageWait::Failed {
+            *self = PageWait::None;
             return Err(Fault::Rights);
         }
         let result = access(cx);
         if let Err(Fault::Page(token)) = result {
-            *self = Gate::Waiting(token);
+            *self = PageWait::Pending(token);
             cx.shared.wait_for_page(token, qpn);
         }
         result
@@ -103,11 +103,11 @@ pub(super) struct Qp {
     /// When the engine's list of timers has it, if it has.
     pub(super) timer: Option<Duration>,
     /// In ERR: when to look for receives posted since.
-    pub(super) flush_again: Option<Duration>,
+    pub(super) flush_at: Option<Duration>,
     /// How long after the last look that is.
-    pub(super) flush_wait: Duration,
+    pub(super) flush_interval: Duration,
     /// In ERR: the event that ends it was raised.
-    pub(super) last_work_told: bool,
+    pub(super) last_work_reported: bool,
     pub(super) requester: Requester,
     pub(super) responder: Responder,
 }
@@ -151,9 +151,9 @@ impl Qp {
             established: false,
             scheduled: false,
             timer: None,
-            flush_again: None,
-            flush_wait: Duration::ZERO,
-            last_work_told: false,
+            flush_at: None,
+            flush_interval: Duration::ZERO,
+            last_work_reported: false,
             requester: Requester::default(),
             responder: Responder::default(),
         }
@@ -177,8 +177,8 @@ impl Qp {
         matches!(self.state, State::Rts | State::Sqd)
     }
 
-    pub(super) fn view(&self) -> QpView {
-        QpView {
+    pub(super) fn attributes(&self) -> QpAttributes {
+        QpAttributes {
             state: self.state,
             draining: self.state == State::Sqd && !self.drained,
             send_psn: self.requester.next_psn(),
@@ -293,11 +293,11 @@ impl Qp {
         if self.state == State::Err {
             return;
         }
-        debug!(qpn = self.number, from = ?self.state, "queue pair goes to the error state");
+        debug!(qpn = self.number, from = ?self.state, "queue pair enters the error state");
         self.state = State::Err;
         self.requester.stop();
         self.responder.stop(cx);
-        self.last_work_told = false;
+        self.last_work_reported = false;
         cx.shared.wake.push(self.number);
     }
 
@@ -320,30 +320,30 @@ impl Qp {
     }
 
     pub(super) fn resume(&mut self, token: u64, ok: bool) {
-        self.requester.read_gate.resume(token, ok);
-        self.requester.write_gate.resume(token, ok);
-        self.responder.gate.resume(token, ok);
+        self.requester.read_wait.resume(token, ok);
+        self.requester.write_wait.resume(token, ok);
+        self.responder.page_wait.resume(token, ok);
     }
 
     /// Does a bounded part of what there is to do.
-    pub(super) fn turn(&mut self, cx: &mut Context<'_>) -> Turn {
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll {
         if self.state == State::Err {
             return self.flush(cx);
         }
-        let mut turn = Turn::Rest;
-        if self.receives() && self.respond_turn(cx) == Turn::More {
-            turn = Turn::More;
+        let mut poll = Poll::Idle;
+        if self.receives() && self.poll_responder(cx) == Poll::More {
+            poll = Poll::More;
         }
         if self.sends() {
-            if self.answers_turn(cx) == Turn::More {
-                turn = Turn::More;
+            if self.poll_responses(cx) == Poll::More {
+                poll = Poll::More;
             }
-            if self.sends() && self.request_turn(cx) == Turn::More {
-                turn = Turn::More;
+            if self.sends() && self.poll_requester(cx) == Poll::More {
+                poll = Poll::More;
             }
         }
         if self.state == State::Sqe {
-            turn = self.flush_send(cx, turn);
+            poll = self.flush_send(cx, poll);
         }
         if self.state == State::Sqd && !self.drained && self.requester.is_idle() {
             self.drained = true;
@@ -351,25 +351,25 @@ impl Qp {
                 cx.host.event(Event::SendQueueDrained { qpn: self.number });
             }
         }
-        turn
+        poll
     }
 
     /// The time has come that [`deadline`](Self::deadline) named.
-    pub(super) fn tick(&mut self, cx: &mut Context<'_>, now: Duration) {
+    pub(super) fn on_timer(&mut self, cx: &mut Context<'_>, now: Duration) {
         if self.state == State::Err {
-            if self.flush_again.is_some_and(|time| time <= now) {
-                self.flush_again = None;
+            if self.flush_at.is_some_and(|time| time <= now) {
+                self.flush_at = None;
                 cx.shared.wake.push(self.number);
             }
         } else if self.sends() {
-            self.request_tick(cx, now);
+            self.on_requester_timer(cx, now);
         }
     }
 
     /// When something is to be done that nothing else brings about.
     pub(super) fn deadline(&self) -> Option<Duration> {
         match self.state {
-            State::Err => self.flush_again,
+            State::Err => self.flush_at,
             _ if self.sends() => self.requester.deadline(),
             _ => None,
         }

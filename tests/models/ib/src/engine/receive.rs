@@ -32,14 +32,14 @@ pub(super) struct Receive {
 
 impl Receive {
     /// Bytes that it has room for.
-    pub(super) fn room(&self) -> u64 {
-        let room = self
+    pub(super) fn capacity(&self) -> u64 {
+        let capacity = self
             .work
             .pieces
             .iter()
             .map(|piece| u64::from(piece.length))
             .sum::<u64>();
-        room.min(u32::MAX.into())
+        capacity.min(u32::MAX.into())
     }
 
     /// Writes `bytes` at `offset` of the pieces together.
@@ -96,7 +96,7 @@ impl Qp {
             }
             Fetched::Empty => Ok(None),
             Fetched::Bad { id, status } => {
-                debug!(qpn = self.number, id, ?status, "bad receive work request");
+                debug!(qpn = self.number, id, ?status, "invalid receive work request");
                 let work = ReceiveWork {
                     id,
                     pieces: Default::default(),

@@ -18,7 +18,7 @@ use tracing::debug;
 use super::Context;
 use super::datagram;
 use super::pool::CHUNK;
-use super::qp::{Gate, Qp, Turn};
+use super::qp::{PageWait, Poll, Qp};
 use crate::attributes::State;
 use crate::host::{Access, Fault, Fetched, Rights};
 use crate::packet::{AtomicEth, Chunk, Extended, MULTICAST_LID, Packet, Reth, Slice, operation};
@@ -34,11 +34,11 @@ const WINDOW_WORKS: usize = 1024;
 /// Most packet sequence numbers in use: less than half the circle.
 const WINDOW_PSN: i32 = 1 << 22;
 /// What one turn may send.
-const TURN_PACKETS: usize = 256;
+const PACKET_BUDGET: usize = 256;
 /// What one turn may send, in bytes.
-const TURN_BYTES: usize = 128 << 10;
+const BYTE_BUDGET: usize = 128 << 10;
 /// How many work requests one turn may begin.
-const TURN_WORKS: usize = 64;
+const REQUEST_BUDGET: usize = 64;
 /// An acknowledgement is asked for with every packet whose number is a multiple of this.
 const ACK_EVERY: u32 = 32;
 /// Longest message.
@@ -50,7 +50,7 @@ const MIN_TIMEOUT: Duration = Duration::from_micros(500);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
     /// Packets or answers are missing.
-    Going,
+    Outstanding,
     /// It ended.
     Ended(Status),
 }
@@ -73,12 +73,12 @@ pub(super) struct Work {
     first: u32,
     last: u32,
     /// Reads and atomics: answers that came.
-    pub(super) answers: u32,
+    pub(super) responses: u32,
     pub(super) progress: Progress,
 }
 
 impl Work {
-    pub(super) fn wants_answer(&self) -> bool {
+    pub(super) fn is_rd_atomic(&self) -> bool {
         matches!(
             self.op,
             Some(SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. })
@@ -86,13 +86,13 @@ impl Work {
     }
 
     /// The number of the next answer to a read or an atomic.
-    pub(super) fn next_answer(&self) -> u32 {
-        psn::add(self.first, self.answers)
+    pub(super) fn next_response_psn(&self) -> u32 {
+        psn::add(self.first, self.responses)
     }
 
     /// All answers to a read or an atomic came.
-    pub(super) fn has_all_answers(&self) -> bool {
-        self.answers > 0 && psn::diff(self.next_answer(), self.last) > 0
+    pub(super) fn has_all_responses(&self) -> bool {
+        self.responses > 0 && psn::diff(self.next_response_psn(), self.last) > 0
     }
 
     pub(super) fn last(&self) -> u32 {
@@ -100,8 +100,8 @@ impl Work {
     }
 
     /// Bytes that a read or an atomic brought.
-    pub(super) fn answered_length(&self) -> u32 {
-        if self.wants_answer() { self.length } else { 0 }
+    pub(super) fn response_length(&self) -> u32 {
+        if self.is_rd_atomic() { self.length } else { 0 }
     }
 
     fn ended(id: u64, op: Option<SendOp>, signaled: bool, psn: u32, status: Status) -> Self {
@@ -118,7 +118,7 @@ impl Work {
             length: 0,
             first: psn,
             last: psn::add(psn, psn::MASK),
-            answers: 0,
+            responses: 0,
             progress: Progress::Ended(status),
         }
     }
@@ -143,7 +143,7 @@ pub(super) struct Requester {
     /// Fetched, but has to wait.
     fetched: Option<SendWork>,
     /// Bytes of the last of `works` that packets were made of, while that is not all of them.
-    making: Option<u32>,
+    segmenting: Option<u32>,
     /// No further work is fetched: one has failed, and ends when those before it have.
     failed: bool,
     /// The host may have more work.
@@ -161,15 +161,15 @@ pub(super) struct Requester {
     /// When acknowledgements are overdue.
     ack_due: Option<Duration>,
     /// Reads of local memory, for what is sent.
-    pub(super) read_gate: Gate,
+    pub(super) read_wait: PageWait,
     /// Writes of local memory, with what was read.
-    pub(super) write_gate: Gate,
+    pub(super) write_wait: PageWait,
     /// Answers that arrived and were not looked at.
-    pub(super) answers: VecDeque<Packet>,
+    pub(super) pending_responses: VecDeque<Packet>,
     /// Bytes of answers not yet written: offset in the work's memory, and what.
-    pub(super) arriving: Option<(u32, Slice)>,
+    pub(super) unwritten: Option<(u32, Slice)>,
     /// While answers wait here, the packets that brought them count as being on their way.
-    pub(super) hold: Option<crate::fabric::Hold>,
+    pub(super) busy_guard: Option<crate::fabric::BusyGuard>,
 }
 
 impl Requester {
@@ -200,14 +200,14 @@ impl Requester {
         self.unacked.clear();
         self.unacked_bytes = 0;
         self.cursor = 0;
-        self.making = None;
+        self.segmenting = None;
         self.rnr_until = None;
         self.ack_due = None;
-        self.answers.clear();
-        self.arriving = None;
-        self.hold = None;
-        self.read_gate = Gate::Open;
-        self.write_gate = Gate::Open;
+        self.pending_responses.clear();
+        self.unwritten = None;
+        self.busy_guard = None;
+        self.read_wait = PageWait::None;
+        self.write_wait = PageWait::None;
         self.doorbell = true;
     }
 
@@ -221,7 +221,7 @@ impl Requester {
     }
 
     /// There may be something to go on with after an acknowledgement.
-    pub(super) fn wants_turn(&self) -> bool {
+    pub(super) fn wants_poll(&self) -> bool {
         self.doorbell || self.fetched.is_some() || !self.works.is_empty()
     }
 
@@ -242,22 +242,22 @@ impl Requester {
     }
 
     /// The oldest read or atomic without all its answers.
-    pub(super) fn oldest_unanswered(&mut self) -> Option<&mut Work> {
+    pub(super) fn oldest_rd_atomic(&mut self) -> Option<&mut Work> {
         self.works
             .iter_mut()
-            .find(|work| work.wants_answer() && work.progress == Progress::Going)
+            .find(|work| work.is_rd_atomic() && work.progress == Progress::Outstanding)
     }
 
     /// The oldest read or atomic has all its answers, and is not ended: it waits for a page, or that has come and the
     /// queue pair had no turn since. What arrives now is no answer to it.
     pub(super) fn is_unsettled(&mut self) -> bool {
-        self.arriving.is_some() && self.oldest_unanswered().is_some_and(|work| work.has_all_answers())
+        self.unwritten.is_some() && self.oldest_rd_atomic().is_some_and(|work| work.has_all_responses())
     }
 
-    fn unanswered(&self) -> usize {
+    fn outstanding_rd_atomics(&self) -> usize {
         self.works
             .iter()
-            .filter(|work| work.wants_answer() && work.progress == Progress::Going)
+            .filter(|work| work.is_rd_atomic() && work.progress == Progress::Outstanding)
             .count()
     }
 
@@ -333,38 +333,38 @@ pub(super) fn parts(pieces: &[Sge], offset: u64, len: usize) -> impl Iterator<It
 
 impl Qp {
     /// Fetches, makes and sends, as far as windows, fences and this turn's bounds allow.
-    pub(super) fn request_turn(&mut self, cx: &mut Context<'_>) -> Turn {
-        let mut works = TURN_WORKS;
-        let mut packets = TURN_PACKETS;
-        let mut bytes = TURN_BYTES;
+    pub(super) fn poll_requester(&mut self, cx: &mut Context<'_>) -> Poll {
+        let mut works = REQUEST_BUDGET;
+        let mut packets = PACKET_BUDGET;
+        let mut bytes = BYTE_BUDGET;
         loop {
             if let Some(until) = self.requester.rnr_until {
                 if cx.now() < until {
-                    return Turn::Rest;
+                    return Poll::Idle;
                 }
                 self.requester.rnr_until = None;
             }
-            match self.send_made(cx, &mut packets, &mut bytes) {
-                Sent::All => {}
-                Sent::NoRoom => {
+            match self.send_pending(cx, &mut packets, &mut bytes) {
+                SendOutcome::All => {}
+                SendOutcome::PathFull => {
                     cx.shared.blocked.push(self.number);
-                    return Turn::Rest;
+                    return Poll::Idle;
                 }
-                Sent::Bound => return Turn::More,
+                SendOutcome::BudgetSpent => return Poll::More,
             }
             self.complete_sends(cx);
-            if !self.sends() || self.requester.read_gate.is_waiting() || self.window_is_full() {
-                return Turn::Rest;
+            if !self.sends() || self.requester.read_wait.is_pending() || self.window_is_full() {
+                return Poll::Idle;
             }
-            if let Some(offset) = self.requester.making {
-                self.make_chunk(cx, offset);
+            if let Some(offset) = self.requester.segmenting {
+                self.segment_chunk(cx, offset);
             } else {
                 if works == 0 {
-                    return Turn::More;
+                    return Poll::More;
                 }
                 works -= 1;
-                if !self.begin_next(cx) {
-                    return Turn::Rest;
+                if !self.start_next(cx) {
+                    return Poll::Idle;
                 }
             }
         }
@@ -379,19 +379,19 @@ impl Qp {
     }
 
     /// Sends what was made and not sent, or is to be sent again.
-    fn send_made(&mut self, cx: &mut Context<'_>, packets: &mut usize, bytes: &mut usize) -> Sent {
+    fn send_pending(&mut self, cx: &mut Context<'_>, packets: &mut usize, bytes: &mut usize) -> SendOutcome {
         let reliable = self.is_reliable();
-        let mut asked = None;
+        let mut checked_dlid = None;
         while let Some(unacked) = self.requester.unacked.get_mut(self.requester.cursor) {
             if *packets == 0 || *bytes == 0 {
-                return Sent::Bound;
+                return SendOutcome::BudgetSpent;
             }
             let dlid = unacked.packet.dlid;
-            if asked != Some(dlid) {
+            if checked_dlid != Some(dlid) {
                 if dlid < MULTICAST_LID && !cx.host.has_room(dlid) {
-                    return Sent::NoRoom;
+                    return SendOutcome::PathFull;
                 }
-                asked = Some(dlid);
+                checked_dlid = Some(dlid);
             }
             *packets -= 1;
             *bytes = bytes.saturating_sub(unacked.packet.payload.len());
@@ -410,7 +410,7 @@ impl Qp {
                 self.end_acknowledged();
             }
         }
-        Sent::All
+        SendOutcome::All
     }
 
     fn arm_ack_timer(&mut self, cx: &mut Context<'_>) {
@@ -424,7 +424,7 @@ impl Qp {
     }
 
     /// Takes the next work request and starts it. Returns whether to go on with it or the one after it.
-    fn begin_next(&mut self, cx: &mut Context<'_>) -> bool {
+    fn start_next(&mut self, cx: &mut Context<'_>) -> bool {
         if self.requester.failed || self.state != State::Rts {
             return false;
         }
@@ -438,7 +438,7 @@ impl Qp {
                     return false;
                 }
                 Fetched::Bad { id, status } => {
-                    debug!(qpn = self.number, id, ?status, "bad send work request");
+                    debug!(qpn = self.number, id, ?status, "invalid send work request");
                     self.fail(id, None, status);
                     return true;
                 }
@@ -448,20 +448,22 @@ impl Qp {
                 }
             },
         };
-        let waits = match work.flags.fence {
+        let is_fenced = match work.flags.fence {
             Fence::None => false,
-            Fence::Reads => self.requester.unanswered() > 0,
+            Fence::Reads => self.requester.outstanding_rd_atomics() > 0,
             Fence::All => !self.requester.works.is_empty(),
         };
-        let asks = matches!(
+        let is_rd_atomic = matches!(
             work.op,
             SendOp::Read { .. } | SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. }
         );
-        if waits || asks && self.requester.unanswered() >= usize::from(self.max_initiated.max(1)) {
+        if is_fenced
+            || is_rd_atomic && self.requester.outstanding_rd_atomics() >= usize::from(self.max_initiated.max(1))
+        {
             self.requester.fetched = Some(work);
             return false;
         }
-        self.begin(cx, work);
+        self.start(cx, work);
         true
     }
 
@@ -498,7 +500,7 @@ impl Qp {
         }
     }
 
-    fn begin(&mut self, cx: &mut Context<'_>, work: SendWork) {
+    fn start(&mut self, cx: &mut Context<'_>, work: SendWork) {
         let (id, op, signaled) = (work.id, work.op, work.flags.signaled);
         if op == SendOp::Local {
             match cx.host.local(self.number, id) {
@@ -512,7 +514,14 @@ impl Qp {
         }
         let length = total(&work.payload);
         if let Err(status) = self.validate(&work, length) {
-            debug!(qpn = self.number, id, ?op, length, ?status, "send work request refused");
+            debug!(
+                qpn = self.number,
+                id,
+                ?op,
+                length,
+                ?status,
+                "send work request not supported by the service or too long"
+            );
             return self.fail(id, Some(op), status);
         }
         let first = self.requester.next;
@@ -544,8 +553,8 @@ impl Qp {
             length,
             first,
             last,
-            answers: 0,
-            progress: Progress::Going,
+            responses: 0,
+            progress: Progress::Outstanding,
         });
         let extended = match op {
             SendOp::Read { remote } => Extended::Reth(Reth {
@@ -566,7 +575,7 @@ impl Qp {
                 compare: 0,
             }),
             _ => {
-                self.requester.making = Some(0);
+                self.requester.segmenting = Some(0);
                 return;
             }
         };
@@ -583,9 +592,9 @@ impl Qp {
     }
 
     /// Makes the packets of the next chunk of the last work request.
-    fn make_chunk(&mut self, cx: &mut Context<'_>, offset: u32) {
+    fn segment_chunk(&mut self, cx: &mut Context<'_>, offset: u32) {
         let Some(work) = self.requester.works.back() else {
-            self.requester.making = None;
+            self.requester.segmenting = None;
             return;
         };
         let left = (work.length - offset) as usize;
@@ -596,8 +605,8 @@ impl Qp {
             None => {
                 let len = left.min(CHUNK);
                 let (pd, qpn) = (self.config.pd, self.number);
-                let mut gate = self.requester.read_gate;
-                let read = gate.access(cx, qpn, |cx| {
+                let mut page_wait = self.requester.read_wait;
+                let read = page_wait.access(cx, qpn, |cx| {
                     let host = &mut *cx.host;
                     cx.shared.pool.fill(len, |bytes| {
                         let mut gather = |piece: Sge, to: &mut [u8]| {
@@ -626,7 +635,7 @@ impl Qp {
                         Ok(())
                     })
                 });
-                self.requester.read_gate = gate;
+                self.requester.read_wait = page_wait;
                 match read {
                     Ok(chunk) => (Some(chunk), 0, len),
                     Err(Fault::Page(_)) => return,
@@ -641,8 +650,8 @@ impl Qp {
         };
         if self.is_datagram() {
             let payload = slice(0, len);
-            self.make_datagram(cx, payload);
-            self.requester.making = None;
+            self.build_datagram(cx, payload);
+            self.requester.segmenting = None;
             return;
         }
         let Some(work) = self.requester.works.back() else {
@@ -687,10 +696,10 @@ impl Qp {
             }
         }
         let end = offset + len as u32;
-        self.requester.making = (end < length).then_some(end);
+        self.requester.segmenting = (end < length).then_some(end);
     }
 
-    fn make_datagram(&mut self, cx: &mut Context<'_>, payload: Slice) {
+    fn build_datagram(&mut self, cx: &mut Context<'_>, payload: Slice) {
         let Some(work) = self.requester.works.back() else {
             return;
         };
@@ -708,7 +717,7 @@ impl Qp {
 
     /// The last work request cannot go on. It completes when those before it have.
     fn fail_last(&mut self, status: Status) {
-        self.requester.making = None;
+        self.requester.segmenting = None;
         self.requester.failed = true;
         if let Some(work) = self.requester.works.back_mut() {
             work.progress = Progress::Ended(status);
@@ -740,7 +749,7 @@ impl Qp {
     }
 
     /// The next answer to the oldest read came, and more are missing.
-    pub(super) fn acknowledge_answer(&mut self, cx: &mut Context<'_>, psn: u32) {
+    pub(super) fn acknowledge_response(&mut self, cx: &mut Context<'_>, psn: u32) {
         self.acknowledge_before(cx, psn::add(psn, 1));
         self.requester.shorten_read(self.mtu.bytes());
     }
@@ -752,7 +761,7 @@ impl Qp {
             if psn::diff(work.last, unacknowledged) >= 0 {
                 break;
             }
-            if work.progress == Progress::Going && !work.wants_answer() {
+            if work.progress == Progress::Outstanding && !work.is_rd_atomic() {
                 work.progress = Progress::Ended(Status::Success);
             }
         }
@@ -764,7 +773,7 @@ impl Qp {
             let Progress::Ended(status) = work.progress else { break };
             if status == Status::Success && work.signaled || status != Status::Success {
                 let length = if status == Status::Success {
-                    work.answered_length()
+                    work.response_length()
                 } else {
                     0
                 };
@@ -828,7 +837,7 @@ impl Qp {
     }
 
     /// The other side had no receive for the oldest message.
-    pub(super) fn wait_for_receiver(&mut self, cx: &mut Context<'_>, time: Duration) {
+    pub(super) fn start_rnr_wait(&mut self, cx: &mut Context<'_>, time: Duration) {
         if self.rnr_retry != 7 {
             if self.requester.rnr_retries >= self.rnr_retry {
                 return self.fail_oldest(cx, Status::RnrRetryExceeded);
@@ -842,7 +851,7 @@ impl Qp {
         self.requester.rnr_until = Some(cx.now() + time);
     }
 
-    pub(super) fn request_tick(&mut self, cx: &mut Context<'_>, now: Duration) {
+    pub(super) fn on_requester_timer(&mut self, cx: &mut Context<'_>, now: Duration) {
         if self.requester.rnr_until.is_some_and(|time| time <= now) {
             self.requester.rnr_until = None;
             cx.shared.wake.push(self.number);
@@ -850,7 +859,7 @@ impl Qp {
         if self.requester.ack_due.is_none_or(|time| time > now) {
             return;
         }
-        let busy = self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty();
+        let busy = self.requester.write_wait.is_pending() || !self.requester.pending_responses.is_empty();
         if busy || cx.host.in_flight(self.dlid()) {
             // Nothing is lost: what is missing, or its answer, has not been looked at yet.
             self.requester.ack_due = Some(now + self.ack_time());
@@ -860,17 +869,17 @@ impl Qp {
         debug!(
             qpn = self.number,
             psn = self.requester.unacknowledged,
-            "no acknowledgement in time"
+            "acknowledgement timer expired"
         );
         self.retry(cx);
     }
 }
 
 /// How far sending came.
-enum Sent {
+enum SendOutcome {
     All,
-    NoRoom,
-    Bound,
+    PathFull,
+    BudgetSpent,
 }
 
 /// The operation of a packet of a send or write.

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::sa::{Record, SubnetAdministrator};
-use super::transit::{Deliver, Way};
+use super::sa::{PortRecord, SubnetAdministrator};
+use super::transit::{Deliver, PathState};
 use super::{Burst, Delivery, Faults, LinkCounters, PortConfig, Topology, TopologyError};
 use crate::packet::{Gid, MULTICAST_LID, PERMISSIVE_LID, Packet};
 
@@ -24,13 +24,13 @@ struct Link {
     up: bool,
     faults: Faults,
     /// Packets that [`Faults::lose_nth`] counted.
-    counted: u64,
+    packets_seen: u64,
     counters: LinkCounters,
     random: Random,
 }
 
 /// A port that has joined.
-struct Member {
+struct SubnetPort {
     name: String,
     gid: Gid,
     switch: usize,
@@ -46,7 +46,7 @@ struct Delayed {
 }
 
 /// What happens to a packet on its way.
-struct Fate {
+struct LinkEffects {
     delay: Duration,
     copies: usize,
     swap: bool,
@@ -58,13 +58,13 @@ pub(crate) struct Network {
     links: BTreeMap<usize, Link>,
     /// Links from switch to switch; none for the same switch.
     routes: HashMap<(usize, usize), Vec<usize>>,
-    members: BTreeMap<u16, Member>,
-    ways: HashMap<(u16, u16), Arc<Way>>,
+    ports: BTreeMap<u16, SubnetPort>,
+    paths: HashMap<(u16, u16), Arc<PathState>>,
     delayed: BTreeMap<(Duration, u64), Delayed>,
     /// For each way with delayed packets, how many, and when the last of them is due.
     last_due: HashMap<(u16, u16), (usize, Duration)>,
     sequence: u64,
-    administrator: SubnetAdministrator,
+    sa: SubnetAdministrator,
     seed: u64,
 }
 
@@ -73,7 +73,7 @@ impl Network {
         let mut switches: Vec<String> = Vec::new();
         for name in &topology.switches {
             if switches.contains(name) {
-                return Err(TopologyError::Twice(name.clone()));
+                return Err(TopologyError::Duplicate(name.clone()));
             }
             switches.push(name.clone());
         }
@@ -84,18 +84,18 @@ impl Network {
             switches,
             links: BTreeMap::new(),
             routes: HashMap::new(),
-            members: BTreeMap::new(),
-            ways: HashMap::new(),
+            ports: BTreeMap::new(),
+            paths: HashMap::new(),
             delayed: BTreeMap::new(),
             last_due: HashMap::new(),
             sequence: 0,
-            administrator: SubnetAdministrator::default(),
+            sa: SubnetAdministrator::default(),
             seed,
         };
         for (a, b) in &topology.links {
             let ends = (network.switch(a)?, network.switch(b)?);
             if ends.0 == ends.1 || network.find_link(ends).is_some() {
-                return Err(TopologyError::Twice(format!("{a}-{b}")));
+                return Err(TopologyError::Duplicate(format!("{a}-{b}")));
             }
             network.add_link(ends);
         }
@@ -103,7 +103,7 @@ impl Network {
         for to in 1..network.switches.len() {
             if !network.routes.contains_key(&(0, to)) {
                 let [first, last] = [0, to].map(|switch: usize| network.switches[switch].clone());
-                return Err(TopologyError::Apart(first, last));
+                return Err(TopologyError::Unconnected(first, last));
             }
         }
         Ok(network)
@@ -121,7 +121,7 @@ impl Network {
             ends,
             up: true,
             faults: Faults::default(),
-            counted: 0,
+            packets_seen: 0,
             counters: LinkCounters::default(),
             random,
         };
@@ -165,21 +165,21 @@ impl Network {
         let switch = self.switch(&config.switch)?;
         let gid = Gid::new(Gid::DEFAULT_PREFIX, config.guid);
         if self
-            .members
+            .ports
             .values()
-            .any(|member| member.name == config.name || member.gid == gid)
+            .any(|port| port.name == config.name || port.gid == gid)
         {
-            return Err(TopologyError::Twice(config.name.clone()));
+            return Err(TopologyError::Duplicate(config.name.clone()));
         }
         let mut lids = SM_LID + 1..MULTICAST_LID;
         let lid = lids
-            .find(|lid| !self.members.contains_key(lid))
+            .find(|lid| !self.ports.contains_key(lid))
             .ok_or(TopologyError::NoLid)?;
         let link = self.add_link((switch, switch));
-        info!(port = config.name, lid, %gid, switch = config.switch, "port joins the subnet");
-        self.members.insert(
+        info!(port = config.name, lid, %gid, switch = config.switch, "port joined the subnet");
+        self.ports.insert(
             lid,
-            Member {
+            SubnetPort {
                 name: config.name.clone(),
                 gid,
                 switch,
@@ -187,28 +187,28 @@ impl Network {
                 deliver,
             },
         );
-        self.administrator.add(Record { lid, gid });
+        self.sa.add(PortRecord { lid, gid });
         Ok((lid, gid))
     }
 
-    pub(crate) fn leave(&mut self, lid: u16) {
-        let Some(member) = self.members.remove(&lid) else {
+    pub(crate) fn remove_port(&mut self, lid: u16) {
+        let Some(port) = self.ports.remove(&lid) else {
             return;
         };
-        info!(port = member.name, lid, "port leaves the subnet");
-        self.links.remove(&member.link);
-        self.administrator.remove(lid);
-        self.forget_delayed(|delayed| delayed.from == lid || delayed.to == lid);
-        self.ways.retain(|(from, to), _| *from != lid && *to != lid);
+        info!(port = port.name, lid, "port removed from the subnet");
+        self.links.remove(&port.link);
+        self.sa.remove(lid);
+        self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+        self.paths.retain(|(from, to), _| *from != lid && *to != lid);
     }
 
     fn port_link(&mut self, lid: u16) -> Option<&mut Link> {
-        let link = self.members.get(&lid)?.link;
+        let link = self.ports.get(&lid)?.link;
         self.links.get_mut(&link)
     }
 
     pub(crate) fn is_up(&self, lid: u16) -> bool {
-        let link = self.members.get(&lid).and_then(|member| self.links.get(&member.link));
+        let link = self.ports.get(&lid).and_then(|port| self.links.get(&port.link));
         link.is_some_and(|link| link.up)
     }
 
@@ -225,12 +225,12 @@ impl Network {
     pub(crate) fn set_up(&mut self, lid: u16, up: bool) {
         let Some(link) = self.port_link(lid) else { return };
         if link.set_up(up) {
-            info!(lid, up, "link changes");
+            info!(lid, up, "link state changed");
             if !up {
-                self.forget_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+                self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
             }
-            if let Some(member) = self.members.get(&lid) {
-                (member.deliver)(Delivery::Link(up));
+            if let Some(port) = self.ports.get(&lid) {
+                (port.deliver)(Delivery::Link(up));
             }
         }
     }
@@ -245,7 +245,7 @@ impl Network {
         let ends = (self.switch(a)?, self.switch(b)?);
         let number = self
             .find_link(ends)
-            .ok_or_else(|| TopologyError::Apart(a.to_owned(), b.to_owned()))?;
+            .ok_or_else(|| TopologyError::Unconnected(a.to_owned(), b.to_owned()))?;
         let mut counters = LinkCounters::default();
         if let Some(link) = self.links.get_mut(&number) {
             change(&mut LinkChange(link));
@@ -256,7 +256,7 @@ impl Network {
     }
 
     /// Drops delayed packets, whose link is cut.
-    fn forget_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
+    fn drop_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
         let gone: Vec<_> = self
             .delayed
             .iter()
@@ -285,26 +285,26 @@ impl Network {
         }
     }
 
-    fn way(&mut self, from: u16, to: u16) -> Option<&Arc<Way>> {
-        let member = self.members.get(&from);
-        if member.is_none() && from != SM_LID || !self.members.contains_key(&to) {
+    fn path_state(&mut self, from: u16, to: u16) -> Option<&Arc<PathState>> {
+        let port = self.ports.get(&from);
+        if port.is_none() && from != SM_LID || !self.ports.contains_key(&to) {
             return None;
         }
-        let way = self.ways.entry((from, to)).or_insert_with(|| {
-            let deliver = member.map_or_else(|| Arc::new(|_| {}) as Deliver, |member| member.deliver.clone());
-            Arc::new(Way::new(deliver))
+        let path = self.paths.entry((from, to)).or_insert_with(|| {
+            let deliver = port.map_or_else(|| Arc::new(|_| {}) as Deliver, |port| port.deliver.clone());
+            Arc::new(PathState::new(deliver))
         });
-        Some(way)
+        Some(path)
     }
 
     pub(crate) fn has_room(&mut self, from: u16, to: u16) -> bool {
-        self.ways.get(&(from, to)).is_none_or(|way| way.has_room())
+        self.paths.get(&(from, to)).is_none_or(|path| path.has_room())
     }
 
     pub(crate) fn in_flight(&self, a: u16, b: u16) -> bool {
         [(a, b), (b, a)]
             .iter()
-            .any(|ends| self.ways.get(ends).is_some_and(|way| way.is_busy()))
+            .any(|ends| self.paths.get(ends).is_some_and(|path| path.is_busy()))
     }
 
     /// When the next delayed packets are due.
@@ -325,12 +325,12 @@ impl Network {
     }
 
     fn deliver(&mut self, to: u16, burst: Burst) {
-        let Some(member) = self.members.get(&to) else { return };
-        if let Some(link) = self.links.get_mut(&member.link) {
+        let Some(port) = self.ports.get(&to) else { return };
+        if let Some(link) = self.links.get_mut(&port.link) {
             link.counters.rx_packets += burst.packets.len() as u64;
             link.counters.rx_bytes += burst.packets.iter().map(Packet::wire_bytes).sum::<u64>();
         }
-        (member.deliver)(Delivery::Packets(burst));
+        (port.deliver)(Delivery::Packets(burst));
     }
 
     /// Sends packets from a port.
@@ -345,30 +345,32 @@ impl Network {
         for packet in packets {
             for to in self.destinations(from, &packet) {
                 if to == SM_LID {
-                    self.administer(from, &packet, now);
+                    self.handle_sa_packet(from, &packet, now);
                     continue;
                 }
-                let Some(fate) = self.fate(from, to) else { continue };
+                let Some(effects) = self.link_effects(from, to) else {
+                    continue;
+                };
                 if group
                     .as_ref()
-                    .is_none_or(|(port, delay, _)| (*port, *delay) != (to, fate.delay))
+                    .is_none_or(|(port, delay, _)| (*port, *delay) != (to, effects.delay))
                 {
                     if let Some((to, delay, packets)) = group.take() {
-                        self.depart(from, to, delay, packets, now);
+                        self.forward(from, to, delay, packets, now);
                     }
                     swap_next = false;
                 }
-                let (_, _, packets) = group.get_or_insert_with(|| (to, fate.delay, Vec::new()));
-                for _ in 0..fate.copies {
+                let (_, _, packets) = group.get_or_insert_with(|| (to, effects.delay, Vec::new()));
+                for _ in 0..effects.copies {
                     packets.push(packet.clone());
                 }
-                if let (true, [.., a, b]) = (std::mem::replace(&mut swap_next, fate.swap), &mut packets[..]) {
+                if let (true, [.., a, b]) = (std::mem::replace(&mut swap_next, effects.swap), &mut packets[..]) {
                     std::mem::swap(a, b);
                 }
             }
         }
         if let Some((to, delay, packets)) = group {
-            self.depart(from, to, delay, packets, now);
+            self.forward(from, to, delay, packets, now);
         }
     }
 
@@ -376,14 +378,14 @@ impl Network {
     fn destinations(&mut self, from: u16, packet: &Packet) -> Destinations {
         match packet.dlid {
             SM_LID => Destinations::One(Some(SM_LID)),
-            PERMISSIVE_LID | 0 => self.lost_way(from, packet),
-            lid if lid >= MULTICAST_LID => Destinations::Many(self.administrator.members(lid)),
-            lid if self.members.contains_key(&lid) => Destinations::One(Some(lid)),
-            _ => self.lost_way(from, packet),
+            PERMISSIVE_LID | 0 => self.drop_unroutable(from, packet),
+            lid if lid >= MULTICAST_LID => Destinations::Many(self.sa.members(lid)),
+            lid if self.ports.contains_key(&lid) => Destinations::One(Some(lid)),
+            _ => self.drop_unroutable(from, packet),
         }
     }
 
-    fn lost_way(&mut self, from: u16, packet: &Packet) -> Destinations {
+    fn drop_unroutable(&mut self, from: u16, packet: &Packet) -> Destinations {
         debug!(from, ?packet, "no port has this LID");
         if let Some(link) = self.port_link(from) {
             link.counters.dropped += 1;
@@ -392,28 +394,28 @@ impl Network {
     }
 
     /// What the links between two ports do to a packet; `None`: it is lost.
-    fn fate(&mut self, from: u16, to: u16) -> Option<Fate> {
-        let mut fate = Fate {
+    fn link_effects(&mut self, from: u16, to: u16) -> Option<LinkEffects> {
+        let mut effects = LinkEffects {
             delay: Duration::ZERO,
             copies: 1,
             swap: false,
         };
-        let place = |lid| match self.members.get(&lid) {
-            Some(member) => Some((member.switch, Some(member.link))),
+        let attachment = |lid| match self.ports.get(&lid) {
+            Some(port) => Some((port.switch, Some(port.link))),
             None => (lid == SM_LID).then_some((0, None)),
         };
-        let ((from_switch, from_link), (to_switch, to_link)) = (place(from)?, place(to)?);
+        let ((from_switch, from_link), (to_switch, to_link)) = (attachment(from)?, attachment(to)?);
         if let Some(link) = from_link {
-            self.links.get_mut(&link)?.pass(&mut fate)?;
+            self.links.get_mut(&link)?.pass(&mut effects)?;
         }
         if from == to {
-            return Some(fate);
+            return Some(effects);
         }
         if from_switch != to_switch {
             match self.routes.get(&(from_switch, to_switch)) {
                 Some(route) => {
                     for number in route {
-                        self.links.get_mut(number)?.pass(&mut fate)?;
+                        self.links.get_mut(number)?.pass(&mut effects)?;
                     }
                 }
                 None => {
@@ -423,17 +425,17 @@ impl Network {
             }
         }
         if let Some(link) = to_link {
-            self.links.get_mut(&link)?.pass(&mut fate)?;
+            self.links.get_mut(&link)?.pass(&mut effects)?;
         }
-        Some(fate)
+        Some(effects)
     }
 
-    fn depart(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
-        let Some(way) = self.way(from, to) else { return };
-        let flight = way.depart(packets.len());
+    fn forward(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
+        let Some(path) = self.path_state(from, to) else { return };
+        let in_flight = path.enqueue(packets.len());
         let burst = Burst {
             packets,
-            flight: Some(flight),
+            in_flight: Some(in_flight),
         };
         // What was delayed before is not overtaken.
         let before = self.last_due.get(&(from, to)).copied();
@@ -448,13 +450,13 @@ impl Network {
     }
 
     /// A packet for the subnet manager.
-    fn administer(&mut self, from: u16, packet: &Packet, now: Duration) {
+    fn handle_sa_packet(&mut self, from: u16, packet: &Packet, now: Duration) {
         // The way there has to be whole.
-        if self.fate(from, SM_LID).is_none() {
+        if self.link_effects(from, SM_LID).is_none() {
             return;
         }
-        let up: BTreeSet<u16> = self.members.keys().copied().filter(|lid| self.is_up(*lid)).collect();
-        if let Some(answer) = self.administrator.answer(packet, &up) {
+        let up: BTreeSet<u16> = self.ports.keys().copied().filter(|lid| self.is_up(*lid)).collect();
+        if let Some(answer) = self.sa.answer(packet, &up) {
             self.send(SM_LID, vec![answer], now);
         }
     }
@@ -493,7 +495,7 @@ impl LinkChange<'_> {
 impl Link {
     fn set_faults(&mut self, faults: Faults) {
         self.faults = faults;
-        self.counted = 0;
+        self.packets_seen = 0;
     }
 
     /// Returns whether that is a change.
@@ -509,7 +511,7 @@ impl Link {
     }
 
     /// A packet passes; `None`: it is lost.
-    fn pass(&mut self, fate: &mut Fate) -> Option<()> {
+    fn pass(&mut self, effects: &mut LinkEffects) -> Option<()> {
         if !self.up {
             self.counters.dropped += 1;
             return None;
@@ -517,16 +519,16 @@ impl Link {
         if self.faults == Faults::default() {
             return Some(());
         }
-        self.counted += 1;
-        if self.counted == self.faults.lose_nth || self.random.happens(self.faults.loss) {
+        self.packets_seen += 1;
+        if self.packets_seen == self.faults.lose_nth || self.random.happens(self.faults.loss) {
             self.counters.lost += 1;
             return None;
         }
-        fate.delay += self.faults.delay;
+        effects.delay += self.faults.delay;
         if self.random.happens(self.faults.duplicate) {
-            fate.copies += 1;
+            effects.copies += 1;
         }
-        fate.swap |= self.random.happens(self.faults.reorder);
+        effects.swap |= self.random.happens(self.faults.reorder);
         Some(())
     }
 }

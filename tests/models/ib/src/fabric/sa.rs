@@ -18,9 +18,9 @@ use crate::packet::{
 };
 
 /// Length of a management datagram.
-const MAD: usize = 256;
+const MAD_BYTES: usize = 256;
 /// Where the record begins in it.
-const RECORD: usize = 56;
+const RECORD_OFFSET: usize = 56;
 /// The management class.
 const SUBNET_ADMINISTRATION: u8 = 3;
 const CLASS_VERSION: u8 = 2;
@@ -33,7 +33,7 @@ const PACKET_LIFE: u8 = 14;
 /// The path MTU of groups that are created without one: what subnet managers give IP over InfiniBand.
 const DEFAULT_MTU: u8 = Mtu::B2048.code();
 /// The selector of a value that is exact.
-const EXACTLY: u8 = 2;
+const SELECTOR_EXACT: u8 = 2;
 /// The Q_Key of groups that are created without one.
 const DEFAULT_QKEY: u32 = 0x0b1b;
 const FULL_PKEY: u16 = 0xffff;
@@ -86,7 +86,7 @@ mod component {
 /// Why a request is refused: the status of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-enum Refused {
+enum MadStatus {
     BadVersion = 0x0004,
     Unsupported = 0x000c,
     NoResources = 0x0100,
@@ -98,7 +98,7 @@ enum Refused {
 
 /// A port, as the administrator knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Record {
+pub(super) struct PortRecord {
     pub(super) lid: u16,
     pub(super) gid: Gid,
 }
@@ -119,10 +119,10 @@ struct Group {
 
 #[derive(Debug, Default)]
 pub(super) struct SubnetAdministrator {
-    ports: Vec<Record>,
+    ports: Vec<PortRecord>,
     groups: BTreeMap<Gid, Group>,
     /// Groups that were given a MGID.
-    named: u32,
+    assigned_mgids: u32,
 }
 
 /// The record of a datagram, for reading and writing.
@@ -153,7 +153,7 @@ impl Fields<'_> {
 }
 
 impl SubnetAdministrator {
-    pub(super) fn add(&mut self, port: Record) {
+    pub(super) fn add(&mut self, port: PortRecord) {
         self.ports.push(port);
     }
 
@@ -181,7 +181,7 @@ impl SubnetAdministrator {
         self.groups.retain(|mgid, group| {
             let keep = group.members.values().any(lives);
             if !keep {
-                info!(%mgid, mlid = group.mlid, "multicast group ends");
+                info!(%mgid, mlid = group.mlid, "multicast group deleted");
             }
             keep
         });
@@ -194,42 +194,42 @@ impl SubnetAdministrator {
         };
         let request = packet.payload.bytes();
         let send_only = packet.opcode == service::UD | operation::SEND_ONLY;
-        if !send_only || packet.dest_qpn != QP1 || deth.qkey != QP1_QKEY || request.len() < MAD {
-            debug!(?packet, "not a management datagram");
+        if !send_only || packet.dest_qpn != QP1 || deth.qkey != QP1_QKEY || request.len() < MAD_BYTES {
+            debug!(?packet, "not a valid management datagram");
             return None;
         }
-        let mut bytes = request[..MAD].to_vec();
-        let (class, version, asked) = (bytes[1], bytes[2], bytes[3]);
-        if class != SUBNET_ADMINISTRATION || asked & method::RESPONSE != 0 {
-            debug!(class, method = asked, "management datagram of no concern here");
+        let mut bytes = request[..MAD_BYTES].to_vec();
+        let (class, version, requested_method) = (bytes[1], bytes[2], bytes[3]);
+        if class != SUBNET_ADMINISTRATION || requested_method & method::RESPONSE != 0 {
+            debug!(class, method = requested_method, "not a subnet administration request");
             return None;
         }
         let attribute = u16::from_be_bytes([bytes[16], bytes[17]]);
-        let mask = bytes[48..RECORD]
+        let mask = bytes[48..RECORD_OFFSET]
             .iter()
             .fold(0, |mask, byte| (mask << 8) | u64::from(*byte));
-        let (head, record) = bytes.split_at_mut(RECORD);
+        let (head, record) = bytes.split_at_mut(RECORD_OFFSET);
         let mut fields = Fields(record);
         let result = if head[0] != 1 || version != CLASS_VERSION {
-            Err(Refused::BadVersion)
+            Err(MadStatus::BadVersion)
         } else {
-            self.serve(packet.slid, asked, attribute, mask, &mut fields, up)
+            self.execute(packet.slid, requested_method, attribute, mask, &mut fields, up)
         };
         debug!(
             from = packet.slid,
-            method = asked,
+            method = requested_method,
             attribute,
             mask,
             ?result,
-            "subnet administration"
+            "subnet administration request"
         );
-        head[3] = match asked {
+        head[3] = match requested_method {
             method::GET | method::SET => method::GET_RESPONSE,
             other => other | method::RESPONSE,
         };
         let (status, words) = match result {
             Ok(words) => (0, words),
-            Err(refused) => (refused as u16, 0),
+            Err(error) => (error as u16, 0),
         };
         head[4..6].copy_from_slice(&status.to_be_bytes());
         head[44..46].copy_from_slice(&u16::to_be_bytes(words));
@@ -237,16 +237,16 @@ impl SubnetAdministrator {
     }
 
     /// Carries out a request in its own record. Returns the record's length in units of 8 bytes.
-    fn serve(
+    fn execute(
         &mut self,
         from: u16,
-        asked: u8,
+        requested_method: u8,
         attribute: u16,
         mask: u64,
         fields: &mut Fields<'_>,
         up: &BTreeSet<u16>,
-    ) -> Result<u16, Refused> {
-        match (asked, attribute) {
+    ) -> Result<u16, MadStatus> {
+        match (requested_method, attribute) {
             (method::GET, attribute::CLASS_PORT_INFO) => {
                 fields.0.fill(0);
                 fields.set(0, &[1, CLASS_VERSION]);
@@ -260,44 +260,44 @@ impl SubnetAdministrator {
             (method::GET, attribute::MULTICAST_MEMBER) => {
                 let mgid = fields.gid(0);
                 let group = self.groups.get(&mgid).filter(|_| mask & component::GROUP_MGID != 0);
-                write_group(fields, &mgid, group.ok_or(Refused::NoRecords)?, None);
+                write_group(fields, &mgid, group.ok_or(MadStatus::NoRecords)?, None);
                 Ok(7)
             }
             (method::SET, attribute::MULTICAST_MEMBER) => self.join(mask, fields).map(|()| 7),
-            (method::DELETE, attribute::MULTICAST_MEMBER) => self.leave(mask, fields).map(|()| 7),
-            _ => Err(Refused::Unsupported),
+            (method::DELETE, attribute::MULTICAST_MEMBER) => self.delete_membership(mask, fields).map(|()| 7),
+            _ => Err(MadStatus::Unsupported),
         }
     }
 
-    fn path(&self, from: u16, mask: u64, fields: &mut Fields<'_>, up: &BTreeSet<u16>) -> Result<(), Refused> {
+    fn path(&self, from: u16, mask: u64, fields: &mut Fields<'_>, up: &BTreeSet<u16>) -> Result<(), MadStatus> {
         use component::*;
         let find = |by_gid: u64, gid_at: usize, by_lid: u64, lid_at: usize| {
             let (gid, lid) = (fields.gid(gid_at), fields.u16(lid_at));
             let fits =
-                |port: &&Record| (mask & by_gid == 0 || port.gid == gid) && (mask & by_lid == 0 || port.lid == lid);
+                |port: &&PortRecord| (mask & by_gid == 0 || port.gid == gid) && (mask & by_lid == 0 || port.lid == lid);
             (mask & (by_gid | by_lid) != 0).then(|| self.ports.iter().find(fits).copied())
         };
         let source = match find(PATH_SGID, 24, PATH_SLID, 42) {
-            Some(port) => port.ok_or(Refused::NoRecords)?,
+            Some(port) => port.ok_or(MadStatus::NoRecords)?,
             None => *self
                 .ports
                 .iter()
                 .find(|port| port.lid == from)
-                .ok_or(Refused::NoRecords)?,
+                .ok_or(MadStatus::NoRecords)?,
         };
         let dgid = fields.gid(8);
         let group = self.groups.get(&dgid).filter(|_| mask & PATH_DGID != 0);
         let (destination, mut mtu) = match group {
             Some(group) => (
-                Record {
+                PortRecord {
                     lid: group.mlid,
                     gid: dgid,
                 },
                 group.mtu,
             ),
             None => {
-                let port = find(PATH_DGID, 8, PATH_DLID, 40).ok_or(Refused::MissingComponents)?;
-                let port = port.filter(|port| up.contains(&port.lid)).ok_or(Refused::NoRecords)?;
+                let port = find(PATH_DGID, 8, PATH_DLID, 40).ok_or(MadStatus::MissingComponents)?;
+                let port = port.filter(|port| up.contains(&port.lid)).ok_or(MadStatus::NoRecords)?;
                 (port, Mtu::B4096.code())
             }
         };
@@ -307,7 +307,7 @@ impl SubnetAdministrator {
             FULL_PKEY
         };
         if pkey & 0x7fff != FULL_PKEY & 0x7fff {
-            return Err(Refused::NoRecords);
+            return Err(MadStatus::NoRecords);
         }
         let sl = if mask & PATH_SL != 0 { fields.u16(52) & 15 } else { 0 };
         if mask & PATH_MTU != 0 && mask & PATH_MTU_SELECTOR != 0 {
@@ -318,7 +318,7 @@ impl SubnetAdministrator {
                     mtu = mtu.min(wanted.saturating_sub(1));
                     mtu > 0
                 }
-                EXACTLY => {
+                SELECTOR_EXACT => {
                     let possible = wanted <= mtu;
                     mtu = wanted;
                     possible
@@ -326,7 +326,7 @@ impl SubnetAdministrator {
                 _ => true,
             };
             if !fits {
-                return Err(Refused::NoRecords);
+                return Err(MadStatus::NoRecords);
             }
         }
         fields.0.fill(0);
@@ -338,29 +338,29 @@ impl SubnetAdministrator {
         fields.set(49, &[0x81]);
         fields.set(50, &pkey.to_be_bytes());
         fields.set(52, &sl.to_be_bytes());
-        fields.set(54, &[exactly(mtu), exactly(RATE), exactly(PACKET_LIFE)]);
+        fields.set(54, &[exact(mtu), exact(RATE), exact(PACKET_LIFE)]);
         Ok(())
     }
 
     /// The port that a membership is about.
-    fn member(&self, mask: u64, fields: &Fields<'_>) -> Result<u16, Refused> {
+    fn member(&self, mask: u64, fields: &Fields<'_>) -> Result<u16, MadStatus> {
         if mask & component::GROUP_PORT_GID == 0 {
-            return Err(Refused::MissingComponents);
+            return Err(MadStatus::MissingComponents);
         }
         let gid = fields.gid(16);
         self.ports
             .iter()
             .find(|port| port.gid == gid)
             .map(|port| port.lid)
-            .ok_or(Refused::InvalidGid)
+            .ok_or(MadStatus::InvalidGid)
     }
 
-    fn join(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), Refused> {
+    fn join(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), MadStatus> {
         use component::*;
         let lid = self.member(mask, fields)?;
         let state = fields.u8(48) & 15;
         if mask & GROUP_JOIN_STATE == 0 || state == 0 {
-            return Err(Refused::MissingComponents);
+            return Err(MadStatus::MissingComponents);
         }
         let mut mgid = if mask & GROUP_MGID != 0 {
             fields.gid(0)
@@ -370,36 +370,36 @@ impl SubnetAdministrator {
         if mgid == Gid::default() {
             mgid = self.new_mgid();
         } else if !mgid.is_multicast() {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         if let Some(group) = self.groups.get_mut(&mgid) {
             return join_group(group, mask, fields, &mgid, lid, state);
         }
         if state & (FULL_MEMBER | SEND_ONLY_FULL_MEMBER) == 0 {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         let mut group = self.new_group(mask, fields)?;
         join_group(&mut group, mask, fields, &mgid, lid, state)?;
-        info!(%mgid, mlid = group.mlid, "multicast group begins");
+        info!(%mgid, mlid = group.mlid, "multicast group created");
         self.groups.insert(mgid, group);
         Ok(())
     }
 
-    fn new_group(&self, mask: u64, fields: &Fields<'_>) -> Result<Group, Refused> {
+    fn new_group(&self, mask: u64, fields: &Fields<'_>) -> Result<Group, MadStatus> {
         use component::*;
         let mut mlids = MULTICAST_LID..PERMISSIVE_LID;
         let is_free = |mlid: &u16| self.groups.values().all(|group| group.mlid != *mlid);
-        let mlid = mlids.find(is_free).ok_or(Refused::NoResources)?;
+        let mlid = mlids.find(is_free).ok_or(MadStatus::NoResources)?;
         let has = |component| mask & component != 0;
         let mtu = fields.u8(38) & 0x3f;
         let mtu = match fields.u8(38) >> 6 {
             _ if !has(GROUP_MTU) || !has(GROUP_MTU_SELECTOR) => DEFAULT_MTU,
             0 => mtu + 1,
             1 => mtu.saturating_sub(1),
-            EXACTLY => mtu,
+            SELECTOR_EXACT => mtu,
             _ => Mtu::B4096.code(),
         };
-        Mtu::from_code(mtu).ok_or(Refused::Invalid)?;
+        Mtu::from_code(mtu).ok_or(MadStatus::Invalid)?;
         let flow = fields.u32(44);
         Ok(Group {
             mlid,
@@ -425,21 +425,21 @@ impl SubnetAdministrator {
 
     /// A name for a group that was asked for without one: link-local and transient, of a range for this purpose.
     fn new_mgid(&mut self) -> Gid {
-        self.named += 1;
+        self.assigned_mgids += 1;
         let mut gid = [0; 16];
         gid[..4].copy_from_slice(&[0xff, 0x12, 0xa0, 0x1c]);
-        gid[12..].copy_from_slice(&self.named.to_be_bytes());
+        gid[12..].copy_from_slice(&self.assigned_mgids.to_be_bytes());
         Gid(gid)
     }
 
-    fn leave(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), Refused> {
+    fn delete_membership(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), MadStatus> {
         let lid = self.member(mask, fields)?;
         let mgid = fields.gid(0);
-        let group = self.groups.get_mut(&mgid).ok_or(Refused::Invalid)?;
+        let group = self.groups.get_mut(&mgid).ok_or(MadStatus::Invalid)?;
         let state = fields.u8(48) & 15;
-        let has = group.members.get_mut(&lid).ok_or(Refused::Invalid)?;
+        let has = group.members.get_mut(&lid).ok_or(MadStatus::Invalid)?;
         if *has & state == 0 {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         *has &= !state;
         if *has == 0 {
@@ -459,7 +459,7 @@ fn join_group(
     mgid: &Gid,
     lid: u16,
     state: u8,
-) -> Result<(), Refused> {
+) -> Result<(), MadStatus> {
     use component::*;
     let pkey = fields.u16(40);
     let wanted_mtu = fields.u8(38) & 0x3f;
@@ -467,14 +467,14 @@ fn join_group(
         _ if mask & GROUP_MTU == 0 || mask & GROUP_MTU_SELECTOR == 0 => true,
         0 => group.mtu > wanted_mtu,
         1 => group.mtu < wanted_mtu,
-        EXACTLY => group.mtu == wanted_mtu,
+        SELECTOR_EXACT => group.mtu == wanted_mtu,
         _ => true,
     };
     if mask & GROUP_QKEY != 0 && fields.u32(32) != group.qkey
         || mask & GROUP_PKEY != 0 && pkey & 0x7fff != group.pkey & 0x7fff
         || !mtu_fits
     {
-        return Err(Refused::Invalid);
+        return Err(MadStatus::Invalid);
     }
     *group.members.entry(lid).or_default() |= state;
     write_group(fields, mgid, group, Some(lid));
@@ -482,8 +482,8 @@ fn join_group(
 }
 
 /// A value with the selector that says that it is exact.
-fn exactly(value: u8) -> u8 {
-    (EXACTLY << 6) | value
+fn exact(value: u8) -> u8 {
+    (SELECTOR_EXACT << 6) | value
 }
 
 /// Fills in a group's record; the fields of a member stay as they are, but for its state.
@@ -491,9 +491,9 @@ fn write_group(fields: &mut Fields<'_>, mgid: &Gid, group: &Group, member: Optio
     fields.set(0, &mgid.0);
     fields.set(32, &group.qkey.to_be_bytes());
     fields.set(36, &group.mlid.to_be_bytes());
-    fields.set(38, &[exactly(group.mtu), group.traffic_class]);
+    fields.set(38, &[exact(group.mtu), group.traffic_class]);
     fields.set(40, &group.pkey.to_be_bytes());
-    fields.set(42, &[exactly(RATE), exactly(PACKET_LIFE)]);
+    fields.set(42, &[exact(RATE), exact(PACKET_LIFE)]);
     let flow = (u32::from(group.sl) << 28) | (group.flow_label << 8) | u32::from(group.hop_limit);
     fields.set(44, &flow.to_be_bytes());
     let state = member.and_then(|lid| group.members.get(&lid)).copied().unwrap_or(0);

@@ -14,15 +14,15 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use super::Delivery;
 
 /// Packets queued on a way from which on it has no room.
-const FULL: usize = 2048;
+const MAX_QUEUED: usize = 2048;
 /// Packets queued from which down it has room again.
-const LOW: usize = FULL / 2;
+const RESUME_QUEUED: usize = MAX_QUEUED / 2;
 
 /// Puts something into an adapter's inbox.
 pub(super) type Deliver = Arc<dyn Fn(Delivery) + Send + Sync>;
 
 /// The way from one port to another.
-pub(super) struct Way {
+pub(super) struct PathState {
     queued: AtomicUsize,
     busy: AtomicUsize,
     /// The sender was told that there is no room, and waits.
@@ -30,7 +30,7 @@ pub(super) struct Way {
     sender: Deliver,
 }
 
-impl Way {
+impl PathState {
     pub(super) fn new(sender: Deliver) -> Self {
         Self {
             queued: AtomicUsize::new(0),
@@ -42,12 +42,12 @@ impl Way {
 
     /// Whether there is room. If not, the sender is told when there is.
     pub(super) fn has_room(&self) -> bool {
-        if self.queued.load(Ordering::SeqCst) < FULL {
+        if self.queued.load(Ordering::SeqCst) < MAX_QUEUED {
             return true;
         }
         self.waiting.store(true, Ordering::SeqCst);
         // Packets that went after the first look told nobody.
-        if self.queued.load(Ordering::SeqCst) <= LOW {
+        if self.queued.load(Ordering::SeqCst) <= RESUME_QUEUED {
             self.waiting.store(false, Ordering::SeqCst);
             return true;
         }
@@ -59,19 +59,19 @@ impl Way {
     }
 
     /// Puts packets on the way.
-    pub(super) fn depart(self: &Arc<Self>, packets: usize) -> Flight {
+    pub(super) fn enqueue(self: &Arc<Self>, packets: usize) -> InFlight {
         self.queued.fetch_add(packets, Ordering::SeqCst);
         self.busy.fetch_add(1, Ordering::SeqCst);
-        Flight {
-            way: self.clone(),
+        InFlight {
+            path: self.clone(),
             packets,
         }
     }
 }
 
-impl fmt::Debug for Way {
+impl fmt::Debug for PathState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Way")
+        f.debug_struct("PathState")
             .field("queued", &self.queued)
             .field("busy", &self.busy)
             .finish_non_exhaustive()
@@ -80,38 +80,40 @@ impl fmt::Debug for Way {
 
 /// Packets on their way, until they have been taken from the inbox and worked on.
 #[derive(Debug)]
-pub(crate) struct Flight {
-    way: Arc<Way>,
+pub(crate) struct InFlight {
+    path: Arc<PathState>,
     packets: usize,
 }
 
-impl Flight {
+impl InFlight {
     /// Something of the packets is kept: they have been taken, but not been worked on altogether.
-    pub(crate) fn hold(&self) -> Hold {
-        self.way.busy.fetch_add(1, Ordering::SeqCst);
-        Hold { way: self.way.clone() }
+    pub(crate) fn busy_guard(&self) -> BusyGuard {
+        self.path.busy.fetch_add(1, Ordering::SeqCst);
+        BusyGuard {
+            path: self.path.clone(),
+        }
     }
 }
 
-impl Drop for Flight {
+impl Drop for InFlight {
     fn drop(&mut self) {
-        self.way.busy.fetch_sub(1, Ordering::SeqCst);
-        let left = self.way.queued.fetch_sub(self.packets, Ordering::SeqCst) - self.packets;
-        if left <= LOW && self.way.waiting.swap(false, Ordering::SeqCst) {
-            (self.way.sender)(Delivery::Room);
+        self.path.busy.fetch_sub(1, Ordering::SeqCst);
+        let left = self.path.queued.fetch_sub(self.packets, Ordering::SeqCst) - self.packets;
+        if left <= RESUME_QUEUED && self.path.waiting.swap(false, Ordering::SeqCst) {
+            (self.path.sender)(Delivery::Room);
         }
     }
 }
 
 /// Packets that are kept by whom they were for.
 #[derive(Debug)]
-pub(crate) struct Hold {
-    way: Arc<Way>,
+pub(crate) struct BusyGuard {
+    path: Arc<PathState>,
 }
 
-impl Drop for Hold {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
-        self.way.busy.fetch_sub(1, Ordering::SeqCst);
+        self.path.busy.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -124,15 +126,15 @@ mod tests {
     #[test]
     fn a_full_way_tells_when_it_has_room_again() {
         let (sender, inbox) = mpsc::channel();
-        let way = Arc::new(Way::new(Arc::new(move |delivery| sender.send(delivery).unwrap())));
-        let first = way.depart(FULL - LOW);
-        assert!(way.has_room());
-        let second = way.depart(LOW);
-        assert!(!way.has_room());
+        let path = Arc::new(PathState::new(Arc::new(move |delivery| sender.send(delivery).unwrap())));
+        let first = path.enqueue(MAX_QUEUED - RESUME_QUEUED);
+        assert!(path.has_room());
+        let second = path.enqueue(RESUME_QUEUED);
+        assert!(!path.has_room());
         assert!(inbox.try_recv().is_err());
         drop(first);
         assert!(matches!(inbox.try_recv(), Ok(Delivery::Room)));
-        assert!(way.has_room());
+        assert!(path.has_room());
         // Told once only.
         drop(second);
         assert!(inbox.try_recv().is_err());
@@ -140,13 +142,13 @@ mod tests {
 
     #[test]
     fn what_is_held_is_busy_but_takes_no_room() {
-        let way = Arc::new(Way::new(Arc::new(|_| {})));
-        let flight = way.depart(FULL);
-        let hold = flight.hold();
-        drop(flight);
-        assert!(way.is_busy());
-        assert!(way.has_room());
-        drop(hold);
-        assert!(!way.is_busy());
+        let path = Arc::new(PathState::new(Arc::new(|_| {})));
+        let in_flight = path.enqueue(MAX_QUEUED);
+        let guard = in_flight.busy_guard();
+        drop(in_flight);
+        assert!(path.is_busy());
+        assert!(path.has_room());
+        drop(guard);
+        assert!(!path.is_busy());
     }
 }
