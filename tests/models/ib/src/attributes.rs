@@ -5,7 +5,7 @@
 use crate::packet::Gid;
 use crate::work::Path;
 
-/// Path MTU: most payload bytes of a packet.
+/// Path MTU: the maximum payload of a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mtu {
     /// 256 bytes.
@@ -22,7 +22,7 @@ pub enum Mtu {
 }
 
 impl Mtu {
-    /// From the code that headers and verbs use: 1 (256) to 5 (4096).
+    /// Converts from the encoding of headers and verbs: 1 (256 bytes) to 5 (4096 bytes).
     pub const fn from_code(code: u8) -> Option<Self> {
         Some(match code {
             1 => Self::B256,
@@ -34,12 +34,12 @@ impl Mtu {
         })
     }
 
-    /// The code that headers and verbs use.
+    /// The encoding of headers and verbs.
     pub const fn code(self) -> u8 {
         self as u8 + 1
     }
 
-    /// Bytes.
+    /// The MTU in bytes.
     pub const fn bytes(self) -> u32 {
         256 << self as u8
     }
@@ -54,25 +54,25 @@ pub enum Service {
     Uc,
     /// Unreliable datagram.
     Ud,
-    /// The general services interface, queue pair 1: datagrams to and from managers. One per port; it gets what is sent to
-    /// queue pair 1, whatever its own number.
+    /// The general services interface, queue pair 1, for management datagrams. One per port. The queue pair receives
+    /// the packets for queue pair 1, whatever its own number.
     Gsi,
     /// Extended reliable connection, as initiator, target or both.
     Xrc,
 }
 
-/// Where a queue pair's receives come from.
+/// Source of a queue pair's receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReceiveFrom {
-    /// Nowhere: it cannot receive messages (or is XRC, where each message names the queue).
+    /// No receive queue. Messages are rejected, except for XRC, where each message names a shared receive queue.
     None,
-    /// Its own receive queue.
+    /// The queue pair's own receive queue.
     Own,
-    /// A shared receive queue, by number.
+    /// The shared receive queue with this number.
     Shared(u32),
 }
 
-/// What a queue pair is created with.
+/// Parameters of a new queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpConfig {
     /// Transport service.
@@ -83,31 +83,33 @@ pub struct QpConfig {
     pub send_cqn: u32,
     /// Completion queue of the receive queue.
     pub receive_cqn: u32,
-    /// Where receives come from.
+    /// Source of receives.
     pub receive: ReceiveFrom,
-    /// XRC: the domain whose shared receive queues messages may name.
+    /// XRC domain: messages may name the shared receive queues of this domain.
     pub xrcd: u32,
-    /// Datagrams name this queue pair as their source (queue pair 1's helpers), in place of the real one.
+    /// Source queue pair in the datagrams that this queue pair sends, instead of its own number (for helpers of queue
+    /// pair 1).
     pub source_qpn: Option<u32>,
-    /// What it sends to a multicast group it does not receive itself; others on its port do.
+    /// Blocks multicast loopback: the queue pair does not receive its own multicast packets. Other queue pairs on the
+    /// port do.
     pub deaf_to_itself: bool,
 }
 
-/// What a shared receive queue is created with.
+/// Parameters of a new shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqConfig {
-    /// Protection domain of its buffers.
+    /// Protection domain of the buffers.
     pub pd: u32,
-    /// For XRC: the domain and the completion queue.
+    /// XRC domain and completion queue, for XRC.
     pub xrc: Option<(u32, u32)>,
-    /// The event is wanted when fewer requests are left; 0: never.
+    /// The limit event is raised when fewer requests remain. 0 disarms the limit.
     pub limit: u32,
 }
 
 /// State of a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum State {
-    /// Nothing happens; all was forgotten.
+    /// RESET: inactive, without work requests.
     #[default]
     Reset,
     /// Receives may be posted.
@@ -116,81 +118,81 @@ pub enum State {
     Rtr,
     /// Ready to send.
     Rts,
-    /// The send queue comes to rest, or has.
+    /// Send queue draining or drained.
     Sqd,
-    /// The send queue failed (not on reliable services); receiving goes on.
+    /// Send queue error (not for reliable services). The receive queue still works.
     Sqe,
-    /// Everything is flushed.
+    /// Error: all work requests are flushed.
     Err,
 }
 
-/// What the other side of a connection may do.
+/// Operations that the remote node may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AccessFlags {
-    /// Write.
+    /// RDMA WRITE.
     pub write: bool,
-    /// Read.
+    /// RDMA READ.
     pub read: bool,
-    /// Atomics.
+    /// Atomic operations.
     pub atomic: bool,
 }
 
-/// A change of a queue pair: what is `None` stays.
+/// A modification of a queue pair. `None` leaves an attribute unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modify {
     /// New state.
     pub state: Option<State>,
-    /// What the other side may do.
+    /// Operations that the remote node may do.
     pub access: Option<AccessFlags>,
-    /// Index into the port's table of P_Keys.
+    /// Index into the port's P_Key table.
     pub pkey_index: Option<u16>,
-    /// Q_Key that datagrams have to carry.
+    /// Q_Key that received datagrams must carry.
     pub qkey: Option<u32>,
     /// Path MTU.
     pub mtu: Option<Mtu>,
-    /// First packet sequence number expected, 24 bits.
+    /// First expected packet sequence number, 24 bits.
     pub receive_psn: Option<u32>,
-    /// First packet sequence number sent, 24 bits.
+    /// First packet sequence number to send, 24 bits.
     pub send_psn: Option<u32>,
-    /// Queue pair on the other side.
+    /// Remote queue pair.
     pub remote_qpn: Option<u32>,
-    /// The way to the other side.
+    /// Path to the remote node.
     pub path: Option<Path>,
-    /// Code of the shortest time that the other side is told to wait when there is no receive, 0 to 31.
+    /// Code of the minimum RNR NAK timer, 0 to 31: the time that the remote node waits after an RNR NAK.
     pub min_rnr_timer: Option<u8>,
-    /// How often to try again when the other side has no receive, 0 to 7; 7: without end.
+    /// RNR retry count, 0 to 7. 7 means unlimited retries.
     pub rnr_retry: Option<u8>,
-    /// How often to try again without acknowledgement, 0 to 7.
+    /// Retry count for missing acknowledgements, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Code of the time to wait for an acknowledgement, 0 to 31: 4.096 us times 2 to the power of it; 0: without end.
+    /// Code of the acknowledgement timeout, 0 to 31: 4.096 us times 2 to the power of the code. 0 disables the timeout.
     pub ack_timeout: Option<u8>,
-    /// Reads and atomics of this side that may be outstanding.
+    /// Maximum number of outstanding READs and atomic operations as requester.
     pub max_initiated: Option<u8>,
-    /// Reads and atomics of the other side that may be outstanding. They are served one after the other; the results of
-    /// this many atomics (and of 16 at least) are kept for repetitions.
+    /// Maximum number of outstanding READs and atomic operations as responder. The responder executes them one at a
+    /// time, and keeps the results of this number of atomic operations (at least 16) for duplicate requests.
     pub max_served: Option<u8>,
-    /// Going to SQD: [`Event::SendQueueDrained`](crate::Event::SendQueueDrained) is wanted.
+    /// On the transition to SQD: raise [`Event::SendQueueDrained`](crate::Event::SendQueueDrained).
     pub drained_event: bool,
 }
 
-/// Why a change was refused. Nothing was changed.
+/// Why a change was rejected. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModifyError {
-    /// No queue pair or shared receive queue of this number.
+    /// No queue pair or shared receive queue with this number.
     #[error("no queue pair or shared receive queue with this number")]
     NoQueue,
     /// The number is in use.
     #[error("the number of the queue is in use")]
     InUse,
-    /// The state cannot follow the present one.
+    /// The state machine does not allow the transition.
     #[error("a queue pair cannot go from {from:?} to {to:?}")]
     Transition {
-        /// Present state.
+        /// Current state.
         from: State,
-        /// State asked for.
+        /// Requested state.
         to: State,
     },
-    /// A value is outside of its range.
+    /// An attribute is out of range.
     #[error("attribute out of range: {0}")]
     Range(&'static str),
     /// A queue pair uses the shared receive queue.
@@ -198,26 +200,26 @@ pub enum ModifyError {
     Busy,
 }
 
-/// A queue pair as a query shows it.
+/// State and attributes of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpAttributes {
     /// State.
     pub state: State,
-    /// In SQD: the send queue has not come to rest yet.
+    /// In SQD: the send queue is not drained yet.
     pub draining: bool,
-    /// Next packet sequence number sent.
+    /// Next packet sequence number to send.
     pub send_psn: u32,
-    /// Next packet sequence number expected.
+    /// Next expected packet sequence number.
     pub receive_psn: u32,
-    /// Oldest packet sequence number sent and not acknowledged.
+    /// Oldest unacknowledged packet sequence number.
     pub unacknowledged_psn: u32,
     /// Message sequence number: messages completed as responder.
     pub msn: u32,
-    /// What the other side may do.
+    /// Operations that the remote node may do.
     pub access: AccessFlags,
-    /// The way to the other side, once known.
+    /// Path to the remote node, if set.
     pub path: Option<Path>,
-    /// Queue pair on the other side.
+    /// Remote queue pair.
     pub remote_qpn: u32,
     /// Q_Key.
     pub qkey: u32,
@@ -225,15 +227,15 @@ pub struct QpAttributes {
     pub mtu: Mtu,
 }
 
-/// What the engine has to know of its port.
+/// Attributes of the port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortAttributes {
-    /// Base LID; 0 until the subnet gave one.
+    /// Base LID; 0 until the subnet assigns one.
     pub lid: u16,
-    /// Number of low bits of the LID that name paths.
+    /// LID mask control: number of low LID bits that select a path.
     pub lmc: u8,
-    /// GIDs; the first is the port's own.
+    /// GID table. The first entry is the port's own GID.
     pub gids: Vec<Gid>,
-    /// P_Keys; 0 is an invalid entry.
+    /// P_Key table. 0 is an invalid entry.
     pub pkeys: Vec<u16>,
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The transport of one adapter: its queue pairs, and what happens to them.
+//! The transport of one adapter: its queue pairs and their scheduling.
 
 mod datagram;
 mod flush;
@@ -28,66 +28,66 @@ use pool::Pool;
 use qp::{GSI_QPN, Poll, Qp};
 use receive::Srq;
 
-/// Most packets that a queue pair keeps in either direction while it waits. More than any window sends.
+/// Most packets that a queue pair queues in each direction while it waits. Larger than any send window.
 const MAX_BACKLOG: usize = 8192;
-/// Turns of queue pairs in one call of [`Engine::run`].
+/// Most queue pairs that one call of [`Engine::run`] polls.
 const QP_BUDGET: usize = 32;
-/// Packets that are sent without waiting for the other queue pairs' turns.
+/// Number of pending packets at which [`Engine::run`] transmits before it polls the next queue pair.
 const TRANSMIT_BATCH: usize = 32;
 
-/// What [`Engine::run`] has left to do.
+/// When to call [`Engine::run`] again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// More at once: look at the inbox without waiting, and call it again.
+    /// Work is pending: read the inbox without waiting, then call again.
     More,
-    /// Something at this time, on the clock of [`Host::now`].
+    /// Call again at this time, on the clock of [`Host::now`].
     At(Duration),
-    /// Nothing until something happens.
+    /// Nothing is pending until the next event.
     Idle,
 }
 
-/// What the transport has done, since the engine was made.
+/// Counters of the transport since the engine was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
     /// Packets sent.
     pub packets_sent: u64,
     /// Packets received.
     pub packets_received: u64,
-    /// Payload bytes sent, retransmissions included.
+    /// Payload bytes sent, including retransmissions.
     pub bytes_sent: u64,
     /// Payload bytes received and accepted.
     pub bytes_received: u64,
-    /// Packets sent again.
+    /// Packets retransmitted.
     pub retransmissions: u64,
-    /// Acknowledgement timers that ran out.
+    /// Expired acknowledgement timers.
     pub timeouts: u64,
-    /// Sequence error NAKs sent.
+    /// PSN sequence error NAKs sent.
     pub sequence_naks_sent: u64,
-    /// Sequence error NAKs received.
+    /// PSN sequence error NAKs received.
     pub sequence_naks_received: u64,
-    /// Receiver-not-ready NAKs sent.
+    /// RNR NAKs sent.
     pub rnr_naks_sent: u64,
-    /// Receiver-not-ready NAKs received.
+    /// RNR NAKs received.
     pub rnr_naks_received: u64,
-    /// Requests that had arrived before.
+    /// Duplicate requests received.
     pub duplicates: u64,
-    /// Requests refused as invalid.
+    /// Requests rejected as invalid.
     pub invalid_requests: u64,
-    /// Requests refused for their access rights.
+    /// Requests rejected for missing access rights.
     pub remote_access_errors: u64,
-    /// Requests that failed here.
+    /// Requests of the remote node that failed with an operational error here.
     pub remote_operation_errors: u64,
     /// Accesses that waited for a page.
     pub page_faults: u64,
-    /// Datagrams dropped for want of a receive.
+    /// Datagrams dropped because no receive was posted.
     pub datagrams_dropped: u64,
     /// Packets dropped for a wrong P_Key.
     pub pkey_violations: u64,
     /// Packets dropped for a wrong Q_Key.
     pub qkey_violations: u64,
-    /// Packets dropped for other reasons: no such queue pair, wrong state, malformed.
+    /// Packets dropped for other reasons: unknown queue pair, wrong state, malformed.
     pub packets_dropped: u64,
-    /// Completions other than success, flushes not counted.
+    /// Completions with errors, except flushes.
     pub error_completions: u64,
     /// Work requests flushed.
     pub flushed: u64,
@@ -95,38 +95,39 @@ pub struct Counters {
 
 /// The transport of one adapter.
 ///
-/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host; the other methods
-/// note what happened, and `run` acts on it.
+/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host. The other methods
+/// record an event, and `run` handles the event.
 #[derive(Debug)]
 pub struct Engine {
     qps: HashMap<u32, Qp>,
-    /// The queue pair that serves as number 1.
+    /// The queue pair that acts as queue pair 1.
     gsi: Option<u32>,
     /// Multicast groups and the queue pairs attached to them.
     groups: HashMap<Gid, Vec<u32>>,
-    /// Queue pairs with something to do, each at most once.
+    /// Queue pairs with pending work, each at most once.
     ready: VecDeque<u32>,
-    /// When queue pairs are to be looked at; each at most once.
+    /// Next deadlines of queue pairs, each queue pair at most once.
     timers: BTreeSet<(Duration, u32)>,
     shared: Shared,
 }
 
-/// What queue pairs use in common.
+/// State that all queue pairs of an engine use.
 #[derive(Debug)]
 pub(crate) struct Shared {
     port: PortAttributes,
     srqs: HashMap<u32, Srq>,
-    /// Packets to be sent.
+    /// Packets to be transmitted.
     out: Vec<Packet>,
     pool: Pool,
     counters: Counters,
-    /// Page faults and the queue pairs that wait for them.
+    /// Tokens of page faults, and the queue pairs that wait for them.
     page_waiters: HashMap<u64, Vec<u32>>,
-    /// Queue pairs that wait for room on their way.
+    /// Queue pairs that wait because their path is full.
     blocked: Vec<u32>,
-    /// Queue pairs that found out that they have more to do.
+    /// Queue pairs to be added to the list of pending work.
     wake: Vec<u32>,
-    /// Given up with the packets sent: until then, what they answer counts as being on its way.
+    /// Guards to be dropped after the pending packets are transmitted: until then, the received packets keep their path
+    /// busy.
     released: Vec<BusyGuard>,
 }
 
@@ -148,11 +149,11 @@ impl Shared {
     }
 }
 
-/// A queue pair's surroundings while it is worked on.
+/// The environment of a queue pair during one call of the engine.
 pub(crate) struct Context<'a> {
     host: &'a mut dyn Host,
     shared: &'a mut Shared,
-    /// What the packets being worked on arrived as.
+    /// In-flight marker of the burst that is being processed.
     in_flight: Option<&'a InFlight>,
     now: Option<Duration>,
 }
@@ -167,7 +168,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// The time, read once.
+    /// The current time, read once.
     fn now(&mut self) -> Duration {
         *self.now.get_or_insert_with(|| self.host.now())
     }
@@ -178,14 +179,15 @@ impl<'a> Context<'a> {
         self.shared.out.push(packet);
     }
 
-    /// What arrived is kept: it stays on its way until `hold` is given up.
+    /// A received packet is kept for later: keeps its path busy until `guard` is dropped.
     fn keep_busy(&self, guard: &mut Option<BusyGuard>) {
         if guard.is_none() {
             *guard = self.in_flight.map(InFlight::busy_guard);
         }
     }
 
-    /// A receive was taken from a shared queue.
+    /// Raises the limit event of a shared receive queue if `left`, the number of remaining requests, is below the
+    /// limit.
     fn check_limit(&mut self, srqn: u32, left: u32) {
         if let Some(srq) = self.shared.srqs.get_mut(&srqn) {
             if left < srq.config.limit {
@@ -205,7 +207,7 @@ impl<'a> Context<'a> {
 }
 
 impl Engine {
-    /// An engine without queue pairs.
+    /// Creates an engine without queue pairs.
     pub fn new(port: PortAttributes) -> Self {
         Self {
             qps: HashMap::new(),
@@ -227,7 +229,7 @@ impl Engine {
         }
     }
 
-    /// Changes what the engine knows of its port.
+    /// Changes the attributes of the port.
     pub fn set_port(&mut self, port: PortAttributes) {
         self.shared.port = port;
         for qp in self.qps.values_mut() {
@@ -235,11 +237,11 @@ impl Engine {
         }
     }
 
-    /// Makes a queue pair, in the state RESET. Numbers 0 and 1 and those above 0xfffffe cannot be given.
+    /// Creates a queue pair in state RESET. Numbers 0 and 1 and numbers above 0xfffffe are reserved.
     ///
     /// # Errors
     ///
-    /// The number is in use or out of range, or there is no such shared receive queue.
+    /// The number is in use or out of range, or the shared receive queue does not exist.
     pub fn create_qp(&mut self, qpn: u32, config: QpConfig) -> Result<(), ModifyError> {
         if !(2..MULTICAST_QPN).contains(&qpn) {
             return Err(ModifyError::Range("queue pair"));
@@ -257,12 +259,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Changes attributes and state of a queue pair. Going to ERR flushes its work (in [`run`](Self::run)), going to RESET
-    /// forgets it without completions.
+    /// Changes attributes and state of a queue pair. ERR flushes the work requests (in [`run`](Self::run)). RESET
+    /// discards the work requests without completions.
     ///
     /// # Errors
     ///
-    /// Why the change is refused; then nothing was changed.
+    /// The reason of the failure. Nothing was changed.
     pub fn modify(&mut self, host: &mut dyn Host, qpn: u32, change: &Modify) -> Result<(), ModifyError> {
         let qp = self.qps.get_mut(&qpn).ok_or(ModifyError::NoQueue)?;
         qp.modify(&mut Context::new(host, &mut self.shared, None), change)?;
@@ -271,16 +273,16 @@ impl Engine {
         Ok(())
     }
 
-    /// A queue pair's state and attributes.
+    /// State and attributes of a queue pair.
     pub fn query(&self, qpn: u32) -> Option<QpAttributes> {
         self.qps.get(&qpn).map(Qp::attributes)
     }
 
-    /// Ends a queue pair. Its work makes no completions any more.
+    /// Destroys a queue pair. Its work requests cause no more completions.
     ///
     /// # Errors
     ///
-    /// There is none of this number.
+    /// No such queue pair.
     pub fn destroy_qp(&mut self, qpn: u32) -> Result<(), ModifyError> {
         let qp = self.qps.remove(&qpn).ok_or(ModifyError::NoQueue)?;
         if let ReceiveFrom::Shared(srqn) = qp.config.receive {
@@ -294,7 +296,7 @@ impl Engine {
         if let Some(time) = qp.timer {
             self.timers.remove(&(time, qpn));
         }
-        // A number may be given again: nothing must be left of this one.
+        // The number may be reused: no list may keep a reference to this queue pair.
         self.ready.retain(|ready| *ready != qpn);
         self.shared.wake.retain(|wake| *wake != qpn);
         self.shared.blocked.retain(|blocked| *blocked != qpn);
@@ -309,7 +311,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Makes a shared receive queue.
+    /// Creates a shared receive queue.
     ///
     /// # Errors
     ///
@@ -324,11 +326,12 @@ impl Engine {
         }
     }
 
-    /// Sets the limit of a shared receive queue: the event comes once, when a request is taken and fewer are left.
+    /// Arms the limit of a shared receive queue: the event is raised once, when a fetched request leaves fewer than
+    /// `limit` requests in the queue.
     ///
     /// # Errors
     ///
-    /// There is none of this number.
+    /// No such shared receive queue.
     pub fn arm_srq(&mut self, srqn: u32, limit: u32) -> Result<(), ModifyError> {
         self.shared
             .srqs
@@ -339,16 +342,16 @@ impl Engine {
         Ok(())
     }
 
-    /// The limit of a shared receive queue; 0 if it is off.
+    /// The limit of a shared receive queue; 0 if it is disarmed.
     pub fn srq_limit(&self, srqn: u32) -> Option<u32> {
         self.shared.srqs.get(&srqn).map(|srq| srq.config.limit)
     }
 
-    /// Ends a shared receive queue.
+    /// Destroys a shared receive queue.
     ///
     /// # Errors
     ///
-    /// There is none of this number, or a queue pair uses it.
+    /// No such shared receive queue, or a queue pair uses it.
     pub fn destroy_srq(&mut self, srqn: u32) -> Result<(), ModifyError> {
         match self.shared.srqs.get(&srqn) {
             None => Err(ModifyError::NoQueue),
@@ -360,12 +363,12 @@ impl Engine {
         }
     }
 
-    /// A datagram queue pair receives what is sent to a multicast group. (Its port joins the group by subnet
-    /// administration.)
+    /// Attaches a datagram queue pair to a multicast group, so that the queue pair receives the group's packets. (The
+    /// port joins the group through subnet administration.)
     ///
     /// # Errors
     ///
-    /// There is no such queue pair, or it is attached already.
+    /// No such queue pair, or the queue pair is already attached.
     pub fn attach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
         if !self.qps.contains_key(&qpn) {
             return Err(ModifyError::NoQueue);
@@ -378,11 +381,11 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends what [`attach`](Self::attach) began.
+    /// Detaches a queue pair from a multicast group.
     ///
     /// # Errors
     ///
-    /// It is not attached.
+    /// The queue pair is not attached.
     pub fn detach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
         let members = self.groups.get_mut(&group).ok_or(ModifyError::NoQueue)?;
         let place = members
@@ -396,7 +399,7 @@ impl Engine {
         Ok(())
     }
 
-    /// There is work in a send queue. Unknown numbers are ignored.
+    /// A work request was posted to a send queue. Unknown queue pairs are ignored.
     pub fn doorbell(&mut self, qpn: u32) {
         if let Some(qp) = self.qps.get_mut(&qpn) {
             qp.requester.ring();
@@ -404,7 +407,7 @@ impl Engine {
         }
     }
 
-    /// Whether a queue pair sent the packet to a group itself, and does not want to hear it.
+    /// Whether the queue pair sent the multicast packet itself and blocks multicast loopback.
     fn blocks_loopback(&self, qpn: u32, packet: &Packet) -> bool {
         let port = &self.shared.port;
         self.qps.get(&qpn).is_some_and(|qp| {
@@ -414,7 +417,7 @@ impl Engine {
         })
     }
 
-    /// Packets arrived.
+    /// Handles packets that arrived.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
         let Burst { packets, in_flight } = burst;
         let mut touched = Vec::new();
@@ -454,11 +457,11 @@ impl Engine {
             self.set_timer(qpn);
         }
         self.send_and_schedule(host);
-        // Only now, as the answers are on their way.
+        // Dropped only now, when the responses are in flight.
         drop(in_flight);
     }
 
-    /// A packet for a queue pair.
+    /// Checks a packet and passes the packet to a queue pair.
     fn dispatch(
         &mut self,
         host: &mut dyn Host,
@@ -500,7 +503,8 @@ impl Engine {
         }
     }
 
-    /// Accesses that wait for this page are to be repeated, or (`ok` is false) fail. Unknown tokens are ignored.
+    /// A page fault is resolved: accesses that wait for `token` are repeated or, if `ok` is false, fail. Unknown tokens
+    /// are ignored.
     pub fn resume(&mut self, token: u64, ok: bool) {
         for qpn in self.shared.page_waiters.remove(&token).unwrap_or_default() {
             if let Some(qp) = self.qps.get_mut(&qpn) {
@@ -510,14 +514,14 @@ impl Engine {
         }
     }
 
-    /// There is room again on a way that had none.
+    /// A path that was full accepts packets again.
     pub fn room(&mut self) {
         for qpn in std::mem::take(&mut self.shared.blocked) {
             self.schedule(qpn);
         }
     }
 
-    /// Goes on with what there is to do, for a bounded time.
+    /// Does a bounded amount of the pending work.
     pub fn run(&mut self, host: &mut dyn Host) -> Next {
         if !self.timers.is_empty() {
             let now = host.now();
@@ -552,12 +556,12 @@ impl Engine {
         self.timers.first().map_or(Next::Idle, |(time, _)| Next::At(*time))
     }
 
-    /// What was done so far.
+    /// Counters of the transport.
     pub fn counters(&self) -> Counters {
         self.shared.counters
     }
 
-    /// Sends what was made, and lists who has more to do.
+    /// Transmits the pending packets and schedules the queue pairs that were woken.
     fn send_and_schedule(&mut self, host: &mut dyn Host) {
         self.shared.send_out(host);
         self.schedule_woken();
@@ -578,8 +582,8 @@ impl Engine {
         }
     }
 
-    /// Lists a queue pair's next deadline. One that has moved away is left in the list: when it comes, the queue pair
-    /// finds nothing to do, and is listed again.
+    /// Adds a queue pair's next deadline to the timers. An entry whose deadline moved to a later time stays: when the
+    /// entry expires, the queue pair finds nothing to do and is added again.
     fn set_timer(&mut self, qpn: u32) {
         let Some(qp) = self.qps.get_mut(&qpn) else { return };
         let Some(deadline) = qp.deadline() else { return };

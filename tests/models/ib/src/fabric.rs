@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet: switches, links with faults, and the ports that adapters join it by.
+//! The subnet: switches, links with injected faults, and the ports of adapters.
 //!
-//! A [`Fabric`] is shared by the threads of a process. Sending takes its lock for one burst, and delivers within it,
-//! which keeps the order of packets on every way; so a function that takes a [`Delivery`] only puts it into a queue.
+//! Threads of one process share a [`Fabric`]. [`Port::send`] takes the lock for one burst and delivers the burst under
+//! the lock, which keeps packets of each path in order. Therefore a function that takes a [`Delivery`] only queues the
+//! delivery.
 
 pub(crate) mod network;
 mod sa;
@@ -20,97 +21,97 @@ use crate::packet::{Gid, Packet};
 use network::Network;
 pub(crate) use transit::{BusyGuard, InFlight};
 
-/// Switches and the links between them. Ports are added by [`Fabric::join`].
+/// Switches and the links between switches. [`Fabric::join`] adds ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Topology {
     /// Names of the switches.
     pub switches: Vec<String>,
-    /// Links between switches, by their names.
+    /// Links between switches, as pairs of switch names.
     pub links: Vec<(String, String)>,
 }
 
-/// What is wrong with a topology or a port.
+/// Why a topology or a port is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyError {
-    /// There is no switch, or none of this name.
+    /// The topology has no switch, or none with this name.
     #[error("no switch named \"{0}\"")]
     NoSwitch(String),
-    /// Two have the same name.
+    /// A name, a link or a GUID occurs twice.
     #[error("duplicate name, link or GUID: \"{0}\"")]
     Duplicate(String),
-    /// No way leads from one switch to another.
+    /// No path, or no direct link, connects the two switches.
     #[error("no path from switch \"{0}\" to switch \"{1}\"")]
     Unconnected(String, String),
-    /// All LIDs are in use.
+    /// All unicast LIDs are in use.
     #[error("all unicast LIDs are in use")]
     NoLid,
 }
 
-/// A port that joins.
+/// Configuration of a port for [`Fabric::join`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortConfig {
-    /// Name, for logs and counters.
+    /// Name for logs and counters.
     pub name: String,
-    /// GUID; makes the port's GID.
+    /// GUID: the lower 64 bits of the port's GID.
     pub guid: u64,
-    /// Name of the switch it hangs on.
+    /// Name of the switch that the port is connected to.
     pub switch: String,
 }
 
-/// What goes wrong on a link, in both directions.
+/// Faults to inject on a link, in both directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Faults {
-    /// How long each packet takes.
+    /// Delay of each packet.
     pub delay: Duration,
-    /// Part of the packets that are lost, 0 to 1.
+    /// Probability that a packet is lost, 0 to 1.
     pub loss: f64,
-    /// The n-th packet from now on is lost; 0: none.
+    /// The n-th packet from now on is lost. 0 disables the fault.
     pub lose_nth: u64,
-    /// Part of the packets that arrive twice, 0 to 1.
+    /// Probability that a packet is duplicated, 0 to 1.
     pub duplicate: f64,
-    /// Part of the packets that change places with the next, 0 to 1.
+    /// Probability that a packet is exchanged with the next one, 0 to 1.
     pub reorder: f64,
 }
 
-/// What a link has carried, as seen from one end.
+/// Counters of a link, as seen from one end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LinkCounters {
-    /// Packets sent into it.
+    /// Packets sent to the link.
     pub tx_packets: u64,
-    /// Bytes sent into it, headers included.
+    /// Bytes sent to the link, including headers.
     pub tx_bytes: u64,
-    /// Packets that came out of it.
+    /// Packets received from the link.
     pub rx_packets: u64,
-    /// Bytes that came out of it, headers included.
+    /// Bytes received from the link, including headers.
     pub rx_bytes: u64,
-    /// Packets lost by injected faults, either direction.
+    /// Packets lost by injected faults, in both directions.
     pub lost: u64,
-    /// Packets dropped because the link was down or the destination unknown, either direction.
+    /// Packets dropped because the link was down or the destination was unknown, in both directions.
     pub dropped: u64,
-    /// How often it went down.
+    /// Number of times that the link went down.
     pub downs: u64,
 }
 
-/// Packets that arrive together. They count as being on their way until they have been worked on.
+/// Packets that arrive together. They count as in flight until they are processed.
 #[derive(Debug)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
     pub(crate) in_flight: Option<InFlight>,
 }
 
-/// Something for an adapter's inbox.
+/// An entry for the inbox of an adapter.
 #[derive(Debug)]
 pub enum Delivery {
     /// Packets, for [`Engine::packets`](crate::Engine::packets).
     Packets(Burst),
-    /// There is room again on a way that had none, for [`Engine::room`](crate::Engine::room).
+    /// A path that was full accepts packets again, for [`Engine::room`](crate::Engine::room).
     Room,
-    /// The port's link came up (`true`) or went down.
+    /// The link of the port came up (`true`) or went down (`false`).
     Link(bool),
 }
 
-/// The subnet of a process. Clones are the same subnet.
+/// The subnet of a process. All clones refer to the same subnet.
 #[derive(Clone)]
 pub struct Fabric {
     inner: Arc<Inner>,
@@ -118,14 +119,14 @@ pub struct Fabric {
 
 struct Inner {
     network: Mutex<Network>,
-    /// Something is delayed, or the fabric goes.
+    /// Signaled when packets are delayed and when a handle of the fabric is dropped.
     changed: Condvar,
-    /// The moment that time is counted from.
+    /// Time 0 of the fabric.
     start: Instant,
     timer: OnceLock<()>,
 }
 
-/// A port of the subnet, held by the adapter it belongs to. Dropping it leaves the subnet.
+/// A port of the subnet, owned by an adapter. Dropping a `Port` removes the port from the subnet.
 pub struct Port {
     inner: Arc<Inner>,
     lid: u16,
@@ -134,7 +135,7 @@ pub struct Port {
 
 impl Inner {
     fn network(&self) -> MutexGuard<'_, Network> {
-        // No operation on it leaves it half done, not even one whose `deliver` panicked.
+        // A poisoned lock is usable: every operation keeps the network consistent, even if `deliver` panics.
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -155,14 +156,14 @@ impl fmt::Debug for Port {
 }
 
 impl Fabric {
-    /// LID of the subnet manager, where subnet administration queries go.
+    /// LID of the subnet manager, the destination of subnet administration queries.
     pub const SM_LID: u16 = network::SM_LID;
 
-    /// A subnet; `seed` decides which packets are lost where a link loses some.
+    /// Creates a subnet. `seed` initializes the random decisions of injected faults.
     ///
     /// # Errors
     ///
-    /// What is wrong with the topology.
+    /// [`TopologyError`] if the topology is invalid.
     pub fn new(topology: &Topology, seed: u64) -> Result<Self, TopologyError> {
         let inner = Inner {
             network: Mutex::new(Network::new(topology, seed)?),
@@ -173,12 +174,12 @@ impl Fabric {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Adds a port, whose link is up at once. `deliver` is called for everything that arrives, with the fabric's lock
-    /// held and on any thread: it may queue and wake, but neither wait nor call the fabric.
+    /// Adds a port. Its link is up at once. `deliver` is called for every delivery, on any thread and with the fabric's
+    /// lock held: it may queue the delivery and wake a thread, but must not wait or call the fabric.
     ///
     /// # Errors
     ///
-    /// No such switch, a name or GUID that is in use, or all unicast LIDs are in use.
+    /// Unknown switch, name or GUID in use, or no free LID.
     pub fn join(
         &self,
         config: &PortConfig,
@@ -192,11 +193,11 @@ impl Fabric {
         })
     }
 
-    /// Takes the link between two switches down or up.
+    /// Takes the link between two switches up or down.
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn set_switch_link(&self, a: &str, b: &str, up: bool) -> Result<(), TopologyError> {
         self.inner
             .network()
@@ -204,11 +205,11 @@ impl Fabric {
             .map(drop)
     }
 
-    /// What goes wrong on the link between two switches from now on.
+    /// Sets the faults of the link between two switches.
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn set_switch_faults(&self, a: &str, b: &str, faults: Faults) -> Result<(), TopologyError> {
         self.inner
             .network()
@@ -216,18 +217,18 @@ impl Fabric {
             .map(drop)
     }
 
-    /// What the link between two switches has lost and dropped. (Packets and bytes are counted at ports.)
+    /// Counters of lost and dropped packets of the link between two switches. (Ports count packets and bytes.)
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn switch_counters(&self, a: &str, b: &str) -> Result<LinkCounters, TopologyError> {
         self.inner.network().change_switch_link(a, b, |_| {})
     }
 }
 
 impl Port {
-    /// The port's LID, from 2 on.
+    /// The port's LID, at least 2.
     pub fn lid(&self) -> u16 {
         self.lid
     }
@@ -242,22 +243,22 @@ impl Port {
         self.inner.network().is_up(self.lid)
     }
 
-    /// Takes the link down or up; the adapter is told by [`Delivery::Link`].
+    /// Takes the link up or down. [`Delivery::Link`] notifies the adapter.
     pub fn set_up(&self, up: bool) {
         self.inner.network().set_up(self.lid, up);
     }
 
-    /// What goes wrong on the link from now on.
+    /// Sets the faults of the link.
     pub fn set_faults(&self, faults: Faults) {
         self.inner.network().set_faults(self.lid, faults);
     }
 
-    /// What the link has carried.
+    /// Counters of the link.
     pub fn counters(&self) -> LinkCounters {
         self.inner.network().counters(self.lid)
     }
 
-    /// Sends packets into the link, in order. Never waits; [`has_room`](Self::has_room) is asked before.
+    /// Sends packets in order, without waiting. The caller checks [`has_room`](Self::has_room) first.
     pub fn send(&self, packets: Vec<Packet>) {
         let delayed = {
             let mut network = self.inner.network();
@@ -271,12 +272,13 @@ impl Port {
         }
     }
 
-    /// Whether the way to a LID takes more packets. After a `false`, [`Delivery::Room`] comes once it does.
+    /// Whether the path to a LID accepts packets. After `false`, [`Delivery::Room`] arrives when the path accepts
+    /// packets.
     pub fn has_room(&self, dlid: u16) -> bool {
         self.inner.network().has_room(self.lid, dlid)
     }
 
-    /// Whether packets between this port and a LID, in either direction, are on their way or being worked on.
+    /// Whether packets between this port and a LID, in either direction, are in flight or being processed.
     pub fn in_flight(&self, dlid: u16) -> bool {
         self.inner.network().in_flight(self.lid, dlid)
     }
@@ -294,10 +296,10 @@ impl Drop for Fabric {
     }
 }
 
-/// Longest sleep of the timer's thread: then it sees whether the fabric is still there.
+/// Longest sleep of the timer thread. After each sleep the thread checks whether the fabric still exists.
 const MAX_TIMER_SLEEP: Duration = Duration::from_millis(200);
 
-/// Starts the thread that delivers delayed packets. It ends with the fabric.
+/// Starts the thread that delivers delayed packets. The thread ends with the fabric.
 fn start_timer(inner: &Arc<Inner>) {
     let weak = Arc::downgrade(inner);
     let thread = std::thread::Builder::new().name("ib-delay".to_owned());

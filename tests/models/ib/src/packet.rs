@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Packets as they travel: headers as fields, payload as a range of a shared buffer.
+//! Packets in flight: headers as fields, payload as a range of a shared buffer.
 //!
-//! Invariant CRCs and padding are left out: nothing corrupts bytes between threads of a process. Which headers a packet
-//! has is still checked against its opcode by whoever gets it.
+//! Packets have no invariant CRC and no padding, because no bytes are corrupted between threads of a process. The
+//! receiver still checks the headers of a packet against its opcode.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The prefix of a subnet that was given none.
+    /// The default subnet prefix.
     pub const DEFAULT_PREFIX: u64 = 0xfe80_0000_0000_0000;
 
     /// The GID of a port.
@@ -21,7 +21,7 @@ impl Gid {
         Self(((u128::from(prefix) << 64) | u128::from(guid)).to_be_bytes())
     }
 
-    /// Whether it names a multicast group.
+    /// Whether the GID names a multicast group.
     pub fn is_multicast(&self) -> bool {
         self.0[0] == 0xff
     }
@@ -80,10 +80,10 @@ pub(crate) mod operation {
 pub(crate) const MULTICAST_QPN: u32 = 0xff_ffff;
 /// First LID of the multicast range.
 pub(crate) const MULTICAST_LID: u16 = 0xc000;
-/// The LID that means: wherever this arrives.
+/// The permissive LID: the port that receives the packet.
 pub(crate) const PERMISSIVE_LID: u16 = 0xffff;
 
-/// Bytes that packets refer to ranges of.
+/// A buffer. Packets refer to ranges of it.
 pub(crate) type Chunk = Arc<Vec<u8>>;
 
 /// A packet's payload.
@@ -95,11 +95,11 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// `len` bytes of `chunk` from `start` on, as far as it has them.
+    /// `len` bytes of `chunk` from `start` on, limited to the end of `chunk`.
     pub(crate) fn new(chunk: &Chunk, start: usize, len: usize) -> Self {
         let start = start.min(chunk.len());
         let len = len.min(chunk.len() - start);
-        // Chunks are far smaller than 4 GiB.
+        // Not truncated: chunks are far smaller than 4 GiB.
         Self {
             chunk: Some(chunk.clone()),
             start: start as u32,
@@ -122,7 +122,7 @@ impl Slice {
         self.len == 0
     }
 
-    /// This and `next` as one, if `next` goes on where this ends, in the same chunk.
+    /// Joins this range and `next` if `next` starts where this range ends in the same chunk.
     pub(crate) fn joined(&self, next: &Slice) -> Option<Slice> {
         match (&self.chunk, &next.chunk) {
             (Some(a), Some(b)) if Arc::ptr_eq(a, b) && self.start + self.len == next.start => Some(Self {
@@ -141,7 +141,7 @@ impl fmt::Debug for Slice {
     }
 }
 
-/// RDMA extended transport header.
+/// RDMA extended transport header (RETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reth {
     pub(crate) address: u64,
@@ -149,31 +149,31 @@ pub(crate) struct Reth {
     pub(crate) length: u32,
 }
 
-/// Datagram extended transport header.
+/// Datagram extended transport header (DETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Deth {
     pub(crate) qkey: u32,
     pub(crate) source_qpn: u32,
 }
 
-/// Atomic extended transport header.
+/// Atomic extended transport header (AtomicETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AtomicEth {
     pub(crate) address: u64,
     pub(crate) key: u32,
-    /// Value to swap in, or to add.
+    /// Value to swap or to add.
     pub(crate) swap_add: u64,
     pub(crate) compare: u64,
 }
 
-/// Acknowledgement extended transport header.
+/// Acknowledgement extended transport header (AETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Aeth {
     pub(crate) syndrome: u8,
     pub(crate) msn: u32,
 }
 
-/// The extended transport header that the operation has.
+/// The extended transport header of the operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Extended {
     #[default]
@@ -185,7 +185,7 @@ pub(crate) enum Extended {
     AtomicAck(Aeth, u64),
 }
 
-/// Global route header.
+/// Global route header (GRH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GlobalRoute {
     pub(crate) flow_label: u32,
@@ -195,7 +195,7 @@ pub(crate) struct GlobalRoute {
     pub(crate) dgid: Gid,
 }
 
-/// A packet. What is in it is the engines' and the fabric's business.
+/// A packet. Only engines and the fabric access the contents.
 #[derive(Clone)]
 pub struct Packet {
     pub(crate) dlid: u16,
@@ -217,7 +217,7 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Bytes that it would take on a wire: headers, payload with padding, and CRCs.
+    /// Size of the packet on a wire: headers, payload with padding, and CRCs.
     pub fn wire_bytes(&self) -> u64 {
         use operation::*;
         let mut bytes = 8 + 12 + 4 + 2;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Datagrams: how they are addressed, and what happens to those that arrive.
+//! Datagrams (UD and the general services interface): addressing and reception.
 
 use std::sync::Arc;
 
@@ -16,24 +16,23 @@ use crate::work::{AddressVector, Received, Status, UdSource};
 
 /// Longest message.
 pub(super) const MAX_PAYLOAD: u64 = 4096;
-/// Bytes at the beginning of every receive that a global route header goes to.
+/// Bytes at the start of every receive that are reserved for a global route header.
 pub(super) const GRH_BYTES: usize = 40;
 /// The Q_Key of queue pair 1.
 const GSI_QKEY: u32 = 0x8001_0000;
-/// Set in a Q_Key: the queue pair's own is to be sent.
+/// This bit of a Q_Key selects the sending queue pair's own Q_Key.
 const OWN_QKEY: u32 = 1 << 31;
-/// Bits of a P_Key without the one for full membership.
+/// P_Key without the membership bit.
 const PKEY_BITS: u16 = 0x7fff;
 const PKEY_FULL: u16 = 0x8000;
 
-/// Whether a packet with one P_Key may pass a port entry with the other: the same partition, and one of them a full
-/// member.
+/// Whether two P_Keys match: the same partition, and at least one of them is a full member.
 pub(super) fn pkeys_match(a: u16, b: u16) -> bool {
     a & PKEY_BITS != 0 && a & PKEY_BITS == b & PKEY_BITS && (a | b) & PKEY_FULL != 0
 }
 
 impl Qp {
-    /// A datagram without its data.
+    /// Builds a datagram without payload.
     pub(super) fn datagram(&self, port: &PortAttributes, to: &AddressVector, psn: u32) -> Packet {
         let mut packet = self.packet(port, 0, psn);
         packet.dlid = to.path.dlid;
@@ -57,7 +56,7 @@ impl Qp {
         packet
     }
 
-    /// A datagram arrived whose turn it is.
+    /// Handles a received datagram.
     pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         let (Extended::Deth(deth), operation::SEND_ONLY | operation::SEND_ONLY_IMM) =
             (packet.extended, packet.opcode & operation::MASK)
@@ -131,7 +130,7 @@ impl Qp {
             qpn: deth.source_qpn,
             lid: packet.slid,
             sl: packet.sl,
-            // Not truncated: an LMC has at most 7 bits.
+            // Not truncated: the LMC has at most 7 bits.
             path_bits: if multicast {
                 0
             } else {
@@ -149,19 +148,19 @@ impl Qp {
         Disposition::Consumed
     }
 
-    /// A receive of a datagram queue pair failed: so does the queue pair.
+    /// A receive of a datagram queue pair failed: the queue pair enters the error state.
     fn fail_datagram_qp(&mut self, cx: &mut Context<'_>) -> Disposition {
         self.enter_error(cx);
         Disposition::Consumed
     }
 }
 
-/// A global route header as memory gets it.
+/// Encodes a global route header as it is written to memory.
 fn grh_bytes(packet: &Packet, grh: &crate::packet::GlobalRoute) -> [u8; GRH_BYTES] {
     let mut bytes = [0; GRH_BYTES];
     let version = (6 << 28) | (u32::from(grh.traffic_class) << 20) | (grh.flow_label & 0xf_ffff);
     bytes[..4].copy_from_slice(&version.to_be_bytes());
-    // What follows: base and datagram headers, immediate data, data with padding, and the invariant CRC.
+    // The payload length field covers BTH, DETH, immediate data, payload with padding, and the invariant CRC.
     let imm = if packet.opcode & operation::MASK == operation::SEND_ONLY_IMM {
         4
     } else {

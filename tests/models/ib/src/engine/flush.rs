@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The error states: work that was begun and work that is still in the queues ends, unfinished and in order.
+//! The error states: flushes started and queued work requests in order.
 
 use std::time::Duration;
 
@@ -11,16 +11,16 @@ use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Event, Fetched};
 use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
-/// Work requests flushed in one turn and direction.
+/// Most work requests that one poll flushes in each direction.
 const REQUEST_BUDGET: usize = 64;
-/// When a queue pair in the error state is first looked at for receives posted since: nothing tells of them. While there
-/// are none, twice as much time passes every time.
+/// First interval at which a queue pair in the error state checks for newly posted receives, because no doorbell
+/// announces receives. The interval doubles while none are found.
 const MIN_FLUSH_INTERVAL: Duration = Duration::from_millis(1);
-/// The longest time between two looks.
+/// Longest interval between two checks.
 const MAX_FLUSH_INTERVAL: Duration = Duration::from_millis(16);
 
 impl Qp {
-    /// A turn in the error state.
+    /// Polls a queue pair in the error state.
     pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Poll {
         let mut poll = self.flush_send(cx, Poll::Idle);
         if let Some(receive) = self.responder.receive.take() {
@@ -57,11 +57,11 @@ impl Qp {
         poll
     }
 
-    /// Flushes the send queue, in the error states.
+    /// Flushes the send queue, in SQE and ERR.
     pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, poll: Poll) -> Poll {
         let mut left = REQUEST_BUDGET;
         while let Some(work) = self.requester.works.pop_front() {
-            // What had succeeded before stays a success.
+            // Work that succeeded before the error completes with success.
             let (status, length) = match work.progress {
                 Progress::Ended(Status::Success) if !work.signaled => continue,
                 Progress::Ended(Status::Success) => (Status::Success, work.response_length()),

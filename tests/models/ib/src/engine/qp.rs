@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A queue pair: attributes, states, and the template of the packets it sends.
+//! Queue pairs: attributes, state machine, and the template of outgoing packets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,27 +18,27 @@ use crate::packet::{Extended, Gid, GlobalRoute, Packet, Slice, service};
 use crate::psn;
 use crate::work::{Grh, Path, Status};
 
-/// Number of the queue pair that management datagrams go to.
+/// The queue pair that receives management datagrams.
 pub(super) const GSI_QPN: u32 = 1;
 
-/// What is left of a turn.
+/// Result of polling a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Poll {
-    /// There is more that can be done at once.
+    /// More work can be done at once.
     More,
-    /// Something else has to happen first.
+    /// No work can be done until the next event.
     Idle,
 }
 
-/// Whether accesses to memory of one direction of a queue pair can go on.
+/// Page fault state of the memory accesses in one direction of a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum PageWait {
-    /// They can.
+    /// No page fault.
     #[default]
     None,
-    /// One waits for a page.
+    /// An access waits for a page. The value is the token of the page fault.
     Pending(u64),
-    /// The page that one waited for will not come: repeated, it fails.
+    /// The page cannot be provided. The repeated access fails.
     Failed,
 }
 
@@ -53,7 +53,7 @@ impl PageWait {
         }
     }
 
-    /// Does an access, unless it is one that was refused its page.
+    /// Does an access, or fails it if its page cannot be provided. Records a page fault of the access.
     pub(super) fn access<T>(
         &mut self,
         cx: &mut Context<'_>,
@@ -84,7 +84,7 @@ pub(super) struct Qp {
     pub(super) mtu: Mtu,
     pub(super) remote_qpn: u32,
     pub(super) path: Option<Path>,
-    /// The path's global route header, as every packet refers to it.
+    /// The path's global route header, shared by all packets.
     route: Option<Arc<GlobalRoute>>,
     pub(super) min_rnr_timer: u8,
     pub(super) rnr_retry: u8,
@@ -92,27 +92,27 @@ pub(super) struct Qp {
     pub(super) ack_timeout: u8,
     pub(super) max_initiated: u8,
     pub(super) max_served: u8,
-    /// In SQD: tell when the send queue has come to rest.
+    /// In SQD: raise an event when the send queue is drained.
     drained_event: bool,
-    /// In SQD: it has.
+    /// In SQD: the send queue is drained.
     drained: bool,
-    /// In RTR: nothing has arrived yet.
+    /// A packet arrived in RTR.
     established: bool,
-    /// It is in the engine's list of queue pairs that have something to do.
+    /// The queue pair is in the engine's list of queue pairs with pending work.
     pub(super) scheduled: bool,
-    /// When the engine's list of timers has it, if it has.
+    /// The queue pair's entry in the engine's timers.
     pub(super) timer: Option<Duration>,
-    /// In ERR: when to look for receives posted since.
+    /// In ERR: when to check for newly posted receives.
     pub(super) flush_at: Option<Duration>,
-    /// How long after the last look that is.
+    /// In ERR: interval between the last check and the next.
     pub(super) flush_interval: Duration,
-    /// In ERR: the event that ends it was raised.
+    /// In ERR: the flush is complete, and the last-work-reached event was raised if it applies.
     pub(super) last_work_reported: bool,
     pub(super) requester: Requester,
     pub(super) responder: Responder,
 }
 
-/// A port's global route header from what the sender chose.
+/// Builds a global route header from the sender's address attributes.
 pub(super) fn route(port: &PortAttributes, grh: &Grh) -> GlobalRoute {
     GlobalRoute {
         flow_label: grh.flow_label & 0xf_ffff,
@@ -167,12 +167,12 @@ impl Qp {
         matches!(self.config.service, Service::Ud | Service::Gsi)
     }
 
-    /// Requests are worked on.
+    /// Whether the state allows the processing of requests.
     pub(super) fn receives(&self) -> bool {
         matches!(self.state, State::Rtr | State::Rts | State::Sqd | State::Sqe)
     }
 
-    /// Answers are worked on, and what was begun is ended.
+    /// Whether the state allows the processing of responses and the completion of started work.
     pub(super) fn sends(&self) -> bool {
         matches!(self.state, State::Rts | State::Sqd)
     }
@@ -193,7 +193,7 @@ impl Qp {
         }
     }
 
-    /// Whether `change` may be made: its state can follow, its values are in range.
+    /// Checks the state transition and the ranges of all attributes.
     fn check(&self, change: &Modify) -> Result<(), ModifyError> {
         use State::*;
         if let Some(to) = change.state {
@@ -276,7 +276,7 @@ impl Qp {
             .map(|grh| Arc::new(route(port, &grh)));
     }
 
-    /// Forgets everything; nothing is completed.
+    /// Resets the queue pair. Work requests are discarded without completions.
     fn reset(&mut self, cx: &mut Context<'_>) {
         self.responder.release(cx);
         let (number, config) = (self.number, self.config);
@@ -288,7 +288,7 @@ impl Qp {
         };
     }
 
-    /// The error state: nothing is sent or received any more. What is left is flushed in the queue pair's turns.
+    /// Enters the error state. Sending and receiving stop; the next polls flush the work requests.
     pub(super) fn enter_error(&mut self, cx: &mut Context<'_>) {
         if self.state == State::Err {
             return;
@@ -301,7 +301,7 @@ impl Qp {
         cx.shared.wake.push(self.number);
     }
 
-    /// An error that no completion tells of.
+    /// Enters the error state because of an error that no completion reports.
     pub(super) fn fatal(&mut self, cx: &mut Context<'_>) {
         if self.state != State::Err {
             cx.host.event(Event::QpFatal { qpn: self.number });
@@ -309,7 +309,7 @@ impl Qp {
         self.enter_error(cx);
     }
 
-    /// The first packet of a connection that waits for it.
+    /// Raises the communication-established event for the first packet in RTR.
     pub(super) fn note_arrival(&mut self, cx: &mut Context<'_>) {
         if self.state == State::Rtr && !self.established {
             self.established = true;
@@ -325,7 +325,7 @@ impl Qp {
         self.responder.page_wait.resume(token, ok);
     }
 
-    /// Does a bounded part of what there is to do.
+    /// Does a bounded amount of the pending work.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll {
         if self.state == State::Err {
             return self.flush(cx);
@@ -354,7 +354,7 @@ impl Qp {
         poll
     }
 
-    /// The time has come that [`deadline`](Self::deadline) named.
+    /// Handles the expiry of the timer that [`deadline`](Self::deadline) returned.
     pub(super) fn on_timer(&mut self, cx: &mut Context<'_>, now: Duration) {
         if self.state == State::Err {
             if self.flush_at.is_some_and(|time| time <= now) {
@@ -366,7 +366,7 @@ impl Qp {
         }
     }
 
-    /// When something is to be done that nothing else brings about.
+    /// When the queue pair must run again if no event arrives earlier.
     pub(super) fn deadline(&self) -> Option<Duration> {
         match self.state {
             State::Err => self.flush_at,
@@ -375,12 +375,12 @@ impl Qp {
         }
     }
 
-    /// The P_Key of packets that this queue pair sends.
+    /// The P_Key of outgoing packets.
     pub(super) fn pkey(&self, port: &PortAttributes) -> u16 {
         port.pkeys.get(usize::from(self.pkey_index)).copied().unwrap_or(0)
     }
 
-    /// The part of its packets' opcodes that names the service.
+    /// The service bits of the opcodes of outgoing packets.
     pub(super) fn opcode_service(&self) -> u8 {
         match self.config.service {
             Service::Rc => service::RC,
@@ -390,7 +390,7 @@ impl Qp {
         }
     }
 
-    /// A packet to the other side of the connection.
+    /// Builds a packet to the remote queue pair.
     pub(super) fn packet(&self, port: &PortAttributes, operation: u8, psn: u32) -> Packet {
         let (dlid, sl, bits) = self.path.map_or((0, 0, 0), |path| (path.dlid, path.sl, path.path_bits));
         Packet {
@@ -411,18 +411,18 @@ impl Qp {
         }
     }
 
-    /// LID of the other side.
+    /// LID of the remote port.
     pub(super) fn dlid(&self) -> u16 {
         self.path.map_or(0, |path| path.dlid)
     }
 
-    /// How a failed access to local memory ends a work request.
+    /// Completion status for a failed access to local memory.
     pub(super) fn local_status(fault: Fault) -> Status {
         debug!(%fault, "local access failed");
         Status::LocalProtection
     }
 
-    /// Whether receives come from a shared queue.
+    /// Whether receives come from a shared receive queue.
     pub(super) fn shares_receives(&self) -> bool {
         matches!(self.config.receive, ReceiveFrom::Shared(_)) || self.config.service == Service::Xrc
     }

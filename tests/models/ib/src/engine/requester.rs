@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The sending half of a queue pair: work requests become packets, and packets are sent, and sent again.
+//! The requester: turns work requests into packets, sends and retransmits packets.
 //!
-//! A work request passes through four places. It is *fetched* from the host; it is *started*, which gives it its packet
-//! sequence numbers; its packets are made, chunk by chunk, as the window allows; and it ends when all of them are
-//! acknowledged (on reliable services) or sent. Packets stay in `unacked` until then, so that sending again needs no
-//! second look at the memory, which may have changed.
+//! A work request has four stages. The engine *fetches* the request from the host. *Starting* the request assigns its
+//! packet sequence numbers. The request is *segmented* into packets, chunk by chunk, as far as the send window allows.
+//! The request *ends* when all packets are acknowledged (on reliable services) or sent. Packets stay in `unacked` until
+//! then, so a retransmission does not read the memory again, which may have changed.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -25,33 +25,34 @@ use crate::packet::{AtomicEth, Chunk, Extended, MULTICAST_LID, Packet, Reth, Sli
 use crate::psn;
 use crate::work::{AddressVector, Completion, Fence, Payload, Piece, SendOp, SendWork, Sge, Status};
 
-/// Most packets made and not acknowledged.
+/// Most packets in `unacked`.
 const WINDOW_PACKETS: usize = 1024;
-/// Most payload bytes made and not acknowledged.
+/// Most payload bytes in `unacked`.
 const WINDOW_BYTES: usize = 1 << 20;
-/// Most work requests begun and not ended.
+/// Most work requests started and not completed.
 const WINDOW_WORKS: usize = 1024;
-/// Most packet sequence numbers in use: less than half the circle.
+/// Most packet sequence numbers in use; less than half of the PSN range.
 const WINDOW_PSN: i32 = 1 << 22;
-/// What one turn may send.
+/// Most packets that one poll sends.
 const PACKET_BUDGET: usize = 256;
-/// What one turn may send, in bytes.
+/// Most payload bytes that one poll sends.
 const BYTE_BUDGET: usize = 128 << 10;
-/// How many work requests one turn may begin.
+/// Most work requests that one poll starts.
 const REQUEST_BUDGET: usize = 64;
-/// An acknowledgement is asked for with every packet whose number is a multiple of this.
+/// Packets whose PSN is a multiple of this value request an acknowledgement.
 const ACK_EVERY: u32 = 32;
 /// Longest message.
 const MAX_MESSAGE: u64 = 1 << 31;
-/// Shorter acknowledgement timeouts are not kept to: other threads have to run meanwhile.
+/// Shortest acknowledgement timeout. Shorter configured timeouts are increased, because other threads must run
+/// meanwhile.
 const MIN_TIMEOUT: Duration = Duration::from_micros(500);
 
-/// How far a work request has come.
+/// Progress of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Progress {
-    /// Packets or answers are missing.
+    /// Packets are not acknowledged or responses are missing.
     Outstanding,
-    /// It ended.
+    /// The request ended with this status.
     Ended(Status),
 }
 
@@ -59,20 +60,20 @@ pub(super) enum Progress {
 #[derive(Debug)]
 pub(super) struct Work {
     pub(super) id: u64,
-    /// `None` if it could not be decoded.
+    /// `None` if the request could not be decoded.
     pub(super) op: Option<SendOp>,
     pub(super) signaled: bool,
     solicited: bool,
     pub(super) pieces: SmallVec<[Sge; 4]>,
     inline: Option<Chunk>,
-    /// Instead of both.
+    /// Mixed payload. If not empty, `pieces` and `inline` are empty.
     mixed: Vec<Piece>,
     to: Option<AddressVector>,
     srqn: u32,
     pub(super) length: u32,
     first: u32,
     last: u32,
-    /// Reads and atomics: answers that came.
+    /// READs and atomic operations: number of responses received.
     pub(super) responses: u32,
     pub(super) progress: Progress,
 }
@@ -85,12 +86,12 @@ impl Work {
         )
     }
 
-    /// The number of the next answer to a read or an atomic.
+    /// PSN of the next response to a READ or an atomic operation.
     pub(super) fn next_response_psn(&self) -> u32 {
         psn::add(self.first, self.responses)
     }
 
-    /// All answers to a read or an atomic came.
+    /// Whether all responses to a READ or an atomic operation arrived.
     pub(super) fn has_all_responses(&self) -> bool {
         self.responses > 0 && psn::diff(self.next_response_psn(), self.last) > 0
     }
@@ -99,7 +100,7 @@ impl Work {
         self.last
     }
 
-    /// Bytes that a read or an atomic brought.
+    /// Bytes that a READ or an atomic operation returned.
     pub(super) fn response_length(&self) -> u32 {
         if self.is_rd_atomic() { self.length } else { 0 }
     }
@@ -124,7 +125,7 @@ impl Work {
     }
 }
 
-/// A packet that may have to be sent again.
+/// A packet that may have to be retransmitted.
 #[derive(Debug)]
 struct Unacked {
     packet: Packet,
@@ -134,41 +135,41 @@ struct Unacked {
 
 #[derive(Debug, Default)]
 pub(super) struct Requester {
-    /// Number of the next packet made.
+    /// PSN of the next packet.
     next: u32,
-    /// Oldest number not acknowledged.
+    /// Oldest unacknowledged PSN.
     unacknowledged: u32,
-    /// Started and not completed, in order.
+    /// Started and not completed work requests, in order.
     pub(super) works: VecDeque<Work>,
-    /// Fetched, but has to wait.
+    /// A fetched work request that waits for a fence or for the limit of outstanding READs and atomic operations.
     fetched: Option<SendWork>,
-    /// Bytes of the last of `works` that packets were made of, while that is not all of them.
+    /// Segmented bytes of the last of `works`, while segmentation is incomplete.
     segmenting: Option<u32>,
-    /// No further work is fetched: one has failed, and ends when those before it have.
+    /// A work request failed: no more requests are fetched. The failed request completes after the earlier requests.
     failed: bool,
-    /// The host may have more work.
+    /// The host may have more work requests.
     doorbell: bool,
     unacked: VecDeque<Unacked>,
     unacked_bytes: usize,
-    /// First of `unacked` to be sent (again).
+    /// Index of the first packet in `unacked` to send or retransmit.
     cursor: usize,
-    /// It was gone back because of a loss, and nothing was acknowledged since.
+    /// Packets are being retransmitted after a loss, and nothing was acknowledged since.
     recovering: bool,
     retries: u8,
     rnr_retries: u8,
-    /// The other side asked to wait until then.
+    /// End of the wait after an RNR NAK.
     rnr_until: Option<Duration>,
-    /// When acknowledgements are overdue.
+    /// Expiry of the acknowledgement timer.
     ack_due: Option<Duration>,
-    /// Reads of local memory, for what is sent.
+    /// Page fault state of reads of local memory, for the data to send.
     pub(super) read_wait: PageWait,
-    /// Writes of local memory, with what was read.
+    /// Page fault state of writes of response data to local memory.
     pub(super) write_wait: PageWait,
-    /// Answers that arrived and were not looked at.
+    /// Responses that arrived and were not handled.
     pub(super) pending_responses: VecDeque<Packet>,
-    /// Bytes of answers not yet written: offset in the work's memory, and what.
+    /// Response data not written yet: the offset in the work request's memory, and the bytes.
     pub(super) unwritten: Option<(u32, Slice)>,
-    /// While answers wait here, the packets that brought them count as being on their way.
+    /// Keeps the path busy while responses are queued here.
     pub(super) busy_guard: Option<crate::fabric::BusyGuard>,
 }
 
@@ -190,12 +191,12 @@ impl Requester {
         self.doorbell = true;
     }
 
-    /// Nothing is begun and not ended.
+    /// Whether all started work requests are completed.
     pub(super) fn is_idle(&self) -> bool {
         self.works.is_empty()
     }
 
-    /// Sends no more. Work begun stays, to be flushed.
+    /// Stops sending. Started work requests stay in `works` to be flushed.
     pub(super) fn stop(&mut self) {
         self.unacked.clear();
         self.unacked_bytes = 0;
@@ -215,17 +216,17 @@ impl Requester {
         self.fetched.take()
     }
 
-    /// The doorbell was rung since the queue was last found empty.
+    /// Whether the doorbell was rung since the queue was last found empty.
     pub(super) fn may_have_work(&self) -> bool {
         self.doorbell
     }
 
-    /// There may be something to go on with after an acknowledgement.
+    /// Whether the requester may be able to continue after an acknowledgement.
     pub(super) fn wants_poll(&self) -> bool {
         self.doorbell || self.fetched.is_some() || !self.works.is_empty()
     }
 
-    /// The queue is flushed: as if nothing had ever failed.
+    /// The send queue is flushed: clears the failure.
     pub(super) fn clear_failure(&mut self) {
         self.failed = false;
         self.doorbell = false;
@@ -236,20 +237,21 @@ impl Requester {
         self.rnr_until.or(self.ack_due)
     }
 
-    /// Whether `psn` is one that was made and is not acknowledged.
+    /// Whether `psn` is assigned and not acknowledged.
     pub(super) fn is_outstanding(&self, psn: u32) -> bool {
         psn::diff(psn, self.unacknowledged) >= 0 && psn::diff(psn, self.next) < 0
     }
 
-    /// The oldest read or atomic without all its answers.
+    /// The oldest READ or atomic operation with missing responses or unwritten response data.
     pub(super) fn oldest_rd_atomic(&mut self) -> Option<&mut Work> {
         self.works
             .iter_mut()
             .find(|work| work.is_rd_atomic() && work.progress == Progress::Outstanding)
     }
 
-    /// The oldest read or atomic has all its answers, and is not ended: it waits for a page, or that has come and the
-    /// queue pair had no turn since. What arrives now is no answer to it.
+    /// Whether the oldest READ or atomic operation has all its responses but is not ended: the request waits for a
+    /// page, or the page is available and the queue pair was not polled since. The next response belongs to another
+    /// request.
     pub(super) fn is_unsettled(&mut self) -> bool {
         self.unwritten.is_some() && self.oldest_rd_atomic().is_some_and(|work| work.has_all_responses())
     }
@@ -277,7 +279,7 @@ impl Requester {
         }
     }
 
-    /// An answer to the read that is first in `unacked` came: sent again, it asks for the rest only.
+    /// A response to the READ at the front of `unacked` arrived: a retransmission requests only the remaining data.
     fn shorten_read(&mut self, mtu: u32) {
         if let Some(Unacked { packet, .. }) = self.unacked.front_mut() {
             if let Extended::Reth(reth) = &mut packet.extended {
@@ -289,7 +291,7 @@ impl Requester {
     }
 }
 
-/// The length of all of `pieces`.
+/// Length of a payload in bytes.
 fn total(payload: &Payload) -> u64 {
     match payload {
         Payload::Memory(pieces) => pieces.iter().map(|piece| u64::from(piece.length)).sum(),
@@ -298,8 +300,8 @@ fn total(payload: &Payload) -> u64 {
     }
 }
 
-/// The pieces of a list that have something of `len` bytes from `offset` on: each with what of it that is, and with its
-/// place in them.
+/// The pieces that overlap `len` bytes from `offset` on. Each item has the range within the piece, and the position of
+/// the range within the `len` bytes.
 fn overlap<'a, T>(
     pieces: &'a [T],
     length: impl Fn(&T) -> u64 + 'a,
@@ -316,23 +318,23 @@ fn overlap<'a, T>(
     })
 }
 
-/// What of a piece `range` is.
+/// The part `range` of a scatter/gather entry.
 fn part(piece: &Sge, range: &Range<u64>) -> Sge {
     Sge {
         key: piece.key,
         address: piece.address.wrapping_add(range.start),
-        // Not more than the piece's length.
+        // Not truncated: at most the length of the entry.
         length: (range.end - range.start) as u32,
     }
 }
 
-/// The parts of `pieces` that make `len` bytes from `offset` on, each with its place in them.
+/// The parts of a scatter/gather list that cover `len` bytes from `offset` on, each with its position in these bytes.
 pub(super) fn parts(pieces: &[Sge], offset: u64, len: usize) -> impl Iterator<Item = (Sge, usize)> + '_ {
     overlap(pieces, |piece| piece.length.into(), offset, len).map(|(piece, range, at)| (part(piece, &range), at))
 }
 
 impl Qp {
-    /// Fetches, makes and sends, as far as windows, fences and this turn's bounds allow.
+    /// Fetches, segments and sends work requests, as far as the windows, fences and budgets allow.
     pub(super) fn poll_requester(&mut self, cx: &mut Context<'_>) -> Poll {
         let mut works = REQUEST_BUDGET;
         let mut packets = PACKET_BUDGET;
@@ -378,7 +380,7 @@ impl Qp {
             || psn::diff(requester.next, requester.unacknowledged) >= WINDOW_PSN
     }
 
-    /// Sends what was made and not sent, or is to be sent again.
+    /// Sends or retransmits the packets in `unacked` from `cursor` on.
     fn send_pending(&mut self, cx: &mut Context<'_>, packets: &mut usize, bytes: &mut usize) -> SendOutcome {
         let reliable = self.is_reliable();
         let mut checked_dlid = None;
@@ -423,7 +425,7 @@ impl Qp {
         Duration::from_nanos(4096 << u32::from(self.ack_timeout).min(31)).max(MIN_TIMEOUT)
     }
 
-    /// Takes the next work request and starts it. Returns whether to go on with it or the one after it.
+    /// Fetches the next work request and starts it. Returns whether the requester can continue.
     fn start_next(&mut self, cx: &mut Context<'_>) -> bool {
         if self.requester.failed || self.state != State::Rts {
             return false;
@@ -467,14 +469,14 @@ impl Qp {
         true
     }
 
-    /// Adds a work request that has failed before its first packet; it completes when those before it have.
+    /// Adds a work request that failed before its first packet. It completes after the earlier requests.
     fn fail(&mut self, id: u64, op: Option<SendOp>, status: Status) {
         let work = Work::ended(id, op, true, self.requester.next, status);
         self.requester.works.push_back(work);
         self.requester.failed = true;
     }
 
-    /// Whether the service has the operation, and the request is complete.
+    /// Checks that the service supports the operation and that the request is valid.
     fn validate(&self, work: &SendWork, length: u64) -> Result<(), Status> {
         let reliable = self.is_reliable();
         let supported = match work.op {
@@ -525,7 +527,7 @@ impl Qp {
             return self.fail(id, Some(op), status);
         }
         let first = self.requester.next;
-        // Not truncated: `validate` bounds it.
+        // Not truncated: `validate` limits the length.
         let length = length as u32;
         let (mut pieces, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
         match work.payload {
@@ -591,7 +593,7 @@ impl Qp {
         self.requester.push(packet, last);
     }
 
-    /// Makes the packets of the next chunk of the last work request.
+    /// Builds the packets of the next chunk of the last work request.
     fn segment_chunk(&mut self, cx: &mut Context<'_>, offset: u32) {
         let Some(work) = self.requester.works.back() else {
             self.requester.segmenting = None;
@@ -624,7 +626,7 @@ impl Qp {
                             gather(piece, &mut bytes[at..at + piece.length as usize])?;
                         }
                         for (piece, range, at) in overlap(&work.mixed, Piece::len, offset.into(), len) {
-                            // Messages are no longer than 2 GiB.
+                            // Not truncated: messages are at most 2 GiB long.
                             let (start, end) = (range.start as usize, range.end as usize);
                             let to = &mut bytes[at..at + (end - start)];
                             match piece {
@@ -663,7 +665,7 @@ impl Qp {
         let mut at = 0;
         loop {
             let size = mtu.min(len - at);
-            // Not truncated: at most the message's length.
+            // Not truncated: at most the length of the message.
             let position = offset + at as u32;
             let is_first = position == 0;
             let is_last = position + size as u32 == length;
@@ -715,7 +717,7 @@ impl Qp {
         self.requester.push(packet, psn);
     }
 
-    /// The last work request cannot go on. It completes when those before it have.
+    /// The last work request failed. It completes after the earlier requests.
     fn fail_last(&mut self, status: Status) {
         self.requester.segmenting = None;
         self.requester.failed = true;
@@ -724,7 +726,7 @@ impl Qp {
         }
     }
 
-    /// Everything before `psn` was acknowledged (or sent, on unreliable services).
+    /// Everything before `psn` is acknowledged (or sent, on unreliable services).
     pub(super) fn acknowledge_before(&mut self, cx: &mut Context<'_>, psn: u32) {
         let requester = &mut self.requester;
         if psn::diff(psn, requester.unacknowledged) <= 0 {
@@ -748,13 +750,13 @@ impl Qp {
         self.end_acknowledged();
     }
 
-    /// The next answer to the oldest read came, and more are missing.
+    /// A response to the oldest READ arrived, and more responses are missing.
     pub(super) fn acknowledge_response(&mut self, cx: &mut Context<'_>, psn: u32) {
         self.acknowledge_before(cx, psn::add(psn, 1));
         self.requester.shorten_read(self.mtu.bytes());
     }
 
-    /// Ends the work whose packets are all acknowledged and that waits for nothing else.
+    /// Ends the work requests whose packets are all acknowledged and that wait for no response.
     fn end_acknowledged(&mut self) {
         let unacknowledged = self.requester.unacknowledged;
         for work in &mut self.requester.works {
@@ -767,7 +769,7 @@ impl Qp {
         }
     }
 
-    /// Completes what has ended, in order. A failure is the end of the send queue.
+    /// Completes ended work requests in order. A failure stops the send queue.
     pub(super) fn complete_sends(&mut self, cx: &mut Context<'_>) {
         while let Some(work) = self.requester.works.front() {
             let Progress::Ended(status) = work.progress else { break };
@@ -807,7 +809,7 @@ impl Qp {
         });
     }
 
-    /// The oldest work request fails; all before it was completed.
+    /// Fails the oldest work request that is not completed.
     pub(super) fn fail_oldest(&mut self, cx: &mut Context<'_>, status: Status) {
         self.complete_sends(cx);
         if let Some(work) = self.requester.works.front_mut() {
@@ -817,8 +819,8 @@ impl Qp {
         }
     }
 
-    /// A packet or an answer from the oldest unacknowledged number on was lost. Sends again from there, unless that is
-    /// being done.
+    /// A packet or a response was lost. Retransmits from the oldest unacknowledged PSN, unless a retransmission is in
+    /// progress.
     pub(super) fn recover(&mut self, cx: &mut Context<'_>) {
         if !self.requester.recovering {
             self.retry(cx);
@@ -836,7 +838,7 @@ impl Qp {
         cx.shared.wake.push(self.number);
     }
 
-    /// The other side had no receive for the oldest message.
+    /// Handles an RNR NAK: the remote node has no receive for the oldest message.
     pub(super) fn start_rnr_wait(&mut self, cx: &mut Context<'_>, time: Duration) {
         if self.rnr_retry != 7 {
             if self.requester.rnr_retries >= self.rnr_retry {
@@ -844,7 +846,7 @@ impl Qp {
             }
             self.requester.rnr_retries += 1;
         }
-        // It is there, and has said so.
+        // The NAK proves that the remote node is reachable.
         self.requester.retries = 0;
         self.requester.cursor = 0;
         self.requester.ack_due = None;
@@ -861,7 +863,7 @@ impl Qp {
         }
         let busy = self.requester.write_wait.is_pending() || !self.requester.pending_responses.is_empty();
         if busy || cx.host.in_flight(self.dlid()) {
-            // Nothing is lost: what is missing, or its answer, has not been looked at yet.
+            // Not a loss: the request or its response is still being processed.
             self.requester.ack_due = Some(now + self.ack_time());
             return;
         }
@@ -875,14 +877,14 @@ impl Qp {
     }
 }
 
-/// How far sending came.
+/// Result of [`Qp::send_pending`].
 enum SendOutcome {
     All,
     PathFull,
     BudgetSpent,
 }
 
-/// The operation of a packet of a send or write.
+/// The operation in the opcode of a SEND or WRITE packet.
 fn data_operation(op: Option<SendOp>, is_first: bool, is_last: bool) -> u8 {
     use operation::*;
     let (first, middle, last, only) = match op {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The receiving half of a connected queue pair: requests are checked, carried out in order, and acknowledged.
+//! The responder of a connected queue pair: checks requests, executes them in order and acknowledges them.
 //!
-//! One request is carried out at a time. While a read is being answered, or an access waits for a page, the packets that
-//! arrive wait in `backlog`. Data of consecutive packets that lies in one buffer is put together and written at once;
-//! that has happened before anything is acknowledged or completed because of it.
+//! The responder executes one request at a time. While READ responses are being sent, or an access waits for a page,
+//! arriving packets are queued in `backlog`. Data of consecutive packets in one buffer is joined and written at once,
+//! before the responder acknowledges or completes the packets.
 
 use std::collections::VecDeque;
 
@@ -22,35 +22,35 @@ use crate::packet::{Aeth, Extended, Packet, Reth, Slice, operation};
 use crate::psn;
 use crate::work::{Received, Status};
 
-/// Packets of the backlog looked at in one turn.
+/// Most packets of the backlog that one poll handles.
 const PACKET_BUDGET: usize = 256;
-/// Results of atomics kept for repetitions, at least.
+/// Minimum number of atomic results that are kept for duplicate requests.
 const MIN_ATOMIC_RESULTS: usize = 16;
 /// Longest message.
 const MAX_MESSAGE: u32 = 1 << 31;
 
-/// A message of which more packets are to come.
+/// A message of which more packets are expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Message {
-    /// For a receive; so many bytes came.
+    /// SEND; the number of bytes received.
     Send(u64),
-    /// For memory; so many bytes came.
+    /// WRITE; the number of bytes received.
     Write(Reth, u32),
 }
 
-/// Where bytes that arrived go.
+/// Destination of received bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Target {
     /// The current receive, at this offset.
     Receive(u64),
-    /// Memory at this address, by this key, in this protection domain.
+    /// Memory: address, key and protection domain.
     Memory(u64, u32, u32),
 }
 
-/// A read that is being answered.
+/// A READ request whose responses are being sent.
 #[derive(Clone, Copy, Debug)]
 struct ActiveRead {
-    /// Number of the next response.
+    /// PSN of the next response.
     psn: u32,
     address: u64,
     key: u32,
@@ -59,32 +59,32 @@ struct ActiveRead {
     is_first: bool,
 }
 
-/// A refusal, with what it leads to.
+/// Why a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestError {
-    /// The request makes no sense.
+    /// The request is invalid.
     InvalidRequest,
     /// The message is longer than the receive.
     TooLong,
-    /// The key or the queue pair does not allow it.
+    /// The key or the queue pair does not allow the access.
     RemoteAccess,
-    /// It failed here; the receive, if there is one, ends with the status.
+    /// The request failed locally. The receive, if any, completes with the status.
     RemoteOperation(Status),
 }
 
-/// Whether there is a receive.
+/// Result of looking for a receive.
 enum ReceiveLookup {
     Found,
     NotReady,
-    /// It cannot be said yet: the packet waits.
+    /// Unknown yet: the packet waits for a page.
     Deferred,
 }
 
-/// What became of a packet.
+/// Disposition of a packet.
 pub(super) enum Disposition {
-    /// It was dealt with.
+    /// The packet was handled or dropped.
     Consumed,
-    /// It waits: first of the backlog again.
+    /// The packet must wait at the head of the backlog.
     Deferred,
 }
 
@@ -92,23 +92,23 @@ pub(super) enum Disposition {
 pub(super) struct Responder {
     expected: u32,
     msn: u32,
-    /// A NAK was sent, and what it asks for has not come.
+    /// A sequence error NAK or RNR NAK was sent, and the expected packet did not arrive yet.
     nak_sent: bool,
     message: Option<Message>,
-    /// The receive that the current message goes to.
+    /// The receive of the current message.
     pub(super) receive: Option<Receive>,
     active_read: Option<ActiveRead>,
-    /// Results of the last atomics, for repetitions.
+    /// PSN and result of the last atomic operations, for duplicate requests.
     atomic_results: VecDeque<(u32, u64)>,
     pub(super) backlog: VecDeque<Packet>,
     pub(super) page_wait: PageWait,
-    /// Bytes that arrived and were not written.
+    /// Received bytes that are not written yet.
     unwritten: Option<(Target, Slice)>,
-    /// The last packet of a message, whose bytes are among them.
+    /// The last packet of a message whose bytes are not all written.
     last_packet: Option<Packet>,
-    /// An acknowledgement is to be sent.
+    /// An acknowledgement is pending.
     ack_due: bool,
-    /// While there is a backlog or a read, the packets that brought it count as being on their way.
+    /// Keeps the path busy while packets are in the backlog or a READ is active.
     pub(super) busy_guard: Option<BusyGuard>,
 }
 
@@ -125,12 +125,12 @@ impl Responder {
         self.expected = psn;
     }
 
-    /// Something has to happen before the next packet is looked at.
+    /// Whether the next packet must wait in the backlog.
     fn is_busy(&self) -> bool {
         self.page_wait.is_pending() || self.active_read.is_some() || self.last_packet.is_some()
     }
 
-    /// Gives up what keeps other packets waiting.
+    /// Discards the backlog and the guard that keeps the path busy.
     pub(super) fn release(&mut self, cx: &mut Context<'_>) {
         self.backlog.clear();
         if let Some(guard) = self.busy_guard.take() {
@@ -138,7 +138,7 @@ impl Responder {
         }
     }
 
-    /// Nothing is received any more. The current receive stays, to be flushed.
+    /// Stops receiving. The current receive stays to be flushed.
     pub(super) fn stop(&mut self, cx: &mut Context<'_>) {
         self.release(cx);
         self.message = None;
@@ -151,14 +151,14 @@ impl Responder {
 }
 
 impl Qp {
-    /// A request arrived.
+    /// Handles a request packet, or queues it if the responder is busy.
     pub(super) fn receive_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
         if self.responder.is_busy() || !self.responder.backlog.is_empty() {
             if self.responder.backlog.len() < MAX_BACKLOG {
                 self.responder.backlog.push_back(packet);
                 cx.keep_busy(&mut self.responder.busy_guard);
             } else {
-                // As if it had been lost on its way.
+                // The requester handles this as a lost packet.
                 cx.shared.counters.packets_dropped += 1;
             }
             return;
@@ -166,7 +166,7 @@ impl Qp {
         self.handle_request(cx, packet);
     }
 
-    /// Carries out a request, or puts it at the head of the backlog if it has to wait.
+    /// Handles a request packet, or puts it at the head of the backlog if it must wait.
     fn handle_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
         let disposition = match self.config.service {
             Service::Rc | Service::Xrc => self.reliable_request(cx, &packet),
@@ -182,7 +182,7 @@ impl Qp {
         }
     }
 
-    /// Goes on with the read that is being answered and with the backlog.
+    /// Continues the active READ and the backlog.
     pub(super) fn poll_responder(&mut self, cx: &mut Context<'_>) -> Poll {
         let mut left = PACKET_BUDGET;
         loop {
@@ -221,7 +221,7 @@ impl Qp {
         }
     }
 
-    /// Writes what arrived, ends the message it belongs to, and acknowledges.
+    /// Writes received bytes, completes their message and sends a pending acknowledgement.
     pub(super) fn settle_requests(&mut self, cx: &mut Context<'_>) {
         if !self.write_request_data(cx) {
             return;
@@ -248,7 +248,7 @@ impl Qp {
     fn reliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         let ahead = psn::diff(packet.psn, self.responder.expected);
         if ahead > 0 {
-            // Something before it was lost. That is said once.
+            // An earlier packet was lost. Only one NAK is sent until the expected packet arrives.
             if !self.responder.nak_sent && self.write_request_data(cx) {
                 self.responder.nak_sent = true;
                 self.responder.ack_due = false;
@@ -275,7 +275,7 @@ impl Qp {
         }
     }
 
-    /// A request that was carried out before, or is being. What its answer was is said again.
+    /// Handles a duplicate request: repeats the response.
     fn duplicate_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         cx.shared.counters.duplicates += 1;
         match (packet.opcode & operation::MASK, packet.extended) {
@@ -283,7 +283,7 @@ impl Qp {
                 let count = psn::packets(reth.length, self.mtu.bytes());
                 let end = packet.psn.wrapping_add(count);
                 if count > psn::MASK / 2 || psn::diff(end & psn::MASK, self.responder.expected) > 0 {
-                    // Not one that was here before.
+                    // The range was never requested before: not a duplicate.
                     return Disposition::Consumed;
                 }
                 match self.start_read(cx, packet, reth) {
@@ -302,7 +302,7 @@ impl Qp {
         Disposition::Consumed
     }
 
-    /// A request whose turn it is.
+    /// Executes the request with the expected PSN.
     fn execute_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Disposition, RequestError> {
         use operation::*;
         let operation = packet.opcode & MASK;
@@ -373,7 +373,7 @@ impl Qp {
             if total > receive.capacity() {
                 return Err(RequestError::TooLong);
             }
-            // Not truncated: there is room, and no receive has room for 4 GiB.
+            // Not truncated: `total` is at most the capacity, and a capacity is below 4 GiB.
             receive.length = total as u32;
         }
         let is_last = !matches!(operation, SEND_FIRST | SEND_MIDDLE);
@@ -406,7 +406,7 @@ impl Qp {
             self.check_range(cx, reth, Rights::RemoteWrite, pd)?;
         }
         let is_last = !matches!(operation, WRITE_FIRST | WRITE_MIDDLE);
-        // Not more than the path MTU is added to not more than the longest message.
+        // No overflow: at most one path MTU is added to at most `MAX_MESSAGE`.
         let total = offset + packet.payload.len() as u32;
         if if is_last {
             total != reth.length
@@ -430,8 +430,8 @@ impl Qp {
         Ok(Disposition::Consumed)
     }
 
-    /// The protection domain that remote keys have to be of: the queue pair's or, with XRC, that of the shared receive
-    /// queue which the request names.
+    /// Protection domain of remote keys: the domain of the queue pair or, for XRC, of the shared receive queue that the
+    /// request names.
     fn protection_domain(&self, cx: &Context<'_>, srqn: u32) -> u32 {
         let named = cx.shared.srqs.get(&srqn).map(|srq| srq.config);
         named
@@ -466,7 +466,7 @@ impl Qp {
         }
     }
 
-    /// Sees to it that there is a receive for the message. Without one, a receiver-not-ready NAK is sent.
+    /// Ensures that the message has a receive. Sends an RNR NAK if none is posted.
     fn ensure_receive(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<ReceiveLookup, RequestError> {
         if self.responder.receive.is_some() {
             return Ok(ReceiveLookup::Found);
@@ -477,7 +477,7 @@ impl Qp {
                 Ok(ReceiveLookup::Found)
             }
             Ok(None) if self.is_reliable() => {
-                // The NAK acknowledges what came before it.
+                // The NAK acknowledges all earlier packets, so their data must be written.
                 if !self.try_write_request_data(cx)? {
                     return Ok(ReceiveLookup::Deferred);
                 }
@@ -488,14 +488,14 @@ impl Qp {
                 Ok(ReceiveLookup::NotReady)
             }
             Ok(None) => Ok(ReceiveLookup::NotReady),
-            // There is no such queue, rather than something wrong with it.
+            // The queue does not exist; a queue with an error has another status.
             Err(Status::RemoteInvalidRequest) => Err(RequestError::InvalidRequest),
             Err(status) => Err(RequestError::RemoteOperation(status)),
         }
     }
 
-    /// Writes what arrived before unless `payload` goes on from it. Returns whether there is room for it now: not if that
-    /// has to wait for a page.
+    /// Writes the unwritten bytes unless `payload` continues them. Returns whether `payload` can be appended: false if
+    /// the write waits for a page.
     fn prepare_append(&mut self, cx: &mut Context<'_>, target: Target, payload: &Slice) -> Result<bool, RequestError> {
         let joins = match &self.responder.unwritten {
             None => true,
@@ -508,12 +508,12 @@ impl Qp {
         }
     }
 
-    /// Takes the bytes of a packet, and with the last one ends the message.
+    /// Takes the bytes of a packet. The last packet completes the message.
     fn accept(&mut self, cx: &mut Context<'_>, target: Target, packet: &Packet, is_last: bool) {
         cx.shared.counters.bytes_received += packet.payload.len() as u64;
         if !packet.payload.is_empty() {
             self.responder.unwritten = match self.responder.unwritten.take() {
-                // `make_way_for` left only what this goes on from.
+                // `prepare_append` ensures that the packet continues the unwritten bytes.
                 Some((at, slice)) => slice.joined(&packet.payload).map(|slice| (at, slice)),
                 None => Some((target, packet.payload.clone())),
             };
@@ -530,8 +530,8 @@ impl Qp {
         }
     }
 
-    /// Writes what arrived. Returns whether it is written: not if it waits for a page, or was refused (which has been
-    /// dealt with).
+    /// Writes the unwritten bytes. Returns whether they are written: false if the write waits for a page, or if it
+    /// failed and the failure was handled.
     fn write_request_data(&mut self, cx: &mut Context<'_>) -> bool {
         match self.try_write_request_data(cx) {
             Ok(written) => written,
@@ -584,7 +584,7 @@ impl Qp {
         }
     }
 
-    /// A message is complete, and its bytes are written.
+    /// Completes a message whose bytes are written.
     fn complete_message(&mut self, cx: &mut Context<'_>, packet: &Packet) {
         use operation::*;
         let what = match packet.opcode & MASK {
@@ -597,7 +597,7 @@ impl Qp {
             let pd = self.protection_domain(cx, packet.srqn);
             if let Err(fault) = cx.host.invalidate(self.number, pd, key) {
                 debug!(qpn = self.number, key, %fault, "remote invalidation refused");
-                // The message itself has arrived; the queue pairs on both sides end.
+                // The message itself arrived, but the queue pairs of both nodes enter the error state.
                 return self.fail_request(
                     cx,
                     packet.psn,
@@ -611,7 +611,7 @@ impl Qp {
         }
     }
 
-    /// Sends a NAK and ends the queue pair, the way the refusal asks for. Unreliable services say nothing.
+    /// Sends a NAK and enters the error state, as the error requires. Unreliable services send no NAK.
     fn fail_request(&mut self, cx: &mut Context<'_>, psn: u32, error: RequestError) {
         let counters = &mut cx.shared.counters;
         let (code, event, status) = match error {
@@ -638,7 +638,7 @@ impl Qp {
         if self.is_reliable() {
             self.send_ack(cx, psn, syndrome::NAK | code);
         } else if status.is_none() {
-            // An unreliable connection drops the message and goes on with the next.
+            // An unreliable connection drops the message and continues with the next one.
             self.responder.message = None;
             self.responder.unwritten = None;
             self.responder.last_packet = None;
@@ -692,7 +692,7 @@ impl Qp {
         Ok(())
     }
 
-    /// Answers the next part of a read.
+    /// Sends the next part of the READ responses.
     fn send_read_responses(&mut self, cx: &mut Context<'_>) -> Poll {
         use operation::*;
         let Some(active_read) = self.responder.active_read else {
@@ -827,7 +827,7 @@ impl Qp {
         cx.send(packet);
     }
 
-    /// Unreliable connections: a message with a gap is dropped; the next one counts.
+    /// Handles a request on an unreliable connection. A message with a missing packet is dropped.
     fn unreliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         use operation::*;
         let operation = packet.opcode & MASK;
@@ -844,7 +844,7 @@ impl Qp {
             if !self.write_request_data(cx) && self.responder.page_wait.is_pending() {
                 return Disposition::Deferred;
             }
-            // The receive of a message that was cut off serves the next.
+            // The next message uses the receive of the incomplete message.
             self.responder.message = None;
         }
         if !known || !begins && self.responder.message.is_none() {
@@ -855,7 +855,7 @@ impl Qp {
         match self.execute_request(cx, packet) {
             Ok(disposition) => {
                 if self.responder.expected != psn::add(packet.psn, 1) && matches!(disposition, Disposition::Consumed) {
-                    // No receive.
+                    // No receive is posted.
                     cx.shared.counters.packets_dropped += 1;
                     self.responder.expected = psn::add(packet.psn, 1);
                     self.responder.message = None;
@@ -871,7 +871,7 @@ impl Qp {
     }
 }
 
-/// Whether `next` is where bytes go that follow `len` bytes at `at`.
+/// Whether `next` directly follows `len` bytes at `at`.
 fn is_contiguous(at: Target, len: usize, next: Target) -> bool {
     match (at, next) {
         (Target::Receive(offset), Target::Receive(next)) => offset + len as u64 == next,

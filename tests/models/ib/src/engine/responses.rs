@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The sending half's ear: acknowledgements, refusals, and the data of reads and atomics.
+//! Responses to the requester: acknowledgements, NAKs, and the data of READs and atomic operations.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,16 +15,16 @@ use crate::packet::{Aeth, Extended, Packet, Slice, operation};
 use crate::psn;
 use crate::work::{SendOp, Sge, Status};
 
-/// Answers looked at in one turn, of those that had to wait.
+/// Most queued responses that one poll handles.
 const RESPONSE_BUDGET: usize = 256;
 
-/// Kinds of acknowledgement: the upper three bits of a syndrome.
+/// Types of acknowledgements: the upper three bits of an AETH syndrome.
 pub(super) mod syndrome {
     pub(in crate::engine) const ACK: u8 = 0x00;
     pub(in crate::engine) const RNR: u8 = 0x20;
     pub(in crate::engine) const NAK: u8 = 0x60;
     pub(in crate::engine) const KIND: u8 = 0xe0;
-    /// No limit to the requests that may be sent.
+    /// Invalid credit count: the number of requests is not limited.
     pub(in crate::engine) const NO_CREDITS: u8 = 0x1f;
     pub(in crate::engine) const SEQUENCE: u8 = 0;
     pub(in crate::engine) const INVALID_REQUEST: u8 = 1;
@@ -32,9 +32,9 @@ pub(super) mod syndrome {
     pub(in crate::engine) const REMOTE_OPERATION: u8 = 3;
 }
 
-/// The time that a code of 0 to 31 tells to wait until there is a receive.
+/// Duration of an RNR NAK timer code (0 to 31).
 pub(super) fn rnr_time(code: u8) -> Duration {
-    // In units of 10 us. All but the first few double every second code.
+    // In units of 10 us. After the first few codes, the duration doubles every second code.
     const UNITS: [u32; 32] = [
         65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
         4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
@@ -43,7 +43,7 @@ pub(super) fn rnr_time(code: u8) -> Duration {
 }
 
 impl Qp {
-    /// An answer arrived.
+    /// Handles a response packet, or queues it if an access waits for a page.
     pub(super) fn receive_response(&mut self, cx: &mut Context<'_>, packet: Packet) {
         if self.requester.is_unsettled() {
             self.settle_responses(cx);
@@ -53,8 +53,7 @@ impl Qp {
             return;
         }
         if self.requester.write_wait.is_pending() || !self.requester.pending_responses.is_empty() {
-            // Bounded: they answer what this side sent, and that is bounded by its windows, but for answers that nobody
-            // asked for.
+            // Valid responses are limited by the send windows. `MAX_BACKLOG` limits unsolicited responses.
             if self.requester.pending_responses.len() < MAX_BACKLOG {
                 self.requester.pending_responses.push_back(packet);
                 cx.keep_busy(&mut self.requester.busy_guard);
@@ -66,7 +65,7 @@ impl Qp {
         self.handle_response(cx, &packet);
     }
 
-    /// Looks at answers that had to wait for a page.
+    /// Handles responses that were queued because an access waited for a page.
     pub(super) fn poll_responses(&mut self, cx: &mut Context<'_>) -> Poll {
         self.settle_responses(cx);
         for _ in 0..RESPONSE_BUDGET {
@@ -88,7 +87,7 @@ impl Qp {
         Poll::More
     }
 
-    /// Writes what arrived, and ends work that waited for it.
+    /// Writes response data and completes the work requests that waited for it.
     pub(super) fn settle_responses(&mut self, cx: &mut Context<'_>) {
         if self.write_response_data(cx) && self.sends() {
             self.complete_sends(cx);
@@ -116,7 +115,7 @@ impl Qp {
         let kind = aeth.syndrome & syndrome::KIND;
         let code = aeth.syndrome & !syndrome::KIND;
         let until = if kind == syndrome::ACK { psn::add(psn, 1) } else { psn };
-        // An acknowledgement of what follows a read is no answer to the read.
+        // An acknowledgement of a later request does not replace the response to a READ: the response was lost.
         let next_response = self.requester.oldest_rd_atomic().map(|work| work.next_response_psn());
         let lost = next_response.filter(|response| psn::diff(*response, until) < 0);
         self.acknowledge_before(cx, lost.unwrap_or(until));
@@ -151,7 +150,7 @@ impl Qp {
         }
     }
 
-    /// The number of an answer is that of the one that is missing. If it is a later one, something was lost.
+    /// Whether `psn` is the PSN of the next expected response. A later PSN means that a response was lost.
     fn is_next_response(&mut self, cx: &mut Context<'_>, psn: u32) -> bool {
         if !self.requester.is_outstanding(psn) {
             return false;
@@ -194,7 +193,7 @@ impl Qp {
         cx.shared.counters.bytes_received += packet.payload.len() as u64;
         let start = self.requester.unwritten.take();
         self.requester.unwritten = match start {
-            // `make_way` left only what this goes on from.
+            // `prepare_append_response` ensures that the packet continues the unwritten bytes.
             Some((start, slice)) => slice.joined(&packet.payload).map(|slice| (start, slice)),
             None if packet.payload.is_empty() => None,
             None => Some((offset, packet.payload.clone())),
@@ -224,8 +223,8 @@ impl Qp {
         self.settle_responses(cx);
     }
 
-    /// Writes what arrived before unless this packet's data goes on from it. If that has to wait for a page, so does the
-    /// packet. Returns whether the packet can be looked at.
+    /// Writes the unwritten bytes unless the packet's data continues them. If the write waits for a page, queues the
+    /// packet. Returns whether the packet can be handled now.
     fn prepare_append_response(&mut self, cx: &mut Context<'_>, packet: &Packet) -> bool {
         let joins = match &self.requester.unwritten {
             Some((_, slice)) => slice.joined(&packet.payload).is_some(),
@@ -241,8 +240,8 @@ impl Qp {
         false
     }
 
-    /// Writes what arrived to the memory of the oldest read or atomic, and ends it if that was all. Returns whether it is
-    /// written: not if it waits for a page, or failed.
+    /// Writes response data to the memory of the oldest READ or atomic operation, and ends the request if all its data
+    /// is written. Returns false if the write waits for a page or failed.
     fn write_response_data(&mut self, cx: &mut Context<'_>) -> bool {
         if self.requester.write_wait.is_pending() {
             return false;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet without threads: who is where, which links lead there, and what they do to packets. Time is told to it.
+//! The subnet as data, without threads and clock: ports, switches, links and routes. The caller passes the time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -16,20 +16,20 @@ use crate::packet::{Gid, MULTICAST_LID, PERMISSIVE_LID, Packet};
 /// LID of the subnet manager.
 pub(crate) const SM_LID: u16 = 1;
 
-/// A link between a port and a switch, or between switches.
+/// A link between a port and a switch, or between two switches.
 #[derive(Debug)]
 struct Link {
-    /// The switches at its ends; the same one twice for a port's link.
+    /// Switches at both ends. For the link of a port, both are the port's switch.
     ends: (usize, usize),
     up: bool,
     faults: Faults,
-    /// Packets that [`Faults::lose_nth`] counted.
+    /// Packets since the faults were set, for [`Faults::lose_nth`].
     packets_seen: u64,
     counters: LinkCounters,
     random: Random,
 }
 
-/// A port that has joined.
+/// A port that joined the subnet.
 struct SubnetPort {
     name: String,
     gid: Gid,
@@ -38,14 +38,14 @@ struct SubnetPort {
     deliver: Deliver,
 }
 
-/// Packets that a link delays.
+/// A burst that a link delays.
 struct Delayed {
     from: u16,
     to: u16,
     burst: Burst,
 }
 
-/// What happens to a packet on its way.
+/// Accumulated effects of all links on the route of a packet.
 struct LinkEffects {
     delay: Duration,
     copies: usize,
@@ -54,14 +54,14 @@ struct LinkEffects {
 
 pub(crate) struct Network {
     switches: Vec<String>,
-    /// Links by their numbers, which stay the same.
+    /// Links by number. The number of a link never changes.
     links: BTreeMap<usize, Link>,
-    /// Links from switch to switch; none for the same switch.
+    /// Links of the shortest route between two switches; empty for a switch and itself.
     routes: HashMap<(usize, usize), Vec<usize>>,
     ports: BTreeMap<u16, SubnetPort>,
     paths: HashMap<(u16, u16), Arc<PathState>>,
     delayed: BTreeMap<(Duration, u64), Delayed>,
-    /// For each way with delayed packets, how many, and when the last of them is due.
+    /// For each pair of ports with delayed bursts: their number, and when the last one is due.
     last_due: HashMap<(u16, u16), (usize, Duration)>,
     sequence: u64,
     sa: SubnetAdministrator,
@@ -136,7 +136,7 @@ impl Network {
             .map(|(number, _)| *number)
     }
 
-    /// The shortest ways between switches along links that are up.
+    /// Computes the shortest routes between switches over links that are up.
     fn find_routes(&mut self) {
         self.routes.clear();
         for from in 0..self.switches.len() {
@@ -235,7 +235,7 @@ impl Network {
         }
     }
 
-    /// The link between two switches, for a change; ways are looked for anew after it.
+    /// Changes the link between two switches, recomputes all routes and returns the link's counters.
     pub(crate) fn change_switch_link(
         &mut self,
         a: &str,
@@ -255,7 +255,7 @@ impl Network {
         Ok(counters)
     }
 
-    /// Drops delayed packets, whose link is cut.
+    /// Drops delayed bursts whose link went down or whose port was removed.
     fn drop_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
         let gone: Vec<_> = self
             .delayed
@@ -307,12 +307,12 @@ impl Network {
             .any(|ends| self.paths.get(ends).is_some_and(|path| path.is_busy()))
     }
 
-    /// When the next delayed packets are due.
+    /// When the next delayed burst is due.
     pub(crate) fn next_due(&self) -> Option<Duration> {
         self.delayed.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Delivers the delayed packets that are due.
+    /// Delivers the delayed bursts that are due.
     pub(crate) fn deliver_due(&mut self, now: Duration) {
         while let Some(entry) = self.delayed.first_entry() {
             if entry.key().0 > now {
@@ -339,7 +339,7 @@ impl Network {
             link.counters.tx_packets += packets.len() as u64;
             link.counters.tx_bytes += packets.iter().map(Packet::wire_bytes).sum::<u64>();
         }
-        // Packets one after the other to the same port and as late as each other travel together.
+        // Consecutive packets with the same destination and delay form one burst.
         let mut group: Option<(u16, Duration, Vec<Packet>)> = None;
         let mut swap_next = false;
         for packet in packets {
@@ -374,7 +374,7 @@ impl Network {
         }
     }
 
-    /// The ports that a packet is for.
+    /// Destination ports of a packet.
     fn destinations(&mut self, from: u16, packet: &Packet) -> Destinations {
         match packet.dlid {
             SM_LID => Destinations::One(Some(SM_LID)),
@@ -393,7 +393,7 @@ impl Network {
         Destinations::One(None)
     }
 
-    /// What the links between two ports do to a packet; `None`: it is lost.
+    /// Effects of the links between two ports on a packet; `None` if the packet is lost or dropped.
     fn link_effects(&mut self, from: u16, to: u16) -> Option<LinkEffects> {
         let mut effects = LinkEffects {
             delay: Duration::ZERO,
@@ -437,7 +437,7 @@ impl Network {
             packets,
             in_flight: Some(in_flight),
         };
-        // What was delayed before is not overtaken.
+        // Delayed bursts are not overtaken.
         let before = self.last_due.get(&(from, to)).copied();
         if delay.is_zero() && before.is_none() {
             return self.deliver(to, burst);
@@ -449,9 +449,9 @@ impl Network {
         self.delayed.insert((due, self.sequence), Delayed { from, to, burst });
     }
 
-    /// A packet for the subnet manager.
+    /// Handles a packet for the subnet manager.
     fn handle_sa_packet(&mut self, from: u16, packet: &Packet, now: Duration) {
-        // The way there has to be whole.
+        // The route to the subnet manager must be up.
         if self.link_effects(from, SM_LID).is_none() {
             return;
         }
@@ -462,7 +462,7 @@ impl Network {
     }
 }
 
-/// Where a packet goes.
+/// Destination LIDs of a packet.
 enum Destinations {
     One(Option<u16>),
     Many(Vec<u16>),
@@ -498,7 +498,7 @@ impl Link {
         self.packets_seen = 0;
     }
 
-    /// Returns whether that is a change.
+    /// Returns whether the state changed.
     fn set_up(&mut self, up: bool) -> bool {
         if self.up == up {
             return false;
@@ -510,7 +510,7 @@ impl Link {
         true
     }
 
-    /// A packet passes; `None`: it is lost.
+    /// Adds the effects of this link to `effects`. Returns `None` if the packet is lost or dropped.
     fn pass(&mut self, effects: &mut LinkEffects) -> Option<()> {
         if !self.up {
             self.counters.dropped += 1;
@@ -533,7 +533,7 @@ impl Link {
     }
 }
 
-/// A small random generator (splitmix64): the same seed gives the same losses.
+/// A small random number generator (splitmix64). The same seed gives the same faults.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -550,7 +550,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// True with this probability. Never draws for 0.
+    /// Returns true with this probability. Does not advance the generator for 0.
     fn happens(&mut self, probability: f64) -> bool {
         probability > 0.0 && ((self.next() >> 11) as f64) < probability * (1_u64 << 53) as f64
     }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What is on its way: how much, whether a way has room for more, and whether what went along it has been worked on.
+//! Packets in flight: flow control of the path between two ports, and the state that defers acknowledgement timeouts.
 //!
-//! Two things are counted for each way between two ports. `queued` packets have arrived and lie in the other adapter's
-//! inbox (or are being delayed): when there are too many, senders wait, as they would for credits on a real link. `busy`
-//! bursts have not been worked on altogether: while there are any, nothing that is missing is taken for lost, however slow
-//! the other adapter's thread may be.
+//! Each path has two counters. `queued` counts packets in the inbox of the receiving adapter, or delayed by a link.
+//! Above a limit the sender waits, as for flow-control credits on a real link. `busy` counts bursts that are not
+//! processed completely. While `busy` is not 0, the requester does not treat a missing acknowledgement as a loss,
+//! however slow the thread of the other adapter is.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,19 +13,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Delivery;
 
-/// Packets queued on a way from which on it has no room.
+/// Number of queued packets at which a path is full.
 const MAX_QUEUED: usize = 2048;
-/// Packets queued from which down it has room again.
+/// Number of queued packets at or below which a full path accepts packets again.
 const RESUME_QUEUED: usize = MAX_QUEUED / 2;
 
-/// Puts something into an adapter's inbox.
+/// Puts a delivery into the inbox of an adapter.
 pub(super) type Deliver = Arc<dyn Fn(Delivery) + Send + Sync>;
 
-/// The way from one port to another.
+/// State of the path from one port to another.
 pub(super) struct PathState {
     queued: AtomicUsize,
     busy: AtomicUsize,
-    /// The sender was told that there is no room, and waits.
+    /// The path was full at the last check, and the sender waits for [`Delivery::Room`].
     waiting: AtomicBool,
     sender: Deliver,
 }
@@ -40,13 +40,14 @@ impl PathState {
         }
     }
 
-    /// Whether there is room. If not, the sender is told when there is.
+    /// Whether the path accepts packets. If not, [`Delivery::Room`] notifies the sender when the path accepts packets
+    /// again.
     pub(super) fn has_room(&self) -> bool {
         if self.queued.load(Ordering::SeqCst) < MAX_QUEUED {
             return true;
         }
         self.waiting.store(true, Ordering::SeqCst);
-        // Packets that went after the first look told nobody.
+        // Packets that were processed between the first load and the store of `waiting` caused no notification.
         if self.queued.load(Ordering::SeqCst) <= RESUME_QUEUED {
             self.waiting.store(false, Ordering::SeqCst);
             return true;
@@ -58,7 +59,7 @@ impl PathState {
         self.busy.load(Ordering::SeqCst) > 0
     }
 
-    /// Puts packets on the way.
+    /// Counts `packets` as queued, and one burst as busy, until the returned value is dropped.
     pub(super) fn enqueue(self: &Arc<Self>, packets: usize) -> InFlight {
         self.queued.fetch_add(packets, Ordering::SeqCst);
         self.busy.fetch_add(1, Ordering::SeqCst);
@@ -78,7 +79,7 @@ impl fmt::Debug for PathState {
     }
 }
 
-/// Packets on their way, until they have been taken from the inbox and worked on.
+/// A burst on a path. Dropped when the burst was taken from the inbox and processed.
 #[derive(Debug)]
 pub(crate) struct InFlight {
     path: Arc<PathState>,
@@ -86,7 +87,7 @@ pub(crate) struct InFlight {
 }
 
 impl InFlight {
-    /// Something of the packets is kept: they have been taken, but not been worked on altogether.
+    /// Keeps the path busy after the burst was taken, because the receiver keeps a part of the burst for later.
     pub(crate) fn busy_guard(&self) -> BusyGuard {
         self.path.busy.fetch_add(1, Ordering::SeqCst);
         BusyGuard {
@@ -105,7 +106,7 @@ impl Drop for InFlight {
     }
 }
 
-/// Packets that are kept by whom they were for.
+/// Keeps a path busy while the receiver keeps packets for later.
 #[derive(Debug)]
 pub(crate) struct BusyGuard {
     path: Arc<PathState>,
@@ -135,7 +136,7 @@ mod tests {
         drop(first);
         assert!(matches!(inbox.try_recv(), Ok(Delivery::Room)));
         assert!(path.has_room());
-        // Told once only.
+        // The notification is sent only once.
         drop(second);
         assert!(inbox.try_recv().is_err());
     }
