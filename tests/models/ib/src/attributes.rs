@@ -137,7 +137,7 @@ pub struct AccessFlags {
     pub atomic: bool,
 }
 
-/// A modification of a queue pair. `None` leaves an attribute unchanged.
+/// A modification of a queue pair. `None` keeps an attribute unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modify {
     /// New state.

@@ -326,8 +326,8 @@ impl Engine {
         }
     }
 
-    /// Arms the limit of a shared receive queue: the event is raised once, when a fetched request leaves fewer than
-    /// `limit` requests in the queue.
+    /// Arms the limit of a shared receive queue. The event is raised once, when a request is fetched and fewer than
+    /// `limit` requests remain in the queue.
     ///
     /// # Errors
     ///
@@ -477,7 +477,7 @@ impl Engine {
             return;
         };
         if packet.opcode & service::MASK != qp.opcode_service() || !qp.receives() {
-            debug!(qpn, state = ?qp.state, ?packet, "packet that the service or state of the queue pair does not accept");
+            debug!(qpn, state = ?qp.state, ?packet, "service or state of the queue pair rejects the packet");
             shared.counters.packets_dropped += 1;
             return;
         }

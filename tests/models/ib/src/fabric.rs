@@ -105,7 +105,7 @@ pub struct Burst {
 pub enum Delivery {
     /// Packets, for [`Engine::packets`](crate::Engine::packets).
     Packets(Burst),
-    /// A path that was full accepts packets again, for [`Engine::room`](crate::Engine::room).
+    /// A path that was full accepts packets again, for [`crate::Engine::room`].
     Room,
     /// The link of the port came up (`true`) or went down (`false`).
     Link(bool),
@@ -258,7 +258,7 @@ impl Port {
         self.inner.network().counters(self.lid)
     }
 
-    /// Sends packets in order, without waiting. The caller checks [`has_room`](Self::has_room) first.
+    /// Sends packets in order, without waiting. The caller checks [`Self::has_room`] first.
     pub fn send(&self, packets: Vec<Packet>) {
         let delayed = {
             let mut network = self.inner.network();

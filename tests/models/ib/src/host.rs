@@ -218,8 +218,8 @@ pub trait Host {
     /// Sends packets with [`Port::send`](crate::Port::send).
     fn transmit(&mut self, packets: Vec<Packet>);
 
-    /// Whether the path to this LID accepts packets, from [`Port::has_room`](crate::Port::has_room). After `false`, the
-    /// engine waits for [`Engine::room`](crate::Engine::room).
+    /// Whether the path to this LID accepts packets, from [`crate::Port::has_room`]. After `false`, the
+    /// engine waits for [`crate::Engine::room`].
     fn has_room(&mut self, dlid: u16) -> bool;
 
     /// Whether packets to or from this LID are in flight or being processed, from

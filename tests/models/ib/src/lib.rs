@@ -9,8 +9,8 @@
 //! entries: these belong to the host.
 //!
 //! No call waits or reads a clock. The adapter's worker thread passes events to the engine ([`doorbell`], [`packets`],
-//! [`resume`], [`room`], changes of queue pairs), calls [`run`] while more work is pending, and then sleeps until the
-//! next event or until the time that `run` returned:
+//! [`resume`], [`Engine::room`], changes of queue pairs), calls [`run`] while more work is pending, and then sleeps until
+//! the next event or until the time that `run` returned:
 //!
 //! ```text
 //! loop {
@@ -35,7 +35,6 @@
 //! [`doorbell`]: Engine::doorbell
 //! [`packets`]: Engine::packets
 //! [`resume`]: Engine::resume
-//! [`room`]: Engine::room
 //! [`run`]: Engine::run
 
 // The tests compile and run the example in the README.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Adapters made of an engine and a toy host, on a network with simulated time: what the tests run on.
+//! Test adapters: an engine and a test host each, on a network with simulated time.
 
 mod connected;
 mod datagrams;
@@ -29,11 +29,11 @@ use crate::work::{
     Sge, Status,
 };
 
-/// Protection domain of everything, unless a test says otherwise.
+/// Default protection domain.
 const PD: u32 = 7;
-/// A key for all of a toy's memory that allows everything.
+/// A key that allows all accesses to all memory of a node.
 const ALL_KEY: u32 = 0x1000;
-/// Page size of toys' page faults.
+/// Page size of page faults.
 const PAGE: u64 = 4096;
 
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +47,7 @@ struct Key {
     remote_atomic: bool,
 }
 
-/// A host with flat memory: a key's address space is the memory itself.
+/// A host with flat memory. The address space of each key is the memory itself.
 struct TestHost {
     lid: u16,
     now: Rc<Cell<Duration>>,
@@ -56,9 +56,9 @@ struct TestHost {
     keys: HashMap<u32, Key>,
     sends: HashMap<u32, VecDeque<SendWork>>,
     receives: HashMap<Queue, VecDeque<ReceiveWork>>,
-    /// Addresses of pages that are not there.
+    /// Pages that are not present.
     absent: HashSet<u64>,
-    /// Pages asked for, by token.
+    /// Requested pages, by token.
     page_requests: BTreeMap<u64, u64>,
     tokens: u64,
     local_requests: Vec<(u32, u64)>,
@@ -68,9 +68,9 @@ struct TestHost {
     sent: Vec<Packet>,
     /// Number of calls of `write`.
     writes: usize,
-    /// So many more accesses, and all keys are gone.
+    /// Number of accesses after which all keys are removed.
     remove_keys_after: Option<usize>,
-    /// What the queues answer in place of work: send queues, receive queues.
+    /// Results to return once instead of the next work request: for send queues and for receive queues.
     injected: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
 }
 
@@ -220,7 +220,7 @@ struct Node {
     inbox: mpsc::Receiver<Delivery>,
     next: Next,
     links: Vec<bool>,
-    /// What arrives stays in the inbox.
+    /// Deliveries stay in the inbox.
     paused: bool,
 }
 
@@ -231,7 +231,7 @@ struct Simulation {
 }
 
 impl Simulation {
-    /// `n` adapters with `memory` bytes each, on one switch.
+    /// Creates `n` adapters with `memory` bytes each, on one switch.
     fn new(n: usize, memory: usize) -> Self {
         Self::with_seed(n, memory, 1)
     }
@@ -244,7 +244,7 @@ impl Simulation {
         Self::on(&topology, &vec!["sw"; n], memory, seed)
     }
 
-    /// An adapter on each of these switches.
+    /// Creates one adapter for each entry of `switches`.
     fn on(topology: &Topology, switches: &[&str], memory: usize, seed: u64) -> Self {
         let now = Rc::new(Cell::new(Duration::from_secs(1)));
         let network = Rc::new(RefCell::new(Network::new(topology, seed).unwrap()));
@@ -313,7 +313,7 @@ impl Simulation {
         self.nodes[node].host.lid
     }
 
-    /// Handles what one adapter has in its inbox, and lets it work. Returns whether there was anything.
+    /// Handles the inbox of an adapter and runs its engine. Returns whether there was work.
     fn work(&mut self, node: usize) -> bool {
         let node = &mut self.nodes[node];
         if node.paused {
@@ -333,7 +333,7 @@ impl Simulation {
         worked || node.host.sent.len() > sent
     }
 
-    /// Works until nothing is left to do at this time.
+    /// Runs all adapters until no work is left at the current time.
     fn settle(&mut self) {
         for _ in 0..20_000 {
             let mut worked = false;
@@ -348,7 +348,7 @@ impl Simulation {
         panic!("the adapters still have work after 20,000 rounds");
     }
 
-    /// Goes to the next time at which something happens. Returns whether there is one, before `end`.
+    /// Advances the time to the next timer or delayed packet. Returns false if there is none up to `end`.
     fn advance(&mut self, end: Duration) -> bool {
         let timers = self
             .nodes
@@ -368,7 +368,7 @@ impl Simulation {
         true
     }
 
-    /// Lets this much time pass.
+    /// Runs for `time` of simulated time.
     fn run_for(&mut self, time: Duration) {
         let end = self.now.get() + time;
         self.settle();
@@ -424,7 +424,7 @@ impl Simulation {
         }
     }
 
-    /// Takes a queue pair to RTS, connected with another.
+    /// Takes a queue pair to RTS, connected to another one.
     fn bring_up(&mut self, node: usize, qpn: u32, to: usize, to_qpn: u32, link: Connection) {
         self.state(node, qpn, State::Init);
         let path = self.path_to(to);
@@ -455,7 +455,7 @@ impl Simulation {
         self.state(node, qpn, State::Rts);
     }
 
-    /// Queue pairs 2 (on node 0) and 3 (on node 1), connected.
+    /// Connects queue pair 2 on node 0 and queue pair 3 on node 1.
     fn pair(&mut self, service: Service, link: Connection) {
         self.qp(0, 2, service, ReceiveFrom::Own);
         self.qp(1, 3, service, ReceiveFrom::Own);
@@ -513,7 +513,7 @@ impl Simulation {
         self.nodes[node].host.receives.entry(queue).or_default().push_back(work);
     }
 
-    /// Statuses of the completed sends of a node, with their numbers.
+    /// Identifiers and statuses of a node's send completions.
     fn sends(&self, node: usize) -> Vec<(u64, Status)> {
         let completions = self.nodes[node].host.completions.iter();
         completions
@@ -524,7 +524,7 @@ impl Simulation {
             .collect()
     }
 
-    /// Completed receives of a node: number, status, length, what.
+    /// Receive completions of a node: identifier, status, length, operation.
     fn received(&self, node: usize) -> Vec<(u64, Status, u32, Received)> {
         let completions = self.nodes[node].host.completions.iter();
         completions
@@ -554,7 +554,8 @@ impl Simulation {
     }
 }
 
-/// The host finds the pages that were asked for, or says that there are none.
+/// Resolves all page faults of a node: provides the pages or, if `ok` is false, fails the accesses. Returns their
+/// number.
 fn serve_pages(node: &mut Node, ok: bool) -> usize {
     let page_requests = std::mem::take(&mut node.host.page_requests);
     for (token, page) in &page_requests {
@@ -566,7 +567,7 @@ fn serve_pages(node: &mut Node, ok: bool) -> usize {
     page_requests.len()
 }
 
-/// How a pair is connected.
+/// Attributes of a connection.
 #[derive(Clone, Copy, Debug)]
 struct Connection {
     mtu: Mtu,
@@ -578,7 +579,7 @@ struct Connection {
 
 impl Default for Connection {
     fn default() -> Self {
-        // Packet sequence numbers wrap around soon.
+        // Packet sequence numbers wrap around after 16 packets.
         Self {
             mtu: Mtu::B1024,
             psn: 0xff_fff0,
@@ -589,7 +590,7 @@ impl Default for Connection {
     }
 }
 
-/// A work request on one piece of memory.
+/// A signaled work request with one scatter/gather entry.
 fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
     SendWork {
         id,

@@ -522,7 +522,7 @@ impl Qp {
                 ?op,
                 length,
                 ?status,
-                "send work request not supported by the service or too long"
+                "send work request is invalid, too long or not supported by the service"
             );
             return self.fail(id, Some(op), status);
         }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Subnet administration: answers to the management datagrams that hosts send to the subnet manager's LID.
+//! Subnet administration: answers management datagrams that hosts send to the subnet manager's LID.
 //!
-//! It knows what hosts' stacks ask for: paths (connection managers), multicast membership (IP over InfiniBand and
-//! multicast programs), and its own capabilities. Everything else is answered as unsupported. What it answers is the truth
-//! of this fabric: LIDs and GIDs of the ports that joined, and multicast groups as ports join and leave them.
+//! Supports the queries of host stacks: path records (connection managers), multicast membership (IP over InfiniBand
+//! and multicast programs), and ClassPortInfo. All other queries are answered as unsupported. The answers describe this
+//! fabric: LIDs and GIDs of the ports, and multicast groups as ports join them and end their membership.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,33 +17,34 @@ use crate::packet::{
     Deth, Extended, Gid, GlobalRoute, MULTICAST_LID, PERMISSIVE_LID, Packet, Slice, operation, service,
 };
 
-/// Length of a management datagram.
+/// Length of a management datagram (MAD).
 const MAD_BYTES: usize = 256;
-/// Where the record begins in it.
+/// Offset of the record in a MAD.
 const RECORD_OFFSET: usize = 56;
-/// The management class.
+/// The management class of subnet administration.
 const SUBNET_ADMINISTRATION: u8 = 3;
 const CLASS_VERSION: u8 = 2;
 const QP1: u32 = 1;
 const QP1_QKEY: u32 = 0x8001_0000;
-/// 100 Gbit/s, as rates are coded.
+/// 100 Gbit/s, as encoded in records.
 const RATE: u8 = 16;
-/// Packets live 4.096 us times 2 to the power of this at most. Connection managers make acknowledgement timeouts of it.
+/// Packet lifetime: at most 4.096 us times 2 to the power of this. Connection managers derive acknowledgement timeouts
+/// from it.
 const PACKET_LIFE: u8 = 14;
-/// The path MTU of groups that are created without one: what subnet managers give IP over InfiniBand.
+/// Default path MTU of a group: the value that subnet managers choose for IP over InfiniBand.
 const DEFAULT_MTU: u8 = Mtu::B2048.code();
-/// The selector of a value that is exact.
+/// Selector: exactly this value.
 const SELECTOR_EXACT: u8 = 2;
-/// The Q_Key of groups that are created without one.
+/// Default Q_Key of a group.
 const DEFAULT_QKEY: u32 = 0x0b1b;
 const FULL_PKEY: u16 = 0xffff;
-/// Receives, and keeps the group alive.
+/// Join state: receives, and keeps the group alive.
 const FULL_MEMBER: u8 = 1;
-/// Receives.
+/// Join state: receives.
 const NON_MEMBER: u8 = 2;
-/// Keeps the group alive.
+/// Join state: keeps the group alive.
 const SEND_ONLY_FULL_MEMBER: u8 = 8;
-/// Capability: send-only full members are known.
+/// Capability: supports send-only full members.
 const SEND_ONLY_FULL_SUPPORTED: u32 = 1 << 12;
 
 mod method {
@@ -60,7 +61,7 @@ mod attribute {
     pub(super) const MULTICAST_MEMBER: u16 = 0x38;
 }
 
-/// Component masks: which fields of a request's record count.
+/// Component mask bits: the fields of the request's record that are valid.
 mod component {
     pub(super) const PATH_DGID: u64 = 1 << 2;
     pub(super) const PATH_SGID: u64 = 1 << 3;
@@ -83,7 +84,7 @@ mod component {
     pub(super) const GROUP_JOIN_STATE: u64 = 1 << 16;
 }
 
-/// Why a request is refused: the status of the answer.
+/// Status of the response to a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 enum MadStatus {
@@ -96,7 +97,7 @@ enum MadStatus {
     MissingComponents = 0x0600,
 }
 
-/// A port, as the administrator knows it.
+/// A port as known to subnet administration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PortRecord {
     pub(super) lid: u16,
@@ -113,7 +114,7 @@ struct Group {
     sl: u8,
     flow_label: u32,
     hop_limit: u8,
-    /// Ports by LID, and the states that they joined in.
+    /// Join state of each member, by LID.
     members: BTreeMap<u16, u8>,
 }
 
@@ -121,11 +122,11 @@ struct Group {
 pub(super) struct SubnetAdministrator {
     ports: Vec<PortRecord>,
     groups: BTreeMap<Gid, Group>,
-    /// Groups that were given a MGID.
+    /// Number of MGIDs assigned so far.
     assigned_mgids: u32,
 }
 
-/// The record of a datagram, for reading and writing.
+/// Access to the fields of a record.
 struct Fields<'a>(&'a mut [u8]);
 
 impl Fields<'_> {
@@ -165,7 +166,7 @@ impl SubnetAdministrator {
         self.drop_empty_groups();
     }
 
-    /// Ports that receive what is sent to a multicast LID.
+    /// LIDs of the ports that receive packets of a multicast LID.
     pub(super) fn members(&self, mlid: u16) -> Vec<u16> {
         let receives = |state: &u8| state & (FULL_MEMBER | NON_MEMBER) != 0;
         let group = self.groups.values().find(|group| group.mlid == mlid);
@@ -187,7 +188,8 @@ impl SubnetAdministrator {
         });
     }
 
-    /// Answers a packet; `up` are the LIDs of ports whose links are up.
+    /// Builds the response to a packet; `None` if the packet is no request. `up` has the LIDs of ports whose links are
+    /// up.
     pub(super) fn answer(&mut self, packet: &Packet, up: &BTreeSet<u16>) -> Option<Packet> {
         let Extended::Deth(deth) = packet.extended else {
             return None;
@@ -236,7 +238,8 @@ impl SubnetAdministrator {
         Some(reply(packet, deth, bytes))
     }
 
-    /// Carries out a request in its own record. Returns the record's length in units of 8 bytes.
+    /// Executes a request and writes the result to the request's record. Returns the record's length in units of 8
+    /// bytes.
     fn execute(
         &mut self,
         from: u16,
@@ -334,7 +337,7 @@ impl SubnetAdministrator {
         fields.set(24, &source.gid.0);
         fields.set(40, &destination.lid.to_be_bytes());
         fields.set(42, &source.lid.to_be_bytes());
-        // Reversible; one path.
+        // The path is reversible; the response has one path.
         fields.set(49, &[0x81]);
         fields.set(50, &pkey.to_be_bytes());
         fields.set(52, &sl.to_be_bytes());
@@ -342,7 +345,7 @@ impl SubnetAdministrator {
         Ok(())
     }
 
-    /// The port that a membership is about.
+    /// The port that joins a group or ends its membership.
     fn member(&self, mask: u64, fields: &Fields<'_>) -> Result<u16, MadStatus> {
         if mask & component::GROUP_PORT_GID == 0 {
             return Err(MadStatus::MissingComponents);
@@ -423,7 +426,8 @@ impl SubnetAdministrator {
         })
     }
 
-    /// A name for a group that was asked for without one: link-local and transient, of a range for this purpose.
+    /// Assigns an MGID to a group that is created without one: link-local and transient, from a range reserved for this
+    /// purpose.
     fn new_mgid(&mut self) -> Gid {
         self.assigned_mgids += 1;
         let mut gid = [0; 16];
@@ -451,7 +455,7 @@ impl SubnetAdministrator {
     }
 }
 
-/// A port joins a group, if what it asks for is what the group has.
+/// Adds a port to a group if the requested attributes match the group's.
 fn join_group(
     group: &mut Group,
     mask: u64,
@@ -481,12 +485,12 @@ fn join_group(
     Ok(())
 }
 
-/// A value with the selector that says that it is exact.
+/// Adds the selector "exactly" to a value.
 fn exact(value: u8) -> u8 {
     (SELECTOR_EXACT << 6) | value
 }
 
-/// Fills in a group's record; the fields of a member stay as they are, but for its state.
+/// Writes a group's record. Of the member's fields, only the join state changes.
 fn write_group(fields: &mut Fields<'_>, mgid: &Gid, group: &Group, member: Option<u16>) {
     fields.set(0, &mgid.0);
     fields.set(32, &group.qkey.to_be_bytes());
@@ -497,11 +501,11 @@ fn write_group(fields: &mut Fields<'_>, mgid: &Gid, group: &Group, member: Optio
     let flow = (u32::from(group.sl) << 28) | (group.flow_label << 8) | u32::from(group.hop_limit);
     fields.set(44, &flow.to_be_bytes());
     let state = member.and_then(|lid| group.members.get(&lid)).copied().unwrap_or(0);
-    // The scope is part of the group's name.
+    // The scope is a part of the MGID.
     fields.set(48, &[(mgid.0[1] << 4) | state]);
 }
 
-/// A datagram back to where one came from.
+/// Builds a datagram to the sender of `request`.
 fn reply(request: &Packet, deth: Deth, bytes: Vec<u8>) -> Packet {
     let len = bytes.len();
     let grh = request.grh.as_ref().map(|grh| {

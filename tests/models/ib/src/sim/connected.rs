@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Connections that nothing disturbs: every operation, lengths around the path MTU, order, fences, states.
+//! Connections without faults: every operation, lengths around the path MTU, order, fences, states.
 
 use super::*;
 use crate::work::Fence;
@@ -371,7 +371,7 @@ fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
     sim.post(1, 4, write(1, 0, 10, 0));
     sim.bring_up(1, 4, 0, 2, Connection::default());
     sim.state(1, 4, State::Reset);
-    // Back to RTR only.
+    // Only RTR, not RTS.
     sim.state(1, 4, State::Init);
     let change = Modify {
         state: Some(State::Rtr),
@@ -469,7 +469,7 @@ fn many_queue_pairs_take_turns() {
             },
         );
     }
-    // One with a lot to do, and seven with little.
+    // One queue pair has much work, seven have little.
     for id in 0..200 {
         sim.post(0, 10, write(id, 0, 1 << 20, 0));
     }

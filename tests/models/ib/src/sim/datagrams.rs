@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Datagrams, the general services interface, multicast, and what subnet administration answers to them.
+//! Datagrams, the general services interface, multicast, and subnet administration.
 
 use super::*;
 use crate::fabric::Fabric;
@@ -10,7 +10,7 @@ use crate::work::{Grh, UdSource};
 const QKEY: u32 = 0x1111_1111;
 const GSI_QKEY: u32 = 0x8001_0000;
 
-/// Queue pair 2 on node 0, 3 on node 1, ...
+/// Creates `n` nodes, with queue pair 2 on node 0, queue pair 3 on node 1, and so on.
 fn sim(n: usize) -> Simulation {
     let mut sim = Simulation::new(n, 1 << 16);
     for node in 0..n {
@@ -92,7 +92,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
     assert_eq!(sim.bytes(1, 0, 40), [0; 40]);
     let header = sim.bytes(1, 10_000, 40);
     assert_eq!(header[..4], [0x66, 0x71, 0x23, 0x45]);
-    // 12 + 8 + 4 of headers, 5 bytes and 3 of padding, 4 of CRC.
+    // BTH, DETH and immediate data (12 + 8 + 4 bytes), payload (5 bytes) with 3 bytes of padding, and 4 bytes of CRC.
     assert_eq!(header[4..8], [0, 36, 0x1b, 9]);
     assert_eq!(header[8..24], gid(0).0);
     assert_eq!(header[24..], gid(1).0);
@@ -171,13 +171,14 @@ fn datagrams_longer_than_a_packet_or_the_receive_are_errors() {
     sim.run();
     assert_eq!(sim.sends(0).last(), Some(&(3, Status::Success)));
     assert_eq!(sim.received(1)[0].1, Status::LocalLength);
-    // What cannot be addressed, or is no datagram.
+    // No address, or an operation that datagram services do not support.
     sim.post(0, 2, send(4, 0, 10));
     sim.run();
     assert_eq!(sim.sends(0).last(), Some(&(4, Status::LocalQpOperation)));
 }
 
-/// A node with its general services interface up, on queue pair 20, and a helper that sends in its name, 21.
+/// Creates `n` nodes. On each, queue pair 20 is the general services interface, and queue pair 21 sends as queue pair
+/// 1.
 fn with_gsi(n: usize) -> Simulation {
     let mut sim = sim(n);
     for node in 0..n {
@@ -236,7 +237,7 @@ fn management_datagrams_go_to_queue_pair_one() {
     assert_eq!(second, Err(ModifyError::InUse));
 }
 
-/// A component mask.
+/// Builds a component mask from bit numbers.
 const fn bits(bits: &[u32]) -> u64 {
     let mut mask = 0;
     let mut i = 0;
@@ -247,7 +248,7 @@ const fn bits(bits: &[u32]) -> u64 {
     mask
 }
 
-/// A subnet administration datagram.
+/// Builds a subnet administration MAD.
 fn mad(method: u8, attribute: u16, mask: u64, record: &[(usize, &[u8])]) -> Vec<u8> {
     let mut bytes = vec![0; 256];
     bytes[..4].copy_from_slice(&[1, 3, 2, method]);
@@ -260,7 +261,7 @@ fn mad(method: u8, attribute: u16, mask: u64, record: &[(usize, &[u8])]) -> Vec<
     bytes
 }
 
-/// Asks subnet administration from a node, and returns the answer's status and record.
+/// Sends a subnet administration request from a node. Returns status and record of the response.
 fn query_sa(sim: &mut Simulation, node: usize, request: Vec<u8>) -> (u16, Vec<u8>) {
     let before = sim.received(node).len();
     let path = Path {
@@ -313,7 +314,7 @@ fn leave(sim: &mut Simulation, node: usize, mgid: &[u8], state: u8) -> u16 {
     .0
 }
 
-/// IP over InfiniBand's broadcast group.
+/// The broadcast group of IP over InfiniBand.
 const BROADCAST: [u8; 16] = [
     0xff, 0x12, 0x40, 0x1b, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff,
 ];
@@ -336,7 +337,7 @@ fn paths_are_found_by_gid_and_by_lid() {
     assert_eq!(
         record[49..52],
         [0x81, 0xff, 0xff],
-        "reversible, one path, the default partition"
+        "the response must be reversible, have one path and the default partition"
     );
     assert_eq!(
         record[54..57],
@@ -347,21 +348,21 @@ fn paths_are_found_by_gid_and_by_lid() {
     let lid = sim.lid(1).to_be_bytes();
     let (status, record) = query_sa(&mut sim, 0, mad(1, 0x35, 1 << 4, &[(40, &lid)]));
     assert_eq!((status, &record[8..24], &record[24..40]), (0, &to[..], &from[..]));
-    // At most 1024 bytes, as less than 2048.
+    // Selector "less than 2048": the result is 1024 bytes.
     let (status, record) = query_sa(
         &mut sim,
         0,
         mad(1, 0x35, bits(&[4, 16, 17]), &[(40, &lid), (54, &[0x44])]),
     );
     assert_eq!((status, record[54]), (0, 0x83));
-    // More than 4096: there is none.
+    // Selector "greater than 4096": no path matches.
     let (status, _) = query_sa(
         &mut sim,
         0,
         mad(1, 0x35, bits(&[4, 16, 17]), &[(40, &lid), (54, &[0x05])]),
     );
     assert_eq!(status, 0x300);
-    // No destination, an unknown one, another partition, one whose link is down.
+    // No destination, unknown destination, other partition, and a destination whose link is down.
     assert_eq!(query_sa(&mut sim, 0, mad(1, 0x35, 1 << 3, &[(24, &from)])).0, 0x600);
     assert_eq!(query_sa(&mut sim, 0, mad(1, 0x35, 1 << 4, &[(40, &[0, 99])])).0, 0x300);
     let partition = mad(1, 0x35, bits(&[4, 13]), &[(40, &lid), (50, &[0x80, 1])]);
@@ -380,12 +381,12 @@ fn groups_are_made_joined_left_and_end() {
     assert_eq!(
         query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0,
         0x300,
-        "not there yet"
+        "the group does not exist before the first join"
     );
     assert_eq!(
         join(&mut sim, 0, &BROADCAST, 4).0,
         0x200,
-        "a send-only member makes no group"
+        "a send-only non-member must not create a group"
     );
     let (status, record) = join(&mut sim, 0, &BROADCAST, 1);
     assert_eq!(status, 0);
@@ -397,7 +398,7 @@ fn groups_are_made_joined_left_and_end() {
     assert_eq!(record[40..42], [0xff, 0xff]);
     assert_eq!(record[48], 0x21, "link-local scope, full member");
     assert_eq!(join(&mut sim, 1, &BROADCAST, 1).1[36..38], [0xc0, 0]);
-    // Another group with values of its own; and what does not match it.
+    // A second group with its own attributes, and a request that does not match them.
     let mut other = BROADCAST;
     other[15] = 1;
     let port = gid(0).0;
@@ -419,19 +420,20 @@ fn groups_are_made_joined_left_and_end() {
     assert_eq!(record[32..40], [1, 2, 3, 4, 0xc0, 1, 0x83, 5]);
     assert_eq!(record[44..48], [0x31, 0x23, 0x45, 7]);
     assert_eq!(query_sa(&mut sim, 0, create([9, 2, 3, 4])).0, 0x200);
-    // Members only leave what they are in; with the last full member the group ends.
+    // A port can end only a membership that it has. When the last full member ends its membership, the group is
+    // deleted.
     assert_eq!(leave(&mut sim, 1, &other, 1), 0x200);
     assert_eq!(leave(&mut sim, 0, &other, 2), 0x200);
     assert_eq!(leave(&mut sim, 0, &other, 1), 0);
     assert_eq!(query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &other)])).0, 0x300);
-    // Without a name it gets one.
+    // A group without an MGID gets one.
     let (status, record) = join(&mut sim, 0, &[0; 16], 1);
     assert_eq!((status, record[0]), (0, 0xff));
-    // No multicast group; a port that is not there.
+    // Not a multicast GID; an unknown port.
     assert_eq!(join(&mut sim, 0, &[0xfe; 16], 1).0, 0x200);
     let stranger = mad(2, 0x38, JOIN, &[(0, &BROADCAST), (16, &[9; 16]), (48, &[1])]);
     assert_eq!(query_sa(&mut sim, 0, stranger).0, 0x500);
-    // What goes, leaves.
+    // Removing a port ends the port's memberships.
     let lid = sim.lid(1);
     sim.network.borrow_mut().remove_port(lid);
     assert_eq!(leave(&mut sim, 0, &BROADCAST, 1), 0);
@@ -495,7 +497,7 @@ fn multicast_reaches_the_members_that_attached() {
     let mut sim = with_gsi(4);
     let mgid = Gid(BROADCAST);
     let mut mlid = 0;
-    // Nodes 0 to 2 join; 1 has two receivers attached, 2 has none.
+    // Nodes 0 to 2 join. Two queue pairs of node 1 are attached, none of node 2.
     for node in 0..3 {
         let record = join(&mut sim, node, &BROADCAST, 1).1;
         mlid = u16::from_be_bytes([record[36], record[37]]);
@@ -529,18 +531,19 @@ fn multicast_reaches_the_members_that_attached() {
         qkey: QKEY,
     });
     let data = sim.fill(3, 0, 100, 9);
-    // Senders need not be members.
+    // The sender need not be a member.
     sim.post(3, 5, SendWork { to, ..send(1, 0, 100) });
     sim.run();
     let counts = |sim: &Simulation| [0, 1, 2, 3].map(|node| sim.received(node).len());
     assert_eq!(counts(&sim), [1, 2, 0, 0]);
     assert_eq!(sim.bytes(1, 0x1000 + 40, 100), data);
     assert!(sources(&sim, 0)[0].multicast);
-    // A member hears itself.
+    // A member receives its own packets.
     sim.post(0, 2, SendWork { to, ..send(2, 0, 100) });
     sim.run();
     assert_eq!(counts(&sim), [2, 4, 0, 0]);
-    // Unless it does not want to; its neighbour does, and so does it what others send.
+    // With multicast loopback blocked, queue pair 50 does not receive its own packets. Other queue pairs of the port
+    // do, and queue pair 50 receives packets of others.
     let config = QpConfig {
         service: Service::Ud,
         pd: PD,

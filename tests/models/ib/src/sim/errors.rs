@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What ends work with an error, which error on which side, and what is flushed after it.
+//! Errors: their completion status on both nodes, and the flush that follows.
 
 use super::*;
 
@@ -10,7 +10,8 @@ fn pair() -> Simulation {
     sim
 }
 
-/// `op` fails between two writes: the first succeeds, the second is flushed, and both sides end.
+/// Posts `op` between two WRITEs. `op` must fail with `status`. The first WRITE must succeed, the second and a
+/// posted receive must be flushed, and the queue pair of node 0 must enter the error state.
 fn expect_failure(mut sim: Simulation, op: SendWork, status: Status) -> Simulation {
     let id = op.id;
     sim.post(0, 2, write(id - 1, 0, 5000, 0));
@@ -44,7 +45,7 @@ fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
         ..none
     };
     let keys = [(1, none), (2, Key { pd: PD + 1, ..full }), (3, full)];
-    // No rights, another domain, beyond the end, before the start, around the address space, no such key.
+    // No rights, other protection domain, beyond the end, before the start, wrap-around of the address, unknown key.
     let places = [
         (0x8000, 1),
         (0x8000, 2),
@@ -252,7 +253,7 @@ fn a_local_error_in_a_long_message_waits_for_the_work_before_it() {
         sim.sends(0),
         [(1, Status::Success), (2, Status::LocalProtection), (3, Status::Flushed)]
     );
-    // The other side waits for the rest.
+    // The responder waits for the rest of the message.
     assert_eq!(sim.state_of(1, 3), State::Rts);
     sim.state(1, 3, State::Err);
     sim.run();
@@ -380,7 +381,7 @@ fn receivers_that_never_are_ready_end_it() {
     );
     assert_eq!(sim.nodes[1].engine.counters().rnr_naks_sent, 4);
     assert!(sim.now.get() - before >= Duration::from_micros(640) * 3);
-    // The receiving side noticed nothing.
+    // The responder is not affected.
     assert_eq!(sim.state_of(1, 3), State::Rts);
 }
 
@@ -442,7 +443,7 @@ fn flushing_keeps_the_order_and_goes_on_for_what_is_posted_later() {
     );
     let ids: Vec<u64> = sim.received(0).iter().map(|received| received.0).collect();
     assert_eq!(ids, (1000..1200).collect::<Vec<_>>());
-    // Receives ring no doorbell.
+    // Posting a receive rings no doorbell.
     sim.receive(0, Queue::Own(2), 5000, 0, 10);
     sim.post(0, 2, write(5001, 0, 1, 0));
     sim.run_for(Duration::from_millis(20));
@@ -466,7 +467,7 @@ fn reset_forgets_without_completions() {
     sim.nodes[0].host.sends.clear();
     sim.run();
     assert_eq!(sim.nodes[0].host.completions, []);
-    // It can be used again.
+    // The queue pair can be used again.
     sim.state(1, 3, State::Reset);
     sim.bring_up(
         0,
@@ -513,7 +514,7 @@ fn an_unreliable_connection_drops_what_it_may_not_do() {
     assert_eq!(sim.sends(0), ok([1, 2]));
     assert_eq!(sim.bytes(1, 0, 5000), data);
     assert_eq!(sim.state_of(1, 3), State::Rts);
-    // What the service does not have ends the send queue, but not the receiving side.
+    // An unsupported operation fails the send queue, but not the responder.
     sim.post(0, 2, read(3, 0, 10, 0));
     sim.post(0, 2, write(4, 0, 10, 0));
     sim.run();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Page faults, at every place where memory is accessed: nothing is lost or done twice, whatever they interrupt.
+//! Page faults at every memory access: nothing is lost or done twice, whatever the page fault interrupts.
 
 use super::*;
 
-/// Lets the world run; whenever nothing happens any more, pages asked for are brought. Returns how many.
+/// Runs until no page is requested any more, and provides the requested pages. Returns the number of page faults.
 fn run_with_pages(sim: &mut Simulation) -> usize {
     let mut served = 0;
     loop {
@@ -107,7 +107,7 @@ fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
         let remote = Remote { address, key: ALL_KEY };
         work(id, SendOp::FetchAdd { remote, add: 5 }, to, 8)
     };
-    // The page at 0 is not there.
+    // The page at address 0 is absent.
     let firsts = [read(1, 0, 8, 0x8000), add(1, 0x8000, 0)];
     let seconds = [
         read(2, 0x4000, 8, 0x9000),
@@ -124,7 +124,7 @@ fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
             sim.run_for(Duration::from_millis(1));
             sim.post(0, 2, second.clone());
             sim.work(0);
-            // The answer to the second is there, and the page of the first comes before anybody looks.
+            // The response to the second request is in the inbox when the page of the first is provided.
             sim.nodes[0].paused = true;
             sim.run_for(Duration::from_millis(1));
             assert_eq!(serve_pages(&mut sim.nodes[0], true), 1);
@@ -139,7 +139,7 @@ fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
             assert_eq!(
                 (counters.retransmissions, counters.timeouts),
                 (0, 0),
-                "nothing was lost"
+                "no packet was lost, so none may be retransmitted"
             );
         }
     }
@@ -174,7 +174,7 @@ fn datagrams_wait_for_pages() {
     }
 }
 
-/// A page that never comes.
+/// Runs, and fails all page faults.
 fn refuse_page(sim: &mut Simulation) {
     sim.run_for(Duration::from_secs(5));
     assert!(sim.nodes.iter_mut().map(|node| serve_pages(node, false)).sum::<usize>() > 0);
@@ -193,7 +193,7 @@ fn pages_that_never_come_end_the_work() {
         SendOp::FetchAdd { remote, add: 1 },
     ];
     for op in ops {
-        // There.
+        // Page fault at the responder.
         let mut sim = Simulation::new(2, 1 << 16);
         sim.pair(Service::Rc, Connection::default());
         sim.nodes[1].host.absent.insert(9);
@@ -206,7 +206,7 @@ fn pages_that_never_come_end_the_work() {
             "{op:?}"
         );
         assert!(sim.nodes[1].host.events.contains(&Event::AccessViolation { qpn: 3 }));
-        // Here.
+        // Page fault at the requester.
         let mut sim = Simulation::new(2, 1 << 16);
         sim.pair(Service::Rc, Connection::default());
         sim.nodes[0].host.absent.insert(0);

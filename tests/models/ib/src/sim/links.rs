@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Links that lose, delay and double packets, break, or lead to an adapter that is slow.
+//! Links that lose, delay, duplicate and reorder packets, links that go down, and slow adapters.
 
 use super::*;
 use crate::fabric::{Faults, LinkCounters, TopologyError};
@@ -19,7 +19,7 @@ fn counters(sim: &Simulation, node: usize) -> LinkCounters {
     sim.network.borrow_mut().counters(sim.lid(node))
 }
 
-/// Everything that a connection can do, in `at`..`at + 90_000` of both memories. Returns what to expect where.
+/// Posts every operation of a connection on node 0. [`verify_mixed_work`] checks the results.
 fn post_mixed_work(sim: &mut Simulation) {
     sim.fill(0, 0, 20_000, 1);
     sim.fill(1, 40_000, 20_000, 2);
@@ -271,7 +271,8 @@ fn links_count_what_they_carry() {
     sim.run();
     let (a, b) = (counters(&sim, 0), counters(&sim, 1));
     assert_eq!((a.tx_packets, a.rx_packets, b.tx_packets, b.rx_packets), (3, 1, 1, 3));
-    // 26 bytes around every packet, 16 in the first, 4 in an acknowledgement.
+    // Headers and CRCs of every packet are 26 bytes, the RETH of the first packet 16, and the AETH of the
+    // acknowledgement 4.
     assert_eq!((a.tx_bytes, a.rx_bytes), (2500 + 3 * 26 + 16, 26 + 4));
     assert_eq!((b.tx_bytes, b.rx_bytes), (a.rx_bytes, a.tx_bytes));
 }
@@ -329,7 +330,7 @@ fn ports_are_given_lids_and_names_are_unique() {
     assert_eq!(
         network.join(&config("r", 4, "a"), deliver()).unwrap().0,
         2,
-        "it is free again"
+        "the LID of a removed port must be free again"
     );
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Properties: whatever is asked for, over whatever link, ends in order, exactly once, with the right bytes; and packets
-//! that make no sense do no harm.
+//! Property tests: any work over any link completes in order, exactly once and with the right bytes, and invalid
+//! packets do no harm.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -11,7 +11,7 @@ use crate::fabric::{Burst, Faults};
 use crate::packet::{Aeth, AtomicEth, Deth, Extended, Reth, Slice};
 use crate::work::Fence;
 
-/// Bytes that each operation has for itself on either side.
+/// Memory of each operation on each node, in bytes.
 const SLOT: u64 = 1 << 16;
 
 #[derive(Clone, Copy, Debug)]
@@ -32,7 +32,7 @@ struct Op {
     length: u32,
     fence: Fence,
     signaled: bool,
-    /// Posted by the second node.
+    /// Posted by node 1.
     backwards: bool,
 }
 
@@ -84,7 +84,7 @@ fn faults() -> impl Strategy<Value = Faults> {
     )
 }
 
-/// Where things are in a node's memory: data of its own operations, counters, and what the other writes.
+/// Layout of a node's memory: data of its own operations, counters, and data of the other node's operations.
 struct Layout {
     own: u64,
     counters: u64,
@@ -100,7 +100,7 @@ fn layout(ops: usize) -> Layout {
     }
 }
 
-/// Posts `ops`, with receives that come late if `late`, and checks all that can be seen afterwards.
+/// Posts `ops`, with receives posted late if `late_receives` and absent pages if `page_faults`, and checks all results.
 fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, page_faults: bool) {
     let layout = layout(ops.len());
     let memory = (layout.remote + layout.counters) as usize;
@@ -161,7 +161,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, pag
             },
             Kind::Local => SendOp::Local,
         };
-        // Reads bring the other side's bytes of the same place to where nothing else is.
+        // READs and atomic operations write to memory that no other operation of the node uses.
         let address = match op.kind {
             Kind::Read | Kind::FetchAdd | Kind::CompareSwap => remote.address,
             _ => own,
@@ -196,7 +196,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, pag
             break;
         }
     }
-    // What is not signaled ends too.
+    // Wait for unsignaled work too.
     for _ in 0..20 {
         sim.run_for(Duration::from_secs(5));
         for node in &mut sim.nodes {
@@ -245,7 +245,8 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, pag
             let source = &before[node][(layout.own + id) as usize..][..len];
             let there = (layout.remote + id) as usize;
             match op.kind {
-                // Receives are used in order, so that a message may be in the place of another: checked below.
+                // Receives are consumed in order, so the receive of another operation may hold the message: checked
+                // below.
                 Kind::Send | Kind::SendImm | Kind::Local => {}
                 Kind::Write | Kind::WriteImm => assert_eq!(sim.bytes(1 - node, there, len), source),
                 Kind::Read => {
@@ -258,7 +259,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, pag
             }
         }
         assert_eq!(sim.bytes(1 - node, layout.counters as usize, 8), adds.to_le_bytes());
-        // Messages lie where the receives that were used for them are.
+        // Each message is in the receive that it consumed.
         let used = sim.received(1 - node);
         let messages = all
             .iter()
@@ -392,7 +393,7 @@ proptest! {
             node.next = node.engine.run(&mut node.host);
         }
         sim.run_for(Duration::from_secs(5));
-        // Everything that was asked for has ended, some way.
+        // All work requests completed, with any status.
         prop_assert_eq!(sim.sends(0).len(), outstanding.len());
     }
 }

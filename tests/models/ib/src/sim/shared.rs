@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Shared receive queues: limits, ends, and extended reliable connections.
+//! Shared receive queues: limits, last-work-reached events, and extended reliable connections.
 
 use super::*;
 use crate::attributes::{ModifyError, QpConfig, SrqConfig};
 
-/// Connections of node 0 with queue pairs of node 1 that share receive queue 5.
+/// Connects queue pairs of node 0 to queue pairs of node 1 that share receive queue 5.
 fn srq_pair(pairs: u32) -> Simulation {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.nodes[1]
@@ -82,7 +82,7 @@ fn the_last_receive_of_a_queue_pair_is_announced() {
     };
     cut.payload = Payload::Memory(smallvec![piece(ALL_KEY, 65536), piece(0x99, 10)]);
     sim.receive(1, Queue::Shared(5), 3, 0, 60_000);
-    // A message that stops after 64 KiB, of which the first half has arrived.
+    // The second entry of the send has an unknown key: the message stops after 64 KiB and stays incomplete.
     sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].pieces[0].length = 65_546;
     sim.nodes[1].host.memory.resize(1 << 17, 0);
     sim.nodes[1].host.keys.get_mut(&ALL_KEY).unwrap().len = 1 << 17;
@@ -97,7 +97,7 @@ fn the_last_receive_of_a_queue_pair_is_announced() {
             .events
             .ends_with(&[Event::LastWorkReached { qpn: 30 }])
     );
-    // The others stay in the shared queue.
+    // The other receives stay in the shared receive queue.
     assert_eq!(sim.nodes[1].host.receives[&Queue::Shared(5)].len(), 2);
 }
 
@@ -141,7 +141,8 @@ fn xrc(domain: u32) -> Simulation {
     sim.nodes[1].engine.create_srq(6, shared(Some((domain, 600)))).unwrap();
     sim.nodes[1].engine.create_srq(7, shared(None)).unwrap();
     sim.qp(0, 2, Service::Xrc, ReceiveFrom::None);
-    // A target is nobody's: keys are of the domains of the queues that messages name.
+    // The target has another protection domain: keys belong to the domain of the shared receive queue that a message
+    // names.
     let target = QpConfig {
         service: Service::Xrc,
         pd: PD + 1,
