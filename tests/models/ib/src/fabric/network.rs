@@ -456,8 +456,8 @@ impl Network {
             return;
         }
         let up: BTreeSet<u16> = self.ports.keys().copied().filter(|lid| self.is_up(*lid)).collect();
-        if let Some(answer) = self.sa.answer(packet, &up) {
-            self.send(SM_LID, vec![answer], now);
+        if let Some(response) = self.sa.respond(packet, &up) {
+            self.send(SM_LID, vec![response], now);
         }
     }
 }

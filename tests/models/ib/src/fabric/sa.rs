@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Subnet administration: answers management datagrams that hosts send to the subnet manager's LID.
+//! Subnet administration: responds to management datagrams that hosts send to the subnet manager's LID.
 //!
 //! Supports the queries of host stacks: path records (connection managers), multicast membership (IP over InfiniBand
-//! and multicast programs), and ClassPortInfo. All other queries are answered as unsupported. The answers describe this
+//! and multicast programs), and ClassPortInfo. All other queries get the status "unsupported". Responses describe this
 //! fabric: LIDs and GIDs of the ports, and multicast groups as ports join them and end their membership.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -190,7 +190,7 @@ impl SubnetAdministrator {
 
     /// Builds the response to a packet; `None` if the packet is no request. `up` has the LIDs of ports whose links are
     /// up.
-    pub(super) fn answer(&mut self, packet: &Packet, up: &BTreeSet<u16>) -> Option<Packet> {
+    pub(super) fn respond(&mut self, packet: &Packet, up: &BTreeSet<u16>) -> Option<Packet> {
         let Extended::Deth(deth) = packet.extended else {
             return None;
         };

@@ -125,9 +125,9 @@ fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
     let mut sim = sim(2);
     sim.receive(1, Queue::Own(3), 1, 0, 100);
     let wrong_key = sim.datagram_to(1, 3, QKEY + 1);
-    let nobody = sim.datagram_to(1, 9, QKEY);
+    let unknown_qp = sim.datagram_to(1, 9, QKEY);
     let own = sim.datagram_to(1, 3, 1 << 31);
-    for (id, to) in [wrong_key, nobody, own, own].into_iter().enumerate() {
+    for (id, to) in [wrong_key, unknown_qp, own, own].into_iter().enumerate() {
         sim.post(
             0,
             2,
