@@ -19,41 +19,41 @@ use crate::stats::{Speed, Times};
 use crate::waiter::Stop;
 use crate::wire::{reason, Found, FromClient, FromServer, Line, VERSION};
 
-/// The longest time between two messages that report to the server that the test continues.
+/// Longest time between two messages that report to the server that the test continues.
 const ALIVE: Duration = Duration::from_millis(500);
-/// How long it is listened to in between.
+/// Wait for a message of the server between two checks of the sessions.
 const LISTEN: Duration = Duration::from_millis(1);
-/// How long after a server that does not listen yet is tried again.
+/// Wait before the next attempt to connect to a server that refused the connection.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Measures, and prints as it goes. Returns whether nothing was found to be wrong.
+/// Runs the test and prints the results. Returns whether no wrong byte was found.
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the test. The message says what to do.
 pub fn run(args: &RunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
-    // Errors that can be found without the server are reported before it gets a request.
+    // Errors that need no server are reported before the first message to the server.
     let test = args.test(open_nics(&args.own.nic)?.len());
     test.check().map_err(anyhow::Error::msg)?;
     let mut line = Line::new(reach(&args.host, args.port, args.own.timeout)?, args.own.timeout)?;
     let measured = session(&mut line, args, &test, json, out);
     if let Err(error) = &measured {
-        // It may be gone, which then is what went wrong.
+        // The peer may have disconnected; then `error` says so.
         let _ = line.say(&FromClient::Failed(reason(error)));
     }
     measured
 }
 
-/// Connects to the server, which may not listen yet.
+/// Connects to the server. Repeats refused attempts until the limit ends: the server may start later.
 ///
 /// # Errors
 ///
-/// It is not reached within the limit.
+/// The server is not reached within the limit.
 pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = (host, port)
         .to_socket_addrs()
-        .with_context(|| format!("{host} is no host"))?
+        .with_context(|| format!("cannot resolve the host name {host}"))?
         .collect();
     loop {
         let mut last = None;
@@ -68,9 +68,9 @@ pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
             .as_ref()
             .is_some_and(|error| error.kind() == ErrorKind::ConnectionRefused);
         if !refused || Instant::now() >= deadline {
-            let error = last.map_or_else(|| anyhow::anyhow!("it has no address"), anyhow::Error::new);
+            let error = last.map_or_else(|| anyhow::anyhow!("the host has no address"), anyhow::Error::new);
             return Err(error).with_context(|| {
-                format!("{host} is not reached on port {port} within {limit:?}: does `p2pmem-perf serve` run there?")
+                format!("cannot connect to {host}, port {port}, within {limit:?}: does `p2pmem-perf serve` run there?")
             });
         }
         thread::sleep(AGAIN);
@@ -88,11 +88,11 @@ fn session(line: &mut Line, args: &RunArgs, test: &crate::wire::Test, json: bool
         endpoints,
     } = line.hear()?
     else {
-        bail!("the server did not welcome us");
+        bail!("expected the message \"welcome\" of the server");
     };
     ensure!(
         version == VERSION,
-        "the server speaks version {version}, this client {VERSION}: use the same p2pmem-perf on both sides"
+        "the server has protocol version {version}, this client {VERSION}: use the same p2pmem-perf on both sides"
     );
     let mut lanes = lanes(test, Role::Client, &args.own)?;
     connect(&mut lanes, endpoints)?;
@@ -100,7 +100,7 @@ fn session(line: &mut Line, args: &RunArgs, test: &crate::wire::Test, json: bool
         lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
     ))?;
     let FromServer::Ready = line.hear()? else {
-        bail!("the server was not ready");
+        bail!("expected the message \"ready\" of the server");
     };
     let mut report = Report::new(test.clone(), side(&lanes, &args.own), server);
     if !json {
@@ -122,21 +122,21 @@ fn session(line: &mut Line, args: &RunArgs, test: &crate::wire::Test, json: bool
     Ok(report.is_right())
 }
 
-/// Messages of one size by all lanes at once.
+/// Runs the messages of one size on all NICs at the same time.
 fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<SizeResult> {
     lanes.iter().try_for_each(|lane| lane.prepare(size))?;
     line.say(&FromClient::Start(size))?;
     let FromServer::Started = line.hear()? else {
-        bail!("the server did not start");
+        bail!("expected the message \"started\" of the server");
     };
     let done = all_lanes(line, lanes, size, own)?;
     line.say(&FromClient::Finish)?;
     let FromServer::Finished(found) = line.hear()? else {
-        bail!("the server did not finish");
+        bail!("expected the message \"finished\" of the server");
     };
     ensure!(
         found.len() == lanes.len(),
-        "the server found something for {} NICs, not {}",
+        "the server sent results of {} NICs, expected {}",
         found.len(),
         lanes.len()
     );
@@ -152,12 +152,12 @@ fn result(lane: &Lane, size: u64, times: &Times, copied: u64, found: Found) -> L
         speed: Speed::new(size, times),
         copied_client: copied,
         copied_server: found.copied,
-        // One of the two sides is the target.
+        // Exactly one of the two sides is the target.
         checked: lane.check(size).or(found.checked),
     }
 }
 
-/// Runs all lanes, and reports to the server at intervals that they run.
+/// Runs all sessions, and reports to the server at intervals that the test continues.
 fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<Vec<(Times, u64)>> {
     let stop = Stop::default();
     let progress = AtomicU64::new(0);
@@ -168,7 +168,7 @@ fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Resul
             let (send, stop, progress) = (send.clone(), &stop, &progress);
             scope.spawn(move || {
                 let done = lane.run(size, own, stop, start, progress);
-                // The receiver is there until the scope ends.
+                // The receiver lives until the scope ends.
                 let _ = send.send((index, done));
             });
         }
@@ -184,11 +184,11 @@ fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Resul
                     Err(RecvTimeoutError::Timeout) => {
                         line.say(&FromClient::Alive)?;
                         if let Some(message) = line.hear_within::<FromServer>(LISTEN)? {
-                            bail!("the server said {message:?} while messages were in flight");
+                            bail!("the server sent {message:?} while messages were in flight");
                         }
                     }
-                    // A lane that panicked; the scope passes it on.
-                    Err(RecvTimeoutError::Disconnected) => bail!("a thread ended without a word"),
+                    // A thread panicked; the scope propagates the panic.
+                    Err(RecvTimeoutError::Disconnected) => bail!("a thread ended without a result"),
                 }
             }
             Ok(())
@@ -196,7 +196,7 @@ fn all_lanes(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Resul
         let watched = watch();
         if let Err(error) = watched {
             stop.store(true, Ordering::Relaxed);
-            // The server's message explains more than the error of the queue that it has torn down.
+            // The server's message explains more than the error of the queue pair that the server destroyed.
             let said = line.hear_within::<FromServer>(ALIVE).err();
             return Err(match said {
                 Some(said) => error.context(format!("{said:#}")),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `serve`: waits for a client, and does with it what it asks for.
+//! `serve`: waits for a client, and runs the test that the client requests.
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
@@ -16,14 +16,14 @@ use crate::lane::{describe, needs, open_nics, Lane, Role};
 use crate::waiter::Stop;
 use crate::wire::{check_endpoints, reason, sizes_of, Found, FromClient, FromServer, Line, Side, Test, VERSION};
 
-/// How long the client is listened to before the lanes are looked at.
+/// Wait for a message of the client between two checks of the sessions.
 const LISTEN: Duration = Duration::from_millis(50);
 
-/// Serves one client, or one after the other.
+/// Serves one client, or with `--forever` one client after another.
 ///
 /// # Errors
 ///
-/// The address cannot be listened on; with one client only, whatever went wrong with it.
+/// The address is not available. Without `--forever`, any error of the test.
 pub fn serve(args: &ServeArgs) -> Result<()> {
     let address = (args.listen.as_str(), args.port);
     let listener = TcpListener::bind(address).with_context(|| {
@@ -44,12 +44,12 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// Serves one client, from hello to bye. Reports an error of this side to the client.
+/// Serves one client, from `hello` to `bye`. Reports an error of this side to the client.
 fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
     let mut line = Line::new(stream, args.own.timeout)?;
     let served = session(&mut line, args);
     if let Err(error) = &served {
-        // It may be gone, which then is what went wrong.
+        // The peer may have disconnected; then `error` says so.
         let _ = line.say(&FromServer::Failed(reason(error)));
     }
     served
@@ -57,17 +57,17 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
 
 fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
     let FromClient::Hello { version, test } = line.hear()? else {
-        bail!("the client did not begin with hello");
+        bail!("expected the message \"hello\" of the client");
     };
     ensure!(
         version == VERSION,
-        "the client speaks version {version}, this server {VERSION}: use the same p2pmem-perf on both sides"
+        "the client has protocol version {version}, this server {VERSION}: use the same p2pmem-perf on both sides"
     );
     test.check().map_err(anyhow::Error::msg)?;
     let bytes = needs(&test, Role::Server);
     ensure!(
         bytes <= args.most,
-        "{} of memory for each NIC are more than the {} that this server gives (--most)",
+        "the test needs {} of memory for each NIC, more than the {} that this server allows (--most)",
         human_size(bytes),
         human_size(args.most)
     );
@@ -85,24 +85,24 @@ fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
         endpoints: lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
     })?;
     let FromClient::Connect(endpoints) = line.hear()? else {
-        bail!("the client did not say what to connect to");
+        bail!("expected the message \"connect\" of the client");
     };
     connect(&mut lanes, endpoints)?;
     line.say(&FromServer::Ready)?;
     for expected in &test.sizes {
         match line.hear()? {
             FromClient::Start(size) if size == *expected => {}
-            other => bail!("the client said {other:?} where messages of {expected} bytes should start"),
+            other => bail!("the client sent {other:?}; expected the start of messages of {expected} bytes"),
         }
         one_size(line, &lanes, *expected, &args.own)?;
     }
     match line.hear()? {
         FromClient::Bye => Ok(()),
-        other => bail!("the client said {other:?} after the last size"),
+        other => bail!("the client sent {other:?} after the last size; expected \"bye\""),
     }
 }
 
-/// Messages of one size, from start to finish.
+/// Runs the messages of one size, from `start` to `finished`.
 fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<()> {
     lanes.iter().try_for_each(|lane| lane.prepare(size))?;
     line.say(&FromServer::Started)?;
@@ -113,7 +113,7 @@ fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result
             let (send, stop) = (send.clone(), &stop);
             scope.spawn(move || {
                 let served = lane.serve(size, own, stop);
-                // The receiver is there until the scope ends.
+                // The receiver lives until the scope ends.
                 let _ = send.send((index, served));
             });
         }
@@ -130,7 +130,7 @@ fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result
     line.say(&FromServer::Finished(found.collect()))
 }
 
-/// Listens until the client has finished and so have the lanes; gives the bytes that each copied.
+/// Waits until the client has sent `finish` and all sessions are done. Returns the bytes that each session copied.
 fn until_finished(
     line: &mut Line,
     results: &mpsc::Receiver<(usize, Result<u64>)>,
@@ -151,26 +151,26 @@ fn until_finished(
         match line.hear_within(LISTEN)? {
             Some(FromClient::Alive) if !finished => heard = Instant::now(),
             Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
-            Some(other) => bail!("the client said {other:?} while messages were in flight"),
+            Some(other) => bail!("the client sent {other:?} while messages were in flight"),
             None => ensure!(
                 heard.elapsed() < own.timeout,
-                "the client said nothing for {:?}: is it stuck? --timeout sets the limit",
+                "no message of the client for {:?}: does the client hang? --timeout sets the limit",
                 own.timeout
             ),
         }
     }
 }
 
-/// A lane for each NIC.
+/// Creates a session for each NIC.
 ///
 /// # Errors
 ///
-/// The sides have different numbers of NICs, or one cannot be used.
+/// The two sides have different numbers of NICs, or a NIC is not usable.
 pub fn lanes(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<Lane>> {
     let nics = open_nics(&own.nic)?;
     ensure!(
         nics.len() == test.nics,
-        "the client uses {} NICs and this server {}: give both as many (--nic)",
+        "the client uses {} NICs and this server {}: select the same number on both (--nic)",
         test.nics,
         nics.len()
     );
@@ -185,7 +185,7 @@ pub fn lanes(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<Lane>> {
     Ok(lanes)
 }
 
-/// Connects each lane to its counterpart.
+/// Connects each session to its counterpart.
 ///
 /// # Errors
 ///
@@ -198,7 +198,7 @@ pub fn connect(lanes: &mut [Lane], endpoints: Vec<crate::wire::Endpoint>) -> Res
         .try_for_each(|(lane, endpoint)| lane.connect(endpoint))
 }
 
-/// What a side's memory is.
+/// Returns the description of this side's memory.
 pub fn side(lanes: &[Lane], own: &OwnArgs) -> Side {
     let providers = lanes.iter().filter_map(|lane| lane.memory().provider());
     Side {
