@@ -88,7 +88,7 @@ fn session(line: &mut Line, args: &RunArgs, test: &crate::wire::Test, json: bool
         endpoints,
     } = line.hear()?
     else {
-        bail!("expected the message \"welcome\" of the server");
+        bail!("expected the message `welcome` of the server");
     };
     ensure!(
         version == VERSION,
@@ -100,7 +100,7 @@ fn session(line: &mut Line, args: &RunArgs, test: &crate::wire::Test, json: bool
         lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
     ))?;
     let FromServer::Ready = line.hear()? else {
-        bail!("expected the message \"ready\" of the server");
+        bail!("expected the message `ready` of the server");
     };
     let mut report = Report::new(test.clone(), side(&lanes, &args.own), server);
     if !json {
@@ -127,12 +127,12 @@ fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result
     lanes.iter().try_for_each(|lane| lane.prepare(size))?;
     line.say(&FromClient::Start(size))?;
     let FromServer::Started = line.hear()? else {
-        bail!("expected the message \"started\" of the server");
+        bail!("expected the message `started` of the server");
     };
     let done = all_lanes(line, lanes, size, own)?;
     line.say(&FromClient::Finish)?;
     let FromServer::Finished(found) = line.hear()? else {
-        bail!("expected the message \"finished\" of the server");
+        bail!("expected the message `finished` of the server");
     };
     ensure!(
         found.len() == lanes.len(),

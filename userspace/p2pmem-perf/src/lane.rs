@@ -107,7 +107,7 @@ impl Lane {
     pub fn new(nic: Arc<Nic>, index: usize, test: &Test, role: Role, own: &OwnArgs) -> Result<Self> {
         let name = nic.name().to_owned();
         let limits = limits(&nic)?;
-        // One more for the RDMA READ of the peer's handshake word, and one more for receives.
+        // The send queue also holds the RDMA READ of the peer's handshake word; the receive queue has the same size.
         let most = test.depth + 2;
         ensure!(
             most <= limits.queue,
@@ -229,8 +229,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Returns the offset of the handshake region. Its first word counts handled messages; an RDMA READ places the peer's
-    /// word at offset `LANDING` of the region.
+    /// Returns the offset of the handshake region. Its first word counts handled messages; an RDMA READ places the
+    /// peer's word at offset `LANDING` of the region.
     fn handled_at(&self) -> u64 {
         payload_bytes(&self.test, self.role) - WORDS
     }
@@ -260,9 +260,9 @@ impl Lane {
         Waiter::new(self.queue.completions().clone(), own.events, own.timeout, stop.clone())
     }
 
-    /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume receives.
-    /// Otherwise waits for each message, copies staged messages, and counts handled messages in the handshake word.
-    /// Returns the number of bytes copied.
+    /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
+    /// receives. Otherwise waits for each message, copies staged messages, and counts handled messages in the handshake
+    /// word. Returns the number of bytes copied.
     ///
     /// # Errors
     ///
@@ -479,7 +479,8 @@ impl Run<'_> {
                 self.requests.push(request);
                 posted += 1;
                 if lane.test.staged {
-                    // Posts each copied message immediately: the NIC transmits while the processor copies the next message.
+                    // Posts each copied message immediately: the NIC transmits while the processor copies the next
+                    // message.
                     self.post()?;
                 }
             }

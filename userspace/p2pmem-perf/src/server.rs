@@ -57,7 +57,7 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
 
 fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
     let FromClient::Hello { version, test } = line.hear()? else {
-        bail!("expected the message \"hello\" of the client");
+        bail!("expected the message `hello` of the client");
     };
     ensure!(
         version == VERSION,
@@ -85,7 +85,7 @@ fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
         endpoints: lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
     })?;
     let FromClient::Connect(endpoints) = line.hear()? else {
-        bail!("expected the message \"connect\" of the client");
+        bail!("expected the message `connect` of the client");
     };
     connect(&mut lanes, endpoints)?;
     line.say(&FromServer::Ready)?;
@@ -98,7 +98,7 @@ fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
     }
     match line.hear()? {
         FromClient::Bye => Ok(()),
-        other => bail!("the client sent {other:?} after the last size; expected \"bye\""),
+        other => bail!("the client sent {other:?} after the last size; expected `bye`"),
     }
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the bootstrap: what peers say that are broken, hostile or silent.
+//! Tests of the control protocol with peers that send invalid data, send nothing, or disconnect.
 
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -11,7 +11,7 @@ use super::*;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// A line whose other end is a plain socket.
+/// Returns a control connection and the plain socket at its other end.
 fn pair(limit: Duration) -> (Line, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -58,12 +58,12 @@ fn endpoint() -> Endpoint {
     }
 }
 
-/// The error that a peer's bytes lead to.
+/// Returns the error after the peer sent `bytes` and closed the connection.
 fn error_of(bytes: &[u8]) -> String {
     let (mut line, mut other) = pair(LIMIT);
     let bytes = bytes.to_vec();
     let writer = thread::spawn(move || {
-        // A receiver of malformed bytes closes the connection before their end.
+        // The receiver may close the connection before it has read all bytes.
         let _ = other.write_all(&bytes);
     });
     let error = format!("{:#}", line.hear::<FromServer>().unwrap_err());
@@ -120,10 +120,10 @@ fn nonsense_is_refused() {
         b"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n",
     ] {
         let error = error_of(nonsense);
-        assert!(error.contains("does not speak"), "{nonsense:?}: {error}");
+        assert!(error.contains("invalid message"), "{nonsense:?}: {error}");
     }
     let error = error_of(&vec![b'['; LONGEST + 5000]);
-    assert!(error.contains("without an end"), "{error}");
+    assert!(error.contains("a line of more than"), "{error}");
 }
 
 #[test]
@@ -136,8 +136,8 @@ fn the_other_sides_reason_is_passed_on_without_control_characters() {
 fn silence_ends_at_the_limit() {
     let (mut line, mut other) = pair(Duration::from_millis(50));
     let error = line.hear::<FromServer>().unwrap_err().to_string();
-    assert!(error.contains("said nothing") && error.contains("--timeout"), "{error}");
-    // Half a message is silence too, and is not lost.
+    assert!(error.contains("no message") && error.contains("--timeout"), "{error}");
+    // An incomplete message counts as no message, and its bytes are kept.
     other.write_all(b"\"rea").unwrap();
     let none: Option<FromServer> = line.hear_within(Duration::from_millis(20)).unwrap();
     assert_eq!(none, None);
@@ -248,7 +248,7 @@ proptest! {
         let at = at % bytes.len();
         bytes[at] = byte;
         if let Ok(FromClient::Hello { test, .. }) = parse(&bytes) {
-            // Whatever it is now, it is checked before it is used.
+            // A damaged message that parses is still checked before use.
             let _ = test.check();
         }
     }
