@@ -2,10 +2,10 @@
 
 //! `stale-serve` and `stale-run`: attempts to write to a buffer after its end.
 //!
-//! A NIC must not write to revoked memory, not even once. The server registers a buffer, lets the client write to it, ends
-//! the buffer by a command, and keeps its registration. Then the client tries to write again, each time through a new
-//! connection, because the first refusal ends a connection. Every write has a unique marker word, so that a reader of the
-//! memory finds any write that reached it.
+//! A NIC must not write to revoked memory. The server registers a buffer, accepts one write of the client, ends the
+//! buffer by a command, and keeps the registration. The client then tries further writes, each on a new connection,
+//! because the first rejected write breaks a connection. Every write has a unique marker word, so a reader of the
+//! memory finds any write that reached the memory.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -27,28 +27,28 @@ use crate::wire::{check_endpoints, reason, Endpoint, Line, Message};
 
 /// Bytes of a write.
 const BLOCK: u64 = 4096;
-/// Most writes tried.
+/// Maximum number of writes.
 const MOST: u64 = 1000;
 /// `IBV_WC_REM_ACCESS_ERR`
 const REMOTE_ACCESS_ERROR: u32 = 10;
 
-/// What both sides say.
+/// Messages of both sides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 enum Say {
-    /// Client: so many writes are to be tried after the end.
+    /// Client: number of writes to try after the end.
     Hello(u64),
     /// Both: a queue pair for each write, and one for the write before the end.
     Queues(Vec<Endpoint>),
-    /// Server: it is connected.
+    /// Server: the queue pairs are connected.
     Ready,
-    /// Client: the write before the end is done.
+    /// Client: the write before the end is complete.
     Wrote,
     /// Server: the buffer has ended.
     Ended,
-    /// Client: all was tried.
+    /// Client: all writes were tried.
     Tried,
-    /// Either: it cannot go on.
+    /// Either side: cannot continue, with the reason.
     Failed(String),
 }
 
@@ -62,7 +62,7 @@ impl Message for Say {
     }
 }
 
-/// The word of which write `i` consists; write 0 is the one before the end.
+/// Returns the marker word of write `i`; write 0 is the write before the end.
 fn marker(seed: u64, i: u64) -> u64 {
     mixed(mixed(seed).wrapping_add(i))
 }
@@ -71,9 +71,9 @@ fn block(word: u64) -> Vec<u8> {
     word.to_le_bytes().repeat((BLOCK / 8) as usize)
 }
 
-/// One side's queue pairs, and the memory they work on.
+/// Queue pairs of one side, and the memory that they use.
 struct Queues {
-    // Dropped in this order: the queues before the memory they work on.
+    // Fields are dropped in this order: the queue pairs before the memory that they use.
     list: Vec<(QueuePair, Endpoint)>,
     memory: Memory,
     completions: Arc<Completions>,
@@ -83,7 +83,7 @@ impl Queues {
     fn new(own: &OwnArgs, writes: u64) -> Result<Self> {
         let nics = open_nics(&own.nic)?;
         let [nic] = nics.as_slice() else {
-            bail!("give one NIC (--nic)")
+            bail!("specify one NIC (--nic)")
         };
         let domain = Domain::new(nic.clone())?;
         let place = Place {
@@ -94,7 +94,7 @@ impl Queues {
         let memory = Memory::new(place, &domain, (writes + 1) * BLOCK)?;
         let completions = Completions::new(nic, 64)?;
         let list = (0..=writes).map(|_| {
-            let queue = QueuePair::new(&domain, &completions, 1, 1).context("making a queue pair")?;
+            let queue = QueuePair::new(&domain, &completions, 1, 1).context("creating a queue pair")?;
             let window = memory.window(0, (writes + 1) * BLOCK);
             let endpoint = own_endpoint(nic, &queue, own, window, window)?;
             Ok((queue, endpoint))
@@ -125,7 +125,7 @@ impl Queues {
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the test. The message says what to do.
 pub fn serve(args: &StaleServeArgs) -> Result<()> {
     let listener = TcpListener::bind((args.listen.as_str(), args.port))
         .with_context(|| format!("listening on {}, port {}", args.listen, args.port))?;
@@ -134,12 +134,12 @@ pub fn serve(args: &StaleServeArgs) -> Result<()> {
     talk(stream, &args.own, |line| serve_one(line, args))
 }
 
-/// Runs one side, and reports an error of this side to the other.
+/// Runs one side, and reports an error of this side to the peer.
 fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
     let mut line = Line::new(stream, own.timeout)?;
     let result = side(&mut line);
     if let Err(error) = &result {
-        // It may be gone, which then is what went wrong.
+        // The peer may have disconnected; then `error` says so.
         let _ = line.say(&Say::Failed(reason(error)));
     }
     result
@@ -147,44 +147,44 @@ fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Res
 
 fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
     let Say::Hello(writes) = line.hear()? else {
-        bail!("the client did not begin with hello")
+        bail!("expected the message `hello` of the client")
     };
-    ensure!((1..=MOST).contains(&writes), "{writes} writes are not 1 to {MOST}");
+    ensure!((1..=MOST).contains(&writes), "the client requests {writes} writes: 1 to {MOST} are possible");
     let queues = Queues::new(&args.own, writes)?;
     let span = queues.memory.span();
     span.write(0, &vec![0; span.len()]);
     span.flush();
     line.say(&Say::Queues(queues.endpoints()))?;
     let Say::Queues(others) = line.hear()? else {
-        bail!("the client has no queues")
+        bail!("expected the message `queues` of the client")
     };
     queues.connect(&args.own, &others)?;
     line.say(&Say::Ready)?;
     let Say::Wrote = line.hear()? else {
-        bail!("the client did not write")
+        bail!("expected the message `wrote` of the client")
     };
     let mut first = vec![0; BLOCK as usize];
     span.read(0, &mut first);
     ensure!(
         first.iter().any(|byte| *byte != 0),
-        "nothing arrived while the buffer lived, so that nothing can be said of what comes later"
+        "no write arrived before the buffer's end, so the test cannot show anything about writes after the end"
     );
     eprintln!(
         "p2pmem-perf: {} arrived; ending the buffer: {}",
         human_size(BLOCK),
         args.end
     );
-    let status = Command::new("sh").args(["-c", &args.end]).status().context("sh")?;
-    ensure!(status.success(), "the buffer did not end: {status}");
+    let status = Command::new("sh").args(["-c", &args.end]).status().context("running sh")?;
+    ensure!(status.success(), "the command that ends the buffer failed: {status}");
     line.say(&Say::Ended)?;
-    // Until then the registration is kept, as a program keeps it that knows nothing.
+    // The registration is kept until then, as by a program that ignores events.
     let Say::Tried = line.hear()? else {
-        bail!("the client did not try")
+        bail!("expected the message `tried` of the client")
     };
     Ok(())
 }
 
-/// What came of the writes.
+/// Result of the writes.
 #[derive(Debug, Serialize)]
 struct Tried {
     /// Writes tried after the buffer's end.
@@ -199,11 +199,11 @@ struct Tried {
     before: String,
 }
 
-/// Tries. Returns whether all writes were refused.
+/// Tries the writes. Returns whether the NIC rejected all of them.
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the test. The message says what to do.
 pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
     let stream = reach(&args.host, args.port, args.own.timeout)?;
     let tried = talk(stream, &args.own, |line| run_one(line, args))?;
@@ -225,13 +225,13 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
     let writes = u64::from(args.attempts);
     line.say(&Say::Hello(writes))?;
     let Say::Queues(others) = line.hear()? else {
-        bail!("the server has no queues")
+        bail!("expected the message `queues` of the server")
     };
     let queues = Queues::new(&args.own, writes)?;
     queues.connect(&args.own, &others)?;
     line.say(&Say::Queues(queues.endpoints()))?;
     let Say::Ready = line.hear()? else {
-        bail!("the server is not ready")
+        bail!("expected the message `ready` of the server")
     };
     let marker = |i| marker(args.seed, i);
     for i in 0..=writes {
@@ -257,7 +257,7 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
             work: Work::Write(to, None),
         }])?;
         let done = waiter.any(&|| format!("write {i}"))?;
-        ensure!(done.id == i, "completion {} came in place of {i}", done.id);
+        ensure!(done.id == i, "expected the completion of request {i}, received that of {}", done.id);
         Ok(done.failure.map(|failure| failure.status))
     };
     if let Some(status) = write(0)? {
@@ -265,7 +265,7 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
     }
     line.say(&Say::Wrote)?;
     let Say::Ended = line.hear()? else {
-        bail!("the buffer did not end")
+        bail!("expected the message `ended` of the server")
     };
     let (mut completed, mut refused) = (0, 0);
     for i in 1..=writes {

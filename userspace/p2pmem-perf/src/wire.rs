@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! The control protocol between the two sides: test parameters, endpoints, start, and results. One JSON object per
-//! line, over TCP.  The peer is not trusted: lines have a maximum length, unknown messages and fields are rejected,
-//! every number is checked before use, and every wait has a limit.
+//! line, over TCP.
+//!
+//! The peer is not trusted: lines have a maximum length, unknown messages and fields are rejected, every number is
+//! checked before use, and every wait has a limit.
 //!
 //! ```text
 //! client: hello                                      the test parameters
