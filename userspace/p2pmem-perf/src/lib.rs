@@ -40,7 +40,7 @@ pub fn main() -> ExitCode {
         Err(error) => {
             if cli.json {
                 let value = serde_json::json!({ "error": wire::reason(&error), "remedy": remedy(&error) });
-                // Where even that cannot be written the exit code is all that is left to say.
+                // If the output is not writable, the exit code reports the error.
                 let _ = writeln!(out, "{value}");
             }
             eprintln!("p2pmem-perf: {error:#}");
@@ -52,11 +52,11 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Does what the command line says. Returns whether nothing was found to be wrong.
+/// Runs the command. Returns whether no wrong byte was found.
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the command. The message says what to do.
 pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),

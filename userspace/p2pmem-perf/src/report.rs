@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the client reports.
+//! The client's report.
 
 use std::io::{self, Write};
 
@@ -11,45 +11,45 @@ use crate::pattern::Checked;
 use crate::stats::Speed;
 use crate::wire::{Mode, Side, Test};
 
-/// One NIC's messages of one size.
+/// Result of the messages of one size on one NIC.
 #[derive(Debug, Clone, Serialize)]
 pub struct LaneResult {
     /// The client's NIC.
     pub nic: String,
-    /// How fast.
+    /// Bandwidth and rate.
     #[serde(flatten)]
     pub speed: Speed,
-    /// Bytes the client's processor copied.
+    /// Bytes that the client's processor copied.
     pub copied_client: u64,
-    /// Bytes the server's processor copied.
+    /// Bytes that the server's processor copied.
     pub copied_server: u64,
-    /// The check of the target's contents; none if the test did not request one.
+    /// Comparison of the target; `None` if the test did not request one.
     pub checked: Option<Checked>,
 }
 
-/// All messages of one size.
+/// Result of the messages of one size on all NICs.
 #[derive(Debug, Clone, Serialize)]
 pub struct SizeResult {
-    /// How fast all NICs were together.
+    /// Bandwidth and rate of all NICs together.
     #[serde(flatten)]
     pub speed: Speed,
-    /// Bytes of payload per second, in GiB.
+    /// Payload bandwidth in GiB per second.
     pub gib_per_s: f64,
-    /// Whether every byte is right; none where they were not compared.
+    /// Whether every byte is correct; `None` if the test did not compare.
     pub verified: Option<bool>,
-    /// Each NIC's part.
+    /// Result of each NIC.
     pub nics: Vec<LaneResult>,
 }
 
 impl SizeResult {
-    /// Of the NICs' results; `all` is what they did together.
+    /// Combines the results of the NICs; `all` is the speed of all NICs together.
     pub fn new(all: Speed, nics: Vec<LaneResult>) -> Self {
         let verified = nics
             .iter()
             .map(|nic| nic.checked.as_ref().map(Checked::is_right))
             .reduce(|all, one| Some(all? && one?))
             .flatten();
-        // One NIC's peak is that of all.
+        // With one NIC, the peak of this NIC is the peak of all.
         let speed = match nics.as_slice() {
             [only] => only.speed,
             _ => all,
@@ -66,21 +66,21 @@ impl SizeResult {
 /// The whole report.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// What was tried.
+    /// Parameters of the test.
     pub test: Test,
-    /// Who copied staged payload.
+    /// Unit that copied staged payload.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copied_by: Option<&'static str>,
-    /// The client's side.
+    /// The client's NICs and memory.
     pub client: Side,
-    /// The server's side.
+    /// The server's NICs and memory.
     pub server: Side,
-    /// One for each size.
+    /// One result for each size.
     pub results: Vec<SizeResult>,
 }
 
 impl Report {
-    /// Without results so far.
+    /// Creates a report without results.
     pub fn new(test: Test, client: Side, server: Side) -> Self {
         Self {
             copied_by: test.staged.then_some("processor"),
@@ -91,12 +91,12 @@ impl Report {
         }
     }
 
-    /// Whether nothing was found to be wrong.
+    /// Returns whether no wrong byte was found.
     pub fn is_right(&self) -> bool {
         self.results.iter().all(|result| result.verified != Some(false))
     }
 
-    /// What precedes the columns.
+    /// Returns the lines before the first result.
     pub fn heading(&self) -> String {
         let side = |side: &Side| {
             let memory = match side.providers.as_slice() {
@@ -120,7 +120,7 @@ impl Report {
             how += ", staged through host memory on both sides, copied by the processor";
         }
         if test.is_handed_over() {
-            how += ", each handed over";
+            how += ", with handshake";
         }
         format!(
             " {how}\n client: {}\n server: {}\n {} in flight at once\n{}",
@@ -131,11 +131,11 @@ impl Report {
         )
     }
 
-    /// Writes one size's lines.
+    /// Writes the lines of one size.
     ///
     /// # Errors
     ///
-    /// Those of writing.
+    /// The errors of `out`.
     pub fn lines(result: &SizeResult, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out, "{}", result.speed.line())?;
         if result.nics.len() > 1 {
@@ -148,7 +148,7 @@ impl Report {
             match &checked.wrong {
                 None => writeln!(
                     out,
-                    "   {}: {} compared, CRC-32C {:08x}, all right",
+                    "   {}: {} compared, CRC-32C {:08x}, all correct",
                     nic.nic,
                     human_size(checked.bytes),
                     checked.crc32c
@@ -229,13 +229,13 @@ mod tests {
     fn wrong_bytes_are_shown() {
         let all = Speed::of_all(1 << 20, &[]);
         let good = text(&SizeResult::new(all, vec![nic(Some(checked(false)))]));
-        assert!(good.starts_with(" 1048576 ") && good.contains("all right"), "{good}");
+        assert!(good.starts_with(" 1048576 ") && good.contains("all correct"), "{good}");
         let bad = text(&SizeResult::new(all, vec![nic(Some(checked(true))), nic(None)]));
         assert!(
             bad.contains("WRONG: 1 of 4096 bytes, the first at 0x10: 0x01, not 0x02"),
             "{bad}"
         );
-        // All together, and each.
+        // One line for all NICs, and one for each NIC.
         assert_eq!(bad.matches(" 1048576 ").count(), 3, "{bad}");
     }
 

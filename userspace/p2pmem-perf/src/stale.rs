@@ -189,13 +189,13 @@ fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
 struct Tried {
     /// Writes tried after the buffer's end.
     attempts: u64,
-    /// Those that completed without an error.
+    /// Writes that completed without an error.
     completed: u64,
-    /// Those that ended with a remote access error.
+    /// Writes that ended with a remote access error.
     refused: u64,
-    /// The words of which they consist, in hexadecimal.
+    /// Marker words of the writes, in hexadecimal.
     markers: Vec<String>,
-    /// The word of the write before the end.
+    /// Marker word of the write before the end.
     before: String,
 }
 
