@@ -15,7 +15,7 @@ use crate::cli::{AllocArgs, PlaceArgs, RequestArgs, Strategy};
 use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
-/// A step of filling: small enough for a progress bar that moves.
+/// Bytes per step of `fill()`. Each step moves the progress bar.
 const STEP: usize = 1 << 20;
 
 pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &PlaceArgs) -> anyhow::Result<Request> {
@@ -70,7 +70,7 @@ pub(crate) fn render_explanation(explanation: &Explanation) -> String {
     )
 }
 
-/// Where a buffer is.
+/// Location of a buffer.
 #[derive(Serialize)]
 struct Place {
     handle: u32,
@@ -85,13 +85,13 @@ struct Place {
 /// A part of a stripe.
 #[derive(Serialize)]
 struct Part {
-    /// Its first byte in the stripe.
+    /// Offset in the stripe.
     offset: u64,
     #[serde(flatten)]
     place: Place,
 }
 
-/// What was allocated.
+/// Result of `alloc`.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Landed {
@@ -128,14 +128,14 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     let buffers = match made {
         Ok(buffers) => buffers,
         Err(error) => {
-            // The error has the reason as a message; the verdicts have it for each provider.
+            // The error has the reason as a message; the explanation adds the verdict for each provider.
             if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
                 write!(context.out, "{}", render_explanation(&explanation))?;
             }
             return Err(error.into());
         }
     };
-    // A dry run would see the memory as it is now; the last decision is the one that was made.
+    // `explain()` would see the memory after the allocation; `explain_last()` returns the decision of the allocation.
     let landed = landed(&device, &buffers, stripe, device.explain_last()?)?;
     if context.json {
         context.print_json(&landed)?;
@@ -199,7 +199,7 @@ fn render_landed(landed: &Landed) -> String {
             let head = format!("{} in {} parts", human_size(*size), parts.len());
             let lines = parts
                 .iter()
-                .map(|part| format!("\n  from byte {:#x} on: {}", part.offset, render_place(&part.place)));
+                .map(|part| format!("\n  at offset {:#x}: {}", part.offset, render_place(&part.place)));
             lines.fold(head, |text, line| text + &line)
         }
     }
@@ -211,7 +211,7 @@ fn render_place(place: &Place) -> String {
         line += &format!(" ({addr})");
     }
     if let (Some(bar), Some(offset)) = (place.bar, place.bar_offset) {
-        line += &format!(", BAR {bar} from byte {offset:#x} on");
+        line += &format!(", BAR {bar} at offset {offset:#x}");
     }
     if let Some(class) = place.class {
         line += &format!(", farthest path: {class} ({})", class.meaning());
@@ -234,7 +234,7 @@ fn fill(context: &Context<'_>, buffer: &Buffer, byte: u8) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// What ends a hold.
+/// The event that ends a hold.
 enum End {
     Enter,
     Signal,
@@ -244,17 +244,17 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
     let (sender, ends) = mpsc::channel();
     let on_signal = sender.clone();
     ctrlc::set_handler(move || {
-        // When the receiver is gone the program is ending anyway.
+        // If the receiver is gone, the program is already exiting.
         let _ = on_signal.send(End::Signal);
     })
     .context("cannot catch signals")?;
     std::thread::spawn(move || {
         let mut line = String::new();
-        // The end of input is no Enter: a program in the background holds the buffer until a signal ends it.
+        // End of file does not count as Enter: a program in the background holds the buffer until a signal.
         if matches!(std::io::stdin().lock().read_line(&mut line), Ok(n) if n > 0) {
             let _ = sender.send(End::Enter);
         }
-        // Keep the channel open, so that only a real end is one.
+        // Keep the channel open, so that the receiver does not see a disconnect.
         std::mem::forget(sender);
     });
     if !context.json {
@@ -263,7 +263,7 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
         } else {
             "a line of input or a signal"
         };
-        writeln!(context.out, "holding it until {keys}")?;
+        writeln!(context.out, "holding the buffer until {keys}")?;
         context.out.flush()?;
     }
     let mut events = device.events();
@@ -284,11 +284,11 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
 }
 
 fn exec(program: &str, arguments: &[String], landed: &Landed) -> anyhow::Result<Outcome> {
-    // A Ctrl-C is for the command; we stay until it has ended, and free the buffer then.
+    // Ctrl-C goes to the command; this process waits for the command's end and frees the buffer then.
     ctrlc::set_handler(|| {}).context("cannot catch signals")?;
     let mut command = Command::new(program);
     command.args(arguments);
-    // Of a stripe each variable is a list, in the order of the parts.
+    // For a stripe, each variable is a list in the order of the parts.
     let places = landed.places();
     let mut list = |name: &str, of: &dyn Fn(&Place) -> Option<String>| {
         let known: Option<Vec<_>> = places.iter().map(|place| of(place)).collect();

@@ -27,9 +27,9 @@ fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
             &["alloc", "4K", "--provider", "1", "--prefer", "2"],
             "cannot be used with",
         ),
-        (&["alloc", "4K", "--fill", "256"], "give a byte"),
+        (&["alloc", "4K", "--fill", "256"], "specify a byte"),
         (&["publish", "03:00.0", "--bar", "6"], "6 is not in 0..6"),
-        (&["events", "--timeout", "never"], "give a number of seconds"),
+        (&["events", "--timeout", "never"], "specify a number of seconds"),
     ];
     for (args, words) in cases {
         let (code, out, err) = run(args);

@@ -157,7 +157,7 @@ fn alloc_says_where_it_landed_and_leaves_nothing() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["alloc", "16M", "--near", "nvme0", "--align", "2M", "--fill", "0x5a"]);
     assert_eq!(code, 0);
-    let line = "16 MiB in provider 1 (0000:03:00.0), BAR 2 from byte 0x0 on, \
+    let line = "16 MiB in provider 1 (0000:03:00.0), BAR 2 at offset 0x0, \
                 farthest path: SW (one PCIe switch: traffic stays in it)\n";
     assert_eq!(out, line);
     let (_, out) = machine.run(&["alloc", "16M", "--near", "nvme0,nvme1"]);
@@ -212,11 +212,11 @@ fn a_stripe_has_its_boundaries() {
     let lines: Vec<_> = out.lines().collect();
     assert_eq!(lines[0], "4 MiB in 2 parts");
     assert!(
-        lines[1].starts_with("  from byte 0x0 on: 2 MiB in provider 1 (0000:03:00.0), BAR 2 from byte 0x0 on"),
+        lines[1].starts_with("  at offset 0x0: 2 MiB in provider 1 (0000:03:00.0), BAR 2 at offset 0x0"),
         "{out}"
     );
     assert!(
-        lines[2].starts_with("  from byte 0x200000 on: 2 MiB in provider 3 (0000:05:00.0)"),
+        lines[2].starts_with("  at offset 0x200000: 2 MiB in provider 3 (0000:05:00.0)"),
         "{out}"
     );
     let (_, json) = machine.json(&stripe);
