@@ -10,7 +10,7 @@ use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
 pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
-    // Without the module, or without access to it, the scan shows the sources that sysfs alone reveals.
+    // Without the module, or without access to it, the scan shows only the sources that are visible in sysfs.
     let providers = context
         .open()
         .and_then(|device| Ok(device.providers()?))
@@ -59,7 +59,7 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
         number("RESIZABLE"),
         text("SOURCE"),
         text("USABLE"),
-        text("HOW, OR WHY NOT"),
+        text("USE, OR REASON"),
     ];
     let mut rows = Vec::new();
     for lender in lenders {
@@ -87,7 +87,7 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
     render(&columns, &rows)
 }
 
-/// The cells that describe the device.
+/// Returns the cells that describe the device.
 fn identity(lender: &Lender) -> Vec<String> {
     let device = &lender.device;
     let bar = lender

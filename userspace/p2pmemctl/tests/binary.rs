@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The binary itself: usage errors, and a machine without the module.
+//! Tests of the binary: usage errors, and a machine without the module.
 
 use std::process::Command;
 
@@ -18,7 +18,7 @@ fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),
-        (&["alloc", "16Q"], "such as 64K, 16M or 1GiB"),
+        (&["alloc", "16Q"], "such as 64K, 16M, or 1GiB"),
         (
             &["alloc", "4K", "--max-class", "XYZ"],
             "use one of DEV, SW, SWS, PHB, NODE, SYS",

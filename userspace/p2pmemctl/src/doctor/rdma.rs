@@ -31,7 +31,7 @@ pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
     checks
 }
 
-/// Whether the RDMA core has the peer-memory interface, and what follows from it.
+/// Checks whether the RDMA core has the peer-memory interface and the module uses it.
 fn peer_memory(machine: &Environment, core: &str) -> Check {
     const NAME: &str = "RDMA peer memory";
     const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
@@ -59,19 +59,19 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
         (_, Some(symvers), _) if symvers != "none" => Check::new(
             NAME,
             Level::Warning,
-            format!("the module is no client of {core}, by its parameter or as the core refused it: {DMA_BUF_ONLY}"),
+            format!("the module is no client of {core}, because of its parameter or because the core rejected it: {DMA_BUF_ONLY}"),
         )
-        .remedy("load the module with peer_memory=ex; the kernel's log says why it is refused"),
+        .remedy("load the module with peer_memory=ex; the kernel log has the reason of a rejection"),
         (Some(true), Some(_), _) => Check::new(
             NAME,
             Level::Warning,
-            format!("{core} has the interface, which the module was built without: {DMA_BUF_ONLY}"),
+            format!("{core} has the interface, but the module was built without it: {DMA_BUF_ONLY}"),
         )
-        .remedy("build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>"),
+        .remedy("rebuild the module with PEER_SYMVERS=<Module.symvers of this core>"),
         (Some(true), None, _) => Check::new(
             NAME,
             Level::Info,
-            format!("{core} has the interface; whether the module is its client cannot be read here"),
+            format!("{core} has the interface; the file that shows whether the module is its client is not readable"),
         )
         .remedy("run doctor as root, with the module loaded and debugfs mounted"),
         (Some(false), ..) => Check::new(
@@ -79,11 +79,11 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
             Level::Info,
             format!("{core} does not have the interface: {DMA_BUF_ONLY}"),
         ),
-        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols cannot be read here"),
+        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols are not readable"),
     }
 }
 
-/// Whether buffers can be registered with a NIC on a stock kernel.
+/// Checks whether buffers can be registered with a NIC on a stock kernel.
 fn dma_bufs(machine: &Environment, nic: &str) -> Check {
     const NAME: &str = "RDMA dma-buf";
     let driver = machine.path("sys/class/infiniband").join(nic).join("device/driver");
@@ -93,7 +93,7 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
         return Check::new(
             NAME,
             Level::Warning,
-            format!("{nic} is on no PCI device: the kernel's own software cannot reach other devices' memory"),
+            format!("{nic} is no PCI device: a software driver cannot access other devices' memory"),
         )
         .remedy("use a hardware NIC for buffers");
     };
@@ -103,19 +103,19 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
             NAME,
             Level::Ok,
             found(&format!(
-                "registers dma-bufs and lets go of them on request, where its firmware has on-demand paging: \
+                "registers dma-bufs and supports revocation if its firmware has on-demand paging: \
                  `p2pmemctl selftest --provider P --nic {nic}` tries it"
             )),
         ),
         (_, DmaBufSupport::Revocable) => Check::new(
             NAME,
             Level::Ok,
-            found("registers dma-bufs and lets go of them on request"),
+            found("registers dma-bufs and supports revocation"),
         ),
         (_, DmaBufSupport::Pinned) => Check::new(
             NAME,
             Level::Warning,
-            found("only pins dma-bufs permanently, so that their provider could not be removed: this is refused by default"),
+            found("only pins dma-bufs, which blocks the removal of their provider: p2pmem refuses this by default"),
         )
         .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
         _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))

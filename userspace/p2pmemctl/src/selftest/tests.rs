@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Moves as a NIC does, or something else.
+/// Copies memory as a NIC does, with or without a fault.
 struct Copy<'a> {
     mapping: &'a Mapping,
     write: Fault,
@@ -12,7 +12,7 @@ struct Copy<'a> {
 #[derive(Clone, Copy, PartialEq)]
 enum Fault {
     None,
-    /// The bytes come from elsewhere, or go there.
+    /// The source or the target address is wrong.
     Astray,
     LastWord,
 }
@@ -76,7 +76,7 @@ fn a_wrong_word_is_found() {
     for (name, pattern) in PATTERNS {
         assert_eq!(test(&mapping, name, pattern, &bar).unwrap().wrong_words, 0, "{name}");
     }
-    // A pattern that changes between writing and reading looks like memory that does not hold.
+    // A pattern that changes between write and read has the effect of memory that loses data.
     thread_local!(static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
     let bad: Pattern = |i| {
         let calls = CALLS.get();
@@ -107,7 +107,7 @@ fn a_wrong_word_is_found() {
 }
 
 #[test]
-fn a_registration_tells_its_method_or_why_there_is_none() {
+fn a_registration_reports_its_method_or_its_error() {
     let buffer = p2pmem::fake::Fake::example()
         .device()
         .alloc(&Request::new(4096))
