@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Lines on standard error, made without allocating and written whole.
+//! Lines on standard error, formatted without allocation and written by one call.
 
 use std::fmt::{self, Write};
 
 use crate::sys::{self, Errno};
 use crate::Call;
 
-/// Maximum length of a line or message in bytes. Longer ones are cut.
+/// Maximum length of a line or message in bytes. Longer ones are truncated.
 pub(crate) const MOST: usize = 512;
 
 /// Text in a fixed array.
@@ -18,7 +18,7 @@ pub(crate) struct Line {
 
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        // The last byte is the newline's.
+        // The last byte is reserved for the newline.
         let capacity = MOST - 1 - self.len;
         let n = text.floor_char_boundary_at_most(capacity);
         self.bytes[self.len..self.len + n].copy_from_slice(&text.as_bytes()[..n]);
@@ -48,13 +48,13 @@ pub(crate) fn write(args: fmt::Arguments<'_>) {
         bytes: [0; MOST],
         len: 0,
     };
-    // It never fails; what does not fit is cut off.
+    // Never fails; text beyond the capacity is dropped.
     let _ = line.write_fmt(args);
     line.bytes[line.len] = b'\n';
     sys::write_stderr(&line.bytes[..=line.len]);
 }
 
-/// Says something on standard error.
+/// Writes a line to standard error, with the library's name.
 macro_rules! say {
     ($($args:tt)*) => {
         $crate::line::write(format_args!("p2pmem_preload: {}", format_args!($($args)*)))
@@ -62,8 +62,8 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Whether successful registrations are reported too.
-pub(crate) fn wanted() -> bool {
+/// Returns whether successful registrations are reported, too.
+pub(crate) fn log_success() -> bool {
     sys::environment(c"P2PMEM_PRELOAD_LOG").is_some_and(|value| !value.is_empty() && value.to_bytes() != b"0")
 }
 
@@ -85,7 +85,7 @@ pub(crate) const ENOTSUPP: libc::c_int = 524;
 
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A table, as strerror() may allocate, and errnos beyond it are rare here.
+        // A table, because strerror() may allocate. Other errnos are rare here.
         let (name, text) = match self.0 {
             libc::EPERM => ("EPERM", "not permitted"),
             libc::ENXIO => ("ENXIO", "no such device or address"),
