@@ -5,7 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Returns whether the test runs in the project's sandbox, which has a compiler and headers, so no test may be skipped.
+/// Returns whether the test runs in the project's sandbox. The sandbox has a compiler and headers, so no test is skipped there.
 fn in_sandbox() -> bool {
     Path::new("/etc/p2pmem-kernel").exists()
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Verbs: NICs, registered memory, queue pairs and completions, each kept alive by what is made of it.
+//! Safe wrappers of libibverbs: NICs, registered memory, queue pairs, and completions. Each object keeps its parents
+//! alive.
 //!
-//! What a work request names, local or remote, is checked by the NIC against its keys, and a key is valid no longer
-//! than its registration lives. So posting any addresses is safe: the worst that comes of it is a completion with an
+//! The NIC checks the addresses in a work request, local and remote, against its keys, and a key is valid only while
+//! its registration exists. Posting arbitrary addresses is therefore safe: the worst result is a completion with an
 //! error.
 
 use std::ffi::CStr;
@@ -23,20 +24,20 @@ use rustix::io::Errno;
 use super::Span;
 use crate::wire::{Endpoint, Link};
 
-/// The only port that is used, as on most NICs.
+/// The only port that this program uses; most NICs have one port.
 const PORT: u8 = 1;
 
-/// An errno that a verb returned, as an error.
+/// Converts the return value of a verb to a result.
 fn errno(returned: libc::c_int) -> io::Result<()> {
     match returned {
         0 => Ok(()),
-        // Most give the errno itself, some its negative, and -1 means that it is in `errno`.
+        // Most verbs return the errno, some the negative errno, and -1 means that the error is in `errno`.
         -1 => Err(io::Error::last_os_error()),
         other => Err(io::Error::from_raw_os_error(other.abs())),
     }
 }
 
-/// The list of NICs, while it lives.
+/// The list of NICs.
 struct List {
     devices: NonNull<*mut ffi::ibv_device>,
     count: usize,
@@ -45,7 +46,7 @@ struct List {
 impl List {
     fn new() -> io::Result<Self> {
         let mut count = 0;
-        // SAFETY: the count is ours to be written.
+        // SAFETY: the call writes only the count, a local variable.
         let devices = unsafe { ffi::ibv_get_device_list(&mut count) };
         match NonNull::new(devices) {
             Some(devices) => Ok(Self {
@@ -56,7 +57,7 @@ impl List {
         }
     }
 
-    /// The NICs and their names.
+    /// Returns the NICs and their names.
     fn iter(&self) -> impl Iterator<Item = (*mut ffi::ibv_device, String)> + '_ {
         (0..self.count).map(|i| {
             // SAFETY: the list has `count` entries; a device's name is a C string that lives as long as the list.
@@ -76,36 +77,36 @@ impl Drop for List {
     }
 }
 
-/// Names of the NICs of this machine.
+/// Returns the names of this machine's NICs.
 ///
 /// # Errors
 ///
-/// EOPNOTSUPP where libibverbs is not installed, ENOSYS where the kernel has no RDMA.
+/// EOPNOTSUPP if libibverbs is not installed, ENOSYS if the kernel has no RDMA.
 pub fn nics() -> io::Result<Vec<String>> {
     Ok(List::new()?.iter().map(|(_, name)| name).collect())
 }
 
-/// What a NIC can do at once.
+/// Limits of a NIC.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Work requests in a queue.
+    /// Maximum number of work requests in a queue.
     pub queue: u32,
-    /// RDMA READs and atomics that a queue pair answers at once.
+    /// Maximum number of outstanding RDMA READs and atomics of a queue pair as a responder.
     pub reads_answered: u8,
-    /// The same that it asks at once.
+    /// Maximum number of outstanding RDMA READs and atomics of a queue pair as an initiator.
     pub reads_asked: u8,
 }
 
-/// What a port is.
+/// Attributes of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Port {
-    /// Whether it can carry traffic.
+    /// Whether the port is active.
     pub is_active: bool,
-    /// What it is a port to.
+    /// Link layer.
     pub link: Link,
     /// Local identifier.
     pub lid: u16,
-    /// Largest packet, in bytes.
+    /// MTU in bytes.
     pub mtu: u32,
 }
 
@@ -119,7 +120,7 @@ pub struct Nic {
     name: String,
 }
 
-// SAFETY: libibverbs may be called for one context by any threads at once.
+// SAFETY: libibverbs permits concurrent calls with one context from any threads.
 unsafe impl Send for Nic {}
 // SAFETY: as above.
 unsafe impl Sync for Nic {}
@@ -131,38 +132,38 @@ impl fmt::Debug for Nic {
 }
 
 impl Nic {
-    /// Opens the NIC of that name; none where there is none.
+    /// Opens the NIC of this name; `None` if it does not exist.
     ///
     /// # Errors
     ///
-    /// EPERM or EACCES: its device file may not be opened. Those of [`nics`].
+    /// EPERM or EACCES if the user has no access to the device file. Those of [`nics`].
     pub fn open(name: &str) -> io::Result<Option<Arc<Self>>> {
         let list = List::new()?;
         let found = list.iter().find(|(_, other)| other == name);
         let Some((device, name)) = found else {
             return Ok(None);
         };
-        // SAFETY: the list lives, so the device does.
+        // SAFETY: the list lives, so the device is valid.
         let raw = unsafe { ffi::ibv_open_device(device) };
-        // INVARIANT: just opened.
+        // INVARIANT: opened above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Some(Arc::new(Self { raw, name })))
     }
 
-    /// Its name.
+    /// Returns the NIC's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it can do at once.
+    /// Queries the NIC's limits.
     ///
     /// # Errors
     ///
-    /// The NIC is gone.
+    /// The NIC was removed.
     pub fn limits(&self) -> io::Result<Limits> {
         let mut attr = mem::MaybeUninit::<ffi::ibv_device_attr>::zeroed();
-        // SAFETY: by the invariant the context is open; the attributes, of integers and arrays of them, may be all
-        // zeros and are written.
+        // SAFETY: by the invariant the context is open. The attributes consist of integers and arrays of integers, so
+        // all zeros is a valid value, and the call writes them.
         let attr = unsafe {
             errno(ffi::ibv_query_device(self.raw.as_ptr(), attr.as_mut_ptr()))?;
             attr.assume_init()
@@ -175,11 +176,11 @@ impl Nic {
         })
     }
 
-    /// What its port is now.
+    /// Queries the port.
     ///
     /// # Errors
     ///
-    /// The NIC is gone.
+    /// The NIC was removed.
     pub fn port(&self) -> io::Result<Port> {
         let mut attr = mem::MaybeUninit::<ffi::ibv_port_attr>::zeroed();
         // SAFETY: as in `limits`.
@@ -189,26 +190,26 @@ impl Nic {
         };
         Ok(Port {
             is_active: attr.state == ffi::ibv_port_state::IBV_PORT_ACTIVE,
-            // IBV_LINK_LAYER_ETHERNET; other values, and none, are InfiniBand's.
+            // 2 is IBV_LINK_LAYER_ETHERNET; 1 and 0 (unspecified) are InfiniBand.
             link: if attr.link_layer == 2 {
                 Link::Ethernet
             } else {
                 Link::Infiniband
             },
             lid: attr.lid,
-            // Codes 1 to 5 stand for 256 to 4096 bytes.
+            // Codes 1 to 5 mean 256 to 4096 bytes.
             mtu: 128 << attr.active_mtu.clamp(1, 5),
         })
     }
 
-    /// An entry of its port's table of GIDs.
+    /// Queries an entry of the port's GID table.
     ///
     /// # Errors
     ///
-    /// There is no such entry.
+    /// The entry does not exist.
     pub fn gid(&self, index: u8) -> io::Result<[u8; 16]> {
         let mut gid = ffi::ibv_gid { raw: [0; 16] };
-        // SAFETY: by the invariant the context is open; the GID is ours to be written, and all its bytes are set.
+        // SAFETY: by the invariant the context is open; the GID is a local variable, and all its bytes are initialized.
         unsafe {
             errno(ffi::ibv_query_gid(self.raw.as_ptr(), PORT, index.into(), &mut gid))?;
             Ok(gid.raw)
@@ -218,7 +219,7 @@ impl Nic {
 
 impl Drop for Nic {
     fn drop(&mut self) {
-        // SAFETY: open by the invariant; everything made of it holds an `Arc` of this and is gone.
+        // SAFETY: open by the invariant; every object of this context holds an `Arc` of this and is already dropped.
         unsafe { ffi::ibv_close_device(self.raw.as_ptr()) };
     }
 }
@@ -239,7 +240,7 @@ unsafe impl Send for Domain {}
 unsafe impl Sync for Domain {}
 
 impl Domain {
-    /// Of a NIC.
+    /// Allocates a protection domain of a NIC.
     ///
     /// # Errors
     ///
@@ -247,12 +248,12 @@ impl Domain {
     pub fn new(nic: Arc<Nic>) -> io::Result<Arc<Self>> {
         // SAFETY: by its invariant the context is open.
         let raw = unsafe { ffi::ibv_alloc_pd(nic.raw.as_ptr()) };
-        // INVARIANT: just allocated.
+        // INVARIANT: allocated above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Arc::new(Self { raw, nic }))
     }
 
-    /// Its NIC.
+    /// Returns the NIC.
     pub fn nic(&self) -> &Arc<Nic> {
         &self.nic
     }
@@ -260,21 +261,22 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: allocated by the invariant; what was made in it holds an `Arc` of this and is gone.
+        // SAFETY: allocated by the invariant; every object of this domain holds an `Arc` of this and is already
+        // dropped.
         unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) };
     }
 }
 
-/// The access flags that this program registers memory with: everything but atomics.
+/// Access flags of all registrations: everything except atomics.
 pub const ACCESS: u32 = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
     | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
     | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
 
-/// Host memory that a NIC may use.
+/// Host memory that is registered with a NIC.
 ///
 /// # Invariants
 ///
-/// `raw` is registered until this is dropped, and so long `span` is mapped.
+/// `raw` is registered until this is dropped, and `span` is mapped for at least that time.
 pub struct HostMemory {
     raw: NonNull<ffi::ibv_mr>,
     span: Span,
@@ -291,14 +293,14 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// ENOMEM (more than `ulimit -l` allows to be pinned), EFAULT (not the kind of memory that this method takes).
+    /// ENOMEM (more than `ulimit -l` permits), EFAULT (not memory that can be pinned).
     pub fn register(domain: &Arc<Domain>, span: &Span) -> io::Result<Self> {
         let access = ACCESS as libc::c_int;
         let start = span.address() as *mut libc::c_void;
-        // SAFETY: the span is mapped, and stays so while it is registered because we keep a clone. Nobody has references
-        // into it, so that the NIC may change it.
+        // SAFETY: the span is mapped, and this object keeps a clone, so it stays mapped while it is registered. No
+        // references to the memory exist, so the NIC may change it.
         let raw = unsafe { ffi::ibv_reg_mr(domain.raw.as_ptr(), start, span.len(), access) };
-        // INVARIANT: just registered.
+        // INVARIANT: registered above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Self {
             raw,
@@ -307,26 +309,26 @@ impl HostMemory {
         })
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn span(&self) -> &Span {
         &self.span
     }
 
-    /// Keys to it: (local, remote).
+    /// Returns (local key, remote key).
     pub fn keys(&self) -> (u32, u32) {
         // SAFETY: registered by the invariant.
         let raw = unsafe { self.raw.as_ref() };
         (raw.lkey, raw.rkey)
     }
 
-    /// Ends the registration, as dropping does, and says whether that worked.
+    /// Deregisters the memory, like a drop, and returns errors.
     ///
     /// # Errors
     ///
-    /// EBUSY.
+    /// EBUSY if memory windows are bound to the region.
     pub fn deregister(self) -> io::Result<()> {
         let this = mem::ManuallyDrop::new(self);
-        // SAFETY: registered by the invariant, and not used again; fields of `this` are read once each.
+        // SAFETY: registered by the invariant, and not used after this; each field of `this` is read once.
         unsafe {
             let ended = errno(ffi::ibv_dereg_mr(this.raw.as_ptr()));
             drop(ptr::read(&this.span));
@@ -338,27 +340,27 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: registered by the invariant. Only then, as fields are dropped later, the memory goes.
+        // SAFETY: registered by the invariant. The fields, and so the memory, are dropped after this.
         unsafe { ffi::ibv_dereg_mr(self.raw.as_ptr()) };
     }
 }
 
-/// A buffer that a NIC may use.
+/// A buffer that is registered with a NIC.
 pub struct BufferMemory {
-    // Dropped in this order: the registration before the domain it was made in.
+    // Fields are dropped in this order: the registration before its domain.
     registration: Registration,
     _domain: Arc<Domain>,
 }
 
 impl BufferMemory {
-    /// Registers all of a buffer, by whichever method the kernel offers.
+    /// Registers a whole buffer, by the method that the kernel offers.
     ///
     /// # Errors
     ///
     /// Those of [`Buffer::register`].
     pub fn register(domain: &Arc<Domain>, buffer: &Buffer) -> p2pmem::Result<Self> {
-        // SAFETY: the domain came from ibv_alloc_pd() and lives as long as this function's reference to it, and then as
-        // long as the clone in what is returned, which is dropped after the registration.
+        // SAFETY: the domain came from ibv_alloc_pd(). It lives at least as long as the clone in the returned object,
+        // which is dropped after the registration.
         let pd = unsafe { Pd::from_raw(domain.raw.cast()) }?;
         Ok(Self {
             registration: buffer.register(&pd, Access::from_bits_retain(ACCESS))?,
@@ -366,12 +368,12 @@ impl BufferMemory {
         })
     }
 
-    /// The registration.
+    /// Returns the registration.
     pub fn registration(&self) -> &Registration {
         &self.registration
     }
 
-    /// Ends the registration, as dropping does, and says whether that worked.
+    /// Deregisters the buffer, like a drop, and returns errors.
     ///
     /// # Errors
     ///
@@ -381,25 +383,25 @@ impl BufferMemory {
     }
 }
 
-/// What became of a work request.
+/// Completion of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
-    /// The request's own number; for a receive that of the receive.
+    /// Id of the work request.
     pub id: u64,
-    /// Why it failed.
+    /// The failure, if the work request failed.
     pub failure: Option<Failure>,
-    /// Bytes received.
+    /// Number of bytes received.
     pub bytes: u32,
-    /// The number that came with it.
+    /// The immediate data, if the message has any.
     pub immediate: Option<u32>,
 }
 
-/// Why a work request failed.
+/// Failure of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
     /// `enum ibv_wc_status`.
     pub status: u32,
-    /// The vendor's own code.
+    /// Code of the vendor.
     pub vendor: u32,
 }
 
@@ -407,21 +409,21 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use ffi::ibv_wc_status::*;
         let (what, remedy) = match self.status {
-            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than the receive for it"),
+            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than its receive"),
             IBV_WC_LOC_PROT_ERR => (
                 "local protection error",
                 "this side's memory is not registered any more: was its provider unpublished?",
             ),
-            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue was torn down"),
-            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not take such requests"),
+            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue pair was destroyed"),
+            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not support the request"),
             IBV_WC_REM_ACCESS_ERR => (
                 "remote access error",
                 "the other side's memory is not registered any more: was its provider unpublished, or has the program ended?",
             ),
-            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not reach its memory"),
+            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not access its memory"),
             IBV_WC_RETRY_EXC_ERR => (
                 "transport retry counter exceeded",
-                "the other side's NIC does not answer: is the link up, are LID and GID right, does its program still run?",
+                "the other side's NIC does not respond: is the link up, are LID and GID correct, is its program running?",
             ),
             IBV_WC_RNR_RETRY_EXC_ERR => ("receiver not ready", "the other side posts no receives"),
             _ => ("failed", "see ibv_poll_cq(3)"),
@@ -434,11 +436,11 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A completion queue with its channel.
+/// A completion queue with its completion channel.
 ///
 /// # Invariants
 ///
-/// `raw` and `channel` live until this is dropped; `raw` was made with that channel.
+/// `raw` and `channel` exist until this is dropped; `raw` uses `channel`.
 pub struct Completions {
     raw: NonNull<ffi::ibv_cq>,
     channel: NonNull<ffi::ibv_comp_channel>,
@@ -451,14 +453,14 @@ unsafe impl Send for Completions {}
 unsafe impl Sync for Completions {}
 
 impl Completions {
-    /// For so many completions.
+    /// Creates a queue for `entries` completions.
     ///
     /// # Errors
     ///
-    /// EINVAL where the NIC has no such large queues, ENOMEM.
+    /// EINVAL if the NIC does not support queues of this size, ENOMEM.
     pub fn new(nic: &Arc<Nic>, entries: u32) -> io::Result<Arc<Self>> {
         let entries = libc::c_int::try_from(entries).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
-        // SAFETY: by its invariant the context is open; the channel is destroyed where no queue comes of it.
+        // SAFETY: by its invariant the context is open; the channel is destroyed if the queue cannot be created.
         unsafe {
             let channel = ffi::ibv_create_comp_channel(nic.raw.as_ptr());
             let channel = NonNull::new(channel).ok_or_else(io::Error::last_os_error)?;
@@ -468,7 +470,7 @@ impl Completions {
                 ffi::ibv_destroy_comp_channel(channel.as_ptr());
                 return Err(error);
             };
-            // INVARIANT: both made just now.
+            // INVARIANT: both were created above.
             Ok(Arc::new(Self {
                 raw,
                 channel,
@@ -477,19 +479,20 @@ impl Completions {
         }
     }
 
-    /// Takes what is there, 64 completions at most.
+    /// Polls completions, at most 64.
     ///
     /// # Errors
     ///
-    /// The queue is broken.
+    /// EIO if the queue is in error.
     pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
         const MOST: usize = 64;
         let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
-        // SAFETY: the queue lives by the invariant; the list has as many entries as the call may fill.
+        // SAFETY: the queue exists by the invariant; the list has as many entries as the call may write.
         let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
         for done in &list[..count] {
-            // SAFETY: all zeros, which it was, is a value of the structure, and ibv_poll_cq wrote the first `count` entries.
+            // SAFETY: all zeros, the initial value, is valid for the structure, and ibv_poll_cq() wrote the first
+            // `count` entries.
             let done = unsafe { &*done.as_ptr() };
             let failed = done.status != ffi::ibv_wc_status::IBV_WC_SUCCESS;
             let with_immediate = done.wc_flags & ffi::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
@@ -508,31 +511,31 @@ impl Completions {
         Ok(count)
     }
 
-    /// Has the next completion make the channel readable. Completions that came before do not: poll again afterwards.
+    /// Requests an event for the next completion. Completions before the call cause no event: poll again after it.
     ///
     /// # Errors
     ///
-    /// The queue is broken.
+    /// The queue is in error.
     pub fn arm(&self) -> io::Result<()> {
-        // SAFETY: the queue lives by the invariant.
+        // SAFETY: the queue exists by the invariant.
         errno(unsafe { ffi::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
     fn fd(&self) -> RawFd {
-        // SAFETY: the channel lives by the invariant.
+        // SAFETY: the channel exists by the invariant.
         unsafe { self.channel.as_ref() }.fd
     }
 
-    /// Waits for an armed completion, no longer than the limit. Returns whether there was one.
+    /// Waits for a requested event, at most for `limit`. Returns whether an event arrived.
     ///
     /// # Errors
     ///
     /// The completion channel failed.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
-        // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
+        // SAFETY: the channel, and so its descriptor, exists for the lifetime of the borrow.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
-        // A time that the kernel's type cannot hold is no limit.
+        // A duration that the kernel's type cannot represent means no limit.
         let limit = Timespec::try_from(limit).ok();
         match poll(&mut fds, limit.as_ref()) {
             Ok(0) | Err(Errno::INTR) => return Ok(false),
@@ -540,8 +543,8 @@ impl Completions {
             Err(error) => return Err(error.into()),
         }
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel lives by the invariant and has an event, as just polled; only this queue uses it. The event
-        // is acknowledged to the queue that it came from.
+        // SAFETY: the channel exists by the invariant. poll() reported an event, and only this queue uses the channel.
+        // The event is acknowledged to its queue.
         unsafe {
             errno(ffi::ibv_get_cq_event(self.channel.as_ptr(), &mut queue, &mut context))?;
             ffi::ibv_ack_cq_events(queue, 1);
@@ -552,8 +555,8 @@ impl Completions {
 
 impl Drop for Completions {
     fn drop(&mut self) {
-        // SAFETY: both live by the invariant; queue pairs hold an `Arc` of this and are gone; all events were
-        // acknowledged when they were taken. The queue goes before its channel.
+        // SAFETY: both exist by the invariant. Queue pairs hold an `Arc` of this and are already dropped. All events
+        // were acknowledged in `wait()`. The queue is destroyed before its channel.
         unsafe {
             ffi::ibv_destroy_cq(self.raw.as_ptr());
             ffi::ibv_destroy_comp_channel(self.channel.as_ptr());
@@ -561,7 +564,7 @@ impl Drop for Completions {
     }
 }
 
-/// A piece of registered memory of this side.
+/// A range of this side's registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Address, as registered.
@@ -572,19 +575,19 @@ pub struct Segment {
     pub lkey: u32,
 }
 
-/// A piece of the other side's memory.
+/// A range of the peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Remote {
-    /// The address that the remote side sent.
+    /// Address that the peer sent.
     pub address: u64,
-    /// Its key.
+    /// Remote key.
     pub rkey: u32,
 }
 
-/// What a work request does.
+/// Operation of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// RDMA WRITE; with a number the other side gets a completion with it.
+    /// RDMA WRITE; with immediate data, the peer gets a completion.
     Write(Remote, Option<u32>),
     /// RDMA READ.
     Read(Remote),
@@ -592,22 +595,22 @@ pub enum Work {
     Send,
 }
 
-/// A work request for the send queue. Each gets a completion.
+/// A work request for the send queue. Each is signaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Comes back with the completion.
+    /// Id in the completion.
     pub id: u64,
-    /// This side's memory.
+    /// Range of this side's memory.
     pub local: Segment,
-    /// What is done with it.
+    /// The operation.
     pub work: Work,
 }
 
-/// A reliable connection.
+/// A queue pair of a reliable connection.
 ///
 /// # Invariants
 ///
-/// `raw` lives until this is dropped.
+/// `raw` exists until this is dropped.
 pub struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
     domain: Arc<Domain>,
@@ -619,23 +622,23 @@ unsafe impl Send for QueuePair {}
 // SAFETY: as for `Nic`.
 unsafe impl Sync for QueuePair {}
 
-/// How hard a queue pair tries.
+/// Retransmission parameters of a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Retries {
-    /// The timeout for an acknowledgement is 4.096 us * 2^this.
+    /// Timeout for an acknowledgement: 4.096 us * 2^timeout.
     pub timeout: u8,
-    /// How often a request is sent again.
+    /// Maximum number of retransmissions of a request.
     pub retries: u8,
 }
 
 impl QueuePair {
-    /// Creates a queue pair for as many outstanding sends and receives.
+    /// Creates a queue pair for these numbers of outstanding sends and receives.
     ///
     /// # Errors
     ///
     /// EINVAL or ENOMEM if the NIC does not support queues of this size.
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, sends: u32, receives: u32) -> io::Result<Self> {
-        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut init: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
         init.send_cq = completions.raw.as_ptr();
         init.recv_cq = completions.raw.as_ptr();
@@ -644,9 +647,9 @@ impl QueuePair {
         init.cap.max_recv_wr = receives;
         init.cap.max_send_sge = 1;
         init.cap.max_recv_sge = 1;
-        // SAFETY: domain and completion queue live by their invariants, and we keep them.
+        // SAFETY: domain and completion queue exist by their invariants, and this object keeps both.
         let raw = unsafe { ffi::ibv_create_qp(domain.raw.as_ptr(), &mut init) };
-        // INVARIANT: just made.
+        // INVARIANT: created above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Self {
             raw,
@@ -655,36 +658,36 @@ impl QueuePair {
         })
     }
 
-    /// Its number.
+    /// Returns the queue pair number.
     pub fn number(&self) -> u32 {
-        // SAFETY: lives by the invariant.
+        // SAFETY: exists by the invariant.
         unsafe { self.raw.as_ref() }.qp_num
     }
 
-    /// Where its completions come.
+    /// Returns the completion queue.
     pub fn completions(&self) -> &Arc<Completions> {
         &self.completions
     }
 
-    /// Its protection domain.
+    /// Returns the protection domain.
     pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
 
     fn modify(&self, attr: &mut ffi::ibv_qp_attr, mask: &[ffi::ibv_qp_attr_mask]) -> io::Result<()> {
         let mask = mask.iter().fold(0, |all, one| all | one.0);
-        // SAFETY: lives by the invariant; the mask names the fields that were set.
+        // SAFETY: exists by the invariant; the mask names the fields that are set.
         errno(unsafe { ffi::ibv_modify_qp(self.raw.as_ptr(), attr, mask as libc::c_int) })
     }
 
-    /// Connects it to another, and makes it ready to send and receive.
+    /// Connects to the peer's queue pair. After this the queue pair can send and receive.
     ///
     /// # Errors
     ///
-    /// EINVAL where the other side's address does not fit this NIC; ETIMEDOUT on Ethernet where it cannot be resolved.
+    /// EINVAL if the peer's address does not fit this NIC; on Ethernet ETIMEDOUT if it cannot be resolved.
     pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, retries: Retries) -> io::Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
-        // SAFETY: all zeros is a value of the structure: integers and unions of them.
+        // SAFETY: all zeros is valid for the structure: integers and unions of integers.
         let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_INIT;
         attr.port_num = PORT;
@@ -729,7 +732,7 @@ impl QueuePair {
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTS;
         attr.timeout = retries.timeout;
         attr.retry_cnt = retries.retries;
-        // Without a limit: a receiver that is never ready shows as silence, which has its own limit.
+        // 7: no limit. If a receiver is never ready, the timeout of the waiter reports the missing completion.
         attr.rnr_retry = 7;
         attr.sq_psn = own.psn;
         attr.max_rd_atomic = own.reads.min(other.reads);
@@ -746,16 +749,16 @@ impl QueuePair {
         )
     }
 
-    /// Posts requests to the send queue, with one doorbell.
+    /// Posts requests to the send queue with one doorbell.
     ///
     /// # Errors
     ///
-    /// ENOMEM where the queue is full, EINVAL where a request is bad. The requests before the bad one are posted.
+    /// ENOMEM if the queue is full, EINVAL if a request is invalid. Requests before the failed one are posted.
     pub fn post(&self, requests: &[Request]) -> io::Result<()> {
         let mut pieces: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
         let mut list: Vec<ffi::ibv_send_wr> = Vec::with_capacity(requests.len());
         for request in requests {
-            // SAFETY: all zeros is a value of the structure: null pointers, integers and unions of them.
+            // SAFETY: all zeros is valid for the structure: null pointers, integers, and unions of integers.
             let mut wr: ffi::ibv_send_wr = unsafe { mem::zeroed() };
             wr.wr_id = request.id;
             wr.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -793,7 +796,8 @@ impl QueuePair {
         }
         let (first, piece) = (list.as_mut_ptr(), pieces.as_mut_ptr());
         for i in 0..list.len() {
-            // SAFETY: both have `list.len()` elements, and nobody else uses them until the call below returns.
+            // SAFETY: both arrays have `list.len()` elements, and nothing else accesses them until the call below
+            // returns.
             unsafe {
                 let wr = &mut *first.add(i);
                 wr.sg_list = piece.add(i);
@@ -804,19 +808,19 @@ impl QueuePair {
             }
         }
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair lives by the invariant; the list and its pieces live until the call returns, which is as
-        // long as libibverbs needs them. What they name the NIC checks, see the module's text.
+        // SAFETY: the queue pair exists by the invariant. The list and its segments live until the call returns, as
+        // libibverbs requires. The NIC checks the addresses, see the module documentation.
         errno(unsafe { ffi::ibv_post_send(self.raw.as_ptr(), first, &mut bad) })
     }
 
-    /// Posts a receive; without a piece it takes messages without bytes.
+    /// Posts a receive. Without a segment it accepts only messages without payload.
     ///
     /// # Errors
     ///
-    /// ENOMEM where the queue is full.
+    /// ENOMEM if the queue is full.
     pub fn post_receive(&self, id: u64, into: Option<Segment>) -> io::Result<()> {
         let mut piece = into.map(sge);
-        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut wr: ffi::ibv_recv_wr = unsafe { mem::zeroed() };
         wr.wr_id = id;
         if let Some(piece) = &mut piece {
@@ -839,7 +843,7 @@ fn sge(piece: Segment) -> ffi::ibv_sge {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: lives by the invariant; nothing refers to it but completions, which are plain numbers.
+        // SAFETY: exists by the invariant; no object refers to it except completions, which are plain data.
         unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) };
     }
 }
@@ -850,7 +854,7 @@ mod tests {
 
     #[test]
     fn a_machine_without_nics_has_none_or_says_why() {
-        // Builders have none; where there are some they have names.
+        // A build machine has no NIC; existing NICs have names.
         match nics() {
             Ok(names) => assert!(names.iter().all(|name| !name.is_empty())),
             Err(error) => assert!(error.raw_os_error().is_some(), "{error}"),
