@@ -35,9 +35,16 @@ impl Snapshot {
 struct Gauge(&'static str, &'static str, Option<Unit>, fn(&Provider) -> u64);
 
 const GAUGES: &[Gauge] = &[
-    Gauge("size", "Memory available for buffers when all is free", Some(Unit::Bytes), |p| p.size),
+    Gauge(
+        "size",
+        "Memory available for buffers when all is free",
+        Some(Unit::Bytes),
+        |p| p.size,
+    ),
     Gauge("free", "Free memory", Some(Unit::Bytes), |p| p.free),
-    Gauge("largest", "Largest contiguous free memory", Some(Unit::Bytes), |p| p.largest),
+    Gauge("largest", "Largest contiguous free memory", Some(Unit::Bytes), |p| {
+        p.largest
+    }),
     Gauge(
         "kernel_reserve",
         "Memory reserved for drivers of the kernel",
@@ -57,9 +64,7 @@ const GAUGES: &[Gauge] = &[
         |p| p.scrubbing,
     ),
     Gauge("buffers", "Live buffers", None, |p| p.buffers.into()),
-    Gauge("dma_bufs", "Open dma-bufs", None, |p| {
-        p.exports.into()
-    }),
+    Gauge("dma_bufs", "Open dma-bufs", None, |p| p.exports.into()),
 ];
 
 /// A counter per provider, and its sum: name, help text, unit, and value.
@@ -72,12 +77,7 @@ const COUNTERS: &[Counter] = &[
     Counter("allocated", "Bytes of buffers allocated", Some(Unit::Bytes), |s| {
         s.alloc_bytes
     }),
-    Counter(
-        "freed",
-        "Bytes of buffers freed",
-        Some(Unit::Bytes),
-        |s| s.free_bytes,
-    ),
+    Counter("freed", "Bytes of buffers freed", Some(Unit::Bytes), |s| s.free_bytes),
     Counter("maps", "User mappings created", None, |s| s.maps),
     Counter("scrubbed", "Bytes cleared between owners", Some(Unit::Bytes), |s| {
         s.scrubbed_bytes
@@ -98,14 +98,14 @@ const COUNTERS: &[Counter] = &[
 
 /// Labels of a value of a provider.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Of {
+struct ProviderLabels {
     provider: u32,
     function: String,
 }
 
 /// Labels that describe a provider.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct About {
+struct ProviderInfo {
     provider: u32,
     function: String,
     kind: String,
@@ -116,12 +116,12 @@ struct About {
 
 /// Label with the module's version.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Version {
+struct ModuleInfo {
     version: String,
     abi: u32,
 }
 
-impl Of {
+impl ProviderLabels {
     fn provider(provider: &Provider) -> Self {
         Self {
             provider: provider.id,
@@ -142,7 +142,7 @@ impl Collector for Snapshot {
         let Self { info, all, providers } = self;
         let one = ConstGauge::new(1_u64);
         let mut family = encoder.encode_descriptor("module", "The loaded module", None, one.metric_type())?;
-        let version = Version {
+        let version = ModuleInfo {
             version: info.version.clone(),
             abi: info.abi_version,
         };
@@ -157,7 +157,7 @@ impl Collector for Snapshot {
 
         let mut family = encoder.encode_descriptor("provider", "Properties of a provider", None, one.metric_type())?;
         for (provider, _) in providers {
-            let about = About {
+            let about = ProviderInfo {
                 provider: provider.id,
                 function: provider.addr.to_string(),
                 kind: provider.kind.to_string(),
@@ -171,7 +171,7 @@ impl Collector for Snapshot {
             let name = format!("provider_{name}");
             let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), one.metric_type())?;
             for (provider, _) in providers {
-                ConstGauge::new(value(provider)).encode(family.encode_family(&Of::provider(provider))?)?;
+                ConstGauge::new(value(provider)).encode(family.encode_family(&ProviderLabels::provider(provider))?)?;
             }
         }
         for Counter(name, help, unit, value) in COUNTERS {
@@ -181,7 +181,7 @@ impl Collector for Snapshot {
             let name = format!("provider_{name}");
             let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), counter.metric_type())?;
             for (provider, stats) in providers {
-                ConstCounter::new(value(stats)).encode(family.encode_family(&Of::provider(provider))?)?;
+                ConstCounter::new(value(stats)).encode(family.encode_family(&ProviderLabels::provider(provider))?)?;
             }
         }
         Ok(())
@@ -194,7 +194,13 @@ struct Up(bool);
 
 impl Collector for Up {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
-        gauge(&mut encoder, "up", "Whether the module is available", None, self.0.into())
+        gauge(
+            &mut encoder,
+            "up",
+            "Whether the module is available",
+            None,
+            self.0.into(),
+        )
     }
 }
 

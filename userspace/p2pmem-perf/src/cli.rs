@@ -49,7 +49,7 @@ pub enum Command {
 
 /// Kind of memory for the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Kind {
+pub enum MemoryKind {
     /// Host memory.
     Cpu,
     /// A p2pmem buffer near the NIC, registered as a dma-buf if the kernel supports this.
@@ -58,7 +58,7 @@ pub enum Kind {
     Pageless,
 }
 
-impl Kind {
+impl MemoryKind {
     /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
@@ -78,7 +78,7 @@ pub struct OwnArgs {
 
     /// Kind of memory for the payload on this side.
     #[arg(long, value_enum, default_value = "cpu")]
-    pub memory: Kind,
+    pub memory: MemoryKind,
 
     /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
     #[arg(long, value_name = "PROVIDER")]
@@ -208,7 +208,7 @@ pub struct RegisterArgs {
 
     /// Kinds of memory to register.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,accelerator")]
-    pub memory: Vec<Kind>,
+    pub memory: Vec<MemoryKind>,
 
     /// The provider of device memory, by id or PCI address [default: the provider nearest to the NIC]
     #[arg(long, value_name = "PROVIDER")]
@@ -304,7 +304,7 @@ mod tests {
             (Mode::Write, &[2 << 20][..], 2000)
         );
         assert_eq!(test.check(), Ok(()));
-        assert_eq!(args.own.memory, Kind::Cpu);
+        assert_eq!(args.own.memory, MemoryKind::Cpu);
     }
 
     #[test]

@@ -2,19 +2,19 @@
 
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
-//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`lane`], with its
+//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`session`], with its
 //! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] checks that every byte arrived, [`stats`] measures
 //! the rate and the latencies. [`registration`] measures the cost of registering memory; [`stale`] tries to write to a
 //! buffer after its end.
 
 pub mod cli;
 pub mod client;
-pub mod lane;
 pub mod memory;
 pub mod pattern;
 pub mod registration;
 pub mod report;
 pub mod server;
+pub mod session;
 pub mod sizes;
 pub mod stale;
 pub mod stats;

@@ -9,16 +9,16 @@ use std::sync::Arc;
 use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
 
-use crate::cli::Kind;
+use crate::cli::MemoryKind;
 use crate::sys::verbs::{BufferMemory, Domain, HostMemory, Segment};
 use crate::sys::Span;
 use crate::wire::Window;
 
 /// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct MemoryOptions<'a> {
     /// The kind of memory.
-    pub kind: Kind,
+    pub kind: MemoryKind,
     /// The provider of the buffer; `None` selects one near the NIC.
     pub provider: Option<&'a str>,
     /// Path of the device file of p2pmem.
@@ -44,8 +44,8 @@ impl Memory {
     /// # Errors
     ///
     /// No such memory is available, or the NIC rejects it. The message says what to do.
-    pub fn new(place: Place<'_>, domain: &Arc<Domain>, bytes: u64) -> Result<Self> {
-        let source = Source::new(place, domain.nic().name(), bytes)?;
+    pub fn new(options: MemoryOptions<'_>, domain: &Arc<Domain>, bytes: u64) -> Result<Self> {
+        let source = UnregisteredMemory::new(options, domain.nic().name(), bytes)?;
         source.register(domain)
     }
 
@@ -82,7 +82,7 @@ impl Memory {
     }
 
     /// Returns `bytes` bytes from byte `at`, for this side's work requests.
-    pub fn piece(&self, at: u64, bytes: u64) -> Segment {
+    pub fn segment(&self, at: u64, bytes: u64) -> Segment {
         let (address, lkey, _) = self.keys();
         Segment {
             address: address + at,
@@ -107,7 +107,7 @@ impl Memory {
     /// # Errors
     ///
     /// Those of `ibv_dereg_mr()` and [`p2pmem::Registration::deregister`].
-    pub fn deregister(self) -> Result<Source> {
+    pub fn deregister(self) -> Result<UnregisteredMemory> {
         let buffer = match self.registered {
             Registered::Host(memory) => {
                 memory.deregister().context("ending the registration of host memory")?;
@@ -118,7 +118,7 @@ impl Memory {
                 Some(buffer)
             }
         };
-        Ok(Source {
+        Ok(UnregisteredMemory {
             span: self.span,
             buffer,
             provider: self.provider,
@@ -127,20 +127,20 @@ impl Memory {
 }
 
 /// Memory that is not registered.
-pub struct Source {
+pub struct UnregisteredMemory {
     span: Span,
     buffer: Option<Buffer>,
     provider: Option<Provider>,
 }
 
-impl Source {
+impl UnregisteredMemory {
     /// Allocates memory near a NIC.
     ///
     /// # Errors
     ///
     /// Not enough memory is available. The message says what to do.
-    pub fn new(place: Place<'_>, nic: &str, bytes: u64) -> Result<Self> {
-        if place.kind == Kind::Cpu {
+    pub fn new(options: MemoryOptions<'_>, nic: &str, bytes: u64) -> Result<Self> {
+        if options.kind == MemoryKind::Cpu {
             let len = usize::try_from(bytes).context("the size exceeds the address space")?;
             let span = Span::host(len).with_context(|| {
                 format!(
@@ -154,9 +154,9 @@ impl Source {
                 provider: None,
             });
         }
-        let device = Device::open_path(place.device)?;
+        let device = Device::open_path(options.device)?;
         let buffer = device
-            .alloc(&request(place, &device, nic, bytes)?)
+            .alloc(&request(options, &device, nic, bytes)?)
             .with_context(|| format!("allocating {} near {nic}", human_size(bytes)))?;
         let provider = device.providers()?.into_iter().find(|p| p.id == buffer.provider());
         Ok(Self {
@@ -207,12 +207,12 @@ impl Source {
 }
 
 /// Returns the request for a buffer of the kind, near the NIC.
-fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
+fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
     let providers = device.providers()?;
-    let wanted = |provider: &Provider| provider.pageless == (place.kind == Kind::Pageless);
-    let name = place.kind.name();
+    let wanted = |provider: &Provider| provider.pageless == (options.kind == MemoryKind::Pageless);
+    let name = options.kind.name();
     let near = Request::new(bytes).near([Client::resolve(nic)?]);
-    if let Some(chosen) = place.provider {
+    if let Some(chosen) = options.provider {
         let found = providers
             .iter()
             .find(|p| p.id.to_string() == chosen || p.addr.to_string() == chosen);
@@ -229,7 +229,7 @@ fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<R
     if kind.is_empty() {
         bail!(
             "no provider has memory of the kind {name}: publish a device (p2pmemctl publish <device>{})",
-            if place.kind == Kind::Pageless {
+            if options.kind == MemoryKind::Pageless {
                 " --mode pageless"
             } else {
                 ""

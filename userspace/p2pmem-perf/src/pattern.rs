@@ -27,7 +27,7 @@ pub enum Content {
     /// The payload of a source slot, by the slot's number.
     Source(u64),
     /// The initial content of the target: differs from any payload, and from run to run.
-    Untouched,
+    Initial,
 }
 
 impl Content {
@@ -35,7 +35,7 @@ impl Content {
     fn start(self, seed: u64) -> u64 {
         match self {
             Self::Source(slot) => mixed(seed ^ mixed(slot.wrapping_add(1))),
-            Self::Untouched => mixed(!seed),
+            Self::Initial => mixed(!seed),
         }
     }
 
@@ -50,7 +50,7 @@ impl Content {
 
 /// The bytes of a target that are wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wrong {
+pub struct Mismatch {
     /// Number of wrong bytes.
     pub bytes: u64,
     /// Offset of the first wrong byte in the target.
@@ -63,7 +63,7 @@ pub struct Wrong {
 
 /// Result of the comparison of a target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Checked {
+pub struct Comparison {
     /// Number of bytes compared.
     pub bytes: u64,
     /// CRC-32C of the target.
@@ -71,12 +71,12 @@ pub struct Checked {
     /// CRC-32C of the expected bytes.
     pub expected_crc32c: u32,
     /// The wrong bytes; `None` if all bytes are correct.
-    pub wrong: Option<Wrong>,
+    pub wrong: Option<Mismatch>,
 }
 
-impl Checked {
+impl Comparison {
     /// Returns whether every byte is correct.
-    pub fn is_right(&self) -> bool {
+    pub fn is_correct(&self) -> bool {
         self.wrong.is_none() && self.crc32c == self.expected_crc32c
     }
 }
@@ -106,30 +106,30 @@ pub fn fill_source(span: &Span, slots: &Slots, seed: u64) {
 
 /// Fills the target slots and `guard` bytes after them with the initial content.
 pub fn fill_target(span: &Span, slots: &Slots, guard: u64, seed: u64) {
-    fill(span, 0, slots.target_bytes() + guard, Content::Untouched, seed);
+    fill(span, 0, slots.target_bytes() + guard, Content::Initial, seed);
 }
 
 /// Compares all target slots with their expected content after `messages` messages. The bytes between slots and the
 /// `guard` bytes after the last slot must have the initial content.
-pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Checked {
+pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Comparison {
     let mut check = Checker::new(seed);
     for slot in 0..slots.target {
         let at = slots.target_at(slot);
         let payload = match slots.last_to(slot, messages) {
             Some(message) => Content::Source(message % slots.source),
-            None => Content::Untouched,
+            None => Content::Initial,
         };
         // The words of the initial content are numbered from the target's first byte.
-        let from = if payload == Content::Untouched { at } else { 0 };
+        let from = if payload == Content::Initial { at } else { 0 };
         check.compare(span, at, slots.size, payload, from);
         let rest = at + slots.size;
-        check.compare(span, rest, slots.stride() - slots.size, Content::Untouched, rest);
+        check.compare(span, rest, slots.stride() - slots.size, Content::Initial, rest);
     }
     check.compare(
         span,
         slots.target_bytes(),
         guard,
-        Content::Untouched,
+        Content::Initial,
         slots.target_bytes(),
     );
     check.result
@@ -139,7 +139,7 @@ struct Checker {
     seed: u64,
     got: Vec<u64>,
     want: Vec<u64>,
-    result: Checked,
+    result: Comparison,
 }
 
 impl Checker {
@@ -148,7 +148,7 @@ impl Checker {
             seed,
             got: vec![0; STEP],
             want: vec![0; STEP],
-            result: Checked {
+            result: Comparison {
                 bytes: 0,
                 crc32c: 0,
                 expected_crc32c: 0,
@@ -172,7 +172,7 @@ impl Checker {
                 continue;
             }
             for (i, (got, want)) in got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want) {
-                let wrong = result.wrong.get_or_insert(Wrong {
+                let wrong = result.wrong.get_or_insert(Mismatch {
                     bytes: 0,
                     first_at: (at + i) as u64,
                     got: *got,
@@ -211,7 +211,7 @@ mod tests {
             let slots = Slots::new(size, depth, 1 << 30);
             let (_, target) = moved(&slots, messages);
             let checked = check_target(&target, &slots, GUARD, SEED, messages);
-            assert!(checked.is_right(), "{size} {depth} {messages}: {checked:?}");
+            assert!(checked.is_correct(), "{size} {depth} {messages}: {checked:?}");
             assert_eq!(checked.bytes, slots.target_bytes() + GUARD);
         }
     }
@@ -223,7 +223,7 @@ mod tests {
             let (_, target) = moved(&slots, 50 - lost);
             let checked = check_target(&target, &slots, GUARD, SEED, 50);
             let wrong = checked.wrong.clone().unwrap();
-            assert!(!checked.is_right());
+            assert!(!checked.is_correct());
             // Nearly every byte of the missing messages differs.
             assert!(wrong.bytes > lost * 4000, "{lost}: {wrong:?}");
         }
@@ -258,6 +258,6 @@ mod tests {
     fn another_runs_content_is_wrong() {
         let slots = Slots::new(4096, 2, 1 << 30);
         let (_, target) = moved(&slots, 9);
-        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_right());
+        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_correct());
     }
 }

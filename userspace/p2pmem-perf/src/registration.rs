@@ -10,9 +10,9 @@ use anyhow::{bail, Result};
 use p2pmem::human_size;
 use serde::Serialize;
 
-use crate::cli::{Kind, RegisterArgs};
-use crate::lane::open_nics;
-use crate::memory::{Memory, Place, Source};
+use crate::cli::{MemoryKind, RegisterArgs};
+use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
+use crate::session::open_nics;
 use crate::sys::cpu_time;
 use crate::sys::verbs::Domain;
 
@@ -100,7 +100,7 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
 /// Origin of the memory to register.
 #[derive(Debug, Clone, Copy)]
 enum Origin<'a> {
-    Kind(Kind),
+    Kind(MemoryKind),
     Mapping(&'a Path),
 }
 
@@ -114,14 +114,17 @@ fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
 fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
     let (name, mut source) = match from {
         Origin::Kind(kind) => {
-            let place = Place {
+            let options = MemoryOptions {
                 kind,
                 provider: args.provider.as_deref(),
                 device: &args.device,
             };
-            (kind.name(), Source::new(place, domain.nic().name(), bytes)?)
+            (
+                kind.name(),
+                UnregisteredMemory::new(options, domain.nic().name(), bytes)?,
+            )
         }
-        Origin::Mapping(path) => ("mapping", Source::mapped(path, bytes)?),
+        Origin::Mapping(path) => ("mapping", UnregisteredMemory::mapped(path, bytes)?),
     };
     let (mut on, mut busy, mut off, mut method) = (Vec::new(), Vec::new(), Vec::new(), String::new());
     for _ in 0..args.iters {

@@ -7,13 +7,13 @@ use std::io::{self, Write};
 use p2pmem::human_size;
 use serde::Serialize;
 
-use crate::pattern::Checked;
+use crate::pattern::Comparison;
 use crate::stats::Speed;
 use crate::wire::{Mode, Side, Test};
 
 /// Result of the messages of one size on one NIC.
 #[derive(Debug, Clone, Serialize)]
-pub struct LaneResult {
+pub struct NicResult {
     /// The client's NIC.
     pub nic: String,
     /// Bandwidth and rate.
@@ -24,7 +24,7 @@ pub struct LaneResult {
     /// Bytes that the server's processor copied.
     pub copied_server: u64,
     /// Comparison of the target; `None` if the test did not request one.
-    pub checked: Option<Checked>,
+    pub checked: Option<Comparison>,
 }
 
 /// Result of the messages of one size on all NICs.
@@ -38,15 +38,15 @@ pub struct SizeResult {
     /// Whether every byte is correct; `None` if the test did not compare.
     pub verified: Option<bool>,
     /// Result of each NIC.
-    pub nics: Vec<LaneResult>,
+    pub nics: Vec<NicResult>,
 }
 
 impl SizeResult {
     /// Combines the results of the NICs; `all` is the speed of all NICs together.
-    pub fn new(all: Speed, nics: Vec<LaneResult>) -> Self {
+    pub fn new(all: Speed, nics: Vec<NicResult>) -> Self {
         let verified = nics
             .iter()
-            .map(|nic| nic.checked.as_ref().map(Checked::is_right))
+            .map(|nic| nic.checked.as_ref().map(Comparison::is_correct))
             .reduce(|all, one| Some(all? && one?))
             .flatten();
         // With one NIC, the peak of this NIC is the peak of all.
@@ -92,7 +92,7 @@ impl Report {
     }
 
     /// Returns whether no wrong byte was found.
-    pub fn is_right(&self) -> bool {
+    pub fn is_correct(&self) -> bool {
         self.results.iter().all(|result| result.verified != Some(false))
     }
 
@@ -119,7 +119,7 @@ impl Report {
         if test.staged {
             how += ", staged through host memory on both sides, copied by the processor";
         }
-        if test.is_handed_over() {
+        if test.has_handshake() {
             how += ", with handshake";
         }
         format!(
@@ -174,16 +174,16 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::Wrong;
+    use crate::pattern::Mismatch;
     use crate::stats::Times;
     use std::time::Duration;
 
-    fn nic(checked: Option<Checked>) -> LaneResult {
+    fn nic(checked: Option<Comparison>) -> NicResult {
         let times = Times {
             posted: vec![Duration::ZERO],
             done: vec![Duration::from_millis(1)],
         };
-        LaneResult {
+        NicResult {
             nic: "mlx5_0".into(),
             speed: Speed::new(1 << 20, &times),
             copied_client: 0,
@@ -192,12 +192,12 @@ mod tests {
         }
     }
 
-    fn checked(wrong: bool) -> Checked {
-        Checked {
+    fn checked(wrong: bool) -> Comparison {
+        Comparison {
             bytes: 4096,
             crc32c: 1,
             expected_crc32c: if wrong { 2 } else { 1 },
-            wrong: wrong.then_some(Wrong {
+            wrong: wrong.then_some(Mismatch {
                 bytes: 1,
                 first_at: 16,
                 got: 1,

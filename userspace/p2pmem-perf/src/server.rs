@@ -12,12 +12,14 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::lane::{describe, needs, open_nics, Lane, Role};
+use crate::session::{describe, needs, open_nics, NicSession, Role};
 use crate::waiter::Stop;
-use crate::wire::{check_endpoints, reason, sizes_of, Found, FromClient, FromServer, Line, Side, Test, VERSION};
+use crate::wire::{
+    check_endpoints, reason, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
+};
 
 /// Wait for a message of the client between two checks of the sessions.
-const LISTEN: Duration = Duration::from_millis(50);
+const POLL_WAIT: Duration = Duration::from_millis(50);
 
 /// Serves one client, or with `--forever` one client after another.
 ///
@@ -46,17 +48,17 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
 
 /// Serves one client, from `hello` to `bye`. Reports an error of this side to the client.
 fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
-    let mut line = Line::new(stream, args.own.timeout)?;
-    let served = session(&mut line, args);
+    let mut control = Control::new(stream, args.own.timeout)?;
+    let served = run_test(&mut control, args);
     if let Err(error) = &served {
         // The peer may have disconnected; then `error` says so.
-        let _ = line.say(&FromServer::Failed(reason(error)));
+        let _ = control.send(&FromServer::Failed(reason(error)));
     }
     served
 }
 
-fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
-    let FromClient::Hello { version, test } = line.hear()? else {
+fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
+    let FromClient::Hello { version, test } = control.receive()? else {
         bail!("expected the message `hello` of the client");
     };
     ensure!(
@@ -78,77 +80,77 @@ fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
         test.iterations,
         test.nics
     );
-    let mut lanes = lanes(&test, Role::Server, &args.own)?;
-    line.say(&FromServer::Welcome {
+    let mut sessions = sessions(&test, Role::Server, &args.own)?;
+    control.send(&FromServer::Welcome {
         version: VERSION,
-        side: side(&lanes, &args.own),
-        endpoints: lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
+        side: side(&sessions, &args.own),
+        endpoints: sessions.iter().map(|session| session.endpoint().clone()).collect(),
     })?;
-    let FromClient::Connect(endpoints) = line.hear()? else {
+    let FromClient::Connect(endpoints) = control.receive()? else {
         bail!("expected the message `connect` of the client");
     };
-    connect(&mut lanes, endpoints)?;
-    line.say(&FromServer::Ready)?;
+    connect(&mut sessions, endpoints)?;
+    control.send(&FromServer::Ready)?;
     for expected in &test.sizes {
-        match line.hear()? {
+        match control.receive()? {
             FromClient::Start(size) if size == *expected => {}
             other => bail!("the client sent {other:?}; expected the start of messages of {expected} bytes"),
         }
-        one_size(line, &lanes, *expected, &args.own)?;
+        one_size(control, &sessions, *expected, &args.own)?;
     }
-    match line.hear()? {
+    match control.receive()? {
         FromClient::Bye => Ok(()),
         other => bail!("the client sent {other:?} after the last size; expected `bye`"),
     }
 }
 
 /// Runs the messages of one size, from `start` to `finished`.
-fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<()> {
-    lanes.iter().try_for_each(|lane| lane.prepare(size))?;
-    line.say(&FromServer::Started)?;
+fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &OwnArgs) -> Result<()> {
+    sessions.iter().try_for_each(|session| session.prepare(size))?;
+    control.send(&FromServer::Started)?;
     let stop = Stop::default();
     let copied = thread::scope(|scope| {
         let (send, results) = mpsc::channel();
-        for (index, lane) in lanes.iter().enumerate() {
+        for (index, session) in sessions.iter().enumerate() {
             let (send, stop) = (send.clone(), &stop);
             scope.spawn(move || {
-                let served = lane.serve(size, own, stop);
+                let served = session.serve(size, own, stop);
                 // The receiver lives until the scope ends.
                 let _ = send.send((index, served));
             });
         }
-        let all = until_finished(line, &results, lanes, own);
+        let all = until_finished(control, &results, sessions, own);
         if all.is_err() {
             stop.store(true, Ordering::Relaxed);
         }
         all
     })?;
-    let found = lanes.iter().zip(copied).map(|(lane, copied)| Found {
-        checked: lane.check(size),
+    let found = sessions.iter().zip(copied).map(|(session, copied)| ServerResult {
+        checked: session.check(size),
         copied,
     });
-    line.say(&FromServer::Finished(found.collect()))
+    control.send(&FromServer::Finished(found.collect()))
 }
 
 /// Waits until the client has sent `finish` and all sessions are done. Returns the bytes that each session copied.
 fn until_finished(
-    line: &mut Line,
+    control: &mut Control,
     results: &mpsc::Receiver<(usize, Result<u64>)>,
-    lanes: &[Lane],
+    sessions: &[NicSession],
     own: &OwnArgs,
 ) -> Result<Vec<u64>> {
-    let mut copied: Vec<Option<u64>> = vec![None; lanes.len()];
+    let mut copied: Vec<Option<u64>> = vec![None; sessions.len()];
     let (mut finished, mut heard) = (false, Instant::now());
     loop {
         while let Ok((index, served)) = results.try_recv() {
-            copied[index] = Some(served.with_context(|| lanes[index].nic().name().to_owned())?);
+            copied[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
         }
         if finished {
             if let Some(all) = copied.iter().copied().collect() {
                 return Ok(all);
             }
         }
-        match line.hear_within(LISTEN)? {
+        match control.receive_within(POLL_WAIT)? {
             Some(FromClient::Alive) if !finished => heard = Instant::now(),
             Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
             Some(other) => bail!("the client sent {other:?} while messages were in flight"),
@@ -166,7 +168,7 @@ fn until_finished(
 /// # Errors
 ///
 /// The two sides have different numbers of NICs, or a NIC is not usable.
-pub fn lanes(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<Lane>> {
+pub fn sessions(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<NicSession>> {
     let nics = open_nics(&own.nic)?;
     ensure!(
         nics.len() == test.nics,
@@ -174,37 +176,40 @@ pub fn lanes(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<Lane>> {
         test.nics,
         nics.len()
     );
-    let lanes: Vec<Lane> = nics
+    let sessions: Vec<NicSession> = nics
         .into_iter()
         .enumerate()
-        .map(|(index, nic)| Lane::new(nic, index, test, role, own))
+        .map(|(index, nic)| NicSession::new(nic, index, test, role, own))
         .collect::<Result<_>>()?;
-    for lane in &lanes {
-        eprintln!("p2pmem-perf: {}", describe(lane));
+    for session in &sessions {
+        eprintln!("p2pmem-perf: {}", describe(session));
     }
-    Ok(lanes)
+    Ok(sessions)
 }
 
 /// Connects each session to its counterpart.
 ///
 /// # Errors
 ///
-/// Those of [`check_endpoints`] and [`Lane::connect`].
-pub fn connect(lanes: &mut [Lane], endpoints: Vec<crate::wire::Endpoint>) -> Result<()> {
-    check_endpoints(&endpoints, lanes.len())?;
-    lanes
+/// Those of [`check_endpoints`] and [`NicSession::connect`].
+pub fn connect(sessions: &mut [NicSession], endpoints: Vec<crate::wire::Endpoint>) -> Result<()> {
+    check_endpoints(&endpoints, sessions.len())?;
+    sessions
         .iter_mut()
         .zip(endpoints)
-        .try_for_each(|(lane, endpoint)| lane.connect(endpoint))
+        .try_for_each(|(session, endpoint)| session.connect(endpoint))
 }
 
 /// Returns the description of this side's memory.
-pub fn side(lanes: &[Lane], own: &OwnArgs) -> Side {
-    let providers = lanes.iter().filter_map(|lane| lane.memory().provider());
+pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
+    let providers = sessions.iter().filter_map(|session| session.memory().provider());
     Side {
-        nics: lanes.iter().map(|lane| lane.nic().name().to_owned()).collect(),
+        nics: sessions.iter().map(|session| session.nic().name().to_owned()).collect(),
         memory: own.memory.name().to_owned(),
         providers: providers.map(|provider| provider.addr.to_string()).collect(),
-        registration: lanes.first().map(|lane| lane.memory().method()).unwrap_or_default(),
+        registration: sessions
+            .first()
+            .map(|session| session.memory().method())
+            .unwrap_or_default(),
     }
 }

@@ -18,24 +18,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
 use crate::client::reach;
-use crate::lane::{open_nics, own_endpoint, RETRIES};
-use crate::memory::{Memory, Place};
+use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::mixed;
+use crate::session::{open_nics, own_endpoint, RETRIES};
 use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use crate::waiter::{Stop, Waiter};
-use crate::wire::{check_endpoints, reason, Endpoint, Line, Message};
+use crate::wire::{check_endpoints, reason, Control, Endpoint, Message};
 
 /// Bytes of a write.
 const BLOCK: u64 = 4096;
 /// Maximum number of writes.
-const MOST: u64 = 1000;
+const MAX_WRITES: u64 = 1000;
 /// `IBV_WC_REM_ACCESS_ERR`
 const REMOTE_ACCESS_ERROR: u32 = 10;
 
 /// Messages of both sides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-enum Say {
+enum StaleMessage {
     /// Client: number of writes to try after the end.
     Hello(u64),
     /// Both: a queue pair for each write, and one for the write before the end.
@@ -52,7 +52,7 @@ enum Say {
     Failed(String),
 }
 
-impl Message for Say {
+impl Message for StaleMessage {
     fn failure(&self) -> Option<&str> {
         if let Self::Failed(why) = self {
             Some(why)
@@ -86,12 +86,12 @@ impl Queues {
             bail!("specify one NIC (--nic)")
         };
         let domain = Domain::new(nic.clone())?;
-        let place = Place {
+        let options = MemoryOptions {
             kind: own.memory,
             provider: own.provider.as_deref(),
             device: &own.device,
         };
-        let memory = Memory::new(place, &domain, (writes + 1) * BLOCK)?;
+        let memory = Memory::new(options, &domain, (writes + 1) * BLOCK)?;
         let completions = Completions::new(nic, 64)?;
         let list = (0..=writes).map(|_| {
             let queue = QueuePair::new(&domain, &completions, 1, 1).context("creating a queue pair")?;
@@ -131,36 +131,39 @@ pub fn serve(args: &StaleServeArgs) -> Result<()> {
         .with_context(|| format!("listening on {}, port {}", args.listen, args.port))?;
     eprintln!("p2pmem-perf: listening on {}", listener.local_addr()?);
     let (stream, _) = listener.accept().context("waiting for a client")?;
-    talk(stream, &args.own, |line| serve_one(line, args))
+    talk(stream, &args.own, |control| serve_one(control, args))
 }
 
 /// Runs one side, and reports an error of this side to the peer.
-fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
-    let mut line = Line::new(stream, own.timeout)?;
-    let result = side(&mut line);
+fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Control) -> Result<T>) -> Result<T> {
+    let mut control = Control::new(stream, own.timeout)?;
+    let result = side(&mut control);
     if let Err(error) = &result {
         // The peer may have disconnected; then `error` says so.
-        let _ = line.say(&Say::Failed(reason(error)));
+        let _ = control.send(&StaleMessage::Failed(reason(error)));
     }
     result
 }
 
-fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
-    let Say::Hello(writes) = line.hear()? else {
+fn serve_one(control: &mut Control, args: &StaleServeArgs) -> Result<()> {
+    let StaleMessage::Hello(writes) = control.receive()? else {
         bail!("expected the message `hello` of the client")
     };
-    ensure!((1..=MOST).contains(&writes), "the client requests {writes} writes: 1 to {MOST} are possible");
+    ensure!(
+        (1..=MAX_WRITES).contains(&writes),
+        "the client requests {writes} writes: 1 to {MAX_WRITES} are possible"
+    );
     let queues = Queues::new(&args.own, writes)?;
     let span = queues.memory.span();
     span.write(0, &vec![0; span.len()]);
     span.flush();
-    line.say(&Say::Queues(queues.endpoints()))?;
-    let Say::Queues(others) = line.hear()? else {
+    control.send(&StaleMessage::Queues(queues.endpoints()))?;
+    let StaleMessage::Queues(others) = control.receive()? else {
         bail!("expected the message `queues` of the client")
     };
     queues.connect(&args.own, &others)?;
-    line.say(&Say::Ready)?;
-    let Say::Wrote = line.hear()? else {
+    control.send(&StaleMessage::Ready)?;
+    let StaleMessage::Wrote = control.receive()? else {
         bail!("expected the message `wrote` of the client")
     };
     let mut first = vec![0; BLOCK as usize];
@@ -174,11 +177,14 @@ fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
         human_size(BLOCK),
         args.end
     );
-    let status = Command::new("sh").args(["-c", &args.end]).status().context("running sh")?;
+    let status = Command::new("sh")
+        .args(["-c", &args.end])
+        .status()
+        .context("running sh")?;
     ensure!(status.success(), "the command that ends the buffer failed: {status}");
-    line.say(&Say::Ended)?;
+    control.send(&StaleMessage::Ended)?;
     // The registration is kept until then, as by a program that ignores events.
-    let Say::Tried = line.hear()? else {
+    let StaleMessage::Tried = control.receive()? else {
         bail!("expected the message `tried` of the client")
     };
     Ok(())
@@ -186,7 +192,7 @@ fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
 
 /// Result of the writes.
 #[derive(Debug, Serialize)]
-struct Tried {
+struct WriteResults {
     /// Writes tried after the buffer's end.
     attempts: u64,
     /// Writes that completed without an error.
@@ -206,7 +212,7 @@ struct Tried {
 /// Any error of the test. The message says what to do.
 pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
     let stream = reach(&args.host, args.port, args.own.timeout)?;
-    let tried = talk(stream, &args.own, |line| run_one(line, args))?;
+    let tried = talk(stream, &args.own, |control| run_one(control, args))?;
     let good = tried.refused == tried.attempts;
     if json {
         serde_json::to_writer(&mut *out, &tried)?;
@@ -221,16 +227,16 @@ pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool>
     Ok(good)
 }
 
-fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
+fn run_one(control: &mut Control, args: &StaleRunArgs) -> Result<WriteResults> {
     let writes = u64::from(args.attempts);
-    line.say(&Say::Hello(writes))?;
-    let Say::Queues(others) = line.hear()? else {
+    control.send(&StaleMessage::Hello(writes))?;
+    let StaleMessage::Queues(others) = control.receive()? else {
         bail!("expected the message `queues` of the server")
     };
     let queues = Queues::new(&args.own, writes)?;
     queues.connect(&args.own, &others)?;
-    line.say(&Say::Queues(queues.endpoints()))?;
-    let Say::Ready = line.hear()? else {
+    control.send(&StaleMessage::Queues(queues.endpoints()))?;
+    let StaleMessage::Ready = control.receive()? else {
         bail!("expected the message `ready` of the server")
     };
     let marker = |i| marker(args.seed, i);
@@ -253,18 +259,22 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
         };
         queue.post(&[Request {
             id: i,
-            local: queues.memory.piece(i * BLOCK, BLOCK),
+            local: queues.memory.segment(i * BLOCK, BLOCK),
             work: Work::Write(to, None),
         }])?;
-        let done = waiter.any(&|| format!("write {i}"))?;
-        ensure!(done.id == i, "expected the completion of request {i}, received that of {}", done.id);
+        let done = waiter.next_completion(&|| format!("write {i}"))?;
+        ensure!(
+            done.id == i,
+            "expected the completion of request {i}, received that of {}",
+            done.id
+        );
         Ok(done.failure.map(|failure| failure.status))
     };
     if let Some(status) = write(0)? {
         bail!("the write before the end failed with status {status}");
     }
-    line.say(&Say::Wrote)?;
-    let Say::Ended = line.hear()? else {
+    control.send(&StaleMessage::Wrote)?;
+    let StaleMessage::Ended = control.receive()? else {
         bail!("expected the message `ended` of the server")
     };
     let (mut completed, mut refused) = (0, 0);
@@ -275,9 +285,9 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
             Some(status) => eprintln!("p2pmem-perf: write {i} failed with status {status}"),
         }
     }
-    line.say(&Say::Tried)?;
+    control.send(&StaleMessage::Tried)?;
     let hex = |i| format!("{:016x}", marker(i));
-    Ok(Tried {
+    Ok(WriteResults {
         attempts: writes,
         completed,
         refused,
@@ -293,16 +303,16 @@ mod tests {
 
     #[test]
     fn markers_are_not_the_same() {
-        let all: BTreeSet<u64> = (0..=MOST).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
-        assert_eq!(all.len() as u64, 2 * (MOST + 1));
+        let all: BTreeSet<u64> = (0..=MAX_WRITES).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
+        assert_eq!(all.len() as u64, 2 * (MAX_WRITES + 1));
         assert!(!all.contains(&0));
         assert_eq!(block(0x0102).len() as u64, BLOCK);
     }
 
     #[test]
     fn what_both_say_is_refused_where_it_is_something_else() {
-        let parse = |text: &str| serde_json::from_str::<Say>(text);
-        assert_eq!(parse(r#"{"hello":20}"#).unwrap(), Say::Hello(20));
+        let parse = |text: &str| serde_json::from_str::<StaleMessage>(text);
+        assert_eq!(parse(r#"{"hello":20}"#).unwrap(), StaleMessage::Hello(20));
         for text in [r#"{"hello":-1}"#, r#""hello""#, "{}", r#"{"queues":[{}]}"#] {
             assert!(parse(text).is_err(), "{text}");
         }

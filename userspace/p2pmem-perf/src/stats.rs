@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of messages for which the peak is computed: the computation is quadratic.
-const MOST_FOR_PEAK: usize = 8_000;
+const MAX_FOR_PEAK: usize = 8_000;
 
 /// Bytes of a MiB.
 const MIB: f64 = (1 << 20) as f64;
@@ -41,7 +41,7 @@ impl Times {
     /// Returns the shortest time per message of any sequence of messages: from the posting of its first message to the
     /// completion of its last one, divided by the number of messages. `None` without messages or with too many.
     pub fn best_per_message(&self) -> Option<Duration> {
-        if self.done.len() > MOST_FOR_PEAK {
+        if self.done.len() > MAX_FOR_PEAK {
             return None;
         }
         let mut best: Option<f64> = None;
@@ -208,7 +208,7 @@ mod tests {
 
     #[test]
     fn too_many_messages_have_no_peak() {
-        let many = ms(&vec![1; MOST_FOR_PEAK + 1]);
+        let many = ms(&vec![1; MAX_FOR_PEAK + 1]);
         let times = Times {
             posted: many.clone(),
             done: many,

@@ -11,9 +11,9 @@ use anyhow::{bail, Context, Result};
 use crate::sys::verbs::{Completion, Completions};
 
 /// Polls between two reads of the clock.
-const ROUND: u32 = 256;
+const POLLS: u32 = 256;
 /// Longest sleep. Limits the time until a stop request is noticed.
-const NAP: Duration = Duration::from_millis(100);
+const MAX_SLEEP: Duration = Duration::from_millis(100);
 
 /// Set to stop all threads of a test.
 pub type Stop = Arc<AtomicBool>;
@@ -54,7 +54,7 @@ impl Waiter {
     /// # Errors
     ///
     /// The limit ended, or the test was stopped.
-    pub fn any(&self, what: &dyn Fn() -> String) -> Result<Completion> {
+    pub fn next_completion(&self, what: &dyn Fn() -> String) -> Result<Completion> {
         let mut completions = Vec::new();
         self.wait(&mut completions, what)?;
         completions.pop().context("no completion")
@@ -65,7 +65,7 @@ impl Waiter {
         into.clear();
         let start = Instant::now();
         loop {
-            let rounds = if self.events { 1 } else { ROUND };
+            let rounds = if self.events { 1 } else { POLLS };
             for _ in 0..rounds {
                 if self.completions.poll(into).context("polling completions")? > 0 {
                     return Ok(());
@@ -92,7 +92,7 @@ impl Waiter {
                 return Ok(());
             }
             self.completions
-                .wait(NAP.min(self.limit.saturating_sub(waited)))
+                .wait(MAX_SLEEP.min(self.limit.saturating_sub(waited)))
                 .context("waiting for a completion event")?;
         }
     }

@@ -29,23 +29,23 @@ use clap::ValueEnum;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::pattern::Checked;
+use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
 
 /// Version of the protocol.
 pub const VERSION: u32 = 1;
 /// Maximum length of a line in bytes.
-const LONGEST: usize = 1 << 20;
+const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
-const ENDED: &str = "the other side ended the connection: see its output";
+const DISCONNECTED: &str = "the other side ended the connection: see its output";
 /// Maximum number of NICs of one side.
-pub const MOST_NICS: usize = 64;
+pub const MAX_NICS: usize = 64;
 /// Maximum number of messages in flight.
-pub const MOST_DEPTH: u32 = 8192;
+pub const MAX_DEPTH: u32 = 8192;
 /// Maximum number of messages of one size. The client stores two times for each message.
-const MOST_MESSAGES: u64 = 10_000_000;
+const MAX_MESSAGES: u64 = 10_000_000;
 /// Maximum length of the reason in `failed`, in bytes.
-const LONGEST_REASON: usize = 2000;
+const MAX_REASON: usize = 2000;
 
 /// RDMA operation of the messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
@@ -95,7 +95,7 @@ impl Test {
     }
 
     /// Returns whether the server handles each message, and so gets a completion for each.
-    pub fn is_handed_over(&self) -> bool {
+    pub fn has_handshake(&self) -> bool {
         self.handshake || self.staged
     }
 
@@ -111,13 +111,13 @@ impl Test {
         let no = |holds: bool, why: &str| if holds { Err(why.to_owned()) } else { Ok(()) };
         no(self.sizes.is_empty() || self.sizes.len() > 64, "specify 1 to 64 sizes")?;
         no(
-            !(1..=MOST_MESSAGES).contains(&self.iterations),
+            !(1..=MAX_MESSAGES).contains(&self.iterations),
             "specify 1 to 10000000 messages of each size",
         )?;
         no(self.volume == Some(0), "specify a volume of at least 1 byte")?;
         no(
-            !(1..=MOST_DEPTH).contains(&self.depth),
-            &format!("specify a depth of 1 to {MOST_DEPTH} messages"),
+            !(1..=MAX_DEPTH).contains(&self.depth),
+            &format!("specify a depth of 1 to {MAX_DEPTH} messages"),
         )?;
         no(
             self.handshake && self.mode != Mode::Write,
@@ -128,8 +128,8 @@ impl Test {
             "only writes can be staged: use --mode write",
         )?;
         no(
-            !(1..=MOST_NICS).contains(&self.nics),
-            &format!("specify 1 to {MOST_NICS} NICs"),
+            !(1..=MAX_NICS).contains(&self.nics),
+            &format!("specify 1 to {MAX_NICS} NICs"),
         )
     }
 }
@@ -251,9 +251,9 @@ pub struct Side {
 /// The server's result for the messages of one size and one NIC.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Found {
+pub struct ServerResult {
     /// Result of the comparison, if the server's memory is the target and the test requests a comparison.
-    pub checked: Option<Checked>,
+    pub checked: Option<Comparison>,
     /// Bytes that the server's processor copied.
     pub copied: u64,
 }
@@ -301,7 +301,7 @@ pub enum FromServer {
     /// The server's memory is prepared for the size.
     Started,
     /// The server's result for each NIC.
-    Finished(Vec<Found>),
+    Finished(Vec<ServerResult>),
     /// The server cannot continue.
     Failed(String),
 }
@@ -335,8 +335,8 @@ impl Message for FromServer {
 /// Returns the text of an error, truncated to the maximum length that the peer accepts.
 pub fn reason(error: &anyhow::Error) -> String {
     let mut text = format!("{error:#}");
-    if text.len() > LONGEST_REASON {
-        let end = (0..=LONGEST_REASON).rev().find(|at| text.is_char_boundary(*at));
+    if text.len() > MAX_REASON {
+        let end = (0..=MAX_REASON).rev().find(|at| text.is_char_boundary(*at));
         text.truncate(end.unwrap_or(0));
     }
     text
@@ -349,13 +349,13 @@ pub fn sizes_of(test: &Test) -> Sizes {
 
 /// A control connection to the peer.
 #[derive(Debug)]
-pub struct Line {
+pub struct Control {
     stream: TcpStream,
     received: Vec<u8>,
     limit: Duration,
 }
 
-impl Line {
+impl Control {
     /// Wraps a connected socket. `limit` is the longest wait of all functions.
     ///
     /// # Errors
@@ -376,7 +376,7 @@ impl Line {
     /// # Errors
     ///
     /// The peer closed the connection, or does not read within the limit.
-    pub fn say(&mut self, message: &impl Message) -> Result<()> {
+    pub fn send(&mut self, message: &impl Message) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
         self.stream
@@ -389,9 +389,9 @@ impl Line {
     /// # Errors
     ///
     /// The limit ended, the peer closed the connection or sent `failed`, or the line is not a valid message.
-    pub fn hear<M: Message>(&mut self) -> Result<M> {
+    pub fn receive<M: Message>(&mut self) -> Result<M> {
         let limit = self.limit;
-        match self.hear_within(limit)? {
+        match self.receive_within(limit)? {
             Some(message) => Ok(message),
             None => bail!("no message of the other side for {limit:?}: does it hang? --timeout sets the limit"),
         }
@@ -401,26 +401,26 @@ impl Line {
     ///
     /// # Errors
     ///
-    /// As [`Line::hear`], except for the limit.
-    pub fn hear_within<M: Message>(&mut self, limit: Duration) -> Result<Option<M>> {
+    /// As [`Control::receive`], except for the limit.
+    pub fn receive_within<M: Message>(&mut self, limit: Duration) -> Result<Option<M>> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.received.drain(..=end).collect();
                 return parse(&line).map(Some);
             }
-            if self.received.len() > LONGEST {
-                bail!("the other side sent a line of more than {LONGEST} bytes: is it p2pmem-perf?");
+            if self.received.len() > MAX_LINE {
+                bail!("the other side sent a line of more than {MAX_LINE} bytes: is it p2pmem-perf?");
             }
             // The kernel treats a timeout of zero as no timeout.
             let left = deadline
                 .saturating_duration_since(Instant::now())
                 .max(Duration::from_millis(1));
             self.stream.set_read_timeout(Some(left))?;
-            let mut piece = [0; 4096];
-            match self.stream.read(&mut piece) {
-                Ok(0) => bail!(ENDED),
-                Ok(count) => self.received.extend_from_slice(&piece[..count]),
+            let mut chunk = [0; 4096];
+            match self.stream.read(&mut chunk) {
+                Ok(0) => bail!(DISCONNECTED),
+                Ok(count) => self.received.extend_from_slice(&chunk[..count]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline {
                         return Ok(None);
@@ -428,7 +428,7 @@ impl Line {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 // The peer closed the connection with unread data.
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => bail!(ENDED),
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => bail!(DISCONNECTED),
                 Err(error) => return Err(error).context("receiving from the other side"),
             }
         }
@@ -438,14 +438,12 @@ impl Line {
 fn parse<M: Message>(line: &[u8]) -> Result<M> {
     let message: M = serde_json::from_slice(line).with_context(|| {
         let start = String::from_utf8_lossy(&line[..line.len().min(80)]);
-        format!(
-            "the other side sent an invalid message (is it p2pmem-perf of the same version?): {start:?}"
-        )
+        format!("the other side sent an invalid message (is it p2pmem-perf of the same version?): {start:?}")
     })?;
     match message.failure() {
         Some(why) => {
             // The reason is untrusted text: no control characters on the terminal.
-            let why: String = why.chars().filter(|c| !c.is_control()).take(LONGEST_REASON).collect();
+            let why: String = why.chars().filter(|c| !c.is_control()).take(MAX_REASON).collect();
             bail!("the other side failed: {why}")
         }
         None => Ok(message),

@@ -12,11 +12,11 @@ use super::*;
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// Returns a control connection and the plain socket at its other end.
-fn pair(limit: Duration) -> (Line, TcpStream) {
+fn pair(limit: Duration) -> (Control, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (stream, _) = listener.accept().unwrap();
-    (Line::new(stream, limit).unwrap(), other)
+    (Control::new(stream, limit).unwrap(), other)
 }
 
 fn test() -> Test {
@@ -66,7 +66,7 @@ fn error_of(bytes: &[u8]) -> String {
         // The receiver may close the connection before it has read all bytes.
         let _ = other.write_all(&bytes);
     });
-    let error = format!("{:#}", line.hear::<FromServer>().unwrap_err());
+    let error = format!("{:#}", line.receive::<FromServer>().unwrap_err());
     drop(line);
     writer.join().unwrap();
     error
@@ -85,24 +85,24 @@ fn messages_arrive_whole_however_they_are_cut() {
     bytes.extend(serde_json::to_vec(&connect).unwrap());
     bytes.push(b'\n');
     let writer = thread::spawn(move || {
-        for piece in bytes.chunks(7) {
-            other.write_all(piece).unwrap();
+        for chunk in bytes.chunks(7) {
+            other.write_all(chunk).unwrap();
         }
         other
     });
-    assert_eq!(line.hear::<FromClient>().unwrap(), hello);
-    assert_eq!(line.hear::<FromClient>().unwrap(), connect);
+    assert_eq!(line.receive::<FromClient>().unwrap(), hello);
+    assert_eq!(line.receive::<FromClient>().unwrap(), connect);
     drop(writer.join().unwrap());
-    let error = line.hear::<FromClient>().unwrap_err().to_string();
+    let error = line.receive::<FromClient>().unwrap_err().to_string();
     assert!(error.contains("ended the connection"), "{error}");
 }
 
 #[test]
 fn whoever_ends_with_something_unread_has_ended_too() {
     let (mut line, other) = pair(LIMIT);
-    line.say(&FromClient::Connect(vec![endpoint()])).unwrap();
+    line.send(&FromClient::Connect(vec![endpoint()])).unwrap();
     drop(other);
-    let error = line.hear::<FromServer>().unwrap_err().to_string();
+    let error = line.receive::<FromServer>().unwrap_err().to_string();
     assert!(error.contains("ended the connection"), "{error}");
 }
 
@@ -122,7 +122,7 @@ fn nonsense_is_refused() {
         let error = error_of(nonsense);
         assert!(error.contains("invalid message"), "{nonsense:?}: {error}");
     }
-    let error = error_of(&vec![b'['; LONGEST + 5000]);
+    let error = error_of(&vec![b'['; MAX_LINE + 5000]);
     assert!(error.contains("a line of more than"), "{error}");
 }
 
@@ -135,14 +135,14 @@ fn the_other_sides_reason_is_passed_on_without_control_characters() {
 #[test]
 fn silence_ends_at_the_limit() {
     let (mut line, mut other) = pair(Duration::from_millis(50));
-    let error = line.hear::<FromServer>().unwrap_err().to_string();
+    let error = line.receive::<FromServer>().unwrap_err().to_string();
     assert!(error.contains("no message") && error.contains("--timeout"), "{error}");
     // An incomplete message counts as no message, and its bytes are kept.
     other.write_all(b"\"rea").unwrap();
-    let none: Option<FromServer> = line.hear_within(Duration::from_millis(20)).unwrap();
+    let none: Option<FromServer> = line.receive_within(Duration::from_millis(20)).unwrap();
     assert_eq!(none, None);
     other.write_all(b"dy\"\n").unwrap();
-    assert_eq!(line.hear::<FromServer>().unwrap(), FromServer::Ready);
+    assert_eq!(line.receive::<FromServer>().unwrap(), FromServer::Ready);
 }
 
 #[test]
@@ -229,9 +229,9 @@ fn nobody_is_sent_beyond_a_window() {
 
 #[test]
 fn long_reasons_are_cut_between_characters() {
-    let long = anyhow::anyhow!("{}", "é".repeat(LONGEST_REASON));
+    let long = anyhow::anyhow!("{}", "é".repeat(MAX_REASON));
     let short = reason(&long);
-    assert!(short.len() <= LONGEST_REASON && short.chars().all(|c| c == 'é'));
+    assert!(short.len() <= MAX_REASON && short.chars().all(|c| c == 'é'));
 }
 
 proptest! {

@@ -68,7 +68,7 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
         // Not p2pmem memory, or a module without this export.
         Err(Errno(libc::ENOENT | libc::ENOTTY)) => return None,
         Err(errno) => {
-            let mut reason = [0; line::MOST];
+            let mut reason = [0; line::MAX_LINE];
             let reason = device.reason(&mut reason);
             say!("{call} on {domain}: cannot be exported: {errno}{reason}");
             return Some(Err(errno));
@@ -88,7 +88,7 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
             Some(Ok(region))
         }
         Err(errno) => {
-            let mut reason = [0; line::MOST];
+            let mut reason = [0; line::MAX_LINE];
             let reason = match errno {
                 // The module's message belongs to this import only if the error is the same.
                 errno if device.last_errno() == Some(errno) => device.reason(&mut reason),

@@ -8,18 +8,18 @@ use crate::sys::{self, Errno};
 use crate::Call;
 
 /// Maximum length of a line or message in bytes. Longer ones are truncated.
-pub(crate) const MOST: usize = 512;
+pub(crate) const MAX_LINE: usize = 512;
 
 /// Text in a fixed array.
 pub(crate) struct Line {
-    bytes: [u8; MOST],
+    bytes: [u8; MAX_LINE],
     len: usize,
 }
 
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         // The last byte is reserved for the newline.
-        let capacity = MOST - 1 - self.len;
+        let capacity = MAX_LINE - 1 - self.len;
         let n = text.floor_char_boundary_at_most(capacity);
         self.bytes[self.len..self.len + n].copy_from_slice(&text.as_bytes()[..n]);
         self.len += n;
@@ -28,11 +28,11 @@ impl Write for Line {
 }
 
 /// `str::floor_char_boundary()`, which stable Rust does not have yet.
-trait Floor {
+trait FloorCharBoundary {
     fn floor_char_boundary_at_most(&self, most: usize) -> usize;
 }
 
-impl Floor for str {
+impl FloorCharBoundary for str {
     fn floor_char_boundary_at_most(&self, most: usize) -> usize {
         let mut n = most.min(self.len());
         while !self.is_char_boundary(n) {
@@ -45,7 +45,7 @@ impl Floor for str {
 /// Writes one line.
 pub(crate) fn write(args: fmt::Arguments<'_>) {
     let mut line = Line {
-        bytes: [0; MOST],
+        bytes: [0; MAX_LINE],
         len: 0,
     };
     // Never fails; text beyond the capacity is dropped.
@@ -116,14 +116,14 @@ mod tests {
     #[test]
     fn a_line_is_cut_between_characters() {
         let mut line = Line {
-            bytes: [0; MOST],
+            bytes: [0; MAX_LINE],
             len: 0,
         };
-        for _ in 0..MOST {
+        for _ in 0..MAX_LINE {
             line.write_str("aé").unwrap();
         }
-        assert!(line.len < MOST && line.len >= MOST - 3);
+        assert!(line.len < MAX_LINE && line.len >= MAX_LINE - 3);
         assert!(std::str::from_utf8(&line.bytes[..line.len]).is_ok());
-        assert_eq!(line.bytes[MOST - 1], 0, "space for the newline");
+        assert_eq!(line.bytes[MAX_LINE - 1], 0, "space for the newline");
     }
 }

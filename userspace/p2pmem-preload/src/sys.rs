@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use p2pmem_sys as abi;
 use p2pmem_verbs_sys as ibv;
 
-use crate::line::MOST;
+use crate::line::MAX_LINE;
 use crate::{explain_failure, register, rereg_is_refused, Call};
 
 /// A positive errno.
@@ -122,11 +122,11 @@ impl Device {
 
     /// Returns the errno of the last refusal through this file.
     pub(crate) fn last_errno(&self) -> Option<Errno> {
-        self.last(&mut [0; MOST]).map(|(errno, _)| errno)
+        self.last(&mut [0; MAX_LINE]).map(|(errno, _)| errno)
     }
 
     /// Returns the message of the last refusal through this file, after a colon; empty if there is none.
-    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MOST]) -> &'a str {
+    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
         capacity[..2].copy_from_slice(b": ");
         match self.last(&mut capacity[2..]) {
             Some((_, len)) if len > 0 => std::str::from_utf8(&capacity[..2 + len]).unwrap_or_default(),
@@ -257,7 +257,11 @@ fn real<F: Copy>(symbol: &Symbol) -> Option<F> {
 /// # Safety
 ///
 /// `pd` must be a valid domain of libibverbs.
-unsafe fn register_or_forward(pd: *mut ibv::ibv_pd, call: &Call, original: impl FnOnce() -> *mut ibv::ibv_mr) -> *mut ibv::ibv_mr {
+unsafe fn register_or_forward(
+    pd: *mut ibv::ibv_pd,
+    call: &Call,
+    original: impl FnOnce() -> *mut ibv::ibv_mr,
+) -> *mut ibv::ibv_mr {
     let before = Errno::last();
     // INVARIANT: the caller guarantees a valid domain.
     let domain = Domain(pd);

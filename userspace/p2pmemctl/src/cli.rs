@@ -267,7 +267,7 @@ pub struct RulesTestArgs {
 
     /// Requirements on the provider.
     #[command(flatten)]
-    pub place: PlaceArgs,
+    pub placement: PlacementArgs,
 }
 
 /// Options of `apply`.
@@ -286,12 +286,12 @@ pub struct RequestArgs {
 
     /// Requirements on the provider.
     #[command(flatten)]
-    pub place: PlaceArgs,
+    pub placement: PlacementArgs,
 }
 
 /// Requirements on the provider of a buffer.
 #[derive(Debug, Args)]
-pub struct PlaceArgs {
+pub struct PlacementArgs {
     /// A device that will do DMA to the buffer. Repeat the option, or separate devices by commas.
     #[arg(long, value_name = "CLIENT", value_delimiter = ',')]
     pub near: Vec<String>,

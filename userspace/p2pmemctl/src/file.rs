@@ -88,11 +88,11 @@ impl PublishEntry {
     }
 }
 
-fn yes() -> bool {
+fn default_true() -> bool {
     true
 }
 
-fn is_yes(value: &bool) -> bool {
+fn is_true(value: &bool) -> bool {
     *value
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct RuleEntry {
     reserve: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     reserve_for: Option<String>,
-    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    #[serde(default = "default_true", skip_serializing_if = "is_true")]
     enabled: bool,
 }
 
@@ -226,7 +226,7 @@ fn hex(text: &str) -> bool {
 }
 
 /// A user account.
-pub(crate) struct Account {
+pub(crate) struct UserAccount {
     /// `None` if no user has this number.
     name: Option<String>,
     pub(crate) uid: u32,
@@ -235,7 +235,7 @@ pub(crate) struct Account {
 }
 
 /// Looks up a user by name or number, with the groups of a login. A number without a user has no groups.
-pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
+pub(crate) fn account(name: &str) -> anyhow::Result<UserAccount> {
     let number = name.parse::<u32>().ok();
     let found = match number {
         Some(uid) => nix::unistd::User::from_uid(uid.into()),
@@ -245,14 +245,14 @@ pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
         (Some(user), _) => {
             let login = std::ffi::CString::new(user.name.clone())?;
             let groups = nix::unistd::getgrouplist(&login, user.gid).with_context(|| format!("groups of {name}"))?;
-            Ok(Account {
+            Ok(UserAccount {
                 name: Some(user.name),
                 uid: user.uid.as_raw(),
                 gid: user.gid.as_raw(),
                 groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect(),
             })
         }
-        (None, Some(uid)) => Ok(Account {
+        (None, Some(uid)) => Ok(UserAccount {
             name: None,
             uid,
             gid: uid,
@@ -288,7 +288,7 @@ pub(crate) fn users(text: &str) -> anyhow::Result<Users> {
 
 /// Returns the ranges of an account in the text of subuid(5). Each line has the user's name or number, the first id,
 /// and the number of ids.
-fn subordinates(text: &str, of: &Account) -> Vec<RangeInclusive<u32>> {
+fn subordinates(text: &str, of: &UserAccount) -> Vec<RangeInclusive<u32>> {
     let range = |line: &str| {
         let mut fields = line.split(':');
         let (user, first, count) = (fields.next()?, fields.next()?, fields.next()?);
@@ -321,14 +321,14 @@ mod tests {
     fn subordinate_ids_are_the_user_s() {
         let text =
             "bob:200000:10\nalice:100000:65536\n1000:300000:1\nalice:1:0\nalice:x:1\nalice:4294967295:2\nalice\n";
-        let alice = Account {
+        let alice = UserAccount {
             name: Some("alice".to_owned()),
             uid: 1000,
             gid: 1000,
             groups: Vec::new(),
         };
         assert_eq!(subordinates(text, &alice), [100_000..=165_535, 300_000..=300_000]);
-        let nameless = Account { name: None, ..alice };
+        let nameless = UserAccount { name: None, ..alice };
         assert_eq!(subordinates(text, &nameless), [300_000..=300_000]);
     }
 

@@ -264,7 +264,7 @@ fn test(context: &mut Context<'_>, args: &RulesTestArgs) -> anyhow::Result<Outco
         return Ok(Outcome::Done);
     };
     let device = context.open()?;
-    let request = request(context, &device, size, &args.place)?;
+    let request = request(context, &device, size, &args.placement)?;
     let explanation = match (&args.uid, &args.gid) {
         (None, None) => device.explain(&request)?,
         (uid, gid) => {

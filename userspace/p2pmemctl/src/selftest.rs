@@ -18,7 +18,7 @@ use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
 /// Maximum number of bytes without --size: reads from a BAR are slow.
-const DEFAULT_MOST: u64 = 64 << 20;
+const DEFAULT_MAX: u64 = 64 << 20;
 /// Bytes per step.
 const STEP: usize = 64 << 10;
 
@@ -88,7 +88,7 @@ impl TransferReport {
 }
 
 /// Moves bytes within registered memory. Tests replace the NIC by this trait.
-trait Mover {
+trait RdmaAccess {
     /// RDMA WRITE: copies `from` to offset `to`.
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()>;
     /// RDMA READ: copies from offset `from` to `into`.
@@ -103,7 +103,7 @@ struct Loopback<'a> {
     registration: &'a Registration,
 }
 
-impl Mover for Loopback<'_> {
+impl RdmaAccess for Loopback<'_> {
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
         let memory = self.registration;
         self.near.write(memory, from, &memory.remote(), to as u64)
@@ -128,7 +128,7 @@ struct PatternReport {
 pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
     let provider = context.provider(&device, &args.provider)?;
-    let size = args.size.unwrap_or(provider.largest.min(DEFAULT_MOST));
+    let size = args.size.unwrap_or(provider.largest.min(DEFAULT_MAX));
     if size == 0 {
         bail!("provider {} has no free memory to test", provider.id);
     }
@@ -222,7 +222,7 @@ fn register(
 
 /// Moves each half of the memory to the other half, once by RDMA WRITE and once by RDMA READ, and compares the result
 /// as the CPU reads it. DMA to or from a wrong address gives bytes that differ from the written ones.
-fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
+fn transfer(mapping: &Mapping, rdma: &mut dyn RdmaAccess) -> TransferReport {
     let mut report = TransferReport::default();
     let half = mapping.len() / 16 * 8;
     let step = half.clamp(8, STEP);
@@ -241,8 +241,8 @@ fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
             for at in (0..half).step_by(step) {
                 let len = step.min(half - at);
                 match salt {
-                    1 => mover.write(source + at..source + at + len, target + at)?,
-                    _ => mover.read(target + at..target + at + len, source + at)?,
+                    1 => rdma.write(source + at..source + at + len, target + at)?,
+                    _ => rdma.read(target + at..target + at + len, source + at)?,
                 }
             }
             for at in (0..half).step_by(step) {

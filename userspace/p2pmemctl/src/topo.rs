@@ -50,7 +50,10 @@ pub(crate) fn topo(context: &mut Context<'_>, args: &TopoArgs) -> anyhow::Result
             "There are no providers. Make one: p2pmemctl publish DEVICE"
         )?;
     } else if topology.clients.is_empty() {
-        writeln!(context.out, "This machine has no storage, network, or InfiniBand device and no accelerator: specify clients.")?;
+        writeln!(
+            context.out,
+            "This machine has no storage, network, or InfiniBand device and no accelerator: specify clients."
+        )?;
     } else {
         write!(context.out, "{}", render_topology(&topology))?;
     }

@@ -449,7 +449,10 @@ group_quota = "1G"
         ("[[rule]]\nname = \"10-a\"\naction = \"permit\"\n", "allow, deny"),
         ("[[rule]]\nname = \"10-a\"\nmax_class = \"near\"\n", "PHB"),
         ("[[rule]]\nname = \"10-a\"\nclient = \"mlx5_9\"\n", "mlx5_9"),
-        ("[[rule]]\nname = \"10-a\"\nuid = \"nobody-of-that-name\"\n", "does not exist"),
+        (
+            "[[rule]]\nname = \"10-a\"\nuid = \"nobody-of-that-name\"\n",
+            "does not exist",
+        ),
         ("[[rule]]\nname = \"ten\"\naction = \"deny\"\n", "two digits"),
         ("[[rule]]\nname = \"10-a\"\n[[rule]]\nname = \"10-a\"\n", "already"),
         ("[[rules]]\nname = \"10-a\"\n", "rules"),

@@ -38,12 +38,12 @@ fn errno(returned: libc::c_int) -> io::Result<()> {
 }
 
 /// The list of NICs.
-struct List {
+struct DeviceList {
     devices: NonNull<*mut ffi::ibv_device>,
     count: usize,
 }
 
-impl List {
+impl DeviceList {
     fn new() -> io::Result<Self> {
         let mut count = 0;
         // SAFETY: the call writes only the count, a local variable.
@@ -70,7 +70,7 @@ impl List {
     }
 }
 
-impl Drop for List {
+impl Drop for DeviceList {
     fn drop(&mut self) {
         // SAFETY: it came from ibv_get_device_list and is freed once. Open devices hold their own reference.
         unsafe { ffi::ibv_free_device_list(self.devices.as_ptr()) };
@@ -83,7 +83,7 @@ impl Drop for List {
 ///
 /// EOPNOTSUPP if libibverbs is not installed, ENOSYS if the kernel has no RDMA.
 pub fn nics() -> io::Result<Vec<String>> {
-    Ok(List::new()?.iter().map(|(_, name)| name).collect())
+    Ok(DeviceList::new()?.iter().map(|(_, name)| name).collect())
 }
 
 /// Limits of a NIC.
@@ -138,7 +138,7 @@ impl Nic {
     ///
     /// EPERM or EACCES if the user has no access to the device file. Those of [`nics`].
     pub fn open(name: &str) -> io::Result<Option<Arc<Self>>> {
-        let list = List::new()?;
+        let list = DeviceList::new()?;
         let found = list.iter().find(|(_, other)| other == name);
         let Some((device, name)) = found else {
             return Ok(None);
@@ -485,10 +485,10 @@ impl Completions {
     ///
     /// EIO if the queue is in error.
     pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
-        const MOST: usize = 64;
-        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
+        const MAX: usize = 64;
+        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MAX];
         // SAFETY: the queue exists by the invariant; the list has as many entries as the call may write.
-        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
+        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MAX as i32, list.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
         for done in &list[..count] {
             // SAFETY: all zeros, the initial value, is valid for the structure, and ibv_poll_cq() wrote the first
@@ -755,7 +755,7 @@ impl QueuePair {
     ///
     /// ENOMEM if the queue is full, EINVAL if a request is invalid. Requests before the failed one are posted.
     pub fn post(&self, requests: &[Request]) -> io::Result<()> {
-        let mut pieces: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
+        let mut segments: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
         let mut list: Vec<ffi::ibv_send_wr> = Vec::with_capacity(requests.len());
         for request in requests {
             // SAFETY: all zeros is valid for the structure: null pointers, integers, and unions of integers.
@@ -794,13 +794,13 @@ impl QueuePair {
         if list.is_empty() {
             return Ok(());
         }
-        let (first, piece) = (list.as_mut_ptr(), pieces.as_mut_ptr());
+        let (first, segment) = (list.as_mut_ptr(), segments.as_mut_ptr());
         for i in 0..list.len() {
             // SAFETY: both arrays have `list.len()` elements, and nothing else accesses them until the call below
             // returns.
             unsafe {
                 let wr = &mut *first.add(i);
-                wr.sg_list = piece.add(i);
+                wr.sg_list = segment.add(i);
                 wr.num_sge = 1;
                 if i + 1 < list.len() {
                     wr.next = first.add(i + 1);
@@ -819,12 +819,12 @@ impl QueuePair {
     ///
     /// ENOMEM if the queue is full.
     pub fn post_receive(&self, id: u64, into: Option<Segment>) -> io::Result<()> {
-        let mut piece = into.map(sge);
+        let mut segment = into.map(sge);
         // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut wr: ffi::ibv_recv_wr = unsafe { mem::zeroed() };
         wr.wr_id = id;
-        if let Some(piece) = &mut piece {
-            wr.sg_list = piece;
+        if let Some(segment) = &mut segment {
+            wr.sg_list = segment;
             wr.num_sge = 1;
         }
         let mut bad = ptr::null_mut();
@@ -833,11 +833,11 @@ impl QueuePair {
     }
 }
 
-fn sge(piece: Segment) -> ffi::ibv_sge {
+fn sge(segment: Segment) -> ffi::ibv_sge {
     ffi::ibv_sge {
-        addr: piece.address,
-        length: piece.bytes,
-        lkey: piece.lkey,
+        addr: segment.address,
+        length: segment.bytes,
+        lkey: segment.lkey,
     }
 }
 

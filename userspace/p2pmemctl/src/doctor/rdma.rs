@@ -107,11 +107,9 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
                  `p2pmemctl selftest --provider P --nic {nic}` tries it"
             )),
         ),
-        (_, DmaBufSupport::Revocable) => Check::new(
-            NAME,
-            Level::Ok,
-            found("registers dma-bufs and supports revocation"),
-        ),
+        (_, DmaBufSupport::Revocable) => {
+            Check::new(NAME, Level::Ok, found("registers dma-bufs and supports revocation"))
+        }
         (_, DmaBufSupport::Pinned) => Check::new(
             NAME,
             Level::Warning,

@@ -13,7 +13,7 @@ struct Copy<'a> {
 enum Fault {
     None,
     /// The source or the target address is wrong.
-    Astray,
+    WrongAddress,
     LastWord,
 }
 
@@ -23,14 +23,14 @@ impl Copy<'_> {
         self.mapping.copy_to_slice(from, &mut words)?;
         match fault {
             Fault::None => {}
-            Fault::Astray => return Ok(()),
+            Fault::WrongAddress => return Ok(()),
             Fault::LastWord => *words.last_mut().unwrap() ^= 1,
         }
         self.mapping.copy_from_slice(to, &words)
     }
 }
 
-impl Mover for Copy<'_> {
+impl RdmaAccess for Copy<'_> {
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
         self.copy(from.start, to, from.len(), self.write)
     }
@@ -41,14 +41,14 @@ impl Mover for Copy<'_> {
 }
 
 #[test]
-fn dma_that_goes_astray_is_found() {
+fn dma_to_a_wrong_address_is_found() {
     let device = p2pmem::fake::Fake::example().device();
     let mapping = device.alloc(&Request::new(36 << 12)).unwrap().map().unwrap();
     let half = mapping.len() / 2;
     for (write, read, wrong, first) in [
         (Fault::None, Fault::None, 0, None),
-        (Fault::Astray, Fault::None, half / 8, Some(half)),
-        (Fault::None, Fault::Astray, half / 8, Some(0)),
+        (Fault::WrongAddress, Fault::None, half / 8, Some(half)),
+        (Fault::None, Fault::WrongAddress, half / 8, Some(0)),
         (Fault::LastWord, Fault::None, 2, Some(half + STEP - 8)),
         (Fault::None, Fault::LastWord, 2, Some(STEP - 8)),
     ] {

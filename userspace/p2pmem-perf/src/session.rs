@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 
-use crate::cli::{Kind, OwnArgs};
-use crate::memory::{Memory, Place};
-use crate::pattern::{check_target, fill_source, fill_target, Checked};
+use crate::cli::{MemoryKind, OwnArgs};
+use crate::memory::{Memory, MemoryOptions};
+use crate::pattern::{check_target, fill_source, fill_target, Comparison};
 use crate::sizes::Slots;
 use crate::stats::Times;
 use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, QueuePair, Remote, Request, Retries, Segment, Work};
@@ -26,9 +26,9 @@ const WORDS: u64 = 4096;
 /// Bytes of a handshake word.
 const WORD: u64 = 8;
 /// Offset in the handshake region at which an RDMA READ places the peer's handshake word.
-const LANDING: u64 = 64;
+const PEER_WORD: u64 = 64;
 /// Work request id of the RDMA READ of the peer's handshake word.
-const ASK: u64 = u64::MAX;
+const READ_WORD_ID: u64 = u64::MAX;
 /// The NIC waits about 0.27 s for an acknowledgement, and retransmits up to seven times.
 pub const RETRIES: Retries = Retries {
     timeout: 16,
@@ -84,7 +84,7 @@ pub fn bounce_bytes(test: &Test) -> u64 {
 }
 
 /// Queue pair, memory, and test parameters of one NIC.
-pub struct Lane {
+pub struct NicSession {
     // Fields are dropped in this order: the queue pair before the memory that it uses.
     queue: QueuePair,
     memory: Memory,
@@ -98,7 +98,7 @@ pub struct Lane {
     seed: u64,
 }
 
-impl Lane {
+impl NicSession {
     /// Allocates memory near the NIC, registers the memory, and creates a queue pair.
     ///
     /// # Errors
@@ -119,18 +119,18 @@ impl Lane {
         let completions = Completions::new(&nic, 2 * most).context("creating a completion queue")?;
         let queue = QueuePair::new(&domain, &completions, most, most)
             .with_context(|| format!("creating a queue pair on {name} for {most} requests: use a smaller --depth"))?;
-        let place = Place {
+        let options = MemoryOptions {
             kind: own.memory,
             provider: own.provider.as_deref(),
             device: &own.device,
         };
         let bytes = payload_bytes(test, role);
-        let memory = Memory::new(place, &domain, bytes)?;
+        let memory = Memory::new(options, &domain, bytes)?;
         let bounce = match bounce_bytes(test) {
             0 => None,
             bytes => {
-                let kind = Kind::Cpu;
-                Some(Memory::new(Place { kind, ..place }, &domain, bytes)?)
+                let kind = MemoryKind::Cpu;
+                Some(Memory::new(MemoryOptions { kind, ..options }, &domain, bytes)?)
             }
         };
         // The peer gets access to the memory that messages use, and to nothing else: to the host memory if staged.
@@ -230,19 +230,19 @@ impl Lane {
     }
 
     /// Returns the offset of the handshake region. Its first word counts handled messages; an RDMA READ places the
-    /// peer's word at offset `LANDING` of the region.
+    /// peer's word at offset `PEER_WORD` of the region.
     fn handled_at(&self) -> u64 {
         payload_bytes(&self.test, self.role) - WORDS
     }
 
     /// Returns whether each message consumes a receive of the server.
     fn takes_receives(&self) -> bool {
-        self.test.is_handed_over() || self.test.mode == Mode::Send
+        self.test.has_handshake() || self.test.mode == Mode::Send
     }
 
     /// Returns the number of receives to post before the first message.
     fn receives(&self, slots: &Slots) -> u64 {
-        if self.test.is_handed_over() {
+        if self.test.has_handshake() {
             window(&self.test, slots)
         } else {
             u64::from(self.test.depth).min(slots.target)
@@ -250,7 +250,7 @@ impl Lane {
     }
 
     fn post_receive(&self, slots: &Slots, message: u64) -> Result<()> {
-        let into = (self.test.mode == Mode::Send).then(|| self.memory.piece(slots.target_at(message), slots.size));
+        let into = (self.test.mode == Mode::Send).then(|| self.memory.segment(slots.target_at(message), slots.size));
         self.queue
             .post_receive(message, into)
             .with_context(|| format!("posting the receive for message {message}"))
@@ -279,14 +279,14 @@ impl Lane {
         while came < messages {
             waiter.next(&mut completions, &|| format!("message {came} of {messages}"))?;
             for done in &completions {
-                if self.test.is_handed_over() {
+                if self.test.has_handshake() {
                     // The low 32 bits are enough to distinguish a message from its neighbours.
                     ensure!(
                         done.immediate == Some(came as u32),
                         "expected message {came}, received a message with immediate data {:?}",
                         done.immediate
                     );
-                    copied += self.land(&slots, came);
+                    copied += self.copy_staged(&slots, came);
                 } else {
                     ensure!(
                         u64::from(done.bytes) == size && done.id == came,
@@ -301,7 +301,7 @@ impl Lane {
                     posted += 1;
                 }
             }
-            if self.test.is_handed_over() {
+            if self.test.has_handshake() {
                 let span = self.memory.span();
                 // Copied bytes are visible before the client reads the handshake word.
                 span.flush();
@@ -313,7 +313,7 @@ impl Lane {
     }
 
     /// Copies a staged message from host memory to its target slot. Returns the number of bytes copied.
-    fn land(&self, slots: &Slots, message: u64) -> u64 {
+    fn copy_staged(&self, slots: &Slots, message: u64) -> u64 {
         let Some(bounce) = &self.bounce else { return 0 };
         let to = slots.target_at(message) as usize;
         bounce.span().copy_to(
@@ -326,7 +326,7 @@ impl Lane {
     }
 
     /// Compares the target's bytes with the expected bytes. Returns `None` if this side is not the target.
-    pub fn check(&self, size: u64) -> Option<Checked> {
+    pub fn check(&self, size: u64) -> Option<Comparison> {
         (self.test.verify && self.is_target()).then(|| {
             let slots = slots(&self.test, size);
             let messages = self.test.messages(size);
@@ -352,7 +352,7 @@ impl Lane {
         let slots = slots(&self.test, size);
         let messages = self.test.messages(size);
         let run = Run {
-            lane: self,
+            session: self,
             waiter: self.waiter(own, stop),
             other,
             slots,
@@ -362,17 +362,17 @@ impl Lane {
             times: Times::with_capacity(usize::try_from(messages)?),
             requests: Vec::new(),
         };
-        if self.test.is_handed_over() {
-            run.handed_over(window(&self.test, &slots))
+        if self.test.has_handshake() {
+            run.with_handshake(window(&self.test, &slots))
         } else {
-            run.one_sided()
+            run.without_handshake()
         }
     }
 }
 
 /// State of the client during the messages of one size.
 struct Run<'a> {
-    lane: &'a Lane,
+    session: &'a NicSession,
     waiter: Waiter,
     other: &'a Endpoint,
     slots: Slots,
@@ -399,7 +399,7 @@ impl Run<'_> {
     /// Posts the collected requests.
     fn post(&mut self) -> Result<()> {
         let count = self.requests.len();
-        self.lane
+        self.session
             .queue
             .post(&self.requests)
             .with_context(|| format!("posting {count} requests"))?;
@@ -408,8 +408,8 @@ impl Run<'_> {
     }
 
     /// Runs messages that are done when their completion arrives.
-    fn one_sided(mut self) -> Result<(Times, u64)> {
-        let depth = u64::from(self.lane.test.depth);
+    fn without_handshake(mut self) -> Result<(Times, u64)> {
+        let depth = u64::from(self.session.test.depth);
         let (mut posted, mut done) = (0, 0);
         let mut completions = Vec::new();
         while done < self.messages {
@@ -441,17 +441,17 @@ impl Run<'_> {
     fn message(&self, message: u64) -> Result<Request> {
         let (size, slots) = (self.slots.size, &self.slots);
         let (source, target) = (slots.source_at(message), slots.target_at(message));
-        let memory = &self.lane.memory;
-        let (local, work) = match self.lane.test.mode {
+        let memory = &self.session.memory;
+        let (local, work) = match self.session.test.mode {
             Mode::Write => {
                 let to = self.remote(&self.other.payload, target, size)?;
-                (memory.piece(source, size), Work::Write(to, None))
+                (memory.segment(source, size), Work::Write(to, None))
             }
             Mode::Read => {
                 let from = self.remote(&self.other.payload, source, size)?;
-                (memory.piece(target, size), Work::Read(from))
+                (memory.segment(target, size), Work::Read(from))
             }
-            Mode::Send => (memory.piece(source, size), Work::Send),
+            Mode::Send => (memory.segment(source, size), Work::Send),
         };
         Ok(Request {
             id: message,
@@ -461,15 +461,15 @@ impl Run<'_> {
     }
 
     /// Runs writes with handshake: a message is done when an RDMA READ of the server's handshake word says so.
-    fn handed_over(mut self, window: u64) -> Result<(Times, u64)> {
-        let lane = self.lane;
+    fn with_handshake(mut self, window: u64) -> Result<(Times, u64)> {
+        let session = self.session;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
-        let mut asking = false;
+        let mut reading = false;
         let mut completions = Vec::new();
-        let landing = lane.handled_at() + LANDING;
-        let ask = Request {
-            id: ASK,
-            local: lane.memory.piece(landing, WORD),
+        let peer_word = session.handled_at() + PEER_WORD;
+        let read_word = Request {
+            id: READ_WORD_ID,
+            local: session.memory.segment(peer_word, WORD),
             work: Work::Read(self.remote(&self.other.handled, 0, WORD)?),
         };
         while handled < self.messages {
@@ -478,23 +478,23 @@ impl Run<'_> {
                 let request = self.write(posted, &mut copied)?;
                 self.requests.push(request);
                 posted += 1;
-                if lane.test.staged {
+                if session.test.staged {
                     // Posts each copied message immediately: the NIC transmits while the processor copies the next
                     // message.
                     self.post()?;
                 }
             }
-            if !asking && handled < posted && (posted - handled == window || posted == self.messages) {
-                self.requests.push(ask);
-                asking = true;
+            if !reading && handled < posted && (posted - handled == window || posted == self.messages) {
+                self.requests.push(read_word);
+                reading = true;
             }
             self.post()?;
             self.waiter
                 .next(&mut completions, &|| format!("message {written} of {}", self.messages))?;
             for completion in &completions {
-                if completion.id == ASK {
-                    asking = false;
-                    let now_handled = word(lane.memory.span(), landing);
+                if completion.id == READ_WORD_ID {
+                    reading = false;
+                    let now_handled = word(session.memory.span(), peer_word);
                     ensure!(
                         (handled..=written).contains(&now_handled),
                         "the other side reports {now_handled} handled messages: at least {handled} and at most {written} are possible"
@@ -505,7 +505,10 @@ impl Run<'_> {
                 } else if completion.id == written {
                     written += 1;
                 } else {
-                    bail!("expected the completion of request {written}, received that of {}", completion.id);
+                    bail!(
+                        "expected the completion of request {written}, received that of {}",
+                        completion.id
+                    );
                 }
             }
             self.progress.store(handled, Ordering::Relaxed);
@@ -515,17 +518,20 @@ impl Run<'_> {
 
     /// Returns the request for a write with handshake; copies the payload to host memory first if the test is staged.
     fn write(&self, message: u64, copied: &mut u64) -> Result<Request> {
-        let (lane, size) = (self.lane, self.slots.size);
+        let (session, size) = (self.session, self.slots.size);
         let source = self.slots.source_at(message);
-        let (local, at): (Segment, u64) = match &lane.bounce {
+        let (local, at): (Segment, u64) = match &session.bounce {
             Some(bounce) => {
-                let place = source as usize;
-                lane.memory.span().copy_to(place, bounce.span(), place, size as usize);
+                let offset = source as usize;
+                session
+                    .memory
+                    .span()
+                    .copy_to(offset, bounce.span(), offset, size as usize);
                 bounce.span().flush();
                 *copied += size;
-                (bounce.piece(source, size), source)
+                (bounce.segment(source, size), source)
             }
-            None => (lane.memory.piece(source, size), self.slots.target_at(message)),
+            None => (session.memory.segment(source, size), self.slots.target_at(message)),
         };
         let to = self.remote(&self.other.payload, at, size)?;
         Ok(Request {
@@ -600,8 +606,8 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
         "no RDMA NIC has a driver: load the driver's module, such as mlx5_ib, and see `rdma link`"
     );
     let open = |name: &String| {
-        let nic =
-            verbs::Nic::open(name).with_context(|| format!("opening {name}: does this user have access to /dev/infiniband?"))?;
+        let nic = verbs::Nic::open(name)
+            .with_context(|| format!("opening {name}: does this user have access to /dev/infiniband?"))?;
         nic.with_context(|| format!("there is no NIC {name}; this machine has {}", all.join(", ")))
     };
     if !names.is_empty() {
@@ -613,7 +619,10 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
             return Ok(vec![nic]);
         }
     }
-    bail!("none of the NICs {} has an active port: see `rdma link`", all.join(", "))
+    bail!(
+        "none of the NICs {} has an active port: see `rdma link`",
+        all.join(", ")
+    )
 }
 
 /// Returns the bytes of this side's memory that a test needs for each NIC.
@@ -622,16 +631,16 @@ pub fn needs(test: &Test, role: Role) -> u64 {
 }
 
 /// Returns a one-line description of the memory.
-pub fn describe(lane: &Lane) -> String {
-    let memory = lane.memory();
+pub fn describe(session: &NicSession) -> String {
+    let memory = session.memory();
     let size = human_size(memory.span().len() as u64);
     match memory.provider() {
         Some(provider) => format!(
             "{size} of {} near {}, by {}",
             provider.addr,
-            lane.nic().name(),
+            session.nic().name(),
             memory.method()
         ),
-        None => format!("{size} of host memory for {}", lane.nic().name()),
+        None => format!("{size} of host memory for {}", session.nic().name()),
     }
 }
