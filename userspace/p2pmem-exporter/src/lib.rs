@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_valid() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
     }

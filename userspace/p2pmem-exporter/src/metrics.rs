@@ -31,7 +31,7 @@ impl Snapshot {
     }
 }
 
-/// A gauge per provider: name, help text, unit, and value.
+/// A metric with one value per provider: name, help text, unit, and value.
 struct Gauge(&'static str, &'static str, Option<Unit>, fn(&Provider) -> u64);
 
 const GAUGES: &[Gauge] = &[

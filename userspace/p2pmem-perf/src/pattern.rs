@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_arrived_is_right() {
+    fn correct_data_passes() {
         for (size, depth, messages) in [(4096, 4, 23), (8, 3, 100), (131_080, 2, 5), (4096, 4, 0), (4096, 4, 2)] {
             let slots = Slots::new(size, depth, 1 << 30);
             let (_, target) = moved(&slots, messages);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_lost_at_the_end_is_found() {
+    fn a_lost_last_message_is_found() {
         let slots = Slots::new(4096, 4, 1 << 30);
         for lost in 1..=slots.target {
             let (_, target) = moved(&slots, 50 - lost);
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_single_wrong_byte_is_found_wherever_it_is() {
+    fn a_single_wrong_byte_is_found_anywhere() {
         let slots = Slots::new(4104, 2, 1 << 30);
         // In a payload, between two slots, after the last slot.
         for at in [
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn another_runs_content_is_wrong() {
+    fn content_of_another_seed_is_wrong() {
         let slots = Slots::new(4096, 2, 1 << 30);
         let (_, target) = moved(&slots, 9);
         assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_correct());

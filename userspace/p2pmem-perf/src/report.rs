@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn all_nics_must_be_right() {
+    fn all_nics_must_be_correct() {
         let all = Speed::of_all(1 << 20, &[]);
         let verified = |nics| SizeResult::new(all, nics).verified;
         assert_eq!(verified(vec![nic(None)]), None);

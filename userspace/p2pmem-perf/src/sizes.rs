@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_need_not_be_whole_words() {
+    fn memory_sizes_need_no_alignment() {
         assert_eq!("7,1T".parse(), Ok(Sizes(vec![7, 1 << 40])));
         assert_eq!("8E-15E".parse(), Ok(Sizes(vec![8 << 60])));
         assert!("0".parse::<Sizes>().is_err());
@@ -186,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_last_message_to_a_slot_is_the_last(depth in 1u64..20, messages in 0u64..200) {
+        fn last_to_returns_the_last_message(depth in 1u64..20, messages in 0u64..200) {
             let slots = Slots::new(4096, depth, 1 << 30);
             for slot in 0..slots.target {
                 let last = (0..messages).rev().find(|message| message % slots.target == slot);

@@ -302,7 +302,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn markers_are_not_the_same() {
+    fn markers_are_unique() {
         let all: BTreeSet<u64> = (0..=MAX_WRITES).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
         assert_eq!(all.len() as u64, 2 * (MAX_WRITES + 1));
         assert!(!all.contains(&0));
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_both_say_is_refused_where_it_is_something_else() {
+    fn invalid_messages_are_rejected() {
         let parse = |text: &str| serde_json::from_str::<StaleMessage>(text);
         assert_eq!(parse(r#"{"hello":20}"#).unwrap(), StaleMessage::Hello(20));
         for text in [r#"{"hello":-1}"#, r#""hello""#, "{}", r#"{"queues":[{}]}"#] {

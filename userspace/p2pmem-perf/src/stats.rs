@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn average_is_over_all_and_peak_over_the_best_row() {
+    fn average_is_over_all_and_peak_over_the_best_sequence() {
         let times = Times {
             posted: ms(&[10, 10, 20, 30]),
             done: ms(&[20, 30, 35, 50]),
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_done_is_no_speed() {
+    fn no_messages_have_no_speed() {
         let speed = Speed::new(4096, &Times::default());
         assert_eq!((speed.iterations, speed.average_mib_per_s), (0, 0.0));
         assert_eq!(speed.peak_mib_per_s, None);

@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_bytes_are_read() {
         let span = Span::host(8192).unwrap();
         let bytes: Vec<u8> = (0..=255).collect();
         for at in [0, 8, 3, 4096 - 1, 8192 - 256] {
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_buffer_is_a_span_too() {
+    fn a_mapped_buffer_is_a_span() {
         let device = p2pmem::fake::Fake::example().device();
         let mapping = device.alloc(&p2pmem::Request::new(4096)).unwrap().map().unwrap();
         let span = Span::buffer(mapping);
@@ -222,18 +222,18 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "not inside")]
-    fn nothing_outside_is_read() {
+    fn reads_outside_the_span_panic() {
         Span::host(4096).unwrap().read(4090, &mut [0; 8]);
     }
 
     #[test]
     #[should_panic(expected = "not inside")]
-    fn no_overflow_is_inside() {
+    fn an_overflowing_range_panics() {
         Span::host(4096).unwrap().write(usize::MAX, &[0; 8]);
     }
 
     #[test]
-    fn work_takes_time() {
+    fn cpu_time_increases() {
         let before = cpu_time();
         let span = Span::host(1 << 20).unwrap();
         let other = Span::host(1 << 20).unwrap();
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn there_may_not_be_as_much() {
+    fn too_much_memory_is_an_error() {
         assert!(Span::host(usize::MAX / 2).is_err());
     }
 }

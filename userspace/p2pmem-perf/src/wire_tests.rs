@@ -73,7 +73,7 @@ fn error_of(bytes: &[u8]) -> String {
 }
 
 #[test]
-fn messages_arrive_whole_however_they_are_cut() {
+fn messages_arrive_in_any_fragmentation() {
     let (mut line, mut other) = pair(LIMIT);
     let hello = FromClient::Hello {
         version: VERSION,
@@ -98,7 +98,7 @@ fn messages_arrive_whole_however_they_are_cut() {
 }
 
 #[test]
-fn whoever_ends_with_something_unread_has_ended_too() {
+fn a_connection_closed_with_unread_data_has_ended() {
     let (mut line, other) = pair(LIMIT);
     line.send(&FromClient::Connect(vec![endpoint()])).unwrap();
     drop(other);
@@ -107,8 +107,8 @@ fn whoever_ends_with_something_unread_has_ended_too() {
 }
 
 #[test]
-fn nonsense_is_refused() {
-    for nonsense in [
+fn invalid_messages_are_rejected() {
+    for message in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         b"\n",
         b"{}\n",
@@ -119,8 +119,8 @@ fn nonsense_is_refused() {
         b"{\"finished\":[{\"checked\":null,\"copied\":0,\"more\":0}]}\n",
         b"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n",
     ] {
-        let error = error_of(nonsense);
-        assert!(error.contains("invalid message"), "{nonsense:?}: {error}");
+        let error = error_of(message);
+        assert!(error.contains("invalid message"), "{message:?}: {error}");
     }
     let error = error_of(&vec![b'['; MAX_LINE + 5000]);
     assert!(error.contains("a line of more than"), "{error}");
@@ -133,7 +133,7 @@ fn the_other_sides_reason_is_passed_on_without_control_characters() {
 }
 
 #[test]
-fn silence_ends_at_the_limit() {
+fn a_wait_ends_at_the_limit() {
     let (mut line, mut other) = pair(Duration::from_millis(50));
     let error = line.receive::<FromServer>().unwrap_err().to_string();
     assert!(error.contains("no message") && error.contains("--timeout"), "{error}");
@@ -146,7 +146,7 @@ fn silence_ends_at_the_limit() {
 }
 
 #[test]
-fn tests_that_cannot_be_done_are_refused() {
+fn invalid_parameters_are_rejected() {
     assert_eq!(test().check(), Ok(()));
     type Change = fn(&mut Test);
     let change: [(&str, Change); 11] = [
@@ -178,7 +178,7 @@ fn tests_that_cannot_be_done_are_refused() {
 }
 
 #[test]
-fn large_sizes_get_fewer_messages_where_a_volume_is_set() {
+fn a_volume_limits_the_messages_of_large_sizes() {
     let test = Test {
         volume: Some(1 << 30),
         ..test()
@@ -213,7 +213,7 @@ fn endpoints_are_checked() {
 }
 
 #[test]
-fn nobody_is_sent_beyond_a_window() {
+fn addresses_beyond_a_window_are_rejected() {
     let window = endpoint().payload;
     assert_eq!(window.at(0, 4096).unwrap(), 1 << 40);
     assert_eq!(window.at(4095, 1).unwrap(), (1 << 40) + 4095);
@@ -228,7 +228,7 @@ fn nobody_is_sent_beyond_a_window() {
 }
 
 #[test]
-fn long_reasons_are_cut_between_characters() {
+fn long_reasons_are_truncated_between_characters() {
     let long = anyhow::anyhow!("{}", "é".repeat(MAX_REASON));
     let short = reason(&long);
     assert!(short.len() <= MAX_REASON && short.chars().all(|c| c == 'é'));
@@ -236,7 +236,7 @@ fn long_reasons_are_cut_between_characters() {
 
 proptest! {
     #[test]
-    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn arbitrary_bytes_cause_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let _ = parse::<FromClient>(&bytes);
         let _ = parse::<FromServer>(&bytes);
     }

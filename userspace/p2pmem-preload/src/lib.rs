@@ -137,8 +137,8 @@ fn rereg_is_refused(old: (u64, usize), new: Option<(u64, usize)>, domain: Domain
         return false;
     };
     say!(
-        "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, whose regions cannot be changed: \
-         deregister it, and register it again"
+        "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, and its regions cannot be changed: \
+         deregister the region, and register the memory again"
     );
     true
 }

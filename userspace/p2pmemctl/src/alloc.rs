@@ -18,7 +18,12 @@ use crate::{Context, Outcome};
 /// Bytes per step of `fill()`. Each step moves the progress bar.
 const STEP: usize = 1 << 20;
 
-pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &PlacementArgs) -> anyhow::Result<Request> {
+pub(crate) fn request(
+    context: &Context<'_>,
+    device: &Device,
+    size: u64,
+    args: &PlacementArgs,
+) -> anyhow::Result<Request> {
     let strategy = match args.strategy {
         Strategy::Nearest => p2pmem::Strategy::Nearest,
         Strategy::Upstream => p2pmem::Strategy::Upstream,

@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn use_rates_and_holders_are_shown() {
+    fn use_rates_and_owners_are_shown() {
         let fake = Fake::example();
         fake.holders(Some(
             "id function size bar_offset mappings exports state owner\n\
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn at_first_there_are_no_rates() {
+    fn the_first_sample_has_no_rates() {
         let fake = Fake::example();
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
         let lines = screen(&Samples { before: None, now }, 132, 14);
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_as_long_as_they_should_be() {
+    fn bars_have_the_right_length() {
         for (used, size, filled) in [
             (0, 100, 0),
             (1, 1 << 40, 1),
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_end_it() {
+    fn keys_that_quit() {
         let key = |code, modifiers| quits(&KeyEvent::new(code, modifiers));
         assert!(key(KeyCode::Char('q'), KeyModifiers::NONE) && key(KeyCode::Esc, KeyModifiers::NONE));
         assert!(key(KeyCode::Char('c'), KeyModifiers::CONTROL) && !key(KeyCode::Char('c'), KeyModifiers::NONE));

@@ -13,7 +13,7 @@ fn run(args: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
+fn invalid_arguments_are_exit_code_2_with_a_reason() {
     let cases: [(&[&str], &str); 9] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
@@ -39,7 +39,7 @@ fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
 }
 
 #[test]
-fn without_the_module_the_remedy_is_named() {
+fn without_the_module_the_error_has_a_remedy() {
     let (code, out, err) = run(&["list", "--device", "/nonexistent/p2pmem"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert_eq!(

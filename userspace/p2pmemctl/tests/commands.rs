@@ -100,7 +100,7 @@ ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  
 }
 
 #[test]
-fn an_empty_machine_says_what_to_do() {
+fn lists_without_providers_have_a_hint() {
     let machine = machine(Fake::new());
     for command in ["list", "topo"] {
         let (code, out) = machine.run(&[command]);
@@ -112,7 +112,7 @@ fn an_empty_machine_says_what_to_do() {
 }
 
 #[test]
-fn topo_finds_the_clients_and_draws_the_matrix() {
+fn topo_finds_clients_and_prints_the_matrix() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["topo"]);
     assert_eq!(code, 0);
@@ -136,7 +136,7 @@ Legend (a number after the class: links crossed; *: a port on the path redirects
 }
 
 #[test]
-fn topo_takes_names_and_gives_json() {
+fn topo_accepts_names_and_prints_json() {
     let machine = machine(Fake::example());
     let (code, json) = machine.json(&["topo", "nvme0", "08:00.0"]);
     assert_eq!(code, 0);
@@ -153,7 +153,7 @@ fn topo_takes_names_and_gives_json() {
 }
 
 #[test]
-fn alloc_says_where_it_landed_and_leaves_nothing() {
+fn alloc_reports_the_location_and_frees_the_buffer() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["alloc", "16M", "--near", "nvme0", "--align", "2M", "--fill", "0x5a"]);
     assert_eq!(code, 0);
@@ -173,7 +173,7 @@ fn alloc_says_where_it_landed_and_leaves_nothing() {
 }
 
 #[test]
-fn alloc_refused_tells_why_for_each_provider() {
+fn a_refused_alloc_shows_all_verdicts() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["alloc", "1G", "--near", "nvme0"]);
     assert_eq!(code, 1);
@@ -191,7 +191,7 @@ fn alloc_refused_tells_why_for_each_provider() {
 }
 
 #[test]
-fn alloc_runs_a_command_with_the_buffer_s_place() {
+fn alloc_runs_a_command_with_the_buffer_s_location() {
     let machine = machine(Fake::example());
     let out = machine.root().join("out");
     let script = format!(
@@ -204,7 +204,7 @@ fn alloc_runs_a_command_with_the_buffer_s_place() {
 }
 
 #[test]
-fn a_stripe_has_its_boundaries() {
+fn a_stripe_shows_its_parts() {
     let machine = machine(Fake::example());
     let stripe = ["alloc", "4M", "--strategy", "stripe", "--parts", "2", "--near", "nvme0"];
     let (code, out) = machine.run(&stripe);
@@ -285,7 +285,7 @@ fn stats_count() {
 }
 
 #[test]
-fn selftest_passes_on_memory_that_holds() {
+fn selftest_passes_on_good_memory() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["selftest", "--provider", "1", "--size", "200K"]);
     assert_eq!(code, 0, "{out}");
@@ -295,7 +295,7 @@ fn selftest_passes_on_memory_that_holds() {
 }
 
 #[test]
-fn events_are_followed_for_as_long_as_asked() {
+fn events_are_followed_until_the_limit() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["events", "--timeout", "0.01"]);
     assert_eq!((code, out.as_str()), (0, ""));
@@ -326,7 +326,7 @@ fn events_are_followed_for_as_long_as_asked() {
 }
 
 #[test]
-fn publish_says_what_is_missing() {
+fn publish_reports_missing_preconditions() {
     let machine = machine(Fake::example());
     let (code, json) = machine.json(&["publish", "06:00.0"]);
     assert_eq!(code, 1);
@@ -340,7 +340,7 @@ fn publish_says_what_is_missing() {
 }
 
 #[test]
-fn doctor_s_exit_code_tells() {
+fn doctor_s_exit_code_shows_failures() {
     let machine = machine(Fake::example());
     let (code, json) = machine.json(&["doctor"]);
     assert_eq!((code, &json["ok"]), (1, &false.into()));
@@ -386,7 +386,7 @@ fn scan_lists_lenders_and_clients_without_the_module() {
 }
 
 #[test]
-fn man_pages_and_completions_are_made() {
+fn man_pages_and_completions_are_generated() {
     let machine = machine(Fake::new());
     let (code, out) = machine.run(&["completions", "bash"]);
     assert!(code == 0 && out.contains("p2pmemctl"), "{out}");
@@ -469,7 +469,7 @@ group_quota = "1G"
 }
 
 #[test]
-fn without_the_module_rules_say_so() {
+fn without_the_module_rules_are_an_error() {
     let machine = machine(Fake::example());
     for command in [
         &["rules", "list"][..],

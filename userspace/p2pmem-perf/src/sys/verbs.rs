@@ -853,7 +853,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_without_nics_has_none_or_says_why() {
+    fn nics_have_names_or_the_list_is_an_error() {
         // A build machine has no NIC; existing NICs have names.
         match nics() {
             Ok(names) => assert!(names.iter().all(|name| !name.is_empty())),
@@ -865,7 +865,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_say_what_to_look_at() {
+    fn failures_have_a_hint() {
         for status in 1..24 {
             let text = Failure { status, vendor: 0x51 }.to_string();
             assert!(text.contains("0x51") && text.contains(": "), "{text}");

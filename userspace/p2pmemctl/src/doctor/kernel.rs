@@ -124,7 +124,7 @@ pub(super) fn signatures(machine: &Environment) -> Check {
         format!("the kernel loads signed modules only{why}"),
     )
     .remedy(
-        "sign p2pmem.ko with a key that the machine knows: DKMS signs with its own key, which `mokutil --import \
+        "sign p2pmem.ko with a key that the machine trusts: DKMS signs with its own key, which `mokutil --import \
          /var/lib/dkms/mok.pub` enrolls at the next boot",
     )
 }

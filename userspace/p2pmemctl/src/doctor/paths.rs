@@ -114,11 +114,11 @@ pub(super) fn iommu(machine: &Environment) -> Check {
             NAME,
             Level::Warning,
             format!(
-                "it translates ({}): it sends peer traffic of devices it isolates through the root complex",
+                "DMA translation is on ({}): peer traffic of isolated devices goes through the root complex",
                 modes.join(", ")
             ),
         )
-        .remedy("for the shortest paths boot with iommu=pt, if devices need not be isolated from each other"),
+        .remedy("for the shortest paths, boot with iommu=pt if devices need no isolation from each other"),
     }
 }
 
@@ -175,7 +175,7 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
             format!("these ports send peer traffic up to the root complex: {list}"),
         )
         .remedy(format!(
-            "where isolation is not needed boot with pci=disable_acs_redir={bridges}"
+            "if isolation is not needed, boot with pci=disable_acs_redir={bridges}"
         ))
     } else if unknown > 0 {
         Check::new(

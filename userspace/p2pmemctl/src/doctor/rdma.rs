@@ -36,23 +36,23 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
     const NAME: &str = "RDMA peer memory";
     const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
     let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
-    let says = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    let (interface, form) = (says("interface "), says("registered_as "));
+    let value = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let (interface, form) = (value("interface "), value("registered_as "));
     match (has_symbol(machine, "ib_register_peer_memory_client"), interface, form) {
         (_, Some(symvers), Some(form @ ("ex" | "legacy"))) if symvers != "none" => Check::new(
             NAME,
             Level::Ok,
             format!(
                 "{core} has the interface (as {symvers} had when the module was built), and the module is its client \
-                 ({form}): ibv_reg_mr() takes mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
+                 ({form}): ibv_reg_mr() accepts mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
             ),
         ),
         (_, Some(symvers), Some("persistent")) if symvers != "none" => Check::new(
             NAME,
             Level::Warning,
             format!(
-                "{core} has the interface, and the module is its client (persistent): what ibv_reg_mr() registers \
-                 cannot be revoked, and the removal of a provider waits for it"
+                "{core} has the interface, and the module is its client (persistent): regions of ibv_reg_mr() \
+                 cannot be revoked, and the removal of a provider waits for them"
             ),
         )
         .remedy("load the module with peer_memory=ex"),

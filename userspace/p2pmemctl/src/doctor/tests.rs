@@ -81,7 +81,7 @@ fn level(checks: &[Check], name: &str) -> (Level, String) {
 }
 
 #[test]
-fn a_healthy_machine_is_found_so() {
+fn a_good_machine_passes() {
     let dir = tempfile::tempdir().unwrap();
     let checks = examine(&healthy(dir.path()));
     assert!(checks.iter().all(|c| c.level == Level::Ok), "{checks:#?}");
@@ -172,7 +172,7 @@ fn each_fault_is_found_and_has_a_remedy() {
 }
 
 #[test]
-fn the_kernel_has_to_be_able_to_load_the_module() {
+fn the_kernel_must_load_the_module() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
     let machine = healthy(root);
@@ -204,7 +204,7 @@ fn the_kernel_has_to_be_able_to_load_the_module() {
 }
 
 #[test]
-fn bars_that_could_be_larger_are_named() {
+fn bars_that_could_be_larger_are_listed() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
     let machine = healthy(root);
@@ -225,7 +225,7 @@ fn bars_that_could_be_larger_are_named() {
 }
 
 #[test]
-fn each_nic_s_driver_is_looked_at() {
+fn each_nic_s_driver_is_checked() {
     let dir = tempfile::tempdir().unwrap();
     let machine = healthy(dir.path());
     nic(dir.path(), "rxe0", None);

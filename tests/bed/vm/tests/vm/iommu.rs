@@ -126,7 +126,7 @@ fn tools(vm: &mut Vm) -> Result<()> {
             "explain 1M --near $P2PMEM_DEV_NVME0",
             "chosen: through the host bridge to ",
         ),
-        ("doctor", "it translates ("),
+        ("doctor", "DMA translation is on ("),
     ] {
         // Other warnings of doctor do not matter here.
         let outcome = sh(vm, &format!("{ctl} {command}"))?;
