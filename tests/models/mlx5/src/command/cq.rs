@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about completion queues.
+//! Completion queue commands.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use crate::caps::limit;
 use crate::cq::{Cq, Moderation};
 use crate::layout::{constants, ifc::*, wire};
 use crate::model::Model;
-use crate::ring::{Pages, Record, Ring};
+use crate::ring::{DoorbellRecord, Pages, Ring};
 
-/// State of a queue that lost a completion.
+/// CQ status: overflow.
 const OVERFLOW: u32 = 0x9;
 
-/// Logarithm of an entry's size.
+/// Returns the logarithm of the CQE size in bytes.
 fn log_entry(context: &[u8]) -> Result<u32, Refusal> {
     match cqc::CQE_SZ.get32(context) {
         constants::CQE_STRIDE_64 => Ok(wire::cqe64::BYTES.ilog2()),
@@ -48,7 +48,7 @@ fn moderation(context: &[u8]) -> Moderation {
 
 pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_cq_in::CQ_CONTEXT.of(input);
-    // What the capabilities do not offer.
+    // The capabilities exclude these features.
     if cqc::CQE_COMP_EN.is_set(context) || cqc::APU_CQ.is_set(context) || create_cq_in::CQ_UMEM_VALID.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -58,7 +58,7 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     }
     let ring = ring(context, create_cq_in::PAS.of(input), log_entry(context)?)?;
-    let record = Record(cqc::DBR_ADDR.get(context));
+    let record = DoorbellRecord(cqc::DBR_ADDR.get(context));
     let mut cq = Cq::new(ring, record, eqn, uar, context.to_vec());
     cq.ignore_overrun = cqc::OI.is_set(context);
     cq.moderation = moderation(context);

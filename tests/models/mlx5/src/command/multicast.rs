@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about multicast groups.
+//! Multicast group commands.
 
 use p2pmem_ib::Gid;
 
