@@ -129,7 +129,7 @@ impl<'a> Tokens<'a> {
 }
 
 /// Removes comments and joins continued lines.
-fn plain(text: &str) -> String {
+fn strip_comments(text: &str) -> String {
     let text = text.replace("\\\n", " ");
     let mut out = String::with_capacity(text.len());
     let mut rest = text.as_str();
@@ -178,7 +178,7 @@ impl Headers {
     ///
     /// If an `mlx5_ifc` structure cannot be parsed.
     pub fn read(&mut self, text: &str) -> Result<()> {
-        let text = plain(text);
+        let text = strip_comments(text);
         let mut code = String::with_capacity(text.len());
         for line in text.lines() {
             match line.trim_start().strip_prefix('#') {

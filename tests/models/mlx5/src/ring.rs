@@ -20,7 +20,7 @@ pub(super) struct Pages {
 
 impl Pages {
     /// Creates a buffer of `len` bytes. `list` holds the page addresses as big-endian 64-bit numbers. The page size is
-    /// 4096 << `log_page_size`. The buffer starts at `offset` 64ths of the first page.
+    /// 4096 << `log_page_size`. The buffer starts at `offset` / 64 of the first page.
     ///
     /// Returns `None` if the list is too short, or the page size, the offset or the length is out of range.
     pub(super) fn new(list: &[u8], log_page_size: u32, offset: u32, len: u64) -> Option<Self> {

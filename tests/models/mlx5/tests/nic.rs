@@ -617,7 +617,7 @@ fn datagrams() {
     assert_eq!(
         wire::cqe64::BYTE_CNT.get(received),
         48,
-        "with room for a global route header"
+        "the length includes 40 bytes for the GRH"
     );
     assert_eq!(wire::cqe64::FLAGS_RQPN.get32(received), qp.number);
     assert_eq!(wire::cqe64::SLID.get(received), u64::from(lid));

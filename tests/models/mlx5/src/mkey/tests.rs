@@ -785,7 +785,7 @@ fn who_scatters_too_much_gets_nothing() {
         ..most
     };
     assert_eq!(keys.resolve(&more, &mut extents), Err(Fault::Bounds));
-    assert_eq!(extents.len(), 1, "a failed access must leave `extents` unchanged");
+    assert_eq!(extents.len(), 1, "a failed access must not change `extents`");
     // The number of translations is limited too, also if all ranges can be merged.
     let same = pages(&[0x10000 | 3; 512]);
     let page = add(
