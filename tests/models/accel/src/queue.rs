@@ -24,7 +24,7 @@ pub(super) struct Command {
 
 /// An entry of the result table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Outcome {
+pub(super) struct ResultEntry {
     pub(super) seq: u32,
     pub(super) status: u32,
     pub(super) value: u64,
@@ -41,7 +41,7 @@ struct State {
     base: u64,
     refused: u32,
     control: u32,
-    results: [Outcome; QUEUE_DEPTH as usize],
+    results: [ResultEntry; QUEUE_DEPTH as usize],
     stopped: bool,
 }
 
@@ -55,7 +55,7 @@ impl Default for State {
             base: 0,
             refused: 0,
             control: 0,
-            results: [Outcome::default(); QUEUE_DEPTH as usize],
+            results: [ResultEntry::default(); QUEUE_DEPTH as usize],
             stopped: false,
         }
     }
@@ -110,7 +110,7 @@ impl Queue {
         let current = number > state.base;
         if current {
             let seq = (number - state.base) as u32;
-            state.results[(seq % QUEUE_DEPTH) as usize] = Outcome {
+            state.results[(seq % QUEUE_DEPTH) as usize] = ResultEntry {
                 seq,
                 status: status as u32,
                 value,
@@ -144,7 +144,7 @@ impl Queue {
         state.base = state.submitted;
         state.refused = 0;
         state.control = 0;
-        state.results = [Outcome::default(); QUEUE_DEPTH as usize];
+        state.results = [ResultEntry::default(); QUEUE_DEPTH as usize];
     }
 
     /// Makes the worker end.
@@ -181,7 +181,7 @@ impl Queue {
         self.lock().refused
     }
 
-    pub(super) fn result(&self, index: usize) -> Outcome {
+    pub(super) fn result(&self, index: usize) -> ResultEntry {
         self.lock().results.get(index).copied().unwrap_or_default()
     }
 }

@@ -20,7 +20,7 @@ use super::hold::Hold;
 use super::host::bus_fault;
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::Hca;
-use super::wqe::Local;
+use super::wqe::LocalOp;
 
 /// Maximum time a change of a memory key waits for transfers. Longer than `hold::HOLD_TIMEOUT`.
 const DRAIN_LIMIT: Duration = Duration::from_secs(90);
@@ -174,7 +174,7 @@ impl Host for AdapterHost<'_> {
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
         let mut hca = self.0.hca();
         let local = hca.take_local(qpn, id)?;
-        let Local::Umr(umr) = local else { return Ok(()) };
+        let LocalOp::Umr(umr) = local else { return Ok(()) };
         hca.change_key(qpn, &umr)?;
         // Transfers in flight still use the previous state of the mkey.
         self.0.drain(hca, umr.key >> 8).map_err(|DrainTimeout| Status::MwBind)

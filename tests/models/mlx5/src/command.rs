@@ -28,7 +28,7 @@ use tracing::{debug, info, warn};
 
 use super::adapter::Adapter;
 use super::counters::Counters;
-use super::eq::Entry;
+use super::eq::Eqe;
 use super::inbox::Message;
 use super::layout::wire::{cmd_layout, cmd_prot_block};
 use super::layout::{constants, ifc, op};
@@ -50,16 +50,16 @@ const MAILBOX_ADDRESS: u64 = !0x3ff;
 
 /// Status and syndrome of a refused command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Refusal {
+pub(super) struct CommandError {
     status: u32,
     /// Identifies the check that failed. The driver prints the syndrome.
     syndrome: u32,
 }
 
-/// Creates a [`Refusal`]. The syndrome contains the source line of the check.
+/// Creates a [`CommandError`]. The syndrome contains the source line of the check.
 macro_rules! refuse {
     ($status:ident) => {
-        $crate::command::Refusal::new($crate::layout::constants::$status, line!())
+        $crate::command::CommandError::new($crate::layout::constants::$status, line!())
     };
 }
 pub(super) use refuse;
@@ -67,7 +67,7 @@ pub(super) use srq::SrqKind;
 pub(super) use statistics::{CounterSet, since as link_since};
 pub(super) use vport::capability as port_capability;
 
-impl Refusal {
+impl CommandError {
     pub(super) const fn new(status: u32, line: u32) -> Self {
         Self {
             status,
@@ -77,7 +77,7 @@ impl Refusal {
 }
 
 /// Result of a command.
-pub(super) type Outcome = Result<(), Refusal>;
+pub(super) type Outcome = Result<(), CommandError>;
 
 /// Function that executes a command. Input and output are at least as long as the structures of the command.
 #[derive(Clone, Copy)]
@@ -328,7 +328,7 @@ fn return_ownership(
     }
     let now = hca.command_eq();
     if let Some(eqn) = command_eqn.filter(|_| command_eqn == now) {
-        hca.post_event(eqn, Entry::commands(1 << slot));
+        hca.post_event(eqn, Eqe::commands(1 << slot));
     }
 }
 
@@ -451,7 +451,7 @@ fn respond(
         Some(spec) if phase < spec.phase => Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR)),
         Some(spec) => call(spec.handler, input, &mut output),
     };
-    if let Err(Refusal { status, syndrome }) = outcome {
+    if let Err(CommandError { status, syndrome }) = outcome {
         counters.refused_command();
         output.fill(0);
         ifc::nop_out::STATUS.set(&mut output, status);

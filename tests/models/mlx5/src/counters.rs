@@ -71,7 +71,7 @@ pub struct Payload {
 
 /// Counters of commands, events, completions, doorbells and memory keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Machinery {
+pub struct AdapterCounters {
     /// Commands executed or refused.
     pub commands: u64,
     /// Commands refused, including unknown opcodes.
@@ -183,9 +183,9 @@ impl Counters {
     }
 
     /// Returns the current values.
-    pub(super) fn machinery(&self) -> Machinery {
+    pub(super) fn adapter_counters(&self) -> AdapterCounters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Machinery {
+        AdapterCounters {
             commands: get(&self.commands),
             refused_commands: get(&self.refused_commands),
             unknown: self.unknown.lock().unwrap_or_else(PoisonError::into_inner).clone(),

@@ -6,10 +6,10 @@ use p2pmem_ib::{Completion, Queue, Received, SendOp, Status};
 
 use super::layout::wire::{cqe64, err_cqe};
 use super::layout::{Field, constants};
-use super::wqe::Control;
+use super::wqe::ControlSegment;
 
 /// A CQE. [`super::cq::Cq::post`] sets the owner bit.
-pub(super) type Entry = [u8; cqe64::BYTES];
+pub(super) type Cqe = [u8; cqe64::BYTES];
 
 /// Shifts and values of the `flags_rqpn` field, which describes the source of a datagram.
 const SOURCE_SL_SHIFT: u32 = 24;
@@ -36,13 +36,13 @@ fn syndrome(status: Status) -> u32 {
     }
 }
 
-fn set_opcode(entry: &mut Entry, opcode: u32) {
+fn set_opcode(entry: &mut Cqe, opcode: u32) {
     cqe64::OP_OWN.set(entry, opcode << 4);
 }
 
 /// Encodes a completion. `pkey` returns the P_Key at an index of the port's P_Key table. `clock` is the adapter's time
 /// in nanoseconds.
-pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: u64) -> Entry {
+pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: u64) -> Cqe {
     let mut entry = [0; cqe64::BYTES];
     // timestamp_h and timestamp_l are adjacent. In an error CQE, the syndrome is in this place.
     Field::new(cqe64::TIMESTAMP_H.offset(), 64).set(&mut entry, clock);
@@ -55,7 +55,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
             length,
             ..
         } => {
-            let (index, opcode) = Control::from_id(id);
+            let (index, opcode) = ControlSegment::from_id(id);
             cqe64::SOP_DROP_QPN.set(&mut entry, (u32::from(opcode) << 24) | qpn);
             cqe64::WQE_COUNTER.set(&mut entry, index);
             if status == Status::Success {
@@ -128,7 +128,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
 }
 
 /// Turns a CQE into an error CQE. The vendor syndrome repeats the syndrome, because the model has no further cause.
-fn set_error(entry: &mut Entry, status: Status) {
+fn set_error(entry: &mut Cqe, status: Status) {
     let syndrome = syndrome(status);
     Field::new(cqe64::TIMESTAMP_H.offset(), 64).set(entry, 0_u64);
     err_cqe::SYNDROME.set(entry, syndrome);

@@ -38,9 +38,9 @@ impl EventType {
 
 /// An EQE under construction.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry([u8; eqe::BYTES]);
+pub(super) struct Eqe([u8; eqe::BYTES]);
 
-impl Entry {
+impl Eqe {
     /// Creates an EQE of this type and subtype.
     pub(super) fn new(event: EventType, sub_type: u32) -> Self {
         let mut bytes = [0; eqe::BYTES];
@@ -79,7 +79,7 @@ pub(super) struct Eq {
     producer: u32,
     consumer: u32,
     armed: bool,
-    backlog: VecDeque<Entry>,
+    backlog: VecDeque<Eqe>,
     /// Number of events lost because the driver did not consume EQEs for too long.
     pub(super) lost: u64,
 }
@@ -117,7 +117,7 @@ impl Eq {
     }
 
     /// Posts an event. The event waits in the backlog while the EQ is full.
-    pub(super) fn post(&mut self, entry: Entry, bus: &Bus, dma: &Dma) {
+    pub(super) fn post(&mut self, entry: Eqe, bus: &Bus, dma: &Dma) {
         if self.backlog.len() >= MAX_BACKLOG {
             self.lost += 1;
             if self.lost == 1 {
@@ -154,7 +154,7 @@ impl Eq {
             if self.producer.wrapping_sub(self.consumer) & INDEX >= self.ring.entries() {
                 break;
             }
-            let Some(Entry(mut bytes)) = self.backlog.pop_front() else {
+            let Some(Eqe(mut bytes)) = self.backlog.pop_front() else {
                 break;
             };
             eqe::OWNER.set(&mut bytes, (self.producer >> self.ring.log_entries()) & 1);

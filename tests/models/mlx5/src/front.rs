@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use super::adapter::Adapter;
 use super::command;
-use super::counters::{Counters, Machinery, Payload};
+use super::counters::{AdapterCounters, Counters, Payload};
 use super::hold::{Hold, HoldRequest, HoldStatus};
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::{Hca, Identity, Model, TransportWorker};
@@ -61,7 +61,7 @@ pub struct Report {
     /// Counters of the transport.
     pub transport: TransportCounters,
     /// Counters of commands, events, completions, doorbells and memory keys.
-    pub adapter: Machinery,
+    pub adapter: AdapterCounters,
     /// Register accesses: reads, writes, and accesses of either kind to an unknown register.
     pub registers: [u64; 3],
 }
@@ -144,7 +144,7 @@ impl Handle {
                 bus: by_target(&model.hca.bus.dma),
                 wire: model.hca.link_counters(),
                 transport: model.transport_counters(),
-                adapter: model.hca.counters.machinery(),
+                adapter: model.hca.counters.adapter_counters(),
                 registers,
             }
         })
@@ -277,12 +277,12 @@ impl Nic {
         let mut transport = TransportWorker::new(Arc::clone(&adapter));
         let workers = [
             Worker::spawn_with(&settings.name, bus.clone(), health.clone(), move || {
-                work(&mut transport)
+                run_transport_worker(&mut transport)
             })?,
             Worker::spawn_with(&format!("{} cmd", settings.name), bus.clone(), health, {
                 let inboxes = Arc::clone(&inboxes);
                 move || {
-                    work_commands(&adapter);
+                    run_command_worker(&adapter);
                     // Stop is the last message: all messages that were forwarded precede it.
                     inboxes.transport.put(Message::Stop);
                 }
@@ -315,7 +315,7 @@ impl Nic {
 }
 
 /// Main loop of the transport worker.
-fn work(transport: &mut TransportWorker) {
+fn run_transport_worker(transport: &mut TransportWorker) {
     let adapter = Arc::clone(&transport.adapter);
     let mut messages = Vec::new();
     let mut wait = Wait::No;
@@ -331,7 +331,7 @@ fn work(transport: &mut TransportWorker) {
 }
 
 /// Main loop of the command worker: commands, EQ and CQ doorbells, and REG_UMR queue pairs.
-fn work_commands(adapter: &Adapter) {
+fn run_command_worker(adapter: &Adapter) {
     let mut messages = Vec::new();
     let mut wait = Wait::No;
     loop {

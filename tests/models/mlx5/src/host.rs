@@ -11,12 +11,12 @@ use p2pmem_vfio_user::{Dma, DmaError, Extent};
 use tracing::{debug, warn};
 
 use super::cqe;
-use super::eq::{Entry, EventType};
+use super::eq::{Eqe, EventType};
 use super::layout::constants;
 use super::layout::wire::{eqe_page_fault, eqe_qp_srq};
 use super::mkey::{Issuer, Mkeys, UmrError};
 use super::model::Hca;
-use super::wqe::Local;
+use super::wqe::LocalOp;
 
 /// Page fault event: the fault has only one event.
 const LAST: u8 = 0x80;
@@ -51,7 +51,7 @@ impl Hca {
             self.counters.page_fault();
             self.objects.faults.insert(fault.token);
             let pages = fault.pages.min(u64::from(u32::MAX >> PAGES_SHIFT));
-            let entry = Entry::new(EventType::PAGE_FAULT, constants::MLX5_PFAULT_SUBTYPE_MEMORY)
+            let entry = Eqe::new(EventType::PAGE_FAULT, constants::MLX5_PFAULT_SUBTYPE_MEMORY)
                 .with(eqe_page_fault::MEMORY_FLAGS, LAST)
                 .with(eqe_page_fault::MEMORY_TOKEN47_32, fault.token >> 32)
                 .with(eqe_page_fault::MEMORY_TOKEN31_0, fault.token & u64::from(u32::MAX))
@@ -92,12 +92,12 @@ impl Hca {
     }
 
     fn post_qp_srq_event(&mut self, event: EventType, number: u32) {
-        let entry = Entry::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
+        let entry = Eqe::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
         self.async_event(event, entry);
     }
 
     /// Removes local work request `id` from a queue pair and returns it.
-    pub(super) fn take_local(&mut self, qpn: u32, id: u64) -> Result<Local, Status> {
+    pub(super) fn take_local(&mut self, qpn: u32, id: u64) -> Result<LocalOp, Status> {
         let local = self.objects.qps.get_mut(qpn).and_then(|qp| qp.take_local(id));
         local.ok_or(Status::LocalQpOperation)
     }
@@ -215,8 +215,8 @@ impl Host for Hca {
 
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
         match self.take_local(qpn, id)? {
-            Local::Nop => Ok(()),
-            Local::Umr(umr) => self.change_key(qpn, &umr),
+            LocalOp::Nop => Ok(()),
+            LocalOp::Umr(umr) => self.change_key(qpn, &umr),
         }
     }
 

@@ -60,7 +60,7 @@ impl Default for Limits {
 
 /// Reason why an mkey command is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
+pub enum MkeyError {
     /// The command is shorter than its length fields state.
     #[error("command shorter than its length fields state")]
     Short,
@@ -141,13 +141,13 @@ impl Mkeys {
     ///
     /// # Errors
     ///
-    /// See [`Refusal`].
-    pub fn create(&mut self, command: &[u8]) -> Result<u32, Refusal> {
+    /// See [`MkeyError`].
+    pub fn create(&mut self, command: &[u8]) -> Result<u32, MkeyError> {
         if command.len() < create_mkey_in::BYTES {
-            return Err(Refusal::Short);
+            return Err(MkeyError::Short);
         }
         if create_mkey_in::MKEY_UMEM_VALID.is_set(command) || create_mkey_in::DATA_DIRECT.is_set(command) {
-            return Err(Refusal::Parameter(
+            return Err(MkeyError::Parameter(
                 "translations in a umem or of another device are not supported",
             ));
         }
@@ -160,15 +160,15 @@ impl Mkeys {
         let list = usize::try_from(octwords * 16)
             .ok()
             .and_then(|bytes| list.get(..bytes))
-            .ok_or(Refusal::Short)?;
+            .ok_or(MkeyError::Short)?;
         if octwords > context.octwords {
-            return Err(Refusal::Parameter("more translations than the mkey declares"));
+            return Err(MkeyError::Parameter("more translations than the mkey declares"));
         }
         let present = !create_mkey_in::PG_ACCESS.is_set(command);
         let mut translations = Translations::new(context.mode);
         let need = translations.words_with(0, list.len());
         if self.words + need > self.limits.words {
-            return Err(Refusal::Full);
+            return Err(MkeyError::Full);
         }
         translations.write(0, list, present);
         let key = Key {
@@ -177,7 +177,7 @@ impl Mkeys {
             translations,
             retired: false,
         };
-        let index = self.keys.add(key).ok_or(Refusal::Full)?;
+        let index = self.keys.add(key).ok_or(MkeyError::Full)?;
         self.words += need;
         Ok(index)
     }
@@ -187,9 +187,9 @@ impl Mkeys {
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn retire(&mut self, index: u32) -> Result<(), Refusal> {
-        self.keys.get_mut(index).ok_or(Refusal::NoKey)?.retired = true;
+    /// [`MkeyError::NoKey`].
+    pub fn retire(&mut self, index: u32) -> Result<(), MkeyError> {
+        self.keys.get_mut(index).ok_or(MkeyError::NoKey)?.retired = true;
         Ok(())
     }
 
@@ -197,9 +197,9 @@ impl Mkeys {
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn destroy(&mut self, index: u32) -> Result<(), Refusal> {
-        let key = self.keys.remove(index).ok_or(Refusal::NoKey)?;
+    /// [`MkeyError::NoKey`].
+    pub fn destroy(&mut self, index: u32) -> Result<(), MkeyError> {
+        let key = self.keys.remove(index).ok_or(MkeyError::NoKey)?;
         self.words -= key.translations.words();
         Ok(())
     }
@@ -208,9 +208,9 @@ impl Mkeys {
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn query(&self, index: u32, output: &mut [u8]) -> Result<(), Refusal> {
-        let key = self.keys.get(index).ok_or(Refusal::NoKey)?;
+    /// [`MkeyError::NoKey`].
+    pub fn query(&self, index: u32, output: &mut [u8]) -> Result<(), MkeyError> {
+        let key = self.keys.get(index).ok_or(MkeyError::NoKey)?;
         let entry = query_mkey_out::MEMORY_KEY_MKEY_ENTRY.of_mut(output);
         if entry.len() == key.image.len() {
             entry.copy_from_slice(&key.image);
@@ -474,12 +474,12 @@ impl Extents<'_> {
 
 impl Context {
     /// Refuses contexts that this model does not support.
-    fn check(&self) -> Result<(), Refusal> {
+    fn check(&self) -> Result<(), MkeyError> {
         if self.mode == AccessMode::Other {
-            return Err(Refusal::Parameter("access mode not supported"));
+            return Err(MkeyError::Parameter("access mode not supported"));
         }
         if self.signature {
-            return Err(Refusal::Parameter("signatures (bsf_en) not supported"));
+            return Err(MkeyError::Parameter("signatures (bsf_en) not supported"));
         }
         Ok(())
     }

@@ -15,7 +15,7 @@ use super::caps::{Caps, limit};
 use super::command::{self, CounterSet, Phase, link_since, port_capability};
 use super::counters::{Counters, difference, sum};
 use super::cq::{Cq, PostResult};
-use super::eq::{Entry, Eq, EventType};
+use super::eq::{Eq, Eqe, EventType};
 use super::front::Status;
 use super::inbox::{Inboxes, Message, Wait};
 use super::layout::constants;
@@ -180,7 +180,7 @@ impl Hca {
     }
 
     /// Posts an event to EQ `eqn`. Does nothing if the EQ does not exist.
-    pub(super) fn post_event(&mut self, eqn: u32, entry: Entry) {
+    pub(super) fn post_event(&mut self, eqn: u32, entry: Eqe) {
         self.counters.event();
         if let Some(eq) = self.objects.eqs.get_mut(eqn) {
             eq.post(entry, &self.bus, &self.dma);
@@ -188,7 +188,7 @@ impl Hca {
     }
 
     /// Posts an event to the EQ that subscribes to its type. Drops the event if no EQ does.
-    pub(super) fn async_event(&mut self, event: EventType, entry: Entry) {
+    pub(super) fn async_event(&mut self, event: EventType, entry: Eqe) {
         match self.event_queue(event) {
             Some(eqn) => self.post_event(eqn, entry),
             None => debug!(?event, "no event queue subscribes to the event"),
@@ -202,7 +202,7 @@ impl Hca {
             PostResult::Broken => self.counters.lost_completion(),
             PostResult::Event => {
                 if let Some(eqn) = self.objects.cqs.get(cqn).map(|cq| cq.eqn) {
-                    self.post_event(eqn, Entry::completion(cqn));
+                    self.post_event(eqn, Eqe::completion(cqn));
                 }
             }
             PostResult::EventAt(time) => self.objects.moderated_cqs.push((time, cqn)),
@@ -210,7 +210,7 @@ impl Hca {
                 warn!(name = self.identity.name, cqn, "completion queue overrun");
                 self.counters.lost_completion();
                 self.objects.broken_cqs.push(cqn);
-                let entry = Entry::new(EventType::CQ_ERROR, 0)
+                let entry = Eqe::new(EventType::CQ_ERROR, 0)
                     .with(eqe_cq_err::CQN, cqn)
                     .with(eqe_cq_err::SYNDROME, OVERRUN);
                 self.async_event(EventType::CQ_ERROR, entry);
@@ -280,7 +280,7 @@ impl Hca {
         } else {
             constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN
         };
-        let entry = Entry::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
+        let entry = Eqe::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
         self.async_event(EventType::PORT, entry);
     }
 

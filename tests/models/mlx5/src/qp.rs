@@ -10,7 +10,7 @@ use p2pmem_vfio_user::Dma;
 
 use super::layout::{constants, wire};
 use super::ring::{DoorbellRecord, Ring};
-use super::wqe::{self, Decoded, Local};
+use super::wqe::{self, Decoded, LocalOp};
 
 /// Mask of the queue counters (16 bits).
 const COUNTER: u32 = 0xffff;
@@ -44,7 +44,7 @@ pub(super) struct Qp {
     sq_wqebb_counter: u32,
     rq_counter: u32,
     /// Local work requests (NOP, UMR) that were fetched and are not executed yet.
-    local: VecDeque<(u64, Local)>,
+    local: VecDeque<(u64, LocalOp)>,
 }
 
 impl Qp {
@@ -86,7 +86,7 @@ impl Qp {
     }
 
     /// Removes local work request `id` and returns it.
-    pub(super) fn take_local(&mut self, id: u64) -> Option<Local> {
+    pub(super) fn take_local(&mut self, id: u64) -> Option<LocalOp> {
         // Earlier work requests were flushed; the transport does not execute them.
         while let Some((first, local)) = self.local.pop_front() {
             if first == id {
@@ -117,7 +117,7 @@ impl Qp {
         if ring.read(dma, index, head).is_err() {
             return Fetched::Broken;
         }
-        let control = wqe::Control::new(head);
+        let control = wqe::ControlSegment::new(head);
         let id = control.id();
         let len = control.len;
         let taken = len.div_ceil(WQEBB) as u32;

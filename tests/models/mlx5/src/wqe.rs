@@ -31,7 +31,7 @@ pub(super) struct Malformed;
 
 /// Control segment of a send WQE.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Control {
+pub(super) struct ControlSegment {
     pub(super) opcode: u8,
     pub(super) index: u16,
     pub(super) qpn: u32,
@@ -41,7 +41,7 @@ pub(super) struct Control {
     immediate: u32,
 }
 
-impl Control {
+impl ControlSegment {
     /// Decodes a control segment. `bytes` has at least 16 bytes.
     pub(super) fn new(bytes: &[u8]) -> Self {
         use wire::wqe_ctrl_seg as seg;
@@ -88,7 +88,7 @@ impl Control {
 
 /// A local work request: the adapter executes it without the transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Local {
+pub(super) enum LocalOp {
     /// NOP.
     Nop,
     /// UMR: changes a memory key.
@@ -100,7 +100,7 @@ pub(super) enum Local {
 pub(super) struct Decoded {
     pub(super) work: SendWork,
     /// The local work request, if `work.op` is local.
-    pub(super) local: Option<Local>,
+    pub(super) local: Option<LocalOp>,
 }
 
 /// Parser that takes segments from the front of a WQE.
@@ -196,11 +196,11 @@ pub(super) fn scatter(entry: &[u8]) -> Result<SmallVec<[Sge; 4]>, Malformed> {
 }
 
 /// Decodes a complete send WQE.
-pub(super) fn decode(control: &Control, entry: &[u8], service: Service) -> Result<Decoded, Malformed> {
+pub(super) fn decode(control: &ControlSegment, entry: &[u8], service: Service) -> Result<Decoded, Malformed> {
     let mut segments = Segments(entry.get(wire::wqe_ctrl_seg::BYTES..).ok_or(Malformed)?);
     let opcode = u32::from(control.opcode);
     let local = match opcode {
-        constants::MLX5_OPCODE_NOP => Some(Local::Nop),
+        constants::MLX5_OPCODE_NOP => Some(LocalOp::Nop),
         constants::MLX5_OPCODE_UMR => {
             // The WQEs of an XRC QP have an XRC segment first, for UMR too.
             if service == Service::Xrc {
@@ -210,7 +210,7 @@ pub(super) fn decode(control: &Control, entry: &[u8], service: Service) -> Resul
                 tracing::debug!(%error, "malformed UMR work request");
                 Malformed
             })?;
-            Some(Local::Umr(Box::new(umr)))
+            Some(LocalOp::Umr(Box::new(umr)))
         }
         _ => None,
     };

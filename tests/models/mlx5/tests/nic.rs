@@ -203,7 +203,7 @@ fn objects_hold_each_other() {
     assert_eq!(
         result.err(),
         Some(Refused::Status(BAD_RESOURCE)),
-        "a domain that is gone"
+        "the protection domain does not exist"
     );
 }
 

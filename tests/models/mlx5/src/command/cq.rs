@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::cq::{Cq, Moderation};
 use crate::layout::{constants, ifc::*, wire};
@@ -15,7 +15,7 @@ use crate::ring::{DoorbellRecord, Pages, Ring};
 const OVERFLOW: u32 = 0x9;
 
 /// Returns the logarithm of the CQE size in bytes.
-fn log_entry(context: &[u8]) -> Result<u32, Refusal> {
+fn log_entry(context: &[u8]) -> Result<u32, CommandError> {
     match cqc::CQE_SZ.get32(context) {
         constants::CQE_STRIDE_64 => Ok(wire::cqe64::BYTES.ilog2()),
         constants::CQE_STRIDE_128 => Ok(wire::cqe64::BYTES.ilog2() + 1),
@@ -23,7 +23,7 @@ fn log_entry(context: &[u8]) -> Result<u32, Refusal> {
     }
 }
 
-fn ring(context: &[u8], list: &[u8], log_entry: u32) -> Result<Ring, Refusal> {
+fn ring(context: &[u8], list: &[u8], log_entry: u32) -> Result<Ring, CommandError> {
     let log_size = cqc::LOG_CQ_SIZE.get32(context);
     if log_size > limit::LOG_CQ_SIZE {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));

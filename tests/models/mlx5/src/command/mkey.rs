@@ -2,24 +2,24 @@
 
 //! Memory key commands and PAGE_FAULT_RESUME.
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::adapter::{Adapter, DrainTimeout};
 use crate::layout::ifc::*;
 use crate::mkey;
 use crate::model::Model;
 
-fn refusal(error: mkey::Refusal) -> Refusal {
+fn command_error(error: mkey::MkeyError) -> CommandError {
     tracing::debug!(%error, "memory key command refused");
     match error {
-        mkey::Refusal::Short => refuse!(MLX5_CMD_STAT_BAD_INP_LEN_ERR),
-        mkey::Refusal::Parameter(_) => refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR),
-        mkey::Refusal::NoKey => refuse!(MLX5_CMD_STAT_BAD_RES_ERR),
-        mkey::Refusal::Full => refuse!(MLX5_CMD_STAT_NO_RES_ERR),
+        mkey::MkeyError::Short => refuse!(MLX5_CMD_STAT_BAD_INP_LEN_ERR),
+        mkey::MkeyError::Parameter(_) => refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR),
+        mkey::MkeyError::NoKey => refuse!(MLX5_CMD_STAT_BAD_RES_ERR),
+        mkey::MkeyError::Full => refuse!(MLX5_CMD_STAT_NO_RES_ERR),
     }
 }
 
 pub(super) fn create(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
-    let index = adapter.hca().objects.mkeys.create(input).map_err(refusal)?;
+    let index = adapter.hca().objects.mkeys.create(input).map_err(command_error)?;
     create_mkey_out::MKEY_INDEX.set(output, index);
     Ok(())
 }
@@ -29,16 +29,16 @@ pub(super) fn create(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outc
 pub(super) fn destroy(adapter: &Adapter, input: &[u8], _: &mut [u8]) -> Outcome {
     let index = destroy_mkey_in::MKEY_INDEX.get32(input);
     let mut hca = adapter.hca();
-    hca.objects.mkeys.retire(index).map_err(refusal)?;
+    hca.objects.mkeys.retire(index).map_err(command_error)?;
     adapter
         .drain(hca, index)
         .map_err(|DrainTimeout| refuse!(MLX5_CMD_STAT_INT_ERR))?;
-    adapter.hca().objects.mkeys.destroy(index).map_err(refusal)
+    adapter.hca().objects.mkeys.destroy(index).map_err(command_error)
 }
 
 pub(super) fn query(adapter: &Adapter, input: &[u8], output: &mut [u8]) -> Outcome {
     let index = query_mkey_in::MKEY_INDEX.get32(input);
-    adapter.hca().objects.mkeys.query(index, output).map_err(refusal)
+    adapter.hca().objects.mkeys.query(index, output).map_err(command_error)
 }
 
 /// Executes PAGE_FAULT_RESUME: retries or fails the accesses that wait for the fault. An unknown token is no error,

@@ -5,7 +5,7 @@
 use p2pmem_ib::{AccessFlags, Engine, Gid, Grh, Modify, ModifyError, Mtu, Path, QpConfig, ReceiveFrom, Service, State};
 
 use super::srq::LOG_MIN_STRIDE;
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::layout::{constants, ifc::*, op};
 use crate::model::{Hca, Model};
@@ -17,7 +17,7 @@ const LOG_WQEBB: u32 = constants::MLX5_SEND_WQE_BB.ilog2();
 /// Logarithm of the maximum receive WQE stride in bytes.
 const LOG_MAX_RECEIVE: u32 = limit::RECEIVE_ENTRY.ilog2();
 
-fn service(context: &[u8]) -> Result<Service, Refusal> {
+fn service(context: &[u8]) -> Result<Service, CommandError> {
     Ok(match qpc::ST.get32(context) {
         // A REG_UMR QP sends no packets and otherwise behaves like an RC QP.
         constants::MLX5_QP_ST_RC | constants::MLX5_QP_ST_REG_UMR => Service::Rc,
@@ -144,12 +144,12 @@ fn engine<'m>(model: &'m mut Model<'_>, reg_umr: bool) -> (&'m mut Engine, &'m m
 }
 
 /// Returns whether a QP has the service type REG_UMR.
-fn is_reg_umr(model: &Model<'_>, qpn: u32) -> Result<bool, Refusal> {
+fn is_reg_umr(model: &Model<'_>, qpn: u32) -> Result<bool, CommandError> {
     let qp = model.hca.objects.qps.get(qpn);
     qp.map(|qp| qp.reg_umr).ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-fn modify_error(error: &ModifyError) -> Refusal {
+fn modify_error(error: &ModifyError) -> CommandError {
     match error {
         ModifyError::NoQueue => refuse!(MLX5_CMD_STAT_BAD_RES_ERR),
         ModifyError::InUse => refuse!(MLX5_CMD_STAT_RES_BUSY),
@@ -218,7 +218,7 @@ fn access(context: &[u8]) -> AccessFlags {
 
 /// Returns the attributes that a transition changes: the required ones, and those in the optional parameter mask.
 #[allow(clippy::too_many_lines)]
-fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, Refusal> {
+fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, CommandError> {
     let vector = qpc::PRIMARY_ADDRESS_PATH.of(context);
     let mut change = Modify::default();
     let option = |bit: u32| options & bit != 0;
@@ -275,7 +275,7 @@ fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, Refusal> 
 }
 
 /// Converts the logarithm of a number of outstanding READs and atomics. Fails above the limit.
-fn reads(log: u32) -> Result<u8, Refusal> {
+fn reads(log: u32) -> Result<u8, CommandError> {
     if log > limit::LOG_READS {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }

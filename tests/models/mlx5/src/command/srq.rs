@@ -5,7 +5,7 @@
 
 use p2pmem_ib::{ModifyError, SrqConfig};
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::layout::{constants, ifc::*};
 use crate::model::Model;
@@ -39,7 +39,7 @@ pub(crate) enum SrqKind {
     Rmp,
 }
 
-fn create_srq(model: &mut Model<'_>, attributes: &SrqAttributes<'_>) -> Result<u32, Refusal> {
+fn create_srq(model: &mut Model<'_>, attributes: &SrqAttributes<'_>) -> Result<u32, CommandError> {
     let entry = 1 << attributes.log_stride.min(31);
     if attributes.log_size > limit::LOG_SRQ_SIZE || entry > limit::RECEIVE_ENTRY {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -88,7 +88,7 @@ fn create_srq(model: &mut Model<'_>, attributes: &SrqAttributes<'_>) -> Result<u
 }
 
 /// Returns the SRQ with this number if it has this object type.
-fn find<'m>(model: &'m mut Model<'_>, srqn: u32, kind: SrqKind) -> Result<&'m mut Srq, Refusal> {
+fn find<'m>(model: &'m mut Model<'_>, srqn: u32, kind: SrqKind) -> Result<&'m mut Srq, CommandError> {
     let srq = model.hca.objects.srqs.get_mut(srqn).filter(|srq| srq.kind == kind);
     srq.ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }

@@ -161,7 +161,7 @@ fn bus_addresses_as_they_are() {
         resolve(&mut keys, &access(key, Rights::LocalRead, 0, 1)),
         Err(Fault::Key)
     );
-    assert_eq!(keys.destroy(key >> 8), Err(Refusal::NoKey));
+    assert_eq!(keys.destroy(key >> 8), Err(MkeyError::NoKey));
 }
 
 #[test]
@@ -248,7 +248,7 @@ fn pages_are_found_and_joined() {
     assert_eq!((mkc::LEN.get(entry), mkc::PD.get32(entry)), (0x3000, PD));
     assert_eq!(query_mkey_out::BSF0_KLM0_PAS_MTT0_1.of(&output), &list[..16]);
     assert_eq!(query_mkey_out::BSF1_KLM1_PAS_MTT2_3.of(&output), &list[16..32]);
-    assert_eq!(keys.query(1, &mut output), Err(Refusal::NoKey));
+    assert_eq!(keys.query(1, &mut output), Err(MkeyError::NoKey));
 }
 
 /// Drivers pad a page list to 64 bytes, also for an mkey of a single page.
@@ -280,33 +280,33 @@ fn pages_of_a_list_without_access_bits() {
 fn refused_commands() {
     let mut keys = Mkeys::new(Limits { keys: 2, words: 16 });
     let list = pages(&[3; 8]);
-    assert_eq!(keys.create(&[0; 100]), Err(Refusal::Short));
+    assert_eq!(keys.create(&[0; 100]), Err(MkeyError::Short));
     let mut short = create(1, &[], &list);
     short.truncate(short.len() - 1);
-    assert_eq!(keys.create(&short), Err(Refusal::Short));
+    assert_eq!(keys.create(&short), Err(MkeyError::Short));
     for mode in 4..32 {
         assert!(matches!(
             keys.create(&create(mode, &[], &[])),
-            Err(Refusal::Parameter(_))
+            Err(MkeyError::Parameter(_))
         ));
     }
     for bad in [
         create(1, &[(mkc::TRANSLATIONS_OCTWORD_SIZE, 4)], &pages(&[3; 16])),
         create(1, &[(mkc::BSF_EN, 1)], &list),
     ] {
-        assert!(matches!(keys.create(&bad), Err(Refusal::Parameter(_))));
+        assert!(matches!(keys.create(&bad), Err(MkeyError::Parameter(_))));
     }
     for field in [create_mkey_in::MKEY_UMEM_VALID, create_mkey_in::DATA_DIRECT] {
         let mut bad = create(1, &[], &list);
         field.set(&mut bad, 1_u32);
-        assert!(matches!(keys.create(&bad), Err(Refusal::Parameter(_))));
+        assert!(matches!(keys.create(&bad), Err(MkeyError::Parameter(_))));
     }
     assert!(keys.is_empty());
     let first = keys.create(&create(1, &[], &list)).unwrap();
     keys.create(&create(1, &[], &list)).unwrap();
     assert_eq!((keys.len(), keys.words()), (2, 16));
-    assert_eq!(keys.create(&create(1, &[], &list)), Err(Refusal::Full));
-    assert_eq!(keys.create(&create(0, &[], &[])), Err(Refusal::Full));
+    assert_eq!(keys.create(&create(1, &[], &list)), Err(MkeyError::Full));
+    assert_eq!(keys.create(&create(0, &[], &[])), Err(MkeyError::Full));
     keys.destroy(first).unwrap();
     assert_eq!(keys.words(), 8);
     let again = keys.create(&create(1, &[], &list)).unwrap();
