@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use p2pmem_accel_regs::Counter;
 use p2pmem_vfio_user::DmaCounts;
 
-/// One value per [`Counter`]. The bus keeps the counters of bus traffic; [`Counters::snapshot`] merges them.
+/// One value per [`Counter`]. The bus keeps the counters of bus traffic; `snapshot` merges them.
 #[derive(Debug, Default)]
 pub struct Counters {
     values: [AtomicU64; Counter::COUNT],

@@ -3,9 +3,10 @@
 //! State that both workers share, and transfers in flight while memory keys change.
 //!
 //! Lock order: the engine of the REG_UMR queue pairs, then the adapter's state. No thread holds either lock while it
-//! moves payload or holds a transfer, and a change of a memory key drops the state lock while it waits for transfers.
-//! No thread waits for a lock while its own transfer is in flight. So each wait ends when the transfers end, either
-//! normally or because DMA is aborted. The thread that serves the emulator takes none of these locks.
+//! moves payload or holds a transfer; atomics, which move 8 bytes with the state locked, are the exception. A change of a
+//! memory key drops the state lock while it waits for transfers. No thread waits for a lock while its own transfer is in
+//! flight. So each wait ends when the transfers end, either normally or because DMA is aborted. The thread that serves
+//! the emulator takes none of these locks.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

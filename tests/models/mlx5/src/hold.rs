@@ -43,7 +43,7 @@ pub struct HoldStatus {
     pub draining: u32,
     /// Number of mkey changes that had to wait since the start.
     pub drains: u64,
-    /// Number of transfers that continued because [`HOLD_TIMEOUT`] expired.
+    /// Number of transfers that continued because the limit of 60 s expired.
     pub expired: u64,
 }
 
