@@ -7,7 +7,7 @@
 #   no-shim.sh PROGRAM ARGUMENT...
 set -euo pipefail
 grep -qx 'registered_as off' /sys/kernel/debug/p2pmem/peer_memory
-output=$(strace -f -e trace=ioctl -e status=failed "$@" 2>&1) && { echo "$output"; echo "no failure"; exit 1; }
+output=$(strace -f -e trace=ioctl -e status=failed "$@" 2>&1) && { echo "$output"; echo "the program succeeded"; exit 1; }
 echo "$output"
 grep -q "Couldn't allocate MR" <<<"$output"
 grep -qE 'ioctl\(.*RDMA_VERBS_IOCTL.* = -1 EREMOTEIO' <<<"$output"
