@@ -20,13 +20,13 @@
  * are cut to that size or filled up with zeros. Elements that the module reads follow the rule for structures.
  *
  * A program works with a module if the program's %P2PMEM_ABI_VERSION is at least the module's &struct
- * p2pmem_info.abi_compatible. &struct p2pmem_info.features says what an older module lacks.
+ * p2pmem_info.abi_compatible. &struct p2pmem_info.features names the features of a module that is older.
  *
  * Fields named flags accept only the bits that are defined for them, and fields named reserved or spare must be zero,
  * else -EINVAL. User pointers are __u64. Sizes and offsets are bytes. No structure has implicit padding, and none
  * differs between 32-bit and 64-bit programs.
  *
- * Every failed ioctl leaves a message with the reason, which &P2PMEM_IOC_EXPLAIN returns with %P2PMEM_EXPLAIN_LAST,
+ * Every failed ioctl records a message with the reason, which &P2PMEM_IOC_EXPLAIN returns with %P2PMEM_EXPLAIN_LAST,
  * except for -EFAULT (bad pointer) and -ENOTTY (unknown ioctl).
  *
  * Version 5 is the first one that can grow. It is not compatible with earlier versions: its ioctls have another type
