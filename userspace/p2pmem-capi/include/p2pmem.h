@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* libp2pmem: PCI peer-to-peer memory for programs. Made from src/sys.rs by ../generate: do not edit. */
+/* libp2pmem: PCI peer-to-peer memory for programs. Generated from src/sys.rs by ../generate: do not edit. */
 
 #ifndef P2PMEM_H
 #define P2PMEM_H
@@ -7,22 +7,22 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of infiniband/verbs.h, which programs that register memory include too. */
+/* From infiniband/verbs.h, which programs that register memory include too. */
 struct ibv_pd;
 struct ibv_mr;
 
 /**
- * The provider is only preferred: another one is taken where it cannot serve.
+ * The provider is preferred, not required: another provider serves the request if this one cannot.
  */
 #define P2PMEM_WANT_PREFER 1
 
 /**
- * The kernel's own pci_p2pmem_find_many() chooses.
+ * The kernel's pci_p2pmem_find_many() chooses the provider.
  */
 #define P2PMEM_WANT_UPSTREAM 2
 
 /**
- * As many parts as providers can hold one.
+ * As many parts as there are providers that can hold one.
  */
 #define P2PMEM_PARTS_ALL UINT32_MAX
 
@@ -52,42 +52,42 @@ struct ibv_mr;
 #define P2PMEM_CLASS_NUMA_NODE 5
 
 /**
- * Anywhere that can be reached.
+ * Any provider that all devices can reach.
  */
 #define P2PMEM_CLASS_SYSTEM 6
 
 /**
- * Published by the administrator.
+ * A BAR that the administrator published.
  */
 #define P2PMEM_KIND_IS_OWN 1
 
 /**
- * Published by the device's own driver.
+ * Memory that the device's own driver published in the kernel's pool.
  */
 #define P2PMEM_KIND_IS_ADOPTED 2
 
 /**
- * Handed to p2pmem by the device's own driver.
+ * Memory that the device's own driver registered with p2pmem.
  */
 #define P2PMEM_KIND_IS_REGISTERED 3
 
 /**
- * Buffers in it can be exported and registered.
+ * Buffers in the provider can be exported and registered.
  */
 #define P2PMEM_PROVIDER_IS_EXPORTABLE 1
 
 /**
- * It has no struct pages: direct I/O does not work.
+ * The memory has no struct pages: direct I/O does not work.
  */
 #define P2PMEM_PROVIDER_IS_PAGELESS 2
 
 /**
- * It is being taken away.
+ * The provider is being removed.
  */
 #define P2PMEM_PROVIDER_IS_LEAVING 4
 
 /**
- * Importers that cannot be revoked are allowed too, where the administrator says so.
+ * Importers that cannot be revoked are allowed too. The administrator must allow this for the provider.
  */
 #define P2PMEM_EXPORT_IS_PINNED 1
 
@@ -97,7 +97,7 @@ struct ibv_mr;
 #define P2PMEM_METHOD_DMABUF 1
 
 /**
- * Registered by its addresses.
+ * Registered by addresses, through the kernel's peer-memory interface.
  */
 #define P2PMEM_METHOD_PEER_MEMORY 2
 
@@ -126,11 +126,11 @@ typedef struct p2pmem_reg p2pmem_reg;
  */
 typedef struct p2pmem_provider_info {
         /**
-         * Its number, never 0.
+         * Number of the provider, never 0.
          */
         uint32_t id;
         /**
-         * P2PMEM_KIND_IS_*, or 0 where this library does not know the kind.
+         * P2PMEM_KIND_IS_*, or 0 if this library does not know the kind.
          */
         uint32_t kind;
         /**
@@ -138,15 +138,15 @@ typedef struct p2pmem_provider_info {
          */
         uint32_t flags;
         /**
-         * Live buffers in it.
+         * Number of live buffers in the provider.
          */
         uint32_t buffers;
         /**
-         * The BAR, or -1 where it is not known.
+         * Number of the BAR, or -1 if unknown.
          */
         int32_t bar;
         /**
-         * NUMA node, or -1.
+         * NUMA node, or -1 if the machine has none.
          */
         int32_t numa_node;
         /**
@@ -154,45 +154,45 @@ typedef struct p2pmem_provider_info {
          */
         uint64_t size;
         /**
-         * Bytes that are free.
+         * Free bytes.
          */
         uint64_t free;
         /**
-         * Largest piece that can be had now, in bytes.
+         * Size in bytes of the largest piece that one allocation can get now.
          */
         uint64_t largest;
         /**
-         * PCI address, as "0000:03:00.0".
+         * PCI address, such as "0000:03:00.0".
          */
         char address[24];
         /**
-         * Driver of the device, "" where there is none.
+         * Driver of the device, or "" if the device has none.
          */
         char driver[32];
 } p2pmem_provider_info;
 
 /**
- * What a buffer has to be. Set all to 0, then what matters.
+ * A request for an allocation. Set the structure to 0, then the needed fields.
  */
 typedef struct p2pmem_want {
         /**
-         * Bytes, which are rounded up to pages.
+         * Size in bytes, rounded up to pages.
          */
         uint64_t size;
         /**
-         * Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
+         * Alignment in the BAR in bytes: 0 (a page) or a power of two up to 1 GiB.
          */
         uint64_t align;
         /**
-         * Names of the devices that will do DMA with it: "mlx5_0", "nvme0", "0000:03:00.0".
+         * Names of the devices that will do DMA to the buffer: "mlx5_0", "nvme0", "0000:03:00.0".
          */
         const char *const *near_devices;
         /**
-         * How many names there are, 64 at most.
+         * Number of names, at most 64.
          */
         size_t nr_near;
         /**
-         * 0, or id of the provider it has to be in.
+         * 0, or id of the required provider.
          */
         uint32_t provider;
         /**
@@ -200,12 +200,12 @@ typedef struct p2pmem_want {
          */
         uint32_t flags;
         /**
-         * 0, or the farthest path class allowed: P2PMEM_CLASS_*.
+         * 0, or the farthest path class that is allowed: P2PMEM_CLASS_*.
          */
         uint32_t max_class;
         /**
-         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
-         * divide it among, 16 at most. Must be 0 for p2pmem_alloc().
+         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, P2PMEM_PARTS_ALL, or the number of providers
+         * that share the request, at most 16. Must be 0 for p2pmem_alloc().
          */
         uint32_t parts;
 } p2pmem_want;
@@ -215,23 +215,24 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The version of the library, as "0.1.0".
+ * Returns the version of the library, such as "0.1.0".
  */
 const char *p2pmem_version(void);
 
 /**
- * What the last failed call of this thread failed with, in words: what, the errno, and why. "" before the first. It is
- * good until the thread's next call that fails.
+ * Returns a message about the last failed call of the calling thread: the operation, the errno, and the reason.
+ * Returns "" before the first failure. The string is valid until the thread's next failed call.
  */
 const char *p2pmem_last_error(void);
 
 /**
- * What to do about that failure, "" where that is not known.
+ * Returns what to do about the last failure of the calling thread, or "" if unknown. The string is valid until the
+ * thread's next failed call.
  */
 const char *p2pmem_last_remedy(void);
 
 /**
- * Opens the device: path, or /dev/p2pmem for NULL.
+ * Opens the device at path, or /dev/p2pmem for NULL.
  *
  * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of different versions), -ENOTTY
  * (another kind of file).
@@ -244,7 +245,7 @@ int p2pmem_open(const char *path,
                 struct p2pmem_dev **out);
 
 /**
- * Closes the device. Buffers that are not freed yet keep it open. NULL is allowed.
+ * Closes the device. Buffers that are not freed yet keep the file open. Ignores NULL.
  *
  * # Safety
  *
@@ -253,7 +254,9 @@ int p2pmem_open(const char *path,
 void p2pmem_close(struct p2pmem_dev *dev);
 
 /**
- * The device's descriptor: readable when there are events. It belongs to the device.
+ * Returns the device's descriptor, which is readable while there are events. The descriptor belongs to the device.
+ *
+ * Errors: -EINVAL.
  *
  * # Safety
  *
@@ -262,19 +265,24 @@ void p2pmem_close(struct p2pmem_dev *dev);
 int p2pmem_fd(const struct p2pmem_dev *dev);
 
 /**
- * Writes at most room providers to out, and returns how many there are.
+ * Writes at most nr_out providers to out, and returns the number of all providers, which can be larger.
+ *
+ * Errors: -EINVAL, -ENOMEM.
  *
  * # Safety
  *
- * dev must be open, out valid for room elements (NULL where room is 0).
+ * dev must be open, out valid for nr_out elements (NULL if nr_out is 0).
  */
-int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, size_t room);
+int p2pmem_list(const struct p2pmem_dev *dev,
+                struct p2pmem_provider_info *out,
+                size_t nr_out);
 
 /**
  * Allocates a buffer.
  *
- * Errors: -EINVAL (a bad want), -ENODEV (no provider could ever serve it, or no such device), -ENOSPC (those that could
- * are full: the text says who uses them).
+ * Errors: -EINVAL (an invalid want), -ENODEV (no provider can ever serve the request, or no such device), -ENOSPC (the
+ * providers that could serve the request are full; the message names their holders), -EACCES (a rule denies the
+ * memory), -EDQUOT (a quota or the limit of the cgroup is exceeded), -EMFILE (too many buffers).
  *
  * # Safety
  *
@@ -285,24 +293,25 @@ int p2pmem_alloc(const struct p2pmem_dev *dev,
                  struct p2pmem_buf **out);
 
 /**
- * Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
- * for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
- * exported and registered by itself. Returns how many there are, room at most.
+ * Allocates a stripe: a buffer in each of want.parts providers. The buffers have want.size bytes in total, in the
+ * order of out. All parts have the same size, but the last one can be smaller. Allocates all parts or none. Each part
+ * is mapped, exported, registered and freed separately. Returns the number of parts, at most nr_out.
  *
- * Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+ * Errors: those of p2pmem_alloc(), if a part has no provider; -EINVAL (want.parts is 0 or more than nr_out).
  *
  * # Safety
  *
- * dev must be open, want and its names valid, out valid for room elements.
+ * dev must be open, want and its names valid, out valid for nr_out elements.
  */
 int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
                         const struct p2pmem_want *want,
                         struct p2pmem_buf **out,
-                        size_t room);
+                        size_t nr_out);
 
 /**
- * Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
- * again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+ * Creates a descriptor of a buffer for other processes. A process that receives the descriptor (SCM_RIGHTS) imports
+ * the buffer with p2pmem_import(). The descriptor is close-on-exec, holds the buffer until it is closed, and must be
+ * closed by the caller.
  *
  * Errors: those of p2pmem_export().
  *
@@ -313,22 +322,22 @@ int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
 int p2pmem_share(const struct p2pmem_buf *buf);
 
 /**
- * Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
- * process has let go of it.
+ * Imports a buffer from a descriptor of p2pmem_share(), which the caller still has to close. The memory is free after
+ * all processes have freed the buffer.
  *
- * Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
- * buffer), -ENODEV (the buffer was revoked).
+ * Errors: -EBADF, -EINVAL (not a dma-buf), -EXDEV (a dma-buf of another driver), -EACCES (a dma-buf of parts of a
+ * buffer), -ENODEV (the buffer was revoked), -EMFILE.
  *
  * # Safety
  *
- * dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+ * dev must be open, out valid. If fd is a descriptor, it must stay open during the call.
  */
 int p2pmem_import(const struct p2pmem_dev *dev,
                   int fd,
                   struct p2pmem_buf **out);
 
 /**
- * Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.
+ * Frees a buffer. Its memory is free after its mappings, dma-bufs and registrations are gone too. Ignores NULL.
  *
  * # Safety
  *
@@ -337,7 +346,7 @@ int p2pmem_import(const struct p2pmem_dev *dev,
 void p2pmem_free(struct p2pmem_buf *buf);
 
 /**
- * The buffer's size in bytes; 0 for NULL.
+ * Returns the buffer's size in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -346,7 +355,7 @@ void p2pmem_free(struct p2pmem_buf *buf);
 uint64_t p2pmem_buf_size(const struct p2pmem_buf *buf);
 
 /**
- * Id of the provider that the buffer is in; 0 for NULL.
+ * Returns the id of the buffer's provider; 0 for NULL.
  *
  * # Safety
  *
@@ -355,8 +364,8 @@ uint64_t p2pmem_buf_size(const struct p2pmem_buf *buf);
 uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 
 /**
- * The buffer's first byte in the provider's BAR, which a command to the provider's engine wants; UINT64_MAX where the
- * BAR is not known, and for NULL.
+ * Returns the offset of the buffer's first byte in the provider's BAR, which commands to the provider's DMA engine
+ * use; UINT64_MAX if the BAR is not known, and for NULL.
  *
  * # Safety
  *
@@ -365,9 +374,9 @@ uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 
 /**
- * Maps all of a buffer. The mapping may outlive it.
+ * Maps a whole buffer for reading and writing. The mapping can outlive the buffer.
  *
- * Errors: -ENODEV (the buffer was revoked), -ENOMEM.
+ * Errors: -EINVAL, -ENODEV (the buffer was revoked), -ENOMEM.
  *
  * # Safety
  *
@@ -376,7 +385,7 @@ uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 
 /**
- * Unmaps it. Registrations that go by its addresses keep it. NULL is allowed.
+ * Removes a mapping. Registrations that use its addresses keep the memory mapped. Ignores NULL.
  *
  * # Safety
  *
@@ -385,8 +394,8 @@ int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 void p2pmem_unmap(struct p2pmem_mapping *map);
 
 /**
- * Address of the first byte; NULL for NULL. Access it through volatile pointers: devices change it at any time. When
- * the provider goes away an access raises SIGBUS.
+ * Returns the address of the first byte; NULL for NULL. Use volatile pointers for access: devices change the memory at
+ * any time. After the provider is removed, an access raises SIGBUS.
  *
  * # Safety
  *
@@ -395,7 +404,7 @@ void p2pmem_unmap(struct p2pmem_mapping *map);
 void *p2pmem_map_addr(const struct p2pmem_mapping *map);
 
 /**
- * Length in bytes; 0 for NULL.
+ * Returns the length in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -404,7 +413,9 @@ void *p2pmem_map_addr(const struct p2pmem_mapping *map);
 size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 
 /**
- * Makes writes through mappings visible to devices before what follows.
+ * Makes writes through mappings visible to devices before later operations.
+ *
+ * Errors: -EINVAL.
  *
  * # Safety
  *
@@ -413,8 +424,9 @@ size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 int p2pmem_flush(const struct p2pmem_mapping *map);
 
 /**
- * Exports length bytes of a buffer from offset on as a dma-buf and returns its descriptor, which is close-on-exec and
- * the caller's to close. Whole pages; a length of 0 means all from offset on. flags: P2PMEM_EXPORT_IS_PINNED or 0.
+ * Exports length bytes of a buffer from offset on as a dma-buf, and returns its descriptor, which is close-on-exec and
+ * must be closed by the caller. offset and length must be whole pages; a length of 0 means up to the end of the
+ * buffer. flags: P2PMEM_EXPORT_IS_PINNED or 0.
  *
  * Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
  * -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -429,16 +441,16 @@ int p2pmem_export(const struct p2pmem_buf *buf,
                   unsigned int flags);
 
 /**
- * Registers length bytes of a buffer from offset on with the NIC of a protection domain; a length of 0 means all from
- * offset on. access: IBV_ACCESS_* bits.
+ * Registers length bytes of a buffer from offset on with the NIC of a protection domain. A length of 0 means up to the
+ * end of the buffer. access: IBV_ACCESS_* bits.
  *
- * On a stock kernel this makes a dma-buf of the buffer and registers that. Where the buffer is mapped, work requests
- * name its bytes by their addresses; else the buffer's first byte is 0. The registration keeps the memory, even where
- * the buffer is freed. It must be ended before the protection domain is.
+ * On a stock kernel, this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work
+ * requests address its bytes by the addresses of the mapping; else the address of the buffer's first byte is 0. The
+ * registration holds the memory, even if the buffer is freed. End the registration before the protection domain.
  *
- * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver cannot take dma-bufs, or not ones that can be taken back),
- * -EHOSTUNREACH (the NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs,
- * or too old a one).
+ * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not support dma-bufs, or not revocable ones), -EHOSTUNREACH (the
+ * NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (libibverbs is missing or too
+ * old).
  *
  * # Safety
  *
@@ -452,18 +464,18 @@ int p2pmem_register(const struct p2pmem_buf *buf,
                     struct p2pmem_reg **out);
 
 /**
- * Ends a registration. It is gone whatever this returns. NULL is allowed.
+ * Ends a registration. The handle is invalid afterwards, also after an error. Ignores NULL.
  *
- * Errors: -EIO (the driver refused: memory windows are bound to it).
+ * Errors: -EIO (the driver refused: memory windows are bound to the region).
  *
  * # Safety
  *
- * reg must be NULL, or a registration that no work request names any more.
+ * reg must be NULL, or a registration that no work request uses any more.
  */
 int p2pmem_deregister(struct p2pmem_reg *reg);
 
 /**
- * The key for work requests of this side; 0 for NULL.
+ * Returns the key for local work requests; 0 for NULL.
  *
  * # Safety
  *
@@ -472,7 +484,7 @@ int p2pmem_deregister(struct p2pmem_reg *reg);
 uint32_t p2pmem_reg_lkey(const struct p2pmem_reg *reg);
 
 /**
- * The key for work requests of the other side; 0 for NULL.
+ * Returns the key for work requests of the remote side; 0 for NULL.
  *
  * # Safety
  *
@@ -481,7 +493,7 @@ uint32_t p2pmem_reg_lkey(const struct p2pmem_reg *reg);
 uint32_t p2pmem_reg_rkey(const struct p2pmem_reg *reg);
 
 /**
- * What work requests call the first byte; 0 for NULL.
+ * Returns the address of the first byte in work requests; 0 for NULL.
  *
  * # Safety
  *
@@ -490,7 +502,7 @@ uint32_t p2pmem_reg_rkey(const struct p2pmem_reg *reg);
 uint64_t p2pmem_reg_addr(const struct p2pmem_reg *reg);
 
 /**
- * Length in bytes; 0 for NULL.
+ * Returns the length in bytes; 0 for NULL.
  *
  * # Safety
  *
@@ -499,7 +511,7 @@ uint64_t p2pmem_reg_addr(const struct p2pmem_reg *reg);
 size_t p2pmem_reg_len(const struct p2pmem_reg *reg);
 
 /**
- * The method taken: P2PMEM_METHOD_*; 0 for NULL.
+ * Returns the method of the registration, P2PMEM_METHOD_*; 0 for NULL.
  *
  * # Safety
  *
@@ -508,7 +520,7 @@ size_t p2pmem_reg_len(const struct p2pmem_reg *reg);
 int p2pmem_reg_method(const struct p2pmem_reg *reg);
 
 /**
- * The region itself, which belongs to the registration: do not deregister it. NULL for NULL.
+ * Returns the memory region, which belongs to the registration: do not deregister it. Returns NULL for NULL.
  *
  * # Safety
  *
@@ -517,30 +529,34 @@ int p2pmem_reg_method(const struct p2pmem_reg *reg);
 struct ibv_mr *p2pmem_reg_mr(const struct p2pmem_reg *reg);
 
 /**
- * Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
- * room bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+ * Explains which provider p2pmem_alloc() would choose for this want and why, with a line for each provider. Writes at
+ * most size bytes to text, with a NUL, and returns the length of the whole text in bytes, as snprintf() does.
+ * Allocates nothing.
+ *
+ * Errors: those of p2pmem_alloc(), except for a request that no provider can serve.
  *
  * # Safety
  *
- * dev must be open, want and its names valid, text valid for room bytes (NULL where room is 0).
+ * dev must be open, want and its names valid, text valid for size bytes (NULL if size is 0).
  */
 int p2pmem_explain(const struct p2pmem_dev *dev,
                    const struct p2pmem_want *want,
                    char *text,
-                   size_t room);
+                   size_t size);
 
 /**
- * Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
+ * Explains the last allocation through this device, or the last refusal since. text, size and result are those of
+ * p2pmem_explain().
  *
- * Errors: -ENODATA (there was none yet).
+ * Errors: -ENODATA (there is none yet).
  *
  * # Safety
  *
- * dev must be open, text valid for room bytes (NULL where room is 0).
+ * dev must be open, text valid for size bytes (NULL if size is 0).
  */
 int p2pmem_explain_last(const struct p2pmem_dev *dev,
                         char *text,
-                        size_t room);
+                        size_t size);
 
 #ifdef __cplusplus
 }  // extern "C"

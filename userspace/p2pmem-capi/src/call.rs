@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What stands behind the C functions, in safe Rust: errors as errnos and sentences, requests, providers.
+//! Implementation of the C functions in safe Rust: errors as errnos and messages, requests, providers.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CString};
@@ -15,7 +15,7 @@ use crate::sys::{
     P2PMEM_WANT_UPSTREAM,
 };
 
-/// Why a call failed: the errno (positive), what and why, and what to do.
+/// Failure of a call: errno (positive), message, and remedy.
 #[derive(Debug)]
 pub(crate) struct Failure {
     errno: i32,
@@ -24,7 +24,7 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// An argument that cannot be.
+    /// An invalid argument: EINVAL.
     pub(crate) fn argument(text: impl Into<String>) -> Self {
         Self {
             errno: libc::EINVAL,
@@ -35,11 +35,11 @@ impl Failure {
 }
 
 impl Failure {
-    /// A number that is no descriptor.
+    /// A number that is not a descriptor: EBADF.
     pub(crate) fn bad_descriptor(fd: c_int) -> Self {
         Self {
             errno: libc::EBADF,
-            text: format!("{fd} is no descriptor"),
+            text: format!("{fd} is not a descriptor"),
             remedy: None,
         }
     }
@@ -63,11 +63,11 @@ impl From<Error> for Failure {
 }
 
 thread_local! {
-    /// Sentence and remedy of the thread's last failure.
+    /// Message and remedy of the thread's last failure.
     static LAST: RefCell<(CString, CString)> = RefCell::default();
 }
 
-/// The text as C has it; it ends where it has a NUL of its own.
+/// Converts a text to a C string, which ends at the first NUL of the text.
 fn c_text(text: &str) -> CString {
     let text = text.split('\0').next().unwrap_or_default();
     CString::new(text).unwrap_or_default()
@@ -75,11 +75,11 @@ fn c_text(text: &str) -> CString {
 
 fn keep(failure: &Failure) {
     let texts = (c_text(&failure.text), c_text(failure.remedy.unwrap_or_default()));
-    // Not there any more while the thread ends: then nobody can ask either.
+    // The value does not exist any more while the thread exits, and no one can read it then.
     let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
 }
 
-/// The thread's last sentence (or remedy), as long as it does not fail again.
+/// Returns the thread's last message, or its remedy. The pointer is valid until the thread's next failure.
 pub(crate) fn last(remedy: bool) -> *const c_char {
     LAST.try_with(|last| {
         let last = last.borrow();
@@ -88,13 +88,13 @@ pub(crate) fn last(remedy: bool) -> *const c_char {
     .unwrap_or(c"".as_ptr())
 }
 
-/// Runs what a C function stands for: its number, or a negative errno whose sentence is kept.
+/// Runs the body of a C function. Returns its number, or a negative errno after storing the message.
 pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
-    // What a panic leaves half done is at worst a handle that the caller did not get.
+    // After a panic, at worst the caller does not receive a handle.
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         Err(Failure {
             errno: libc::EIO,
-            text: format!("{function}() panicked, which is a fault of this library"),
+            text: format!("{function}() panicked: this is a bug of libp2pmem, please report it"),
             remedy: None,
         })
     });
@@ -104,12 +104,12 @@ pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>)
     })
 }
 
-/// A count as C returns it.
+/// Converts a count to C's type.
 pub(crate) fn count(n: usize) -> c_int {
     c_int::try_from(n).unwrap_or(c_int::MAX)
 }
 
-/// What is wanted, in numbers; the names of clients come beside it.
+/// A request from C, with the names of its clients.
 #[derive(Debug, Default)]
 pub(crate) struct Want {
     pub(crate) size: u64,
@@ -131,7 +131,7 @@ impl Want {
         if self.flags & P2PMEM_WANT_UPSTREAM != 0 {
             if self.parts != 0 {
                 return Err(Failure::argument(
-                    "the kernel's own choice is one provider: parts is not 0",
+                    "P2PMEM_WANT_UPSTREAM chooses one provider: parts must be 0",
                 ));
             }
             request = request.strategy(Strategy::Upstream);
@@ -141,7 +141,7 @@ impl Want {
             P2PMEM_PARTS_ALL => request.strategy(Strategy::Stripe),
             parts if parts > P2PMEM_MAX_PARTS => {
                 return Err(Failure::argument(format!(
-                    "{parts} parts, at most {P2PMEM_MAX_PARTS} are possible"
+                    "{parts} parts: at most {P2PMEM_MAX_PARTS} are possible"
                 )));
             }
             parts => request.strategy(Strategy::Stripe).parts(parts),
@@ -158,7 +158,7 @@ impl Want {
             let class = (self.max_class as usize)
                 .checked_sub(1)
                 .and_then(|at| PathClass::ALL.get(at));
-            let class = class.ok_or_else(|| Failure::argument(format!("{} is no path class", self.max_class)))?;
+            let class = class.ok_or_else(|| Failure::argument(format!("{} is not a path class", self.max_class)))?;
             request = request.max_class(*class);
         }
         Ok(request)
@@ -166,24 +166,24 @@ impl Want {
 }
 
 impl Want {
-    /// The same for a stripe of `room` parts at most.
-    pub(crate) fn stripe(&self, room: usize) -> Result<Request, Failure> {
+    /// Converts the request for a stripe of at most `max_parts` parts.
+    pub(crate) fn stripe(&self, max_parts: usize) -> Result<Request, Failure> {
         let most = P2PMEM_MAX_PARTS as usize;
         match self.parts {
             0 => Err(Failure::argument("a stripe of 0 parts")),
-            P2PMEM_PARTS_ALL if room < most => Err(Failure::argument(format!(
-                "nr_parts is {room}, and there may be {most} parts"
+            P2PMEM_PARTS_ALL if max_parts < most => Err(Failure::argument(format!(
+                "nr_out is {max_parts}, and there may be {most} parts"
             ))),
             P2PMEM_PARTS_ALL => self.request(),
-            parts if parts as usize > room => Err(Failure::argument(format!(
-                "nr_parts is {room}, and {parts} parts are requested"
+            parts if parts as usize > max_parts => Err(Failure::argument(format!(
+                "nr_out is {max_parts}, and {parts} parts are requested"
             ))),
             _ => self.request(),
         }
     }
 }
 
-/// A string in a fixed array, always with a NUL.
+/// Returns a string in a fixed array, always with a NUL.
 fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut chars = [0; N];
     for (to, from) in chars.iter_mut().zip(text.bytes().take(N - 1)) {
@@ -192,7 +192,7 @@ fn chars<const N: usize>(text: &str) -> [c_char; N] {
     chars
 }
 
-/// A number that C has as -1 where it is not known.
+/// Converts a number that is -1 in C if it is not known.
 fn signed(number: Option<u32>) -> i32 {
     number.and_then(|n| i32::try_from(n).ok()).unwrap_or(-1)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What C sees, and the one module with `unsafe`. cbindgen makes p2pmem.h of this file, so its comments speak to those
-//! who read that.
+//! The C interface, and the only module with `unsafe`. cbindgen creates p2pmem.h from this file, so its comments are
+//! for readers of the header.
 #![allow(unsafe_code, non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
@@ -25,34 +25,34 @@ pub struct p2pmem_mapping(Mapping);
 /// A buffer registered with an RDMA NIC.
 pub struct p2pmem_reg(Registration);
 
-/// What a buffer has to be. Set all to 0, then what matters.
+/// A request for an allocation. Set the structure to 0, then the needed fields.
 #[repr(C)]
 pub struct p2pmem_want {
-    /// Bytes, which are rounded up to pages.
+    /// Size in bytes, rounded up to pages.
     pub size: u64,
-    /// Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
+    /// Alignment in the BAR in bytes: 0 (a page) or a power of two up to 1 GiB.
     pub align: u64,
-    /// Names of the devices that will do DMA with it: "mlx5_0", "nvme0", "0000:03:00.0".
+    /// Names of the devices that will do DMA to the buffer: "mlx5_0", "nvme0", "0000:03:00.0".
     pub near_devices: *const *const c_char,
-    /// How many names there are, 64 at most.
+    /// Number of names, at most 64.
     pub nr_near: usize,
-    /// 0, or id of the provider it has to be in.
+    /// 0, or id of the required provider.
     pub provider: u32,
     /// P2PMEM_WANT_* bits.
     pub flags: u32,
-    /// 0, or the farthest path class allowed: P2PMEM_CLASS_*.
+    /// 0, or the farthest path class that is allowed: P2PMEM_CLASS_*.
     pub max_class: u32,
-    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, else P2PMEM_PARTS_ALL or how many providers to
-    /// divide it among, 16 at most. Must be 0 for p2pmem_alloc().
+    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, P2PMEM_PARTS_ALL, or the number of providers
+    /// that share the request, at most 16. Must be 0 for p2pmem_alloc().
     pub parts: u32,
 }
 
-/// The provider is only preferred: another one is taken where it cannot serve.
+/// The provider is preferred, not required: another provider serves the request if this one cannot.
 pub const P2PMEM_WANT_PREFER: u32 = 1;
-/// The kernel's own pci_p2pmem_find_many() chooses.
+/// The kernel's pci_p2pmem_find_many() chooses the provider.
 pub const P2PMEM_WANT_UPSTREAM: u32 = 2;
 
-/// As many parts as providers can hold one.
+/// As many parts as there are providers that can hold one.
 pub const P2PMEM_PARTS_ALL: u32 = u32::MAX;
 
 /// The same device.
@@ -65,96 +65,97 @@ pub const P2PMEM_CLASS_SWITCHES: u32 = 3;
 pub const P2PMEM_CLASS_HOST_BRIDGE: u32 = 4;
 /// In one NUMA node.
 pub const P2PMEM_CLASS_NUMA_NODE: u32 = 5;
-/// Anywhere that can be reached.
+/// Any provider that all devices can reach.
 pub const P2PMEM_CLASS_SYSTEM: u32 = 6;
 
 /// A device with published memory.
 #[repr(C)]
 pub struct p2pmem_provider_info {
-    /// Its number, never 0.
+    /// Number of the provider, never 0.
     pub id: u32,
-    /// P2PMEM_KIND_IS_*, or 0 where this library does not know the kind.
+    /// P2PMEM_KIND_IS_*, or 0 if this library does not know the kind.
     pub kind: u32,
     /// P2PMEM_PROVIDER_IS_* bits.
     pub flags: u32,
-    /// Live buffers in it.
+    /// Number of live buffers in the provider.
     pub buffers: u32,
-    /// The BAR, or -1 where it is not known.
+    /// Number of the BAR, or -1 if unknown.
     pub bar: i32,
-    /// NUMA node, or -1.
+    /// NUMA node, or -1 if the machine has none.
     pub numa_node: i32,
     /// Bytes that p2pmem manages.
     pub size: u64,
-    /// Bytes that are free.
+    /// Free bytes.
     pub free: u64,
-    /// Largest piece that can be had now, in bytes.
+    /// Size in bytes of the largest piece that one allocation can get now.
     pub largest: u64,
-    /// PCI address, as "0000:03:00.0".
+    /// PCI address, such as "0000:03:00.0".
     pub address: [c_char; 24],
-    /// Driver of the device, "" where there is none.
+    /// Driver of the device, or "" if the device has none.
     pub driver: [c_char; 32],
 }
 
-/// Published by the administrator.
+/// A BAR that the administrator published.
 pub const P2PMEM_KIND_IS_OWN: u32 = 1;
-/// Published by the device's own driver.
+/// Memory that the device's own driver published in the kernel's pool.
 pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
-/// Handed to p2pmem by the device's own driver.
+/// Memory that the device's own driver registered with p2pmem.
 pub const P2PMEM_KIND_IS_REGISTERED: u32 = 3;
 
-/// Buffers in it can be exported and registered.
+/// Buffers in the provider can be exported and registered.
 pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
-/// It has no struct pages: direct I/O does not work.
+/// The memory has no struct pages: direct I/O does not work.
 pub const P2PMEM_PROVIDER_IS_PAGELESS: u32 = 2;
-/// It is being taken away.
+/// The provider is being removed.
 pub const P2PMEM_PROVIDER_IS_LEAVING: u32 = 4;
 
-/// Importers that cannot be revoked are allowed too, where the administrator says so.
+/// Importers that cannot be revoked are allowed too. The administrator must allow this for the provider.
 pub const P2PMEM_EXPORT_IS_PINNED: c_uint = 1;
 
 /// Registered by a dma-buf.
 pub const P2PMEM_METHOD_DMABUF: c_int = 1;
-/// Registered by its addresses.
+/// Registered by addresses, through the kernel's peer-memory interface.
 pub const P2PMEM_METHOD_PEER_MEMORY: c_int = 2;
 
-/// A reference to what a pointer argument points to.
+/// Converts a pointer argument to a reference. Fails for NULL.
 ///
 /// # Safety
 ///
 /// The pointer must be null, or valid for `'a`.
-unsafe fn given<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
-    // SAFETY: the caller's promise.
+unsafe fn input<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { pointer.as_ref() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Where a result goes.
+/// Converts the pointer of an output argument to a reference. Fails for NULL.
 ///
 /// # Safety
 ///
-/// The pointer must be null, or valid to write for `'a`.
-unsafe fn place<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
-    // SAFETY: the caller's promise.
+/// The pointer must be null, or valid for writes for `'a`.
+unsafe fn output<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { pointer.as_mut() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Takes back what a handle owns.
+/// Takes ownership of a handle. Returns `None` for NULL.
 ///
 /// # Safety
 ///
-/// The pointer must be null, or a handle of this library that was not given back before, and is not in use.
+/// The pointer must be null, or a handle of this library that was not released before and is not in use.
 unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
-    // SAFETY: the caller's promise; handles are made by Box::into_raw().
+    // SAFETY: the caller guarantees that the handle is valid and unused; Box::into_raw() created the handle.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
 }
 
-/// What is wanted, as Rust has it.
+/// Converts a request to its Rust form.
 ///
 /// # Safety
 ///
-/// The pointer must be null or valid, its names as many as it says, and each a NUL-terminated string.
+/// The pointer must be null or valid. `near_devices` must have `nr_near` pointers, each null or a NUL-terminated
+/// string.
 unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
-    // SAFETY: the caller's promise.
-    let raw = unsafe { given(want, "want") }?;
+    // SAFETY: the caller guarantees that the pointer is null or valid.
+    let raw = unsafe { input(want, "want") }?;
     let mut near = Vec::new();
     if raw.nr_near > 0 {
         if raw.near_devices.is_null() {
@@ -167,12 +168,12 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
             )));
         }
         for n in 0..raw.nr_near {
-            // SAFETY: the caller's promise: there are `nr_near` names.
+            // SAFETY: the caller guarantees that there are `nr_near` names.
             let name = unsafe { *raw.near_devices.add(n) };
             if name.is_null() {
                 return Err(Failure::argument(format!("name {n} of near_devices is NULL")));
             }
-            // SAFETY: the caller's promise: it is a NUL-terminated string.
+            // SAFETY: the caller guarantees that the name is a NUL-terminated string.
             near.push(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
         }
     }
@@ -187,18 +188,19 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
     })
 }
 
-/// Copies a text as snprintf() does.
+/// Copies a text as snprintf() does, and returns its length in bytes.
 ///
 /// # Safety
 ///
-/// `to` must be valid to write for `room` bytes, or `room` 0.
-unsafe fn put(text: &str, to: *mut c_char, room: usize) -> Result<c_int, Failure> {
-    if room > 0 {
+/// `to` must be valid for writes of `size` bytes, or `size` must be 0.
+unsafe fn copy_text(text: &str, to: *mut c_char, size: usize) -> Result<c_int, Failure> {
+    if size > 0 {
         if to.is_null() {
-            return Err(Failure::argument("text is NULL, and room is not 0"));
+            return Err(Failure::argument("text is NULL, and size is not 0"));
         }
-        let n = text.len().min(room - 1);
-        // SAFETY: `n + 1` bytes fit (the caller's promise), and the text is not in the program's memory.
+        let n = text.len().min(size - 1);
+        // SAFETY: `n + 1` bytes fit, which the caller guarantees, and the library's text does not overlap the program's
+        // memory.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
             to.add(n).write(0);
@@ -207,26 +209,27 @@ unsafe fn put(text: &str, to: *mut c_char, room: usize) -> Result<c_int, Failure
     Ok(count(text.len()))
 }
 
-/// The version of the library, as "0.1.0".
+/// Returns the version of the library, such as "0.1.0".
 #[no_mangle]
 pub extern "C" fn p2pmem_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// What the last failed call of this thread failed with, in words: what, the errno, and why. "" before the first. It is
-/// good until the thread's next call that fails.
+/// Returns a message about the last failed call of the calling thread: the operation, the errno, and the reason.
+/// Returns "" before the first failure. The string is valid until the thread's next failed call.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_error() -> *const c_char {
     last(false)
 }
 
-/// What to do about that failure, "" where that is not known.
+/// Returns what to do about the last failure of the calling thread, or "" if unknown. The string is valid until the
+/// thread's next failed call.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
     last(true)
 }
 
-/// Opens the device: path, or /dev/p2pmem for NULL.
+/// Opens the device at path, or /dev/p2pmem for NULL.
 ///
 /// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of different versions), -ENOTTY
 /// (another kind of file).
@@ -237,12 +240,12 @@ pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_dev) -> c_int {
     run("p2pmem_open", || {
-        // SAFETY: this function's own contract.
-        let out = unsafe { place(out, "out") }?;
+        // SAFETY: this function's contract.
+        let out = unsafe { output(out, "out") }?;
         let device = if path.is_null() {
             Device::open()
         } else {
-            // SAFETY: not null, so it is a string.
+            // SAFETY: the path is not null, so it is a string (this function's contract).
             let path = unsafe { CStr::from_ptr(path) };
             Device::open_path(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(
                 path.to_bytes(),
@@ -253,7 +256,7 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
     })
 }
 
-/// Closes the device. Buffers that are not freed yet keep it open. NULL is allowed.
+/// Closes the device. Buffers that are not freed yet keep the file open. Ignores NULL.
 ///
 /// # Safety
 ///
@@ -261,39 +264,43 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_close(dev: *mut p2pmem_dev) {
     run("p2pmem_close", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(dev) });
         Ok(0)
     });
 }
 
-/// The device's descriptor: readable when there are events. It belongs to the device.
+/// Returns the device's descriptor, which is readable while there are events. The descriptor belongs to the device.
+///
+/// Errors: -EINVAL.
 ///
 /// # Safety
 ///
 /// dev must be open.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
-    // SAFETY: this function's own contract.
-    run("p2pmem_fd", || Ok(unsafe { given(dev, "dev") }?.0.as_fd().as_raw_fd()))
+    // SAFETY: this function's contract.
+    run("p2pmem_fd", || Ok(unsafe { input(dev, "dev") }?.0.as_fd().as_raw_fd()))
 }
 
-/// Writes at most room providers to out, and returns how many there are.
+/// Writes at most nr_out providers to out, and returns the number of all providers, which can be larger.
+///
+/// Errors: -EINVAL, -ENOMEM.
 ///
 /// # Safety
 ///
-/// dev must be open, out valid for room elements (NULL where room is 0).
+/// dev must be open, out valid for nr_out elements (NULL if nr_out is 0).
 #[no_mangle]
-pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, room: usize) -> c_int {
+pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, nr_out: usize) -> c_int {
     run("p2pmem_list", || {
-        // SAFETY: this function's own contract.
-        let all = providers(&unsafe { given(dev, "dev") }?.0)?;
+        // SAFETY: this function's contract.
+        let all = providers(&unsafe { input(dev, "dev") }?.0)?;
         let there = all.len();
-        if room > 0 && out.is_null() {
-            return Err(Failure::argument("out is NULL, and room is not 0"));
+        if nr_out > 0 && out.is_null() {
+            return Err(Failure::argument("out is NULL, and nr_out is not 0"));
         }
-        for (n, provider) in all.into_iter().take(room).enumerate() {
-            // SAFETY: `n` is less than `room`.
+        for (n, provider) in all.into_iter().take(nr_out).enumerate() {
+            // SAFETY: `n` is less than `nr_out`.
             unsafe { out.add(n).write(provider) };
         }
         Ok(count(there))
@@ -302,8 +309,9 @@ pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_pr
 
 /// Allocates a buffer.
 ///
-/// Errors: -EINVAL (a bad want), -ENODEV (no provider could ever serve it, or no such device), -ENOSPC (those that could
-/// are full: the text says who uses them).
+/// Errors: -EINVAL (an invalid want), -ENODEV (no provider can ever serve the request, or no such device), -ENOSPC (the
+/// providers that could serve the request are full; the message names their holders), -EACCES (a rule denies the
+/// memory), -EDQUOT (a quota or the limit of the cgroup is exceeded), -EMFILE (too many buffers).
 ///
 /// # Safety
 ///
@@ -315,47 +323,48 @@ pub unsafe extern "C" fn p2pmem_alloc(
     out: *mut *mut p2pmem_buf,
 ) -> c_int {
     run("p2pmem_alloc", || {
-        // SAFETY: this function's own contract.
-        let (dev, want, out) = unsafe { (given(dev, "dev")?, self::want(want)?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (dev, want, out) = unsafe { (input(dev, "dev")?, self::want(want)?, output(out, "out")?) };
         *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.alloc(&want.request()?)?)));
         Ok(0)
     })
 }
 
-/// Allocates a buffer in each of several providers, want.parts in all: together they are want.size bytes, equal parts but
-/// for the last one, which may be smaller, in the order of out. All are allocated or none. Each is freed, mapped,
-/// exported and registered by itself. Returns how many there are, room at most.
+/// Allocates a stripe: a buffer in each of want.parts providers. The buffers have want.size bytes in total, in the
+/// order of out. All parts have the same size, but the last one can be smaller. Allocates all parts or none. Each part
+/// is mapped, exported, registered and freed separately. Returns the number of parts, at most nr_out.
 ///
-/// Errors: those of p2pmem_alloc(), for the part that found no provider; -EINVAL (want.parts is 0, or more than room).
+/// Errors: those of p2pmem_alloc(), if a part has no provider; -EINVAL (want.parts is 0 or more than nr_out).
 ///
 /// # Safety
 ///
-/// dev must be open, want and its names valid, out valid for room elements.
+/// dev must be open, want and its names valid, out valid for nr_out elements.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_alloc_stripe(
     dev: *const p2pmem_dev,
     want: *const p2pmem_want,
     out: *mut *mut p2pmem_buf,
-    room: usize,
+    nr_out: usize,
 ) -> c_int {
     run("p2pmem_alloc_stripe", || {
-        // SAFETY: this function's own contract.
-        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        // SAFETY: this function's contract.
+        let (dev, want) = unsafe { (input(dev, "dev")?, self::want(want)?) };
         if out.is_null() {
             return Err(Failure::argument("out is NULL"));
         }
-        let parts = dev.0.alloc_stripe(&want.stripe(room)?)?.into_parts();
+        let parts = dev.0.alloc_stripe(&want.stripe(nr_out)?)?.into_parts();
         let there = parts.len();
         for (n, part) in parts.into_iter().enumerate() {
-            // SAFETY: there are `room` at most (this function's own contract).
+            // SAFETY: there are at most `nr_out` parts, for which `out` is valid (this function's contract).
             unsafe { out.add(n).write(Box::into_raw(Box::new(p2pmem_buf(part)))) };
         }
         Ok(count(there))
     })
 }
 
-/// Makes a descriptor by which another process gets at a buffer: sent to it (SCM_RIGHTS), p2pmem_import() makes it a buffer
-/// again. It is close-on-exec and the caller's to close, and holds the buffer until then.
+/// Creates a descriptor of a buffer for other processes. A process that receives the descriptor (SCM_RIGHTS) imports
+/// the buffer with p2pmem_import(). The descriptor is close-on-exec, holds the buffer until it is closed, and must be
+/// closed by the caller.
 ///
 /// Errors: those of p2pmem_export().
 ///
@@ -365,37 +374,38 @@ pub unsafe extern "C" fn p2pmem_alloc_stripe(
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_share(buf: *const p2pmem_buf) -> c_int {
     run("p2pmem_share", || {
-        // SAFETY: this function's own contract.
-        let shared = unsafe { given(buf, "buf") }?.0.share()?;
+        // SAFETY: this function's contract.
+        let shared = unsafe { input(buf, "buf") }?.0.share()?;
         Ok(OwnedFd::from(shared).into_raw_fd())
     })
 }
 
-/// Makes a buffer of a descriptor of p2pmem_share(), which stays the caller's to close. The memory is free when the last
-/// process has let go of it.
+/// Imports a buffer from a descriptor of p2pmem_share(), which the caller still has to close. The memory is free after
+/// all processes have freed the buffer.
 ///
-/// Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (a dma-buf of another driver's), -EACCES (a dma-buf of parts of a
-/// buffer), -ENODEV (the buffer was revoked).
+/// Errors: -EBADF, -EINVAL (not a dma-buf), -EXDEV (a dma-buf of another driver), -EACCES (a dma-buf of parts of a
+/// buffer), -ENODEV (the buffer was revoked), -EMFILE.
 ///
 /// # Safety
 ///
-/// dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+/// dev must be open, out valid. If fd is a descriptor, it must stay open during the call.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *mut *mut p2pmem_buf) -> c_int {
     run("p2pmem_import", || {
-        // SAFETY: this function's own contract.
-        let (dev, out) = unsafe { (given(dev, "dev")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (dev, out) = unsafe { (input(dev, "dev")?, output(out, "out")?) };
         if fd < 0 {
             return Err(Failure::bad_descriptor(fd));
         }
-        // SAFETY: it is not -1, and stays open during the call; a number that is no descriptor is refused by the kernel.
+        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
+        // refuses a number that is not a descriptor.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.import(fd)?)));
         Ok(0)
     })
 }
 
-/// Frees a buffer. Its memory is free once its mappings, dma-bufs and registrations are gone too. NULL is allowed.
+/// Frees a buffer. Its memory is free after its mappings, dma-bufs and registrations are gone too. Ignores NULL.
 ///
 /// # Safety
 ///
@@ -403,51 +413,51 @@ pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_free(buf: *mut p2pmem_buf) {
     run("p2pmem_free", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(buf) });
         Ok(0)
     });
 }
 
-/// The buffer's size in bytes; 0 for NULL.
+/// Returns the buffer's size in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_size(buf: *const p2pmem_buf) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.size())
 }
 
-/// Id of the provider that the buffer is in; 0 for NULL.
+/// Returns the id of the buffer's provider; 0 for NULL.
 ///
 /// # Safety
 ///
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_provider(buf: *const p2pmem_buf) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.provider())
 }
 
-/// The buffer's first byte in the provider's BAR, which a command to the provider's engine wants; UINT64_MAX where the
-/// BAR is not known, and for NULL.
+/// Returns the offset of the buffer's first byte in the provider's BAR, which commands to the provider's DMA engine
+/// use; UINT64_MAX if the BAR is not known, and for NULL.
 ///
 /// # Safety
 ///
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }
         .and_then(|buf| buf.0.bar_offset())
         .unwrap_or(u64::MAX)
 }
 
-/// Maps all of a buffer. The mapping may outlive it.
+/// Maps a whole buffer for reading and writing. The mapping can outlive the buffer.
 ///
-/// Errors: -ENODEV (the buffer was revoked), -ENOMEM.
+/// Errors: -EINVAL, -ENODEV (the buffer was revoked), -ENOMEM.
 ///
 /// # Safety
 ///
@@ -455,14 +465,14 @@ pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pmem_mapping) -> c_int {
     run("p2pmem_map", || {
-        // SAFETY: this function's own contract.
-        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (buf, out) = unsafe { (input(buf, "buf")?, output(out, "out")?) };
         *out = Box::into_raw(Box::new(p2pmem_mapping(buf.0.map()?)));
         Ok(0)
     })
 }
 
-/// Unmaps it. Registrations that go by its addresses keep it. NULL is allowed.
+/// Removes a mapping. Registrations that use its addresses keep the memory mapped. Ignores NULL.
 ///
 /// # Safety
 ///
@@ -470,36 +480,38 @@ pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pme
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_unmap(map: *mut p2pmem_mapping) {
     run("p2pmem_unmap", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(map) });
         Ok(0)
     });
 }
 
-/// Address of the first byte; NULL for NULL. Access it through volatile pointers: devices change it at any time. When
-/// the provider goes away an access raises SIGBUS.
+/// Returns the address of the first byte; NULL for NULL. Use volatile pointers for access: devices change the memory at
+/// any time. After the provider is removed, an access raises SIGBUS.
 ///
 /// # Safety
 ///
 /// map must be NULL or a mapping.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map_addr(map: *const p2pmem_mapping) -> *mut c_void {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { map.as_ref() }.map_or(std::ptr::null_mut(), |map| map.0.as_ptr().cast())
 }
 
-/// Length in bytes; 0 for NULL.
+/// Returns the length in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
 /// map must be NULL or a mapping.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { map.as_ref() }.map_or(0, |map| map.0.len())
 }
 
-/// Makes writes through mappings visible to devices before what follows.
+/// Makes writes through mappings visible to devices before later operations.
+///
+/// Errors: -EINVAL.
 ///
 /// # Safety
 ///
@@ -507,14 +519,15 @@ pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
     run("p2pmem_flush", || {
-        // SAFETY: this function's own contract.
-        unsafe { given(map, "map") }?.0.flush();
+        // SAFETY: this function's contract.
+        unsafe { input(map, "map") }?.0.flush();
         Ok(0)
     })
 }
 
-/// Exports length bytes of a buffer from offset on as a dma-buf and returns its descriptor, which is close-on-exec and
-/// the caller's to close. Whole pages; a length of 0 means all from offset on. flags: P2PMEM_EXPORT_IS_PINNED or 0.
+/// Exports length bytes of a buffer from offset on as a dma-buf, and returns its descriptor, which is close-on-exec and
+/// must be closed by the caller. offset and length must be whole pages; a length of 0 means up to the end of the
+/// buffer. flags: P2PMEM_EXPORT_IS_PINNED or 0.
 ///
 /// Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
 /// -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -525,8 +538,8 @@ pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, length: u64, flags: c_uint) -> c_int {
     run("p2pmem_export", || {
-        // SAFETY: this function's own contract.
-        let buf = &unsafe { given(buf, "buf") }?.0;
+        // SAFETY: this function's contract.
+        let buf = &unsafe { input(buf, "buf") }?.0;
         if flags & !P2PMEM_EXPORT_IS_PINNED != 0 {
             return Err(Failure::argument(format!("unknown flags {flags:#x}")));
         }
@@ -540,7 +553,7 @@ pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, leng
     })
 }
 
-/// Bytes of a buffer, where a length of 0 means the rest.
+/// Returns a range of a buffer. A length of 0 means up to the end of the buffer.
 fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     let end = if length == 0 {
         size
@@ -550,16 +563,16 @@ fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     offset..end
 }
 
-/// Registers length bytes of a buffer from offset on with the NIC of a protection domain; a length of 0 means all from
-/// offset on. access: IBV_ACCESS_* bits.
+/// Registers length bytes of a buffer from offset on with the NIC of a protection domain. A length of 0 means up to the
+/// end of the buffer. access: IBV_ACCESS_* bits.
 ///
-/// On a stock kernel this makes a dma-buf of the buffer and registers that. Where the buffer is mapped, work requests
-/// name its bytes by their addresses; else the buffer's first byte is 0. The registration keeps the memory, even where
-/// the buffer is freed. It must be ended before the protection domain is.
+/// On a stock kernel, this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work
+/// requests address its bytes by the addresses of the mapping; else the address of the buffer's first byte is 0. The
+/// registration holds the memory, even if the buffer is freed. End the registration before the protection domain.
 ///
-/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver cannot take dma-bufs, or not ones that can be taken back),
-/// -EHOSTUNREACH (the NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs,
-/// or too old a one).
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not support dma-bufs, or not revocable ones), -EHOSTUNREACH (the
+/// NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (libibverbs is missing or too
+/// old).
 ///
 /// # Safety
 ///
@@ -574,10 +587,10 @@ pub unsafe extern "C" fn p2pmem_register(
     out: *mut *mut p2pmem_reg,
 ) -> c_int {
     run("p2pmem_register", || {
-        // SAFETY: this function's own contract.
-        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (buf, out) = unsafe { (input(buf, "buf")?, output(out, "out")?) };
         let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
-        // SAFETY: this function's own contract: the domain lives until the registration is ended.
+        // SAFETY: the domain lives until the registration is ended (this function's contract).
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
         let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range(buf.0.size(), offset, length));
         *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
@@ -585,17 +598,17 @@ pub unsafe extern "C" fn p2pmem_register(
     })
 }
 
-/// Ends a registration. It is gone whatever this returns. NULL is allowed.
+/// Ends a registration. The handle is invalid afterwards, also after an error. Ignores NULL.
 ///
-/// Errors: -EIO (the driver refused: memory windows are bound to it).
+/// Errors: -EIO (the driver refused: memory windows are bound to the region).
 ///
 /// # Safety
 ///
-/// reg must be NULL, or a registration that no work request names any more.
+/// reg must be NULL, or a registration that no work request uses any more.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
     run("p2pmem_deregister", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         if let Some(reg) = unsafe { take(reg) } {
             reg.0.deregister()?;
         }
@@ -603,58 +616,58 @@ pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
     })
 }
 
-/// The key for work requests of this side; 0 for NULL.
+/// Returns the key for local work requests; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_lkey(reg: *const p2pmem_reg) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.lkey())
 }
 
-/// The key for work requests of the other side; 0 for NULL.
+/// Returns the key for work requests of the remote side; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_rkey(reg: *const p2pmem_reg) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.rkey())
 }
 
-/// What work requests call the first byte; 0 for NULL.
+/// Returns the address of the first byte in work requests; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_addr(reg: *const p2pmem_reg) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.addr())
 }
 
-/// Length in bytes; 0 for NULL.
+/// Returns the length in bytes; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.len())
 }
 
-/// The method taken: P2PMEM_METHOD_*; 0 for NULL.
+/// Returns the method of the registration, P2PMEM_METHOD_*; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| match reg.0.method() {
         RegistrationMethod::DmaBuf => P2PMEM_METHOD_DMABUF,
         RegistrationMethod::PeerMemory => P2PMEM_METHOD_PEER_MEMORY,
@@ -662,52 +675,56 @@ pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
     })
 }
 
-/// The region itself, which belongs to the registration: do not deregister it. NULL for NULL.
+/// Returns the memory region, which belongs to the registration: do not deregister it. Returns NULL for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_mr(reg: *const p2pmem_reg) -> *mut ibv_mr {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(std::ptr::null_mut(), |reg| reg.0.as_ptr().cast())
 }
 
-/// Says which provider p2pmem_alloc() would choose for this want, and why, with a line for each provider. Writes at most
-/// room bytes to text, with a NUL, and returns the whole text's length, as snprintf() does. Nothing is allocated.
+/// Explains which provider p2pmem_alloc() would choose for this want and why, with a line for each provider. Writes at
+/// most size bytes to text, with a NUL, and returns the length of the whole text in bytes, as snprintf() does.
+/// Allocates nothing.
+///
+/// Errors: those of p2pmem_alloc(), except for a request that no provider can serve.
 ///
 /// # Safety
 ///
-/// dev must be open, want and its names valid, text valid for room bytes (NULL where room is 0).
+/// dev must be open, want and its names valid, text valid for size bytes (NULL if size is 0).
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_explain(
     dev: *const p2pmem_dev,
     want: *const p2pmem_want,
     text: *mut c_char,
-    room: usize,
+    size: usize,
 ) -> c_int {
     run("p2pmem_explain", || {
-        // SAFETY: this function's own contract.
-        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        // SAFETY: this function's contract.
+        let (dev, want) = unsafe { (input(dev, "dev")?, self::want(want)?) };
         let lines = dev.0.explain(&want.request()?)?.lines().join("\n");
-        // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, room) }
+        // SAFETY: this function's contract.
+        unsafe { copy_text(&lines, text, size) }
     })
 }
 
-/// Explains the last allocation through this device, or what was refused since, as p2pmem_explain() does.
+/// Explains the last allocation through this device, or the last refusal since. text, size and result are those of
+/// p2pmem_explain().
 ///
-/// Errors: -ENODATA (there was none yet).
+/// Errors: -ENODATA (there is none yet).
 ///
 /// # Safety
 ///
-/// dev must be open, text valid for room bytes (NULL where room is 0).
+/// dev must be open, text valid for size bytes (NULL if size is 0).
 #[no_mangle]
-pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, room: usize) -> c_int {
+pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, size: usize) -> c_int {
     run("p2pmem_explain_last", || {
-        // SAFETY: this function's own contract.
-        let lines = unsafe { given(dev, "dev") }?.0.explain_last()?.lines().join("\n");
-        // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, room) }
+        // SAFETY: this function's contract.
+        let lines = unsafe { input(dev, "dev") }?.0.explain_last()?.lines().join("\n");
+        // SAFETY: this function's contract.
+        unsafe { copy_text(&lines, text, size) }
     })
 }
