@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
-//! that drives and NICs move data into and out of it without a detour through host memory.
+//! that drives and NICs transfer data without a copy in host memory.
 //!
-//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, tells paths, allocates, explains.
-//! - [`Client`] is a device that will do DMA: a PCI address, `nvme0`, `mlx5_0`.
-//! - [`Request`] says what is wanted; [`Buffer`] is what one gets, [`Mapping`] how the program reaches it.
-//! - [`Stripe`] is several buffers that serve one request together, in several providers.
+//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, reports paths, allocates, and explains decisions.
+//! - [`Client`] is a device that does DMA, named by a PCI address, `nvme0`, or `mlx5_0`.
+//! - [`Request`] describes an allocation; [`Buffer`] is the allocation, and [`Mapping`] gives the program access to it.
+//! - [`Stripe`] is several buffers in several providers that serve one request.
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
-//! - [`admin`] publishes and unpublishes devices' memory.
-//! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
-//! - `fake` (feature `fake`) plays a device without a module, for tests.
+//! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
+//! - `rdma` (feature `verbs`) opens NICs by name and transfers data with them.
+//! - `fake` (feature `fake`) is a device without the kernel module, for tests.
 //!
-//! Reading a file straight from a drive into a buffer near it:
+//! Sizes, offsets and lengths are bytes. Errors carry the errno of the failed call: [`Error::errno`].
+//!
+//! This example reads a file from a drive directly into a buffer near the drive:
 //!
 //! ```no_run
 //! use p2pmem::{open_direct, Client, Device, Request};
