@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A device without a module: for tests of programs that use this crate, and of the crate itself.
+//! A fake device without the kernel module, for tests of programs that use this crate, and of the crate itself.
 //!
-//! Providers, paths and failures are what the test says; buffers are real memory that can be mapped and used for direct
-//! I/O. What it cannot play is the hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but
-//! not the buffer's content, and keeps no buffer that has no handle any more, and a [`FakeNic`] moves no data.
+//! The test sets providers, paths and failures. Buffers are real memory that can be mapped and used for direct I/O.
+//! Hardware is not simulated: an access to a mapping of a removed provider does not raise SIGBUS, a dma-buf has the
+//! size but not the content of its buffer and does not hold a buffer without handles, and a [`FakeNic`] transfers no
+//! data.
 //!
 //! ```
 //! use p2pmem::{fake::Fake, PathClass, Request};
@@ -48,10 +49,11 @@ use kernel::FakeDevice;
 pub use nic::FakeNic;
 
 const PAGE: u64 = 4096;
-/// Each provider's memory is at its id times this in the one file that stands for all; so none is at offset 0.
+/// One file has the memory of all providers. A provider's memory starts at its id times this offset in bytes, so no
+/// buffer is at offset 0.
 const SPACING: u64 = 1 << 40;
 
-/// The module and machine that are played. Clones share them.
+/// A fake module and machine. Clones share them.
 #[derive(Clone)]
 pub struct Fake {
     machine: Arc<Machine>,
@@ -72,12 +74,12 @@ struct State {
     gone: abi::p2pmem_stats,
     generation: u64,
     fail_next: Option<i32>,
-    /// Mappings ever made: (address, length, offset in the file).
+    /// All mappings ever created: (address, length, offset in the file).
     maps: Vec<(u64, u64, u64)>,
     holders: Option<String>,
-    /// Handles beyond the first one of buffers that were imported, by their place in the file.
+    /// Number of handles beyond the first one of each imported buffer, by the buffer's offset in the file.
     imported: HashMap<u64, u32>,
-    /// Inodes of dma-bufs: the buffer, and whether it is the whole of it.
+    /// Dma-bufs by device and inode: the buffer, and whether the dma-buf is the whole buffer.
     dmabufs: HashMap<(u64, u64), (abi::p2pmem_buffer, bool)>,
 }
 
@@ -92,7 +94,7 @@ struct OpenFile {
     buffers: BTreeMap<u32, abi::p2pmem_buffer>,
     last_handle: u32,
     events: VecDeque<abi::p2pmem_event>,
-    /// Readable while there are events.
+    /// An eventfd that is readable while there are events.
     wakeup: Arc<OwnedFd>,
     last: Option<Decision>,
     rules: Vec<abi::p2pmem_rule>,
@@ -125,7 +127,7 @@ struct Decision {
 }
 
 impl Decision {
-    /// Class of the path to a provider.
+    /// Returns the class of the path to a provider.
     fn class_of(&self, provider: u32) -> u32 {
         let verdict = self.verdicts.iter().find(|v| v.provider == provider);
         verdict.map_or(0, |v| v.class)
@@ -157,7 +159,7 @@ impl Fake {
     ///
     /// # Panics
     ///
-    /// Where the kernel has no memory files (memfd).
+    /// If the kernel does not support memory files (memfd).
     pub fn new() -> Self {
         let memory = memory_file(c"p2pmem-fake", SPACING << 8).expect("a memory file");
         Self {
@@ -168,9 +170,10 @@ impl Fake {
         }
     }
 
-    /// A small machine: below one switch an accelerator (provider 1 at 0000:03:00.0, 256 MiB), a drive at 0000:04:00.0
-    /// and one with a controller memory buffer (provider 3 at 0000:05:00.0, 32 MiB, adopted), and on another root port
-    /// a second accelerator (provider 2 at 0000:08:00.0, 64 MiB). A NIC at 0000:0a:00.0 can reach nothing.
+    /// A small machine. Below one switch: an accelerator (provider 1 at 0000:03:00.0, 256 MiB), a drive at
+    /// 0000:04:00.0, and a drive with a controller memory buffer (provider 3 at 0000:05:00.0, 32 MiB, adopted). Below
+    /// another root port: a second accelerator (provider 2 at 0000:08:00.0, 64 MiB). A NIC at 0000:0a:00.0 cannot reach
+    /// any provider.
     pub fn example() -> Self {
         let at = |bus| PciAddr {
             domain: 0,
@@ -190,7 +193,7 @@ impl Fake {
             .path(at(8), at(10), PathClass::Unreachable, 0)
     }
 
-    /// Adds a provider of `size` bytes; ids are given from 1 on.
+    /// Adds a provider of `size` bytes. Ids start at 1.
     pub fn provider(self, addr: PciAddr, size: u64) -> Self {
         self.add(abi::p2pmem_provider {
             kind: abi::P2PMEM_KIND_OWN,
@@ -206,7 +209,7 @@ impl Fake {
         })
     }
 
-    /// Adds a provider that its own driver published.
+    /// Adds an adopted provider of `size` bytes, which `driver` published.
     pub fn adopted(self, addr: PciAddr, size: u64, driver: &str) -> Self {
         self.add(abi::p2pmem_provider {
             kind: abi::P2PMEM_KIND_ADOPTED,
@@ -239,12 +242,12 @@ impl Fake {
                 stats: Default::default(),
             },
         );
-        state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_ADDED, id, 0));
+        state.notify_all(&event(abi::P2PMEM_EVENT_PROVIDER_ADDED, id, 0));
         drop(state);
         self
     }
 
-    /// Says how far a provider is from a client. Without it a path goes through the host bridge, 6 hops.
+    /// Sets the path between a provider and a client. Default: host bridge, 6 hops.
     pub fn path(self, provider: PciAddr, client: PciAddr, class: PathClass, hops: u32) -> Self {
         lock(&self.machine.state)
             .paths
@@ -252,7 +255,7 @@ impl Fake {
         self
     }
 
-    /// Opens it, as `Device::open()` opens the real one.
+    /// Opens the fake device, as `Device::open()` opens the real one.
     pub fn device(&self) -> Device {
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         let wakeup = Arc::new(wakeup);
@@ -265,20 +268,20 @@ impl Fake {
         }))
     }
 
-    /// Has the next call, whichever it is, fail with this errno (positive).
+    /// Lets the next call of any kind fail with this errno (positive).
     pub fn fail_next(&self, errno: i32) {
         lock(&self.machine.state).fail_next = Some(errno);
     }
 
-    /// Has the administrator of a provider allow exports to importers that cannot be revoked.
+    /// Allows exports of a provider's buffers to importers that cannot be revoked.
     pub fn allow_pinned(&self, id: u32) {
         if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
             provider.raw.flags |= abi::P2PMEM_PROVIDER_PINNED_EXPORTS;
         }
     }
 
-    /// Has the module refuse an importer of a dma-buf, for this reason and with this errno (positive). What the
-    /// importer's driver makes of it is up to the test: [`FakeNic::fail_next`].
+    /// Sets the module's message to the refusal of a dma-buf's importer, with this reason and errno (positive). The
+    /// importer's driver fails only if the test lets it fail: [`FakeNic::fail_next`].
     pub fn refuse_importer(&self, errno: i32, why: &str) {
         for file in lock(&self.machine.state).files.iter().filter_map(Weak::upgrade) {
             lock(&file).last = Some(Decision {
@@ -289,13 +292,13 @@ impl Fake {
         }
     }
 
-    /// Has root's list of buffers and whose they are read so: a first line of column names, with `function`, `size` and
-    /// at the end `owner`, and a line for each buffer. None: the program is not root.
+    /// Sets the list of buffers and owners that root can read. The first line has the names of the columns: `function`,
+    /// `size` and, at the end, `owner`. Each further line is a buffer. `None`: the program is not root.
     pub fn holders(&self, table: Option<&str>) {
         lock(&self.machine.state).holders = table.map(str::to_owned);
     }
 
-    /// Takes a provider away: its buffers are revoked, and all open devices are told.
+    /// Removes a provider: revokes its buffers, and notifies all open devices.
     pub fn remove_provider(&self, id: u32) {
         let mut state = lock(&self.machine.state);
         let Some(provider) = state.providers.remove(&id) else {
@@ -319,7 +322,7 @@ impl Fake {
                 state.gone.revoked += 1;
             }
         }
-        state.tell_all(&event(abi::P2PMEM_EVENT_PROVIDER_REMOVED, id, 0));
+        state.notify_all(&event(abi::P2PMEM_EVENT_PROVIDER_REMOVED, id, 0));
     }
 }
 
@@ -356,7 +359,7 @@ fn sum(into: &mut abi::p2pmem_stats, from: &abi::p2pmem_stats) {
 }
 
 impl Provider {
-    /// Free pieces: (start, length).
+    /// Returns the free pieces: (start, length).
     fn holes(&self) -> Vec<(u64, u64)> {
         let mut at = 0;
         let mut holes = Vec::new();
