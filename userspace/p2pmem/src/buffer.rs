@@ -190,6 +190,16 @@ impl Buffer {
 
     /// Exports the buffer, or parts of it, as a dma-buf.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::{ExportOptions, Request};
+    ///
+    /// let buffer = device.alloc(&Request::new(1 << 20))?;
+    /// let dmabuf = buffer.export(&ExportOptions::new().range(0..4096))?;
+    /// assert_eq!(dmabuf.ranges(), [0..4096]);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Request`] for ranges that are empty, too many, or not inside the buffer; [`Error::Refused`] with EINVAL

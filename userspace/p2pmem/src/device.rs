@@ -343,6 +343,17 @@ impl Device {
 
     /// Returns the counters of the provider with this id, or, for `None`, of all providers since the module was loaded.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::Request;
+    ///
+    /// let buffer = device.alloc(&Request::new(8192).provider(2))?;
+    /// assert_eq!(device.stats(Some(2))?.alloc_bytes, 8192);
+    /// assert_eq!(device.stats(None)?.allocs, 1);
+    /// # drop(buffer);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Refused`] with ENOENT if there is no such provider.

@@ -127,6 +127,19 @@ impl Mapping {
 
     /// Copies `data` to the memory from byte `offset` on.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::Request;
+    ///
+    /// let mapping = device.alloc(&Request::new(4096))?.map()?;
+    /// mapping.copy_from_slice(0, &[1.5f32, 2.5])?;
+    /// mapping.flush();
+    /// let mut back = [0f32; 2];
+    /// mapping.copy_to_slice(0, &mut back)?;
+    /// assert_eq!(back, [1.5, 2.5]);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::OutOfBounds`] if the range is not inside the mapping.
