@@ -44,9 +44,9 @@ mod explain;
 mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
+mod file_rules;
 mod mapping;
 mod origin;
-mod own;
 mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
@@ -66,8 +66,8 @@ pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};
+pub use file_rules::FileRule;
 pub use mapping::Mapping;
-pub use own::FileRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciDevice};
 pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
