@@ -7,10 +7,10 @@ use std::os::fd::AsFd;
 use p2pmem_sys as abi;
 
 use crate::buffer::Buffer;
+use crate::capacity::Capacity;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 use crate::request::{addresses, Request, Strategy};
-use crate::room::Room;
 use crate::stripe::Stripe;
 
 impl Device {
@@ -29,7 +29,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoRoom`] if providers are too small
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NoCapacity`] if providers are too small
     /// (ENODEV) or full (ENOSPC), with their sizes and holders; [`Error::Refused`], with the module's message, for
     /// EINVAL, ENODEV (no provider can ever serve the request, or a client does not exist), EACCES (a rule denies the
     /// memory), EDQUOT (a quota or the cgroup's limit is exceeded), ENOMEM, or EMFILE.
@@ -51,7 +51,7 @@ impl Device {
         drop(last);
         match got {
             Ok(got) => Ok(Buffer::new(self.clone(), &got)),
-            Err(error) => Err(self.with_rooms(error, &verdicts.unwrap_or_default())),
+            Err(error) => Err(self.with_capacities(error, &verdicts.unwrap_or_default())),
         }
     }
 
@@ -60,7 +60,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Those of [`Device::alloc`], without [`Error::NoRoom`]; [`Error::Refused`] also if fewer than [`Request::parts`]
+    /// Those of [`Device::alloc`], without [`Error::NoCapacity`]; [`Error::Refused`] also if fewer than [`Request::parts`]
     /// providers can hold a part.
     pub fn alloc_stripe(&self, request: &Request) -> Result<Stripe> {
         if request.strategy != Strategy::Stripe {
@@ -95,18 +95,22 @@ impl Device {
     }
 
     /// Adds sizes and holders of the providers to an allocation's error, if the providers do not have enough space.
-    fn with_rooms(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
+    fn with_capacities(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
         match error {
             Error::Refused { errno, reason, .. } if [libc::ENOSPC, libc::ENODEV].contains(&errno) => {
                 let providers = self.providers().unwrap_or_default();
                 let table = self.kernel().holders().ok();
-                match Room::of(verdicts, &providers, table.as_deref()) {
-                    rooms if rooms.is_empty() => Error::Refused {
+                match Capacity::of(verdicts, &providers, table.as_deref()) {
+                    capacities if capacities.is_empty() => Error::Refused {
                         operation: Operation::Alloc,
                         errno,
                         reason,
                     },
-                    rooms => Error::NoRoom { errno, reason, rooms },
+                    capacities => Error::NoCapacity {
+                        errno,
+                        reason,
+                        capacities,
+                    },
                 }
             }
             error => error,

@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use p2pmem_sys as abi;
 
 use crate::addr::PciAddr;
+use crate::capacity::{holders, Holder};
 use crate::error::{Error, Operation, Result};
 use crate::explain::Explanation;
 use crate::pci::Client;
 use crate::request::{addresses, Request};
-use crate::room::{holders, Holder};
 use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, Provider, Stats};

@@ -7,7 +7,7 @@ use std::io;
 use std::path::PathBuf;
 
 use crate::addr::PciAddr;
-use crate::room::Room;
+use crate::capacity::Capacity;
 use crate::types::RegistrationMethod;
 
 /// Result of this crate's functions.
@@ -114,14 +114,14 @@ pub enum Error {
     },
 
     /// The providers that could serve an allocation do not have enough space.
-    #[error("{} failed: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), rooms_text(rooms))]
-    NoRoom {
+    #[error("{} failed: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), capacities_text(capacities))]
+    NoCapacity {
         /// The errno, positive: ENOSPC if the request fits once other buffers are freed, ENODEV if it never fits.
         errno: i32,
         /// The module's message, if any.
         reason: Option<String>,
         /// These providers, with their sizes and holders.
-        rooms: Vec<Room>,
+        capacities: Vec<Capacity>,
     },
 
     /// A string that does not name a client.
@@ -317,7 +317,7 @@ impl Error {
         use ErrorKind as Kind;
         let allocation = matches!(
             self,
-            Self::NoRoom { .. }
+            Self::NoCapacity { .. }
                 | Self::Refused {
                     operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                     ..
@@ -365,7 +365,7 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
-            Self::Refused { errno, .. } | Self::NoRoom { errno, .. } | Self::Register { errno, .. } => Some(*errno),
+            Self::Refused { errno, .. } | Self::NoCapacity { errno, .. } | Self::Register { errno, .. } => Some(*errno),
             _ => None,
         }
     }
@@ -373,7 +373,7 @@ impl Error {
     /// Returns the module's message, if any.
     pub fn reason(&self) -> Option<&str> {
         match self {
-            Self::Refused { reason, .. } | Self::NoRoom { reason, .. } | Self::Register { reason, .. } => {
+            Self::Refused { reason, .. } | Self::NoCapacity { reason, .. } | Self::Register { reason, .. } => {
                 reason.as_deref()
             }
             Self::Admin { status, .. } => status.as_deref(),
@@ -394,7 +394,7 @@ impl Error {
                 _ => None,
             },
             Self::Abi { .. } => Some("install the module and the user space of the same version of p2pmem"),
-            Self::NoRoom { .. }
+            Self::NoCapacity { .. }
             | Self::Refused {
                 operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                 ..
@@ -475,10 +475,10 @@ impl Error {
 }
 
 /// Returns the text of all providers, each after a semicolon.
-fn rooms_text(rooms: &[Room]) -> String {
-    rooms
+fn capacities_text(capacities: &[Capacity]) -> String {
+    capacities
         .iter()
-        .fold(String::new(), |text, room| text + "; " + &room.to_string())
+        .fold(String::new(), |text, capacity| text + "; " + &capacity.to_string())
 }
 
 /// Returns what to do if memory could not be registered.

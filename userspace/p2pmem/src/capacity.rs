@@ -27,7 +27,7 @@ pub struct Holder {
 /// A provider that does not have enough space for a request.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
-pub struct Room {
+pub struct Capacity {
     /// The provider, with its size and free bytes.
     pub provider: Provider,
     /// The processes that hold its buffers, those with the most bytes first; `None` if this program may not read the
@@ -35,7 +35,7 @@ pub struct Room {
     pub holders: Option<Vec<Holder>>,
 }
 
-impl Room {
+impl Capacity {
     /// Returns the providers whose verdict is that they do not have enough space. `table` is the module's list of
     /// buffers, if this program may read the list.
     pub(crate) fn of(verdicts: &[abi::p2pmem_verdict], providers: &[Provider], table: Option<&str>) -> Vec<Self> {
@@ -61,7 +61,7 @@ impl Room {
     }
 }
 
-impl fmt::Display for Room {
+impl fmt::Display for Capacity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { provider, holders } = self;
         write!(f, "{} has {}", provider.place(), human_size(provider.size))?;
@@ -200,7 +200,9 @@ mod tests {
                 .contains("0000:03:00.0 BAR 2 has 256 MiB, 56 MiB free"),
             "{error}"
         );
-        assert!(matches!(&error, Error::NoRoom { rooms, .. } if rooms.len() == 1 && rooms[0].provider.id == 1));
+        assert!(
+            matches!(&error, Error::NoCapacity { capacities, .. } if capacities.len() == 1 && capacities[0].provider.id == 1)
+        );
 
         // A program that is not root cannot read the list of buffers.
         fake.holders(None);
@@ -217,23 +219,23 @@ mod tests {
     fn many_holders_are_counted_and_an_empty_provider_is_called_so() {
         let device = Fake::example().device();
         let provider = device.providers().unwrap().remove(0);
-        let mut room = Room {
+        let mut capacity = Capacity {
             provider,
             holders: Some(Vec::new()),
         };
-        assert_eq!(room.to_string(), "0000:03:00.0 BAR 2 has 256 MiB, all free");
+        assert_eq!(capacity.to_string(), "0000:03:00.0 BAR 2 has 256 MiB, all free");
         let holder = |n: u64| Holder {
             owner: format!("pid {n} (x)"),
             buffers: 1,
             size: n << 20,
         };
-        room.holders = Some((1..=5).map(holder).collect());
-        room.provider.free = 100 << 20;
-        room.provider.largest = 50 << 20;
-        room.provider.scrubbing = 1 << 20;
-        room.provider.kernel_reserve = 1 << 20;
+        capacity.holders = Some((1..=5).map(holder).collect());
+        capacity.provider.free = 100 << 20;
+        capacity.provider.largest = 50 << 20;
+        capacity.provider.scrubbing = 1 << 20;
+        capacity.provider.kernel_reserve = 1 << 20;
         assert_eq!(
-            room.to_string(),
+            capacity.to_string(),
             "0000:03:00.0 BAR 2 has 256 MiB (without 1 MiB that the kernel reserves), 100 MiB free (largest piece \
              50 MiB), used by pid 1 (x) 1 MiB, \
              pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not cleared yet"
