@@ -148,7 +148,7 @@ fn save_counters(name: &str, paths: &DevicePaths, control: &Control) {
 #[derive(Debug, Default)]
 struct State {
     requested: bool,
-    next: u64,
+    next_id: u64,
     clients: BTreeMap<u64, UnixStream>,
 }
 
@@ -171,8 +171,8 @@ impl ProcessShutdown {
         if state.requested {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        let client = state.next;
-        state.next += 1;
+        let client = state.next_id;
+        state.next_id += 1;
         state.clients.insert(client, stream);
         client
     }

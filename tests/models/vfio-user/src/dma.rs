@@ -170,6 +170,7 @@ struct Shared {
     connection: Mutex<connection::Connection>,
     connection_changed: Condvar,
     bus_master: AtomicBool,
+    /// Number of calls of [`Dma::abort`]. A transfer ends when it changes.
     epoch: AtomicU64,
     /// Counters of all handles.
     total: Counters,

@@ -68,6 +68,7 @@ pub(crate) fn receive(stream: &UnixStream) -> Result<Message, ReceiveError> {
     })
 }
 
+/// Fills `buffer`, and appends received file descriptors to `fds`. Sets `deadline` when the first byte arrives.
 fn receive_exact(
     stream: &UnixStream,
     mut buffer: &mut [u8],

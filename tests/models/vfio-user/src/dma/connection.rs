@@ -21,6 +21,7 @@ const MESSAGE_CHUNK: u64 = 64 << 10;
 /// Maximum time for a DMA message, from the request of the device to the reply.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// A request that was sent to the client and waits for the reply.
 #[derive(Debug)]
 struct Outstanding {
     id: u16,
@@ -36,6 +37,7 @@ pub(super) struct Connection {
     command_in_progress: bool,
     outstanding: Option<Outstanding>,
     next_id: u16,
+    /// The client's `max_data_xfer_size`.
     max_transfer: u64,
 }
 
@@ -133,6 +135,7 @@ impl Dma {
         }
     }
 
+    /// Fails if the transfer was aborted after `epoch`, or if no client is connected.
     fn check_connected(&self, connection: &Connection, epoch: u64) -> Result<(), DmaError> {
         if self.shared.epoch.load(Ordering::SeqCst) != epoch {
             return Err(DmaError::Aborted);
@@ -143,6 +146,7 @@ impl Dma {
         Ok(())
     }
 
+    /// Waits until the connection changes, at most until `deadline`. Fails as [`Dma::check_connected`] does.
     fn wait<'a>(
         &'a self,
         connection: MutexGuard<'a, Connection>,
@@ -224,6 +228,7 @@ impl Drop for CommandInProgress<'_> {
     }
 }
 
+/// Returns the body of a reply, or the error that an error reply stands for.
 fn check_reply(header: &Header, body: Vec<u8>, address: u64) -> Result<Vec<u8>, DmaError> {
     if header.flags & message::ERROR == 0 {
         return Ok(body);
