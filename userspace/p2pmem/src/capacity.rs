@@ -24,7 +24,7 @@ pub struct Holder {
     pub size: u64,
 }
 
-/// A provider that does not have enough space for a request.
+/// The capacity of a provider that does not have enough space for a request, and the holders of its buffers.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Capacity {
@@ -36,7 +36,7 @@ pub struct Capacity {
 }
 
 impl Capacity {
-    /// Returns the providers whose verdict is that they do not have enough space. `table` is the module's list of
+    /// Returns the capacities of the providers whose verdict is too little space. `table` is the module's list of
     /// buffers, if this program may read the list.
     pub(crate) fn of(verdicts: &[abi::p2pmem_verdict], providers: &[Provider], table: Option<&str>) -> Vec<Self> {
         let too_small = |v: &&abi::p2pmem_verdict| {

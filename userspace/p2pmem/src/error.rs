@@ -393,7 +393,7 @@ impl Error {
                 Some(libc::ENXIO | libc::ENODEV) => Some("the module was unloaded: modprobe p2pmem"),
                 _ => None,
             },
-            Self::Abi { .. } => Some("install the module and the user space of the same version of p2pmem"),
+            Self::Abi { .. } => Some("install the module and the user space of one version of p2pmem"),
             Self::NoCapacity { .. }
             | Self::Refused {
                 operation: Operation::Alloc | Operation::Explain | Operation::Stripe,

@@ -160,7 +160,7 @@ impl Request {
             ));
         }
         if self.strategy == Strategy::Stripe && self.provider.is_some() && !self.prefer {
-            return bad("a stripe spans several providers: prefer a provider instead of requiring it".into());
+            return bad("a stripe spans several providers: prefer one, but do not require it".into());
         }
         Ok(abi::p2pmem_request {
             size: self.size,
