@@ -302,9 +302,10 @@ fn events_are_followed_for_as_long_as_asked() {
     assert_eq!((code, out.as_str()), (0, ""));
     let (fake, done) = (machine.fake.clone(), Arc::new(AtomicBool::new(false)));
     let heard = done.clone();
-    // The tool hears what comes after it has opened the device, so providers come until it has heard of one.
+    // The tool reports events from after it has opened the device, so providers are added until it has ended. The tool's
+    // own limit bounds that: one provider in a millisecond.
     let adder = std::thread::spawn(move || {
-        for domain in 1..5000 {
+        for domain in 1..120_000 {
             if heard.load(Ordering::Relaxed) {
                 return;
             }
@@ -316,7 +317,7 @@ fn events_are_followed_for_as_long_as_asked() {
                 },
                 4096,
             );
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
     });
     let (code, event) = machine.json(&["events", "--count", "1", "--timeout", "60"]);
