@@ -63,6 +63,11 @@ def main():
     run(f"{FOLDER}/p2pmemctl", "publish", ACCELERATOR)
     _, sources = scan()
     assert sources[ACCELERATOR]["module"][0] == "ready", sources
+    # A user without access to the device does not learn the providers, and the scan claims nothing about them.
+    os.chmod("/dev/p2pmem", 0o600)
+    for addr in (ACCELERATOR, CMB):
+        availability, detail = scan(user=NOBODY)[1][addr]["module"]
+        assert availability == "possible" and "member of its group" in detail, detail
     text = run(f"{FOLDER}/p2pmemctl", "scan", "--all").decode()
     assert all(addr in text for addr in (ACCELERATOR, CMB, NVME)) and "its driver publishes no memory" in text, text
     run(f"{FOLDER}/p2pmemctl", "unpublish", ACCELERATOR)

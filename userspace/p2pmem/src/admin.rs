@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 
 use crate::addr::PciAddr;
 use crate::error::{Error, Result};
-use crate::pci::driver_of;
+use crate::pci::{driver_of, folder_of};
 
 /// Name of the module's PCI driver.
 const DRIVER: &str = "p2pmem";
@@ -182,7 +182,7 @@ impl Admin {
     }
 
     fn device(&self, addr: PciAddr) -> PathBuf {
-        self.sys.join("bus/pci/devices").join(addr.to_string())
+        folder_of(&self.sys, addr)
     }
 
     fn groups(&self) -> PathBuf {

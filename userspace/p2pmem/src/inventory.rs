@@ -11,9 +11,10 @@ use std::path::Path;
 
 use crate::addr::PciAddr;
 use crate::error::Result;
-use crate::pci::{devices_in, PciDevice};
+use crate::pci::{devices_in, hex, read_attribute, PciDevice};
 
-use sources::{vendor_interfaces, Machine, Release};
+pub use sources::Release;
+use sources::{vendor_interfaces, Machine};
 pub use types::{Availability, Backend, Bar, DmaBufSupport, DmaClient, Lender, Pool, Source};
 
 /// Bits of the flags in the sysfs file `resource` (`include/linux/ioport.h`).
@@ -41,7 +42,7 @@ pub struct Inventory {
 
 impl Inventory {
     /// Reads the inventory of this machine. `providers` are the addresses of the module's providers, from
-    /// [`Device::providers`](crate::Device::providers); without the module there are none.
+    /// [`Device::providers`](crate::Device::providers); none if the device cannot be opened.
     ///
     /// # Errors
     ///
@@ -50,14 +51,14 @@ impl Inventory {
     /// ```no_run
     /// use p2pmem::inventory::Inventory;
     ///
-    /// for lender in Inventory::read(&[])?.lenders {
+    /// for lender in Inventory::read(None)?.lenders {
     ///     if let Some(source) = lender.best() {
     ///         println!("{}: {} ({})", lender.device.addr, source.detail, source.backend);
     ///     }
     /// }
     /// # Ok::<(), p2pmem::Error>(())
     /// ```
-    pub fn read(providers: &[PciAddr]) -> Result<Self> {
+    pub fn read(providers: Option<&[PciAddr]>) -> Result<Self> {
         Self::read_in(Path::new("/"), providers)
     }
 
@@ -66,18 +67,18 @@ impl Inventory {
     /// # Errors
     ///
     /// Those of [`Inventory::read`].
-    pub fn read_in(root: &Path, providers: &[PciAddr]) -> Result<Self> {
+    pub fn read_in(root: &Path, providers: Option<&[PciAddr]>) -> Result<Self> {
         let sys = root.join("sys");
-        let kernel = read(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+        let kernel = read_attribute(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
         let loaded = sys.join("module/p2pmem");
         let module = loaded
             .exists()
-            .then(|| read(&loaded.join("version")).unwrap_or_default());
+            .then(|| read_attribute(&loaded.join("version")).unwrap_or_default());
         let mut groups = sys.join("kernel/iommu_groups").read_dir().into_iter().flatten();
         let iommu = groups.next().is_some();
         let machine = Machine {
             root,
-            release: release(&kernel),
+            release: kernel_release(&kernel),
             module: module.is_some(),
             providers,
         };
@@ -117,7 +118,7 @@ fn lender(machine: &Machine<'_>, device: &PciDevice) -> Option<Lender> {
     };
     let has_memory = lender.pool.is_some()
         || vendor_interfaces(device).is_some()
-        || machine.providers.contains(&device.addr)
+        || machine.is_provider(device.addr)
         || lender.memory_bar().is_some() && !has_registers_alone(device.class);
     if !has_memory {
         return None;
@@ -134,13 +135,11 @@ fn has_registers_alone(class: u32) -> bool {
 
 /// Reads the memory BARs of the function in a folder of sysfs.
 fn bars_in(folder: &Path) -> Vec<Bar> {
-    let text = read(&folder.join("resource")).unwrap_or_default();
+    let text = read_attribute(&folder.join("resource")).unwrap_or_default();
     let lines = text.lines().take(BARS).zip(0u8..);
     lines
         .filter_map(|(line, index)| {
-            let mut numbers = line
-                .split_whitespace()
-                .map(|word| u64::from_str_radix(word.trim_start_matches("0x"), 16).ok());
+            let mut numbers = line.split_whitespace().map(hex);
             let (start, end, flags) = (numbers.next()??, numbers.next()??, numbers.next()??);
             if flags & IORESOURCE_MEM == 0 || end <= start {
                 return None;
@@ -158,14 +157,13 @@ fn bars_in(folder: &Path) -> Vec<Bar> {
 
 /// The largest size that the file `resourceN_resize` offers: bit N of its number is a size of 2^N MiB.
 fn resizable_to(folder: &Path, index: u8) -> Option<u64> {
-    let text = read(&folder.join(format!("resource{index}_resize")))?;
-    let sizes = u64::from_str_radix(text.trim_start_matches("0x"), 16).ok()?;
+    let sizes = hex(&read_attribute(&folder.join(format!("resource{index}_resize")))?)?;
     1u64.checked_shl(sizes.checked_ilog2()? + 20)
 }
 
 fn pool_in(folder: &Path) -> Option<Pool> {
     let folder = folder.join("p2pmem");
-    let number = |name: &str| read(&folder.join(name))?.parse().ok();
+    let number = |name: &str| read_attribute(&folder.join(name))?.parse().ok();
     Some(Pool {
         size: number("size")?,
         available: number("available")?,
@@ -173,16 +171,12 @@ fn pool_in(folder: &Path) -> Option<Pool> {
     })
 }
 
-/// The first two numbers of a kernel release; zeros if it has none.
-fn release(text: &str) -> Release {
+/// The first two numbers of a kernel release, such as (6, 19); zeros if it has none.
+pub fn kernel_release(text: &str) -> Release {
     let mut numbers = text
         .split(|c: char| !c.is_ascii_digit())
         .map(|n| n.parse().unwrap_or(0));
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
-}
-
-fn read(path: &Path) -> Option<String> {
-    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
 }
 
 #[cfg(test)]

@@ -248,9 +248,7 @@ pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
         ) else {
             continue;
         };
-        let numa = std::fs::read_to_string(folder.join("numa_node"))
-            .ok()
-            .and_then(|t| t.trim().parse().ok());
+        let numa = read_attribute(&folder.join("numa_node")).and_then(|text| text.parse().ok());
         devices.push(PciDevice {
             addr,
             vendor: vendor as u16,
@@ -271,9 +269,23 @@ pub(crate) fn driver_of(folder: &Path) -> Option<String> {
     Some(link.file_name()?.to_str()?.to_owned())
 }
 
+/// The folder of a PCI function in sysfs at `sys`.
+pub(crate) fn folder_of(sys: &Path, addr: PciAddr) -> PathBuf {
+    sys.join("bus/pci/devices").join(addr.to_string())
+}
+
+/// A file of sysfs, configfs or procfs, without surrounding white space.
+pub(crate) fn read_attribute(path: &Path) -> Option<String> {
+    Some(std::fs::read_to_string(path).ok()?.trim().to_owned())
+}
+
+/// A hexadecimal number, with or without `0x`.
+pub(crate) fn hex(text: &str) -> Option<u64> {
+    u64::from_str_radix(text.trim_start_matches("0x"), 16).ok()
+}
+
 fn hex_attribute(folder: &Path, name: &str) -> Option<u32> {
-    let text = std::fs::read_to_string(folder.join(name)).ok()?;
-    u32::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
+    u32::try_from(hex(&read_attribute(&folder.join(name))?)?).ok()
 }
 
 fn names_of(folder: &Path) -> Vec<String> {

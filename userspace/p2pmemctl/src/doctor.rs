@@ -128,7 +128,7 @@ fn examine(machine: &Environment) -> Vec<Check> {
 }
 
 fn module(machine: &Environment) -> Check {
-    if machine.path("sys/module/p2pmem").exists() {
+    if machine.has_module() {
         let version = machine
             .read("sys/module/p2pmem/version")
             .map(|v| format!(", version {v}"))

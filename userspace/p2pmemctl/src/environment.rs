@@ -34,6 +34,11 @@ impl Environment {
         self.root.join(path)
     }
 
+    /// Whether the module is loaded.
+    pub fn has_module(&self) -> bool {
+        self.path("sys/module/p2pmem").exists()
+    }
+
     /// A text file of the machine, without surrounding white space.
     pub fn read(&self, path: impl AsRef<Path>) -> Option<String> {
         Some(std::fs::read_to_string(self.path(path)).ok()?.trim().to_owned())

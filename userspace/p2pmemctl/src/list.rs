@@ -6,7 +6,7 @@ use p2pmem::{human_size, Info, PciAddr, Provider, Stats};
 use serde::Serialize;
 
 use crate::cli::StatsArgs;
-use crate::table::{number, render, text};
+use crate::table::{dash, number, render, text};
 use crate::{Context, Outcome};
 
 #[derive(Serialize)]
@@ -51,7 +51,6 @@ fn render_list(providers: &[Provider]) -> String {
         number("DMABUFS"),
         number("PINNED"),
     ];
-    let dash = |value: Option<String>| value.unwrap_or_else(|| "-".into());
     let rows: Vec<_> = providers
         .iter()
         .map(|p| {
@@ -61,9 +60,9 @@ fn render_list(providers: &[Provider]) -> String {
                 p.kind.to_string(),
                 if p.pageless { "pageless" } else { "paged" }.into(),
                 p.state.to_string(),
-                dash(p.driver.clone()),
+                dash(p.driver.as_ref()),
                 dash(p.bar.map(|b| format!("{b}+{:#x}", p.bar_offset))),
-                dash(p.numa_node.map(|n| n.to_string())),
+                dash(p.numa_node),
                 human_size(p.size),
                 human_size(p.free),
                 human_size(p.largest),

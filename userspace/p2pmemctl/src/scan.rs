@@ -6,17 +6,14 @@ use p2pmem::human_size;
 use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, Lender};
 
 use crate::cli::ScanArgs;
-use crate::table::{number, render, text};
+use crate::table::{dash, number, render, text};
 use crate::{Context, Outcome};
 
 pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
-    // Without the module, or without access to it, the scan shows the sources that sysfs alone reveals.
-    let providers = context
-        .open()
-        .and_then(|device| Ok(device.providers()?))
-        .unwrap_or_default();
-    let providers: Vec<_> = providers.iter().map(|provider| provider.addr).collect();
-    let inventory = Inventory::read_in(&context.environment.root, &providers)?;
+    // Without the module, or without access to it, sysfs alone has to do.
+    let providers = context.open().and_then(|device| Ok(device.providers()?)).ok();
+    let providers: Option<Vec<_>> = providers.map(|all| all.iter().map(|provider| provider.addr).collect());
+    let inventory = Inventory::read_in(&context.environment.root, providers.as_deref())?;
     if context.json {
         context.print_json(&inventory)?;
     } else {
@@ -59,7 +56,7 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
         number("RESIZABLE"),
         text("SOURCE"),
         text("USABLE"),
-        text("HOW, OR WHY NOT"),
+        text("DETAIL"),
     ];
     let mut rows = Vec::new();
     for lender in lenders {
@@ -68,14 +65,8 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
             .sources
             .iter()
             .filter(|source| all || source.availability != Availability::Unavailable || Some(*source) == best);
-        let mut first = true;
         for source in sources {
-            let mut row = if first {
-                identity(lender)
-            } else {
-                vec![String::new(); 6]
-            };
-            first = false;
+            let mut row = identity(lender);
             row.extend([
                 source.backend.to_string(),
                 source.availability.to_string(),
@@ -93,19 +84,14 @@ fn identity(lender: &Lender) -> Vec<String> {
     let bar = lender
         .memory_bar()
         .or_else(|| lender.bars.iter().max_by_key(|bar| bar.size));
-    let size = match (&lender.pool, bar) {
-        (Some(pool), _) => human_size(pool.size),
-        (None, Some(bar)) => human_size(bar.size),
-        (None, None) => "-".into(),
-    };
+    let size = lender.pool.map(|pool| pool.size).or(bar.map(|bar| bar.size));
     vec![
         device.addr.to_string(),
         format!("{:04x}:{:04x}", device.vendor, device.device),
-        device.driver.clone().unwrap_or_else(|| "-".into()),
-        bar.map_or_else(|| "-".into(), |bar| bar.index.to_string()),
-        size,
-        bar.and_then(|bar| bar.resizable_to)
-            .map_or_else(|| "-".into(), human_size),
+        dash(device.driver.as_ref()),
+        dash(bar.map(|bar| bar.index)),
+        dash(size.map(human_size)),
+        dash(bar.and_then(|bar| bar.resizable_to).map(human_size)),
     ]
 }
 
@@ -129,8 +115,8 @@ fn render_clients(clients: &[DmaClient]) -> String {
             vec![
                 device.addr.to_string(),
                 names,
-                device.driver.clone().unwrap_or_else(|| "-".into()),
-                device.numa_node.map_or_else(|| "-".into(), |node| node.to_string()),
+                dash(device.driver.as_ref()),
+                dash(device.numa_node),
                 match client.dma_bufs {
                     None => "-",
                     Some(DmaBufSupport::Revocable) => "revocable",

@@ -17,6 +17,11 @@ pub(crate) fn number(header: &str) -> Column {
     Column(header.to_owned(), true)
 }
 
+/// The cell of a value that may be missing.
+pub(crate) fn dash(value: Option<impl ToString>) -> String {
+    value.map_or_else(|| "-".into(), |value| value.to_string())
+}
+
 /// Renders rows below headers. Lines have no trailing blanks, and end with a newline each.
 pub(crate) fn render(columns: &[Column], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();

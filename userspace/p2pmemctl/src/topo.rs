@@ -6,7 +6,7 @@ use p2pmem::{devices_in, Client, Path, PathClass, Provider};
 use serde::Serialize;
 
 use crate::cli::TopoArgs;
-use crate::table::{number, render, text, Column};
+use crate::table::{dash, number, render, text, Column};
 use crate::{Context, Outcome};
 
 #[derive(Serialize)]
@@ -73,7 +73,7 @@ fn render_topology(topology: &Topology) -> String {
                     .find(|p| p.provider == provider.id && p.client == n);
                 path.map_or_else(|| "?".into(), |path| cell(provider, client, path))
             }));
-            row.push(provider.numa_node.map_or_else(|| "-".into(), |n| n.to_string()));
+            row.push(dash(provider.numa_node));
             row
         })
         .collect();

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use super::types::{Availability, Backend, Lender, Source};
 use crate::addr::PciAddr;
-use crate::pci::PciDevice;
+use crate::pci::{folder_of, PciDevice};
 
 /// The first two numbers of a kernel release.
-pub(super) type Release = (u32, u32);
+pub type Release = (u32, u32);
 
 /// The first kernel release with the sysfs file `p2pmem/allocate`.
 const SYSFS_ALLOCATE: Release = (6, 2);
@@ -35,14 +35,19 @@ pub(super) struct Machine<'a> {
     pub(super) release: Release,
     /// Whether the module is loaded.
     pub(super) module: bool,
-    /// Addresses of the module's providers.
-    pub(super) providers: &'a [PciAddr],
+    /// Addresses of the module's providers; none if they are not known.
+    pub(super) providers: Option<&'a [PciAddr]>,
 }
 
 impl Machine<'_> {
+    /// Whether a device is a provider of the module.
+    pub(super) fn is_provider(&self, addr: PciAddr) -> bool {
+        self.providers.is_some_and(|providers| providers.contains(&addr))
+    }
+
     /// The folder of a device in sysfs.
     pub(super) fn folder(&self, device: &PciDevice) -> PathBuf {
-        self.root.join("sys/bus/pci/devices").join(device.addr.to_string())
+        folder_of(&self.root.join("sys"), device.addr)
     }
 
     /// All sources of a lender's memory, one for each backend.
@@ -68,12 +73,19 @@ impl Machine<'_> {
         } else {
             "load the module (modprobe p2pmem), then "
         };
-        if self.providers.contains(&addr) {
+        let driver = lender.device.driver.as_deref();
+        if self.is_provider(addr) {
             return (Ready, "it is a provider: see p2pmemctl list".into());
         }
-        if vendor_interfaces(&lender.device).is_some() {
-            let driver = lender.device.driver.as_deref().unwrap_or_default();
+        if let (Some(_), Some(driver)) = (vendor_interfaces(&lender.device), driver) {
             return (Unavailable, format!("the driver {driver} owns the memory"));
+        }
+        if self.module && self.providers.is_none() {
+            return (
+                Possible,
+                "the module is loaded, and its providers are not known: scan as root or as a member of its group"
+                    .into(),
+            );
         }
         if lender.pool.is_some() {
             return if self.module {
@@ -88,7 +100,7 @@ impl Machine<'_> {
                 )
             };
         }
-        match (lender.memory_bar(), lender.device.driver.as_deref()) {
+        match (lender.memory_bar(), driver) {
             (None, _) => (Unavailable, "it has no 64-bit prefetchable BAR".into()),
             (Some(_), None | Some("p2pmem")) => (Possible, format!("{load}p2pmemctl publish {addr}")),
             (Some(_), Some(driver)) => (

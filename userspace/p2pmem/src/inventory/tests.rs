@@ -59,13 +59,13 @@ impl Machine {
         symlink(&groups, self.0.path().join(folder).join("iommu_group")).unwrap();
     }
 
-    fn read(&self, providers: &[PciAddr]) -> Inventory {
+    fn read(&self, providers: Option<&[PciAddr]>) -> Inventory {
         Inventory::read_in(self.0.path(), providers).unwrap()
     }
 
     /// The source of the only lender.
     fn source(&self, backend: Backend) -> (Availability, String) {
-        let inventory = self.read(&[]);
+        let inventory = self.read(Some(&[]));
         assert_eq!(inventory.lenders.len(), 1, "{inventory:#?}");
         let source = inventory.lenders[0]
             .sources
@@ -83,7 +83,7 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
     let machine = Machine::new("7.2.12-amd64");
     let folder = machine.device("0000:03:00.0", "0x120000", "", &bar2(1 << 30, MEMORY));
     machine.put(&format!("{folder}/resource2_resize"), "0000000000001c00\n");
-    let inventory = machine.read(&[]);
+    let inventory = machine.read(Some(&[]));
     let lender = &inventory.lenders[0];
     let bar = lender.memory_bar().unwrap();
     assert_eq!((bar.index, bar.size, bar.is_memory()), (2, 1 << 30, true));
@@ -102,9 +102,15 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
     assert_eq!(machine.source(Backend::Sysfs).0, Unavailable);
     assert_eq!(machine.source(Backend::Driver).0, Unavailable);
     let addr = "0000:03:00.0".parse().unwrap();
-    let published = machine.read(&[addr]);
+    let published = machine.read(Some(&[addr]));
     assert_eq!(published.lenders[0].best().unwrap().availability, Ready);
     assert_eq!(published.module.as_deref(), Some("0.1.0"));
+    let unknown = machine.read(None);
+    let source = unknown.lenders[0].best().unwrap();
+    assert!(
+        source.availability == Possible && source.detail.contains("member of its group"),
+        "{source:?}"
+    );
     assert!(published.clients.len() == 1 && published.clients[0].dma_bufs.is_none());
 }
 
@@ -131,13 +137,13 @@ fn vfio_needs_a_kernel_and_an_iommu() {
     let new = Machine::new("6.19.0");
     let folder = new.device("0000:03:00.0", "0x120000", "vfio-pci", &bar2(1 << 30, MEMORY));
     assert!(new.source(Backend::Vfio).1.contains("IOMMU"));
-    assert!(!new.read(&[]).iommu);
+    assert!(!new.read(Some(&[])).iommu);
     new.group(&folder);
     assert_eq!(
         new.source(Backend::Vfio),
         (Ready, "dma-bufs of its BARs by /dev/vfio/7".into())
     );
-    assert!(new.read(&[]).iommu);
+    assert!(new.read(Some(&[])).iommu);
     let other = Machine::new("7.0");
     let folder = other.device("0000:03:00.0", "0x120000", "fpga", &bar2(1 << 30, MEMORY));
     other.group(&folder);
@@ -152,11 +158,11 @@ fn vfio_needs_a_kernel_and_an_iommu() {
 fn memory_that_a_driver_published_is_adopted_or_mapped_by_sysfs() {
     let machine = Machine::new("6.1.0");
     let folder = machine.device("0000:04:00.0", "0x010802", "nvme", &bar2(16 << 20, IORESOURCE_MEM));
-    assert!(machine.read(&[]).lenders.is_empty(), "registers are no memory");
+    assert!(machine.read(Some(&[])).lenders.is_empty(), "registers are no memory");
     for (file, value) in [("size", "1048576"), ("available", "4096"), ("published", "1")] {
         machine.put(&format!("{folder}/p2pmem/{file}"), value);
     }
-    let pool = machine.read(&[]).lenders[0].pool.unwrap();
+    let pool = machine.read(Some(&[])).lenders[0].pool.unwrap();
     assert_eq!((pool.size, pool.available, pool.published), (1 << 20, 4096, true));
     assert_eq!(
         machine.source(Backend::Sysfs),
@@ -184,7 +190,10 @@ fn memory_of_a_vendor_s_driver_is_the_vendor_s() {
     );
     let (availability, detail) = machine.source(Backend::Driver);
     assert!(availability == Ready && detail.contains("nvidia-peermem"), "{detail}");
-    assert_eq!(machine.read(&[]).lenders[0].best().unwrap().backend, Backend::Driver);
+    assert_eq!(
+        machine.read(Some(&[])).lenders[0].best().unwrap().backend,
+        Backend::Driver
+    );
 }
 
 #[test]
@@ -192,7 +201,7 @@ fn registers_of_a_nic_are_no_memory_and_its_dma_buf_support_is_known() {
     let machine = Machine::new("7.2.12-amd64");
     let folder = machine.device("0000:06:00.0", "0x020700", "mlx5_core", &bar2(32 << 20, MEMORY));
     machine.put(&format!("{folder}/infiniband/mlx5_0/node_type"), "1: CA");
-    let inventory = machine.read(&[]);
+    let inventory = machine.read(Some(&[]));
     assert!(inventory.lenders.is_empty(), "{inventory:#?}");
     assert_eq!(inventory.clients[0].dma_bufs, Some(DmaBufSupport::Revocable));
     assert_eq!(inventory.clients[0].device.names, ["mlx5_0"]);
@@ -213,8 +222,8 @@ fn what_sysfs_garbles_is_left_out() {
     {
         machine.device(&format!("0000:0{n}:00.0"), "0x120000", "", resource);
     }
-    assert!(machine.read(&[]).lenders.is_empty());
-    assert_eq!(release("v6"), (0, 6));
-    assert_eq!(release("6.19.0-rc1+deb13"), (6, 19));
-    assert!(Inventory::read_in(Path::new("/nonexistent"), &[]).is_err());
+    assert!(machine.read(Some(&[])).lenders.is_empty());
+    assert_eq!(kernel_release("v6"), (0, 6));
+    assert_eq!(kernel_release("6.19.0-rc1+deb13"), (6, 19));
+    assert!(Inventory::read_in(Path::new("/nonexistent"), None).is_err());
 }

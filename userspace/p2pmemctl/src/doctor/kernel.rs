@@ -2,17 +2,20 @@
 
 //! Checks of the kernel: release, configuration, and whether it loads the module.
 
+use p2pmem::inventory::{kernel_release, Release};
+
 use super::{Check, Level};
 use crate::environment::Environment;
 
 /// The first kernel release that the module builds for.
-const FIRST: (u32, u32) = (7, 2);
+const FIRST: Release = (7, 2);
 /// The options that the module needs, and why.
-const OPTIONS: [(&str, &str); 4] = [
+const OPTIONS: [(&str, &str); 5] = [
     ("CONFIG_PCI_P2PDMA", "PCI peer-to-peer memory"),
     ("CONFIG_RUST", "modules in Rust"),
     ("CONFIG_GPU_BUDDY", "the allocator of device memory"),
     ("CONFIG_CONFIGFS_FS", "the administrator's interface"),
+    ("CONFIG_DMA_SHARED_BUFFER", "dma-bufs"),
 ];
 /// The EFI variable whose last byte is 1 while Secure Boot is on.
 pub(super) const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
@@ -21,11 +24,7 @@ pub(super) const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df
 pub(super) fn release(machine: &Environment) -> Check {
     const NAME: &str = "kernel";
     let release = machine.read("proc/sys/kernel/osrelease").unwrap_or_default();
-    let mut numbers = release
-        .split(|c: char| !c.is_ascii_digit())
-        .map(|n| n.parse().unwrap_or(0));
-    let have: (u32, u32) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    if have >= FIRST || machine.path("sys/module/p2pmem").exists() {
+    if kernel_release(&release) >= FIRST || machine.has_module() {
         return Check::new(NAME, Level::Ok, release);
     }
     let (major, minor) = FIRST;
@@ -111,7 +110,7 @@ pub(super) fn signatures(machine: &Environment) -> Check {
         );
     }
     let why = if secure_boot { " (Secure Boot is on)" } else { "" };
-    if machine.path("sys/module/p2pmem").exists() {
+    if machine.has_module() {
         return Check::new(
             NAME,
             Level::Ok,

@@ -189,7 +189,7 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
 /// Reports devices whose BAR shows a part of the memory only, because the BAR is smaller than the device allows.
 pub(super) fn bars(machine: &Environment) -> Check {
     const NAME: &str = "BAR sizes";
-    let lenders = Inventory::read_in(&machine.root, &[]).map_or_else(|_| Vec::new(), |inventory| inventory.lenders);
+    let lenders = Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.lenders);
     let small: Vec<_> = lenders
         .iter()
         .filter_map(|lender| {

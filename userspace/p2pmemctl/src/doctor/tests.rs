@@ -7,7 +7,7 @@ use std::fs;
 use std::path::Path;
 
 /// A configuration with all options that the module needs.
-const CONFIG: &str = "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\nCONFIG_RUST=y\nCONFIG_GPU_BUDDY=m\nCONFIG_CONFIGFS_FS=m\n";
+const CONFIG: &str = "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\nCONFIG_RUST=y\nCONFIG_GPU_BUDDY=m\nCONFIG_CONFIGFS_FS=m\nCONFIG_DMA_SHARED_BUFFER=y\n";
 
 fn put(root: &Path, path: &str, content: impl AsRef<[u8]>) {
     let path = root.join(path);
