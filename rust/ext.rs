@@ -15,6 +15,7 @@ pub(crate) mod configfs;
 pub(crate) mod cred;
 pub(crate) mod device_name;
 pub(crate) mod dma_buf;
+pub(crate) mod dma_device;
 pub(crate) mod dmem;
 pub(crate) mod driver;
 pub(crate) mod free_hint;

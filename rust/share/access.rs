@@ -9,6 +9,7 @@ use crate::{
     ext::{
         abi,
         device_name::DeviceName,
+        dma_device::DmaDevice,
         pci::Function,
         refusal::{
             refuse,
@@ -27,11 +28,24 @@ use kernel::{
     sync::Arc, //
 };
 
+/// Checks whether a device named `name` may access a buffer, which may have been allocated for other devices: whether the
+/// device can reach the provider, and whether the rules allow the access. May sleep.
+///
+/// Errors: `EHOSTUNREACH` if there is no path, with the reason; `EACCES` if a rule forbids the access; those of the path
+/// lookup.
+pub(crate) fn check(buffer: &Buffer, device: DmaDevice<'_>, name: &DeviceName) -> Answer {
+    let function = device.function();
+    if device.reaches(buffer.provider.function()) {
+        return allowed(buffer, function, name);
+    }
+    Err(unreachable(&buffer.provider, name, function))
+}
+
 /// Checks whether rules allow a device to access a buffer, which may have been allocated for other devices.
 ///
 /// `None` for `function` means that the device is no PCI function: no rule has such a client, and access is allowed. May
 /// sleep. Errors: `EACCES` if a rule forbids the access; those of the path lookup.
-pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
+fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
     let Some(function) = function else {
         return Ok(());
     };
@@ -54,7 +68,7 @@ pub(crate) fn allowed(buffer: &Buffer, function: Option<Function>, name: &Device
 
 /// Returns the refusal for a device that cannot reach a provider, with the reason: `EHOSTUNREACH`, or the error of the
 /// path lookup. `None` for `function` means that the device is no PCI function.
-pub(crate) fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
+fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
     let unreachable = abi::errno(abi::EHOSTUNREACH);
     let Some(function) = function else {
         return refuse!(

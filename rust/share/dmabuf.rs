@@ -321,10 +321,7 @@ impl Export {
                 provider.addr
             ));
         }
-        if importer.reaches(provider.function()) {
-            return access::allowed(&self.buffer, importer.function(), name);
-        }
-        Err(access::unreachable(provider, name, importer.function()))
+        access::check(&self.buffer, importer.device(), name)
     }
 
     /// Adds an importer to the list and returns its number. Errors: those of [`Self::admit`], `ENODEV` if revoked,
@@ -338,7 +335,7 @@ impl Export {
         let Some(target) = target else {
             return Err(self.revoked());
         };
-        let name = importer.name();
+        let name = importer.device().name();
         self.admit(importer, &name)?;
         drop(target);
         let number = NEXT_ID.fetch_add(1, Relaxed);
@@ -484,7 +481,7 @@ impl Exporter for Export {
         match this.enter(importer) {
             Ok(number) => {
                 counters.attaches.fetch_add(1, Relaxed);
-                let name = importer.name();
+                let name = importer.device().name();
                 trace::register(RegistrationMethod::DmaBuf, || {
                     let length = this.ranges.iter().map(|range| range.size).sum();
                     (this.buffer.about(), this.id, length, name.device())

@@ -250,13 +250,10 @@ impl PeerRegistration {
         let buffer = self.buffer();
         let provider = &buffer.provider;
         let unsupported = abi::errno(abi::EOPNOTSUPP);
-        let name = adapter.name();
+        let name = adapter.device().map(|device| device.name());
         let (target, start) = buffer.target()?;
-        if let Some(name) = &name {
-            if !adapter.reaches(provider.function()) {
-                return Err(access::unreachable(provider, name, adapter.function()));
-            }
-            access::allowed(buffer, adapter.function(), name)?;
+        if let Some((device, name)) = adapter.device().zip(name.as_ref()) {
+            access::check(buffer, device, name)?;
             if !target.is_for_dma() {
                 return Err(refuse!(
                     unsupported,

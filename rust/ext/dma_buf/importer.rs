@@ -6,14 +6,7 @@
 //!
 //! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h)
 
-use crate::{
-    ext::{
-        device_name::DeviceName,
-        p2pdma,
-        pci::Function, //
-    },
-    sys, //
-};
+use crate::ext::dma_device::DmaDevice;
 use core::{
     marker::PhantomData,
     ptr::NonNull, //
@@ -30,17 +23,13 @@ pub(crate) struct Importer<'a>(
     pub(super) PhantomData<&'a ()>,
 );
 
-impl Importer<'_> {
-    /// Returns the importer's device, which is valid as long as `self`.
-    fn device(&self) -> *mut bindings::device {
-        // SAFETY: By the type invariant the attachment is valid; `dev` does not change.
-        unsafe { (*self.0.as_ptr()).dev }
-    }
-
-    /// Returns the names of the importer's device and driver.
-    pub(crate) fn name(&self) -> DeviceName {
-        // SAFETY: By the type invariant the device is valid.
-        unsafe { DeviceName::of(self.device()) }
+impl<'a> Importer<'a> {
+    /// Returns the importer's device.
+    pub(crate) fn device(&self) -> DmaDevice<'a> {
+        // SAFETY: By the type invariant the attachment is valid, and its `dev` is set and does not change.
+        let device = unsafe { NonNull::new_unchecked((*self.0.as_ptr()).dev) };
+        // SAFETY: By the type invariant the device lives as long as the attachment, which is valid for `'a`.
+        unsafe { DmaDevice::from_raw(device) }
     }
 
     /// Returns whether the importer can do DMA to memory of other devices without `struct page`.
@@ -53,20 +42,5 @@ impl Importer<'_> {
     pub(crate) fn revocable(&self) -> bool {
         // SAFETY: By the type invariant the attachment is valid. The call only reads it.
         unsafe { bindings::dma_buf_attach_revocable(self.0.as_ptr()) }
-    }
-
-    /// Returns the PCI function that does the importer's DMA, or `None` if the device is not below a PCI function.
-    pub(crate) fn function(&self) -> Option<Function> {
-        // SAFETY: By the type invariant the device is valid, and a device keeps its ancestors.
-        let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.device()) })?;
-        // SAFETY: The function is the importer's device or one of its ancestors, which that device keeps during the call.
-        Some(unsafe { Function::of_raw(pdev) })
-    }
-
-    /// Returns whether the importer can reach the provider. C: `pci_p2pdma_distance_many()`. False if the importer is no
-    /// PCI device.
-    pub(crate) fn reaches(&self, provider: &Function) -> bool {
-        self.function()
-            .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }

@@ -105,7 +105,7 @@ impl Slot {
     /// May sleep. Errors: `ENODEV` if the slot is closed; `EBUSY` if the slot has or had a mapping; `EINVAL` if a piece
     /// does not lie in the target's memory, or the target cannot be mapped for such an adapter; those of the DMA mapping.
     pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[PhysRange]) -> Result<u32> {
-        let serves = match adapter.is_virtual() {
+        let serves = match adapter.device().is_none() {
             true => target.has_pages(),
             false => target.is_for_dma(),
         };
@@ -125,7 +125,7 @@ impl Slot {
     unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[PhysRange]) -> Result<u32> {
         let provider = target
             .as_ref()
-            .filter(|_| !adapter.is_virtual())
+            .filter(|_| adapter.device().is_some())
             .and_then(Target::provider);
         let provider = provider.map_or(ptr::null_mut(), NonNull::as_ptr);
         let count = u32::try_from(pieces.len())?;
@@ -139,12 +139,12 @@ impl Slot {
         // SAFETY: By the invariant of `Adapter` the device is null or valid; the mapping takes a reference to it. The
         // caller guarantees that `target` keeps all pieces; `target` also keeps the provider and is stored next to the
         // mapping. `PhysRange` is a transparent wrapper of `struct phys_vec`, and `count` is the slice's length.
-        let raw = unsafe { sys::p2pmem_peer_map(adapter.device(), provider, pieces.as_ptr().cast(), count) };
+        let raw = unsafe { sys::p2pmem_peer_map(adapter.as_raw(), provider, pieces.as_ptr().cast(), count) };
         let raw = NonNull::new(from_err_ptr(raw)?).ok_or(ENOMEM)?;
         // INVARIANT: `p2pmem_peer_map()` returned a new mapping for this device. `target` keeps its memory.
         let mapped = state.mapped.insert(PeerMapping {
             raw,
-            device: adapter.device(),
+            device: adapter.as_raw(),
             target,
             live: true,
         });
@@ -175,7 +175,7 @@ impl Slot {
             return Err(EINVAL);
         }
         let mut state = self.state.lock();
-        match state.mapped.as_ref().filter(|mapped| mapped.device == adapter.device()) {
+        match state.mapped.as_ref().filter(|mapped| mapped.device == adapter.as_raw()) {
             None => return Err(EINVAL),
             Some(mapped) if !mapped.live => return Err(ENODEV),
             Some(_) => {}
