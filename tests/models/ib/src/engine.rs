@@ -10,6 +10,7 @@ mod receive;
 mod requester;
 mod responder;
 mod responses;
+mod scatter_gather;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};

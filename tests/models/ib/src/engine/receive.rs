@@ -6,7 +6,7 @@ use tracing::debug;
 
 use super::Context;
 use super::qp::Qp;
-use super::requester::parts;
+use super::scatter_gather::parts;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Access, Event, Fault, Fetched, Rights};
 use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};

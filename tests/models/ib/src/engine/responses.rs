@@ -8,7 +8,8 @@ use std::time::Duration;
 use tracing::debug;
 
 use super::qp::{Qp, Step};
-use super::requester::{Progress, parts};
+use super::requester::Progress;
+use super::scatter_gather::parts;
 use super::{Context, MAX_BACKLOG};
 use crate::host::{Access, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Slice, operation};
