@@ -5,7 +5,7 @@
 use crate::packet::Gid;
 use crate::work::Path;
 
-/// Path MTU: maximum payload of a packet.
+/// Path MTU: the maximum payload of a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mtu {
     /// 256 bytes.
@@ -22,7 +22,7 @@ pub enum Mtu {
 }
 
 impl Mtu {
-    /// From the code that headers and verbs use: 1 (256) to 5 (4096).
+    /// Converts from the encoding of headers and verbs: 1 (256 bytes) to 5 (4096 bytes).
     pub const fn from_code(code: u8) -> Option<Self> {
         Some(match code {
             1 => Self::B256,
@@ -34,12 +34,12 @@ impl Mtu {
         })
     }
 
-    /// The code that headers and verbs use.
+    /// Returns the encoding of headers and verbs.
     pub const fn code(self) -> u8 {
         self as u8 + 1
     }
 
-    /// Bytes.
+    /// Returns the MTU in bytes.
     pub const fn bytes(self) -> u32 {
         256 << self as u8
     }
@@ -54,25 +54,26 @@ pub enum Service {
     Uc,
     /// Unreliable datagram.
     Ud,
-    /// The general services interface (GSI), queue pair 1: management datagrams. One per port. It receives packets to queue
-    /// pair 1, whatever its own number is.
+    /// The general services interface (GSI), queue pair 1: management datagrams. One per port. The queue pair receives
+    /// the packets to queue pair 1, whatever its own number is.
     Gsi,
     /// Extended reliable connection, as initiator, target or both.
     Xrc,
 }
 
-/// The source of a queue pair's receive work requests.
+/// Source of a queue pair's receives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ReceiveFrom {
-    /// None: the queue pair cannot receive messages (or is XRC, where each message names the queue).
+    /// No receive queue. A message that needs a receive is an error, except for XRC, where each message names a shared
+    /// receive queue.
     None,
-    /// Its own receive queue.
+    /// The queue pair's own receive queue.
     Own,
-    /// A shared receive queue, by number.
+    /// The shared receive queue with this number.
     Shared(u32),
 }
 
-/// Attributes for the creation of a queue pair.
+/// Parameters of a new queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QpConfig {
     /// Transport service.
@@ -83,139 +84,141 @@ pub struct QpConfig {
     pub send_cqn: u32,
     /// Completion queue of the receive queue.
     pub receive_cqn: u32,
-    /// The source of receive work requests.
+    /// Source of receives.
     pub receive: ReceiveFrom,
-    /// XRC: the domain whose shared receive queues messages may name.
+    /// XRC domain: messages may name the shared receive queues of this domain.
     pub xrcd: u32,
-    /// The source queue pair in datagrams, instead of the real one (for helpers of queue pair 1).
+    /// The source queue pair in datagrams, instead of the queue pair's own number (for helpers of queue pair 1).
     pub source_qpn: Option<u32>,
-    /// The queue pair does not receive its own multicast packets; other queue pairs of its port do.
+    /// Blocks multicast loopback: the queue pair does not receive its own multicast packets. Other queue pairs on the
+    /// port do.
     pub deaf_to_itself: bool,
 }
 
-/// Attributes for the creation of a shared receive queue.
+/// Parameters of a new shared receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SrqConfig {
-    /// Protection domain of its buffers.
+    /// Protection domain of the buffers.
     pub pd: u32,
-    /// For XRC: the domain and the completion queue.
+    /// XRC domain and completion queue, for XRC.
     pub xrc: Option<(u32, u32)>,
-    /// Limit event: reported when fewer work requests are left; 0: never.
+    /// The limit event is raised when fewer requests remain. 0 disarms the limit.
     pub limit: u32,
 }
 
 /// State of a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum State {
-    /// No work is processed; all earlier work was dropped.
+    /// RESET: the queue pair is inactive. All earlier work requests were discarded.
     #[default]
     Reset,
-    /// Receives may be posted.
+    /// INIT: receives may be posted.
     Init,
-    /// Ready to receive.
+    /// RTR: ready to receive.
     Rtr,
-    /// Ready to send.
+    /// RTS: ready to send.
     Rts,
-    /// The send queue is being drained, or is drained.
+    /// SQD: the send queue is being drained, or is drained.
     Sqd,
-    /// The send queue failed (not for reliable services); the receive queue still works.
+    /// SQE: the send queue failed (not for reliable services). The receive queue still works.
     Sqe,
-    /// Everything is flushed.
+    /// ERR: all work requests are flushed.
     Err,
 }
 
-/// The access that the remote side of a connection has.
+/// Operations that the remote queue pair may request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AccessFlags {
-    /// Write.
+    /// RDMA WRITE.
     pub write: bool,
-    /// Read.
+    /// RDMA READ.
     pub read: bool,
-    /// Atomics.
+    /// Atomic operations.
     pub atomic: bool,
 }
 
-/// A change of a queue pair. Attributes that are `None` stay.
+/// A modification of a queue pair. `None` keeps an attribute unchanged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Modify {
     /// New state.
     pub state: Option<State>,
-    /// Access of the remote side.
+    /// Operations that the remote queue pair may request.
     pub access: Option<AccessFlags>,
-    /// Index into the port's table of P_Keys.
+    /// Index into the port's P_Key table.
     pub pkey_index: Option<u16>,
-    /// Q_Key that datagrams have to carry.
+    /// Q_Key that received datagrams must carry.
     pub qkey: Option<u32>,
     /// Path MTU.
     pub mtu: Option<Mtu>,
-    /// First packet sequence number expected, 24 bits.
+    /// First expected packet sequence number, 24 bits.
     pub receive_psn: Option<u32>,
-    /// First packet sequence number sent, 24 bits.
+    /// First packet sequence number to send, 24 bits.
     pub send_psn: Option<u32>,
     /// Remote queue pair.
     pub remote_qpn: Option<u32>,
-    /// The path to the remote queue pair.
+    /// Path to the remote queue pair.
     pub path: Option<Path>,
-    /// Code of the minimum RNR NAK timer, 0 to 31: how long the remote side waits if there is no receive.
+    /// Code of the minimum RNR NAK timer, 0 to 31: the time that the remote node waits after an RNR NAK.
     pub min_rnr_timer: Option<u8>,
-    /// Retries after an RNR NAK, 0 to 7; 7: without a limit.
+    /// RNR retry count, 0 to 7. 7 means unlimited retries.
     pub rnr_retry: Option<u8>,
-    /// Retries without an acknowledgement, 0 to 7.
+    /// Retry count for missing acknowledgements, 0 to 7.
     pub retry_count: Option<u8>,
-    /// Code of the acknowledgement timeout, 0 to 31: 4.096 us times 2 to the power of the code; 0: without a limit.
+    /// Code of the acknowledgement timeout, 0 to 31: 4.096 us times 2 to the power of the code. 0 disables the timeout.
     pub ack_timeout: Option<u8>,
-    /// Maximum outstanding reads and atomics as requester.
+    /// Maximum number of outstanding READs and atomic operations as requester.
     pub max_initiated: Option<u8>,
-    /// Maximum outstanding reads and atomics as responder. They are processed one after the other. The results of this many
-    /// atomics (at least 16) are kept for duplicate requests.
+    /// Maximum number of outstanding READs and atomic operations as responder. The responder executes them one at a
+    /// time, and keeps the results of this number of atomic operations (at least 16) for duplicate requests.
     pub max_served: Option<u8>,
-    /// With a change to SQD: requests [`Event::SendQueueDrained`](crate::Event::SendQueueDrained).
+    /// On the transition to SQD: raise [`Event::SendQueueDrained`](crate::Event::SendQueueDrained).
     pub drained_event: bool,
 }
 
-/// The reason why a change was refused. Nothing was changed.
+/// The reason for which a change was rejected. Nothing was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ModifyError {
-    /// No queue pair or shared receive queue of this number.
-    #[error("no queue of this number")]
+    /// No queue pair or shared receive queue with this number.
+    #[error("no queue pair or shared receive queue with this number")]
     NoQueue,
-    /// The number is in use.
-    #[error("the number is in use")]
+    /// The number is in use, the port already has a general services interface, or the queue pair is already attached
+    /// to the group.
+    #[error("the number, the general services interface or the group membership is in use")]
     InUse,
-    /// The present state does not allow this change.
+    /// The state machine does not allow the transition.
     #[error("a queue pair cannot go from {from:?} to {to:?}")]
     Transition {
-        /// Present state.
+        /// Current state.
         from: State,
-        /// The requested state.
+        /// Requested state.
         to: State,
     },
-    /// A value is outside of its range.
+    /// An attribute is out of range.
     #[error("attribute out of range: {0}")]
     Range(&'static str),
     /// A queue pair uses the shared receive queue.
-    #[error("queue pairs use the shared receive queue")]
+    #[error("a queue pair uses the shared receive queue")]
     Busy,
 }
 
-/// The attributes of a queue pair in a query.
+/// State and attributes of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct QpView {
+pub struct QpAttributes {
     /// State.
     pub state: State,
     /// In SQD: the send queue is not drained yet.
     pub draining: bool,
-    /// Next packet sequence number sent.
+    /// Next packet sequence number to send.
     pub send_psn: u32,
-    /// Next packet sequence number expected.
+    /// Next expected packet sequence number.
     pub receive_psn: u32,
-    /// Oldest packet sequence number sent and not acknowledged.
+    /// Oldest unacknowledged packet sequence number.
     pub unacknowledged_psn: u32,
     /// Message sequence number: messages completed as responder.
     pub msn: u32,
-    /// Access of the remote side.
+    /// Operations that the remote queue pair may request.
     pub access: AccessFlags,
-    /// The path to the remote queue pair, once known.
+    /// Path to the remote queue pair, if set.
     pub path: Option<Path>,
     /// Remote queue pair.
     pub remote_qpn: u32,
@@ -225,15 +228,15 @@ pub struct QpView {
     pub mtu: Mtu,
 }
 
-/// Attributes of the engine's port.
+/// Attributes of the port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortAttributes {
     /// Base LID; 0 until the subnet assigns one.
     pub lid: u16,
-    /// LMC: number of low bits of the LID that select paths.
+    /// LID mask control: number of low LID bits that select a path.
     pub lmc: u8,
-    /// GIDs; the first is the port's own.
+    /// GID table. The first entry is the port's own GID.
     pub gids: Vec<Gid>,
-    /// P_Keys; 0 is an invalid entry.
+    /// P_Key table. 0 is an invalid entry.
     pub pkeys: Vec<u16>,
 }

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The transport of one adapter: its queue pairs and their work.
+//! The transport of one adapter: its queue pairs, and the scheduling of their work.
 
-mod answers;
 mod datagram;
 mod flush;
 mod pool;
@@ -10,6 +9,8 @@ mod qp;
 mod receive;
 mod requester;
 mod responder;
+mod responses;
+mod scatter_gather;
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -18,8 +19,8 @@ use std::time::Duration;
 use serde::Serialize;
 use tracing::debug;
 
-use crate::attributes::{Modify, ModifyError, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig};
-use crate::fabric::{Burst, Flight, Hold};
+use crate::attributes::{Modify, ModifyError, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, SrqConfig};
+use crate::fabric::{Burst, BusyGuard, InFlight};
 use crate::host::{Event, Host};
 use crate::packet::{Extended, Gid, MULTICAST_QPN, Packet, operation, service};
 use crate::work::Status;
@@ -28,64 +29,65 @@ use pool::Pool;
 use qp::{GSI_QPN, Qp, Step};
 use receive::Srq;
 
-/// Maximum number of packets that a queue pair keeps in either direction while it waits. No window sends more.
-const BACKLOG: usize = 8192;
-/// Steps of queue pairs in one call of [`Engine::run`].
-const TURNS: usize = 32;
-/// Packets that are sent without waiting for the other queue pairs' steps.
-const SEND_AT: usize = 32;
+/// Most packets that a queue pair queues in each direction while it waits. Further packets are dropped and count as
+/// lost.
+const MAX_BACKLOG: usize = 8192;
+/// Most steps of queue pairs in one call of [`Engine::run`].
+const QP_BUDGET: usize = 32;
+/// Number of pending packets at which [`Engine::run`] transmits before the next step.
+const TRANSMIT_BATCH: usize = 32;
 
-/// When [`Engine::run`] has to be called again.
+/// The time of the next call of [`Engine::run`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// Immediately, after a check of the inbox that does not wait.
+    /// Work is pending: read the inbox without waiting, then call again.
     More,
-    /// At this time, on the clock of [`Host::now`].
+    /// Call again at this time, on the clock of [`Host::now`].
     At(Duration),
-    /// After the next event.
+    /// No work is pending: call again after the next event.
     Idle,
 }
 
-/// Counters of the transport since the engine was made.
+/// Counters of the transport since the engine was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Counters {
     /// Packets sent.
     pub packets_sent: u64,
     /// Packets received.
     pub packets_received: u64,
-    /// Payload bytes sent, retransmissions included.
+    /// Payload bytes sent, including retransmissions.
     pub bytes_sent: u64,
     /// Payload bytes received and accepted.
     pub bytes_received: u64,
     /// Packets retransmitted.
     pub retransmissions: u64,
-    /// Acknowledgement timeouts.
+    /// Expired acknowledgement timers.
     pub timeouts: u64,
-    /// Sequence error NAKs sent.
+    /// PSN sequence error NAKs sent.
     pub sequence_naks_sent: u64,
-    /// Sequence error NAKs received.
+    /// PSN sequence error NAKs received.
     pub sequence_naks_received: u64,
-    /// Receiver-not-ready NAKs sent.
+    /// RNR NAKs sent.
     pub rnr_naks_sent: u64,
-    /// Receiver-not-ready NAKs received.
+    /// RNR NAKs received.
     pub rnr_naks_received: u64,
-    /// Duplicate requests.
+    /// Duplicate requests received.
     pub duplicates: u64,
-    /// Requests refused as invalid.
+    /// Requests rejected as invalid.
     pub invalid_requests: u64,
-    /// Requests refused because of access rights.
+    /// Requests rejected because their key does not allow the access.
     pub remote_access_errors: u64,
-    /// Requests that failed at this responder.
+    /// Requests of a remote queue pair that failed at this responder.
     pub remote_operation_errors: u64,
     /// Accesses that waited for a page.
     pub page_faults: u64,
-    /// Datagrams dropped because there was no receive.
+    /// Datagrams dropped because no receive was posted.
     pub datagrams_dropped: u64,
     /// Packets dropped for a wrong P_Key.
     pub pkey_violations: u64,
     /// Packets dropped for a wrong Q_Key.
     pub qkey_violations: u64,
-    /// Packets dropped for other reasons: no such queue pair, wrong state, malformed.
+    /// Packets dropped for other reasons: unknown queue pair, wrong state, malformed.
     pub packets_dropped: u64,
     /// Completions with an error, except flush errors.
     pub error_completions: u64,
@@ -95,45 +97,46 @@ pub struct Counters {
 
 /// The transport of one adapter.
 ///
-/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host. The other methods record
-/// an event, which `run` processes.
+/// Only [`packets`](Self::packets), [`modify`](Self::modify) and [`run`](Self::run) call the host. The other methods
+/// record an event, and `run` handles the event.
 #[derive(Debug)]
 pub struct Engine {
     qps: HashMap<u32, Qp>,
-    /// The queue pair that serves as queue pair 1.
+    /// The queue pair that acts as queue pair 1.
     gsi: Option<u32>,
     /// Multicast groups and the queue pairs attached to them.
     groups: HashMap<Gid, Vec<u32>>,
     /// Queue pairs with pending work, each at most once.
     ready: VecDeque<u32>,
-    /// Times at which queue pairs have to be checked, each queue pair at most once.
+    /// Next deadlines of queue pairs, each queue pair at most once.
     timers: BTreeSet<(Duration, u32)>,
     shared: Shared,
 }
 
-/// State that queue pairs share.
+/// State that all queue pairs of an engine use.
 #[derive(Debug)]
 pub(crate) struct Shared {
     port: PortAttributes,
     srqs: HashMap<u32, Srq>,
-    /// Packets to send.
+    /// Packets to be transmitted.
     out: Vec<Packet>,
     pool: Pool,
     counters: Counters,
-    /// Page faults, by token, and the queue pairs that wait for them.
-    pages: HashMap<u64, Vec<u32>>,
-    /// Queue pairs that wait until their path takes more packets.
+    /// Tokens of page faults, and the queue pairs that wait for them.
+    page_waiters: HashMap<u64, Vec<u32>>,
+    /// Queue pairs that wait because their path is full.
     blocked: Vec<u32>,
-    /// Queue pairs that have found more work.
+    /// Queue pairs to be added to the list of pending work.
     wake: Vec<u32>,
-    /// Dropped when the packets are sent: until then, the packets that these answer count as in flight.
-    released: Vec<Hold>,
+    /// Guards to be dropped after the pending packets are transmitted: until then, the received packets keep their path
+    /// busy.
+    released: Vec<BusyGuard>,
 }
 
 impl Shared {
     fn wait_for_page(&mut self, token: u64, qpn: u32) {
         self.counters.page_faults += 1;
-        let waiting = self.pages.entry(token).or_default();
+        let waiting = self.page_waiters.entry(token).or_default();
         if !waiting.contains(&qpn) {
             waiting.push(qpn);
         }
@@ -148,26 +151,26 @@ impl Shared {
     }
 }
 
-/// The environment of a queue pair during a step.
+/// The environment of a queue pair while the engine processes the queue pair.
 pub(crate) struct Context<'a> {
     host: &'a mut dyn Host,
     shared: &'a mut Shared,
-    /// The burst of the packets that are being processed.
-    flight: Option<&'a Flight>,
+    /// In-flight marker of the burst that is being processed.
+    in_flight: Option<&'a InFlight>,
     now: Option<Duration>,
 }
 
 impl<'a> Context<'a> {
-    fn new(host: &'a mut dyn Host, shared: &'a mut Shared, flight: Option<&'a Flight>) -> Self {
+    fn new(host: &'a mut dyn Host, shared: &'a mut Shared, in_flight: Option<&'a InFlight>) -> Self {
         Self {
             host,
             shared,
-            flight,
+            in_flight,
             now: None,
         }
     }
 
-    /// The time, read once for each step.
+    /// Returns the current time, which each context reads at most once.
     fn now(&mut self) -> Duration {
         *self.now.get_or_insert_with(|| self.host.now())
     }
@@ -178,14 +181,16 @@ impl<'a> Context<'a> {
         self.shared.out.push(packet);
     }
 
-    /// Keeps the received packets: they count as in flight until `hold` is dropped.
-    fn hold(&self, hold: &mut Option<Hold>) {
-        if hold.is_none() {
-            *hold = self.flight.map(Flight::hold);
+    /// Keeps the path of the received burst busy until `guard` is dropped: a queue pair keeps a packet of the burst for
+    /// later.
+    fn keep_busy(&self, guard: &mut Option<BusyGuard>) {
+        if guard.is_none() {
+            *guard = self.in_flight.map(InFlight::busy_guard);
         }
     }
 
-    /// Records that a receive was taken from a shared queue.
+    /// Raises the limit event of a shared receive queue if `left`, the number of remaining requests, is below the
+    /// limit.
     fn check_limit(&mut self, srqn: u32, left: u32) {
         if let Some(srq) = self.shared.srqs.get_mut(&srqn) {
             if left < srq.config.limit {
@@ -219,7 +224,7 @@ impl Engine {
                 out: Vec::new(),
                 pool: Pool::default(),
                 counters: Counters::default(),
-                pages: HashMap::new(),
+                page_waiters: HashMap::new(),
                 blocked: Vec::new(),
                 wake: Vec::new(),
                 released: Vec::new(),
@@ -227,7 +232,7 @@ impl Engine {
         }
     }
 
-    /// Changes the port's attributes.
+    /// Changes the attributes of the port.
     pub fn set_port(&mut self, port: PortAttributes) {
         self.shared.port = port;
         for qp in self.qps.values_mut() {
@@ -235,7 +240,7 @@ impl Engine {
         }
     }
 
-    /// Creates a queue pair in the state RESET. The numbers 0 and 1 and those above 0xfffffe are reserved.
+    /// Creates a queue pair in state RESET. Numbers 0 and 1 and numbers above 0xfffffe are reserved.
     ///
     /// # Errors
     ///
@@ -257,30 +262,30 @@ impl Engine {
         Ok(())
     }
 
-    /// Changes attributes and state of a queue pair. A change to ERR flushes its work (in [`run`](Self::run)); a change to RESET
-    /// drops its work without completions.
+    /// Changes attributes and state of a queue pair. ERR flushes the work requests (in [`run`](Self::run)). RESET
+    /// discards the work requests without completions.
     ///
     /// # Errors
     ///
-    /// The reason of the refusal; nothing was changed then.
+    /// The reason of the failure. Nothing was changed.
     pub fn modify(&mut self, host: &mut dyn Host, qpn: u32, change: &Modify) -> Result<(), ModifyError> {
         let qp = self.qps.get_mut(&qpn).ok_or(ModifyError::NoQueue)?;
         qp.modify(&mut Context::new(host, &mut self.shared, None), change)?;
         self.schedule(qpn);
-        self.after(host);
+        self.send_and_schedule(host);
         Ok(())
     }
 
-    /// Returns a queue pair's state and attributes.
-    pub fn query(&self, qpn: u32) -> Option<QpView> {
-        self.qps.get(&qpn).map(Qp::view)
+    /// Returns state and attributes of a queue pair.
+    pub fn query(&self, qpn: u32) -> Option<QpAttributes> {
+        self.qps.get(&qpn).map(Qp::attributes)
     }
 
-    /// Destroys a queue pair. Its work gets no completions.
+    /// Destroys a queue pair. Its work requests cause no more completions.
     ///
     /// # Errors
     ///
-    /// There is no queue pair of this number.
+    /// No such queue pair.
     pub fn destroy_qp(&mut self, qpn: u32) -> Result<(), ModifyError> {
         let qp = self.qps.remove(&qpn).ok_or(ModifyError::NoQueue)?;
         if let ReceiveFrom::Shared(srqn) = qp.config.receive {
@@ -294,7 +299,7 @@ impl Engine {
         if let Some(time) = qp.timer {
             self.timers.remove(&(time, qpn));
         }
-        // The number may be used again: no reference to this queue pair may remain.
+        // The number may be reused: no list may keep a reference to this queue pair.
         self.ready.retain(|ready| *ready != qpn);
         self.shared.wake.retain(|wake| *wake != qpn);
         self.shared.blocked.retain(|blocked| *blocked != qpn);
@@ -302,7 +307,7 @@ impl Engine {
             members.retain(|member| *member != qpn);
             !members.is_empty()
         });
-        self.shared.pages.retain(|_, waiting| {
+        self.shared.page_waiters.retain(|_, waiting| {
             waiting.retain(|waiting| *waiting != qpn);
             !waiting.is_empty()
         });
@@ -324,12 +329,12 @@ impl Engine {
         }
     }
 
-    /// Arms the limit event of a shared receive queue. It is reported once, when a work request is taken and fewer than the limit
-    /// are left.
+    /// Arms the limit of a shared receive queue. The event is raised once, when a request is fetched and fewer than
+    /// `limit` requests remain in the queue.
     ///
     /// # Errors
     ///
-    /// There is no queue of this number.
+    /// No such shared receive queue.
     pub fn arm_srq(&mut self, srqn: u32, limit: u32) -> Result<(), ModifyError> {
         self.shared
             .srqs
@@ -340,7 +345,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns the limit of a shared receive queue; 0 if it is not armed.
+    /// Returns the limit of a shared receive queue; 0 if the limit is disarmed.
     pub fn srq_limit(&self, srqn: u32) -> Option<u32> {
         self.shared.srqs.get(&srqn).map(|srq| srq.config.limit)
     }
@@ -349,7 +354,7 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// There is no queue of this number, or a queue pair uses it.
+    /// No such shared receive queue, or a queue pair uses it.
     pub fn destroy_srq(&mut self, srqn: u32) -> Result<(), ModifyError> {
         match self.shared.srqs.get(&srqn) {
             None => Err(ModifyError::NoQueue),
@@ -361,12 +366,12 @@ impl Engine {
         }
     }
 
-    /// Attaches a datagram queue pair to a multicast group: it then receives packets to the group. (Its port joins the group
-    /// through subnet administration.)
+    /// Attaches a datagram queue pair to a multicast group, so that the queue pair receives the group's packets. (The
+    /// port joins the group through subnet administration.)
     ///
     /// # Errors
     ///
-    /// There is no such queue pair, or it is attached already.
+    /// No such queue pair, or the queue pair is already attached.
     pub fn attach(&mut self, qpn: u32, group: Gid) -> Result<(), ModifyError> {
         if !self.qps.contains_key(&qpn) {
             return Err(ModifyError::NoQueue);
@@ -397,7 +402,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Records that a send queue has new work. Unknown numbers are ignored.
+    /// Records that a send queue has new work requests. Unknown queue pairs are ignored.
     pub fn doorbell(&mut self, qpn: u32) {
         if let Some(qp) = self.qps.get_mut(&qpn) {
             qp.requester.ring();
@@ -405,8 +410,8 @@ impl Engine {
         }
     }
 
-    /// Returns whether a queue pair sent the multicast packet itself, and does not receive its own packets.
-    fn is_deaf_to(&self, qpn: u32, packet: &Packet) -> bool {
+    /// Returns whether the queue pair sent the multicast packet itself and blocks multicast loopback.
+    fn blocks_loopback(&self, qpn: u32, packet: &Packet) -> bool {
         let port = &self.shared.port;
         self.qps.get(&qpn).is_some_and(|qp| {
             qp.config.deaf_to_itself
@@ -415,19 +420,19 @@ impl Engine {
         })
     }
 
-    /// Processes packets that arrived.
+    /// Handles packets that arrived, and transmits the responses.
     pub fn packets(&mut self, host: &mut dyn Host, burst: Burst) {
-        let Burst { packets, flight } = burst;
+        let Burst { packets, in_flight } = burst;
         let mut touched = Vec::new();
         for packet in packets {
             self.shared.counters.packets_received += 1;
             if packet.dest_qpn == MULTICAST_QPN {
                 let group = packet.grh.as_ref().map(|grh| grh.dgid).unwrap_or_default();
                 for qpn in self.groups.get(&group).cloned().unwrap_or_default() {
-                    if self.is_deaf_to(qpn, &packet) {
+                    if self.blocks_loopback(qpn, &packet) {
                         continue;
                     }
-                    self.arrive(host, flight.as_ref(), qpn, packet.clone(), &mut touched);
+                    self.dispatch(host, in_flight.as_ref(), qpn, packet.clone(), &mut touched);
                 }
             } else {
                 let qpn = if packet.dest_qpn == GSI_QPN {
@@ -435,47 +440,47 @@ impl Engine {
                 } else {
                     packet.dest_qpn
                 };
-                self.arrive(host, flight.as_ref(), qpn, packet, &mut touched);
+                self.dispatch(host, in_flight.as_ref(), qpn, packet, &mut touched);
             }
         }
         touched.sort_unstable();
         touched.dedup();
         for qpn in touched {
             let Some(qp) = self.qps.get_mut(&qpn) else { continue };
-            let mut cx = Context::new(host, &mut self.shared, flight.as_ref());
+            let mut cx = Context::new(host, &mut self.shared, in_flight.as_ref());
             if qp.receives() {
                 qp.settle_requests(&mut cx);
             }
             if qp.sends() {
-                qp.settle_answers(&mut cx);
+                qp.settle_responses(&mut cx);
             }
             if qp.requester.wants_step() {
                 self.schedule(qpn);
             }
             self.set_timer(qpn);
         }
-        self.after(host);
-        // Dropped after the answers are in flight.
-        drop(flight);
+        self.send_and_schedule(host);
+        // Dropped only now, when the responses are in flight.
+        drop(in_flight);
     }
 
-    /// Processes a packet for a queue pair.
-    fn arrive(
+    /// Checks a packet and passes the packet to a queue pair.
+    fn dispatch(
         &mut self,
         host: &mut dyn Host,
-        flight: Option<&Flight>,
+        in_flight: Option<&InFlight>,
         qpn: u32,
         packet: Packet,
         touched: &mut Vec<u32>,
     ) {
         let shared = &mut self.shared;
         let Some(qp) = self.qps.get_mut(&qpn) else {
-            debug!(?packet, "packet for a queue pair that is not there");
+            debug!(?packet, "packet for an unknown queue pair");
             shared.counters.packets_dropped += 1;
             return;
         };
         if packet.opcode & service::MASK != qp.opcode_service() || !qp.receives() {
-            debug!(qpn, state = ?qp.state, ?packet, "packet that the queue pair cannot take");
+            debug!(qpn, state = ?qp.state, ?packet, "service or state of the queue pair rejects the packet");
             shared.counters.packets_dropped += 1;
             return;
         }
@@ -484,26 +489,27 @@ impl Engine {
             _ => pkeys_match(qp.pkey(&shared.port), packet.pkey),
         };
         if !accepted {
-            debug!(qpn, ?packet, "packet of another partition");
+            debug!(qpn, ?packet, "packet with a wrong P_Key");
             shared.counters.pkey_violations += 1;
             return;
         }
-        let mut cx = Context::new(host, shared, flight);
+        let mut cx = Context::new(host, shared, in_flight);
         qp.note_arrival(&mut cx);
-        let answers = operation::READ_RESPONSE_FIRST..=operation::ATOMIC_ACKNOWLEDGE;
-        if answers.contains(&(packet.opcode & operation::MASK)) {
-            qp.take_answer(&mut cx, packet);
+        let responses = operation::READ_RESPONSE_FIRST..=operation::ATOMIC_ACKNOWLEDGE;
+        if responses.contains(&(packet.opcode & operation::MASK)) {
+            qp.receive_response(&mut cx, packet);
         } else {
-            qp.take_request(&mut cx, packet);
+            qp.receive_request(&mut cx, packet);
         }
         if touched.last() != Some(&qpn) {
             touched.push(qpn);
         }
     }
 
-    /// Repeats the accesses that wait for this page, or (`ok` is false) fails them. Unknown tokens are ignored.
+    /// Resolves a page fault. Accesses that wait for `token` are repeated or, if `ok` is false, fail. Unknown tokens
+    /// are ignored.
     pub fn resume(&mut self, token: u64, ok: bool) {
-        for qpn in self.shared.pages.remove(&token).unwrap_or_default() {
+        for qpn in self.shared.page_waiters.remove(&token).unwrap_or_default() {
             if let Some(qp) = self.qps.get_mut(&qpn) {
                 qp.resume(token, ok);
                 self.schedule(qpn);
@@ -511,14 +517,14 @@ impl Engine {
         }
     }
 
-    /// Continues queue pairs whose path was full and takes packets again.
+    /// Continues queue pairs that waited because their path was full.
     pub fn path_ready(&mut self) {
         for qpn in std::mem::take(&mut self.shared.blocked) {
             self.schedule(qpn);
         }
     }
 
-    /// Processes pending work, for a bounded time.
+    /// Does a bounded amount of the pending work, and returns when to call again.
     pub fn run(&mut self, host: &mut dyn Host) -> Next {
         if !self.timers.is_empty() {
             let now = host.now();
@@ -526,13 +532,13 @@ impl Engine {
                 self.timers.remove(&(time, qpn));
                 if let Some(qp) = self.qps.get_mut(&qpn) {
                     qp.timer = None;
-                    qp.tick(&mut Context::new(host, &mut self.shared, None), now);
+                    qp.on_timer(&mut Context::new(host, &mut self.shared, None), now);
                     self.set_timer(qpn);
                 }
             }
         }
-        self.take_wakes();
-        for _ in 0..TURNS {
+        self.schedule_woken();
+        for _ in 0..QP_BUDGET {
             let Some(qpn) = self.ready.pop_front() else { break };
             let Some(qp) = self.qps.get_mut(&qpn) else { continue };
             qp.scheduled = false;
@@ -541,30 +547,30 @@ impl Engine {
             if step == Step::More {
                 self.schedule(qpn);
             }
-            self.take_wakes();
-            if self.shared.out.len() >= SEND_AT {
+            self.schedule_woken();
+            if self.shared.out.len() >= TRANSMIT_BATCH {
                 self.shared.send_out(host);
             }
         }
-        self.after(host);
+        self.send_and_schedule(host);
         if !self.ready.is_empty() {
             return Next::More;
         }
         self.timers.first().map_or(Next::Idle, |(time, _)| Next::At(*time))
     }
 
-    /// Returns the counters.
+    /// Returns the counters of the transport.
     pub fn counters(&self) -> Counters {
         self.shared.counters
     }
 
-    /// Sends the pending packets, and queues the queue pairs that have more work.
-    fn after(&mut self, host: &mut dyn Host) {
+    /// Transmits the pending packets and schedules the queue pairs that were woken.
+    fn send_and_schedule(&mut self, host: &mut dyn Host) {
         self.shared.send_out(host);
-        self.take_wakes();
+        self.schedule_woken();
     }
 
-    fn take_wakes(&mut self) {
+    fn schedule_woken(&mut self) {
         while let Some(qpn) = self.shared.wake.pop() {
             self.schedule(qpn);
         }
@@ -579,8 +585,8 @@ impl Engine {
         }
     }
 
-    /// Records a queue pair's next deadline. An entry whose deadline has moved stays in the list: when it is due, the queue pair
-    /// has no work, and is recorded again.
+    /// Adds a queue pair's next deadline to the timers. An entry whose deadline moved to a later time stays: when the
+    /// entry expires, the queue pair finds nothing to do and is added again.
     fn set_timer(&mut self, qpn: u32) {
         let Some(qp) = self.qps.get_mut(&qpn) else { return };
         let Some(deadline) = qp.deadline() else { return };

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet: switches, links with faults, and the ports by which adapters join it.
+//! The subnet: switches, links with injected faults, and the ports of adapters.
 //!
-//! The threads of a process share a [`Fabric`]. Sending takes its lock for one burst and delivers under the lock, which
-//! keeps the order of packets on every path. A function that takes a [`Delivery`] therefore only puts it into a queue.
+//! Threads of one process share a [`Fabric`]. [`Port::send`] takes the lock for one burst and delivers the burst under
+//! the lock, which keeps packets of each path in order. Therefore a function that takes a [`Delivery`] only queues the
+//! delivery.
 
 pub(crate) mod network;
 mod sa;
@@ -18,99 +19,99 @@ use tracing::warn;
 
 use crate::packet::{Gid, Packet};
 use network::Network;
-pub(crate) use transit::{Flight, Hold};
+pub(crate) use transit::{BusyGuard, InFlight};
 
-/// Switches and the links between them. Ports are added by [`Fabric::join`].
+/// Switches and the links between switches. [`Fabric::join`] adds ports.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Topology {
     /// Names of the switches.
     pub switches: Vec<String>,
-    /// Links between switches, by their names.
+    /// Links between switches, as pairs of switch names.
     pub links: Vec<(String, String)>,
 }
 
-/// An invalid topology or port.
+/// The reason for which a topology or a port is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TopologyError {
-    /// There is no switch, or none of this name.
+    /// The topology has no switch, or none with this name.
     #[error("no switch named \"{0}\"")]
     NoSwitch(String),
-    /// Two switches or ports have the same name.
-    #[error("\"{0}\" is there twice")]
-    Twice(String),
-    /// No path connects the two switches.
+    /// A name, a link or a GUID occurs twice.
+    #[error("duplicate name, link or GUID: \"{0}\"")]
+    Duplicate(String),
+    /// No path, or no direct link, connects the two switches.
     #[error("no path from switch \"{0}\" to switch \"{1}\"")]
-    Apart(String, String),
-    /// All LIDs are in use.
-    #[error("no LID left")]
+    Unconnected(String, String),
+    /// All unicast LIDs are in use.
+    #[error("all unicast LIDs are in use")]
     NoLid,
 }
 
-/// A port that joins.
+/// Configuration of a port for [`Fabric::join`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortConfig {
-    /// Name, for logs and counters.
+    /// Name for logs and counters.
     pub name: String,
-    /// GUID, the low half of the port's GID.
+    /// GUID: the lower 64 bits of the port's GID.
     pub guid: u64,
-    /// Name of the switch that the port is linked to.
+    /// Name of the switch that the port is connected to.
     pub switch: String,
 }
 
-/// Faults of a link, in both directions.
+/// Faults to inject on a link, in both directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Faults {
     /// Delay of each packet.
     pub delay: Duration,
-    /// Fraction of packets that are lost, 0 to 1.
+    /// Probability that a packet is lost, 0 to 1.
     pub loss: f64,
-    /// The n-th packet from now on is lost; 0: none.
+    /// The n-th packet from now on is lost. 0 disables the fault.
     pub lose_nth: u64,
-    /// Fraction of packets that arrive twice, 0 to 1.
+    /// Probability that a packet is duplicated, 0 to 1.
     pub duplicate: f64,
-    /// Fraction of packets that are swapped with the next one, 0 to 1.
+    /// Probability that a packet is exchanged with the next one, 0 to 1.
     pub reorder: f64,
 }
 
-/// Counters of a link, seen from one end.
+/// Counters of a link, as seen from one end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct LinkCounters {
-    /// Packets sent into it.
+    /// Packets sent to the link.
     pub tx_packets: u64,
-    /// Bytes sent into it, headers included.
+    /// Bytes sent to the link, including headers.
     pub tx_bytes: u64,
-    /// Packets that came out of it.
+    /// Packets received from the link.
     pub rx_packets: u64,
-    /// Bytes that came out of it, headers included.
+    /// Bytes received from the link, including headers.
     pub rx_bytes: u64,
-    /// Packets lost by injected faults, either direction.
+    /// Packets lost by injected faults, in both directions.
     pub lost: u64,
-    /// Packets dropped because the link was down or the destination unknown, either direction.
+    /// Packets dropped because the link was down or the destination was unknown, in both directions.
     pub dropped: u64,
     /// Number of times that the link went down.
     pub downs: u64,
 }
 
-/// Packets that arrive together. They count as in flight until they have been processed.
+/// Packets that arrive together. They count as in flight until they are processed.
 #[derive(Debug)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
-    pub(crate) flight: Option<Flight>,
+    pub(crate) in_flight: Option<InFlight>,
 }
 
-/// A message for an adapter's inbox.
+/// An entry for the inbox of an adapter.
 #[derive(Debug)]
 pub enum Delivery {
     /// Packets, for [`Engine::packets`](crate::Engine::packets).
     Packets(Burst),
-    /// A path that was full takes packets again, for [`Engine::path_ready`](crate::Engine::path_ready).
+    /// A path that was full accepts packets again, for [`Engine::path_ready`](crate::Engine::path_ready).
     PathReady,
-    /// The port's link came up (`true`) or went down.
+    /// The link of the port came up (`true`) or went down (`false`).
     Link(bool),
 }
 
-/// The subnet of a process. Clones share it.
+/// The subnet of a process. All clones refer to the same subnet.
 #[derive(Clone)]
 pub struct Fabric {
     inner: Arc<Inner>,
@@ -118,14 +119,14 @@ pub struct Fabric {
 
 struct Inner {
     network: Mutex<Network>,
-    /// Signals a new delayed packet, or the end of the fabric.
+    /// Signaled when packets are delayed and when a handle of the fabric is dropped.
     changed: Condvar,
-    /// The zero of the fabric's clock.
+    /// Time 0 of the fabric.
     start: Instant,
     timer: OnceLock<()>,
 }
 
-/// A port of the subnet, owned by the port's adapter. Dropping the port removes it from the subnet.
+/// A port of the subnet, owned by an adapter. Dropping a `Port` removes the port from the subnet.
 pub struct Port {
     inner: Arc<Inner>,
     lid: u16,
@@ -134,7 +135,7 @@ pub struct Port {
 
 impl Inner {
     fn network(&self) -> MutexGuard<'_, Network> {
-        // No operation on the network makes it inconsistent, not even one whose `deliver` panicked.
+        // A poisoned lock is usable: every operation keeps the network consistent, even if `deliver` panics.
         self.network.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -158,11 +159,11 @@ impl Fabric {
     /// LID of the subnet manager, the destination of subnet administration queries.
     pub const SM_LID: u16 = network::SM_LID;
 
-    /// Creates a subnet. `seed` determines which packets are lost on links with losses.
+    /// Creates a subnet. `seed` initializes the random decisions of injected faults.
     ///
     /// # Errors
     ///
-    /// The topology is invalid.
+    /// [`TopologyError`] if the topology is invalid.
     pub fn new(topology: &Topology, seed: u64) -> Result<Self, TopologyError> {
         let inner = Inner {
             network: Mutex::new(Network::new(topology, seed)?),
@@ -173,12 +174,12 @@ impl Fabric {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// Adds a port, whose link is up immediately. `deliver` is called for every delivery, with the fabric's lock held and on any
-    /// thread: it may queue and wake, but must neither wait nor call the fabric.
+    /// Adds a port. Its link is up at once. `deliver` is called for every delivery, on any thread and with the fabric's
+    /// lock held: it may queue the delivery and wake a thread, but must not wait or call the fabric.
     ///
     /// # Errors
     ///
-    /// No such switch, a name or GUID that is in use, or no LID left.
+    /// Unknown switch, name or GUID in use, or no free LID.
     pub fn join(
         &self,
         config: &PortConfig,
@@ -192,11 +193,11 @@ impl Fabric {
         })
     }
 
-    /// Takes the link between two switches down or up.
+    /// Takes the link between two switches up or down.
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn set_switch_link(&self, a: &str, b: &str, up: bool) -> Result<(), TopologyError> {
         self.inner
             .network()
@@ -208,7 +209,7 @@ impl Fabric {
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn set_switch_faults(&self, a: &str, b: &str, faults: Faults) -> Result<(), TopologyError> {
         self.inner
             .network()
@@ -216,18 +217,19 @@ impl Fabric {
             .map(drop)
     }
 
-    /// Returns the packets that the link between two switches has lost and dropped. (Packets and bytes are counted at ports.)
+    /// Returns the counters of lost and dropped packets of the link between two switches. (Ports count packets and
+    /// bytes.)
     ///
     /// # Errors
     ///
-    /// There is no such link.
+    /// No such link.
     pub fn switch_counters(&self, a: &str, b: &str) -> Result<LinkCounters, TopologyError> {
         self.inner.network().change_switch_link(a, b, |_| {})
     }
 }
 
 impl Port {
-    /// Returns the port's LID. LIDs of ports start at 2.
+    /// Returns the LID of the port, which is at least 2.
     pub fn lid(&self) -> u16 {
         self.lid
     }
@@ -242,7 +244,7 @@ impl Port {
         self.inner.network().is_up(self.lid)
     }
 
-    /// Takes the link down or up; [`Delivery::Link`] notifies the adapter.
+    /// Takes the link up or down. [`Delivery::Link`] notifies the adapter.
     pub fn set_up(&self, up: bool) {
         self.inner.network().set_up(self.lid, up);
     }
@@ -257,7 +259,7 @@ impl Port {
         self.inner.network().counters(self.lid)
     }
 
-    /// Sends packets into the link, in order. Never waits; the caller checks [`has_space`](Self::has_space) before.
+    /// Sends packets in order, without waiting. The caller checks [`has_space`](Self::has_space) first.
     pub fn send(&self, packets: Vec<Packet>) {
         let delayed = {
             let mut network = self.inner.network();
@@ -271,7 +273,8 @@ impl Port {
         }
     }
 
-    /// Returns whether the path to a LID takes more packets. After a `false`, [`Delivery::PathReady`] follows once it does.
+    /// Returns whether the path to a LID accepts packets. After `false`, [`Delivery::PathReady`] arrives when the path
+    /// accepts packets again.
     pub fn has_space(&self, dlid: u16) -> bool {
         self.inner.network().has_space(self.lid, dlid)
     }
@@ -284,7 +287,7 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        self.inner.network().leave(self.lid);
+        self.inner.network().remove_port(self.lid);
     }
 }
 
@@ -294,10 +297,10 @@ impl Drop for Fabric {
     }
 }
 
-/// Longest sleep of the timer's thread, which then checks whether the fabric still exists.
-const TIMER_LOOKS: Duration = Duration::from_millis(200);
+/// Longest sleep of the timer thread. After each sleep the thread checks whether the fabric still exists.
+const MAX_TIMER_SLEEP: Duration = Duration::from_millis(200);
 
-/// Starts the thread that delivers delayed packets. It ends with the fabric.
+/// Starts the thread that delivers delayed packets. The thread ends with the fabric.
 fn start_timer(inner: &Arc<Inner>) {
     let weak = Arc::downgrade(inner);
     let thread = std::thread::Builder::new().name("ib-delay".to_owned());
@@ -308,11 +311,11 @@ fn start_timer(inner: &Arc<Inner>) {
             network.deliver_due(now);
             let wait = network
                 .next_due()
-                .map_or(TIMER_LOOKS, |due| due.saturating_sub(now).min(TIMER_LOOKS));
+                .map_or(MAX_TIMER_SLEEP, |due| due.saturating_sub(now).min(MAX_TIMER_SLEEP));
             drop(inner.changed.wait_timeout(network, wait));
         }
     });
     if let Err(error) = started {
-        warn!(%error, "no thread for delayed packets: they stay where they are");
+        warn!(%error, "cannot start the thread for delayed packets; delayed packets are not delivered");
     }
 }

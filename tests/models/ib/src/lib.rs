@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! InfiniBand without hardware: the transport of a channel adapter, the links and switches between adapters, and the
-//! subnet's administration.
+//! InfiniBand without hardware: the transport of a channel adapter, the links and switches between adapters, and subnet
+//! administration.
 //!
-//! A model of a channel adapter owns an [`Engine`] and implements [`Host`] for it. The engine is the transport: it takes
-//! work requests from the adapter's queues, splits messages into packets, acknowledges, retransmits, stores received data,
-//! and completes work in order. The host owns registers and the layouts of queue entries; the engine knows neither.
+//! A model of a channel adapter owns an [`Engine`] and implements [`Host`] for it. The engine is the transport: it
+//! takes work requests from the adapter's queues, segments messages into packets, acknowledges, retransmits, places
+//! received data in memory, and completes work requests in order. The engine knows no registers and no layouts of queue
+//! entries: these belong to the host.
 //!
-//! The engine never waits and reads no clock. The adapter's worker thread passes it events ([`doorbell`], [`packets`],
-//! [`resume`], [`path_ready`], changes of queue pairs), calls [`run`] while there is more to do, and then sleeps until the next
-//! event or the time that `run` returned:
+//! No call waits or reads a clock. The adapter's worker thread passes events to the engine ([`doorbell`], [`packets`],
+//! [`resume`], [`path_ready`], changes of queue pairs), calls [`run`] while more work is pending, and then sleeps until
+//! the next event or until the time that `run` returned:
 //!
 //! ```text
 //! loop {
@@ -23,12 +24,13 @@
 //! }
 //! ```
 //!
-//! A [`Fabric`] connects the adapters of one process: an adapter [joins](Fabric::join) with a function that puts a
-//! [`Delivery`] into its inbox, and gets a [`Port`] that sends bursts of packets. The fabric assigns LIDs, answers subnet
-//! administration queries at the subnet manager's LID, and can delay and lose packets and cut links.
+//! A [`Fabric`] connects the adapters of one process. An adapter [joins](Fabric::join) with a function that puts a
+//! [`Delivery`] into the adapter's inbox, and gets a [`Port`] that sends bursts of packets. The fabric assigns LIDs,
+//! answers subnet administration queries at the subnet manager's LID, and can delay packets, lose packets and cut
+//! links.
 //!
 //! Numbers (queue pairs, keys, LIDs, packet sequence numbers) are plain integers in the processor's byte order, as in
-//! verbs; bytes in packets' payload are never interpreted.
+//! the verbs. The engine never interprets payload bytes.
 //!
 //! [`doorbell`]: Engine::doorbell
 //! [`packets`]: Engine::packets
@@ -36,7 +38,7 @@
 //! [`path_ready`]: Engine::path_ready
 //! [`run`]: Engine::run
 
-// The README's example is compiled and run with the tests.
+// The tests compile and run the example in the README.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
 mod attributes;
@@ -50,7 +52,8 @@ mod sim;
 mod work;
 
 pub use attributes::{
-    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, SrqConfig, State,
+    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, SrqConfig,
+    State,
 };
 pub use engine::{Counters, Engine, Next};
 pub use fabric::{Burst, Delivery, Fabric, Faults, LinkCounters, Port, PortConfig, Topology, TopologyError};

@@ -2,8 +2,8 @@
 
 //! Packets: headers as fields, payload as a range of a shared buffer.
 //!
-//! Packets have no invariant CRC and no padding: no bytes are corrupted between threads of a process. The receiver still
-//! checks the headers of a packet against its opcode.
+//! Packets have no invariant CRC and no padding, because no bytes are corrupted between threads of a process. The
+//! receiver still checks the headers of a packet against its opcode.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,15 +13,15 @@ use std::sync::Arc;
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The subnet prefix of a subnet without a configured one.
+    /// The default subnet prefix.
     pub const DEFAULT_PREFIX: u64 = 0xfe80_0000_0000_0000;
 
-    /// The GID of a port.
+    /// Returns the GID of a port.
     pub fn new(prefix: u64, guid: u64) -> Self {
         Self(((u128::from(prefix) << 64) | u128::from(guid)).to_be_bytes())
     }
 
-    /// Whether it names a multicast group.
+    /// Returns whether the GID names a multicast group.
     pub fn is_multicast(&self) -> bool {
         self.0[0] == 0xff
     }
@@ -83,7 +83,7 @@ pub(crate) const MULTICAST_LID: u16 = 0xc000;
 /// The permissive LID: the port that receives the packet.
 pub(crate) const PERMISSIVE_LID: u16 = 0xffff;
 
-/// Shared bytes; packets refer to ranges of them.
+/// Shared bytes. Packets refer to ranges of them.
 pub(crate) type Chunk = Arc<Vec<u8>>;
 
 /// A packet's payload.
@@ -95,11 +95,11 @@ pub(crate) struct Slice {
 }
 
 impl Slice {
-    /// The `len` bytes of `chunk` from `start`, or as many as it has.
+    /// Returns `len` bytes of `chunk` from `start` on, limited to the end of `chunk`.
     pub(crate) fn new(chunk: &Chunk, start: usize, len: usize) -> Self {
         let start = start.min(chunk.len());
         let len = len.min(chunk.len() - start);
-        // Chunks are far smaller than 4 GiB.
+        // Not truncated: chunks are far smaller than 4 GiB.
         Self {
             chunk: Some(chunk.clone()),
             start: start as u32,
@@ -122,7 +122,7 @@ impl Slice {
         self.len == 0
     }
 
-    /// Returns this and `next` as one slice, if `next` continues this one in the same chunk.
+    /// Returns this range and `next` as one range if `next` starts where this range ends in the same chunk.
     pub(crate) fn joined(&self, next: &Slice) -> Option<Slice> {
         match (&self.chunk, &next.chunk) {
             (Some(a), Some(b)) if Arc::ptr_eq(a, b) && self.start + self.len == next.start => Some(Self {
@@ -141,7 +141,7 @@ impl fmt::Debug for Slice {
     }
 }
 
-/// RDMA extended transport header.
+/// RDMA extended transport header (RETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Reth {
     pub(crate) address: u64,
@@ -149,24 +149,24 @@ pub(crate) struct Reth {
     pub(crate) length: u32,
 }
 
-/// Datagram extended transport header.
+/// Datagram extended transport header (DETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Deth {
     pub(crate) qkey: u32,
     pub(crate) source_qpn: u32,
 }
 
-/// Atomic extended transport header.
+/// Atomic extended transport header (AtomicETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct AtomicEth {
     pub(crate) address: u64,
     pub(crate) key: u32,
-    /// Value to swap in, or to add.
+    /// Value to swap or to add.
     pub(crate) swap_add: u64,
     pub(crate) compare: u64,
 }
 
-/// Acknowledgement extended transport header.
+/// Acknowledgement extended transport header (AETH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Aeth {
     pub(crate) syndrome: u8,
@@ -185,7 +185,7 @@ pub(crate) enum Extended {
     AtomicAck(Aeth, u64),
 }
 
-/// Global route header.
+/// Global route header (GRH).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GlobalRoute {
     pub(crate) flow_label: u32,
@@ -195,7 +195,7 @@ pub(crate) struct GlobalRoute {
     pub(crate) dgid: Gid,
 }
 
-/// A packet. Only engines and the fabric use its contents.
+/// A packet. Only engines and the fabric access the contents.
 #[derive(Clone)]
 pub struct Packet {
     pub(crate) dlid: u16,
@@ -217,7 +217,7 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Returns the bytes of the packet on a wire: headers, payload with padding, and CRCs.
+    /// Returns the size of the packet on a wire: headers, payload with padding, and CRCs.
     pub fn wire_bytes(&self) -> u64 {
         use operation::*;
         let mut bytes = 8 + 12 + 4 + 2;

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Arithmetic of packet sequence numbers: 24 bits, circular.
+//! Arithmetic of packet sequence numbers (PSN): 24 bits, modulo 2^24.
 
-/// Bits that a number has.
+/// Mask of the bits of a PSN.
 pub(crate) const MASK: u32 = 0xff_ffff;
 
-/// The number `n` after `psn`.
+/// Returns the PSN `n` after `psn`.
 pub(crate) fn add(psn: u32, n: u32) -> u32 {
     psn.wrapping_add(n) & MASK
 }
 
-/// How far `a` is after `b`; negative if it is before. What is half the circle away or more is before.
+/// Returns the distance from `b` to `a`; negative if `a` is before `b`. Distances of 2^23 or more count as before.
 pub(crate) fn diff(a: u32, b: u32) -> i32 {
     ((a.wrapping_sub(b) << 8) as i32) >> 8
 }
 
-/// Packets that a message of `length` bytes takes.
+/// Returns the number of packets of a message of `length` bytes.
 pub(crate) fn packets(length: u32, mtu: u32) -> u32 {
     length.div_ceil(mtu).max(1)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Adapters made of an engine and a toy host, on a network with simulated time: what the tests run on.
+//! Test adapters: an engine and a test host each, on a network with simulated time.
 
 mod connected;
 mod datagrams;
@@ -29,11 +29,11 @@ use crate::work::{
     SendWork, Sge, Status,
 };
 
-/// Protection domain of everything, unless a test says otherwise.
+/// Default protection domain.
 const PD: u32 = 7;
-/// A key for all of a toy's memory that allows everything.
-const ALL: u32 = 0x1000;
-/// Page size of toys' page faults.
+/// A key that allows all accesses to all memory of a node.
+const ALL_KEY: u32 = 0x1000;
+/// Page size of page faults.
 const PAGE: u64 = 4096;
 
 #[derive(Clone, Copy, Debug)]
@@ -47,8 +47,8 @@ struct Key {
     remote_atomic: bool,
 }
 
-/// A host with flat memory: a key's address space is the memory itself.
-struct Toy {
+/// A host with flat memory. The address space of each key is the memory itself.
+struct TestHost {
     lid: u16,
     now: Rc<Cell<Duration>>,
     network: Rc<RefCell<Network>>,
@@ -56,25 +56,25 @@ struct Toy {
     keys: HashMap<u32, Key>,
     sends: HashMap<u32, VecDeque<SendWork>>,
     receives: HashMap<Queue, VecDeque<ReceiveWork>>,
-    /// Addresses of pages that are not there.
+    /// Pages that are not present.
     absent: HashSet<u64>,
     /// Requested pages, by token.
-    asked: BTreeMap<u64, u64>,
+    page_requests: BTreeMap<u64, u64>,
     tokens: u64,
-    locals: Vec<(u32, u64)>,
+    local_requests: Vec<(u32, u64)>,
     local_result: Result<(), Status>,
     completions: Vec<Completion>,
     events: Vec<Event>,
     sent: Vec<Packet>,
     /// Number of calls of `write`.
     writes: usize,
-    /// So many more accesses, and all keys are gone.
-    keys_go_after: Option<usize>,
-    /// What the queues answer in place of work: send queues, receive queues.
-    bad: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
+    /// Number of accesses after which all keys are removed.
+    remove_keys_after: Option<usize>,
+    /// Results to return once instead of the next work request: for send queues and for receive queues.
+    injected: (Option<Fetched<SendWork>>, Option<Fetched<ReceiveWork>>),
 }
 
-impl Toy {
+impl TestHost {
     fn allowed(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
         let key = self.keys.get(&access.key).ok_or(Fault::Key)?;
         if key.pd != access.pd {
@@ -94,12 +94,12 @@ impl Toy {
         if access.address < key.start || end > key.start + key.len {
             return Err(Fault::Bounds);
         }
-        assert_ne!(access.length, 0, "the engine requests no empty access");
+        assert_ne!(access.length, 0, "the engine must not request an access of length 0");
         Ok(access.address as usize..end as usize)
     }
 
     fn present(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
-        match &mut self.keys_go_after {
+        match &mut self.remove_keys_after {
             Some(0) => self.keys.clear(),
             Some(left) => *left -= 1,
             None => {}
@@ -108,7 +108,7 @@ impl Toy {
         for page in access.address / PAGE..=(access.address + access.length - 1) / PAGE {
             if self.absent.contains(&page) {
                 self.tokens += 1;
-                self.asked.insert(self.tokens, page);
+                self.page_requests.insert(self.tokens, page);
                 return Err(Fault::Page(self.tokens));
             }
         }
@@ -116,14 +116,14 @@ impl Toy {
     }
 }
 
-impl Host for Toy {
+impl Host for TestHost {
     fn now(&mut self) -> Duration {
         self.now.get()
     }
 
     fn next_send(&mut self, qpn: u32) -> Fetched<SendWork> {
-        if let Some(bad) = self.bad.0.take() {
-            return bad;
+        if let Some(injected) = self.injected.0.take() {
+            return injected;
         }
         self.sends
             .entry(qpn)
@@ -133,8 +133,8 @@ impl Host for Toy {
     }
 
     fn next_receive(&mut self, queue: Queue) -> Fetched<ReceiveWork> {
-        if let Some(bad) = self.bad.1.take() {
-            return bad;
+        if let Some(injected) = self.injected.1.take() {
+            return injected;
         }
         let queue = self.receives.entry(queue).or_default();
         match queue.pop_front() {
@@ -176,7 +176,7 @@ impl Host for Toy {
     }
 
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
-        self.locals.push((qpn, id));
+        self.local_requests.push((qpn, id));
         self.local_result
     }
 
@@ -216,22 +216,22 @@ impl Host for Toy {
 /// An adapter.
 struct Node {
     engine: Engine,
-    toy: Toy,
+    host: TestHost,
     inbox: mpsc::Receiver<Delivery>,
     next: Next,
     links: Vec<bool>,
-    /// What arrives stays in the inbox.
-    asleep: bool,
+    /// Deliveries stay in the inbox.
+    paused: bool,
 }
 
-struct World {
+struct Simulation {
     now: Rc<Cell<Duration>>,
     network: Rc<RefCell<Network>>,
     nodes: Vec<Node>,
 }
 
-impl World {
-    /// `n` adapters with `memory` bytes each, on one switch.
+impl Simulation {
+    /// Creates `n` adapters with `memory` bytes each, on one switch.
     fn new(n: usize, memory: usize) -> Self {
         Self::with_seed(n, memory, 1)
     }
@@ -244,7 +244,7 @@ impl World {
         Self::on(&topology, &vec!["sw"; n], memory, seed)
     }
 
-    /// An adapter on each of these switches.
+    /// Creates one adapter for each entry of `switches`.
     fn on(topology: &Topology, switches: &[&str], memory: usize, seed: u64) -> Self {
         let now = Rc::new(Cell::new(Duration::from_secs(1)));
         let network = Rc::new(RefCell::new(Network::new(topology, seed).unwrap()));
@@ -275,34 +275,34 @@ impl World {
                     remote_write: true,
                     remote_atomic: true,
                 };
-                let toy = Toy {
+                let host = TestHost {
                     lid,
                     now: now.clone(),
                     network: network.clone(),
                     memory: vec![0; memory],
-                    keys: HashMap::from([(ALL, all)]),
+                    keys: HashMap::from([(ALL_KEY, all)]),
                     sends: HashMap::new(),
                     receives: HashMap::new(),
                     absent: HashSet::new(),
-                    asked: BTreeMap::new(),
+                    page_requests: BTreeMap::new(),
                     tokens: 0,
-                    locals: Vec::new(),
+                    local_requests: Vec::new(),
                     local_result: Ok(()),
                     completions: Vec::new(),
                     events: Vec::new(),
                     sent: Vec::new(),
                     writes: 0,
-                    keys_go_after: None,
-                    bad: (None, None),
+                    remove_keys_after: None,
+                    injected: (None, None),
                 };
                 let engine = Engine::new(port);
                 Node {
                     engine,
-                    toy,
+                    host,
                     inbox,
                     next: Next::Idle,
                     links: Vec::new(),
-                    asleep: false,
+                    paused: false,
                 }
             })
             .collect();
@@ -310,50 +310,50 @@ impl World {
     }
 
     fn lid(&self, node: usize) -> u16 {
-        self.nodes[node].toy.lid
+        self.nodes[node].host.lid
     }
 
-    /// Handles what one adapter has in its inbox, and lets it work. Returns whether there was anything.
+    /// Handles the inbox of an adapter and runs its engine. Returns whether there was work.
     fn work(&mut self, node: usize) -> bool {
         let node = &mut self.nodes[node];
-        if node.asleep {
+        if node.paused {
             return false;
         }
         let mut worked = node.next == Next::More;
         while let Ok(delivery) = node.inbox.try_recv() {
             worked = true;
             match delivery {
-                Delivery::Packets(burst) => node.engine.packets(&mut node.toy, burst),
+                Delivery::Packets(burst) => node.engine.packets(&mut node.host, burst),
                 Delivery::PathReady => node.engine.path_ready(),
                 Delivery::Link(up) => node.links.push(up),
             }
         }
-        let sent = node.toy.sent.len();
-        node.next = node.engine.run(&mut node.toy);
-        worked || node.toy.sent.len() > sent
+        let sent = node.host.sent.len();
+        node.next = node.engine.run(&mut node.host);
+        worked || node.host.sent.len() > sent
     }
 
-    /// Works until nothing is left to do at this time.
+    /// Runs all adapters until no work is left at the current time.
     fn settle(&mut self) {
         for _ in 0..20_000 {
             let mut worked = false;
             for node in 0..self.nodes.len() {
                 worked |= self.work(node);
             }
-            let more = self.nodes.iter().any(|node| !node.asleep && node.next == Next::More);
+            let more = self.nodes.iter().any(|node| !node.paused && node.next == Next::More);
             if !worked && !more {
                 return;
             }
         }
-        panic!("the adapters never come to rest");
+        panic!("the adapters still have work after 20,000 rounds");
     }
 
-    /// Goes to the next time at which something happens. Returns whether there is one, before `end`.
+    /// Advances the time to the next timer or delayed packet. Returns false if there is none up to `end`.
     fn advance(&mut self, end: Duration) -> bool {
         let timers = self
             .nodes
             .iter()
-            .filter(|node| !node.asleep)
+            .filter(|node| !node.paused)
             .filter_map(|node| match node.next {
                 Next::At(time) => Some(time),
                 _ => None,
@@ -368,7 +368,7 @@ impl World {
         true
     }
 
-    /// Lets this much time pass.
+    /// Runs for `time` of simulated time.
     fn run_for(&mut self, time: Duration) {
         let end = self.now.get() + time;
         self.settle();
@@ -397,7 +397,7 @@ impl World {
 
     fn modify(&mut self, node: usize, qpn: u32, change: Modify) {
         let node = &mut self.nodes[node];
-        node.engine.modify(&mut node.toy, qpn, &change).unwrap();
+        node.engine.modify(&mut node.host, qpn, &change).unwrap();
     }
 
     fn state(&mut self, node: usize, qpn: u32, state: State) {
@@ -424,7 +424,7 @@ impl World {
         }
     }
 
-    /// Takes a queue pair to RTS, connected with another.
+    /// Takes a queue pair to RTS, connected to another one.
     fn bring_up(&mut self, node: usize, qpn: u32, to: usize, to_qpn: u32, link: Connection) {
         self.state(node, qpn, State::Init);
         let path = self.path_to(to);
@@ -455,7 +455,7 @@ impl World {
         self.state(node, qpn, State::Rts);
     }
 
-    /// Queue pairs 2 (on node 0) and 3 (on node 1), connected.
+    /// Connects queue pair 2 on node 0 and queue pair 3 on node 1.
     fn pair(&mut self, service: Service, link: Connection) {
         self.qp(0, 2, service, ReceiveFrom::Own);
         self.qp(1, 3, service, ReceiveFrom::Own);
@@ -496,7 +496,7 @@ impl World {
 
     fn post(&mut self, node: usize, qpn: u32, work: SendWork) {
         let node = &mut self.nodes[node];
-        node.toy.sends.entry(qpn).or_default().push_back(work);
+        node.host.sends.entry(qpn).or_default().push_back(work);
         node.engine.doorbell(qpn);
     }
 
@@ -504,18 +504,18 @@ impl World {
         let work = ReceiveWork {
             id,
             pieces: smallvec![Sge {
-                key: ALL,
+                key: ALL_KEY,
                 address,
                 length
             }],
             left: 0,
         };
-        self.nodes[node].toy.receives.entry(queue).or_default().push_back(work);
+        self.nodes[node].host.receives.entry(queue).or_default().push_back(work);
     }
 
-    /// Statuses of the completed sends of a node, with their numbers.
+    /// Returns the identifiers and statuses of a node's send completions.
     fn sends(&self, node: usize) -> Vec<(u64, Status)> {
-        let completions = self.nodes[node].toy.completions.iter();
+        let completions = self.nodes[node].host.completions.iter();
         completions
             .filter_map(|completion| match completion {
                 Completion::Send { id, status, .. } => Some((*id, *status)),
@@ -524,9 +524,9 @@ impl World {
             .collect()
     }
 
-    /// Completed receives of a node: number, status, length, what.
+    /// Returns the receive completions of a node: identifier, status, length, operation.
     fn received(&self, node: usize) -> Vec<(u64, Status, u32, Received)> {
-        let completions = self.nodes[node].toy.completions.iter();
+        let completions = self.nodes[node].host.completions.iter();
         completions
             .filter_map(|completion| match completion {
                 Completion::Receive {
@@ -545,28 +545,29 @@ impl World {
         let bytes: Vec<u8> = (0..len)
             .map(|i| (i as u8).wrapping_mul(31) ^ (i >> 8) as u8 ^ seed)
             .collect();
-        self.nodes[node].toy.memory[address..address + len].copy_from_slice(&bytes);
+        self.nodes[node].host.memory[address..address + len].copy_from_slice(&bytes);
         bytes
     }
 
     fn bytes(&self, node: usize, address: usize, len: usize) -> &[u8] {
-        &self.nodes[node].toy.memory[address..address + len]
+        &self.nodes[node].host.memory[address..address + len]
     }
 }
 
-/// The host provides the requested pages, or reports that there are none.
+/// Resolves all page faults of a node: provides the pages or, if `ok` is false, fails the accesses. Returns their
+/// number.
 fn serve_pages(node: &mut Node, ok: bool) -> usize {
-    let asked = std::mem::take(&mut node.toy.asked);
-    for (token, page) in &asked {
+    let page_requests = std::mem::take(&mut node.host.page_requests);
+    for (token, page) in &page_requests {
         if ok {
-            node.toy.absent.remove(page);
+            node.host.absent.remove(page);
         }
         node.engine.resume(*token, ok);
     }
-    asked.len()
+    page_requests.len()
 }
 
-/// How a pair is connected.
+/// Attributes of a connection.
 #[derive(Clone, Copy, Debug)]
 struct Connection {
     mtu: Mtu,
@@ -578,7 +579,7 @@ struct Connection {
 
 impl Default for Connection {
     fn default() -> Self {
-        // Packet sequence numbers wrap around soon.
+        // Packet sequence numbers wrap around after 16 packets.
         Self {
             mtu: Mtu::B1024,
             psn: 0xff_fff0,
@@ -589,7 +590,7 @@ impl Default for Connection {
     }
 }
 
-/// A work request on one piece of memory.
+/// Builds a signaled work request with one scatter/gather entry.
 fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
     SendWork {
         id,
@@ -599,7 +600,7 @@ fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
             ..SendFlags::default()
         },
         payload: Payload::Memory(smallvec![Sge {
-            key: ALL,
+            key: ALL_KEY,
             address,
             length
         }]),
@@ -618,7 +619,7 @@ fn write(id: u64, address: u64, length: u32, remote: u64) -> SendWork {
         SendOp::Write {
             remote: Remote {
                 address: remote,
-                key: ALL,
+                key: ALL_KEY,
             },
             imm: None,
         },
@@ -633,7 +634,7 @@ fn read(id: u64, address: u64, length: u32, remote: u64) -> SendWork {
         SendOp::Read {
             remote: Remote {
                 address: remote,
-                key: ALL,
+                key: ALL_KEY,
             },
         },
         address,

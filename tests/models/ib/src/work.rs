@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Work requests, decoded by the host from its queues, and completions, which the host encodes.
+//! Work requests as the host decodes them from its queues, and completions that the host encodes.
 
 use smallvec::SmallVec;
 
@@ -13,18 +13,18 @@ pub struct Sge {
     pub key: u32,
     /// First address, in the key's address space.
     pub address: u64,
-    /// Length in bytes. 0 is an empty range, whose key is not checked.
+    /// Length in bytes. The key of an empty range is not checked.
     pub length: u32,
 }
 
-/// The data of a work request.
+/// The local data of a work request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// In memory: gathered from (or, for reads and atomics, scattered to) these ranges in order.
+    /// In memory: gathered from these entries, or scattered to them for READ and atomic operations, in order.
     Memory(SmallVec<[Sge; 4]>),
-    /// In the work request itself.
+    /// In the work request itself (inline data).
     Inline(Vec<u8>),
-    /// Some of it in memory and some inline, in order. For sends and writes.
+    /// Memory and inline data, concatenated in order. For SEND and WRITE.
     Mixed(Vec<Segment>),
 }
 
@@ -73,7 +73,7 @@ impl Segment {
     }
 }
 
-/// Memory of the remote side.
+/// Memory of the remote node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Remote {
     /// First address, in the key's address space.
@@ -82,81 +82,82 @@ pub struct Remote {
     pub key: u32,
 }
 
-/// The operation of a send work request.
+/// Operation of a send work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOp {
-    /// SEND: a message to a receive of the remote side.
+    /// SEND: a message into a receive of the remote node.
     Send {
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// SEND with invalidate: the remote side then invalidates its key.
+    /// SEND with invalidate: after the message, the remote node invalidates its key.
     SendInvalidate {
         /// The remote key.
         key: u32,
     },
-    /// RDMA WRITE; with immediate data it also takes a receive of the remote side.
+    /// RDMA WRITE. With immediate data, the WRITE also consumes a receive of the remote node.
     Write {
-        /// The target.
+        /// Destination.
         remote: Remote,
         /// Immediate data.
         imm: Option<u32>,
     },
-    /// Data from the remote side's memory, as many bytes as the payload has space for.
+    /// RDMA READ of as many bytes as the payload describes.
     Read {
-        /// The source.
+        /// Source.
         remote: Remote,
     },
-    /// Compare and swap of 8 remote bytes: they become `swap` if they are `compare`. The payload receives the old value.
+    /// Compare and swap: replaces 8 remote bytes with `swap` if they equal `compare`. The payload receives the original
+    /// value.
     CompareSwap {
-        /// The 8 bytes; aligned.
+        /// The 8 bytes, aligned.
         remote: Remote,
         /// Expected value.
         compare: u64,
         /// New value.
         swap: u64,
     },
-    /// Fetch and add on 8 remote bytes. The payload receives the old value.
+    /// Fetch and add: adds `add` to 8 remote bytes. The payload receives the original value.
     FetchAdd {
-        /// The 8 bytes; aligned.
+        /// The 8 bytes, aligned.
         remote: Remote,
         /// Number to add.
         add: u64,
     },
-    /// Work that the host does itself, in order, by [`Host::local`](crate::Host::local): registration or
-    /// invalidation of a key, or nothing.
+    /// A local operation, which the host executes in order with [`Host::local`](crate::Host::local): registration or
+    /// invalidation of a key, or no operation.
     Local,
 }
 
-/// The work that a send work request waits for before it starts.
+/// Earlier work that a send work request waits for before it starts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fence {
-    /// Nothing.
+    /// No work.
     #[default]
     None,
-    /// All earlier reads and atomics of the queue (the fence of verbs).
+    /// All earlier READs and atomic operations of the queue (the fence of the verbs).
     Reads,
-    /// All earlier work of the queue.
+    /// All earlier work requests of the queue.
     All,
 }
 
 /// Flags of a send work request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SendFlags {
-    /// Signaled: success makes a completion. An error always does.
+    /// Signaled: success generates a completion. A failure always generates one.
     pub signaled: bool,
-    /// The remote side's completion is a solicited event.
+    /// The completion of the remote node is a solicited event.
     pub solicited: bool,
-    /// The work to wait for.
+    /// Earlier work to wait for.
     pub fence: Fence,
 }
 
-/// Fields of a global route header that a sender chooses.
+/// Fields of the global route header that the sender chooses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grh {
-    /// Index of the source in the port's table of GIDs.
+    /// Index of the source GID in the port's GID table.
     pub sgid_index: u16,
-    /// Destination.
+    /// Destination GID.
     pub dgid: Gid,
     /// Flow label, 20 bits.
     pub flow_label: u32,
@@ -169,39 +170,40 @@ pub struct Grh {
 /// A path through the subnet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Path {
-    /// LID of the destination port, or of a multicast group.
+    /// LID of the destination port or of a multicast group.
     pub dlid: u16,
-    /// Added to the port's base LID to make the source LID.
+    /// Added to the port's base LID to form the source LID.
     pub path_bits: u8,
     /// Service level, 4 bits.
     pub sl: u8,
-    /// Global route header, if one is to be sent.
+    /// Global route header, if packets carry one.
     pub grh: Option<Grh>,
 }
 
-/// The destination of a datagram.
+/// Destination of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AddressVector {
-    /// The path to the destination.
+    /// Path to the destination port.
     pub path: Path,
-    /// The queue pair there; 0xffffff for a multicast group.
+    /// Destination queue pair; 0xffffff for a multicast group.
     pub qpn: u32,
-    /// Q_Key; with its highest bit set, the sending queue pair's own is sent instead.
+    /// Q_Key. If the most significant bit is set, the packet carries the Q_Key of the sending queue pair instead.
     pub qkey: u32,
 }
 
 /// A work request of a send queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SendWork {
-    /// The host's id of the request (such as the index of its first queue slot), which the completion has.
+    /// The host's identifier of the request, such as the index of its first queue slot. The completion returns the
+    /// identifier.
     pub id: u64,
-    /// The requested operation.
+    /// Operation.
     pub op: SendOp,
     /// Flags.
     pub flags: SendFlags,
     /// Local data; ignored for [`SendOp::Local`].
     pub payload: Payload,
-    /// Datagram services: the destination.
+    /// Destination, for datagram services.
     pub to: Option<AddressVector>,
     /// XRC: number of the remote shared receive queue.
     pub remote_srqn: u32,
@@ -210,68 +212,68 @@ pub struct SendWork {
 /// A receive queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Queue {
-    /// The receive queue of a queue pair, by the pair's number.
+    /// The receive queue of the queue pair with this number.
     Own(u32),
-    /// A shared receive queue, by its number.
+    /// The shared receive queue with this number.
     Shared(u32),
 }
 
 /// A work request of a receive queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReceiveWork {
-    /// The host's id of the request, which the completion has.
+    /// The host's identifier of the request. The completion returns the identifier.
     pub id: u64,
-    /// The target of the message.
+    /// Scatter list for the message.
     pub pieces: SmallVec<[Sge; 4]>,
-    /// Number of requests left in the queue without this one. Used for shared queues' limit only.
+    /// Number of requests that remain in the queue after this one. Used only for the limit of shared receive queues.
     pub left: u32,
 }
 
-/// The status of a completion, as in verbs.
+/// Status of a completion, as in the verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {
-    /// As requested.
+    /// Success.
     Success,
-    /// Local length error: a message longer than the receive, or a work request longer than allowed.
+    /// Local length error: a message is longer than the receive, or a work request is longer than the maximum.
     LocalLength,
-    /// Local queue pair operation error: the work request is invalid.
+    /// Local QP operation error: the work request is invalid.
     LocalQpOperation,
     /// Local protection error: a local key does not allow the access.
     LocalProtection,
-    /// Flushed: the queue pair is in the error state.
+    /// Work request flushed error: not executed, because the queue pair is in the error state.
     Flushed,
-    /// A memory window could not be bound.
+    /// Memory window bind error.
     MwBind,
-    /// Bad response error: a response that does not fit the request.
+    /// Bad response error: a response does not match the request.
     BadResponse,
-    /// Local access error: a remote write with immediate data failed on the receiving side.
+    /// Local access error: an RDMA WRITE with immediate data failed at the responder.
     LocalAccess,
-    /// Remote invalid request error.
+    /// Remote invalid request error: the responder rejected the request as invalid.
     RemoteInvalidRequest,
     /// Remote access error: the remote key does not allow the access.
     RemoteAccess,
-    /// Remote operation error.
+    /// Remote operation error: the responder could not execute the request.
     RemoteOperation,
-    /// Transport retry counter exceeded: no acknowledgement.
+    /// Transport retry counter exceeded: no acknowledgement after the configured number of retries.
     RetryExceeded,
-    /// RNR retry counter exceeded: the remote side had no receive.
+    /// RNR retry counter exceeded: no receive at the responder after the configured number of retries.
     RnrRetryExceeded,
 }
 
-/// The content of a receive completion.
+/// The operation that consumed a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Received {
-    /// A message.
+    /// SEND.
     Send,
-    /// A message with immediate data.
+    /// SEND with immediate data.
     SendImm(u32),
-    /// A message, after which this key of this side was invalidated.
+    /// SEND with invalidate. This local key was invalidated.
     SendInvalidate(u32),
-    /// The immediate data of a remote write.
+    /// RDMA WRITE with immediate data.
     WriteImm(u32),
 }
 
-/// The source of a datagram.
+/// Source of a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UdSource {
     /// Sending queue pair.
@@ -280,20 +282,20 @@ pub struct UdSource {
     pub lid: u16,
     /// Service level.
     pub sl: u8,
-    /// Low bits of the destination LID, above this port's base LID.
+    /// Low bits of the destination LID, relative to this port's base LID.
     pub path_bits: u8,
     /// The first 40 bytes of the buffer hold a global route header.
     pub grh: bool,
-    /// Index of the packet's P_Key in this port's table.
+    /// Index of the packet's P_Key in this port's P_Key table.
     pub pkey_index: u16,
-    /// The packet was sent to a multicast group.
+    /// The datagram was sent to a multicast group.
     pub multicast: bool,
 }
 
-/// The completion of a work request.
+/// Completion of a work request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completion {
-    /// Of a send queue. Completions of one queue are in the queue's order.
+    /// Completion of a send queue. Completions of one queue are in the order of its work requests.
     Send {
         /// The queue pair.
         qpn: u32,
@@ -301,33 +303,34 @@ pub enum Completion {
         cqn: u32,
         /// As in [`SendWork::id`].
         id: u64,
-        /// The requested operation; `None` if it could not be decoded.
+        /// Operation; `None` if the work request could not be decoded.
         op: Option<SendOp>,
-        /// The status.
+        /// Completion status.
         status: Status,
-        /// Bytes that a read or an atomic returned.
+        /// Bytes that a READ or an atomic operation returned.
         length: u32,
     },
-    /// Of a receive queue. Completions of a queue pair's own receive queue are in the queue's order.
+    /// Completion of a receive queue. Completions of a queue pair's own receive queue are in the order of its work
+    /// requests.
     Receive {
-        /// The queue pair that received.
+        /// The receiving queue pair.
         qpn: u32,
-        /// The completion queue: the queue pair's, or an XRC receive queue's.
+        /// The completion queue of the queue pair or of an XRC shared receive queue.
         cqn: u32,
-        /// The queue that the work request was taken from.
+        /// The queue of the work request.
         queue: Queue,
         /// As in [`ReceiveWork::id`].
         id: u64,
-        /// The status; the following fields are valid on success only.
+        /// Completion status. The following fields are valid only on success.
         status: Status,
-        /// Bytes received (for datagrams with the 40 bytes for a global route header; for a write with immediate data,
-        /// the bytes written).
+        /// Bytes received. For datagrams, this includes the 40 bytes that are reserved for a global route header. For a
+        /// WRITE with immediate data, this is the number of bytes written.
         length: u32,
-        /// The content.
+        /// The operation that consumed the receive.
         what: Received,
         /// The sender requested a solicited event.
         solicited: bool,
-        /// Datagram services: the source.
+        /// Source, for datagram services.
         source: Option<UdSource>,
     },
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Adapters as they are used: a thread each, with an inbox, on a fabric in real time.
+//! Adapters in threads, each with an inbox, on a fabric in real time.
 
 #[path = "../examples/write/adapter.rs"]
 mod adapter;
@@ -27,7 +27,7 @@ fn run(mut engine: Engine, mut host: adapter::Adapter, inbox: Receiver<Message>)
     loop {
         let mut next = engine.run(&mut host);
         if stopped {
-            // What the other side needs from here is still given to it.
+            // After a stop, run on for 200 ms so that the other adapter still gets its responses.
             let until = *busy_until.get_or_insert(host.now() + Duration::from_millis(200));
             if host.now() >= until {
                 return (engine, host.memory);
@@ -64,14 +64,14 @@ fn run(mut engine: Engine, mut host: adapter::Adapter, inbox: Receiver<Message>)
     }
 }
 
-/// An adapter with a thread of its own.
+/// An adapter that runs in a thread.
 struct Running {
     inbox: Sender<Message>,
     completions: Receiver<Completion>,
     thread: JoinHandle<(Engine, Vec<u8>)>,
 }
 
-/// Two adapters on one switch with a connected queue pair each, and what happens on the first one's link.
+/// Creates two adapters on one switch, with connected queue pairs. `faults` apply to the link of the first adapter.
 fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Running; 2] {
     let topology = Topology {
         switches: vec!["sw".into()],
@@ -112,13 +112,13 @@ fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Running; 2] {
     })
 }
 
-/// Waits for the success of so many work requests, in order.
+/// Waits until the work requests with these identifiers have completed successfully, in order.
 fn expect(adapter: &Running, ids: std::ops::Range<u64>) {
     for expected in ids {
         let completion = adapter
             .completions
             .recv_timeout(Duration::from_secs(120))
-            .expect("a completion in time");
+            .expect("a work request must complete within 120 s");
         let Completion::Send { id, status, .. } = completion else {
             panic!("{completion:?}")
         };
@@ -159,7 +159,7 @@ fn bytes_arrive_over_a_bad_link() {
                 let remote = Remote { address: other, key: 1 };
                 work(id, SendOp::Write { remote, imm: None }, own, piece as u32)
             } else {
-                // From where the writes come, to where they do not go: the lower half is its own.
+                // READs start where the WRITEs start and end in the lower half, which the WRITEs do not change.
                 let remote = Remote { address: own, key: 1 };
                 work(id, SendOp::Read { remote }, own, piece as u32)
             }
@@ -177,7 +177,8 @@ fn bytes_arrive_over_a_bad_link() {
     assert!(counters.retransmissions > 0, "{counters:?}");
 }
 
-/// Prints how much goes through, with `cargo test -p p2pmem-ib -- --nocapture`; asserts that it is right.
+/// Prints the throughput with `cargo test -p p2pmem-ib -- --nocapture`. Checks the data, and that no timeout or
+/// retransmission occurred.
 #[test]
 fn throughput_of_large_messages() {
     const MESSAGE: u32 = 1 << 20;

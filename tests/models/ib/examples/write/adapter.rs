@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A minimal adapter for an engine: memory that every key gives full access to, one queue pair with a send queue, and
-//! completions for the caller. The tests with threads use this adapter too.
+//! A minimal adapter: memory that every key can access completely, one queue pair with a send queue, and completions
+//! that go to a channel. The tests with threads use this adapter too.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -16,7 +16,7 @@ use p2pmem_ib::{
 /// The number of the adapter's queue pair.
 pub const QPN: u32 = 7;
 
-/// What an engine asks of the adapter around it.
+/// The host of an engine.
 pub struct Adapter {
     start: Instant,
     pub port: Port,
@@ -26,7 +26,7 @@ pub struct Adapter {
 }
 
 impl Adapter {
-    /// Makes an adapter at a port, and its engine. Completions arrive at the receiver.
+    /// Creates an adapter at a port, and its engine. Completions arrive at the receiver.
     pub fn new(port: Port, memory: Vec<u8>) -> (Self, Engine, Receiver<Completion>) {
         let attributes = PortAttributes {
             lid: port.lid(),
@@ -45,7 +45,7 @@ impl Adapter {
         (adapter, Engine::new(attributes), completions)
     }
 
-    /// Makes the queue pair and connects it to that of the adapter at `dlid`.
+    /// Creates the queue pair and connects it to the queue pair of the adapter at `dlid`.
     pub fn connect(&mut self, engine: &mut Engine, dlid: u16) -> Result<(), Box<dyn std::error::Error>> {
         engine.create_qp(
             QPN,
@@ -138,7 +138,7 @@ impl Host for Adapter {
     }
 
     fn complete(&mut self, completion: Completion) {
-        // Fails only when nobody waits for completions any more.
+        // Fails only if the receiver was dropped: no completion is expected then.
         let _ = self.completions.send(completion);
     }
 
@@ -157,7 +157,7 @@ impl Host for Adapter {
     }
 }
 
-/// A work request for `length` bytes of the adapter's memory from `address` on, which completes visibly.
+/// Builds a signaled work request for `length` bytes of the adapter's memory from `address` on.
 pub fn work(id: u64, op: SendOp, address: u64, length: u32) -> SendWork {
     let all = Sge {
         key: 1,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Two adapters on one switch, and one RDMA WRITE from the memory of the first to the memory of the second. One thread drives
-//! both adapters.
+//! Two adapters on one switch, and one RDMA WRITE from the memory of the first to the memory of the second. One thread
+//! drives both adapters.
 
 mod adapter;
 
@@ -14,10 +14,10 @@ use adapter::{Adapter, QPN, work};
 
 type Error = Box<dyn std::error::Error>;
 
-/// Longest time for the write.
+/// Longest duration of the WRITE.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// An adapter with its engine, and the inbox that the fabric puts deliveries into.
+/// An adapter with its engine, and the inbox for deliveries of the fabric.
 struct Node {
     engine: Engine,
     adapter: Adapter,
@@ -33,7 +33,7 @@ impl Node {
             guid,
             switch: "sw".to_owned(),
         };
-        // Fails only when the receiver is gone, and then nobody waits for the delivery.
+        // Fails only if the receiver was dropped: no delivery is expected then.
         let port = fabric.join(&config, move |delivery| drop(sender.send(delivery)))?;
         let (adapter, engine, completions) = Adapter::new(port, memory);
         Ok(Self {
@@ -44,7 +44,7 @@ impl Node {
         })
     }
 
-    /// Takes in what has arrived, and does a part of the work that there is.
+    /// Handles the inbox, and does a bounded amount of the pending work.
     fn step(&mut self) {
         for delivery in self.inbox.try_iter() {
             match delivery {
@@ -82,7 +82,7 @@ fn main() -> Result<(), Error> {
             break completion;
         }
         if start.elapsed() > TIMEOUT {
-            return Err("the write did not complete in time".into());
+            return Err("the RDMA WRITE did not complete within 60 s".into());
         }
         a.step();
         b.step();
@@ -90,7 +90,7 @@ fn main() -> Result<(), Error> {
     println!("{completion:?}");
     assert!(
         b.adapter.memory == bytes,
-        "the bytes of adapter a are in the memory of adapter b"
+        "the memory of adapter b differs from the bytes that adapter a wrote"
     );
     println!("wrote {} bytes: {:?}", bytes.len(), a.adapter.port.counters());
     Ok(())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Datagrams: how they are addressed, and what happens to those that arrive.
+//! Datagrams (UD and the general services interface): addressing and reception.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use tracing::debug;
 
 use super::Context;
 use super::qp::{GSI_QPN, Qp, route};
-use super::responder::Done;
+use super::responder::Disposition;
 use crate::attributes::{PortAttributes, Service};
 use crate::host::Fault;
 use crate::packet::{Deth, Extended, MULTICAST_LID, Packet, operation};
@@ -16,24 +16,23 @@ use crate::work::{AddressVector, Received, Status, UdSource};
 
 /// Longest message.
 pub(super) const MAX_PAYLOAD: u64 = 4096;
-/// Bytes at the beginning of every receive that a global route header goes to.
+/// Bytes at the start of every receive that are reserved for a global route header.
 pub(super) const GRH_BYTES: usize = 40;
 /// The Q_Key of queue pair 1.
 const GSI_QKEY: u32 = 0x8001_0000;
-/// Set in a Q_Key: the queue pair's own is to be sent.
+/// This bit of a Q_Key selects the sending queue pair's own Q_Key.
 const OWN_QKEY: u32 = 1 << 31;
-/// Bits of a P_Key without the one for full membership.
+/// Mask of a P_Key without the membership bit.
 const PKEY_BITS: u16 = 0x7fff;
 const PKEY_FULL: u16 = 0x8000;
 
-/// Whether a packet with one P_Key may pass a port entry with the other: the same partition, and one of them a full
-/// member.
+/// Returns whether two P_Keys match: the partition is the same, and at least one of them is a full member.
 pub(super) fn pkeys_match(a: u16, b: u16) -> bool {
     a & PKEY_BITS != 0 && a & PKEY_BITS == b & PKEY_BITS && (a | b) & PKEY_FULL != 0
 }
 
 impl Qp {
-    /// A datagram without its data.
+    /// Builds a datagram without payload.
     pub(super) fn datagram(&self, port: &PortAttributes, to: &AddressVector, psn: u32) -> Packet {
         let mut packet = self.packet(port, 0, psn);
         packet.dlid = to.path.dlid;
@@ -57,13 +56,13 @@ impl Qp {
         packet
     }
 
-    /// Handles the datagram that is next in order.
-    pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+    /// Handles a received datagram.
+    pub(super) fn datagram_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         let (Extended::Deth(deth), operation::SEND_ONLY | operation::SEND_ONLY_IMM) =
             (packet.extended, packet.opcode & operation::MASK)
         else {
             cx.shared.counters.packets_dropped += 1;
-            return Done::Yes;
+            return Disposition::Consumed;
         };
         let own = if self.config.service == Service::Gsi {
             GSI_QKEY
@@ -73,51 +72,51 @@ impl Qp {
         if deth.qkey != own {
             debug!(qpn = self.number, got = deth.qkey, own, "datagram with a wrong Q_Key");
             cx.shared.counters.qkey_violations += 1;
-            return Done::Yes;
+            return Disposition::Consumed;
         }
         if self.responder.receive.is_none() {
             match self.fetch_receive(cx, 0) {
                 Ok(Some(receive)) => self.responder.receive = Some(receive),
                 Ok(None) => {
-                    debug!(qpn = self.number, "datagram without a receive");
+                    debug!(qpn = self.number, "no receive posted for the datagram");
                     cx.shared.counters.datagrams_dropped += 1;
-                    return Done::Yes;
+                    return Disposition::Consumed;
                 }
                 Err(_) => {
                     self.fatal(cx);
-                    return Done::Yes;
+                    return Disposition::Consumed;
                 }
             }
         }
         let Some(mut receive) = self.responder.receive.take() else {
-            return Done::Yes;
+            return Disposition::Consumed;
         };
         let bytes = packet.payload.bytes();
         let length = GRH_BYTES + bytes.len();
-        if length as u64 > receive.space() || bytes.len() as u64 > MAX_PAYLOAD {
+        if length as u64 > receive.capacity() || bytes.len() as u64 > MAX_PAYLOAD {
             self.complete_receive(cx, &receive, Status::LocalLength, Received::Send, false, None);
-            return self.end_datagram(cx);
+            return self.fail_datagram_qp(cx);
         }
         receive.length = length as u32;
-        let mut gate = self.responder.gate;
+        let mut page_wait = self.responder.page_wait;
         let qpn = self.number;
-        let written = gate.access(cx, qpn, |cx| {
+        let written = page_wait.access(cx, qpn, |cx| {
             if let Some(grh) = &packet.grh {
                 receive.scatter(cx, qpn, 0, &grh_bytes(packet, grh))?;
             }
             receive.scatter(cx, qpn, GRH_BYTES as u64, bytes)
         });
-        self.responder.gate = gate;
+        self.responder.page_wait = page_wait;
         match written {
             Ok(()) => {}
             Err(Fault::Page(_)) => {
                 self.responder.receive = Some(receive);
-                return Done::Waits;
+                return Disposition::Deferred;
             }
             Err(fault) => {
                 let status = Self::local_status(fault);
                 self.complete_receive(cx, &receive, status, Received::Send, false, None);
-                return self.end_datagram(cx);
+                return self.fail_datagram_qp(cx);
             }
         }
         cx.shared.counters.bytes_received += bytes.len() as u64;
@@ -131,7 +130,7 @@ impl Qp {
             qpn: deth.source_qpn,
             lid: packet.slid,
             sl: packet.sl,
-            // Not truncated: an LMC has at most 7 bits.
+            // Not truncated: the LMC has at most 7 bits.
             path_bits: if multicast {
                 0
             } else {
@@ -146,22 +145,22 @@ impl Qp {
             multicast,
         };
         self.complete_receive(cx, &receive, Status::Success, what, packet.solicited, Some(source));
-        Done::Yes
+        Disposition::Consumed
     }
 
-    /// A receive of a datagram queue pair failed: so does the queue pair.
-    fn end_datagram(&mut self, cx: &mut Context<'_>) -> Done {
+    /// Enters the error state because a receive of a datagram queue pair failed.
+    fn fail_datagram_qp(&mut self, cx: &mut Context<'_>) -> Disposition {
         self.enter_error(cx);
-        Done::Yes
+        Disposition::Consumed
     }
 }
 
-/// A global route header as memory gets it.
+/// Encodes a global route header as it is written to memory.
 fn grh_bytes(packet: &Packet, grh: &crate::packet::GlobalRoute) -> [u8; GRH_BYTES] {
     let mut bytes = [0; GRH_BYTES];
     let version = (6 << 28) | (u32::from(grh.traffic_class) << 20) | (grh.flow_label & 0xf_ffff);
     bytes[..4].copy_from_slice(&version.to_be_bytes());
-    // What follows: base and datagram headers, immediate data, data with padding, and the invariant CRC.
+    // The payload length field covers BTH, DETH, immediate data, payload with padding, and the invariant CRC.
     let imm = if packet.opcode & operation::MASK == operation::SEND_ONLY_IMM {
         4
     } else {

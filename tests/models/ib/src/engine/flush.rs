@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The error states: work that was begun and work that is still in the queues ends, unfinished and in order.
+//! The error states: flushes started and queued work requests in order.
 
 use std::time::Duration;
 
@@ -11,24 +11,24 @@ use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Event, Fetched};
 use crate::work::{Queue, ReceiveWork, Received, SendOp, Status};
 
-/// Work requests flushed in one step and direction.
-const TURN_WORKS: usize = 64;
-/// The time until a queue pair in the error state is first checked for new receives, which cause no event. The time doubles
-/// each time that there is none.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
-/// The longest time between two looks.
-const LOOK_AT_LEAST: Duration = Duration::from_millis(16);
+/// Most work requests that one step flushes in each direction.
+const REQUEST_BUDGET: usize = 64;
+/// First interval at which a queue pair in the error state checks for newly posted receives, because no doorbell
+/// announces receives. The interval doubles while none are found.
+const MIN_FLUSH_INTERVAL: Duration = Duration::from_millis(1);
+/// Longest interval between two checks.
+const MAX_FLUSH_INTERVAL: Duration = Duration::from_millis(16);
 
 impl Qp {
-    /// A step in the error state.
+    /// Does a step of a queue pair in the error state.
     pub(super) fn flush(&mut self, cx: &mut Context<'_>) -> Step {
         let mut step = self.flush_send(cx, Step::Blocked);
         if let Some(receive) = self.responder.receive.take() {
             self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
         }
         if self.config.receive == ReceiveFrom::Own && self.config.service != Service::Xrc {
-            let mut wait = (self.flush_wait * 2).clamp(LOOK_AGAIN, LOOK_AT_LEAST);
-            for left in (0..TURN_WORKS).rev() {
+            let mut wait = (self.flush_interval * 2).clamp(MIN_FLUSH_INTERVAL, MAX_FLUSH_INTERVAL);
+            for left in (0..REQUEST_BUDGET).rev() {
                 let work = match cx.host.next_receive(Queue::Own(self.number)) {
                     Fetched::Work(work) => work,
                     Fetched::Bad { id, .. } => ReceiveWork {
@@ -38,18 +38,18 @@ impl Qp {
                     },
                     Fetched::Empty | Fetched::Broken => break,
                 };
-                wait = LOOK_AGAIN;
+                wait = MIN_FLUSH_INTERVAL;
                 let receive = self.own_receive(work);
                 self.complete_receive(cx, &receive, Status::Flushed, Received::Send, false, None);
                 if left == 0 {
                     step = Step::More;
                 }
             }
-            self.flush_wait = wait;
-            self.flush_again = Some(cx.now() + wait);
+            self.flush_interval = wait;
+            self.flush_at = Some(cx.now() + wait);
         }
-        if step == Step::Blocked && !self.last_work_told {
-            self.last_work_told = true;
+        if step == Step::Blocked && !self.last_work_reported {
+            self.last_work_reported = true;
             if self.shares_receives() {
                 cx.host.event(Event::LastWorkReached { qpn: self.number });
             }
@@ -57,14 +57,14 @@ impl Qp {
         step
     }
 
-    /// Flushes the send queue, in the error states.
+    /// Flushes the send queue, in SQE and ERR.
     pub(super) fn flush_send(&mut self, cx: &mut Context<'_>, step: Step) -> Step {
-        let mut left = TURN_WORKS;
+        let mut left = REQUEST_BUDGET;
         while let Some(work) = self.requester.works.pop_front() {
-            // What had succeeded before stays a success.
+            // Work that succeeded before the error completes with success.
             let (status, length) = match work.progress {
                 Progress::Ended(Status::Success) if !work.signaled => continue,
-                Progress::Ended(Status::Success) => (Status::Success, work.answered_length()),
+                Progress::Ended(Status::Success) => (Status::Success, work.response_length()),
                 _ => (Status::Flushed, 0),
             };
             self.complete_send(cx, work.id, work.op, status, length);

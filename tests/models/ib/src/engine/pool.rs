@@ -1,46 +1,45 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers for messages: read into once, shared by packets, used again.
+//! Message buffers. A buffer is filled once, packets share it, and the pool reuses it.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use crate::packet::Chunk;
 
-/// Most bytes of a message read at a time; a multiple of every path MTU.
+/// Most bytes of a message that are read at a time; a multiple of every path MTU.
 pub(super) const CHUNK: usize = 64 << 10;
 
-/// Shorter buffers are allocated to measure: that is cheaper than keeping a whole chunk for them.
-const SMALL: usize = 8 << 10;
+/// Buffers up to this size are allocated with the exact size, which costs less than keeping a whole chunk in use.
+const MAX_UNPOOLED: usize = 8 << 10;
 
-/// Most buffers kept.
-const KEPT: usize = 256;
+/// Most buffers in the pool.
+const MAX_POOLED: usize = 256;
 
-/// Buffers that packets refer to, in the order they were handed out. One that no packet refers to any more is handed out
-/// again.
+/// Buffers in the order of their use. The pool reuses a buffer when no packet refers to it.
 #[derive(Debug, Default)]
 pub(super) struct Pool {
     chunks: VecDeque<Chunk>,
 }
 
 impl Pool {
-    /// A buffer whose first `len` bytes (at most [`CHUNK`]) were filled by `fill`.
+    /// Returns a buffer whose first `len` bytes (at most [`CHUNK`]) were filled by `fill`.
     pub(super) fn fill<E>(&mut self, len: usize, fill: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Chunk, E> {
-        if len <= SMALL {
+        if len <= MAX_UNPOOLED {
             let mut bytes = vec![0; len];
             fill(&mut bytes)?;
             return Ok(Arc::new(bytes));
         }
         let mut chunk = self.take();
-        // Nobody else refers to what `take` gives, so that this copies nothing.
+        // Copies nothing: `take` returns a buffer without other references.
         let result = fill(&mut Arc::make_mut(&mut chunk)[..len]);
-        if self.chunks.len() < KEPT {
+        if self.chunks.len() < MAX_POOLED {
             self.chunks.push_back(chunk.clone());
         }
         result.map(|()| chunk)
     }
 
-    /// The oldest buffer if it is free, or a new one. Looks at two only: older ones are most likely to be free.
+    /// Returns the oldest free buffer, or a new one. Checks only two buffers: the oldest are most likely to be free.
     fn take(&mut self) -> Chunk {
         for _ in 0..2 {
             let Some(mut chunk) = self.chunks.pop_front() else {
@@ -75,7 +74,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &second));
         let address = Arc::as_ptr(&first);
         drop(first);
-        assert_eq!(Arc::as_ptr(&get(&mut pool, SMALL + 1)), address);
+        assert_eq!(Arc::as_ptr(&get(&mut pool, MAX_UNPOOLED + 1)), address);
         assert!(!Arc::ptr_eq(&get(&mut pool, CHUNK), &second));
     }
 

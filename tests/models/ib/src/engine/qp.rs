@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A queue pair: attributes, states, and the template of the packets it sends.
+//! Queue pairs: attributes, state machine, and the template of outgoing packets.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,62 +11,62 @@ use super::Context;
 use super::requester::Requester;
 use super::responder::Responder;
 use crate::attributes::{
-    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpConfig, QpView, ReceiveFrom, Service, State,
+    AccessFlags, Modify, ModifyError, Mtu, PortAttributes, QpAttributes, QpConfig, ReceiveFrom, Service, State,
 };
 use crate::host::{Event, Fault};
 use crate::packet::{Extended, Gid, GlobalRoute, Packet, Slice, service};
 use crate::psn;
 use crate::work::{Grh, Path, Status};
 
-/// Number of the queue pair that management datagrams go to.
+/// The queue pair that receives management datagrams.
 pub(super) const GSI_QPN: u32 = 1;
 
-/// The state after a step of a queue pair.
+/// Result of a step of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// There is more work that can be done now.
+    /// The queue pair can do more work now.
     More,
     /// The queue pair waits for an event.
     Blocked,
 }
 
-/// Whether accesses to memory of one direction of a queue pair can go on.
+/// Page fault state of the memory accesses in one direction of a queue pair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum Gate {
-    /// They can.
+pub(super) enum PageWait {
+    /// No page fault.
     #[default]
-    Open,
-    /// One waits for a page.
-    Waiting(u64),
-    /// The page that one waited for will not come: repeated, it fails.
-    Refused,
+    None,
+    /// An access waits for a page. The value is the token of the page fault.
+    Pending(u64),
+    /// The page cannot be provided. The repeated access fails.
+    Failed,
 }
 
-impl Gate {
-    pub(super) fn is_waiting(self) -> bool {
-        matches!(self, Gate::Waiting(_))
+impl PageWait {
+    pub(super) fn is_pending(self) -> bool {
+        matches!(self, PageWait::Pending(_))
     }
 
     fn resume(&mut self, token: u64, ok: bool) {
-        if *self == Gate::Waiting(token) {
-            *self = if ok { Gate::Open } else { Gate::Refused };
+        if *self == PageWait::Pending(token) {
+            *self = if ok { PageWait::None } else { PageWait::Failed };
         }
     }
 
-    /// Does an access, unless it is one that was refused its page.
+    /// Does an access, or fails it if its page cannot be provided. Records a page fault of the access.
     pub(super) fn access<T>(
         &mut self,
         cx: &mut Context<'_>,
         qpn: u32,
         access: impl FnOnce(&mut Context<'_>) -> Result<T, Fault>,
     ) -> Result<T, Fault> {
-        if *self == Gate::Refused {
-            *self = Gate::Open;
+        if *self == PageWait::Failed {
+            *self = PageWait::None;
             return Err(Fault::Rights);
         }
         let result = access(cx);
         if let Err(Fault::Page(token)) = result {
-            *self = Gate::Waiting(token);
+            *self = PageWait::Pending(token);
             cx.shared.wait_for_page(token, qpn);
         }
         result
@@ -84,7 +84,7 @@ pub(super) struct Qp {
     pub(super) mtu: Mtu,
     pub(super) remote_qpn: u32,
     pub(super) path: Option<Path>,
-    /// The path's global route header, as every packet refers to it.
+    /// The path's global route header, shared by all packets.
     route: Option<Arc<GlobalRoute>>,
     pub(super) min_rnr_timer: u8,
     pub(super) rnr_retry: u8,
@@ -92,27 +92,27 @@ pub(super) struct Qp {
     pub(super) ack_timeout: u8,
     pub(super) max_initiated: u8,
     pub(super) max_served: u8,
-    /// In SQD: report when the send queue is drained.
+    /// In SQD: raise an event when the send queue is drained.
     drained_event: bool,
-    /// In SQD: it has.
+    /// In SQD: the send queue is drained.
     drained: bool,
-    /// In RTR: nothing has arrived yet.
+    /// A packet arrived in RTR.
     established: bool,
-    /// It is in the engine's list of queue pairs that have something to do.
+    /// The queue pair is in the engine's list of queue pairs with pending work.
     pub(super) scheduled: bool,
-    /// When the engine's list of timers has it, if it has.
+    /// The queue pair's entry in the engine's timers.
     pub(super) timer: Option<Duration>,
-    /// In ERR: when to look for receives posted since.
-    pub(super) flush_again: Option<Duration>,
-    /// How long after the last look that is.
-    pub(super) flush_wait: Duration,
-    /// In ERR: the event that ends it was raised.
-    pub(super) last_work_told: bool,
+    /// In ERR: when to check for newly posted receives.
+    pub(super) flush_at: Option<Duration>,
+    /// In ERR: interval between the last check and the next.
+    pub(super) flush_interval: Duration,
+    /// In ERR: the flush is complete, and the last-work-reached event was raised if it applies.
+    pub(super) last_work_reported: bool,
     pub(super) requester: Requester,
     pub(super) responder: Responder,
 }
 
-/// A port's global route header from what the sender chose.
+/// Builds a global route header from the sender's address attributes.
 pub(super) fn route(port: &PortAttributes, grh: &Grh) -> GlobalRoute {
     GlobalRoute {
         flow_label: grh.flow_label & 0xf_ffff,
@@ -151,9 +151,9 @@ impl Qp {
             established: false,
             scheduled: false,
             timer: None,
-            flush_again: None,
-            flush_wait: Duration::ZERO,
-            last_work_told: false,
+            flush_at: None,
+            flush_interval: Duration::ZERO,
+            last_work_reported: false,
             requester: Requester::default(),
             responder: Responder::default(),
         }
@@ -167,18 +167,18 @@ impl Qp {
         matches!(self.config.service, Service::Ud | Service::Gsi)
     }
 
-    /// Requests are worked on.
+    /// Returns whether the state allows the processing of requests.
     pub(super) fn receives(&self) -> bool {
         matches!(self.state, State::Rtr | State::Rts | State::Sqd | State::Sqe)
     }
 
-    /// Answers are worked on, and what was begun is ended.
+    /// Returns whether the state allows the processing of responses and the completion of started work.
     pub(super) fn sends(&self) -> bool {
         matches!(self.state, State::Rts | State::Sqd)
     }
 
-    pub(super) fn view(&self) -> QpView {
-        QpView {
+    pub(super) fn attributes(&self) -> QpAttributes {
+        QpAttributes {
             state: self.state,
             draining: self.state == State::Sqd && !self.drained,
             send_psn: self.requester.next_psn(),
@@ -193,7 +193,7 @@ impl Qp {
         }
     }
 
-    /// Whether `change` may be made: its state can follow, its values are in range.
+    /// Checks the state transition and the ranges of all attributes.
     fn check(&self, change: &Modify) -> Result<(), ModifyError> {
         use State::*;
         if let Some(to) = change.state {
@@ -276,7 +276,7 @@ impl Qp {
             .map(|grh| Arc::new(route(port, &grh)));
     }
 
-    /// Forgets everything; nothing is completed.
+    /// Resets the queue pair. Work requests are discarded without completions.
     fn reset(&mut self, cx: &mut Context<'_>) {
         self.responder.release(cx);
         let (number, config) = (self.number, self.config);
@@ -288,20 +288,20 @@ impl Qp {
         };
     }
 
-    /// The error state: nothing is sent or received any more. What is left is flushed in the queue pair's steps.
+    /// Enters the error state. Sending and receiving stop; the next steps flush the work requests.
     pub(super) fn enter_error(&mut self, cx: &mut Context<'_>) {
         if self.state == State::Err {
             return;
         }
-        debug!(qpn = self.number, from = ?self.state, "queue pair goes to the error state");
+        debug!(qpn = self.number, from = ?self.state, "queue pair enters the error state");
         self.state = State::Err;
         self.requester.stop();
         self.responder.stop(cx);
-        self.last_work_told = false;
+        self.last_work_reported = false;
         cx.shared.wake.push(self.number);
     }
 
-    /// Handles an error that no completion reports.
+    /// Enters the error state because of an error that no completion reports.
     pub(super) fn fatal(&mut self, cx: &mut Context<'_>) {
         if self.state != State::Err {
             cx.host.event(Event::QpFatal { qpn: self.number });
@@ -309,7 +309,7 @@ impl Qp {
         self.enter_error(cx);
     }
 
-    /// The first packet of a connection that waits for it.
+    /// Raises the communication-established event for the first packet in RTR.
     pub(super) fn note_arrival(&mut self, cx: &mut Context<'_>) {
         if self.state == State::Rtr && !self.established {
             self.established = true;
@@ -320,25 +320,25 @@ impl Qp {
     }
 
     pub(super) fn resume(&mut self, token: u64, ok: bool) {
-        self.requester.read_gate.resume(token, ok);
-        self.requester.write_gate.resume(token, ok);
-        self.responder.gate.resume(token, ok);
+        self.requester.read_wait.resume(token, ok);
+        self.requester.write_wait.resume(token, ok);
+        self.responder.page_wait.resume(token, ok);
     }
 
-    /// Does a bounded part of what there is to do.
+    /// Does a bounded amount of the pending work.
     pub(super) fn step(&mut self, cx: &mut Context<'_>) -> Step {
         if self.state == State::Err {
             return self.flush(cx);
         }
         let mut step = Step::Blocked;
-        if self.receives() && self.respond_step(cx) == Step::More {
+        if self.receives() && self.step_responder(cx) == Step::More {
             step = Step::More;
         }
         if self.sends() {
-            if self.answers_step(cx) == Step::More {
+            if self.step_responses(cx) == Step::More {
                 step = Step::More;
             }
-            if self.sends() && self.request_step(cx) == Step::More {
+            if self.sends() && self.step_requester(cx) == Step::More {
                 step = Step::More;
             }
         }
@@ -354,33 +354,33 @@ impl Qp {
         step
     }
 
-    /// The time has come that [`deadline`](Self::deadline) named.
-    pub(super) fn tick(&mut self, cx: &mut Context<'_>, now: Duration) {
+    /// Handles the expiry of the timer that [`deadline`](Self::deadline) returned.
+    pub(super) fn on_timer(&mut self, cx: &mut Context<'_>, now: Duration) {
         if self.state == State::Err {
-            if self.flush_again.is_some_and(|time| time <= now) {
-                self.flush_again = None;
+            if self.flush_at.is_some_and(|time| time <= now) {
+                self.flush_at = None;
                 cx.shared.wake.push(self.number);
             }
         } else if self.sends() {
-            self.request_tick(cx, now);
+            self.on_requester_timer(cx, now);
         }
     }
 
-    /// When something is to be done that nothing else brings about.
+    /// Returns the time at which the queue pair must run again if no event arrives earlier.
     pub(super) fn deadline(&self) -> Option<Duration> {
         match self.state {
-            State::Err => self.flush_again,
+            State::Err => self.flush_at,
             _ if self.sends() => self.requester.deadline(),
             _ => None,
         }
     }
 
-    /// The P_Key of packets that this queue pair sends.
+    /// Returns the P_Key of outgoing packets.
     pub(super) fn pkey(&self, port: &PortAttributes) -> u16 {
         port.pkeys.get(usize::from(self.pkey_index)).copied().unwrap_or(0)
     }
 
-    /// The part of its packets' opcodes that names the service.
+    /// Returns the service bits of the opcodes of outgoing packets.
     pub(super) fn opcode_service(&self) -> u8 {
         match self.config.service {
             Service::Rc => service::RC,
@@ -390,7 +390,7 @@ impl Qp {
         }
     }
 
-    /// A packet to the other side of the connection.
+    /// Builds a packet to the remote queue pair.
     pub(super) fn packet(&self, port: &PortAttributes, operation: u8, psn: u32) -> Packet {
         let (dlid, sl, bits) = self.path.map_or((0, 0, 0), |path| (path.dlid, path.sl, path.path_bits));
         Packet {
@@ -411,18 +411,18 @@ impl Qp {
         }
     }
 
-    /// LID of the other side.
+    /// Returns the LID of the remote port; 0 if no path is set.
     pub(super) fn dlid(&self) -> u16 {
         self.path.map_or(0, |path| path.dlid)
     }
 
-    /// How a failed access to local memory ends a work request.
+    /// Returns the completion status for a failed access to local memory.
     pub(super) fn local_status(fault: Fault) -> Status {
         debug!(%fault, "local access failed");
         Status::LocalProtection
     }
 
-    /// Whether receives come from a shared queue.
+    /// Returns whether receives come from a shared receive queue.
     pub(super) fn shares_receives(&self) -> bool {
         matches!(self.config.receive, ReceiveFrom::Shared(_)) || self.config.service == Service::Xrc
     }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Receives: where they are taken from, how messages are scattered to them, and how they end.
+//! Receives: fetching, scattering of messages, and completion.
 
 use tracing::debug;
 
 use super::Context;
 use super::qp::Qp;
-use super::requester::parts;
+use super::scatter_gather::parts;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Access, Event, Fault, Fetched, Rights};
 use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};
@@ -15,11 +15,11 @@ use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};
 #[derive(Debug)]
 pub(super) struct Srq {
     pub(super) config: crate::attributes::SrqConfig,
-    /// Queue pairs that were created with it.
+    /// Number of queue pairs that use the queue.
     pub(super) users: usize,
 }
 
-/// A receive that was taken from its queue.
+/// A receive that was fetched from its queue.
 #[derive(Debug)]
 pub(super) struct Receive {
     work: ReceiveWork,
@@ -31,18 +31,18 @@ pub(super) struct Receive {
 }
 
 impl Receive {
-    /// Size of the receive's memory in bytes.
-    pub(super) fn space(&self) -> u64 {
-        let space = self
+    /// Returns the length of the scatter list in bytes.
+    pub(super) fn capacity(&self) -> u64 {
+        let capacity = self
             .work
             .pieces
             .iter()
             .map(|piece| u64::from(piece.length))
             .sum::<u64>();
-        space.min(u32::MAX.into())
+        capacity.min(u32::MAX.into())
     }
 
-    /// Writes `bytes` at `offset` of the pieces together.
+    /// Writes `bytes` to the scatter list from `offset` on.
     pub(super) fn scatter(&self, cx: &mut Context<'_>, qpn: u32, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
         parts(&self.work.pieces, offset, bytes.len()).try_for_each(|(piece, at)| {
             let access = Access {
@@ -59,11 +59,13 @@ impl Receive {
 }
 
 impl Qp {
-    /// Takes the next receive for a message; `srqn` is the queue that an XRC message names.
+    /// Fetches the next receive for a message. `srqn` is the shared receive queue that an XRC message names. Returns
+    /// `None` if the queue is empty.
     ///
     /// # Errors
     ///
-    /// There can be none. If a receive is the reason, it was completed.
+    /// No receive can be fetched: the queue does not exist, cannot be read, or has an invalid receive. An invalid
+    /// receive is completed.
     pub(super) fn fetch_receive(&mut self, cx: &mut Context<'_>, srqn: u32) -> Result<Option<Receive>, Status> {
         let (queue, pd, cqn) = match (self.config.service, self.config.receive) {
             (Service::Xrc, _) => match cx.shared.srqs.get(&srqn).map(|srq| srq.config) {
@@ -96,7 +98,7 @@ impl Qp {
             }
             Fetched::Empty => Ok(None),
             Fetched::Bad { id, status } => {
-                debug!(qpn = self.number, id, ?status, "bad receive work request");
+                debug!(qpn = self.number, id, ?status, "invalid receive work request");
                 let work = ReceiveWork {
                     id,
                     pieces: Default::default(),
@@ -114,7 +116,7 @@ impl Qp {
         }
     }
 
-    /// A receive that was taken from the queue pair's own queue.
+    /// Wraps a work request of the queue pair's own receive queue.
     pub(super) fn own_receive(&self, work: ReceiveWork) -> Receive {
         let (queue, pd, cqn) = (Queue::Own(self.number), self.config.pd, self.config.receive_cqn);
         Receive {

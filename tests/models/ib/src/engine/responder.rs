@@ -1,115 +1,79 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The receiving half of a connected queue pair: requests are checked, carried out in order, and acknowledged.
+//! The responder of a connected queue pair: checks requests, executes them in order and acknowledges them.
 //!
-//! One request is carried out at a time. While a read is being answered, or an access waits for a page, the packets that
-//! arrive wait in `backlog`. Data of consecutive packets that lies in one buffer is put together and written at once;
-//! that has happened before anything is acknowledged or completed because of it.
+//! The responder executes one request at a time. While READ responses are being sent, or an access waits for a page,
+//! arriving packets are queued in `backlog`. Data of consecutive packets in one buffer is joined and written at once,
+//! before the responder acknowledges or completes the packets.
+
+mod message;
+mod rd_atomic;
 
 use std::collections::VecDeque;
 
 use tracing::debug;
 
-use super::answers::syndrome;
-use super::pool::CHUNK;
-use super::qp::{Gate, Qp, Step};
+use super::qp::{PageWait, Qp, Step};
 use super::receive::Receive;
-use super::{BACKLOG, Context};
+use super::responses::syndrome;
+use super::{Context, MAX_BACKLOG};
 use crate::attributes::Service;
-use crate::fabric::Hold;
-use crate::host::{Access, Atomic, Event, Fault, Rights};
+use crate::fabric::BusyGuard;
+use crate::host::{Access, Event, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Reth, Slice, operation};
 use crate::psn;
 use crate::work::{Received, Status};
+use message::{Message, Target};
+use rd_atomic::ActiveRead;
 
-/// Packets of the backlog looked at in one step.
-const TURN_PACKETS: usize = 256;
-/// Results of atomics kept for repetitions, at least.
-const MIN_ATOMICS: usize = 16;
+/// Most packets of the backlog that one step handles.
+const PACKET_BUDGET: usize = 256;
 /// Longest message.
 const MAX_MESSAGE: u32 = 1 << 31;
 
-/// A message of which more packets are to come.
+/// The reason for which a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Message {
-    /// For a receive; so many bytes came.
-    Send(u64),
-    /// For memory; so many bytes came.
-    Write(Reth, u32),
-}
-
-/// Where bytes that arrived go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Target {
-    /// The current receive, at this offset.
-    Receive(u64),
-    /// Memory at this address, by this key, in this protection domain.
-    Memory(u64, u32, u32),
-}
-
-/// A read that is being answered.
-#[derive(Clone, Copy, Debug)]
-struct Reading {
-    /// Number of the next response.
-    psn: u32,
-    address: u64,
-    key: u32,
-    pd: u32,
-    left: u32,
-    is_first: bool,
-}
-
-/// A refusal, with what it leads to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Refusal {
-    /// The request makes no sense.
-    Invalid,
+enum RequestError {
+    /// The request is invalid.
+    InvalidRequest,
     /// The message is longer than the receive.
     TooLong,
-    /// The key or the queue pair does not allow it.
-    Access,
-    /// It failed here; the receive, if there is one, ends with the status.
-    Operation(Status),
+    /// The key does not allow the access.
+    RemoteAccess,
+    /// The request failed locally. The receive, if any, completes with the status.
+    RemoteOperation(Status),
 }
 
-/// Whether there is a receive.
-enum Ready {
-    Yes,
-    No,
-    /// It cannot be said yet: the packet waits.
-    Waits,
-}
-
-/// What became of a packet.
-pub(super) enum Done {
-    /// It was dealt with.
-    Yes,
-    /// It waits: first of the backlog again.
-    Waits,
+/// Result of handling a packet.
+pub(super) enum Disposition {
+    /// The packet was handled or dropped.
+    Consumed,
+    /// The packet must wait, at the head of the backlog.
+    Deferred,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Responder {
     expected: u32,
     msn: u32,
-    /// A NAK was sent, and what it asks for has not come.
+    /// A sequence error NAK or RNR NAK was sent, and the expected packet did not arrive yet.
     nak_sent: bool,
     message: Option<Message>,
-    /// The receive that the current message goes to.
+    /// The receive of the current message.
     pub(super) receive: Option<Receive>,
-    reading: Option<Reading>,
-    /// Results of the last atomics, for repetitions.
-    atomics: VecDeque<(u32, u64)>,
+    active_read: Option<ActiveRead>,
+    /// PSN and result of the last atomic operations, for duplicate requests.
+    atomic_results: VecDeque<(u32, u64)>,
     pub(super) backlog: VecDeque<Packet>,
-    pub(super) gate: Gate,
-    /// Bytes that arrived and were not written.
-    arriving: Option<(Target, Slice)>,
-    /// The last packet of a message, whose bytes are among them.
-    finishing: Option<Packet>,
-    /// An acknowledgement is to be sent.
+    pub(super) page_wait: PageWait,
+    /// Received bytes that are not written yet.
+    unwritten: Option<(Target, Slice)>,
+    /// The last packet of a message whose bytes are not all written.
+    last_packet: Option<Packet>,
+    /// An acknowledgement is pending.
     ack_due: bool,
-    /// While there is a backlog or a read, the packets that brought it count as in flight.
-    pub(super) hold: Option<Hold>,
+    /// Keeps the path busy while packets are in the backlog or a READ is active.
+    pub(super) busy_guard: Option<BusyGuard>,
 }
 
 impl Responder {
@@ -125,80 +89,80 @@ impl Responder {
         self.expected = psn;
     }
 
-    /// Something has to happen before the next packet is looked at.
+    /// Returns whether the next packet must wait in the backlog.
     fn is_busy(&self) -> bool {
-        self.gate.is_waiting() || self.reading.is_some() || self.finishing.is_some()
+        self.page_wait.is_pending() || self.active_read.is_some() || self.last_packet.is_some()
     }
 
-    /// Gives up what keeps other packets waiting.
+    /// Discards the backlog. The path stays busy until the pending packets are transmitted.
     pub(super) fn release(&mut self, cx: &mut Context<'_>) {
         self.backlog.clear();
-        if let Some(hold) = self.hold.take() {
-            cx.shared.released.push(hold);
+        if let Some(guard) = self.busy_guard.take() {
+            cx.shared.released.push(guard);
         }
     }
 
-    /// Nothing is received any more. The current receive stays, to be flushed.
+    /// Stops receiving. The current receive stays to be flushed.
     pub(super) fn stop(&mut self, cx: &mut Context<'_>) {
         self.release(cx);
         self.message = None;
-        self.reading = None;
-        self.arriving = None;
-        self.finishing = None;
+        self.active_read = None;
+        self.unwritten = None;
+        self.last_packet = None;
         self.ack_due = false;
-        self.gate = Gate::Open;
+        self.page_wait = PageWait::None;
     }
 }
 
 impl Qp {
-    /// A request arrived.
-    pub(super) fn take_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
+    /// Handles a request packet, or queues it if the responder is busy.
+    pub(super) fn receive_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
         if self.responder.is_busy() || !self.responder.backlog.is_empty() {
-            if self.responder.backlog.len() < BACKLOG {
+            if self.responder.backlog.len() < MAX_BACKLOG {
                 self.responder.backlog.push_back(packet);
-                cx.hold(&mut self.responder.hold);
+                cx.keep_busy(&mut self.responder.busy_guard);
             } else {
-                // As if the packet had been lost.
+                // The requester handles this as a lost packet.
                 cx.shared.counters.packets_dropped += 1;
             }
             return;
         }
-        self.attend(cx, packet);
+        self.handle_request(cx, packet);
     }
 
-    /// Carries out a request, or puts it at the head of the backlog if it has to wait.
-    fn attend(&mut self, cx: &mut Context<'_>, packet: Packet) {
-        let done = match self.config.service {
+    /// Handles a request packet, or puts it at the head of the backlog if it must wait.
+    fn handle_request(&mut self, cx: &mut Context<'_>, packet: Packet) {
+        let disposition = match self.config.service {
             Service::Rc | Service::Xrc => self.reliable_request(cx, &packet),
             Service::Uc => self.unreliable_request(cx, &packet),
             Service::Ud | Service::Gsi => self.datagram_request(cx, &packet),
         };
-        if matches!(done, Done::Waits) {
+        if matches!(disposition, Disposition::Deferred) {
             self.responder.backlog.push_front(packet);
         }
         if self.responder.is_busy() || !self.responder.backlog.is_empty() {
-            cx.hold(&mut self.responder.hold);
+            cx.keep_busy(&mut self.responder.busy_guard);
             cx.shared.wake.push(self.number);
         }
     }
 
-    /// Goes on with the read that is being answered and with the backlog.
-    pub(super) fn respond_step(&mut self, cx: &mut Context<'_>) -> Step {
-        let mut left = TURN_PACKETS;
+    /// Continues the active READ and the backlog.
+    pub(super) fn step_responder(&mut self, cx: &mut Context<'_>) -> Step {
+        let mut left = PACKET_BUDGET;
         loop {
-            if self.responder.gate.is_waiting() {
+            if self.responder.page_wait.is_pending() {
                 return Step::Blocked;
             }
-            if self.responder.finishing.is_some() || self.responder.arriving.is_some() {
+            if self.responder.last_packet.is_some() || self.responder.unwritten.is_some() {
                 self.settle_requests(cx);
-                if self.responder.gate.is_waiting() || !self.receives() {
+                if self.responder.page_wait.is_pending() || !self.receives() {
                     return Step::Blocked;
                 }
             }
-            if self.responder.reading.is_some() {
-                match self.read_chunk(cx) {
+            if self.responder.active_read.is_some() {
+                match self.send_read_responses(cx) {
                     Step::More => return Step::More,
-                    Step::Blocked if self.responder.reading.is_some() || !self.receives() => return Step::Blocked,
+                    Step::Blocked if self.responder.active_read.is_some() || !self.receives() => return Step::Blocked,
                     Step::Blocked => {}
                 }
             }
@@ -214,29 +178,29 @@ impl Qp {
                 return Step::More;
             }
             left -= 1;
-            self.attend(cx, packet);
+            self.handle_request(cx, packet);
             if !self.receives() {
                 return Step::Blocked;
             }
         }
     }
 
-    /// Writes what arrived, ends the message it belongs to, and acknowledges.
+    /// Writes received bytes, completes their message and sends a pending acknowledgement.
     pub(super) fn settle_requests(&mut self, cx: &mut Context<'_>) {
-        if !self.write_requested(cx) {
+        if !self.write_request_data(cx) {
             return;
         }
-        if let Some(packet) = self.responder.finishing.take() {
-            self.finish(cx, &packet);
+        if let Some(packet) = self.responder.last_packet.take() {
+            self.complete_message(cx, &packet);
         }
-        if self.responder.ack_due && self.responder.reading.is_none() {
+        if self.responder.ack_due && self.responder.active_read.is_none() {
             self.responder.ack_due = false;
             let psn = psn::add(self.responder.expected, psn::MASK);
-            self.acknowledge(cx, psn, syndrome::ACK | syndrome::NO_CREDITS);
+            self.send_ack(cx, psn, syndrome::ACK | syndrome::NO_CREDITS);
         }
     }
 
-    fn acknowledge(&mut self, cx: &mut Context<'_>, psn: u32, syndrome: u8) {
+    fn send_ack(&mut self, cx: &mut Context<'_>, psn: u32, syndrome: u8) {
         let mut packet = self.packet(&cx.shared.port, operation::ACKNOWLEDGE, psn);
         packet.extended = Extended::Aeth(Aeth {
             syndrome,
@@ -245,65 +209,65 @@ impl Qp {
         cx.send(packet);
     }
 
-    fn reliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+    fn reliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         let ahead = psn::diff(packet.psn, self.responder.expected);
         if ahead > 0 {
-            // Something before it was lost. That is said once.
-            if !self.responder.nak_sent && self.write_requested(cx) {
+            // An earlier packet was lost. Only one NAK is sent until the expected packet arrives.
+            if !self.responder.nak_sent && self.write_request_data(cx) {
                 self.responder.nak_sent = true;
                 self.responder.ack_due = false;
                 cx.shared.counters.sequence_naks_sent += 1;
                 let expected = self.responder.expected;
-                self.acknowledge(cx, expected, syndrome::NAK | syndrome::SEQUENCE);
+                self.send_ack(cx, expected, syndrome::NAK | syndrome::SEQUENCE);
             }
-            return Done::Yes;
+            return Disposition::Consumed;
         }
         if ahead < 0 {
-            return self.repeated_request(cx, packet);
+            return self.duplicate_request(cx, packet);
         }
-        match self.request(cx, packet) {
-            Ok(done) => {
+        match self.execute_request(cx, packet) {
+            Ok(disposition) => {
                 if self.responder.expected != packet.psn {
                     self.responder.nak_sent = false;
                 }
-                done
+                disposition
             }
-            Err(refusal) => {
-                self.refuse(cx, packet.psn, refusal);
-                Done::Yes
+            Err(error) => {
+                self.fail_request(cx, packet.psn, error);
+                Disposition::Consumed
             }
         }
     }
 
-    /// A request that was carried out before, or is being. What its answer was is said again.
-    fn repeated_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+    /// Handles a duplicate request: repeats its response or acknowledgement.
+    fn duplicate_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         cx.shared.counters.duplicates += 1;
         match (packet.opcode & operation::MASK, packet.extended) {
             (operation::READ_REQUEST, Extended::Reth(reth)) => {
                 let count = psn::packets(reth.length, self.mtu.bytes());
                 let end = packet.psn.wrapping_add(count);
                 if count > psn::MASK / 2 || psn::diff(end & psn::MASK, self.responder.expected) > 0 {
-                    // Not one that was here before.
-                    return Done::Yes;
+                    // The range was never requested before: not a duplicate.
+                    return Disposition::Consumed;
                 }
-                match self.begin_reading(cx, packet, reth) {
+                match self.start_read(cx, packet, reth) {
                     Ok(()) => {}
-                    Err(refusal) => self.refuse(cx, packet.psn, refusal),
+                    Err(error) => self.fail_request(cx, packet.psn, error),
                 }
             }
             (operation::COMPARE_SWAP | operation::FETCH_ADD, _) => {
-                let saved = self.responder.atomics.iter().find(|(psn, _)| *psn == packet.psn);
+                let saved = self.responder.atomic_results.iter().find(|(psn, _)| *psn == packet.psn);
                 if let Some(&(psn, original)) = saved {
-                    self.atomic_answer(cx, psn, original);
+                    self.send_atomic_response(cx, psn, original);
                 }
             }
             _ => self.responder.ack_due = true,
         }
-        Done::Yes
+        Disposition::Consumed
     }
 
-    /// Handles the request with the expected PSN.
-    fn request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Done, Refusal> {
+    /// Executes the request with the expected PSN.
+    fn execute_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Disposition, RequestError> {
         use operation::*;
         let operation = packet.opcode & MASK;
         let in_order = match self.responder.message {
@@ -337,7 +301,7 @@ impl Qp {
             _ => len == 0,
         };
         if !in_order || !has_length {
-            return Err(Refusal::Invalid);
+            return Err(RequestError::InvalidRequest);
         }
         match operation {
             READ_REQUEST => self.read_request(cx, packet),
@@ -349,80 +313,9 @@ impl Qp {
         }
     }
 
-    fn send_request(&mut self, cx: &mut Context<'_>, packet: &Packet, operation: u8) -> Result<Done, Refusal> {
-        use operation::*;
-        let got = match self.responder.message {
-            Some(Message::Send(got)) => got,
-            _ => 0,
-        };
-        if !self.make_way_for(cx, Target::Receive(got), &packet.payload)? {
-            return Ok(Done::Waits);
-        }
-        match self.have_receive(cx, packet)? {
-            Ready::Yes => {}
-            Ready::No => return Ok(Done::Yes),
-            Ready::Waits => return Ok(Done::Waits),
-        }
-        let total = got + packet.payload.len() as u64;
-        if let Some(receive) = &mut self.responder.receive {
-            if total > receive.space() {
-                return Err(Refusal::TooLong);
-            }
-            // Not truncated: the receive has enough space, and no receive has space for 4 GiB.
-            receive.length = total as u32;
-        }
-        let is_last = !matches!(operation, SEND_FIRST | SEND_MIDDLE);
-        self.responder.message = (!is_last).then_some(Message::Send(total));
-        self.accept(cx, Target::Receive(got), packet, is_last);
-        Ok(Done::Yes)
-    }
-
-    fn write_request(&mut self, cx: &mut Context<'_>, packet: &Packet, operation: u8) -> Result<Done, Refusal> {
-        use operation::*;
-        let (reth, got) = match (self.responder.message, packet.extended) {
-            (Some(Message::Write(reth, got)), _) => (reth, got),
-            (_, Extended::Reth(reth)) => (reth, 0),
-            _ => return Err(Refusal::Invalid),
-        };
-        let pd = self.domain(cx, packet.srqn);
-        let target = Target::Memory(reth.address.wrapping_add(got.into()), reth.key, pd);
-        if !self.make_way_for(cx, target, &packet.payload)? {
-            return Ok(Done::Waits);
-        }
-        if got == 0 && self.responder.message.is_none() {
-            if !self.access.write || reth.length > MAX_MESSAGE {
-                return Err(Refusal::Invalid);
-            }
-            self.check_range(cx, reth, Rights::RemoteWrite, pd)?;
-        }
-        let is_last = !matches!(operation, WRITE_FIRST | WRITE_MIDDLE);
-        // Not more than the path MTU is added to not more than the longest message.
-        let total = got + packet.payload.len() as u32;
-        if if is_last {
-            total != reth.length
-        } else {
-            total >= reth.length
-        } {
-            return Err(Refusal::Invalid);
-        }
-        if matches!(operation, WRITE_LAST_IMM | WRITE_ONLY_IMM) {
-            match self.have_receive(cx, packet)? {
-                Ready::Yes => {}
-                Ready::No => return Ok(Done::Yes),
-                Ready::Waits => return Ok(Done::Waits),
-            }
-            if let Some(receive) = &mut self.responder.receive {
-                receive.length = total;
-            }
-        }
-        self.responder.message = (!is_last).then_some(Message::Write(reth, total));
-        self.accept(cx, target, packet, is_last);
-        Ok(Done::Yes)
-    }
-
-    /// The protection domain that remote keys have to be of: the queue pair's or, with XRC, that of the shared receive
-    /// queue which the request names.
-    fn domain(&self, cx: &Context<'_>, srqn: u32) -> u32 {
+    /// Returns the protection domain that remote keys must have: the domain of the queue pair or, for XRC, of the
+    /// shared receive queue that the request names.
+    fn protection_domain(&self, cx: &Context<'_>, srqn: u32) -> u32 {
         let named = cx.shared.srqs.get(&srqn).map(|srq| srq.config);
         named
             .filter(|config| {
@@ -431,7 +324,7 @@ impl Qp {
             .map_or(self.config.pd, |config| config.pd)
     }
 
-    fn check_range(&self, cx: &mut Context<'_>, reth: Reth, rights: Rights, pd: u32) -> Result<(), Refusal> {
+    fn check_range(&self, cx: &mut Context<'_>, reth: Reth, rights: Rights, pd: u32) -> Result<(), RequestError> {
         if reth.length == 0 {
             return Ok(());
         }
@@ -445,188 +338,49 @@ impl Qp {
         };
         cx.host
             .check(&access)
-            .map_err(|fault| self.access_refusal(fault, &access))
+            .map_err(|fault| self.access_error(fault, &access))
     }
 
-    fn access_refusal(&self, fault: Fault, access: &Access) -> Refusal {
+    fn access_error(&self, fault: Fault, access: &Access) -> RequestError {
         debug!(qpn = self.number, %fault, ?access, "remote access refused");
         match fault {
-            Fault::Bus => Refusal::Operation(Status::LocalProtection),
-            _ => Refusal::Access,
+            Fault::Bus => RequestError::RemoteOperation(Status::LocalProtection),
+            _ => RequestError::RemoteAccess,
         }
     }
 
-    /// Sees to it that there is a receive for the message. Without one, a receiver-not-ready NAK is sent.
-    fn have_receive(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Ready, Refusal> {
-        if self.responder.receive.is_some() {
-            return Ok(Ready::Yes);
-        }
-        match self.fetch_receive(cx, packet.srqn) {
-            Ok(Some(receive)) => {
-                self.responder.receive = Some(receive);
-                Ok(Ready::Yes)
-            }
-            Ok(None) if self.is_reliable() => {
-                // The NAK acknowledges what came before it.
-                if !self.write_arrived_requests(cx)? {
-                    return Ok(Ready::Waits);
-                }
-                self.responder.nak_sent = true;
-                self.responder.ack_due = false;
-                cx.shared.counters.rnr_naks_sent += 1;
-                self.acknowledge(cx, packet.psn, syndrome::RNR | self.min_rnr_timer & 31);
-                Ok(Ready::No)
-            }
-            Ok(None) => Ok(Ready::No),
-            // There is no such queue, rather than something wrong with it.
-            Err(Status::RemoteInvalidRequest) => Err(Refusal::Invalid),
-            Err(status) => Err(Refusal::Operation(status)),
-        }
-    }
-
-    /// Writes the data that arrived before unless `payload` continues it. Returns whether `payload` can be stored now: false if
-    /// the write has to wait for a page.
-    fn make_way_for(&mut self, cx: &mut Context<'_>, target: Target, payload: &Slice) -> Result<bool, Refusal> {
-        let joins = match &self.responder.arriving {
-            None => true,
-            Some((at, slice)) => continues(*at, slice.len(), target) && slice.joined(payload).is_some(),
-        };
-        if joins {
-            Ok(true)
-        } else {
-            self.write_arrived_requests(cx)
-        }
-    }
-
-    /// Takes the bytes of a packet, and with the last one ends the message.
-    fn accept(&mut self, cx: &mut Context<'_>, target: Target, packet: &Packet, is_last: bool) {
-        cx.shared.counters.bytes_received += packet.payload.len() as u64;
-        if !packet.payload.is_empty() {
-            self.responder.arriving = match self.responder.arriving.take() {
-                // `make_way_for` left only what this goes on from.
-                Some((at, slice)) => slice.joined(&packet.payload).map(|slice| (at, slice)),
-                None => Some((target, packet.payload.clone())),
-            };
-        }
-        self.responder.expected = psn::add(packet.psn, 1);
-        if is_last {
-            self.responder.finishing = Some(packet.clone());
-        }
-        self.responder.ack_due |= packet.ack_request && self.is_reliable();
-        if (is_last || packet.ack_request) && self.write_requested(cx) {
-            if let Some(packet) = self.responder.finishing.take() {
-                self.finish(cx, &packet);
-            }
-        }
-    }
-
-    /// Writes what arrived. Returns whether it is written: not if it waits for a page, or was refused (which has been
-    /// dealt with).
-    fn write_requested(&mut self, cx: &mut Context<'_>) -> bool {
-        match self.write_arrived_requests(cx) {
-            Ok(written) => written,
-            Err(refusal) => {
-                let psn = psn::add(self.responder.expected, psn::MASK);
-                self.refuse(cx, psn, refusal);
-                false
-            }
-        }
-    }
-
-    fn write_arrived_requests(&mut self, cx: &mut Context<'_>) -> Result<bool, Refusal> {
-        if self.responder.gate.is_waiting() {
-            return Ok(false);
-        }
-        let Some((target, slice)) = self.responder.arriving.take() else {
-            return Ok(true);
-        };
-        let mut gate = self.responder.gate;
-        let qpn = self.number;
-        let result = match target {
-            Target::Receive(offset) => match &self.responder.receive {
-                Some(receive) => gate
-                    .access(cx, qpn, |cx| receive.scatter(cx, qpn, offset, slice.bytes()))
-                    .map_err(|fault| (fault, Refusal::Operation(Self::local_status(fault)))),
-                None => Ok(()),
-            },
-            Target::Memory(address, key, pd) => {
-                let access = Access {
-                    key,
-                    address,
-                    length: slice.len() as u64,
-                    rights: Rights::RemoteWrite,
-                    pd,
-                    qpn,
-                };
-                gate.access(cx, qpn, |cx| cx.host.write(&access, slice.bytes()))
-                    .map_err(|fault| (fault, self.access_refusal(fault, &access)))
-            }
-        };
-        self.responder.gate = gate;
-        match result {
-            Ok(()) => Ok(true),
-            Err((Fault::Page(_), _)) => {
-                self.responder.arriving = Some((target, slice));
-                Ok(false)
-            }
-            Err((_, refusal)) => Err(refusal),
-        }
-    }
-
-    /// A message is complete, and its bytes are written.
-    fn finish(&mut self, cx: &mut Context<'_>, packet: &Packet) {
-        use operation::*;
-        let what = match packet.opcode & MASK {
-            SEND_LAST_IMM | SEND_ONLY_IMM => Received::SendImm(packet.imm),
-            WRITE_LAST_IMM | WRITE_ONLY_IMM => Received::WriteImm(packet.imm),
-            SEND_LAST_INVALIDATE | SEND_ONLY_INVALIDATE => Received::SendInvalidate(packet.imm),
-            _ => Received::Send,
-        };
-        if let Received::SendInvalidate(key) = what {
-            let pd = self.domain(cx, packet.srqn);
-            if let Err(fault) = cx.host.invalidate(self.number, pd, key) {
-                debug!(qpn = self.number, key, %fault, "remote invalidation refused");
-                // The message itself has arrived; the queue pairs on both sides end.
-                return self.refuse(cx, packet.psn, Refusal::Operation(Status::RemoteInvalidRequest));
-            }
-        }
-        self.responder.msn = psn::add(self.responder.msn, 1);
-        if let Some(receive) = self.responder.receive.take() {
-            self.complete_receive(cx, &receive, Status::Success, what, packet.solicited, None);
-        }
-    }
-
-    /// Sends the NAK of the refusal and ends the queue pair if the refusal requires that. Unreliable services send nothing.
-    fn refuse(&mut self, cx: &mut Context<'_>, psn: u32, refusal: Refusal) {
+    /// Fails a request: sends a NAK and enters the error state. Unreliable services send no NAK, and enter the error
+    /// state only if `error` has a completion status; otherwise they drop the message.
+    fn fail_request(&mut self, cx: &mut Context<'_>, psn: u32, error: RequestError) {
         let counters = &mut cx.shared.counters;
-        let (code, event, status) = match refusal {
-            Refusal::Invalid => {
+        let (code, event, status) = match error {
+            RequestError::InvalidRequest => {
                 counters.invalid_requests += 1;
                 let event = Event::InvalidRequest { qpn: self.number };
                 (syndrome::INVALID_REQUEST, Some(event), None)
             }
-            Refusal::TooLong => {
+            RequestError::TooLong => {
                 counters.invalid_requests += 1;
                 (syndrome::INVALID_REQUEST, None, Some(Status::LocalLength))
             }
-            Refusal::Access => {
+            RequestError::RemoteAccess => {
                 counters.remote_access_errors += 1;
                 let event = Event::AccessViolation { qpn: self.number };
                 (syndrome::REMOTE_ACCESS, Some(event), None)
             }
-            Refusal::Operation(status) => {
+            RequestError::RemoteOperation(status) => {
                 counters.remote_operation_errors += 1;
                 (syndrome::REMOTE_OPERATION, None, Some(status))
             }
         };
-        debug!(qpn = self.number, psn, ?refusal, "request refused");
+        debug!(qpn = self.number, psn, ?error, "request failed");
         if self.is_reliable() {
-            self.acknowledge(cx, psn, syndrome::NAK | code);
+            self.send_ack(cx, psn, syndrome::NAK | code);
         } else if status.is_none() {
-            // An unreliable connection drops the message and goes on with the next.
+            // An unreliable connection drops the message and continues with the next one.
             self.responder.message = None;
-            self.responder.arriving = None;
-            self.responder.finishing = None;
+            self.responder.unwritten = None;
+            self.responder.last_packet = None;
             return;
         }
         match (status, self.responder.receive.take()) {
@@ -644,176 +398,8 @@ impl Qp {
         self.enter_error(cx);
     }
 
-    fn read_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Done, Refusal> {
-        let Extended::Reth(reth) = packet.extended else {
-            return Err(Refusal::Invalid);
-        };
-        if !self.access.read || reth.length > MAX_MESSAGE {
-            return Err(Refusal::Invalid);
-        }
-        if !self.write_arrived_requests(cx)? {
-            return Ok(Done::Waits);
-        }
-        self.begin_reading(cx, packet, reth)?;
-        self.responder.msn = psn::add(self.responder.msn, 1);
-        self.responder.expected = psn::add(packet.psn, psn::packets(reth.length, self.mtu.bytes()));
-        Ok(Done::Yes)
-    }
-
-    fn begin_reading(&mut self, cx: &mut Context<'_>, packet: &Packet, reth: Reth) -> Result<(), Refusal> {
-        if !self.access.read {
-            return Err(Refusal::Invalid);
-        }
-        let pd = self.domain(cx, packet.srqn);
-        self.check_range(cx, reth, Rights::RemoteRead, pd)?;
-        self.responder.reading = Some(Reading {
-            psn: packet.psn,
-            address: reth.address,
-            key: reth.key,
-            pd,
-            left: reth.length,
-            is_first: true,
-        });
-        Ok(())
-    }
-
-    /// Answers the next part of a read.
-    fn read_chunk(&mut self, cx: &mut Context<'_>) -> Step {
-        use operation::*;
-        let Some(reading) = self.responder.reading else {
-            return Step::Blocked;
-        };
-        if !cx.host.has_space(self.dlid()) {
-            cx.shared.blocked.push(self.number);
-            return Step::Blocked;
-        }
-        let len = (reading.left as usize).min(CHUNK);
-        let mut chunk = None;
-        if len > 0 {
-            let access = Access {
-                key: reading.key,
-                address: reading.address,
-                length: len as u64,
-                rights: Rights::RemoteRead,
-                pd: reading.pd,
-                qpn: self.number,
-            };
-            let mut gate = self.responder.gate;
-            let read = gate.access(cx, self.number, |cx| {
-                let host = &mut *cx.host;
-                cx.shared.pool.fill(len, |bytes| host.read(&access, bytes))
-            });
-            self.responder.gate = gate;
-            match read {
-                Ok(bytes) => chunk = Some(bytes),
-                Err(Fault::Page(_)) => return Step::Blocked,
-                Err(fault) => {
-                    self.responder.reading = None;
-                    let refusal = self.access_refusal(fault, &access);
-                    self.refuse(cx, reading.psn, refusal);
-                    return Step::Blocked;
-                }
-            }
-        }
-        let mtu = self.mtu.bytes() as usize;
-        let template = self.packet(&cx.shared.port, 0, 0);
-        let aeth = Aeth {
-            syndrome: syndrome::ACK | syndrome::NO_CREDITS,
-            msn: self.responder.msn,
-        };
-        let mut reading = reading;
-        let mut at = 0;
-        loop {
-            let size = mtu.min(len - at);
-            let is_last = size as u32 == reading.left;
-            let mut packet = template.clone();
-            packet.psn = reading.psn;
-            packet.opcode |= match (reading.is_first, is_last) {
-                (true, true) => READ_RESPONSE_ONLY,
-                (true, false) => READ_RESPONSE_FIRST,
-                (false, false) => READ_RESPONSE_MIDDLE,
-                (false, true) => READ_RESPONSE_LAST,
-            };
-            if reading.is_first || is_last {
-                packet.extended = Extended::Aeth(aeth);
-            }
-            packet.payload = chunk
-                .as_ref()
-                .map_or_else(Slice::default, |chunk| Slice::new(chunk, at, size));
-            cx.send(packet);
-            reading.psn = psn::add(reading.psn, 1);
-            reading.left -= size as u32;
-            reading.is_first = false;
-            at += size;
-            if at >= len {
-                break;
-            }
-        }
-        if reading.left == 0 {
-            self.responder.reading = None;
-            return Step::Blocked;
-        }
-        reading.address = reading.address.wrapping_add(len as u64);
-        self.responder.reading = Some(reading);
-        Step::More
-    }
-
-    fn atomic_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Result<Done, Refusal> {
-        let Extended::Atomic(eth) = packet.extended else {
-            return Err(Refusal::Invalid);
-        };
-        if !self.access.atomic || eth.address % 8 != 0 {
-            return Err(Refusal::Invalid);
-        }
-        if !self.write_arrived_requests(cx)? {
-            return Ok(Done::Waits);
-        }
-        let operation = if packet.opcode & operation::MASK == operation::COMPARE_SWAP {
-            Atomic::CompareSwap {
-                compare: eth.compare,
-                swap: eth.swap_add,
-            }
-        } else {
-            Atomic::FetchAdd { add: eth.swap_add }
-        };
-        let access = Access {
-            key: eth.key,
-            address: eth.address,
-            length: 8,
-            rights: Rights::RemoteAtomic,
-            pd: self.domain(cx, packet.srqn),
-            qpn: self.number,
-        };
-        let mut gate = self.responder.gate;
-        let result = gate.access(cx, self.number, |cx| cx.host.atomic(&access, operation));
-        self.responder.gate = gate;
-        let original = match result {
-            Ok(original) => original,
-            Err(Fault::Page(_)) => return Ok(Done::Waits),
-            Err(fault) => return Err(self.access_refusal(fault, &access)),
-        };
-        self.responder.msn = psn::add(self.responder.msn, 1);
-        self.responder.expected = psn::add(packet.psn, 1);
-        self.responder.atomics.push_back((packet.psn, original));
-        if self.responder.atomics.len() > MIN_ATOMICS.max(self.max_served.into()) {
-            self.responder.atomics.pop_front();
-        }
-        self.atomic_answer(cx, packet.psn, original);
-        Ok(Done::Yes)
-    }
-
-    fn atomic_answer(&mut self, cx: &mut Context<'_>, psn: u32, original: u64) {
-        let mut packet = self.packet(&cx.shared.port, operation::ATOMIC_ACKNOWLEDGE, psn);
-        let aeth = Aeth {
-            syndrome: syndrome::ACK | syndrome::NO_CREDITS,
-            msn: self.responder.msn,
-        };
-        packet.extended = Extended::AtomicAck(aeth, original);
-        cx.send(packet);
-    }
-
-    /// Unreliable connections: a message with a gap is dropped; the next one counts.
-    fn unreliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Done {
+    /// Handles a request on an unreliable connection. A message with a missing packet is dropped.
+    fn unreliable_request(&mut self, cx: &mut Context<'_>, packet: &Packet) -> Disposition {
         use operation::*;
         let operation = packet.opcode & MASK;
         let begins = matches!(
@@ -826,43 +412,32 @@ impl Qp {
                 SEND_MIDDLE | SEND_LAST | SEND_LAST_IMM | WRITE_MIDDLE | WRITE_LAST | WRITE_LAST_IMM
             );
         if begins && self.responder.message.is_some() || packet.psn != self.responder.expected {
-            if !self.write_requested(cx) && self.responder.gate.is_waiting() {
-                return Done::Waits;
+            if !self.write_request_data(cx) && self.responder.page_wait.is_pending() {
+                return Disposition::Deferred;
             }
-            // The receive of a message that was cut off serves the next.
+            // The next message uses the receive of the incomplete message.
             self.responder.message = None;
         }
         if !known || !begins && self.responder.message.is_none() {
             cx.shared.counters.packets_dropped += 1;
             self.responder.expected = psn::add(packet.psn, 1);
-            return Done::Yes;
+            return Disposition::Consumed;
         }
-        match self.request(cx, packet) {
-            Ok(done) => {
-                if self.responder.expected != psn::add(packet.psn, 1) && matches!(done, Done::Yes) {
-                    // No receive.
+        match self.execute_request(cx, packet) {
+            Ok(disposition) => {
+                if self.responder.expected != psn::add(packet.psn, 1) && matches!(disposition, Disposition::Consumed) {
+                    // No receive is posted.
                     cx.shared.counters.packets_dropped += 1;
                     self.responder.expected = psn::add(packet.psn, 1);
                     self.responder.message = None;
                 }
-                done
+                disposition
             }
-            Err(refusal) => {
-                self.refuse(cx, packet.psn, refusal);
+            Err(error) => {
+                self.fail_request(cx, packet.psn, error);
                 self.responder.expected = psn::add(packet.psn, 1);
-                Done::Yes
+                Disposition::Consumed
             }
         }
-    }
-}
-
-/// Whether `next` is where bytes go that follow `len` bytes at `at`.
-fn continues(at: Target, len: usize, next: Target) -> bool {
-    match (at, next) {
-        (Target::Receive(offset), Target::Receive(next)) => offset + len as u64 == next,
-        (Target::Memory(address, key, pd), Target::Memory(next, next_key, next_pd)) => {
-            address.wrapping_add(len as u64) == next && (key, pd) == (next_key, next_pd)
-        }
-        _ => false,
     }
 }

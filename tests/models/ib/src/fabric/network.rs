@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet without threads: ports, links and routes, and the faults of links. The caller passes the time.
+//! The subnet without threads and without a clock: ports, switches, links, routes, and the faults of links. The caller
+//! passes the time.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
-use super::sa::{Record, SubnetAdministrator};
+use super::sa::{PortRecord, SubnetAdministrator};
 use super::transit::{Deliver, PortPath};
 use super::{Burst, Delivery, Faults, LinkCounters, PortConfig, Topology, TopologyError};
 use crate::packet::{Gid, MULTICAST_LID, PERMISSIVE_LID, Packet};
@@ -16,21 +17,21 @@ use crate::packet::{Gid, MULTICAST_LID, PERMISSIVE_LID, Packet};
 /// LID of the subnet manager.
 pub(crate) const SM_LID: u16 = 1;
 
-/// A link between a port and a switch, or between switches.
+/// A link between a port and a switch, or between two switches.
 #[derive(Debug)]
 struct Link {
-    /// The switches at its ends; the same one twice for a port's link.
+    /// Switches at both ends. For the link of a port, both are the port's switch.
     ends: (usize, usize),
     up: bool,
     faults: Faults,
-    /// Packets that [`Faults::lose_nth`] counted.
-    counted: u64,
+    /// Packets since the faults were set, for [`Faults::lose_nth`].
+    packets_seen: u64,
     counters: LinkCounters,
     random: Random,
 }
 
-/// A port that has joined.
-struct Member {
+/// A port that joined the subnet.
+struct SubnetPort {
     name: String,
     gid: Gid,
     switch: usize,
@@ -38,15 +39,15 @@ struct Member {
     deliver: Deliver,
 }
 
-/// Packets that a link delays.
+/// A burst that a link delays.
 struct Delayed {
     from: u16,
     to: u16,
     burst: Burst,
 }
 
-/// What a link does to a packet.
-struct Fate {
+/// Accumulated effects of all links on the route of a packet.
+struct LinkEffects {
     delay: Duration,
     copies: usize,
     swap: bool,
@@ -54,17 +55,17 @@ struct Fate {
 
 pub(crate) struct Network {
     switches: Vec<String>,
-    /// Links by their numbers, which stay the same.
+    /// Links by number. The number of a link never changes.
     links: BTreeMap<usize, Link>,
-    /// Links from switch to switch; none for the same switch.
+    /// Links of the shortest route between two switches; empty for a switch and itself.
     routes: HashMap<(usize, usize), Vec<usize>>,
-    members: BTreeMap<u16, Member>,
+    ports: BTreeMap<u16, SubnetPort>,
     paths: HashMap<(u16, u16), Arc<PortPath>>,
     delayed: BTreeMap<(Duration, u64), Delayed>,
-    /// For each path with delayed packets, their number, and the time when the last of them is due.
+    /// For each pair of ports with delayed bursts: their number, and when the last one is due.
     last_due: HashMap<(u16, u16), (usize, Duration)>,
     sequence: u64,
-    administrator: SubnetAdministrator,
+    sa: SubnetAdministrator,
     seed: u64,
 }
 
@@ -73,7 +74,7 @@ impl Network {
         let mut switches: Vec<String> = Vec::new();
         for name in &topology.switches {
             if switches.contains(name) {
-                return Err(TopologyError::Twice(name.clone()));
+                return Err(TopologyError::Duplicate(name.clone()));
             }
             switches.push(name.clone());
         }
@@ -84,18 +85,18 @@ impl Network {
             switches,
             links: BTreeMap::new(),
             routes: HashMap::new(),
-            members: BTreeMap::new(),
+            ports: BTreeMap::new(),
             paths: HashMap::new(),
             delayed: BTreeMap::new(),
             last_due: HashMap::new(),
             sequence: 0,
-            administrator: SubnetAdministrator::default(),
+            sa: SubnetAdministrator::default(),
             seed,
         };
         for (a, b) in &topology.links {
             let ends = (network.switch(a)?, network.switch(b)?);
             if ends.0 == ends.1 || network.find_link(ends).is_some() {
-                return Err(TopologyError::Twice(format!("{a}-{b}")));
+                return Err(TopologyError::Duplicate(format!("{a}-{b}")));
             }
             network.add_link(ends);
         }
@@ -103,7 +104,7 @@ impl Network {
         for to in 1..network.switches.len() {
             if !network.routes.contains_key(&(0, to)) {
                 let [first, last] = [0, to].map(|switch: usize| network.switches[switch].clone());
-                return Err(TopologyError::Apart(first, last));
+                return Err(TopologyError::Unconnected(first, last));
             }
         }
         Ok(network)
@@ -121,7 +122,7 @@ impl Network {
             ends,
             up: true,
             faults: Faults::default(),
-            counted: 0,
+            packets_seen: 0,
             counters: LinkCounters::default(),
             random,
         };
@@ -136,7 +137,7 @@ impl Network {
             .map(|(number, _)| *number)
     }
 
-    /// Finds the shortest paths between switches along links that are up.
+    /// Computes the shortest routes between switches over links that are up.
     fn find_routes(&mut self) {
         self.routes.clear();
         for from in 0..self.switches.len() {
@@ -165,21 +166,21 @@ impl Network {
         let switch = self.switch(&config.switch)?;
         let gid = Gid::new(Gid::DEFAULT_PREFIX, config.guid);
         if self
-            .members
+            .ports
             .values()
-            .any(|member| member.name == config.name || member.gid == gid)
+            .any(|port| port.name == config.name || port.gid == gid)
         {
-            return Err(TopologyError::Twice(config.name.clone()));
+            return Err(TopologyError::Duplicate(config.name.clone()));
         }
         let mut lids = SM_LID + 1..MULTICAST_LID;
         let lid = lids
-            .find(|lid| !self.members.contains_key(lid))
+            .find(|lid| !self.ports.contains_key(lid))
             .ok_or(TopologyError::NoLid)?;
         let link = self.add_link((switch, switch));
-        info!(port = config.name, lid, %gid, switch = config.switch, "port joins the subnet");
-        self.members.insert(
+        info!(port = config.name, lid, %gid, switch = config.switch, "port joined the subnet");
+        self.ports.insert(
             lid,
-            Member {
+            SubnetPort {
                 name: config.name.clone(),
                 gid,
                 switch,
@@ -187,28 +188,28 @@ impl Network {
                 deliver,
             },
         );
-        self.administrator.add(Record { lid, gid });
+        self.sa.add(PortRecord { lid, gid });
         Ok((lid, gid))
     }
 
-    pub(crate) fn leave(&mut self, lid: u16) {
-        let Some(member) = self.members.remove(&lid) else {
+    pub(crate) fn remove_port(&mut self, lid: u16) {
+        let Some(port) = self.ports.remove(&lid) else {
             return;
         };
-        info!(port = member.name, lid, "port is removed from the subnet");
-        self.links.remove(&member.link);
-        self.administrator.remove(lid);
-        self.forget_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+        info!(port = port.name, lid, "port removed from the subnet");
+        self.links.remove(&port.link);
+        self.sa.remove(lid);
+        self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
         self.paths.retain(|(from, to), _| *from != lid && *to != lid);
     }
 
     fn port_link(&mut self, lid: u16) -> Option<&mut Link> {
-        let link = self.members.get(&lid)?.link;
+        let link = self.ports.get(&lid)?.link;
         self.links.get_mut(&link)
     }
 
     pub(crate) fn is_up(&self, lid: u16) -> bool {
-        let link = self.members.get(&lid).and_then(|member| self.links.get(&member.link));
+        let link = self.ports.get(&lid).and_then(|port| self.links.get(&port.link));
         link.is_some_and(|link| link.up)
     }
 
@@ -225,17 +226,17 @@ impl Network {
     pub(crate) fn set_up(&mut self, lid: u16, up: bool) {
         let Some(link) = self.port_link(lid) else { return };
         if link.set_up(up) {
-            info!(lid, up, "link changes");
+            info!(lid, up, "link state changed");
             if !up {
-                self.forget_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+                self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
             }
-            if let Some(member) = self.members.get(&lid) {
-                (member.deliver)(Delivery::Link(up));
+            if let Some(port) = self.ports.get(&lid) {
+                (port.deliver)(Delivery::Link(up));
             }
         }
     }
 
-    /// Returns the link between two switches, for a change. The caller finds the routes again after it.
+    /// Changes the link between two switches, recomputes all routes and returns the link's counters.
     pub(crate) fn change_switch_link(
         &mut self,
         a: &str,
@@ -245,7 +246,7 @@ impl Network {
         let ends = (self.switch(a)?, self.switch(b)?);
         let number = self
             .find_link(ends)
-            .ok_or_else(|| TopologyError::Apart(a.to_owned(), b.to_owned()))?;
+            .ok_or_else(|| TopologyError::Unconnected(a.to_owned(), b.to_owned()))?;
         let mut counters = LinkCounters::default();
         if let Some(link) = self.links.get_mut(&number) {
             change(&mut LinkChange(link));
@@ -255,8 +256,8 @@ impl Network {
         Ok(counters)
     }
 
-    /// Drops delayed packets, whose link is cut.
-    fn forget_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
+    /// Drops delayed bursts whose link went down or whose port was removed.
+    fn drop_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
         let gone: Vec<_> = self
             .delayed
             .iter()
@@ -286,12 +287,12 @@ impl Network {
     }
 
     fn path(&mut self, from: u16, to: u16) -> Option<&Arc<PortPath>> {
-        let member = self.members.get(&from);
-        if member.is_none() && from != SM_LID || !self.members.contains_key(&to) {
+        let port = self.ports.get(&from);
+        if port.is_none() && from != SM_LID || !self.ports.contains_key(&to) {
             return None;
         }
         let path = self.paths.entry((from, to)).or_insert_with(|| {
-            let deliver = member.map_or_else(|| Arc::new(|_| {}) as Deliver, |member| member.deliver.clone());
+            let deliver = port.map_or_else(|| Arc::new(|_| {}) as Deliver, |port| port.deliver.clone());
             Arc::new(PortPath::new(deliver))
         });
         Some(path)
@@ -307,12 +308,12 @@ impl Network {
             .any(|ends| self.paths.get(ends).is_some_and(|path| path.is_busy()))
     }
 
-    /// When the next delayed packets are due.
+    /// Returns when the next delayed burst is due.
     pub(crate) fn next_due(&self) -> Option<Duration> {
         self.delayed.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Delivers the delayed packets that are due.
+    /// Delivers the delayed bursts that are due.
     pub(crate) fn deliver_due(&mut self, now: Duration) {
         while let Some(entry) = self.delayed.first_entry() {
             if entry.key().0 > now {
@@ -325,12 +326,12 @@ impl Network {
     }
 
     fn deliver(&mut self, to: u16, burst: Burst) {
-        let Some(member) = self.members.get(&to) else { return };
-        if let Some(link) = self.links.get_mut(&member.link) {
+        let Some(port) = self.ports.get(&to) else { return };
+        if let Some(link) = self.links.get_mut(&port.link) {
             link.counters.rx_packets += burst.packets.len() as u64;
             link.counters.rx_bytes += burst.packets.iter().map(Packet::wire_bytes).sum::<u64>();
         }
-        (member.deliver)(Delivery::Packets(burst));
+        (port.deliver)(Delivery::Packets(burst));
     }
 
     /// Sends packets from a port.
@@ -339,51 +340,53 @@ impl Network {
             link.counters.tx_packets += packets.len() as u64;
             link.counters.tx_bytes += packets.iter().map(Packet::wire_bytes).sum::<u64>();
         }
-        // Packets one after the other to the same port and as late as each other travel together.
+        // Consecutive packets with the same destination and delay form one burst.
         let mut group: Option<(u16, Duration, Vec<Packet>)> = None;
         let mut swap_next = false;
         for packet in packets {
             for to in self.destinations(from, &packet) {
                 if to == SM_LID {
-                    self.administer(from, &packet, now);
+                    self.handle_sa_packet(from, &packet, now);
                     continue;
                 }
-                let Some(fate) = self.fate(from, to) else { continue };
+                let Some(effects) = self.link_effects(from, to) else {
+                    continue;
+                };
                 if group
                     .as_ref()
-                    .is_none_or(|(port, delay, _)| (*port, *delay) != (to, fate.delay))
+                    .is_none_or(|(port, delay, _)| (*port, *delay) != (to, effects.delay))
                 {
                     if let Some((to, delay, packets)) = group.take() {
-                        self.depart(from, to, delay, packets, now);
+                        self.forward(from, to, delay, packets, now);
                     }
                     swap_next = false;
                 }
-                let (_, _, packets) = group.get_or_insert_with(|| (to, fate.delay, Vec::new()));
-                for _ in 0..fate.copies {
+                let (_, _, packets) = group.get_or_insert_with(|| (to, effects.delay, Vec::new()));
+                for _ in 0..effects.copies {
                     packets.push(packet.clone());
                 }
-                if let (true, [.., a, b]) = (std::mem::replace(&mut swap_next, fate.swap), &mut packets[..]) {
+                if let (true, [.., a, b]) = (std::mem::replace(&mut swap_next, effects.swap), &mut packets[..]) {
                     std::mem::swap(a, b);
                 }
             }
         }
         if let Some((to, delay, packets)) = group {
-            self.depart(from, to, delay, packets, now);
+            self.forward(from, to, delay, packets, now);
         }
     }
 
-    /// The ports that a packet is for.
+    /// Returns the destination ports of a packet. Counts a packet without a destination as dropped.
     fn destinations(&mut self, from: u16, packet: &Packet) -> Destinations {
         match packet.dlid {
             SM_LID => Destinations::One(Some(SM_LID)),
-            PERMISSIVE_LID | 0 => self.lost_way(from, packet),
-            lid if lid >= MULTICAST_LID => Destinations::Many(self.administrator.members(lid)),
-            lid if self.members.contains_key(&lid) => Destinations::One(Some(lid)),
-            _ => self.lost_way(from, packet),
+            PERMISSIVE_LID | 0 => self.drop_unroutable(from, packet),
+            lid if lid >= MULTICAST_LID => Destinations::Many(self.sa.members(lid)),
+            lid if self.ports.contains_key(&lid) => Destinations::One(Some(lid)),
+            _ => self.drop_unroutable(from, packet),
         }
     }
 
-    fn lost_way(&mut self, from: u16, packet: &Packet) -> Destinations {
+    fn drop_unroutable(&mut self, from: u16, packet: &Packet) -> Destinations {
         debug!(from, ?packet, "no port has this LID");
         if let Some(link) = self.port_link(from) {
             link.counters.dropped += 1;
@@ -391,29 +394,29 @@ impl Network {
         Destinations::One(None)
     }
 
-    /// What the links between two ports do to a packet; `None`: it is lost.
-    fn fate(&mut self, from: u16, to: u16) -> Option<Fate> {
-        let mut fate = Fate {
+    /// Returns the effects of the links between two ports on a packet, or `None` if the packet is lost or dropped.
+    fn link_effects(&mut self, from: u16, to: u16) -> Option<LinkEffects> {
+        let mut effects = LinkEffects {
             delay: Duration::ZERO,
             copies: 1,
             swap: false,
         };
-        let place = |lid| match self.members.get(&lid) {
-            Some(member) => Some((member.switch, Some(member.link))),
+        let attachment = |lid| match self.ports.get(&lid) {
+            Some(port) => Some((port.switch, Some(port.link))),
             None => (lid == SM_LID).then_some((0, None)),
         };
-        let ((from_switch, from_link), (to_switch, to_link)) = (place(from)?, place(to)?);
+        let ((from_switch, from_link), (to_switch, to_link)) = (attachment(from)?, attachment(to)?);
         if let Some(link) = from_link {
-            self.links.get_mut(&link)?.pass(&mut fate)?;
+            self.links.get_mut(&link)?.pass(&mut effects)?;
         }
         if from == to {
-            return Some(fate);
+            return Some(effects);
         }
         if from_switch != to_switch {
             match self.routes.get(&(from_switch, to_switch)) {
                 Some(route) => {
                     for number in route {
-                        self.links.get_mut(number)?.pass(&mut fate)?;
+                        self.links.get_mut(number)?.pass(&mut effects)?;
                     }
                 }
                 None => {
@@ -423,19 +426,19 @@ impl Network {
             }
         }
         if let Some(link) = to_link {
-            self.links.get_mut(&link)?.pass(&mut fate)?;
+            self.links.get_mut(&link)?.pass(&mut effects)?;
         }
-        Some(fate)
+        Some(effects)
     }
 
-    fn depart(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
+    fn forward(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
         let Some(path) = self.path(from, to) else { return };
-        let flight = path.depart(packets.len());
+        let in_flight = path.enqueue(packets.len());
         let burst = Burst {
             packets,
-            flight: Some(flight),
+            in_flight: Some(in_flight),
         };
-        // What was delayed before is not overtaken.
+        // Delayed bursts are not overtaken.
         let before = self.last_due.get(&(from, to)).copied();
         if delay.is_zero() && before.is_none() {
             return self.deliver(to, burst);
@@ -447,20 +450,20 @@ impl Network {
         self.delayed.insert((due, self.sequence), Delayed { from, to, burst });
     }
 
-    /// A packet for the subnet manager.
-    fn administer(&mut self, from: u16, packet: &Packet, now: Duration) {
-        // All links of the path have to be up.
-        if self.fate(from, SM_LID).is_none() {
+    /// Handles a packet for the subnet manager.
+    fn handle_sa_packet(&mut self, from: u16, packet: &Packet, now: Duration) {
+        // The packet is lost, or no route to the subnet manager is up.
+        if self.link_effects(from, SM_LID).is_none() {
             return;
         }
-        let up: BTreeSet<u16> = self.members.keys().copied().filter(|lid| self.is_up(*lid)).collect();
-        if let Some(answer) = self.administrator.answer(packet, &up) {
-            self.send(SM_LID, vec![answer], now);
+        let up: BTreeSet<u16> = self.ports.keys().copied().filter(|lid| self.is_up(*lid)).collect();
+        if let Some(response) = self.sa.respond(packet, &up) {
+            self.send(SM_LID, vec![response], now);
         }
     }
 }
 
-/// Where a packet goes.
+/// Destination LIDs of a packet.
 enum Destinations {
     One(Option<u16>),
     Many(Vec<u16>),
@@ -493,10 +496,10 @@ impl LinkChange<'_> {
 impl Link {
     fn set_faults(&mut self, faults: Faults) {
         self.faults = faults;
-        self.counted = 0;
+        self.packets_seen = 0;
     }
 
-    /// Returns whether that is a change.
+    /// Returns whether the state changed.
     fn set_up(&mut self, up: bool) -> bool {
         if self.up == up {
             return false;
@@ -508,8 +511,8 @@ impl Link {
         true
     }
 
-    /// A packet passes; `None`: it is lost.
-    fn pass(&mut self, fate: &mut Fate) -> Option<()> {
+    /// Adds the effects of this link to `effects`. Returns `None` if the packet is lost or dropped.
+    fn pass(&mut self, effects: &mut LinkEffects) -> Option<()> {
         if !self.up {
             self.counters.dropped += 1;
             return None;
@@ -517,21 +520,21 @@ impl Link {
         if self.faults == Faults::default() {
             return Some(());
         }
-        self.counted += 1;
-        if self.counted == self.faults.lose_nth || self.random.happens(self.faults.loss) {
+        self.packets_seen += 1;
+        if self.packets_seen == self.faults.lose_nth || self.random.happens(self.faults.loss) {
             self.counters.lost += 1;
             return None;
         }
-        fate.delay += self.faults.delay;
+        effects.delay += self.faults.delay;
         if self.random.happens(self.faults.duplicate) {
-            fate.copies += 1;
+            effects.copies += 1;
         }
-        fate.swap |= self.random.happens(self.faults.reorder);
+        effects.swap |= self.random.happens(self.faults.reorder);
         Some(())
     }
 }
 
-/// A small random generator (splitmix64): the same seed gives the same losses.
+/// A small random number generator (splitmix64). The same seed gives the same faults.
 #[derive(Debug)]
 struct Random(u64);
 
@@ -548,7 +551,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// True with this probability. Never draws for 0.
+    /// Returns true with this probability. Does not advance the generator for 0.
     fn happens(&mut self, probability: f64) -> bool {
         probability > 0.0 && ((self.next() >> 11) as f64) < probability * (1_u64 << 53) as f64
     }

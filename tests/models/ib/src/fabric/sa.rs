@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Subnet administration: answers to the management datagrams that hosts send to the subnet manager's LID.
+//! Subnet administration: responds to management datagrams that hosts send to the subnet manager's LID.
 //!
-//! Supports the requests of hosts' stacks: paths (connection managers), multicast membership (IP over InfiniBand and
-//! multicast programs), and its own capabilities. All other requests are answered as unsupported. The answers describe this
-//! fabric: LIDs and GIDs of the ports that have joined, and multicast groups as ports join and quit them.
+//! Supports the queries of host stacks: path records (connection managers), multicast membership (IP over InfiniBand
+//! and multicast programs), and ClassPortInfo. All other queries get the status "unsupported". Responses describe this
+//! fabric: LIDs and GIDs of the ports, and multicast groups as ports join them and end their membership.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,33 +17,34 @@ use crate::packet::{
     Deth, Extended, Gid, GlobalRoute, MULTICAST_LID, PERMISSIVE_LID, Packet, Slice, operation, service,
 };
 
-/// Length of a management datagram.
-const MAD: usize = 256;
-/// Where the record begins in it.
-const RECORD: usize = 56;
-/// The management class.
+/// Length of a management datagram (MAD).
+const MAD_BYTES: usize = 256;
+/// Offset of the record in a MAD.
+const RECORD_OFFSET: usize = 56;
+/// The management class of subnet administration.
 const SUBNET_ADMINISTRATION: u8 = 3;
 const CLASS_VERSION: u8 = 2;
 const QP1: u32 = 1;
 const QP1_QKEY: u32 = 0x8001_0000;
-/// 100 Gbit/s, as rates are coded.
+/// 100 Gbit/s, as encoded in records.
 const RATE: u8 = 16;
-/// Packets live 4.096 us times 2 to the power of this at most. Connection managers make acknowledgement timeouts of it.
+/// Packet lifetime: at most 4.096 us times 2 to the power of this. Connection managers derive acknowledgement timeouts
+/// from it.
 const PACKET_LIFE: u8 = 14;
-/// The path MTU of groups that are created without one: what subnet managers give IP over InfiniBand.
+/// Default path MTU of a group: the value that subnet managers choose for IP over InfiniBand.
 const DEFAULT_MTU: u8 = Mtu::B2048.code();
-/// The selector of a value that is exact.
-const EXACTLY: u8 = 2;
-/// The Q_Key of groups that are created without one.
+/// Selector: exactly this value.
+const SELECTOR_EXACT: u8 = 2;
+/// Default Q_Key of a group.
 const DEFAULT_QKEY: u32 = 0x0b1b;
 const FULL_PKEY: u16 = 0xffff;
-/// Receives, and keeps the group alive.
+/// Join state: receives, and keeps the group alive.
 const FULL_MEMBER: u8 = 1;
-/// Receives.
+/// Join state: receives.
 const NON_MEMBER: u8 = 2;
-/// Keeps the group alive.
+/// Join state: keeps the group alive.
 const SEND_ONLY_FULL_MEMBER: u8 = 8;
-/// Capability: send-only full members are known.
+/// Capability: supports send-only full members.
 const SEND_ONLY_FULL_SUPPORTED: u32 = 1 << 12;
 
 mod method {
@@ -60,7 +61,7 @@ mod attribute {
     pub(super) const MULTICAST_MEMBER: u16 = 0x38;
 }
 
-/// Component masks: which fields of a request's record count.
+/// Component mask bits: the fields of the request's record that are valid.
 mod component {
     pub(super) const PATH_DGID: u64 = 1 << 2;
     pub(super) const PATH_SGID: u64 = 1 << 3;
@@ -83,10 +84,10 @@ mod component {
     pub(super) const GROUP_JOIN_STATE: u64 = 1 << 16;
 }
 
-/// Why a request is refused: the status of the answer.
+/// Status of the response to a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
-enum Refused {
+enum MadStatus {
     BadVersion = 0x0004,
     Unsupported = 0x000c,
     NoResources = 0x0100,
@@ -96,9 +97,9 @@ enum Refused {
     MissingComponents = 0x0600,
 }
 
-/// A port, as the administrator knows it.
+/// A port as known to subnet administration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Record {
+pub(super) struct PortRecord {
     pub(super) lid: u16,
     pub(super) gid: Gid,
 }
@@ -113,19 +114,19 @@ struct Group {
     sl: u8,
     flow_label: u32,
     hop_limit: u8,
-    /// Ports by LID, and the states that they joined in.
+    /// Join state of each member, by LID.
     members: BTreeMap<u16, u8>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct SubnetAdministrator {
-    ports: Vec<Record>,
+    ports: Vec<PortRecord>,
     groups: BTreeMap<Gid, Group>,
-    /// Groups that were given a MGID.
-    named: u32,
+    /// Number of MGIDs assigned so far.
+    assigned_mgids: u32,
 }
 
-/// The record of a datagram, for reading and writing.
+/// Access to the fields of a record.
 struct Fields<'a>(&'a mut [u8]);
 
 impl Fields<'_> {
@@ -153,7 +154,7 @@ impl Fields<'_> {
 }
 
 impl SubnetAdministrator {
-    pub(super) fn add(&mut self, port: Record) {
+    pub(super) fn add(&mut self, port: PortRecord) {
         self.ports.push(port);
     }
 
@@ -165,7 +166,7 @@ impl SubnetAdministrator {
         self.drop_empty_groups();
     }
 
-    /// Ports that receive what is sent to a multicast LID.
+    /// Returns the LIDs of the ports that receive packets of a multicast LID.
     pub(super) fn members(&self, mlid: u16) -> Vec<u16> {
         let receives = |state: &u8| state & (FULL_MEMBER | NON_MEMBER) != 0;
         let group = self.groups.values().find(|group| group.mlid == mlid);
@@ -181,72 +182,74 @@ impl SubnetAdministrator {
         self.groups.retain(|mgid, group| {
             let keep = group.members.values().any(lives);
             if !keep {
-                info!(%mgid, mlid = group.mlid, "multicast group ends");
+                info!(%mgid, mlid = group.mlid, "multicast group deleted");
             }
             keep
         });
     }
 
-    /// Answers a packet; `up` are the LIDs of ports whose links are up.
-    pub(super) fn answer(&mut self, packet: &Packet, up: &BTreeSet<u16>) -> Option<Packet> {
+    /// Builds the response to a packet, or returns `None` if the packet is not a subnet administration request. `up`
+    /// has the LIDs of ports whose links are up.
+    pub(super) fn respond(&mut self, packet: &Packet, up: &BTreeSet<u16>) -> Option<Packet> {
         let Extended::Deth(deth) = packet.extended else {
             return None;
         };
         let request = packet.payload.bytes();
         let send_only = packet.opcode == service::UD | operation::SEND_ONLY;
-        if !send_only || packet.dest_qpn != QP1 || deth.qkey != QP1_QKEY || request.len() < MAD {
-            debug!(?packet, "not a management datagram");
+        if !send_only || packet.dest_qpn != QP1 || deth.qkey != QP1_QKEY || request.len() < MAD_BYTES {
+            debug!(?packet, "not a valid management datagram");
             return None;
         }
-        let mut bytes = request[..MAD].to_vec();
-        let (class, version, asked) = (bytes[1], bytes[2], bytes[3]);
-        if class != SUBNET_ADMINISTRATION || asked & method::RESPONSE != 0 {
-            debug!(class, method = asked, "management datagram of no concern here");
+        let mut bytes = request[..MAD_BYTES].to_vec();
+        let (class, version, requested_method) = (bytes[1], bytes[2], bytes[3]);
+        if class != SUBNET_ADMINISTRATION || requested_method & method::RESPONSE != 0 {
+            debug!(class, method = requested_method, "not a subnet administration request");
             return None;
         }
         let attribute = u16::from_be_bytes([bytes[16], bytes[17]]);
-        let mask = bytes[48..RECORD]
+        let mask = bytes[48..RECORD_OFFSET]
             .iter()
             .fold(0, |mask, byte| (mask << 8) | u64::from(*byte));
-        let (head, record) = bytes.split_at_mut(RECORD);
+        let (head, record) = bytes.split_at_mut(RECORD_OFFSET);
         let mut fields = Fields(record);
         let result = if head[0] != 1 || version != CLASS_VERSION {
-            Err(Refused::BadVersion)
+            Err(MadStatus::BadVersion)
         } else {
-            self.serve(packet.slid, asked, attribute, mask, &mut fields, up)
+            self.execute(packet.slid, requested_method, attribute, mask, &mut fields, up)
         };
         debug!(
             from = packet.slid,
-            method = asked,
+            method = requested_method,
             attribute,
             mask,
             ?result,
-            "subnet administration"
+            "subnet administration request"
         );
-        head[3] = match asked {
+        head[3] = match requested_method {
             method::GET | method::SET => method::GET_RESPONSE,
             other => other | method::RESPONSE,
         };
         let (status, words) = match result {
             Ok(words) => (0, words),
-            Err(refused) => (refused as u16, 0),
+            Err(error) => (error as u16, 0),
         };
         head[4..6].copy_from_slice(&status.to_be_bytes());
         head[44..46].copy_from_slice(&u16::to_be_bytes(words));
         Some(reply(packet, deth, bytes))
     }
 
-    /// Carries out a request in its own record. Returns the record's length in units of 8 bytes.
-    fn serve(
+    /// Executes a request and writes the result to the request's record. Returns the record's length in units of 8
+    /// bytes.
+    fn execute(
         &mut self,
         from: u16,
-        asked: u8,
+        requested_method: u8,
         attribute: u16,
         mask: u64,
         fields: &mut Fields<'_>,
         up: &BTreeSet<u16>,
-    ) -> Result<u16, Refused> {
-        match (asked, attribute) {
+    ) -> Result<u16, MadStatus> {
+        match (requested_method, attribute) {
             (method::GET, attribute::CLASS_PORT_INFO) => {
                 fields.0.fill(0);
                 fields.set(0, &[1, CLASS_VERSION]);
@@ -260,44 +263,44 @@ impl SubnetAdministrator {
             (method::GET, attribute::MULTICAST_MEMBER) => {
                 let mgid = fields.gid(0);
                 let group = self.groups.get(&mgid).filter(|_| mask & component::GROUP_MGID != 0);
-                write_group(fields, &mgid, group.ok_or(Refused::NoRecords)?, None);
+                write_group(fields, &mgid, group.ok_or(MadStatus::NoRecords)?, None);
                 Ok(7)
             }
             (method::SET, attribute::MULTICAST_MEMBER) => self.join(mask, fields).map(|()| 7),
-            (method::DELETE, attribute::MULTICAST_MEMBER) => self.leave(mask, fields).map(|()| 7),
-            _ => Err(Refused::Unsupported),
+            (method::DELETE, attribute::MULTICAST_MEMBER) => self.delete_membership(mask, fields).map(|()| 7),
+            _ => Err(MadStatus::Unsupported),
         }
     }
 
-    fn path(&self, from: u16, mask: u64, fields: &mut Fields<'_>, up: &BTreeSet<u16>) -> Result<(), Refused> {
+    fn path(&self, from: u16, mask: u64, fields: &mut Fields<'_>, up: &BTreeSet<u16>) -> Result<(), MadStatus> {
         use component::*;
         let find = |by_gid: u64, gid_at: usize, by_lid: u64, lid_at: usize| {
             let (gid, lid) = (fields.gid(gid_at), fields.u16(lid_at));
             let fits =
-                |port: &&Record| (mask & by_gid == 0 || port.gid == gid) && (mask & by_lid == 0 || port.lid == lid);
+                |port: &&PortRecord| (mask & by_gid == 0 || port.gid == gid) && (mask & by_lid == 0 || port.lid == lid);
             (mask & (by_gid | by_lid) != 0).then(|| self.ports.iter().find(fits).copied())
         };
         let source = match find(PATH_SGID, 24, PATH_SLID, 42) {
-            Some(port) => port.ok_or(Refused::NoRecords)?,
+            Some(port) => port.ok_or(MadStatus::NoRecords)?,
             None => *self
                 .ports
                 .iter()
                 .find(|port| port.lid == from)
-                .ok_or(Refused::NoRecords)?,
+                .ok_or(MadStatus::NoRecords)?,
         };
         let dgid = fields.gid(8);
         let group = self.groups.get(&dgid).filter(|_| mask & PATH_DGID != 0);
         let (destination, mut mtu) = match group {
             Some(group) => (
-                Record {
+                PortRecord {
                     lid: group.mlid,
                     gid: dgid,
                 },
                 group.mtu,
             ),
             None => {
-                let port = find(PATH_DGID, 8, PATH_DLID, 40).ok_or(Refused::MissingComponents)?;
-                let port = port.filter(|port| up.contains(&port.lid)).ok_or(Refused::NoRecords)?;
+                let port = find(PATH_DGID, 8, PATH_DLID, 40).ok_or(MadStatus::MissingComponents)?;
+                let port = port.filter(|port| up.contains(&port.lid)).ok_or(MadStatus::NoRecords)?;
                 (port, Mtu::B4096.code())
             }
         };
@@ -307,7 +310,7 @@ impl SubnetAdministrator {
             FULL_PKEY
         };
         if pkey & 0x7fff != FULL_PKEY & 0x7fff {
-            return Err(Refused::NoRecords);
+            return Err(MadStatus::NoRecords);
         }
         let sl = if mask & PATH_SL != 0 { fields.u16(52) & 15 } else { 0 };
         if mask & PATH_MTU != 0 && mask & PATH_MTU_SELECTOR != 0 {
@@ -318,7 +321,7 @@ impl SubnetAdministrator {
                     mtu = mtu.min(wanted.saturating_sub(1));
                     mtu > 0
                 }
-                EXACTLY => {
+                SELECTOR_EXACT => {
                     let possible = wanted <= mtu;
                     mtu = wanted;
                     possible
@@ -326,7 +329,7 @@ impl SubnetAdministrator {
                 _ => true,
             };
             if !fits {
-                return Err(Refused::NoRecords);
+                return Err(MadStatus::NoRecords);
             }
         }
         fields.0.fill(0);
@@ -334,33 +337,33 @@ impl SubnetAdministrator {
         fields.set(24, &source.gid.0);
         fields.set(40, &destination.lid.to_be_bytes());
         fields.set(42, &source.lid.to_be_bytes());
-        // Reversible; one path.
+        // The path is reversible; the response has one path.
         fields.set(49, &[0x81]);
         fields.set(50, &pkey.to_be_bytes());
         fields.set(52, &sl.to_be_bytes());
-        fields.set(54, &[exactly(mtu), exactly(RATE), exactly(PACKET_LIFE)]);
+        fields.set(54, &[exact(mtu), exact(RATE), exact(PACKET_LIFE)]);
         Ok(())
     }
 
-    /// The port that a membership is about.
-    fn member(&self, mask: u64, fields: &Fields<'_>) -> Result<u16, Refused> {
+    /// Returns the LID of the port that joins a group or ends its membership.
+    fn member(&self, mask: u64, fields: &Fields<'_>) -> Result<u16, MadStatus> {
         if mask & component::GROUP_PORT_GID == 0 {
-            return Err(Refused::MissingComponents);
+            return Err(MadStatus::MissingComponents);
         }
         let gid = fields.gid(16);
         self.ports
             .iter()
             .find(|port| port.gid == gid)
             .map(|port| port.lid)
-            .ok_or(Refused::InvalidGid)
+            .ok_or(MadStatus::InvalidGid)
     }
 
-    fn join(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), Refused> {
+    fn join(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), MadStatus> {
         use component::*;
         let lid = self.member(mask, fields)?;
         let state = fields.u8(48) & 15;
         if mask & GROUP_JOIN_STATE == 0 || state == 0 {
-            return Err(Refused::MissingComponents);
+            return Err(MadStatus::MissingComponents);
         }
         let mut mgid = if mask & GROUP_MGID != 0 {
             fields.gid(0)
@@ -370,36 +373,36 @@ impl SubnetAdministrator {
         if mgid == Gid::default() {
             mgid = self.new_mgid();
         } else if !mgid.is_multicast() {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         if let Some(group) = self.groups.get_mut(&mgid) {
             return join_group(group, mask, fields, &mgid, lid, state);
         }
         if state & (FULL_MEMBER | SEND_ONLY_FULL_MEMBER) == 0 {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         let mut group = self.new_group(mask, fields)?;
         join_group(&mut group, mask, fields, &mgid, lid, state)?;
-        info!(%mgid, mlid = group.mlid, "multicast group begins");
+        info!(%mgid, mlid = group.mlid, "multicast group created");
         self.groups.insert(mgid, group);
         Ok(())
     }
 
-    fn new_group(&self, mask: u64, fields: &Fields<'_>) -> Result<Group, Refused> {
+    fn new_group(&self, mask: u64, fields: &Fields<'_>) -> Result<Group, MadStatus> {
         use component::*;
         let mut mlids = MULTICAST_LID..PERMISSIVE_LID;
         let is_free = |mlid: &u16| self.groups.values().all(|group| group.mlid != *mlid);
-        let mlid = mlids.find(is_free).ok_or(Refused::NoResources)?;
+        let mlid = mlids.find(is_free).ok_or(MadStatus::NoResources)?;
         let has = |component| mask & component != 0;
         let mtu = fields.u8(38) & 0x3f;
         let mtu = match fields.u8(38) >> 6 {
             _ if !has(GROUP_MTU) || !has(GROUP_MTU_SELECTOR) => DEFAULT_MTU,
             0 => mtu + 1,
             1 => mtu.saturating_sub(1),
-            EXACTLY => mtu,
+            SELECTOR_EXACT => mtu,
             _ => Mtu::B4096.code(),
         };
-        Mtu::from_code(mtu).ok_or(Refused::Invalid)?;
+        Mtu::from_code(mtu).ok_or(MadStatus::Invalid)?;
         let flow = fields.u32(44);
         Ok(Group {
             mlid,
@@ -423,23 +426,24 @@ impl SubnetAdministrator {
         })
     }
 
-    /// Returns a GID for a group that was requested without one: link-local and transient, of a range for this purpose.
+    /// Assigns an MGID to a group that is created without one: link-local and transient, from a range reserved for this
+    /// purpose.
     fn new_mgid(&mut self) -> Gid {
-        self.named += 1;
+        self.assigned_mgids += 1;
         let mut gid = [0; 16];
         gid[..4].copy_from_slice(&[0xff, 0x12, 0xa0, 0x1c]);
-        gid[12..].copy_from_slice(&self.named.to_be_bytes());
+        gid[12..].copy_from_slice(&self.assigned_mgids.to_be_bytes());
         Gid(gid)
     }
 
-    fn leave(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), Refused> {
+    fn delete_membership(&mut self, mask: u64, fields: &mut Fields<'_>) -> Result<(), MadStatus> {
         let lid = self.member(mask, fields)?;
         let mgid = fields.gid(0);
-        let group = self.groups.get_mut(&mgid).ok_or(Refused::Invalid)?;
+        let group = self.groups.get_mut(&mgid).ok_or(MadStatus::Invalid)?;
         let state = fields.u8(48) & 15;
-        let has = group.members.get_mut(&lid).ok_or(Refused::Invalid)?;
+        let has = group.members.get_mut(&lid).ok_or(MadStatus::Invalid)?;
         if *has & state == 0 {
-            return Err(Refused::Invalid);
+            return Err(MadStatus::Invalid);
         }
         *has &= !state;
         if *has == 0 {
@@ -451,7 +455,7 @@ impl SubnetAdministrator {
     }
 }
 
-/// A port joins a group, if what it asks for is what the group has.
+/// Adds a port to a group if the requested attributes match the group's.
 fn join_group(
     group: &mut Group,
     mask: u64,
@@ -459,7 +463,7 @@ fn join_group(
     mgid: &Gid,
     lid: u16,
     state: u8,
-) -> Result<(), Refused> {
+) -> Result<(), MadStatus> {
     use component::*;
     let pkey = fields.u16(40);
     let wanted_mtu = fields.u8(38) & 0x3f;
@@ -467,41 +471,41 @@ fn join_group(
         _ if mask & GROUP_MTU == 0 || mask & GROUP_MTU_SELECTOR == 0 => true,
         0 => group.mtu > wanted_mtu,
         1 => group.mtu < wanted_mtu,
-        EXACTLY => group.mtu == wanted_mtu,
+        SELECTOR_EXACT => group.mtu == wanted_mtu,
         _ => true,
     };
     if mask & GROUP_QKEY != 0 && fields.u32(32) != group.qkey
         || mask & GROUP_PKEY != 0 && pkey & 0x7fff != group.pkey & 0x7fff
         || !mtu_fits
     {
-        return Err(Refused::Invalid);
+        return Err(MadStatus::Invalid);
     }
     *group.members.entry(lid).or_default() |= state;
     write_group(fields, mgid, group, Some(lid));
     Ok(())
 }
 
-/// A value with the selector that says that it is exact.
-fn exactly(value: u8) -> u8 {
-    (EXACTLY << 6) | value
+/// Adds the selector "exactly" to a value.
+fn exact(value: u8) -> u8 {
+    (SELECTOR_EXACT << 6) | value
 }
 
-/// Fills in a group's record; the fields of a member stay as they are, but for its state.
+/// Writes a group's record. Of the member's fields, only the join state changes.
 fn write_group(fields: &mut Fields<'_>, mgid: &Gid, group: &Group, member: Option<u16>) {
     fields.set(0, &mgid.0);
     fields.set(32, &group.qkey.to_be_bytes());
     fields.set(36, &group.mlid.to_be_bytes());
-    fields.set(38, &[exactly(group.mtu), group.traffic_class]);
+    fields.set(38, &[exact(group.mtu), group.traffic_class]);
     fields.set(40, &group.pkey.to_be_bytes());
-    fields.set(42, &[exactly(RATE), exactly(PACKET_LIFE)]);
+    fields.set(42, &[exact(RATE), exact(PACKET_LIFE)]);
     let flow = (u32::from(group.sl) << 28) | (group.flow_label << 8) | u32::from(group.hop_limit);
     fields.set(44, &flow.to_be_bytes());
     let state = member.and_then(|lid| group.members.get(&lid)).copied().unwrap_or(0);
-    // The scope is part of the group's name.
+    // The scope is a part of the MGID.
     fields.set(48, &[(mgid.0[1] << 4) | state]);
 }
 
-/// A datagram back to where one came from.
+/// Builds a datagram to the sender of `request`.
 fn reply(request: &Packet, deth: Deth, bytes: Vec<u8>) -> Packet {
     let len = bytes.len();
     let grh = request.grh.as_ref().map(|grh| {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Packets in flight: their number, whether a path takes more, and whether all packets of a path have been processed.
+//! Packets in flight: flow control of the path between two ports, and the state that defers acknowledgement timeouts.
 //!
-//! Each path between two ports has two counters. `queued` packets have arrived in the other adapter's inbox, or are being
-//! delayed: if there are too many, senders wait, as they would for credits of a real link. `busy` bursts have not been
-//! processed completely: while there are any, no missing packet counts as lost, however slow the other adapter's thread is.
+//! Each path has two counters. `queued` counts packets in the inbox of the receiving adapter, or delayed by a link.
+//! Above a limit the sender waits, as for flow-control credits on a real link. `busy` counts bursts that are not
+//! processed completely. While `busy` is not 0, the requester does not treat a missing acknowledgement as a loss,
+//! however slow the thread of the other adapter is.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,19 +13,19 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use super::Delivery;
 
-/// The number of queued packets at which a path takes no more.
-const FULL: usize = 2048;
-/// The number of queued packets at which a full path takes packets again.
-const LOW: usize = FULL / 2;
+/// Number of queued packets at which a path is full.
+const MAX_QUEUED: usize = 2048;
+/// Number of queued packets at or below which a full path accepts packets again.
+const RESUME_QUEUED: usize = MAX_QUEUED / 2;
 
-/// Puts something into an adapter's inbox.
+/// Puts a delivery into the inbox of an adapter.
 pub(super) type Deliver = Arc<dyn Fn(Delivery) + Send + Sync>;
 
-/// The path from one port to another.
+/// State of the path from one port to another.
 pub(super) struct PortPath {
     queued: AtomicUsize,
     busy: AtomicUsize,
-    /// The sender has found the path full, and waits.
+    /// The path was full at the last check, and the sender waits for [`Delivery::PathReady`].
     waiting: AtomicBool,
     sender: Deliver,
 }
@@ -39,14 +40,15 @@ impl PortPath {
         }
     }
 
-    /// Returns whether the path takes more packets. If not, the sender is notified when it does.
+    /// Returns whether the path accepts packets. If not, [`Delivery::PathReady`] notifies the sender when the path
+    /// accepts packets again.
     pub(super) fn has_space(&self) -> bool {
-        if self.queued.load(Ordering::SeqCst) < FULL {
+        if self.queued.load(Ordering::SeqCst) < MAX_QUEUED {
             return true;
         }
         self.waiting.store(true, Ordering::SeqCst);
-        // Packets that were processed after the first check notified no sender.
-        if self.queued.load(Ordering::SeqCst) <= LOW {
+        // Packets that were processed between the first load and the store of `waiting` caused no notification.
+        if self.queued.load(Ordering::SeqCst) <= RESUME_QUEUED {
             self.waiting.store(false, Ordering::SeqCst);
             return true;
         }
@@ -57,11 +59,11 @@ impl PortPath {
         self.busy.load(Ordering::SeqCst) > 0
     }
 
-    /// Puts packets on the path.
-    pub(super) fn depart(self: &Arc<Self>, packets: usize) -> Flight {
+    /// Counts `packets` as queued, and one burst as busy, until the returned value is dropped.
+    pub(super) fn enqueue(self: &Arc<Self>, packets: usize) -> InFlight {
         self.queued.fetch_add(packets, Ordering::SeqCst);
         self.busy.fetch_add(1, Ordering::SeqCst);
-        Flight {
+        InFlight {
             path: self.clone(),
             packets,
         }
@@ -77,40 +79,40 @@ impl fmt::Debug for PortPath {
     }
 }
 
-/// Packets in flight, until they have been taken from the inbox and processed.
+/// A burst on a path. Dropped when the burst was taken from the inbox and processed.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct InFlight {
     path: Arc<PortPath>,
     packets: usize,
 }
 
-impl Flight {
-    /// Something of the packets is kept: they have been taken, but not been worked on altogether.
-    pub(crate) fn hold(&self) -> Hold {
+impl InFlight {
+    /// Keeps the path busy after the burst was taken, because the receiver keeps a part of the burst for later.
+    pub(crate) fn busy_guard(&self) -> BusyGuard {
         self.path.busy.fetch_add(1, Ordering::SeqCst);
-        Hold {
+        BusyGuard {
             path: self.path.clone(),
         }
     }
 }
 
-impl Drop for Flight {
+impl Drop for InFlight {
     fn drop(&mut self) {
         self.path.busy.fetch_sub(1, Ordering::SeqCst);
         let left = self.path.queued.fetch_sub(self.packets, Ordering::SeqCst) - self.packets;
-        if left <= LOW && self.path.waiting.swap(false, Ordering::SeqCst) {
+        if left <= RESUME_QUEUED && self.path.waiting.swap(false, Ordering::SeqCst) {
             (self.path.sender)(Delivery::PathReady);
         }
     }
 }
 
-/// Packets that the receiving adapter keeps.
+/// Keeps a path busy while the receiver keeps packets for later.
 #[derive(Debug)]
-pub(crate) struct Hold {
+pub(crate) struct BusyGuard {
     path: Arc<PortPath>,
 }
 
-impl Drop for Hold {
+impl Drop for BusyGuard {
     fn drop(&mut self) {
         self.path.busy.fetch_sub(1, Ordering::SeqCst);
     }
@@ -123,31 +125,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_way_tells_when_it_has_room_again() {
+    fn a_full_path_notifies_its_sender_when_it_has_space() {
         let (sender, inbox) = mpsc::channel();
         let path = Arc::new(PortPath::new(Arc::new(move |delivery| sender.send(delivery).unwrap())));
-        let first = path.depart(FULL - LOW);
+        let first = path.enqueue(MAX_QUEUED - RESUME_QUEUED);
         assert!(path.has_space());
-        let second = path.depart(LOW);
+        let second = path.enqueue(RESUME_QUEUED);
         assert!(!path.has_space());
         assert!(inbox.try_recv().is_err());
         drop(first);
         assert!(matches!(inbox.try_recv(), Ok(Delivery::PathReady)));
         assert!(path.has_space());
-        // Notified once only.
+        // The notification is sent only once.
         drop(second);
         assert!(inbox.try_recv().is_err());
     }
 
     #[test]
-    fn what_is_held_is_busy_but_takes_no_room() {
+    fn a_guard_keeps_a_path_busy_but_not_full() {
         let path = Arc::new(PortPath::new(Arc::new(|_| {})));
-        let flight = path.depart(FULL);
-        let hold = flight.hold();
-        drop(flight);
+        let in_flight = path.enqueue(MAX_QUEUED);
+        let guard = in_flight.busy_guard();
+        drop(in_flight);
         assert!(path.is_busy());
         assert!(path.has_space());
-        drop(hold);
+        drop(guard);
         assert!(!path.is_busy());
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Connections that nothing disturbs: every operation, lengths around the path MTU, order, fences, states.
+//! Connections without faults: every operation, lengths around the path MTU, order, fences, states.
 
 use super::*;
 use crate::work::Fence;
@@ -11,21 +11,21 @@ fn writes_of_every_length_arrive_byte_for_byte() {
         for mtu in [Mtu::B256, Mtu::B1024, Mtu::B4096] {
             let lengths = [0, 1, 255, 256, 257, 1024, 4095, 4096, 4097, 65536, 65537, 200_000];
             for length in lengths {
-                let mut world = World::new(2, 1 << 18);
-                world.pair(
+                let mut sim = Simulation::new(2, 1 << 18);
+                sim.pair(
                     service,
                     Connection {
                         mtu,
                         ..Connection::default()
                     },
                 );
-                let data = world.fill(0, 0, length as usize, 0x5a);
-                world.post(0, 2, write(9, 0, length, 100));
-                world.run();
-                assert_eq!(world.sends(0), ok([9]), "{service:?} {mtu:?} {length}");
-                assert_eq!(world.bytes(1, 100, data.len()), data);
-                assert_eq!(world.bytes(1, 100 + data.len(), 8), [0; 8]);
-                assert!(world.nodes[1].toy.completions.is_empty());
+                let data = sim.fill(0, 0, length as usize, 0x5a);
+                sim.post(0, 2, write(9, 0, length, 100));
+                sim.run();
+                assert_eq!(sim.sends(0), ok([9]), "{service:?} {mtu:?} {length}");
+                assert_eq!(sim.bytes(1, 100, data.len()), data);
+                assert_eq!(sim.bytes(1, 100 + data.len(), 8), [0; 8]);
+                assert!(sim.nodes[1].host.completions.is_empty());
             }
         }
     }
@@ -33,63 +33,63 @@ fn writes_of_every_length_arrive_byte_for_byte() {
 
 #[test]
 fn data_of_many_packets_is_written_in_few_pieces() {
-    let mut world = World::new(2, 1 << 20);
-    world.pair(Service::Rc, Connection::default());
-    world.post(0, 2, write(1, 0, 1 << 19, 1 << 19));
-    world.run();
-    assert_eq!(world.sends(0), ok([1]));
+    let mut sim = Simulation::new(2, 1 << 20);
+    sim.pair(Service::Rc, Connection::default());
+    sim.post(0, 2, write(1, 0, 1 << 19, 1 << 19));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1]));
     // 512 packets.
-    assert!(world.nodes[1].toy.writes <= 24, "{}", world.nodes[1].toy.writes);
+    assert!(sim.nodes[1].host.writes <= 24, "{}", sim.nodes[1].host.writes);
 }
 
 #[test]
 fn messages_are_scattered_and_gathered() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(
         Service::Rc,
         Connection {
             mtu: Mtu::B256,
             ..Connection::default()
         },
     );
-    let data = world.fill(0, 0, 3000, 1);
+    let data = sim.fill(0, 0, 3000, 1);
     let mut work = send(5, 0, 0);
     let piece = |address, length| Sge {
-        key: ALL,
+        key: ALL_KEY,
         address,
         length,
     };
     work.payload = Payload::Memory(smallvec![piece(0, 1), piece(1, 999), piece(1000, 0), piece(1000, 2000)]);
-    world.post(0, 2, work);
+    sim.post(0, 2, work);
     let pieces = smallvec![piece(10_000, 700), piece(20_000, 1), piece(30_000, 5000)];
     let receive = ReceiveWork {
         id: 77,
         pieces,
         left: 0,
     };
-    world.nodes[1]
-        .toy
+    sim.nodes[1]
+        .host
         .receives
         .entry(Queue::Own(3))
         .or_default()
         .push_back(receive);
-    world.run();
-    assert_eq!(world.sends(0), ok([5]));
-    assert_eq!(world.received(1), [(77, Status::Success, 3000, Received::Send)]);
-    assert_eq!(world.bytes(1, 10_000, 700), &data[..700]);
-    assert_eq!(world.bytes(1, 20_000, 1), &data[700..701]);
-    assert_eq!(world.bytes(1, 30_000, 2299), &data[701..]);
+    sim.run();
+    assert_eq!(sim.sends(0), ok([5]));
+    assert_eq!(sim.received(1), [(77, Status::Success, 3000, Received::Send)]);
+    assert_eq!(sim.bytes(1, 10_000, 700), &data[..700]);
+    assert_eq!(sim.bytes(1, 20_000, 1), &data[700..701]);
+    assert_eq!(sim.bytes(1, 30_000, 2299), &data[701..]);
 }
 
 #[test]
 fn data_in_the_request_and_data_in_memory_are_put_together() {
     for service in [Service::Rc, Service::Uc] {
-        let mut world = World::new(2, 1 << 20);
-        world.pair(service, Connection::default());
-        let data = world.fill(0, 0, 400_000, 1);
+        let mut sim = Simulation::new(2, 1 << 20);
+        sim.pair(service, Connection::default());
+        let data = sim.fill(0, 0, 400_000, 1);
         let memory = |address, length| {
             Segment::Memory(Sge {
-                key: ALL,
+                key: ALL_KEY,
                 address,
                 length,
             })
@@ -107,29 +107,29 @@ fn data_in_the_request_and_data_in_memory_are_put_together() {
         let empty = Payload::Memory(smallvec![]);
         let mut work = write(1, 0, 0, 500_000);
         work.payload = all.into_iter().fold(empty, Payload::with);
-        world.post(0, 2, work);
-        world.run();
-        assert_eq!(world.sends(0), ok([1]), "{service:?}");
+        sim.post(0, 2, work);
+        sim.run();
+        assert_eq!(sim.sends(0), ok([1]), "{service:?}");
         let expected = [b"header", &data[..300_000], b"between", &data[300_000..], b"end"].concat();
-        assert!(world.bytes(1, 500_000, expected.len()) == expected, "{service:?}");
-        assert_eq!(world.bytes(1, 500_000 + expected.len(), 8), [0; 8]);
+        assert!(sim.bytes(1, 500_000, expected.len()) == expected, "{service:?}");
+        assert_eq!(sim.bytes(1, 500_000 + expected.len(), 8), [0; 8]);
     }
 }
 
 #[test]
 fn immediate_data_inline_data_and_solicited_events_arrive() {
     for service in [Service::Rc, Service::Uc] {
-        let mut world = World::new(2, 1 << 16);
-        world.pair(service, Connection::default());
+        let mut sim = Simulation::new(2, 1 << 16);
+        sim.pair(service, Connection::default());
         for id in 0..3 {
-            world.receive(1, Queue::Own(3), id, 1000 * id, 1000);
+            sim.receive(1, Queue::Own(3), id, 1000 * id, 1000);
         }
         let mut inline = work(1, SendOp::Send { imm: Some(0xdead_beef) }, 0, 0);
         inline.payload = Payload::Inline(b"hello".to_vec());
         inline.flags.solicited = true;
         let remote = Remote {
             address: 40_000,
-            key: ALL,
+            key: ALL_KEY,
         };
         let mut empty = work(
             2,
@@ -141,24 +141,24 @@ fn immediate_data_inline_data_and_solicited_events_arrive() {
             0,
         );
         empty.payload = Payload::Inline(Vec::new());
-        let data = world.fill(0, 0, 5000, 3);
-        world.post(0, 2, inline);
-        world.post(0, 2, empty);
-        world.post(0, 2, work(3, SendOp::Write { remote, imm: Some(7) }, 0, 5000));
-        world.run();
-        assert_eq!(world.sends(0), ok([1, 2, 3]));
+        let data = sim.fill(0, 0, 5000, 3);
+        sim.post(0, 2, inline);
+        sim.post(0, 2, empty);
+        sim.post(0, 2, work(3, SendOp::Write { remote, imm: Some(7) }, 0, 5000));
+        sim.run();
+        assert_eq!(sim.sends(0), ok([1, 2, 3]));
         assert_eq!(
-            world.received(1),
+            sim.received(1),
             [
                 (0, Status::Success, 5, Received::SendImm(0xdead_beef)),
                 (1, Status::Success, 0, Received::WriteImm(6)),
                 (2, Status::Success, 5000, Received::WriteImm(7)),
             ]
         );
-        assert_eq!(world.bytes(1, 0, 5), b"hello");
-        assert_eq!(world.bytes(1, 40_000, 5000), data);
-        let solicited: Vec<bool> = world.nodes[1]
-            .toy
+        assert_eq!(sim.bytes(1, 0, 5), b"hello");
+        assert_eq!(sim.bytes(1, 40_000, 5000), data);
+        let solicited: Vec<bool> = sim.nodes[1]
+            .host
             .completions
             .iter()
             .map(|completion| {
@@ -179,17 +179,17 @@ fn immediate_data_inline_data_and_solicited_events_arrive() {
 
 #[test]
 fn reads_bring_bytes_and_atomics_bring_what_was_there() {
-    let mut world = World::new(2, 1 << 20);
-    world.pair(Service::Rc, Connection::default());
-    let data = world.fill(1, 0, 300_001, 9);
-    world.nodes[1].toy.memory[400_000..400_008].copy_from_slice(&41_u64.to_le_bytes());
+    let mut sim = Simulation::new(2, 1 << 20);
+    sim.pair(Service::Rc, Connection::default());
+    let data = sim.fill(1, 0, 300_001, 9);
+    sim.nodes[1].host.memory[400_000..400_008].copy_from_slice(&41_u64.to_le_bytes());
     let remote = Remote {
         address: 400_000,
-        key: ALL,
+        key: ALL_KEY,
     };
-    world.post(0, 2, read(1, 500_000, 300_001, 0));
-    world.post(0, 2, work(2, SendOp::FetchAdd { remote, add: 1 }, 8, 8));
-    world.post(
+    sim.post(0, 2, read(1, 500_000, 300_001, 0));
+    sim.post(0, 2, work(2, SendOp::FetchAdd { remote, add: 1 }, 8, 8));
+    sim.post(
         0,
         2,
         work(
@@ -203,7 +203,7 @@ fn reads_bring_bytes_and_atomics_bring_what_was_there() {
             8,
         ),
     );
-    world.post(
+    sim.post(
         0,
         2,
         work(
@@ -217,17 +217,17 @@ fn reads_bring_bytes_and_atomics_bring_what_was_there() {
             8,
         ),
     );
-    world.post(0, 2, read(5, 0, 0, 0));
-    world.run();
-    assert_eq!(world.sends(0), ok(1..=5));
-    assert_eq!(world.bytes(0, 500_000, data.len()), data);
+    sim.post(0, 2, read(5, 0, 0, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), ok(1..=5));
+    assert_eq!(sim.bytes(0, 500_000, data.len()), data);
     let got: Vec<u64> = [8, 16, 24]
-        .map(|at| u64::from_le_bytes(world.bytes(0, at, 8).try_into().unwrap()))
+        .map(|at| u64::from_le_bytes(sim.bytes(0, at, 8).try_into().unwrap()))
         .into();
     assert_eq!(got, [41, 42, 7]);
-    assert_eq!(world.bytes(1, 400_000, 8), 7_u64.to_le_bytes());
-    let lengths: Vec<u32> = world.nodes[0]
-        .toy
+    assert_eq!(sim.bytes(1, 400_000, 8), 7_u64.to_le_bytes());
+    let lengths: Vec<u32> = sim.nodes[0]
+        .host
         .completions
         .iter()
         .filter_map(|completion| match completion {
@@ -240,56 +240,59 @@ fn reads_bring_bytes_and_atomics_bring_what_was_there() {
 
 #[test]
 fn a_message_can_invalidate_a_key() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(Service::Rc, Connection::default());
-    let key = world.nodes[1].toy.keys[&ALL];
-    world.nodes[1].toy.keys.insert(0x55, key);
-    world.receive(1, Queue::Own(3), 1, 0, 64);
-    world.post(0, 2, work(1, SendOp::SendInvalidate { key: 0x55 }, 0, 16));
-    world.run();
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(Service::Rc, Connection::default());
+    let key = sim.nodes[1].host.keys[&ALL_KEY];
+    sim.nodes[1].host.keys.insert(0x55, key);
+    sim.receive(1, Queue::Own(3), 1, 0, 64);
+    sim.post(0, 2, work(1, SendOp::SendInvalidate { key: 0x55 }, 0, 16));
+    sim.run();
     assert_eq!(
-        world.received(1),
+        sim.received(1),
         [(1, Status::Success, 16, Received::SendInvalidate(0x55))]
     );
-    assert!(!world.nodes[1].toy.keys.contains_key(&0x55));
+    assert!(!sim.nodes[1].host.keys.contains_key(&0x55));
 }
 
 #[test]
 fn unsignaled_work_makes_no_completion() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(Service::Rc, Connection::default());
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(Service::Rc, Connection::default());
     for id in 0..10 {
         let mut work = write(id, 0, 100, 0);
         work.flags.signaled = id == 9;
-        world.post(0, 2, work);
+        sim.post(0, 2, work);
     }
-    world.run();
-    assert_eq!(world.sends(0), ok([9]));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([9]));
 }
 
 #[test]
 fn local_work_is_done_in_order() {
-    let mut world = World::new(2, 1 << 18);
-    world.pair(Service::Rc, Connection::default());
-    world.post(0, 2, read(1, 0, 100_000, 0));
+    let mut sim = Simulation::new(2, 1 << 18);
+    sim.pair(Service::Rc, Connection::default());
+    sim.post(0, 2, read(1, 0, 100_000, 0));
     let mut local = work(2, SendOp::Local, 0, 0);
     local.flags.fence = Fence::All;
-    world.post(0, 2, local.clone());
-    world.nodes[0].asleep = false;
-    world.work(0);
-    assert!(world.nodes[0].toy.locals.is_empty(), "it waits for the read");
+    sim.post(0, 2, local.clone());
+    sim.nodes[0].paused = false;
+    sim.work(0);
+    assert!(
+        sim.nodes[0].host.local_requests.is_empty(),
+        "local work must wait for the earlier READ"
+    );
     local.id = 3;
     local.flags.fence = Fence::None;
-    world.post(0, 2, local);
-    world.run();
-    assert_eq!(world.nodes[0].toy.locals, [(2, 2), (2, 3)]);
-    assert_eq!(world.sends(0), ok([1, 2, 3]));
+    sim.post(0, 2, local);
+    sim.run();
+    assert_eq!(sim.nodes[0].host.local_requests, [(2, 2), (2, 3)]);
+    assert_eq!(sim.sends(0), ok([1, 2, 3]));
 }
 
 #[test]
 fn a_fence_waits_for_reads_and_their_number_is_bounded() {
-    let mut world = World::new(2, 1 << 18);
-    world.pair(
+    let mut sim = Simulation::new(2, 1 << 18);
+    sim.pair(
         Service::Rc,
         Connection {
             max_initiated: 2,
@@ -297,37 +300,41 @@ fn a_fence_waits_for_reads_and_their_number_is_bounded() {
         },
     );
     for id in 0..5 {
-        world.post(0, 2, read(id, 0, 100, 0));
+        sim.post(0, 2, read(id, 0, 100, 0));
     }
     let mut fenced = write(5, 0, 100, 0);
     fenced.flags.fence = Fence::Reads;
-    world.post(0, 2, fenced);
-    world.work(0);
-    assert_eq!(world.nodes[0].toy.sent.len(), 2, "two reads, and nothing else yet");
-    world.run();
-    assert_eq!(world.sends(0), ok(0..=5));
+    sim.post(0, 2, fenced);
+    sim.work(0);
+    assert_eq!(
+        sim.nodes[0].host.sent.len(),
+        2,
+        "only two READ requests are sent before the first response"
+    );
+    sim.run();
+    assert_eq!(sim.sends(0), ok(0..=5));
 }
 
 #[test]
 fn a_connection_with_itself_works() {
-    let mut world = World::new(1, 1 << 18);
-    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
-    world.bring_up(0, 2, 0, 2, Connection::default());
-    let data = world.fill(0, 0, 100_000, 1);
-    world.receive(0, Queue::Own(2), 1, 120_000, 100_000);
-    world.post(0, 2, send(1, 0, 100_000));
-    world.run();
-    assert_eq!(world.sends(0), ok([1]));
-    assert_eq!(world.bytes(0, 120_000, 100_000), data);
+    let mut sim = Simulation::new(1, 1 << 18);
+    sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    sim.bring_up(0, 2, 0, 2, Connection::default());
+    let data = sim.fill(0, 0, 100_000, 1);
+    sim.receive(0, Queue::Own(2), 1, 120_000, 100_000);
+    sim.post(0, 2, send(1, 0, 100_000));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1]));
+    assert_eq!(sim.bytes(0, 120_000, 100_000), data);
 }
 
 #[test]
 fn the_send_queue_drains_and_goes_on() {
-    let mut world = World::new(2, 1 << 20);
-    world.pair(Service::Rc, Connection::default());
-    world.post(0, 2, write(1, 0, 500_000, 0));
-    world.work(0);
-    world.modify(
+    let mut sim = Simulation::new(2, 1 << 20);
+    sim.pair(Service::Rc, Connection::default());
+    sim.post(0, 2, write(1, 0, 500_000, 0));
+    sim.work(0);
+    sim.modify(
         0,
         2,
         Modify {
@@ -336,24 +343,24 @@ fn the_send_queue_drains_and_goes_on() {
             ..Modify::default()
         },
     );
-    world.post(0, 2, write(2, 0, 10, 0));
-    assert!(world.nodes[0].engine.query(2).unwrap().draining);
-    world.run();
-    assert_eq!(world.sends(0), ok([1]));
-    assert_eq!(world.nodes[0].toy.events, [Event::SendQueueDrained { qpn: 2 }]);
-    assert!(!world.nodes[0].engine.query(2).unwrap().draining);
-    world.state(0, 2, State::Rts);
-    world.run();
-    assert_eq!(world.sends(0), ok([1, 2]));
+    sim.post(0, 2, write(2, 0, 10, 0));
+    assert!(sim.nodes[0].engine.query(2).unwrap().draining);
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1]));
+    assert_eq!(sim.nodes[0].host.events, [Event::SendQueueDrained { qpn: 2 }]);
+    assert!(!sim.nodes[0].engine.query(2).unwrap().draining);
+    sim.state(0, 2, State::Rts);
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1, 2]));
 }
 
 #[test]
 fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(Service::Rc, Connection::default());
-    world.state(1, 3, State::Reset);
-    world.qp(1, 4, Service::Rc, ReceiveFrom::Own);
-    world.modify(
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(Service::Rc, Connection::default());
+    sim.state(1, 3, State::Reset);
+    sim.qp(1, 4, Service::Rc, ReceiveFrom::Own);
+    sim.modify(
         0,
         2,
         Modify {
@@ -361,11 +368,11 @@ fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
             ..Modify::default()
         },
     );
-    world.post(1, 4, write(1, 0, 10, 0));
-    world.bring_up(1, 4, 0, 2, Connection::default());
-    world.state(1, 4, State::Reset);
-    // Back to RTR only.
-    world.state(1, 4, State::Init);
+    sim.post(1, 4, write(1, 0, 10, 0));
+    sim.bring_up(1, 4, 0, 2, Connection::default());
+    sim.state(1, 4, State::Reset);
+    // Only RTR, not RTS.
+    sim.state(1, 4, State::Init);
     let change = Modify {
         state: Some(State::Rtr),
         mtu: Some(Mtu::B1024),
@@ -376,30 +383,30 @@ fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
             ..AccessFlags::default()
         }),
         remote_qpn: Some(2),
-        path: Some(world.path_to(0)),
+        path: Some(sim.path_to(0)),
         ..Modify::default()
     };
-    world.modify(1, 4, change);
-    world.nodes[1].toy.events.clear();
-    world.post(1, 4, write(2, 0, 10, 0));
-    world.post(0, 2, write(3, 0, 2000, 0));
-    world.run_for(Duration::from_millis(50));
-    assert_eq!(world.sends(0), ok([3]));
-    assert_eq!(world.nodes[1].toy.events, [Event::CommunicationEstablished { qpn: 4 }]);
-    assert_eq!(world.sends(1), []);
-    world.state(1, 4, State::Rts);
-    world.run();
-    assert_eq!(world.sends(1).last(), Some(&(2, Status::Success)));
+    sim.modify(1, 4, change);
+    sim.nodes[1].host.events.clear();
+    sim.post(1, 4, write(2, 0, 10, 0));
+    sim.post(0, 2, write(3, 0, 2000, 0));
+    sim.run_for(Duration::from_millis(50));
+    assert_eq!(sim.sends(0), ok([3]));
+    assert_eq!(sim.nodes[1].host.events, [Event::CommunicationEstablished { qpn: 4 }]);
+    assert_eq!(sim.sends(1), []);
+    sim.state(1, 4, State::Rts);
+    sim.run();
+    assert_eq!(sim.sends(1).last(), Some(&(2, Status::Success)));
 }
 
 #[test]
 fn states_follow_each_other_as_the_verbs_say() {
-    let mut world = World::new(1, 4096);
-    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
-    let node = &mut world.nodes[0];
+    let mut sim = Simulation::new(1, 4096);
+    sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    let node = &mut sim.nodes[0];
     let mut to = |state| {
         node.engine.modify(
-            &mut node.toy,
+            &mut node.host,
             2,
             &Modify {
                 state: Some(state),
@@ -425,20 +432,23 @@ fn states_follow_each_other_as_the_verbs_say() {
         ..Modify::default()
     };
     assert_eq!(
-        node.engine.modify(&mut node.toy, 2, &change),
+        node.engine.modify(&mut node.host, 2, &change),
         Err(ModifyError::Range("RNR retries"))
     );
-    assert_eq!(node.engine.modify(&mut node.toy, 9, &change), Err(ModifyError::NoQueue));
+    assert_eq!(
+        node.engine.modify(&mut node.host, 9, &change),
+        Err(ModifyError::NoQueue)
+    );
 }
 
 #[test]
 fn many_queue_pairs_take_turns() {
-    let mut world = World::new(2, 1 << 20);
+    let mut sim = Simulation::new(2, 1 << 20);
     for pair in 0..8 {
         let (a, b) = (10 + pair, 30 + pair);
-        world.qp(0, a, Service::Rc, ReceiveFrom::Own);
-        world.qp(1, b, Service::Rc, ReceiveFrom::Own);
-        world.bring_up(
+        sim.qp(0, a, Service::Rc, ReceiveFrom::Own);
+        sim.qp(1, b, Service::Rc, ReceiveFrom::Own);
+        sim.bring_up(
             0,
             a,
             1,
@@ -448,7 +458,7 @@ fn many_queue_pairs_take_turns() {
                 ..Connection::default()
             },
         );
-        world.bring_up(
+        sim.bring_up(
             1,
             b,
             0,
@@ -459,21 +469,21 @@ fn many_queue_pairs_take_turns() {
             },
         );
     }
-    // One with a lot to do, and seven with little.
+    // One queue pair has much work, seven have little.
     for id in 0..200 {
-        world.post(0, 10, write(id, 0, 1 << 20, 0));
+        sim.post(0, 10, write(id, 0, 1 << 20, 0));
     }
     for pair in 1..8 {
-        world.post(0, 10 + pair, write(1000 + u64::from(pair), 0, 64, 0));
+        sim.post(0, 10 + pair, write(1000 + u64::from(pair), 0, 64, 0));
     }
     for _ in 0..3 {
-        world.work(0);
-        world.work(1);
+        sim.work(0);
+        sim.work(1);
     }
-    world.work(0);
-    let done = world.sends(0);
+    sim.work(0);
+    let done = sim.sends(0);
     assert!(done.iter().filter(|(id, _)| *id >= 1000).count() == 7, "{done:?}");
     assert!(done.len() < 20, "{done:?}");
-    world.run();
-    assert_eq!(world.sends(0).len(), 207);
+    sim.run();
+    assert_eq!(sim.sends(0).len(), 207);
 }

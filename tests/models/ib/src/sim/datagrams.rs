@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Datagrams, the general services interface, multicast, and what subnet administration answers to them.
+//! Datagrams, the general services interface, multicast, and subnet administration.
 
 use super::*;
 use crate::fabric::Fabric;
@@ -10,23 +10,23 @@ use crate::work::{Grh, UdSource};
 const QKEY: u32 = 0x1111_1111;
 const GSI_QKEY: u32 = 0x8001_0000;
 
-/// Queue pair 2 on node 0, 3 on node 1, ...
-fn world(n: usize) -> World {
-    let mut world = World::new(n, 1 << 16);
+/// Creates `n` nodes, with queue pair 2 on node 0, queue pair 3 on node 1, and so on.
+fn sim(n: usize) -> Simulation {
+    let mut sim = Simulation::new(n, 1 << 16);
     for node in 0..n {
         let qpn = 2 + node as u32;
-        world.qp(node, qpn, Service::Ud, ReceiveFrom::Own);
-        world.datagrams_up(node, qpn, QKEY);
+        sim.qp(node, qpn, Service::Ud, ReceiveFrom::Own);
+        sim.datagrams_up(node, qpn, QKEY);
     }
-    world
+    sim
 }
 
 fn gid(node: usize) -> Gid {
     Gid::new(Gid::DEFAULT_PREFIX, 0x1234_0000 + node as u64)
 }
 
-fn sources(world: &World, node: usize) -> Vec<UdSource> {
-    let completions = world.nodes[node].toy.completions.iter();
+fn sources(sim: &Simulation, node: usize) -> Vec<UdSource> {
+    let completions = sim.nodes[node].host.completions.iter();
     completions
         .filter_map(|completion| match completion {
             Completion::Receive { source, .. } => *source,
@@ -37,12 +37,12 @@ fn sources(world: &World, node: usize) -> Vec<UdSource> {
 
 #[test]
 fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
-    let mut world = world(2);
-    let data = world.fill(0, 0, 4096, 1);
+    let mut sim = sim(2);
+    let data = sim.fill(0, 0, 4096, 1);
     for id in 0..3 {
-        world.receive(1, Queue::Own(3), id, id * 10_000, 5000);
+        sim.receive(1, Queue::Own(3), id, id * 10_000, 5000);
     }
-    let to = world.datagram_to(1, 3, QKEY);
+    let to = sim.datagram_to(1, 3, QKEY);
     let mut with_grh = to;
     let dgid = gid(1);
     let grh = Grh {
@@ -54,7 +54,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
     };
     with_grh.path.grh = Some(grh);
     with_grh.path.sl = 3;
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -62,7 +62,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
             ..send(1, 0, 4096)
         },
     );
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -70,7 +70,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
             ..work(2, SendOp::Send { imm: Some(77) }, 0, 5)
         },
     );
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -78,28 +78,28 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
             ..send(3, 0, 0)
         },
     );
-    world.run();
-    assert_eq!(world.sends(0), ok([1, 2, 3]));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1, 2, 3]));
     assert_eq!(
-        world.received(1),
+        sim.received(1),
         [
             (0, Status::Success, 4136, Received::Send),
             (1, Status::Success, 45, Received::SendImm(77)),
             (2, Status::Success, 40, Received::Send),
         ]
     );
-    assert_eq!(world.bytes(1, 40, 4096), data);
-    assert_eq!(world.bytes(1, 0, 40), [0; 40]);
-    let header = world.bytes(1, 10_000, 40);
+    assert_eq!(sim.bytes(1, 40, 4096), data);
+    assert_eq!(sim.bytes(1, 0, 40), [0; 40]);
+    let header = sim.bytes(1, 10_000, 40);
     assert_eq!(header[..4], [0x66, 0x71, 0x23, 0x45]);
-    // 12 + 8 + 4 of headers, 5 bytes and 3 of padding, 4 of CRC.
+    // BTH, DETH and immediate data (12 + 8 + 4 bytes), payload (5 bytes) with 3 bytes of padding, and 4 bytes of CRC.
     assert_eq!(header[4..8], [0, 36, 0x1b, 9]);
     assert_eq!(header[8..24], gid(0).0);
     assert_eq!(header[24..], gid(1).0);
-    assert_eq!(world.bytes(1, 10_040, 5), &data[..5]);
+    assert_eq!(sim.bytes(1, 10_040, 5), &data[..5]);
     let plain = UdSource {
         qpn: 2,
-        lid: world.lid(0),
+        lid: sim.lid(0),
         sl: 0,
         path_bits: 0,
         grh: false,
@@ -107,7 +107,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
         multicast: false,
     };
     assert_eq!(
-        sources(&world, 1),
+        sources(&sim, 1),
         [
             plain,
             UdSource {
@@ -122,13 +122,13 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
 
 #[test]
 fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
-    let mut world = world(2);
-    world.receive(1, Queue::Own(3), 1, 0, 100);
-    let wrong_key = world.datagram_to(1, 3, QKEY + 1);
-    let nobody = world.datagram_to(1, 9, QKEY);
-    let own = world.datagram_to(1, 3, 1 << 31);
-    for (id, to) in [wrong_key, nobody, own, own].into_iter().enumerate() {
-        world.post(
+    let mut sim = sim(2);
+    sim.receive(1, Queue::Own(3), 1, 0, 100);
+    let wrong_key = sim.datagram_to(1, 3, QKEY + 1);
+    let unknown_qp = sim.datagram_to(1, 9, QKEY);
+    let own = sim.datagram_to(1, 3, 1 << 31);
+    for (id, to) in [wrong_key, unknown_qp, own, own].into_iter().enumerate() {
+        sim.post(
             0,
             2,
             SendWork {
@@ -137,14 +137,14 @@ fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
             },
         );
     }
-    world.run();
-    assert_eq!(world.sends(0), ok(0..4));
+    sim.run();
+    assert_eq!(sim.sends(0), ok(0..4));
     assert_eq!(
-        world.received(1),
+        sim.received(1),
         [(1, Status::Success, 50, Received::Send)],
         "the one with the own Q_Key"
     );
-    let counters = world.nodes[1].engine.counters();
+    let counters = sim.nodes[1].engine.counters();
     assert_eq!(
         (
             counters.qkey_violations,
@@ -153,36 +153,37 @@ fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
         ),
         (1, 1, 1)
     );
-    assert_eq!(world.state_of(1, 3), State::Rts);
+    assert_eq!(sim.state_of(1, 3), State::Rts);
 }
 
 #[test]
 fn datagrams_longer_than_a_packet_or_the_receive_are_errors() {
-    let mut world = world(2);
-    let to = Some(world.datagram_to(1, 3, QKEY));
-    world.post(0, 2, SendWork { to, ..send(1, 0, 4097) });
-    world.post(0, 2, SendWork { to, ..send(2, 0, 10) });
-    world.run();
-    assert_eq!(world.sends(0), [(1, Status::LocalLength), (2, Status::Flushed)]);
-    assert_eq!(world.state_of(0, 2), State::Sqe);
-    world.state(0, 2, State::Rts);
-    world.receive(1, Queue::Own(3), 7, 0, 49);
-    world.post(0, 2, SendWork { to, ..send(3, 0, 10) });
-    world.run();
-    assert_eq!(world.sends(0).last(), Some(&(3, Status::Success)));
-    assert_eq!(world.received(1)[0].1, Status::LocalLength);
-    // What cannot be addressed, or is no datagram.
-    world.post(0, 2, send(4, 0, 10));
-    world.run();
-    assert_eq!(world.sends(0).last(), Some(&(4, Status::LocalQpOperation)));
+    let mut sim = sim(2);
+    let to = Some(sim.datagram_to(1, 3, QKEY));
+    sim.post(0, 2, SendWork { to, ..send(1, 0, 4097) });
+    sim.post(0, 2, SendWork { to, ..send(2, 0, 10) });
+    sim.run();
+    assert_eq!(sim.sends(0), [(1, Status::LocalLength), (2, Status::Flushed)]);
+    assert_eq!(sim.state_of(0, 2), State::Sqe);
+    sim.state(0, 2, State::Rts);
+    sim.receive(1, Queue::Own(3), 7, 0, 49);
+    sim.post(0, 2, SendWork { to, ..send(3, 0, 10) });
+    sim.run();
+    assert_eq!(sim.sends(0).last(), Some(&(3, Status::Success)));
+    assert_eq!(sim.received(1)[0].1, Status::LocalLength);
+    // No address, or an operation that datagram services do not support.
+    sim.post(0, 2, send(4, 0, 10));
+    sim.run();
+    assert_eq!(sim.sends(0).last(), Some(&(4, Status::LocalQpOperation)));
 }
 
-/// A node with its general services interface up, on queue pair 20, and a helper that sends in its name, 21.
-fn with_gsi(n: usize) -> World {
-    let mut world = world(n);
+/// Creates `n` nodes. On each, queue pair 20 is the general services interface, and queue pair 21 sends as queue pair
+/// 1.
+fn with_gsi(n: usize) -> Simulation {
+    let mut sim = sim(n);
     for node in 0..n {
-        world.qp(node, 20, Service::Gsi, ReceiveFrom::Own);
-        world.datagrams_up(node, 20, 0);
+        sim.qp(node, 20, Service::Gsi, ReceiveFrom::Own);
+        sim.datagrams_up(node, 20, 0);
         let config = QpConfig {
             service: Service::Ud,
             pd: PD,
@@ -193,34 +194,34 @@ fn with_gsi(n: usize) -> World {
             source_qpn: Some(1),
             deaf_to_itself: false,
         };
-        world.nodes[node].engine.create_qp(21, config).unwrap();
-        world.datagrams_up(node, 21, GSI_QKEY);
+        sim.nodes[node].engine.create_qp(21, config).unwrap();
+        sim.datagrams_up(node, 21, GSI_QKEY);
         for id in 0..8 {
-            world.receive(node, Queue::Own(20), id, 0x8000 + id * 0x200, 0x200);
+            sim.receive(node, Queue::Own(20), id, 0x8000 + id * 0x200, 0x200);
         }
     }
-    world
+    sim
 }
 
 #[test]
 fn management_datagrams_go_to_queue_pair_one() {
-    let mut world = with_gsi(2);
-    let to = Some(world.datagram_to(1, 1, GSI_QKEY));
-    world.post(0, 20, SendWork { to, ..send(1, 0, 256) });
-    world.post(0, 21, SendWork { to, ..send(2, 0, 256) });
-    world.run();
+    let mut sim = with_gsi(2);
+    let to = Some(sim.datagram_to(1, 1, GSI_QKEY));
+    sim.post(0, 20, SendWork { to, ..send(1, 0, 256) });
+    sim.post(0, 21, SendWork { to, ..send(2, 0, 256) });
+    sim.run();
     assert_eq!(
-        sources(&world, 1).iter().map(|source| source.qpn).collect::<Vec<_>>(),
+        sources(&sim, 1).iter().map(|source| source.qpn).collect::<Vec<_>>(),
         [1, 1]
     );
-    let completions = &world.nodes[1].toy.completions;
+    let completions = &sim.nodes[1].host.completions;
     assert!(
         completions
             .iter()
             .all(|completion| matches!(completion, Completion::Receive { qpn: 20, .. }))
     );
     use crate::attributes::ModifyError;
-    let second = world.nodes[0].engine.create_qp(
+    let second = sim.nodes[0].engine.create_qp(
         30,
         QpConfig {
             service: Service::Gsi,
@@ -236,7 +237,7 @@ fn management_datagrams_go_to_queue_pair_one() {
     assert_eq!(second, Err(ModifyError::InUse));
 }
 
-/// A component mask.
+/// Builds a component mask from bit numbers.
 const fn bits(bits: &[u32]) -> u64 {
     let mut mask = 0;
     let mut i = 0;
@@ -247,7 +248,7 @@ const fn bits(bits: &[u32]) -> u64 {
     mask
 }
 
-/// A subnet administration datagram.
+/// Builds a subnet administration MAD.
 fn mad(method: u8, attribute: u16, mask: u64, record: &[(usize, &[u8])]) -> Vec<u8> {
     let mut bytes = vec![0; 256];
     bytes[..4].copy_from_slice(&[1, 3, 2, method]);
@@ -260,9 +261,9 @@ fn mad(method: u8, attribute: u16, mask: u64, record: &[(usize, &[u8])]) -> Vec<
     bytes
 }
 
-/// Asks subnet administration from a node, and returns the answer's status and record.
-fn ask(world: &mut World, node: usize, request: Vec<u8>) -> (u16, Vec<u8>) {
-    let before = world.received(node).len();
+/// Sends a subnet administration request from a node. Returns status and record of the response.
+fn query_sa(sim: &mut Simulation, node: usize, request: Vec<u8>) -> (u16, Vec<u8>) {
+    let before = sim.received(node).len();
     let path = Path {
         dlid: Fabric::SM_LID,
         path_bits: 0,
@@ -276,51 +277,51 @@ fn ask(world: &mut World, node: usize, request: Vec<u8>) -> (u16, Vec<u8>) {
         qpn: 1,
         qkey: GSI_QKEY,
     });
-    world.post(node, 20, work);
-    world.run();
-    let answers = world.received(node);
-    assert_eq!(answers.len(), before + 1, "one answer");
-    let (id, status, length, _) = answers[before];
+    sim.post(node, 20, work);
+    sim.run();
+    let responses = sim.received(node);
+    assert_eq!(responses.len(), before + 1, "one response per request");
+    let (id, status, length, _) = responses[before];
     assert_eq!((status, length), (Status::Success, 296));
     let address = 0x8000 + id as usize * 0x200;
-    world.receive(node, Queue::Own(20), id, address as u64, 0x200);
-    let answer = world.bytes(node, address + 40, 256);
-    assert_eq!(answer[..3], request[..3]);
-    let response = if request[3] == 0x15 { 0x95 } else { 0x81 };
-    assert_eq!(answer[3], response);
-    assert_eq!(answer[8..18], request[8..18], "transaction and attribute");
-    (u16::from_be_bytes([answer[4], answer[5]]), answer[56..].to_vec())
+    sim.receive(node, Queue::Own(20), id, address as u64, 0x200);
+    let response = sim.bytes(node, address + 40, 256);
+    assert_eq!(response[..3], request[..3]);
+    let method = if request[3] == 0x15 { 0x95 } else { 0x81 };
+    assert_eq!(response[3], method);
+    assert_eq!(
+        response[8..18],
+        request[8..18],
+        "the response repeats the transaction ID and the attribute ID"
+    );
+    (u16::from_be_bytes([response[4], response[5]]), response[56..].to_vec())
 }
 
 const JOIN: u64 = bits(&[0, 1, 16]);
 
-fn join(world: &mut World, node: usize, mgid: &[u8], state: u8) -> (u16, Vec<u8>) {
+fn join(sim: &mut Simulation, node: usize, mgid: &[u8], state: u8) -> (u16, Vec<u8>) {
     let port = gid(node).0;
-    ask(
-        world,
-        node,
-        mad(2, 0x38, JOIN, &[(0, mgid), (16, &port), (48, &[state])]),
-    )
+    query_sa(sim, node, mad(2, 0x38, JOIN, &[(0, mgid), (16, &port), (48, &[state])]))
 }
 
-fn leave(world: &mut World, node: usize, mgid: &[u8], state: u8) -> u16 {
+fn leave(sim: &mut Simulation, node: usize, mgid: &[u8], state: u8) -> u16 {
     let port = gid(node).0;
-    ask(
-        world,
+    query_sa(
+        sim,
         node,
         mad(0x15, 0x38, JOIN, &[(0, mgid), (16, &port), (48, &[state])]),
     )
     .0
 }
 
-/// IP over InfiniBand's broadcast group.
+/// The broadcast group of IP over InfiniBand.
 const BROADCAST: [u8; 16] = [
     0xff, 0x12, 0x40, 0x1b, 0xff, 0xff, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0xff, 0xff,
 ];
 
 #[test]
 fn paths_are_found_by_gid_and_by_lid() {
-    let mut world = with_gsi(2);
+    let mut sim = with_gsi(2);
     let (from, to) = (gid(0).0, gid(1).0);
     let by_gid = mad(
         1,
@@ -328,15 +329,15 @@ fn paths_are_found_by_gid_and_by_lid() {
         bits(&[2, 3, 13]),
         &[(8, &to), (24, &from), (50, &[0xff, 0xff])],
     );
-    let (status, record) = ask(&mut world, 0, by_gid);
+    let (status, record) = query_sa(&mut sim, 0, by_gid);
     assert_eq!(status, 0);
     assert_eq!(record[8..24], to);
     assert_eq!(record[24..40], from);
-    assert_eq!(record[40..44], [0, world.lid(1) as u8, 0, world.lid(0) as u8]);
+    assert_eq!(record[40..44], [0, sim.lid(1) as u8, 0, sim.lid(0) as u8]);
     assert_eq!(
         record[49..52],
         [0x81, 0xff, 0xff],
-        "reversible, one path, the default partition"
+        "the response must be reversible, have one path and the default partition"
     );
     assert_eq!(
         record[54..57],
@@ -344,60 +345,60 @@ fn paths_are_found_by_gid_and_by_lid() {
         "4096 bytes, 100 Gbit/s, packet life"
     );
 
-    let lid = world.lid(1).to_be_bytes();
-    let (status, record) = ask(&mut world, 0, mad(1, 0x35, 1 << 4, &[(40, &lid)]));
+    let lid = sim.lid(1).to_be_bytes();
+    let (status, record) = query_sa(&mut sim, 0, mad(1, 0x35, 1 << 4, &[(40, &lid)]));
     assert_eq!((status, &record[8..24], &record[24..40]), (0, &to[..], &from[..]));
-    // At most 1024 bytes, as less than 2048.
-    let (status, record) = ask(
-        &mut world,
+    // Selector "less than 2048": the result is 1024 bytes.
+    let (status, record) = query_sa(
+        &mut sim,
         0,
         mad(1, 0x35, bits(&[4, 16, 17]), &[(40, &lid), (54, &[0x44])]),
     );
     assert_eq!((status, record[54]), (0, 0x83));
-    // More than 4096: there is none.
-    let (status, _) = ask(
-        &mut world,
+    // Selector "greater than 4096": no path matches.
+    let (status, _) = query_sa(
+        &mut sim,
         0,
         mad(1, 0x35, bits(&[4, 16, 17]), &[(40, &lid), (54, &[0x05])]),
     );
     assert_eq!(status, 0x300);
-    // No destination, an unknown one, another partition, one whose link is down.
-    assert_eq!(ask(&mut world, 0, mad(1, 0x35, 1 << 3, &[(24, &from)])).0, 0x600);
-    assert_eq!(ask(&mut world, 0, mad(1, 0x35, 1 << 4, &[(40, &[0, 99])])).0, 0x300);
+    // No destination, unknown destination, other partition, and a destination whose link is down.
+    assert_eq!(query_sa(&mut sim, 0, mad(1, 0x35, 1 << 3, &[(24, &from)])).0, 0x600);
+    assert_eq!(query_sa(&mut sim, 0, mad(1, 0x35, 1 << 4, &[(40, &[0, 99])])).0, 0x300);
     let partition = mad(1, 0x35, bits(&[4, 13]), &[(40, &lid), (50, &[0x80, 1])]);
-    assert_eq!(ask(&mut world, 0, partition).0, 0x300);
-    let lid = world.lid(1);
-    world.network.borrow_mut().set_up(lid, false);
+    assert_eq!(query_sa(&mut sim, 0, partition).0, 0x300);
+    let lid = sim.lid(1);
+    sim.network.borrow_mut().set_up(lid, false);
     assert_eq!(
-        ask(&mut world, 0, mad(1, 0x35, 1 << 4, &[(40, &lid.to_be_bytes())])).0,
+        query_sa(&mut sim, 0, mad(1, 0x35, 1 << 4, &[(40, &lid.to_be_bytes())])).0,
         0x300
     );
 }
 
 #[test]
 fn groups_are_made_joined_left_and_end() {
-    let mut world = with_gsi(2);
+    let mut sim = with_gsi(2);
     assert_eq!(
-        ask(&mut world, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0,
+        query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0,
         0x300,
-        "not there yet"
+        "the group does not exist before the first join"
     );
     assert_eq!(
-        join(&mut world, 0, &BROADCAST, 4).0,
+        join(&mut sim, 0, &BROADCAST, 4).0,
         0x200,
-        "a send-only member makes no group"
+        "a send-only non-member must not create a group"
     );
-    let (status, record) = join(&mut world, 0, &BROADCAST, 1);
+    let (status, record) = join(&mut sim, 0, &BROADCAST, 1);
     assert_eq!(status, 0);
     assert_eq!(record[..16], BROADCAST);
     assert_eq!(record[16..32], gid(0).0);
     assert_eq!(record[32..36], [0, 0, 0x0b, 0x1b]);
     assert_eq!(record[36..38], [0xc0, 0]);
-    assert_eq!(record[38], 0x84, "2048 bytes");
+    assert_eq!(record[38], 0x84, "MTU selector and 2048 bytes");
     assert_eq!(record[40..42], [0xff, 0xff]);
-    assert_eq!(record[48], 0x21, "link-local, full member");
-    assert_eq!(join(&mut world, 1, &BROADCAST, 1).1[36..38], [0xc0, 0]);
-    // Another group with values of its own; and what does not match it.
+    assert_eq!(record[48], 0x21, "link-local scope, full member");
+    assert_eq!(join(&mut sim, 1, &BROADCAST, 1).1[36..38], [0xc0, 0]);
+    // A second group with its own attributes, and a request that does not match them.
     let mut other = BROADCAST;
     other[15] = 1;
     let port = gid(0).0;
@@ -414,49 +415,50 @@ fn groups_are_made_joined_left_and_end() {
         ];
         mad(2, 0x38, mask, fields)
     };
-    let (status, record) = ask(&mut world, 0, create([1, 2, 3, 4]));
+    let (status, record) = query_sa(&mut sim, 0, create([1, 2, 3, 4]));
     assert_eq!(status, 0);
     assert_eq!(record[32..40], [1, 2, 3, 4, 0xc0, 1, 0x83, 5]);
     assert_eq!(record[44..48], [0x31, 0x23, 0x45, 7]);
-    assert_eq!(ask(&mut world, 0, create([9, 2, 3, 4])).0, 0x200);
-    // A member can only quit a membership that it has; the group ends with its last full member.
-    assert_eq!(leave(&mut world, 1, &other, 1), 0x200);
-    assert_eq!(leave(&mut world, 0, &other, 2), 0x200);
-    assert_eq!(leave(&mut world, 0, &other, 1), 0);
-    assert_eq!(ask(&mut world, 0, mad(1, 0x38, 1, &[(0, &other)])).0, 0x300);
-    // Without a name it gets one.
-    let (status, record) = join(&mut world, 0, &[0; 16], 1);
+    assert_eq!(query_sa(&mut sim, 0, create([9, 2, 3, 4])).0, 0x200);
+    // A port can end only a membership that it has. When the last full member ends its membership, the group is
+    // deleted.
+    assert_eq!(leave(&mut sim, 1, &other, 1), 0x200);
+    assert_eq!(leave(&mut sim, 0, &other, 2), 0x200);
+    assert_eq!(leave(&mut sim, 0, &other, 1), 0);
+    assert_eq!(query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &other)])).0, 0x300);
+    // A group without an MGID gets one.
+    let (status, record) = join(&mut sim, 0, &[0; 16], 1);
     assert_eq!((status, record[0]), (0, 0xff));
-    // No multicast group; a port that is not there.
-    assert_eq!(join(&mut world, 0, &[0xfe; 16], 1).0, 0x200);
+    // Not a multicast GID; an unknown port.
+    assert_eq!(join(&mut sim, 0, &[0xfe; 16], 1).0, 0x200);
     let stranger = mad(2, 0x38, JOIN, &[(0, &BROADCAST), (16, &[9; 16]), (48, &[1])]);
-    assert_eq!(ask(&mut world, 0, stranger).0, 0x500);
-    // A port that is removed from the subnet is removed from its groups.
-    let lid = world.lid(1);
-    world.network.borrow_mut().leave(lid);
-    assert_eq!(leave(&mut world, 0, &BROADCAST, 1), 0);
-    assert_eq!(ask(&mut world, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0, 0x300);
+    assert_eq!(query_sa(&mut sim, 0, stranger).0, 0x500);
+    // Removing a port ends the port's memberships.
+    let lid = sim.lid(1);
+    sim.network.borrow_mut().remove_port(lid);
+    assert_eq!(leave(&mut sim, 0, &BROADCAST, 1), 0);
+    assert_eq!(query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0, 0x300);
 }
 
 #[test]
 fn capabilities_are_told_and_the_unknown_is_refused() {
-    let mut world = with_gsi(1);
-    let (status, record) = ask(&mut world, 0, mad(1, 1, 0, &[]));
+    let mut sim = with_gsi(1);
+    let (status, record) = query_sa(&mut sim, 0, mad(1, 1, 0, &[]));
     assert_eq!((status, &record[..2]), (0, &[1, 2][..]));
     assert_eq!(
         u32::from_be_bytes(record[4..8].try_into().unwrap()) >> 5,
         1 << 12,
         "send-only full members"
     );
-    assert_eq!(ask(&mut world, 0, mad(1, 0x31, 0, &[])).0, 0x000c);
+    assert_eq!(query_sa(&mut sim, 0, mad(1, 0x31, 0, &[])).0, 0x000c);
     let mut old = mad(1, 1, 0, &[]);
     old[2] = 1;
-    assert_eq!(ask(&mut world, 0, old).0, 0x0004);
+    assert_eq!(query_sa(&mut sim, 0, old).0, 0x0004);
 }
 
 #[test]
 fn what_is_no_question_gets_no_answer() {
-    let mut world = with_gsi(1);
+    let mut sim = with_gsi(1);
     let path = Path {
         dlid: Fabric::SM_LID,
         path_bits: 0,
@@ -483,32 +485,32 @@ fn what_is_no_question_gets_no_answer() {
         let mut work = send(1, 0, 0);
         work.payload = Payload::Inline(bytes);
         work.to = Some(to);
-        world.post(0, 20, work);
+        sim.post(0, 20, work);
     }
-    world.run();
-    assert_eq!(world.received(0), []);
-    assert_eq!(world.sends(0).len(), 5);
+    sim.run();
+    assert_eq!(sim.received(0), []);
+    assert_eq!(sim.sends(0).len(), 5);
 }
 
 #[test]
 fn multicast_reaches_the_members_that_attached() {
-    let mut world = with_gsi(4);
+    let mut sim = with_gsi(4);
     let mgid = Gid(BROADCAST);
     let mut mlid = 0;
-    // Nodes 0 to 2 join; 1 has two receivers attached, 2 has none.
+    // Nodes 0 to 2 join. Two queue pairs of node 1 are attached, none of node 2.
     for node in 0..3 {
-        let record = join(&mut world, node, &BROADCAST, 1).1;
+        let record = join(&mut sim, node, &BROADCAST, 1).1;
         mlid = u16::from_be_bytes([record[36], record[37]]);
     }
-    world.qp(1, 40, Service::Ud, ReceiveFrom::Own);
-    world.datagrams_up(1, 40, QKEY);
+    sim.qp(1, 40, Service::Ud, ReceiveFrom::Own);
+    sim.datagrams_up(1, 40, QKEY);
     for (node, qpn) in [(0, 2), (1, 3), (1, 40), (3, 5)] {
-        world.nodes[node].engine.attach(qpn, mgid).unwrap();
-        world.receive(node, Queue::Own(qpn), 70, 0x1000, 200);
-        world.receive(node, Queue::Own(qpn), 71, 0x2000, 200);
+        sim.nodes[node].engine.attach(qpn, mgid).unwrap();
+        sim.receive(node, Queue::Own(qpn), 70, 0x1000, 200);
+        sim.receive(node, Queue::Own(qpn), 71, 0x2000, 200);
     }
-    for node in &mut world.nodes {
-        node.toy.completions.clear();
+    for node in &mut sim.nodes {
+        node.host.completions.clear();
     }
     let grh = Grh {
         sgid_index: 0,
@@ -528,19 +530,20 @@ fn multicast_reaches_the_members_that_attached() {
         qpn: 0xff_ffff,
         qkey: QKEY,
     });
-    let data = world.fill(3, 0, 100, 9);
-    // Senders need not be members.
-    world.post(3, 5, SendWork { to, ..send(1, 0, 100) });
-    world.run();
-    let counts = |world: &World| [0, 1, 2, 3].map(|node| world.received(node).len());
-    assert_eq!(counts(&world), [1, 2, 0, 0]);
-    assert_eq!(world.bytes(1, 0x1000 + 40, 100), data);
-    assert!(sources(&world, 0)[0].multicast);
-    // A member hears itself.
-    world.post(0, 2, SendWork { to, ..send(2, 0, 100) });
-    world.run();
-    assert_eq!(counts(&world), [2, 4, 0, 0]);
-    // Unless it does not want to; its neighbour does, and so does it what others send.
+    let data = sim.fill(3, 0, 100, 9);
+    // The sender need not be a member.
+    sim.post(3, 5, SendWork { to, ..send(1, 0, 100) });
+    sim.run();
+    let counts = |sim: &Simulation| [0, 1, 2, 3].map(|node| sim.received(node).len());
+    assert_eq!(counts(&sim), [1, 2, 0, 0]);
+    assert_eq!(sim.bytes(1, 0x1000 + 40, 100), data);
+    assert!(sources(&sim, 0)[0].multicast);
+    // A member receives its own packets.
+    sim.post(0, 2, SendWork { to, ..send(2, 0, 100) });
+    sim.run();
+    assert_eq!(counts(&sim), [2, 4, 0, 0]);
+    // With multicast loopback blocked, queue pair 50 does not receive its own packets. Other queue pairs of the port
+    // do, and queue pair 50 receives packets of others.
     let config = QpConfig {
         service: Service::Ud,
         pd: PD,
@@ -551,30 +554,33 @@ fn multicast_reaches_the_members_that_attached() {
         source_qpn: None,
         deaf_to_itself: true,
     };
-    world.nodes[1].engine.create_qp(50, config).unwrap();
-    world.datagrams_up(1, 50, QKEY);
-    world.nodes[1].engine.attach(50, mgid).unwrap();
+    sim.nodes[1].engine.create_qp(50, config).unwrap();
+    sim.datagrams_up(1, 50, QKEY);
+    sim.nodes[1].engine.attach(50, mgid).unwrap();
     for qpn in [3, 40, 50] {
-        world.receive(1, Queue::Own(qpn), 73, 0x4000, 200);
-        world.receive(1, Queue::Own(qpn), 74, 0x4000, 200);
+        sim.receive(1, Queue::Own(qpn), 73, 0x4000, 200);
+        sim.receive(1, Queue::Own(qpn), 74, 0x4000, 200);
     }
-    world.receive(0, Queue::Own(2), 73, 0x4000, 200);
-    world.receive(0, Queue::Own(2), 74, 0x4000, 200);
-    world.post(1, 50, SendWork { to, ..send(4, 0, 100) });
-    world.run();
-    assert_eq!(counts(&world), [3, 6, 0, 0]);
-    world.post(3, 5, SendWork { to, ..send(4, 0, 100) });
-    world.run();
-    assert_eq!(counts(&world), [4, 9, 0, 0]);
-    world.nodes[1].engine.detach(50, mgid).unwrap();
-    world.nodes[1].engine.detach(40, mgid).unwrap();
-    assert!(world.nodes[1].engine.detach(40, mgid).is_err());
-    assert!(world.nodes[1].engine.attach(3, mgid).is_err(), "twice");
-    assert_eq!(leave(&mut world, 0, &BROADCAST, 1), 0);
-    world.nodes[0].toy.completions.clear();
-    world.nodes[1].toy.completions.clear();
-    world.receive(1, Queue::Own(3), 72, 0x3000, 200);
-    world.post(3, 5, SendWork { to, ..send(3, 0, 100) });
-    world.run();
-    assert_eq!(counts(&world), [0, 1, 0, 0]);
+    sim.receive(0, Queue::Own(2), 73, 0x4000, 200);
+    sim.receive(0, Queue::Own(2), 74, 0x4000, 200);
+    sim.post(1, 50, SendWork { to, ..send(4, 0, 100) });
+    sim.run();
+    assert_eq!(counts(&sim), [3, 6, 0, 0]);
+    sim.post(3, 5, SendWork { to, ..send(4, 0, 100) });
+    sim.run();
+    assert_eq!(counts(&sim), [4, 9, 0, 0]);
+    sim.nodes[1].engine.detach(50, mgid).unwrap();
+    sim.nodes[1].engine.detach(40, mgid).unwrap();
+    assert!(sim.nodes[1].engine.detach(40, mgid).is_err());
+    assert!(
+        sim.nodes[1].engine.attach(3, mgid).is_err(),
+        "the queue pair is already attached"
+    );
+    assert_eq!(leave(&mut sim, 0, &BROADCAST, 1), 0);
+    sim.nodes[0].host.completions.clear();
+    sim.nodes[1].host.completions.clear();
+    sim.receive(1, Queue::Own(3), 72, 0x3000, 200);
+    sim.post(3, 5, SendWork { to, ..send(3, 0, 100) });
+    sim.run();
+    assert_eq!(counts(&sim), [0, 1, 0, 0]);
 }

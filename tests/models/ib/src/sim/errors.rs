@@ -1,28 +1,29 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What ends work with an error, which error on which side, and what is flushed after it.
+//! Errors: their completion status on both nodes, and the flush that follows.
 
 use super::*;
 
-fn pair() -> World {
-    let mut world = World::new(2, 1 << 18);
-    world.pair(Service::Rc, Connection::default());
-    world
+fn pair() -> Simulation {
+    let mut sim = Simulation::new(2, 1 << 18);
+    sim.pair(Service::Rc, Connection::default());
+    sim
 }
 
-/// `op` fails between two writes: the first succeeds, the second is flushed, and both sides end.
-fn refused(mut world: World, op: SendWork, status: Status) -> World {
+/// Posts `op` between two WRITEs. `op` must fail with `status`. The first WRITE must succeed, the second and a
+/// posted receive must be flushed, and the queue pair of node 0 must enter the error state.
+fn expect_failure(mut sim: Simulation, op: SendWork, status: Status) -> Simulation {
     let id = op.id;
-    world.post(0, 2, write(id - 1, 0, 5000, 0));
-    world.post(0, 2, op);
-    world.post(0, 2, write(id + 1, 0, 10, 0));
-    world.receive(0, Queue::Own(2), 90, 0, 100);
-    world.run();
+    sim.post(0, 2, write(id - 1, 0, 5000, 0));
+    sim.post(0, 2, op);
+    sim.post(0, 2, write(id + 1, 0, 10, 0));
+    sim.receive(0, Queue::Own(2), 90, 0, 100);
+    sim.run();
     let expected = [(id - 1, Status::Success), (id, status), (id + 1, Status::Flushed)];
-    assert_eq!(world.sends(0), expected);
-    assert_eq!(world.received(0), [(90, Status::Flushed, 0, Received::Send)]);
-    assert_eq!(world.state_of(0, 2), State::Err);
-    world
+    assert_eq!(sim.sends(0), expected);
+    assert_eq!(sim.received(0), [(90, Status::Flushed, 0, Received::Send)]);
+    assert_eq!(sim.state_of(0, 2), State::Err);
+    sim
 }
 
 #[test]
@@ -44,7 +45,7 @@ fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
         ..none
     };
     let keys = [(1, none), (2, Key { pd: PD + 1, ..full }), (3, full)];
-    // No rights, another domain, beyond the end, before the start, around the address space, no such key.
+    // No rights, other protection domain, beyond the end, before the start, wrap-around of the address, unknown key.
     let places = [
         (0x8000, 1),
         (0x8000, 2),
@@ -61,21 +62,21 @@ fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
             work(5, SendOp::Read { remote }, 0, 16),
         ];
         for op in ops {
-            let mut world = pair();
-            world.nodes[1].toy.keys.extend(keys);
-            world.fill(0, 0, 6000, 1);
-            world.receive(1, Queue::Own(3), 1, 0, 100);
-            let world = refused(world, op, Status::RemoteAccess);
-            assert_eq!(world.state_of(1, 3), State::Err);
-            assert!(world.nodes[1].toy.events.contains(&Event::AccessViolation { qpn: 3 }));
-            assert_eq!(world.received(1), [(1, Status::Flushed, 0, Received::Send)]);
-            assert_eq!(world.bytes(1, 0x7000, 0x3000), vec![0; 0x3000]);
-            assert_eq!(world.nodes[1].engine.counters().remote_access_errors, 1);
+            let mut sim = pair();
+            sim.nodes[1].host.keys.extend(keys);
+            sim.fill(0, 0, 6000, 1);
+            sim.receive(1, Queue::Own(3), 1, 0, 100);
+            let sim = expect_failure(sim, op, Status::RemoteAccess);
+            assert_eq!(sim.state_of(1, 3), State::Err);
+            assert!(sim.nodes[1].host.events.contains(&Event::AccessViolation { qpn: 3 }));
+            assert_eq!(sim.received(1), [(1, Status::Flushed, 0, Received::Send)]);
+            assert_eq!(sim.bytes(1, 0x7000, 0x3000), vec![0; 0x3000]);
+            assert_eq!(sim.nodes[1].engine.counters().remote_access_errors, 1);
         }
     }
     for key in [1, 2, 4] {
-        let mut world = pair();
-        world.nodes[1].toy.keys.extend(keys);
+        let mut sim = pair();
+        sim.nodes[1].host.keys.extend(keys);
         let op = work(
             5,
             SendOp::FetchAdd {
@@ -85,19 +86,19 @@ fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
             0,
             8,
         );
-        refused(world, op, Status::RemoteAccess);
+        expect_failure(sim, op, Status::RemoteAccess);
     }
 }
 
 #[test]
 fn a_long_write_beyond_the_end_changes_nothing() {
-    let mut world = pair();
+    let mut sim = pair();
     let key = Key {
         start: 0,
         len: 50_000,
-        ..world.nodes[1].toy.keys[&ALL]
+        ..sim.nodes[1].host.keys[&ALL_KEY]
     };
-    world.nodes[1].toy.keys.insert(2, key);
+    sim.nodes[1].host.keys.insert(2, key);
     let op = work(
         5,
         SendOp::Write {
@@ -110,33 +111,36 @@ fn a_long_write_beyond_the_end_changes_nothing() {
         0,
         40_001,
     );
-    world.fill(0, 0, 50_000, 1);
-    let world = refused(world, op, Status::RemoteAccess);
-    assert_eq!(world.bytes(1, 10_000, 40_000), vec![0; 40_000]);
+    sim.fill(0, 0, 50_000, 1);
+    let sim = expect_failure(sim, op, Status::RemoteAccess);
+    assert_eq!(sim.bytes(1, 10_000, 40_000), vec![0; 40_000]);
 }
 
 #[test]
 fn a_key_that_goes_in_the_middle_ends_the_write() {
-    let mut world = pair();
-    world.post(0, 2, write(1, 0, 200_000, 0));
-    world.nodes[1].toy.keys_go_after = Some(1);
-    world.run();
-    assert_eq!(world.sends(0), [(1, Status::RemoteAccess)]);
-    assert!(world.nodes[1].toy.events.contains(&Event::AccessViolation { qpn: 3 }));
+    let mut sim = pair();
+    sim.post(0, 2, write(1, 0, 200_000, 0));
+    sim.nodes[1].host.remove_keys_after = Some(1);
+    sim.run();
+    assert_eq!(sim.sends(0), [(1, Status::RemoteAccess)]);
+    assert!(sim.nodes[1].host.events.contains(&Event::AccessViolation { qpn: 3 }));
 }
 
 #[test]
 fn a_key_that_goes_in_the_middle_ends_the_read() {
-    let mut world = pair();
-    world.post(0, 2, read(1, 0, 200_000, 0));
-    world.nodes[1].toy.keys_go_after = Some(1);
-    world.run();
-    assert_eq!(world.sends(0), [(1, Status::RemoteAccess)]);
+    let mut sim = pair();
+    sim.post(0, 2, read(1, 0, 200_000, 0));
+    sim.nodes[1].host.remove_keys_after = Some(1);
+    sim.run();
+    assert_eq!(sim.sends(0), [(1, Status::RemoteAccess)]);
 }
 
 #[test]
 fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
-    let remote = Remote { address: 0, key: ALL };
+    let remote = Remote {
+        address: 0,
+        key: ALL_KEY,
+    };
     let ops = [
         SendOp::Write { remote, imm: None },
         SendOp::Read { remote },
@@ -148,8 +152,8 @@ fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
         },
     ];
     for op in ops {
-        let mut world = pair();
-        world.modify(
+        let mut sim = pair();
+        sim.modify(
             1,
             3,
             Modify {
@@ -157,30 +161,33 @@ fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
                 ..Modify::default()
             },
         );
-        world.post(0, 2, work(1, op, 0, 8));
-        world.run();
-        assert_eq!(world.sends(0), [(1, Status::RemoteInvalidRequest)], "{op:?}");
-        assert!(world.nodes[1].toy.events.contains(&Event::InvalidRequest { qpn: 3 }));
-        assert_eq!(world.state_of(1, 3), State::Err);
+        sim.post(0, 2, work(1, op, 0, 8));
+        sim.run();
+        assert_eq!(sim.sends(0), [(1, Status::RemoteInvalidRequest)], "{op:?}");
+        assert!(sim.nodes[1].host.events.contains(&Event::InvalidRequest { qpn: 3 }));
+        assert_eq!(sim.state_of(1, 3), State::Err);
     }
 }
 
 #[test]
 fn unaligned_atomics_and_unknown_keys_to_invalidate_are_refused() {
-    let remote = Remote { address: 4, key: ALL };
-    refused(
+    let remote = Remote {
+        address: 4,
+        key: ALL_KEY,
+    };
+    expect_failure(
         pair(),
         work(5, SendOp::FetchAdd { remote, add: 1 }, 0, 8),
         Status::RemoteInvalidRequest,
     );
-    let mut world = pair();
-    world.receive(1, Queue::Own(3), 1, 0, 100);
-    let world = refused(
-        world,
+    let mut sim = pair();
+    sim.receive(1, Queue::Own(3), 1, 0, 100);
+    let sim = expect_failure(
+        sim,
         work(5, SendOp::SendInvalidate { key: 0x99 }, 0, 8),
         Status::RemoteOperation,
     );
-    assert_eq!(world.received(1)[0].1, Status::RemoteInvalidRequest);
+    assert_eq!(sim.received(1)[0].1, Status::RemoteInvalidRequest);
 }
 
 #[test]
@@ -193,14 +200,14 @@ fn local_mistakes_end_in_local_errors() {
         }]);
         work
     };
-    refused(pair(), bad_key(write(5, 0, 10, 0)), Status::LocalProtection);
-    refused(pair(), bad_key(read(5, 0, 10, 0)), Status::LocalProtection);
+    expect_failure(pair(), bad_key(write(5, 0, 10, 0)), Status::LocalProtection);
+    expect_failure(pair(), bad_key(read(5, 0, 10, 0)), Status::LocalProtection);
     let mut inline = read(5, 0, 0, 0);
     inline.payload = Payload::Inline(vec![0; 4]);
-    refused(pair(), inline, Status::LocalQpOperation);
+    expect_failure(pair(), inline, Status::LocalQpOperation);
     let mut mixed = read(5, 0, 4, 0);
     mixed.payload = mixed.payload.with(Segment::Inline(vec![0; 4]));
-    refused(pair(), mixed, Status::LocalQpOperation);
+    expect_failure(pair(), mixed, Status::LocalQpOperation);
     let mut mixed = write(5, 0, 10, 0);
     let piece = Sge {
         key: 0x77,
@@ -208,119 +215,118 @@ fn local_mistakes_end_in_local_errors() {
         length: 10,
     };
     mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(piece));
-    refused(pair(), mixed, Status::LocalProtection);
-    let remote = Remote { address: 0, key: ALL };
-    refused(
+    expect_failure(pair(), mixed, Status::LocalProtection);
+    let remote = Remote {
+        address: 0,
+        key: ALL_KEY,
+    };
+    expect_failure(
         pair(),
         work(5, SendOp::FetchAdd { remote, add: 1 }, 0, 4),
         Status::LocalLength,
     );
     let mut long = write(5, 0, 0, 0);
     let piece = Sge {
-        key: ALL,
+        key: ALL_KEY,
         address: 0,
         length: u32::MAX,
     };
     long.payload = Payload::Memory(smallvec![piece, piece]);
-    refused(pair(), long, Status::LocalLength);
-    let mut world = pair();
-    world.nodes[0].toy.local_result = Err(Status::MwBind);
-    refused(world, work(5, SendOp::Local, 0, 0), Status::MwBind);
+    expect_failure(pair(), long, Status::LocalLength);
+    let mut sim = pair();
+    sim.nodes[0].host.local_result = Err(Status::MwBind);
+    expect_failure(sim, work(5, SendOp::Local, 0, 0), Status::MwBind);
 }
 
 #[test]
 fn a_local_error_in_a_long_message_waits_for_the_work_before_it() {
-    let mut world = pair();
+    let mut sim = pair();
     let piece = |key, address, length| Sge { key, address, length };
     let mut bad = send(2, 0, 0);
-    bad.payload = Payload::Memory(smallvec![piece(ALL, 0, 100_000), piece(0x77, 0, 100_000)]);
-    world.receive(1, Queue::Own(3), 1, 0, 200_000);
-    world.post(0, 2, read(1, 0, 100_000, 0));
-    world.post(0, 2, bad);
-    world.post(0, 2, read(3, 0, 10, 0));
-    world.run();
+    bad.payload = Payload::Memory(smallvec![piece(ALL_KEY, 0, 100_000), piece(0x77, 0, 100_000)]);
+    sim.receive(1, Queue::Own(3), 1, 0, 200_000);
+    sim.post(0, 2, read(1, 0, 100_000, 0));
+    sim.post(0, 2, bad);
+    sim.post(0, 2, read(3, 0, 10, 0));
+    sim.run();
     assert_eq!(
-        world.sends(0),
+        sim.sends(0),
         [(1, Status::Success), (2, Status::LocalProtection), (3, Status::Flushed)]
     );
-    // The other side waits for the rest.
-    assert_eq!(world.state_of(1, 3), State::Rts);
-    world.state(1, 3, State::Err);
-    world.run();
-    assert_eq!(world.received(1), [(1, Status::Flushed, 65_536, Received::Send)]);
+    // The responder waits for the rest of the message.
+    assert_eq!(sim.state_of(1, 3), State::Rts);
+    sim.state(1, 3, State::Err);
+    sim.run();
+    assert_eq!(sim.received(1), [(1, Status::Flushed, 65_536, Received::Send)]);
 }
 
 #[test]
 fn requests_that_cannot_be_decoded_end_the_queue_pair() {
-    let mut world = pair();
-    world.nodes[0].toy.bad.0 = Some(Fetched::Bad {
+    let mut sim = pair();
+    sim.nodes[0].host.injected.0 = Some(Fetched::Bad {
         id: 4,
         status: Status::LocalQpOperation,
     });
-    world.post(0, 2, write(5, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0), [(4, Status::LocalQpOperation), (5, Status::Flushed)]);
+    sim.post(0, 2, write(5, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), [(4, Status::LocalQpOperation), (5, Status::Flushed)]);
 
-    let mut world = pair();
-    world.nodes[0].toy.bad.0 = Some(Fetched::Broken);
-    world.post(0, 2, write(5, 0, 10, 0));
-    world.run();
-    assert_eq!(world.nodes[0].toy.events, [Event::QpFatal { qpn: 2 }]);
-    assert_eq!(world.state_of(0, 2), State::Err);
+    let mut sim = pair();
+    sim.nodes[0].host.injected.0 = Some(Fetched::Broken);
+    sim.post(0, 2, write(5, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.nodes[0].host.events, [Event::QpFatal { qpn: 2 }]);
+    assert_eq!(sim.state_of(0, 2), State::Err);
 
-    let mut world = pair();
-    world.nodes[1].toy.bad.1 = Some(Fetched::Bad {
+    let mut sim = pair();
+    sim.nodes[1].host.injected.1 = Some(Fetched::Bad {
         id: 8,
         status: Status::LocalLength,
     });
-    let world = refused(world, send(5, 0, 10), Status::RemoteOperation);
-    assert_eq!(world.received(1), [(8, Status::LocalLength, 0, Received::Send)]);
+    let sim = expect_failure(sim, send(5, 0, 10), Status::RemoteOperation);
+    assert_eq!(sim.received(1), [(8, Status::LocalLength, 0, Received::Send)]);
 }
 
 #[test]
 fn a_message_longer_than_the_receive_ends_both_sides() {
     for length in [101, 5000] {
-        let mut world = pair();
-        world.receive(1, Queue::Own(3), 1, 0x10000, 100);
-        world.receive(1, Queue::Own(3), 2, 0, 100);
-        let world = refused(world, send(5, 0, length), Status::RemoteInvalidRequest);
-        let received: Vec<_> = world
-            .received(1)
-            .iter()
-            .map(|(id, status, ..)| (*id, *status))
-            .collect();
+        let mut sim = pair();
+        sim.receive(1, Queue::Own(3), 1, 0x10000, 100);
+        sim.receive(1, Queue::Own(3), 2, 0, 100);
+        let sim = expect_failure(sim, send(5, 0, length), Status::RemoteInvalidRequest);
+        let received: Vec<_> = sim.received(1).iter().map(|(id, status, ..)| (*id, *status)).collect();
         assert_eq!(received, [(1, Status::LocalLength), (2, Status::Flushed)]);
-        assert_eq!(world.bytes(1, 0x10000 + 100, 5000), vec![0; 5000]);
+        assert_eq!(sim.bytes(1, 0x10000 + 100, 5000), vec![0; 5000]);
     }
 }
 
 #[test]
 fn a_receive_with_a_bad_key_ends_both_sides() {
-    let mut world = pair();
+    let mut sim = pair();
     let pieces = smallvec![Sge {
         key: 0x99,
         address: 0,
         length: 100
     }];
     let receive = ReceiveWork { id: 1, pieces, left: 0 };
-    world.nodes[1]
-        .toy
+    sim.nodes[1]
+        .host
         .receives
         .entry(Queue::Own(3))
         .or_default()
         .push_back(receive);
-    let world = refused(world, send(5, 0, 10), Status::RemoteOperation);
-    assert_eq!(world.received(1)[0].1, Status::LocalProtection);
+    let sim = expect_failure(sim, send(5, 0, 10), Status::RemoteOperation);
+    assert_eq!(sim.received(1)[0].1, Status::LocalProtection);
 }
 
 #[test]
 fn a_queue_pair_without_receives_refuses_messages() {
-    let mut world = World::new(2, 1 << 16);
-    world.qp(0, 2, Service::Rc, ReceiveFrom::Own);
-    world.qp(1, 3, Service::Rc, ReceiveFrom::None);
-    world.bring_up(0, 2, 1, 3, Connection::default());
-    world.bring_up(1, 3, 0, 2, Connection::default());
-    refused(world, send(5, 0, 10), Status::RemoteInvalidRequest);
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
+    sim.qp(1, 3, Service::Rc, ReceiveFrom::None);
+    sim.bring_up(0, 2, 1, 3, Connection::default());
+    sim.bring_up(1, 3, 0, 2, Connection::default());
+    expect_failure(sim, send(5, 0, 10), Status::RemoteInvalidRequest);
 }
 
 #[test]
@@ -328,91 +334,94 @@ fn receivers_that_become_ready_get_the_message() {
     for op in [
         SendOp::Send { imm: None },
         SendOp::Write {
-            remote: Remote { address: 0, key: ALL },
+            remote: Remote {
+                address: 0,
+                key: ALL_KEY,
+            },
             imm: Some(1),
         },
     ] {
-        let mut world = pair();
-        world.post(0, 2, work(1, op, 0, 30_000));
-        world.post(0, 2, work(2, op, 0, 10));
-        world.run_for(Duration::from_micros(1500));
-        assert_eq!(world.sends(0), []);
-        world.receive(1, Queue::Own(3), 7, 0, 30_000);
-        world.receive(1, Queue::Own(3), 8, 0, 30_000);
-        world.run();
-        assert_eq!(world.sends(0), ok([1, 2]));
-        assert_eq!(world.received(1).len(), 2);
-        assert!(world.nodes[0].engine.counters().rnr_naks_received >= 2);
-        assert_eq!(world.nodes[0].engine.counters().timeouts, 0);
+        let mut sim = pair();
+        sim.post(0, 2, work(1, op, 0, 30_000));
+        sim.post(0, 2, work(2, op, 0, 10));
+        sim.run_for(Duration::from_micros(1500));
+        assert_eq!(sim.sends(0), []);
+        sim.receive(1, Queue::Own(3), 7, 0, 30_000);
+        sim.receive(1, Queue::Own(3), 8, 0, 30_000);
+        sim.run();
+        assert_eq!(sim.sends(0), ok([1, 2]));
+        assert_eq!(sim.received(1).len(), 2);
+        assert!(sim.nodes[0].engine.counters().rnr_naks_received >= 2);
+        assert_eq!(sim.nodes[0].engine.counters().timeouts, 0);
     }
 }
 
 #[test]
 fn receivers_that_never_are_ready_end_it() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(
         Service::Rc,
         Connection {
             rnr_retry: 3,
             ..Connection::default()
         },
     );
-    world.post(0, 2, write(1, 0, 10, 0));
-    world.post(0, 2, send(2, 0, 10));
-    world.post(0, 2, send(3, 0, 10));
-    let before = world.now.get();
-    world.run_for(Duration::from_millis(100));
+    sim.post(0, 2, write(1, 0, 10, 0));
+    sim.post(0, 2, send(2, 0, 10));
+    sim.post(0, 2, send(3, 0, 10));
+    let before = sim.now.get();
+    sim.run_for(Duration::from_millis(100));
     assert_eq!(
-        world.sends(0),
+        sim.sends(0),
         [
             (1, Status::Success),
             (2, Status::RnrRetryExceeded),
             (3, Status::Flushed)
         ]
     );
-    assert_eq!(world.nodes[1].engine.counters().rnr_naks_sent, 4);
-    assert!(world.now.get() - before >= Duration::from_micros(640) * 3);
-    // The receiving side noticed nothing.
-    assert_eq!(world.state_of(1, 3), State::Rts);
+    assert_eq!(sim.nodes[1].engine.counters().rnr_naks_sent, 4);
+    assert!(sim.now.get() - before >= Duration::from_micros(640) * 3);
+    // The responder is not affected.
+    assert_eq!(sim.state_of(1, 3), State::Rts);
 }
 
 #[test]
 fn seven_rnr_retries_have_no_end() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(
         Service::Rc,
         Connection {
             rnr_retry: 7,
             ..Connection::default()
         },
     );
-    world.post(0, 2, send(1, 0, 10));
-    world.run_for(Duration::from_secs(2));
-    assert_eq!(world.sends(0), []);
-    world.receive(1, Queue::Own(3), 7, 0, 100);
-    world.run_for(Duration::from_secs(1));
-    assert_eq!(world.sends(0), ok([1]));
+    sim.post(0, 2, send(1, 0, 10));
+    sim.run_for(Duration::from_secs(2));
+    assert_eq!(sim.sends(0), []);
+    sim.receive(1, Queue::Own(3), 7, 0, 100);
+    sim.run_for(Duration::from_secs(1));
+    assert_eq!(sim.sends(0), ok([1]));
 }
 
 #[test]
 fn a_peer_that_is_gone_is_noticed() {
     for retry_count in [0, 2, 7] {
-        let mut world = World::new(2, 1 << 16);
-        world.pair(
+        let mut sim = Simulation::new(2, 1 << 16);
+        sim.pair(
             Service::Rc,
             Connection {
                 retry_count,
                 ..Connection::default()
             },
         );
-        world.nodes[1].engine.destroy_qp(3).unwrap();
-        world.post(0, 2, write(1, 0, 10, 0));
-        world.post(0, 2, read(2, 0, 10, 0));
-        world.run();
-        assert_eq!(world.sends(0), [(1, Status::RetryExceeded), (2, Status::Flushed)]);
-        assert_eq!(world.nodes[0].engine.counters().timeouts, u64::from(retry_count) + 1);
+        sim.nodes[1].engine.destroy_qp(3).unwrap();
+        sim.post(0, 2, write(1, 0, 10, 0));
+        sim.post(0, 2, read(2, 0, 10, 0));
+        sim.run();
+        assert_eq!(sim.sends(0), [(1, Status::RetryExceeded), (2, Status::Flushed)]);
+        assert_eq!(sim.nodes[0].engine.counters().timeouts, u64::from(retry_count) + 1);
         assert_eq!(
-            world.nodes[0].engine.counters().retransmissions,
+            sim.nodes[0].engine.counters().retransmissions,
             2 * u64::from(retry_count)
         );
     }
@@ -420,47 +429,47 @@ fn a_peer_that_is_gone_is_noticed() {
 
 #[test]
 fn flushing_keeps_the_order_and_goes_on_for_what_is_posted_later() {
-    let mut world = pair();
+    let mut sim = pair();
     for id in 0..200 {
-        world.post(0, 2, write(id, 0, 3000, 0));
-        world.receive(0, Queue::Own(2), 1000 + id, 0, 10);
+        sim.post(0, 2, write(id, 0, 3000, 0));
+        sim.receive(0, Queue::Own(2), 1000 + id, 0, 10);
     }
-    world.work(0);
-    world.state(0, 2, State::Err);
-    world.run_for(Duration::from_millis(20));
+    sim.work(0);
+    sim.state(0, 2, State::Err);
+    sim.run_for(Duration::from_millis(20));
     assert_eq!(
-        world.sends(0),
+        sim.sends(0),
         (0..200).map(|id| (id, Status::Flushed)).collect::<Vec<_>>()
     );
-    let ids: Vec<u64> = world.received(0).iter().map(|received| received.0).collect();
+    let ids: Vec<u64> = sim.received(0).iter().map(|received| received.0).collect();
     assert_eq!(ids, (1000..1200).collect::<Vec<_>>());
-    // Receives ring no doorbell.
-    world.receive(0, Queue::Own(2), 5000, 0, 10);
-    world.post(0, 2, write(5001, 0, 1, 0));
-    world.run_for(Duration::from_millis(20));
+    // Posting a receive rings no doorbell.
+    sim.receive(0, Queue::Own(2), 5000, 0, 10);
+    sim.post(0, 2, write(5001, 0, 1, 0));
+    sim.run_for(Duration::from_millis(20));
     assert_eq!(
-        world.received(0).last().unwrap(),
+        sim.received(0).last().unwrap(),
         &(5000, Status::Flushed, 0, Received::Send)
     );
-    assert_eq!(world.sends(0).last().unwrap(), &(5001, Status::Flushed));
-    assert_eq!(world.nodes[0].engine.counters().flushed, 402);
+    assert_eq!(sim.sends(0).last().unwrap(), &(5001, Status::Flushed));
+    assert_eq!(sim.nodes[0].engine.counters().flushed, 402);
 }
 
 #[test]
 fn reset_forgets_without_completions() {
-    let mut world = pair();
+    let mut sim = pair();
     for id in 0..20 {
-        world.post(0, 2, write(id, 0, 100_000, 0));
+        sim.post(0, 2, write(id, 0, 100_000, 0));
     }
-    world.receive(0, Queue::Own(2), 1, 0, 10);
-    world.work(0);
-    world.state(0, 2, State::Reset);
-    world.nodes[0].toy.sends.clear();
-    world.run();
-    assert_eq!(world.nodes[0].toy.completions, []);
-    // It can be used again.
-    world.state(1, 3, State::Reset);
-    world.bring_up(
+    sim.receive(0, Queue::Own(2), 1, 0, 10);
+    sim.work(0);
+    sim.state(0, 2, State::Reset);
+    sim.nodes[0].host.sends.clear();
+    sim.run();
+    assert_eq!(sim.nodes[0].host.completions, []);
+    // The queue pair can be used again.
+    sim.state(1, 3, State::Reset);
+    sim.bring_up(
         0,
         2,
         1,
@@ -470,7 +479,7 @@ fn reset_forgets_without_completions() {
             ..Connection::default()
         },
     );
-    world.bring_up(
+    sim.bring_up(
         1,
         3,
         0,
@@ -480,15 +489,15 @@ fn reset_forgets_without_completions() {
             ..Connection::default()
         },
     );
-    world.post(0, 2, write(77, 0, 100_000, 0));
-    world.run();
-    assert_eq!(world.sends(0), ok([77]));
+    sim.post(0, 2, write(77, 0, 100_000, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([77]));
 }
 
 #[test]
 fn an_unreliable_connection_drops_what_it_may_not_do() {
-    let mut world = World::new(2, 1 << 16);
-    world.pair(Service::Uc, Connection::default());
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.pair(Service::Uc, Connection::default());
     let bad = work(
         1,
         SendOp::Write {
@@ -498,53 +507,50 @@ fn an_unreliable_connection_drops_what_it_may_not_do() {
         0,
         5000,
     );
-    world.post(0, 2, bad);
-    world.post(0, 2, write(2, 0, 5000, 0));
-    let data = world.fill(0, 0, 5000, 7);
-    world.run();
-    assert_eq!(world.sends(0), ok([1, 2]));
-    assert_eq!(world.bytes(1, 0, 5000), data);
-    assert_eq!(world.state_of(1, 3), State::Rts);
-    // What the service does not have ends the send queue, but not the receiving side.
-    world.post(0, 2, read(3, 0, 10, 0));
-    world.post(0, 2, write(4, 0, 10, 0));
-    world.run();
-    assert_eq!(
-        world.sends(0)[2..],
-        [(3, Status::LocalQpOperation), (4, Status::Flushed)]
-    );
-    assert_eq!(world.state_of(0, 2), State::Sqe);
-    world.receive(0, Queue::Own(2), 1, 0, 100);
-    world.post(1, 3, send(1, 0, 10));
-    world.run();
-    assert_eq!(world.received(0).len(), 1);
-    world.state(0, 2, State::Rts);
-    world.post(0, 2, write(5, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0).last(), Some(&(5, Status::Success)));
+    sim.post(0, 2, bad);
+    sim.post(0, 2, write(2, 0, 5000, 0));
+    let data = sim.fill(0, 0, 5000, 7);
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1, 2]));
+    assert_eq!(sim.bytes(1, 0, 5000), data);
+    assert_eq!(sim.state_of(1, 3), State::Rts);
+    // An unsupported operation fails the send queue, but not the responder.
+    sim.post(0, 2, read(3, 0, 10, 0));
+    sim.post(0, 2, write(4, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0)[2..], [(3, Status::LocalQpOperation), (4, Status::Flushed)]);
+    assert_eq!(sim.state_of(0, 2), State::Sqe);
+    sim.receive(0, Queue::Own(2), 1, 0, 100);
+    sim.post(1, 3, send(1, 0, 10));
+    sim.run();
+    assert_eq!(sim.received(0).len(), 1);
+    sim.state(0, 2, State::Rts);
+    sim.post(0, 2, write(5, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0).last(), Some(&(5, Status::Success)));
 }
 
 #[test]
 fn packets_of_other_partitions_are_not_taken() {
-    let mut world = pair();
+    let mut sim = pair();
     let mut port = PortAttributes {
-        lid: world.lid(1),
+        lid: sim.lid(1),
         lmc: 0,
         gids: vec![crate::Gid::default()],
         pkeys: vec![0x8001],
     };
-    world.nodes[1].engine.set_port(port.clone());
-    world.post(0, 2, write(1, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0), [(1, Status::RetryExceeded)]);
-    assert!(world.nodes[1].engine.counters().pkey_violations > 0);
+    sim.nodes[1].engine.set_port(port.clone());
+    sim.post(0, 2, write(1, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), [(1, Status::RetryExceeded)]);
+    assert!(sim.nodes[1].engine.counters().pkey_violations > 0);
     port.pkeys = vec![0x8001, 0x7fff];
-    world.nodes[1].engine.set_port(port);
-    world.state(0, 2, State::Reset);
-    world.state(1, 3, State::Reset);
-    world.bring_up(0, 2, 1, 3, Connection::default());
-    world.bring_up(1, 3, 0, 2, Connection::default());
-    world.modify(
+    sim.nodes[1].engine.set_port(port);
+    sim.state(0, 2, State::Reset);
+    sim.state(1, 3, State::Reset);
+    sim.bring_up(0, 2, 1, 3, Connection::default());
+    sim.bring_up(1, 3, 0, 2, Connection::default());
+    sim.modify(
         1,
         3,
         Modify {
@@ -552,7 +558,7 @@ fn packets_of_other_partitions_are_not_taken() {
             ..Modify::default()
         },
     );
-    world.post(0, 2, write(2, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0).last(), Some(&(2, Status::Success)));
+    sim.post(0, 2, write(2, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0).last(), Some(&(2, Status::Success)));
 }

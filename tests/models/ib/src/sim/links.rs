@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Links that lose, delay and double packets, break, or lead to an adapter that is slow.
+//! Links that lose, delay, duplicate and reorder packets, links that go down, and slow adapters.
 
 use super::*;
 use crate::fabric::{Faults, LinkCounters, TopologyError};
 
-fn pair() -> World {
-    let mut world = World::new(2, 1 << 18);
-    world.pair(Service::Rc, Connection::default());
-    world
+fn pair() -> Simulation {
+    let mut sim = Simulation::new(2, 1 << 18);
+    sim.pair(Service::Rc, Connection::default());
+    sim
 }
 
-fn faults(world: &World, node: usize, faults: Faults) {
-    world.network.borrow_mut().set_faults(world.lid(node), faults);
+fn faults(sim: &Simulation, node: usize, faults: Faults) {
+    sim.network.borrow_mut().set_faults(sim.lid(node), faults);
 }
 
-fn counters(world: &World, node: usize) -> LinkCounters {
-    world.network.borrow_mut().counters(world.lid(node))
+fn counters(sim: &Simulation, node: usize) -> LinkCounters {
+    sim.network.borrow_mut().counters(sim.lid(node))
 }
 
-/// Everything that a connection can do, in `at`..`at + 90_000` of both memories. Returns what to expect where.
-fn post_some_of_all(world: &mut World) {
-    world.fill(0, 0, 20_000, 1);
-    world.fill(1, 40_000, 20_000, 2);
-    let remote = |address| Remote { address, key: ALL };
+/// Posts every operation of a connection on node 0. [`verify_mixed_work`] checks the results.
+fn post_mixed_work(sim: &mut Simulation) {
+    sim.fill(0, 0, 20_000, 1);
+    sim.fill(1, 40_000, 20_000, 2);
+    let remote = |address| Remote { address, key: ALL_KEY };
     for id in 0..4 {
-        world.receive(1, Queue::Own(3), id, 70_000 + id * 10_000, 10_000);
+        sim.receive(1, Queue::Own(3), id, 70_000 + id * 10_000, 10_000);
     }
     let ops = [
         (
@@ -67,13 +67,13 @@ fn post_some_of_all(world: &mut World) {
         (SendOp::Send { imm: None }, 3000, 9000),
     ];
     for (id, (op, address, length)) in ops.into_iter().enumerate() {
-        world.post(0, 2, work(id as u64, op, address, length));
+        sim.post(0, 2, work(id as u64, op, address, length));
     }
 }
 
-fn verify_some_of_all(world: &World) {
-    assert_eq!(world.sends(0), ok(0..9));
-    let received: Vec<_> = world
+fn verify_mixed_work(sim: &Simulation) {
+    assert_eq!(sim.sends(0), ok(0..9));
+    let received: Vec<_> = sim
         .received(1)
         .into_iter()
         .map(|(id, status, length, _)| (id, status, length))
@@ -88,14 +88,14 @@ fn verify_some_of_all(world: &World) {
             (3, success, 9000)
         ]
     );
-    assert_eq!(world.bytes(1, 0, 20_000), world.bytes(0, 0, 20_000));
-    assert_eq!(world.bytes(0, 40_000, 20_000), world.bytes(1, 40_000, 20_000));
-    assert_eq!(world.bytes(0, 140_000, 3000), world.bytes(1, 40_000, 3000));
-    assert_eq!(world.bytes(1, 70_000, 5000), world.bytes(0, 1000, 5000));
-    assert_eq!(world.bytes(1, 100_000, 9000), world.bytes(0, 3000, 9000));
-    assert_eq!(world.bytes(1, 120_000, 8), 6_u64.to_le_bytes());
+    assert_eq!(sim.bytes(1, 0, 20_000), sim.bytes(0, 0, 20_000));
+    assert_eq!(sim.bytes(0, 40_000, 20_000), sim.bytes(1, 40_000, 20_000));
+    assert_eq!(sim.bytes(0, 140_000, 3000), sim.bytes(1, 40_000, 3000));
+    assert_eq!(sim.bytes(1, 70_000, 5000), sim.bytes(0, 1000, 5000));
+    assert_eq!(sim.bytes(1, 100_000, 9000), sim.bytes(0, 3000, 9000));
+    assert_eq!(sim.bytes(1, 120_000, 8), 6_u64.to_le_bytes());
     assert_eq!(
-        world.bytes(0, 120_008, 16),
+        sim.bytes(0, 120_008, 16),
         [[0, 0, 0, 0, 0, 0, 0, 0], 3_u64.to_le_bytes()].concat()
     );
 }
@@ -103,36 +103,36 @@ fn verify_some_of_all(world: &World) {
 #[test]
 fn nothing_is_missing_whichever_packet_is_lost() {
     let mut clean = pair();
-    post_some_of_all(&mut clean);
+    post_mixed_work(&mut clean);
     clean.run();
-    verify_some_of_all(&clean);
+    verify_mixed_work(&clean);
     let packets = counters(&clean, 0);
     let packets = packets.tx_packets + packets.rx_packets;
     assert!(packets > 60, "{packets}");
     for nth in 1..=packets {
-        let mut world = pair();
+        let mut sim = pair();
         faults(
-            &world,
+            &sim,
             0,
             Faults {
                 lose_nth: nth,
                 ..Faults::default()
             },
         );
-        post_some_of_all(&mut world);
-        world.run();
-        verify_some_of_all(&world);
-        assert_eq!(counters(&world, 0).lost, 1, "{nth}");
+        post_mixed_work(&mut sim);
+        sim.run();
+        verify_mixed_work(&sim);
+        assert_eq!(counters(&sim, 0).lost, 1, "{nth}");
     }
 }
 
 #[test]
 fn nothing_is_done_twice_when_packets_are_doubled_and_change_places() {
     for seed in 0..50 {
-        let mut world = World::with_seed(2, 1 << 18, seed);
-        world.pair(Service::Rc, Connection::default());
+        let mut sim = Simulation::with_seed(2, 1 << 18, seed);
+        sim.pair(Service::Rc, Connection::default());
         faults(
-            &world,
+            &sim,
             0,
             Faults {
                 duplicate: 0.2,
@@ -140,12 +140,11 @@ fn nothing_is_done_twice_when_packets_are_doubled_and_change_places() {
                 ..Faults::default()
             },
         );
-        post_some_of_all(&mut world);
-        world.run();
-        verify_some_of_all(&world);
+        post_mixed_work(&mut sim);
+        sim.run();
+        verify_mixed_work(&sim);
         assert!(
-            world
-                .nodes
+            sim.nodes
                 .iter()
                 .map(|node| node.engine.counters().duplicates)
                 .sum::<u64>()
@@ -156,128 +155,124 @@ fn nothing_is_done_twice_when_packets_are_doubled_and_change_places() {
 
 #[test]
 fn delay_is_no_loss() {
-    let mut world = pair();
+    let mut sim = pair();
     // Much longer than the acknowledgement timeout of 67 ms.
     faults(
-        &world,
+        &sim,
         0,
         Faults {
             delay: Duration::from_millis(400),
             ..Faults::default()
         },
     );
-    post_some_of_all(&mut world);
-    let before = world.now.get();
-    world.run();
-    verify_some_of_all(&world);
-    assert!(world.now.get() - before > Duration::from_millis(800));
-    let counters = world.nodes[0].engine.counters();
+    post_mixed_work(&mut sim);
+    let before = sim.now.get();
+    sim.run();
+    verify_mixed_work(&sim);
+    assert!(sim.now.get() - before > Duration::from_millis(800));
+    let counters = sim.nodes[0].engine.counters();
     assert_eq!((counters.timeouts, counters.retransmissions), (0, 0));
 }
 
 #[test]
 fn what_was_delayed_is_not_overtaken() {
-    let mut world = pair();
+    let mut sim = pair();
     faults(
-        &world,
+        &sim,
         0,
         Faults {
             delay: Duration::from_millis(5),
             ..Faults::default()
         },
     );
-    world.post(0, 2, write(1, 0, 10_000, 0));
-    world.settle();
-    faults(&world, 0, Faults::default());
-    world.post(0, 2, write(2, 0, 10_000, 0));
-    world.run();
-    assert_eq!(world.sends(0), ok([1, 2]));
-    assert_eq!(world.nodes[1].engine.counters().sequence_naks_sent, 0);
+    sim.post(0, 2, write(1, 0, 10_000, 0));
+    sim.settle();
+    faults(&sim, 0, Faults::default());
+    sim.post(0, 2, write(2, 0, 10_000, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1, 2]));
+    assert_eq!(sim.nodes[1].engine.counters().sequence_naks_sent, 0);
 }
 
 #[test]
 fn a_slow_adapter_is_no_loss() {
-    let mut world = pair();
-    world.nodes[1].asleep = true;
-    post_some_of_all(&mut world);
-    world.run_for(Duration::from_secs(10));
-    assert_eq!(world.sends(0), []);
-    world.nodes[1].asleep = false;
-    world.run();
-    verify_some_of_all(&world);
-    let counters = world.nodes[0].engine.counters();
+    let mut sim = pair();
+    sim.nodes[1].paused = true;
+    post_mixed_work(&mut sim);
+    sim.run_for(Duration::from_secs(10));
+    assert_eq!(sim.sends(0), []);
+    sim.nodes[1].paused = false;
+    sim.run();
+    verify_mixed_work(&sim);
+    let counters = sim.nodes[0].engine.counters();
     assert_eq!((counters.timeouts, counters.retransmissions), (0, 0));
 }
 
 #[test]
 fn what_nobody_takes_is_not_sent_without_end() {
-    let mut world = World::new(2, 1 << 18);
-    world.pair(
+    let mut sim = Simulation::new(2, 1 << 18);
+    sim.pair(
         Service::Uc,
         Connection {
             mtu: Mtu::B256,
             ..Connection::default()
         },
     );
-    world.nodes[1].asleep = true;
+    sim.nodes[1].paused = true;
     for id in 0..200 {
-        world.post(0, 2, write(id, 0, 100_000, 0));
+        sim.post(0, 2, write(id, 0, 100_000, 0));
     }
-    world.run();
-    let sent = world.nodes[0].toy.sent.len();
+    sim.run();
+    let sent = sim.nodes[0].host.sent.len();
     assert!((2048..4096).contains(&sent), "{sent}");
-    world.nodes[1].asleep = false;
-    world.run();
-    assert_eq!(world.sends(0), ok(0..200));
-    assert_eq!(world.nodes[1].engine.counters().bytes_received, 200 * 100_000);
+    sim.nodes[1].paused = false;
+    sim.run();
+    assert_eq!(sim.sends(0), ok(0..200));
+    assert_eq!(sim.nodes[1].engine.counters().bytes_received, 200 * 100_000);
 }
 
 #[test]
 fn a_cut_link_ends_connections_and_is_told() {
-    let mut world = pair();
-    world.post(0, 2, write(1, 0, 200_000, 0));
-    world.work(0);
-    let lid = world.lid(1);
-    world.network.borrow_mut().set_up(lid, false);
-    world.post(0, 2, write(2, 0, 200_000, 0));
-    world.run();
-    assert_eq!(world.nodes[1].links, [false]);
-    assert_eq!(world.nodes[0].links, []);
-    assert_eq!(world.sends(0).last().unwrap().1, Status::Flushed);
-    assert!(
-        world
-            .sends(0)
-            .iter()
-            .any(|(_, status)| *status == Status::RetryExceeded)
-    );
-    assert!(counters(&world, 1).dropped > 0);
-    assert_eq!(counters(&world, 1).downs, 1);
-    world.network.borrow_mut().set_up(lid, true);
-    world.settle();
-    assert_eq!(world.nodes[1].links, [false, true]);
+    let mut sim = pair();
+    sim.post(0, 2, write(1, 0, 200_000, 0));
+    sim.work(0);
+    let lid = sim.lid(1);
+    sim.network.borrow_mut().set_up(lid, false);
+    sim.post(0, 2, write(2, 0, 200_000, 0));
+    sim.run();
+    assert_eq!(sim.nodes[1].links, [false]);
+    assert_eq!(sim.nodes[0].links, []);
+    assert_eq!(sim.sends(0).last().unwrap().1, Status::Flushed);
+    assert!(sim.sends(0).iter().any(|(_, status)| *status == Status::RetryExceeded));
+    assert!(counters(&sim, 1).dropped > 0);
+    assert_eq!(counters(&sim, 1).downs, 1);
+    sim.network.borrow_mut().set_up(lid, true);
+    sim.settle();
+    assert_eq!(sim.nodes[1].links, [false, true]);
 }
 
 #[test]
 fn a_short_cut_is_recovered_from() {
-    let mut world = pair();
-    let lid = world.lid(1);
-    world.network.borrow_mut().set_up(lid, false);
-    post_some_of_all(&mut world);
-    world.run_for(Duration::from_millis(200));
-    assert_eq!(world.sends(0), []);
-    world.network.borrow_mut().set_up(lid, true);
-    world.run();
-    verify_some_of_all(&world);
+    let mut sim = pair();
+    let lid = sim.lid(1);
+    sim.network.borrow_mut().set_up(lid, false);
+    post_mixed_work(&mut sim);
+    sim.run_for(Duration::from_millis(200));
+    assert_eq!(sim.sends(0), []);
+    sim.network.borrow_mut().set_up(lid, true);
+    sim.run();
+    verify_mixed_work(&sim);
 }
 
 #[test]
 fn links_count_what_they_carry() {
-    let mut world = pair();
-    world.post(0, 2, write(1, 0, 2500, 0));
-    world.run();
-    let (a, b) = (counters(&world, 0), counters(&world, 1));
+    let mut sim = pair();
+    sim.post(0, 2, write(1, 0, 2500, 0));
+    sim.run();
+    let (a, b) = (counters(&sim, 0), counters(&sim, 1));
     assert_eq!((a.tx_packets, a.rx_packets, b.tx_packets, b.rx_packets), (3, 1, 1, 3));
-    // 26 bytes around every packet, 16 in the first, 4 in an acknowledgement.
+    // Headers and CRCs of every packet are 26 bytes, the RETH of the first packet 16, and the AETH of the
+    // acknowledgement 4.
     assert_eq!((a.tx_bytes, a.rx_bytes), (2500 + 3 * 26 + 16, 26 + 4));
     assert_eq!((b.tx_bytes, b.rx_bytes), (a.rx_bytes, a.tx_bytes));
 }
@@ -294,15 +289,15 @@ fn topologies_are_checked() {
     let check = |switches: &[&str], links: &[(&str, &str)]| Network::new(&topology(switches, links), 0).err();
     assert_eq!(check(&["a", "b"], &[("a", "b")]), None);
     assert_eq!(check(&[], &[]), Some(TopologyError::NoSwitch(String::new())));
-    assert_eq!(check(&["a", "a"], &[]), Some(TopologyError::Twice("a".into())));
+    assert_eq!(check(&["a", "a"], &[]), Some(TopologyError::Duplicate("a".into())));
     assert_eq!(check(&["a"], &[("a", "c")]), Some(TopologyError::NoSwitch("c".into())));
     assert_eq!(
         check(&["a", "b"], &[("a", "b"), ("b", "a")]),
-        Some(TopologyError::Twice("b-a".into()))
+        Some(TopologyError::Duplicate("b-a".into()))
     );
     assert_eq!(
         check(&["a", "b", "c"], &[("a", "b")]),
-        Some(TopologyError::Apart("a".into(), "c".into()))
+        Some(TopologyError::Unconnected("a".into(), "c".into()))
     );
 }
 
@@ -320,54 +315,54 @@ fn ports_are_given_lids_and_names_are_unique() {
     assert_eq!(gid.to_string(), "fe80::102");
     assert_eq!(
         network.join(&config("p", 3, "a"), deliver()).unwrap_err(),
-        TopologyError::Twice("p".into())
+        TopologyError::Duplicate("p".into())
     );
     assert_eq!(
         network.join(&config("q", 0x0102, "a"), deliver()).unwrap_err(),
-        TopologyError::Twice("q".into())
+        TopologyError::Duplicate("q".into())
     );
     assert_eq!(
         network.join(&config("q", 3, "z"), deliver()).unwrap_err(),
         TopologyError::NoSwitch("z".into())
     );
     assert_eq!(network.join(&config("q", 3, "a"), deliver()).unwrap().0, 3);
-    network.leave(first);
+    network.remove_port(first);
     assert_eq!(
         network.join(&config("r", 4, "a"), deliver()).unwrap().0,
         2,
-        "it is free again"
+        "the LID of a removed port must be free again"
     );
 }
 
 #[test]
 fn packets_go_around_a_cut_between_switches() {
     let topology = topology(&["a", "b", "c"], &[("a", "b"), ("b", "c"), ("a", "c")]);
-    let mut world = World::on(&topology, &["a", "b"], 1 << 16, 1);
-    world.pair(Service::Rc, Connection::default());
+    let mut sim = Simulation::on(&topology, &["a", "b"], 1 << 16, 1);
+    sim.pair(Service::Rc, Connection::default());
     let lose_all = Faults {
         loss: 1.0,
         ..Faults::default()
     };
-    let change = |world: &World, a, b, up: bool, faults| {
-        let mut network = world.network.borrow_mut();
+    let change = |sim: &Simulation, a, b, up: bool, faults| {
+        let mut network = sim.network.borrow_mut();
         network.change_switch_link(a, b, |link| {
             link.set_up(up);
             link.set_faults(faults);
         })
     };
-    world.post(0, 2, write(1, 0, 10, 0));
-    world.run();
-    change(&world, "a", "b", false, Faults::default()).unwrap();
-    world.post(0, 2, write(2, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0), ok([1, 2]));
-    change(&world, "b", "c", true, lose_all).unwrap();
-    world.post(0, 2, write(3, 0, 10, 0));
-    world.run();
-    assert_eq!(world.sends(0).last(), Some(&(3, Status::RetryExceeded)));
-    assert_eq!(change(&world, "c", "b", true, lose_all).unwrap().lost, 8);
+    sim.post(0, 2, write(1, 0, 10, 0));
+    sim.run();
+    change(&sim, "a", "b", false, Faults::default()).unwrap();
+    sim.post(0, 2, write(2, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0), ok([1, 2]));
+    change(&sim, "b", "c", true, lose_all).unwrap();
+    sim.post(0, 2, write(3, 0, 10, 0));
+    sim.run();
+    assert_eq!(sim.sends(0).last(), Some(&(3, Status::RetryExceeded)));
+    assert_eq!(change(&sim, "c", "b", true, lose_all).unwrap().lost, 8);
     assert!(matches!(
-        change(&world, "a", "a", true, lose_all),
-        Err(TopologyError::Apart(..))
+        change(&sim, "a", "a", true, lose_all),
+        Err(TopologyError::Unconnected(..))
     ));
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Properties: every request, over every link, completes in order, exactly once, with the right bytes; and malformed packets
-//! do no harm.
+//! Property tests: any work over any link completes in order, exactly once and with the right bytes, and invalid
+//! packets do no harm.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -11,8 +11,8 @@ use crate::fabric::{Burst, Faults};
 use crate::packet::{Aeth, AtomicEth, Deth, Extended, Reth, Slice};
 use crate::work::Fence;
 
-/// Bytes that each operation has for itself on either side.
-const ROOM: u64 = 1 << 16;
+/// Memory of each operation on each node, in bytes.
+const SLOT: u64 = 1 << 16;
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {
@@ -32,7 +32,7 @@ struct Op {
     length: u32,
     fence: Fence,
     signaled: bool,
-    /// Posted by the second node.
+    /// Posted by node 1.
     backwards: bool,
 }
 
@@ -47,7 +47,7 @@ fn op() -> impl Strategy<Value = Op> {
         Just(Kind::CompareSwap),
         Just(Kind::Local),
     ];
-    let length = prop_oneof![0..300_u32, 0..10_000_u32, 0..ROOM as u32];
+    let length = prop_oneof![0..300_u32, 0..10_000_u32, 0..SLOT as u32];
     let fence = prop_oneof![8 => Just(Fence::None), 1 => Just(Fence::Reads), 1 => Just(Fence::All)];
     (kind, length, fence, prop::bool::weighted(0.8), any::<bool>()).prop_map(
         |(kind, length, fence, signaled, backwards)| {
@@ -84,28 +84,28 @@ fn faults() -> impl Strategy<Value = Faults> {
     )
 }
 
-/// Where things are in a node's memory: data of its own operations, counters, and what the other writes.
-struct Places {
+/// Layout of a node's memory: data of its own operations, counters, and data of the other node's operations.
+struct Layout {
     own: u64,
     counters: u64,
-    theirs: u64,
+    remote: u64,
 }
 
-fn places(ops: usize) -> Places {
-    let size = ops as u64 * ROOM;
-    Places {
+fn layout(ops: usize) -> Layout {
+    let size = ops as u64 * SLOT;
+    Layout {
         own: 0,
         counters: size,
-        theirs: size + ROOM,
+        remote: size + SLOT,
     }
 }
 
-/// Posts `ops`, with receives that come late if `late`, and checks all that can be seen afterwards.
-fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool) {
-    let places = places(ops.len());
-    let memory = (places.theirs + places.counters) as usize;
-    let mut world = World::with_seed(2, memory, seed);
-    world.pair(
+/// Posts `ops`, with receives posted late if `late_receives` and absent pages if `page_faults`, and checks all results.
+fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late_receives: bool, page_faults: bool) {
+    let layout = layout(ops.len());
+    let memory = (layout.remote + layout.counters) as usize;
+    let mut sim = Simulation::with_seed(2, memory, seed);
+    sim.pair(
         Service::Rc,
         Connection {
             mtu,
@@ -114,27 +114,27 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
             ..Connection::default()
         },
     );
-    let lid = world.lid(0);
-    world.network.borrow_mut().set_faults(lid, link);
+    let lid = sim.lid(0);
+    sim.network.borrow_mut().set_faults(lid, link);
     let qpn = |node: usize| 2 + node as u32;
     for node in 0..2 {
-        world.fill(node, 0, places.counters as usize, node as u8 * 77 + 1);
-        if pages {
-            world.nodes[node].toy.absent = (0..memory as u64 / PAGE).step_by(7).collect();
+        sim.fill(node, 0, layout.counters as usize, node as u8 * 77 + 1);
+        if page_faults {
+            sim.nodes[node].host.absent = (0..memory as u64 / PAGE).step_by(7).collect();
         }
     }
-    let before: Vec<Vec<u8>> = world.nodes.iter().map(|node| node.toy.memory.clone()).collect();
+    let before: Vec<Vec<u8>> = sim.nodes.iter().map(|node| node.host.memory.clone()).collect();
     let mut receives = Vec::new();
     for (i, op) in ops.iter().enumerate() {
         let (node, id) = (usize::from(op.backwards), i as u64);
-        let own = places.own + id * ROOM;
+        let own = layout.own + id * SLOT;
         let remote = Remote {
-            address: places.theirs + id * ROOM,
-            key: ALL,
+            address: layout.remote + id * SLOT,
+            key: ALL_KEY,
         };
         let counter = Remote {
-            address: places.counters,
-            key: ALL,
+            address: layout.counters,
+            key: ALL_KEY,
         };
         let operation = match op.kind {
             Kind::Send => SendOp::Send { imm: None },
@@ -145,7 +145,10 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
                 imm: Some(i as u32),
             },
             Kind::Read => SendOp::Read {
-                remote: Remote { address: own, key: ALL },
+                remote: Remote {
+                    address: own,
+                    key: ALL_KEY,
+                },
             },
             Kind::FetchAdd => SendOp::FetchAdd {
                 remote: counter,
@@ -158,7 +161,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
             },
             Kind::Local => SendOp::Local,
         };
-        // Reads bring the other side's bytes of the same place to where nothing else is.
+        // READs and atomic operations write to memory that no other operation of the node uses.
         let address = match op.kind {
             Kind::Read | Kind::FetchAdd | Kind::CompareSwap => remote.address,
             _ => own,
@@ -169,34 +172,34 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
             solicited: false,
             fence: op.fence,
         };
-        world.post(node, qpn(node), work);
+        sim.post(node, qpn(node), work);
         if matches!(op.kind, Kind::Send | Kind::SendImm | Kind::WriteImm) {
             receives.push((1 - node, id, remote.address));
         }
     }
     let mut waiting = receives.iter();
-    if !late {
+    if !late_receives {
         for (node, id, address) in waiting.by_ref() {
-            world.receive(*node, Queue::Own(qpn(*node)), *id, *address, ROOM as u32);
+            sim.receive(*node, Queue::Own(qpn(*node)), *id, *address, SLOT as u32);
         }
     }
     let expected = ops.iter().filter(|op| op.signaled).count() + receives.len();
-    let ended = |world: &World| world.nodes.iter().map(|node| node.toy.completions.len()).sum::<usize>();
+    let ended = |sim: &Simulation| sim.nodes.iter().map(|node| node.host.completions.len()).sum::<usize>();
     for _ in 0..5000 {
-        world.run_for(Duration::from_millis(50));
-        for node in &mut world.nodes {
+        sim.run_for(Duration::from_millis(50));
+        for node in &mut sim.nodes {
             serve_pages(node, true);
         }
         if let Some((node, id, address)) = waiting.next() {
-            world.receive(*node, Queue::Own(qpn(*node)), *id, *address, ROOM as u32);
-        } else if ended(&world) >= expected {
+            sim.receive(*node, Queue::Own(qpn(*node)), *id, *address, SLOT as u32);
+        } else if ended(&sim) >= expected {
             break;
         }
     }
-    // What is not signaled ends too.
+    // Wait for unsignaled work too.
     for _ in 0..20 {
-        world.run_for(Duration::from_secs(5));
-        for node in &mut world.nodes {
+        sim.run_for(Duration::from_secs(5));
+        for node in &mut sim.nodes {
             serve_pages(node, true);
         }
     }
@@ -209,14 +212,14 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
             .filter(|(_, op)| op.signaled)
             .map(|(i, _)| *i as u64);
         let signaled = ok(signaled);
-        assert_eq!(world.sends(node), signaled);
-        let locals: Vec<(u32, u64)> = all
+        assert_eq!(sim.sends(node), signaled);
+        let local_requests: Vec<(u32, u64)> = all
             .iter()
             .filter(mine)
             .filter(|(_, op)| matches!(op.kind, Kind::Local))
             .map(|(i, _)| (qpn(node), *i as u64))
             .collect();
-        assert_eq!(world.nodes[node].toy.locals, locals);
+        assert_eq!(sim.nodes[node].host.local_requests, local_requests);
         let expected: Vec<_> = all
             .iter()
             .filter(|op| !mine(op))
@@ -230,7 +233,7 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
                 Some((Status::Success, op.length, what))
             })
             .collect();
-        let received: Vec<_> = world
+        let received: Vec<_> = sim
             .received(node)
             .into_iter()
             .map(|(_, status, length, what)| (status, length, what))
@@ -238,40 +241,41 @@ fn check(ops: &[Op], mtu: Mtu, link: Faults, seed: u64, late: bool, pages: bool)
         assert_eq!(received, expected);
         let mut adds = 0_u64;
         for (i, op) in all.iter().filter(mine) {
-            let (id, len) = (*i as u64 * ROOM, op.length as usize);
-            let source = &before[node][(places.own + id) as usize..][..len];
-            let there = (places.theirs + id) as usize;
+            let (id, len) = (*i as u64 * SLOT, op.length as usize);
+            let source = &before[node][(layout.own + id) as usize..][..len];
+            let there = (layout.remote + id) as usize;
             match op.kind {
-                // Receives are used in order, so that a message may be in the place of another: checked below.
+                // Receives are consumed in order, so the receive of another operation may hold the message: checked
+                // below.
                 Kind::Send | Kind::SendImm | Kind::Local => {}
-                Kind::Write | Kind::WriteImm => assert_eq!(world.bytes(1 - node, there, len), source),
+                Kind::Write | Kind::WriteImm => assert_eq!(sim.bytes(1 - node, there, len), source),
                 Kind::Read => {
-                    assert_eq!(world.bytes(node, there, len), &before[1 - node][id as usize..][..len]);
+                    assert_eq!(sim.bytes(node, there, len), &before[1 - node][id as usize..][..len]);
                 }
                 Kind::FetchAdd | Kind::CompareSwap => {
-                    assert_eq!(world.bytes(node, there, 8), adds.to_le_bytes(), "operation {i}");
+                    assert_eq!(sim.bytes(node, there, 8), adds.to_le_bytes(), "operation {i}");
                     adds += u64::from(matches!(op.kind, Kind::FetchAdd));
                 }
             }
         }
-        assert_eq!(world.bytes(1 - node, places.counters as usize, 8), adds.to_le_bytes());
-        // Messages lie where the receives that were used for them are.
-        let used = world.received(1 - node);
+        assert_eq!(sim.bytes(1 - node, layout.counters as usize, 8), adds.to_le_bytes());
+        // Each message is in the receive that it consumed.
+        let used = sim.received(1 - node);
         let messages = all
             .iter()
             .filter(mine)
             .filter(|(_, op)| matches!(op.kind, Kind::Send | Kind::SendImm | Kind::WriteImm));
         for ((i, op), (receive, ..)) in messages.zip(&used) {
             if !matches!(op.kind, Kind::WriteImm) {
-                let source = &before[node][i * ROOM as usize..][..op.length as usize];
-                let there = (places.theirs + receive * ROOM) as usize;
-                assert_eq!(world.bytes(1 - node, there, source.len()), source);
+                let source = &before[node][i * SLOT as usize..][..op.length as usize];
+                let there = (layout.remote + receive * SLOT) as usize;
+                assert_eq!(sim.bytes(1 - node, there, source.len()), source);
             }
         }
     }
     assert!(
-        !world.network.borrow().in_flight(world.lid(0), world.lid(1)),
-        "no packet is in flight"
+        !sim.network.borrow().in_flight(sim.lid(0), sim.lid(1)),
+        "no packet may remain in flight"
     );
 }
 
@@ -279,7 +283,7 @@ fn extended() -> impl Strategy<Value = Extended> {
     let aeth = (any::<u8>(), any::<u32>()).prop_map(|(syndrome, msn)| Aeth { syndrome, msn });
     prop_oneof![
         Just(Extended::None),
-        (any::<u64>(), prop_oneof![Just(ALL), any::<u32>()], any::<u32>()).prop_map(|(address, key, length)| {
+        (any::<u64>(), prop_oneof![Just(ALL_KEY), any::<u32>()], any::<u32>()).prop_map(|(address, key, length)| {
             Extended::Reth(Reth {
                 address: address >> 40,
                 key,
@@ -288,14 +292,14 @@ fn extended() -> impl Strategy<Value = Extended> {
         }),
         (any::<u64>(), 0..100_000_u32).prop_map(|(address, length)| Extended::Reth(Reth {
             address: address >> 50,
-            key: ALL,
+            key: ALL_KEY,
             length
         })),
         (any::<u32>(), any::<u32>()).prop_map(|(qkey, source_qpn)| Extended::Deth(Deth { qkey, source_qpn })),
         any::<[u64; 3]>().prop_map(|[address, swap_add, compare]| {
             Extended::Atomic(AtomicEth {
                 address: address >> 48,
-                key: ALL,
+                key: ALL_KEY,
                 swap_add,
                 compare,
             })
@@ -351,10 +355,10 @@ proptest! {
         mtu in mtu(),
         link in faults(),
         seed in any::<u64>(),
-        late in prop::bool::weighted(0.2),
-        pages in prop::bool::weighted(0.3),
+        late_receives in prop::bool::weighted(0.2),
+        page_faults in prop::bool::weighted(0.3),
     ) {
-        check(&ops, mtu, link, seed, late, pages);
+        check(&ops, mtu, link, seed, late_receives, page_faults);
     }
 
     #[test]
@@ -362,34 +366,34 @@ proptest! {
         packets in vec((0..2_usize, packet()), 1..60),
         outstanding in vec(op(), 0..5),
     ) {
-        let mut world = World::new(2, 1 << 20);
-        world.nodes[0].engine.create_srq(5, crate::SrqConfig { pd: PD, xrc: Some((3, 1)), limit: 0 }).unwrap();
+        let mut sim = Simulation::new(2, 1 << 20);
+        sim.nodes[0].engine.create_srq(5, crate::SrqConfig { pd: PD, xrc: Some((3, 1)), limit: 0 }).unwrap();
         for node in 0..2 {
             for (qpn, service) in [(2, Service::Rc), (3, Service::Uc), (4, Service::Ud), (5, Service::Xrc)] {
-                world.qp(node, qpn, service, ReceiveFrom::Own);
-                world.receive(node, Queue::Own(qpn), 1, 0, 3000);
-                world.bring_up(node, qpn, 1 - node, qpn, Connection { psn: 0, ..Connection::default() });
+                sim.qp(node, qpn, service, ReceiveFrom::Own);
+                sim.receive(node, Queue::Own(qpn), 1, 0, 3000);
+                sim.bring_up(node, qpn, 1 - node, qpn, Connection { psn: 0, ..Connection::default() });
             }
-            world.nodes[node].engine.attach(4, crate::Gid::default()).unwrap();
+            sim.nodes[node].engine.attach(4, crate::Gid::default()).unwrap();
         }
         for (i, op) in outstanding.iter().enumerate() {
-            let remote = Remote { address: 0, key: ALL };
+            let remote = Remote { address: 0, key: ALL_KEY };
             let operation = match op.kind {
                 Kind::Read => SendOp::Read { remote },
                 Kind::FetchAdd => SendOp::FetchAdd { remote, add: 1 },
                 _ => SendOp::Write { remote, imm: None },
             };
-            world.post(0, 2, work(i as u64, operation, 0, op.length));
+            sim.post(0, 2, work(i as u64, operation, 0, op.length));
         }
-        world.work(0);
+        sim.work(0);
         for (node, packet) in packets {
-            let burst = Burst { packets: vec![packet.clone(), packet], flight: None };
-            let node = &mut world.nodes[node];
-            node.engine.packets(&mut node.toy, burst);
-            node.next = node.engine.run(&mut node.toy);
+            let burst = Burst { packets: vec![packet.clone(), packet], in_flight: None };
+            let node = &mut sim.nodes[node];
+            node.engine.packets(&mut node.host, burst);
+            node.next = node.engine.run(&mut node.host);
         }
-        world.run_for(Duration::from_secs(5));
-        // Every request has completed, with success or an error.
-        prop_assert_eq!(world.sends(0).len(), outstanding.len());
+        sim.run_for(Duration::from_secs(5));
+        // All work requests completed, with any status.
+        prop_assert_eq!(sim.sends(0).len(), outstanding.len());
     }
 }

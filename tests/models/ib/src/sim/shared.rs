@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Shared receive queues: limits, ends, and extended reliable connections.
+//! Shared receive queues: limits, last-work-reached events, and extended reliable connections.
 
 use super::*;
 use crate::attributes::{ModifyError, QpConfig, SrqConfig};
 
-/// Connections of node 0 with queue pairs of node 1 that share receive queue 5.
-fn sharing(pairs: u32) -> World {
-    let mut world = World::new(2, 1 << 16);
-    world.nodes[1]
+/// Connects queue pairs of node 0 to queue pairs of node 1 that share receive queue 5.
+fn srq_pair(pairs: u32) -> Simulation {
+    let mut sim = Simulation::new(2, 1 << 16);
+    sim.nodes[1]
         .engine
         .create_srq(
             5,
@@ -21,42 +21,42 @@ fn sharing(pairs: u32) -> World {
         .unwrap();
     for pair in 0..pairs {
         let (a, b) = (10 + pair, 30 + pair);
-        world.qp(0, a, Service::Rc, ReceiveFrom::Own);
-        world.qp(1, b, Service::Rc, ReceiveFrom::Shared(5));
-        world.bring_up(0, a, 1, b, Connection::default());
-        world.bring_up(1, b, 0, a, Connection::default());
+        sim.qp(0, a, Service::Rc, ReceiveFrom::Own);
+        sim.qp(1, b, Service::Rc, ReceiveFrom::Shared(5));
+        sim.bring_up(0, a, 1, b, Connection::default());
+        sim.bring_up(1, b, 0, a, Connection::default());
     }
-    world
+    sim
 }
 
 #[test]
 fn receives_are_shared_and_the_limit_is_told_once() {
-    let mut world = sharing(3);
+    let mut sim = srq_pair(3);
     for id in 0..10 {
-        world.receive(1, Queue::Shared(5), id, id * 1000, 1000);
+        sim.receive(1, Queue::Shared(5), id, id * 1000, 1000);
     }
-    world.nodes[1].engine.arm_srq(5, 5).unwrap();
+    sim.nodes[1].engine.arm_srq(5, 5).unwrap();
     for pair in 0..3 {
-        world.post(0, 10 + pair, send(1, 0, 500));
+        sim.post(0, 10 + pair, send(1, 0, 500));
     }
-    world.run();
-    assert_eq!(world.received(1).len(), 3);
-    let limits = |world: &World| {
-        world.nodes[1]
-            .toy
+    sim.run();
+    assert_eq!(sim.received(1).len(), 3);
+    let limits = |sim: &Simulation| {
+        sim.nodes[1]
+            .host
             .events
             .iter()
             .filter(|event| **event == Event::SrqLimit { srqn: 5 })
             .count()
     };
-    assert_eq!(limits(&world), 0);
+    assert_eq!(limits(&sim), 0);
     for id in 0..5 {
-        world.post(0, 10, send(id, 0, 500));
+        sim.post(0, 10, send(id, 0, 500));
     }
-    world.run();
-    assert_eq!(limits(&world), 1);
-    assert_eq!(world.nodes[1].engine.srq_limit(5), Some(0));
-    let completions = &world.nodes[1].toy.completions;
+    sim.run();
+    assert_eq!(limits(&sim), 1);
+    assert_eq!(sim.nodes[1].engine.srq_limit(5), Some(0));
+    let completions = &sim.nodes[1].host.completions;
     assert!(matches!(
         completions[7],
         Completion::Receive {
@@ -71,40 +71,40 @@ fn receives_are_shared_and_the_limit_is_told_once() {
 
 #[test]
 fn the_last_receive_of_a_queue_pair_is_announced() {
-    let mut world = sharing(1);
-    world.receive(1, Queue::Shared(5), 1, 0, 60_000);
-    world.receive(1, Queue::Shared(5), 2, 0, 60_000);
+    let mut sim = srq_pair(1);
+    sim.receive(1, Queue::Shared(5), 1, 0, 60_000);
+    sim.receive(1, Queue::Shared(5), 2, 0, 60_000);
     let mut cut = send(1, 0, 0);
     let piece = |key, length| Sge {
         key,
         address: 0,
         length,
     };
-    cut.payload = Payload::Memory(smallvec![piece(ALL, 65536), piece(0x99, 10)]);
-    world.receive(1, Queue::Shared(5), 3, 0, 60_000);
-    // A message that stops after 64 KiB, of which the first half has arrived.
-    world.nodes[1].toy.receives.get_mut(&Queue::Shared(5)).unwrap()[0].pieces[0].length = 65_546;
-    world.nodes[1].toy.memory.resize(1 << 17, 0);
-    world.nodes[1].toy.keys.get_mut(&ALL).unwrap().len = 1 << 17;
-    world.post(0, 10, cut);
-    world.run();
-    world.state(1, 30, State::Err);
-    world.run();
-    assert_eq!(world.received(1), [(1, Status::Flushed, 65536, Received::Send)]);
+    cut.payload = Payload::Memory(smallvec![piece(ALL_KEY, 65536), piece(0x99, 10)]);
+    sim.receive(1, Queue::Shared(5), 3, 0, 60_000);
+    // The second entry of the send has an unknown key: the message stops after 64 KiB and stays incomplete.
+    sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].pieces[0].length = 65_546;
+    sim.nodes[1].host.memory.resize(1 << 17, 0);
+    sim.nodes[1].host.keys.get_mut(&ALL_KEY).unwrap().len = 1 << 17;
+    sim.post(0, 10, cut);
+    sim.run();
+    sim.state(1, 30, State::Err);
+    sim.run();
+    assert_eq!(sim.received(1), [(1, Status::Flushed, 65536, Received::Send)]);
     assert!(
-        world.nodes[1]
-            .toy
+        sim.nodes[1]
+            .host
             .events
             .ends_with(&[Event::LastWorkReached { qpn: 30 }])
     );
-    // The others stay in the shared queue.
-    assert_eq!(world.nodes[1].toy.receives[&Queue::Shared(5)].len(), 2);
+    // The other receives stay in the shared receive queue.
+    assert_eq!(sim.nodes[1].host.receives[&Queue::Shared(5)].len(), 2);
 }
 
 #[test]
 fn shared_queues_end_after_their_users() {
-    let mut world = sharing(1);
-    let engine = &mut world.nodes[1].engine;
+    let mut sim = srq_pair(1);
+    let engine = &mut sim.nodes[1].engine;
     assert_eq!(
         engine.create_srq(
             5,
@@ -125,29 +125,24 @@ fn shared_queues_end_after_their_users() {
 
 #[test]
 fn a_shared_queue_that_cannot_be_read_is_an_error_of_its_own() {
-    let mut world = sharing(1);
-    world.nodes[1].toy.bad.1 = Some(Fetched::Broken);
-    world.post(0, 10, send(1, 0, 10));
-    world.run();
-    assert_eq!(world.sends(0), [(1, Status::RemoteOperation)]);
-    let events = &world.nodes[1].toy.events;
+    let mut sim = srq_pair(1);
+    sim.nodes[1].host.injected.1 = Some(Fetched::Broken);
+    sim.post(0, 10, send(1, 0, 10));
+    sim.run();
+    assert_eq!(sim.sends(0), [(1, Status::RemoteOperation)]);
+    let events = &sim.nodes[1].host.events;
     assert!(events.contains(&Event::SrqError { srqn: 5 }) && events.contains(&Event::QpFatal { qpn: 30 }));
 }
 
-fn xrc(domain: u32) -> World {
-    let mut world = World::new(2, 1 << 16);
+fn xrc(domain: u32) -> Simulation {
+    let mut sim = Simulation::new(2, 1 << 16);
     let shared = |xrc| SrqConfig { pd: PD, xrc, limit: 0 };
-    world.nodes[1]
-        .engine
-        .create_srq(5, shared(Some((domain, 500))))
-        .unwrap();
-    world.nodes[1]
-        .engine
-        .create_srq(6, shared(Some((domain, 600))))
-        .unwrap();
-    world.nodes[1].engine.create_srq(7, shared(None)).unwrap();
-    world.qp(0, 2, Service::Xrc, ReceiveFrom::None);
-    // A target is nobody's: keys are of the domains of the queues that messages name.
+    sim.nodes[1].engine.create_srq(5, shared(Some((domain, 500)))).unwrap();
+    sim.nodes[1].engine.create_srq(6, shared(Some((domain, 600)))).unwrap();
+    sim.nodes[1].engine.create_srq(7, shared(None)).unwrap();
+    sim.qp(0, 2, Service::Xrc, ReceiveFrom::None);
+    // The target has another protection domain: keys belong to the domain of the shared receive queue that a message
+    // names.
     let target = QpConfig {
         service: Service::Xrc,
         pd: PD + 1,
@@ -158,24 +153,24 @@ fn xrc(domain: u32) -> World {
         source_qpn: None,
         deaf_to_itself: false,
     };
-    world.nodes[1].engine.create_qp(3, target).unwrap();
-    world.bring_up(0, 2, 1, 3, Connection::default());
-    world.bring_up(1, 3, 0, 2, Connection::default());
-    world
+    sim.nodes[1].engine.create_qp(3, target).unwrap();
+    sim.bring_up(0, 2, 1, 3, Connection::default());
+    sim.bring_up(1, 3, 0, 2, Connection::default());
+    sim
 }
 
 #[test]
 fn xrc_messages_name_their_receive_queue() {
-    let mut world = xrc(3);
-    let data = world.fill(0, 0, 5000, 1);
-    world.receive(1, Queue::Shared(5), 50, 0, 5000);
-    world.receive(1, Queue::Shared(6), 60, 10_000, 5000);
-    world.receive(1, Queue::Shared(6), 61, 20_000, 5000);
+    let mut sim = xrc(3);
+    let data = sim.fill(0, 0, 5000, 1);
+    sim.receive(1, Queue::Shared(5), 50, 0, 5000);
+    sim.receive(1, Queue::Shared(6), 60, 10_000, 5000);
+    sim.receive(1, Queue::Shared(6), 61, 20_000, 5000);
     let remote = Remote {
         address: 30_000,
-        key: ALL,
+        key: ALL_KEY,
     };
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -183,7 +178,7 @@ fn xrc_messages_name_their_receive_queue() {
             ..send(1, 0, 5000)
         },
     );
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -191,7 +186,7 @@ fn xrc_messages_name_their_receive_queue() {
             ..send(2, 0, 5000)
         },
     );
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -199,7 +194,7 @@ fn xrc_messages_name_their_receive_queue() {
             ..work(3, SendOp::Write { remote, imm: Some(9) }, 0, 5000)
         },
     );
-    world.post(
+    sim.post(
         0,
         2,
         SendWork {
@@ -207,17 +202,17 @@ fn xrc_messages_name_their_receive_queue() {
             ..read(4, 40_000, 5000, 30_000)
         },
     );
-    world.run();
-    assert_eq!(world.sends(0), ok(1..=4));
-    let places: Vec<_> = world.nodes[1]
-        .toy
+    sim.run();
+    assert_eq!(sim.sends(0), ok(1..=4));
+    let places: Vec<_> = sim.nodes[1]
+        .host
         .completions
         .iter()
         .map(|completion| match completion {
             Completion::Receive {
                 qpn, cqn, queue, id, ..
             } => (*qpn, *cqn, *queue, *id),
-            Completion::Send { .. } => panic!("nothing was sent"),
+            Completion::Send { .. } => panic!("node 1 posted no send work request"),
         })
         .collect();
     let expected = [
@@ -226,18 +221,18 @@ fn xrc_messages_name_their_receive_queue() {
         (3, 600, Queue::Shared(6), 61),
     ];
     assert_eq!(places, expected);
-    assert_eq!(world.bytes(1, 10_000, 5000), data);
-    assert_eq!(world.bytes(0, 40_000, 5000), data);
+    assert_eq!(sim.bytes(1, 10_000, 5000), data);
+    assert_eq!(sim.bytes(0, 40_000, 5000), data);
 }
 
 #[test]
 fn xrc_messages_for_queues_of_other_domains_are_refused() {
     for (domain, srqn) in [(4, 5), (3, 7), (3, 8)] {
-        let mut world = xrc(domain);
+        let mut sim = xrc(domain);
         for queue in 5..9 {
-            world.receive(1, Queue::Shared(queue), 1, 0, 100);
+            sim.receive(1, Queue::Shared(queue), 1, 0, 100);
         }
-        world.post(
+        sim.post(
             0,
             2,
             SendWork {
@@ -245,9 +240,9 @@ fn xrc_messages_for_queues_of_other_domains_are_refused() {
                 ..send(1, 0, 10)
             },
         );
-        world.run();
-        assert_eq!(world.sends(0), [(1, Status::RemoteInvalidRequest)]);
-        assert_eq!(world.received(1), []);
-        assert!(world.nodes[1].toy.events.contains(&Event::LastWorkReached { qpn: 3 }));
+        sim.run();
+        assert_eq!(sim.sends(0), [(1, Status::RemoteInvalidRequest)]);
+        assert_eq!(sim.received(1), []);
+        assert!(sim.nodes[1].host.events.contains(&Event::LastWorkReached { qpn: 3 }));
     }
 }

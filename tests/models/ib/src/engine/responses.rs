@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The sending half's ear: acknowledgements, refusals, and the data of reads and atomics.
+//! Responses to the requester: acknowledgements, NAKs, and the data of READs and atomic operations.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,23 +8,24 @@ use std::time::Duration;
 use tracing::debug;
 
 use super::qp::{Qp, Step};
-use super::requester::{Progress, parts};
-use super::{BACKLOG, Context};
+use super::requester::Progress;
+use super::scatter_gather::parts;
+use super::{Context, MAX_BACKLOG};
 use crate::host::{Access, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Slice, operation};
 use crate::psn;
 use crate::work::{SendOp, Sge, Status};
 
-/// Answers looked at in one step, of those that had to wait.
-const TURN_ANSWERS: usize = 256;
+/// Most queued responses that one step handles.
+const RESPONSE_BUDGET: usize = 256;
 
-/// Kinds of acknowledgement: the upper three bits of a syndrome.
+/// Types of acknowledgements: the upper three bits of an AETH syndrome.
 pub(super) mod syndrome {
     pub(in crate::engine) const ACK: u8 = 0x00;
     pub(in crate::engine) const RNR: u8 = 0x20;
     pub(in crate::engine) const NAK: u8 = 0x60;
     pub(in crate::engine) const KIND: u8 = 0xe0;
-    /// No limit to the requests that may be sent.
+    /// Invalid credit count: the number of requests is not limited.
     pub(in crate::engine) const NO_CREDITS: u8 = 0x1f;
     pub(in crate::engine) const SEQUENCE: u8 = 0;
     pub(in crate::engine) const INVALID_REQUEST: u8 = 1;
@@ -32,9 +33,9 @@ pub(super) mod syndrome {
     pub(in crate::engine) const REMOTE_OPERATION: u8 = 3;
 }
 
-/// The time of an RNR NAK timer code, 0 to 31.
+/// Returns the duration of an RNR NAK timer code, 0 to 31.
 pub(super) fn rnr_time(code: u8) -> Duration {
-    // In units of 10 us. All but the first few double every second code.
+    // In units of 10 us. Code 0 is the longest. From code 2 on, the duration doubles every second code.
     const UNITS: [u32; 32] = [
         65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
         4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
@@ -43,44 +44,43 @@ pub(super) fn rnr_time(code: u8) -> Duration {
 }
 
 impl Qp {
-    /// An answer arrived.
-    pub(super) fn take_answer(&mut self, cx: &mut Context<'_>, packet: Packet) {
+    /// Handles a response packet, or queues it if an access waits for a page.
+    pub(super) fn receive_response(&mut self, cx: &mut Context<'_>, packet: Packet) {
         if self.requester.is_unsettled() {
-            self.settle_answers(cx);
+            self.settle_responses(cx);
         }
         if !self.sends() || !self.is_reliable() {
             cx.shared.counters.packets_dropped += 1;
             return;
         }
-        if self.requester.write_gate.is_waiting() || !self.requester.answers.is_empty() {
-            // Bounded: the answers belong to packets of this side, whose number its windows limit. The limit here is for answers
-            // without such a packet.
-            if self.requester.answers.len() < BACKLOG {
-                self.requester.answers.push_back(packet);
-                cx.hold(&mut self.requester.hold);
+        if self.requester.write_wait.is_pending() || !self.requester.pending_responses.is_empty() {
+            // A dropped response counts as lost: the requester then repeats its request.
+            if self.requester.pending_responses.len() < MAX_BACKLOG {
+                self.requester.pending_responses.push_back(packet);
+                cx.keep_busy(&mut self.requester.busy_guard);
             } else {
                 cx.shared.counters.packets_dropped += 1;
             }
             return;
         }
-        self.answer(cx, &packet);
+        self.handle_response(cx, &packet);
     }
 
-    /// Looks at answers that had to wait for a page.
-    pub(super) fn answers_step(&mut self, cx: &mut Context<'_>) -> Step {
-        self.settle_answers(cx);
-        for _ in 0..TURN_ANSWERS {
-            if self.requester.write_gate.is_waiting() {
+    /// Handles responses that were queued because an access waited for a page.
+    pub(super) fn step_responses(&mut self, cx: &mut Context<'_>) -> Step {
+        self.settle_responses(cx);
+        for _ in 0..RESPONSE_BUDGET {
+            if self.requester.write_wait.is_pending() {
                 return Step::Blocked;
             }
-            let Some(packet) = self.requester.answers.pop_front() else {
-                self.settle_answers(cx);
-                if let Some(hold) = self.requester.hold.take() {
-                    cx.shared.released.push(hold);
+            let Some(packet) = self.requester.pending_responses.pop_front() else {
+                self.settle_responses(cx);
+                if let Some(guard) = self.requester.busy_guard.take() {
+                    cx.shared.released.push(guard);
                 }
                 return Step::Blocked;
             };
-            self.answer(cx, &packet);
+            self.handle_response(cx, &packet);
             if !self.sends() {
                 return Step::Blocked;
             }
@@ -88,35 +88,38 @@ impl Qp {
         Step::More
     }
 
-    /// Writes what arrived, and ends work that waited for it.
-    pub(super) fn settle_answers(&mut self, cx: &mut Context<'_>) {
-        if self.write_arrived(cx) && self.sends() {
+    /// Writes response data and completes the work requests that waited for it.
+    pub(super) fn settle_responses(&mut self, cx: &mut Context<'_>) {
+        if self.write_response_data(cx) && self.sends() {
             self.complete_sends(cx);
         }
     }
 
-    fn answer(&mut self, cx: &mut Context<'_>, packet: &Packet) {
+    fn handle_response(&mut self, cx: &mut Context<'_>, packet: &Packet) {
         use operation::*;
         match (packet.opcode & MASK, packet.extended) {
-            (ACKNOWLEDGE, Extended::Aeth(aeth)) => self.acknowledgement(cx, packet.psn, aeth),
+            (ACKNOWLEDGE, Extended::Aeth(aeth)) => self.handle_ack(cx, packet.psn, aeth),
             (READ_RESPONSE_FIRST | READ_RESPONSE_MIDDLE | READ_RESPONSE_LAST | READ_RESPONSE_ONLY, _) => {
-                self.read_response(cx, packet);
+                self.handle_read_response(cx, packet);
             }
-            (ATOMIC_ACKNOWLEDGE, Extended::AtomicAck(_, original)) => self.atomic_response(cx, packet.psn, original),
+            (ATOMIC_ACKNOWLEDGE, Extended::AtomicAck(_, original)) => {
+                self.handle_atomic_response(cx, packet.psn, original)
+            }
             _ => cx.shared.counters.packets_dropped += 1,
         }
     }
 
-    fn acknowledgement(&mut self, cx: &mut Context<'_>, psn: u32, aeth: Aeth) {
+    fn handle_ack(&mut self, cx: &mut Context<'_>, psn: u32, aeth: Aeth) {
         if !self.requester.is_outstanding(psn) {
             return;
         }
         let kind = aeth.syndrome & syndrome::KIND;
         let code = aeth.syndrome & !syndrome::KIND;
         let until = if kind == syndrome::ACK { psn::add(psn, 1) } else { psn };
-        // An acknowledgement of what follows a read is no answer to the read.
-        let unanswered = self.requester.oldest_unanswered().map(|work| work.next_answer());
-        let lost = unanswered.filter(|answer| psn::diff(*answer, until) < 0);
+        // An acknowledgement of a later request does not replace the response to a READ or an atomic operation: the
+        // response was lost.
+        let next_response = self.requester.oldest_rd_atomic().map(|work| work.next_response_psn());
+        let lost = next_response.filter(|response| psn::diff(*response, until) < 0);
         self.acknowledge_before(cx, lost.unwrap_or(until));
         self.complete_sends(cx);
         if !self.sends() {
@@ -129,7 +132,7 @@ impl Qp {
             syndrome::ACK => {}
             syndrome::RNR => {
                 cx.shared.counters.rnr_naks_received += 1;
-                self.wait_for_receiver(cx, rnr_time(code));
+                self.start_rnr_wait(cx, rnr_time(code));
             }
             syndrome::NAK => match code {
                 syndrome::SEQUENCE => {
@@ -141,16 +144,20 @@ impl Qp {
                 syndrome::REMOTE_OPERATION => self.fail_oldest(cx, Status::RemoteOperation),
                 _ => self.fail_oldest(cx, Status::BadResponse),
             },
-            _ => debug!(qpn = self.number, syndrome = aeth.syndrome, "reserved syndrome"),
+            _ => debug!(
+                qpn = self.number,
+                syndrome = aeth.syndrome,
+                "acknowledgement with a reserved syndrome"
+            ),
         }
     }
 
-    /// The number of an answer is that of the one that is missing. If it is a later one, something was lost.
-    fn is_next_answer(&mut self, cx: &mut Context<'_>, psn: u32) -> bool {
+    /// Returns whether `psn` is the PSN of the next expected response. A later PSN means that a response was lost.
+    fn is_next_response(&mut self, cx: &mut Context<'_>, psn: u32) -> bool {
         if !self.requester.is_outstanding(psn) {
             return false;
         }
-        let Some(expected) = self.requester.oldest_unanswered().map(|work| work.next_answer()) else {
+        let Some(expected) = self.requester.oldest_rd_atomic().map(|work| work.next_response_psn()) else {
             return false;
         };
         let ahead = psn::diff(psn, expected);
@@ -164,17 +171,17 @@ impl Qp {
         ahead == 0
     }
 
-    fn read_response(&mut self, cx: &mut Context<'_>, packet: &Packet) {
+    fn handle_read_response(&mut self, cx: &mut Context<'_>, packet: &Packet) {
         use operation::*;
-        if !self.is_next_answer(cx, packet.psn) || !self.make_way(cx, packet) {
+        if !self.is_next_response(cx, packet.psn) || !self.prepare_append_response(cx, packet) {
             return;
         }
         self.acknowledge_before(cx, packet.psn);
         let mtu = self.mtu.bytes();
-        let Some(work) = self.requester.oldest_unanswered() else {
+        let Some(work) = self.requester.oldest_rd_atomic() else {
             return;
         };
-        let offset = work.answers * mtu;
+        let offset = work.responses * mtu;
         let left = work.length.saturating_sub(offset);
         let operation = packet.opcode & MASK;
         let is_last = left <= mtu;
@@ -184,73 +191,73 @@ impl Qp {
         if !fits {
             return self.fail_oldest(cx, Status::BadResponse);
         }
-        work.answers += 1;
+        work.responses += 1;
         cx.shared.counters.bytes_received += packet.payload.len() as u64;
-        let start = self.requester.arriving.take();
-        self.requester.arriving = match start {
-            // `make_way` left only what this goes on from.
+        let start = self.requester.unwritten.take();
+        self.requester.unwritten = match start {
+            // `prepare_append_response` ensures that the packet continues the unwritten bytes.
             Some((start, slice)) => slice.joined(&packet.payload).map(|slice| (start, slice)),
             None if packet.payload.is_empty() => None,
             None => Some((offset, packet.payload.clone())),
         };
         if is_last {
-            self.settle_answers(cx);
+            self.settle_responses(cx);
         } else {
-            self.acknowledge_answer(cx, packet.psn);
+            self.acknowledge_response(cx, packet.psn);
         }
     }
 
-    fn atomic_response(&mut self, cx: &mut Context<'_>, psn: u32, original: u64) {
-        if !self.is_next_answer(cx, psn) {
+    fn handle_atomic_response(&mut self, cx: &mut Context<'_>, psn: u32, original: u64) {
+        if !self.is_next_response(cx, psn) {
             return;
         }
         self.acknowledge_before(cx, psn);
-        let Some(work) = self.requester.oldest_unanswered() else {
+        let Some(work) = self.requester.oldest_rd_atomic() else {
             return;
         };
         if matches!(work.op, Some(SendOp::Read { .. })) {
             return self.fail_oldest(cx, Status::BadResponse);
         }
-        work.answers = 1;
+        work.responses = 1;
         let bytes = cx.host.atomic_result(self.number, original);
         let chunk = Arc::new(bytes.to_vec());
-        self.requester.arriving = Some((0, Slice::new(&chunk, 0, bytes.len())));
-        self.settle_answers(cx);
+        self.requester.unwritten = Some((0, Slice::new(&chunk, 0, bytes.len())));
+        self.settle_responses(cx);
     }
 
-    /// Writes what arrived before unless this packet's data goes on from it. If that has to wait for a page, so does the
-    /// packet. Returns whether the packet can be looked at.
-    fn make_way(&mut self, cx: &mut Context<'_>, packet: &Packet) -> bool {
-        let joins = match &self.requester.arriving {
+    /// Writes the unwritten bytes unless the packet's data continues them. If the write waits for a page, queues the
+    /// packet. Returns whether the packet can be handled now.
+    fn prepare_append_response(&mut self, cx: &mut Context<'_>, packet: &Packet) -> bool {
+        let joins = match &self.requester.unwritten {
             Some((_, slice)) => slice.joined(&packet.payload).is_some(),
             None => true,
         };
-        if joins || self.write_arrived(cx) {
+        if joins || self.write_response_data(cx) {
             return true;
         }
         if self.sends() {
-            self.requester.answers.push_front(packet.clone());
-            cx.hold(&mut self.requester.hold);
+            self.requester.pending_responses.push_front(packet.clone());
+            cx.keep_busy(&mut self.requester.busy_guard);
         }
         false
     }
 
-    /// Writes what arrived to the memory of the oldest read or atomic, and ends it if that was all. Returns whether it is
-    /// written: not if it waits for a page, or failed.
-    fn write_arrived(&mut self, cx: &mut Context<'_>) -> bool {
-        if self.requester.write_gate.is_waiting() {
+    /// Writes response data to the memory of the oldest READ or atomic operation, and ends the request if all its data
+    /// is written. Returns false if the write waits for a page or failed.
+    fn write_response_data(&mut self, cx: &mut Context<'_>) -> bool {
+        if self.requester.write_wait.is_pending() {
             return false;
         }
-        let mut gate = self.requester.write_gate;
-        let arriving = self.requester.arriving.clone();
+        let mut page_wait = self.requester.write_wait;
+        let unwritten = self.requester.unwritten.clone();
         let (pd, qpn) = (self.config.pd, self.number);
-        let Some(work) = self.requester.oldest_unanswered() else {
-            self.requester.arriving = None;
+        let Some(work) = self.requester.oldest_rd_atomic() else {
+            self.requester.unwritten = None;
             return true;
         };
-        if let Some((offset, slice)) = &arriving {
+        if let Some((offset, slice)) = &unwritten {
             let bytes = slice.bytes();
-            let written = gate.access(cx, qpn, |cx| {
+            let written = page_wait.access(cx, qpn, |cx| {
                 parts(&work.pieces, (*offset).into(), bytes.len()).try_for_each(|(piece, at)| {
                     let Sge { key, address, length } = piece;
                     let access = Access {
@@ -265,26 +272,26 @@ impl Qp {
                 })
             });
             let work_last = work.last();
-            let complete = work.has_all_answers();
+            let complete = work.has_all_responses();
             if written.is_ok() && complete {
                 work.progress = Progress::Ended(Status::Success);
             }
-            self.requester.write_gate = gate;
+            self.requester.write_wait = page_wait;
             match written {
                 Ok(()) => {
-                    self.requester.arriving = None;
+                    self.requester.unwritten = None;
                     if complete {
                         self.acknowledge_before(cx, psn::add(work_last, 1));
                     }
                 }
                 Err(Fault::Page(_)) => return false,
                 Err(fault) => {
-                    self.requester.arriving = None;
+                    self.requester.unwritten = None;
                     self.fail_oldest(cx, Self::local_status(fault));
                     return false;
                 }
             }
-        } else if work.has_all_answers() {
+        } else if work.has_all_responses() {
             work.progress = Progress::Ended(Status::Success);
             let until = psn::add(work.last(), 1);
             self.acknowledge_before(cx, until);
