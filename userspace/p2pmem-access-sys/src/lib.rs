@@ -2,21 +2,22 @@
 
 //! Copies from and to memory that others change at any time: devices by DMA, other processes, other mappings.
 //!
-//! Nothing here makes a reference to such memory. Every access to it is volatile, happens once, and is as wide as its
-//! address and the bytes left allow, up to 8 bytes: an aligned group of 8, 4 or 2 bytes is read or written as one.
+//! The crate never creates a reference to such memory. Every access is volatile, is done once, and is as wide as the
+//! address and the remaining bytes permit, up to 8 bytes: an aligned group of 8, 4 or 2 bytes is read or written by one
+//! access.
 //!
-//! The crate is one of `unsafe` functions over raw pointers; who knows that the memory is mapped wraps them.
+//! The functions are `unsafe` and take raw pointers. Callers guarantee that the memory is mapped.
 #![no_std]
 #![allow(unsafe_code)]
 
 use core::sync::atomic::{fence, Ordering};
 
-/// The widest access, up to 8 bytes, that is aligned at `at` and does not pass `left` bytes.
+/// Returns the widest access, at most 8 bytes, that is aligned at `at` and has at most `left` bytes.
 fn width(at: usize, left: usize) -> usize {
     [8, 4, 2].into_iter().find(|w| at % w == 0 && left >= *w).unwrap_or(1)
 }
 
-/// That width, and how many accesses of it follow one another.
+/// Returns the width of the next access, and how many accesses of this width follow one another.
 fn run(at: usize, left: usize) -> (usize, usize) {
     match width(at, left) {
         8 => (8, left / 8),
@@ -24,14 +25,14 @@ fn run(at: usize, left: usize) -> (usize, usize) {
     }
 }
 
-/// One volatile load of `width` bytes.
+/// Does one volatile load of `width` bytes.
 ///
 /// # Safety
 ///
 /// `from` must be mapped for `width` bytes and aligned to `width`, which is 8, 4, 2 or 1.
 unsafe fn load(from: *const u8, width: usize) -> [u8; 8] {
     let mut bytes = [0; 8];
-    // SAFETY: the caller's promise; any bytes are valid integers.
+    // SAFETY: the caller guarantees a mapped and aligned address; any bytes are valid integers.
     unsafe {
         match width {
             8 => bytes = from.cast::<u64>().read_volatile().to_ne_bytes(),
@@ -43,14 +44,14 @@ unsafe fn load(from: *const u8, width: usize) -> [u8; 8] {
     bytes
 }
 
-/// One volatile store of the first `width` of `bytes`.
+/// Does one volatile store of the first `width` bytes of `bytes`.
 ///
 /// # Safety
 ///
 /// `to` must be mapped for `width` bytes and aligned to `width`, which is 8, 4, 2 or 1.
 unsafe fn store(to: *mut u8, width: usize, bytes: [u8; 8]) {
     let [a, b, c, d, ..] = bytes;
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees a mapped and aligned address.
     unsafe {
         match width {
             8 => to.cast::<u64>().write_volatile(u64::from_ne_bytes(bytes)),
@@ -63,15 +64,23 @@ unsafe fn store(to: *mut u8, width: usize, bytes: [u8; 8]) {
 
 /// Reads `out.len()` bytes.
 ///
+/// ```
+/// let memory = [1u8, 2, 3, 4];
+/// let mut out = [0; 3];
+/// // SAFETY: the array has 4 bytes.
+/// unsafe { p2pmem_access_sys::read(memory.as_ptr(), &mut out) };
+/// assert_eq!(out, [1, 2, 3]);
+/// ```
+///
 /// # Safety
 ///
-/// As many bytes must be mapped for reading at `from`.
+/// `from` must be mapped for reading of `out.len()` bytes.
 pub unsafe fn read(from: *const u8, out: &mut [u8]) {
     let mut done = 0;
     while done < out.len() {
         let (width, count) = run(from as usize + done, out.len() - done);
         for part in out[done..done + width * count].chunks_exact_mut(width) {
-            // SAFETY: `done + width` is at most the length that the caller promises, and `width` divides the address.
+            // SAFETY: `done + width` is at most the length that the caller guarantees, and `width` divides the address.
             let bytes = unsafe { load(from.add(done), width) };
             part.copy_from_slice(&bytes[..width]);
             done += width;
@@ -83,7 +92,7 @@ pub unsafe fn read(from: *const u8, out: &mut [u8]) {
 ///
 /// # Safety
 ///
-/// As many bytes must be mapped for writing at `to`.
+/// `to` must be mapped for writing of `data.len()` bytes.
 pub unsafe fn write(to: *mut u8, data: &[u8]) {
     let mut done = 0;
     while done < data.len() {
@@ -102,7 +111,7 @@ pub unsafe fn write(to: *mut u8, data: &[u8]) {
 ///
 /// # Safety
 ///
-/// `len` bytes must be mapped for writing at `to`.
+/// `to` must be mapped for writing of `len` bytes.
 pub unsafe fn fill(to: *mut u8, len: usize, byte: u8) {
     let mut done = 0;
     while done < len {
@@ -115,26 +124,26 @@ pub unsafe fn fill(to: *mut u8, len: usize, byte: u8) {
     }
 }
 
-/// Copies `len` bytes from such memory to such memory, with accesses that are aligned on both sides. The order is that of
-/// addresses, also where the two overlap.
+/// Copies `len` bytes between two such places, with accesses that are aligned in both. Copies in ascending order of
+/// addresses, also if the places overlap.
 ///
 /// # Safety
 ///
-/// `len` bytes must be mapped for reading at `from` and for writing at `to`.
+/// `from` must be mapped for reading and `to` for writing of `len` bytes.
 pub unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     let mut done = 0;
     while done < len {
-        // What is aligned alike in both is as aligned as their addresses together.
+        // The bitwise OR of two addresses is aligned as the less aligned one.
         let (width, count) = run((from as usize + done) | (to as usize + done), len - done);
         for _ in 0..count {
-            // SAFETY: `done + width` is at most `len`, which the caller promises, and `width` divides both addresses.
+            // SAFETY: `done + width` is at most `len`, which the caller guarantees, and `width` divides both addresses.
             unsafe { store(to.add(done), width, load(from.add(done), width)) };
             done += width;
         }
     }
 }
 
-/// Waits until earlier stores of this thread are visible to devices, also those in write-combining buffers, which
+/// Waits until earlier stores of this thread are visible to devices, including stores in write-combining buffers, which
 /// ordinary fences do not flush.
 pub fn store_fence() {
     #[cfg(target_arch = "x86_64")]
@@ -165,7 +174,7 @@ mod tests {
             for len in 0..LEN {
                 let mut memory = pattern();
                 let data = [0xa5; LEN];
-                // SAFETY: the vector is longer than the last offset and length together.
+                // SAFETY: the vector is longer than the largest offset and length together.
                 unsafe { write(memory.as_mut_ptr().add(at), &data[..len]) };
                 assert!(memory[at..at + len].iter().all(|&byte| byte == 0xa5));
                 assert_eq!(
@@ -193,7 +202,7 @@ mod tests {
             for to in 0..9 {
                 for len in 0..LEN {
                     let (source, mut target) = (pattern(), std::vec![0; 64]);
-                    // SAFETY: both vectors are longer than the last offset and length together.
+                    // SAFETY: both vectors are longer than the largest offset and length together.
                     unsafe { copy(source.as_ptr().add(from), target.as_mut_ptr().add(to), len) };
                     assert_eq!(target[to..to + len], source[from..from + len]);
                     assert!(target[..to].iter().chain(&target[to + len..]).all(|&byte| byte == 0));

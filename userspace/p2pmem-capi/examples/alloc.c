@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * Lists providers, allocates a buffer near the devices named, writes to it and reads it back, exports it as a dma-buf,
- * and, where the first name is an RDMA NIC's, registers it there.
+ * Lists providers, allocates a buffer near the named devices, writes and reads the buffer, and exports the buffer as a
+ * dma-buf. If the first device is an RDMA NIC, also registers the buffer with it.
  *
  *   cc -o alloc alloc.c $(pkg-config --cflags --libs p2pmem) -libverbs
  *   ./alloc SIZE [DEVICE...]
@@ -53,7 +53,7 @@ static int write_and_read(const p2pmem_buf *buf)
 	p2pmem_flush(map);
 	for (size_t i = 0; i < n; i++) {
 		if (words[i] != i * 0x9e3779b97f4a7c15u) {
-			fprintf(stderr, "word %zu is not what was written\n", i);
+			fprintf(stderr, "word %zu differs from the data that was written\n", i);
 			return 1;
 		}
 	}
@@ -62,7 +62,7 @@ static int write_and_read(const p2pmem_buf *buf)
 	return 0;
 }
 
-/* Opens a NIC by its name. */
+/* Opens the NIC of this name; returns NULL if there is none. */
 static struct ibv_context *open_nic(const char *name)
 {
 	struct ibv_context *context = NULL;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * Allocates a stripe, parts of one size in several providers, and hands its parts to another process, which reads what was
- * written and answers in the same memory.
+ * Allocates a stripe (parts of one size in several providers), and passes the parts to another process, which checks the
+ * data and writes its answer to the same memory.
  *
  *   cc -o share share.c $(pkg-config --cflags --libs p2pmem)
  *   ./share SIZE PARTS [DEVICE...]
@@ -16,7 +16,7 @@
 #include <unistd.h>
 #include <p2pmem.h>
 
-#define MOST 16
+#define MAX_PARTS 16
 
 static int fail(const char *what)
 {
@@ -24,13 +24,13 @@ static int fail(const char *what)
 	return 1;
 }
 
-/* The word that belongs at place i of a part. */
+/* Returns the word with index i of a part. */
 static uint64_t word(int part, size_t i)
 {
 	return (i + ((uint64_t)part << 48)) * 0x9e3779b97f4a7c15u;
 }
 
-/* Sends a descriptor with a byte. */
+/* Sends a descriptor with one byte of data. */
 static int send_descriptor(int socket, int fd)
 {
 	char control[CMSG_SPACE(sizeof(fd))] = { 0 }, byte = 0;
@@ -47,7 +47,7 @@ static int send_descriptor(int socket, int fd)
 	return sendmsg(socket, &message, 0) == 1 ? 0 : -1;
 }
 
-/* Receives a descriptor; -1 when there are no more. */
+/* Receives a descriptor; returns -1 if there are no more. */
 static int receive_descriptor(int socket)
 {
 	char control[CMSG_SPACE(sizeof(int))], byte;
@@ -67,7 +67,7 @@ static int receive_descriptor(int socket)
 	return fd;
 }
 
-/* Compares what is in a part, or with `invert` the opposite of it, and writes the opposite of what was there. */
+/* Compares each word of a part with its expected value, inverted if `invert` is set, and inverts the word in memory. */
 static int visit(const p2pmem_buf *buf, int part, int invert)
 {
 	uint64_t mask = invert ? UINT64_MAX : 0;
@@ -85,13 +85,13 @@ static int visit(const p2pmem_buf *buf, int part, int invert)
 		words[i] = ~words[i];
 	}
 	if (wrong)
-		fprintf(stderr, "part %d is not what another process wrote\n", part);
+		fprintf(stderr, "part %d differs from the data that the other process wrote\n", part);
 	p2pmem_flush(map);
 	p2pmem_unmap(map);
 	return wrong;
 }
 
-/* The other process: a device of its own, and of the buffers nothing but their descriptors. */
+/* The other process: opens the device itself, and receives only the descriptors of the buffers. */
 static int child(int socket)
 {
 	p2pmem_dev *dev;
@@ -114,7 +114,7 @@ static int child(int socket)
 	return 0;
 }
 
-/* Writes a part and sends it. */
+/* Writes a part and sends its descriptor. */
 static int give(int socket, const p2pmem_buf *buf, int part)
 {
 	volatile uint64_t *words;
@@ -141,7 +141,7 @@ static int give(int socket, const p2pmem_buf *buf, int part)
 int main(int argc, char **argv)
 {
 	p2pmem_want want = { .flags = 0 };
-	p2pmem_buf *parts[MOST];
+	p2pmem_buf *parts[MAX_PARTS];
 	int ends[2], n, status;
 	p2pmem_dev *dev;
 	pid_t pid;
@@ -170,7 +170,7 @@ int main(int argc, char **argv)
 	close(ends[1]);
 	if (p2pmem_open(NULL, &dev))
 		return fail("open");
-	n = p2pmem_alloc_stripe(dev, &want, parts, MOST);
+	n = p2pmem_alloc_stripe(dev, &want, parts, MAX_PARTS);
 	if (n < 0)
 		return fail("stripe");
 	for (int i = 0; i < n; i++) {

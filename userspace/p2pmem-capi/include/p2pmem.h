@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
-/* libp2pmem: PCI peer-to-peer memory for programs. Made from src/sys.rs by ../generate: do not edit. */
+/* libp2pmem: PCI peer-to-peer memory for programs. Generated from src/sys.rs by ../generate: do not edit. */
 
 #ifndef P2PMEM_H
 #define P2PMEM_H
@@ -7,17 +7,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Of infiniband/verbs.h, which programs that register memory include too. */
+/* From infiniband/verbs.h, which programs that register memory include too. */
 struct ibv_pd;
 struct ibv_mr;
 
 /**
- * The provider is preferred, not required: another one is used if it cannot serve the request.
+ * The provider is preferred, not required: another provider serves the request if this one cannot.
  */
 #define P2PMEM_WANT_PREFER 1
 
 /**
- * The kernel's own pci_p2pmem_find_many() chooses.
+ * The kernel's pci_p2pmem_find_many() chooses the provider.
  */
 #define P2PMEM_WANT_UPSTREAM 2
 
@@ -52,27 +52,27 @@ struct ibv_mr;
 #define P2PMEM_CLASS_NUMA_NODE 5
 
 /**
- * Any path by which the device can be reached.
+ * Any path by which the devices can reach the provider.
  */
 #define P2PMEM_CLASS_SYSTEM 6
 
 /**
- * Published by the administrator.
+ * A BAR that the administrator published.
  */
 #define P2PMEM_KIND_IS_OWN 1
 
 /**
- * Published by the device's own driver.
+ * Memory that the device's own driver published in the kernel's pool.
  */
 #define P2PMEM_KIND_IS_ADOPTED 2
 
 /**
- * Registered with p2pmem by the device's own driver.
+ * Memory that the device's own driver registered with p2pmem.
  */
 #define P2PMEM_KIND_IS_REGISTERED 3
 
 /**
- * Buffers of the provider can be exported and registered.
+ * Buffers in the provider can be exported and registered.
  */
 #define P2PMEM_PROVIDER_IS_EXPORTABLE 1
 
@@ -87,7 +87,7 @@ struct ibv_mr;
 #define P2PMEM_PROVIDER_IS_REMOVING 4
 
 /**
- * Also allow importers that cannot be revoked, if the administrator allows them.
+ * Importers that cannot be revoked are allowed too. The administrator must permit this for the provider.
  */
 #define P2PMEM_EXPORT_IS_PINNED 1
 
@@ -97,7 +97,7 @@ struct ibv_mr;
 #define P2PMEM_METHOD_DMABUF 1
 
 /**
- * Registered by its addresses, with ibv_reg_mr().
+ * Registered by its addresses with ibv_reg_mr(), through the kernel's peer-memory interface.
  */
 #define P2PMEM_METHOD_PEER_MEMORY 2
 
@@ -138,7 +138,7 @@ typedef struct p2pmem_provider_info {
          */
         uint32_t flags;
         /**
-         * Number of buffers in the provider.
+         * Number of live buffers in the provider.
          */
         uint32_t buffers;
         /**
@@ -146,7 +146,7 @@ typedef struct p2pmem_provider_info {
          */
         int32_t bar;
         /**
-         * NUMA node, or -1.
+         * NUMA node, or -1 if it is not known.
          */
         int32_t numa_node;
         /**
@@ -154,11 +154,11 @@ typedef struct p2pmem_provider_info {
          */
         uint64_t size;
         /**
-         * Bytes that are free.
+         * Free bytes.
          */
         uint64_t free;
         /**
-         * Size in bytes of the largest piece that can be allocated now.
+         * Size in bytes of the largest piece that one allocation can get now.
          */
         uint64_t largest;
         /**
@@ -166,13 +166,13 @@ typedef struct p2pmem_provider_info {
          */
         char address[24];
         /**
-         * Driver of the device, "" if there is none.
+         * Driver of the device, or "" if the device has none.
          */
         char driver[32];
 } p2pmem_provider_info;
 
 /**
- * The requirements for a buffer. Set all fields to 0 first, then those that matter.
+ * A request for an allocation. Set all fields to 0 first, then the needed ones.
  */
 typedef struct p2pmem_want {
         /**
@@ -180,7 +180,7 @@ typedef struct p2pmem_want {
          */
         uint64_t size;
         /**
-         * Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
+         * Alignment in the BAR in bytes: 0 (a page) or a power of two up to 1 GiB.
          */
         uint64_t align;
         /**
@@ -204,8 +204,8 @@ typedef struct p2pmem_want {
          */
         uint32_t max_class;
         /**
-         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers to divide it among (at most
-         * 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
+         * For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers that share the request
+         * (at most 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
          */
         uint32_t parts;
 } p2pmem_want;
@@ -220,21 +220,22 @@ extern "C" {
 const char *p2pmem_version(void);
 
 /**
- * Returns the message of this thread's last failed call: the operation, the errno, and the reason. "" before the first
- * failure. The message is valid until the thread's next failed call.
+ * Returns the message of the calling thread's last failed call: the operation, the errno, and the reason. Returns ""
+ * before the first failure. The string is valid until the thread's next failed call.
  */
 const char *p2pmem_last_error(void);
 
 /**
- * Returns the remedy for this thread's last failure, "" if none is known.
+ * Returns the remedy for the calling thread's last failure, or "" if none is known. The string is valid until the
+ * thread's next failed call.
  */
 const char *p2pmem_last_remedy(void);
 
 /**
  * Opens the device at path, or /dev/p2pmem if path is NULL.
  *
- * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions), -ENOTTY
- * (the file is no p2pmem device).
+ * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions),
+ * -ENOTTY (the file is no p2pmem device).
  *
  * # Safety
  *
@@ -244,7 +245,7 @@ int p2pmem_open(const char *path,
                 struct p2pmem_dev **out);
 
 /**
- * Closes the device. Buffers that are not yet freed keep the device open. NULL is allowed.
+ * Closes the device. Buffers that are not freed yet keep the file open. NULL is allowed.
  *
  * # Safety
  *
@@ -255,6 +256,8 @@ void p2pmem_close(struct p2pmem_dev *dev);
 /**
  * Returns the device's file descriptor, which is readable while there are events. The device owns the descriptor.
  *
+ * Errors: -EINVAL (dev is NULL).
+ *
  * # Safety
  *
  * dev must be open.
@@ -262,7 +265,10 @@ void p2pmem_close(struct p2pmem_dev *dev);
 int p2pmem_fd(const struct p2pmem_dev *dev);
 
 /**
- * Writes at most capacity providers to out. Returns the number of all providers.
+ * Writes at most capacity providers to out. Returns the number of all providers, which can be
+ * larger.
+ *
+ * Errors: -EINVAL (dev or out is NULL), -ENOMEM.
  *
  * # Safety
  *
@@ -273,8 +279,9 @@ int p2pmem_list(const struct p2pmem_dev *dev, struct p2pmem_provider_info *out, 
 /**
  * Allocates a buffer.
  *
- * Errors: -EINVAL (invalid requirements), -ENODEV (no provider could ever serve them, or an unknown device), -ENOSPC (the
- * suitable providers are full: the message names the users of their memory).
+ * Errors: -EINVAL (an invalid request), -ENODEV (no provider can ever serve the request, or no such device), -ENOSPC
+ * (the providers that could serve the request are full; the message names the users of their memory), -EACCES (rules
+ * deny the memory), -EDQUOT (a quota or a limit of the cgroup would be exceeded), -EMFILE (too many buffers), -ENOMEM.
  *
  * # Safety
  *
@@ -285,11 +292,11 @@ int p2pmem_alloc(const struct p2pmem_dev *dev,
                  struct p2pmem_buf **out);
 
 /**
- * Allocates one buffer in each of want.parts providers, want.size bytes in all. The parts are equal except for the last
- * one, which may be smaller, and are in the order of out. Either all are allocated or none. Each part is freed, mapped,
- * exported and registered separately. Returns the number of parts, at most capacity.
+ * Allocates a stripe: one buffer in each of want.parts providers, want.size bytes in total. The parts are equal,
+ * except for the last one, which can be smaller. Their order is that of out. Allocates all parts or none. Each part is
+ * freed, mapped, exported and registered separately. Returns the number of parts, at most capacity.
  *
- * Errors: those of p2pmem_alloc(), for the part without a provider; -EINVAL (want.parts is 0, or more than capacity).
+ * Errors: those of p2pmem_alloc(), if a part has no provider; -EINVAL also if want.parts is 0 or more than capacity.
  *
  * # Safety
  *
@@ -301,8 +308,9 @@ int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
                         size_t capacity);
 
 /**
- * Returns a descriptor that gives another process access to a buffer. The process receives the descriptor (SCM_RIGHTS)
- * and passes it to p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until then.
+ * Creates a descriptor of a buffer for another process. The process receives the descriptor (SCM_RIGHTS) and imports
+ * the buffer with p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until
+ * then.
  *
  * Errors: those of p2pmem_export().
  *
@@ -313,15 +321,15 @@ int p2pmem_alloc_stripe(const struct p2pmem_dev *dev,
 int p2pmem_share(const struct p2pmem_buf *buf);
 
 /**
- * Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free when
- * the last process has freed the buffer.
+ * Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free
+ * after all processes have freed the buffer.
  *
- * Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a buffer),
- * -ENODEV (the buffer was revoked).
+ * Errors: -EBADF, -EINVAL (not a dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a
+ * buffer), -ENODEV (the buffer was revoked), -EMFILE (too many buffers), -ENOMEM.
  *
  * # Safety
  *
- * dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+ * dev must be open, out valid. If fd is a descriptor, it must stay open during the call.
  */
 int p2pmem_import(const struct p2pmem_dev *dev,
                   int fd,
@@ -356,8 +364,8 @@ uint64_t p2pmem_buf_size(const struct p2pmem_buf *buf);
 uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 
 /**
- * Returns the offset of the buffer's first byte in the provider's BAR, for commands to the provider's own engine;
- * UINT64_MAX if the BAR is not known, and for NULL.
+ * Returns the offset in bytes of the buffer's first byte in the provider's BAR, for commands to the provider's DMA
+ * engine; UINT64_MAX if the BAR is not known, and for NULL.
  *
  * # Safety
  *
@@ -366,9 +374,9 @@ uint32_t p2pmem_buf_provider(const struct p2pmem_buf *buf);
 uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 
 /**
- * Maps a whole buffer. The mapping may outlive the buffer.
+ * Maps a whole buffer for reading and writing. The mapping can outlive the buffer.
  *
- * Errors: -ENODEV (the buffer was revoked), -ENOMEM.
+ * Errors: -EINVAL, -ENODEV (the buffer was revoked), -ENOMEM.
  *
  * # Safety
  *
@@ -377,7 +385,7 @@ uint64_t p2pmem_buf_bar_offset(const struct p2pmem_buf *buf);
 int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 
 /**
- * Unmaps a buffer. Registrations that use the mapping's addresses keep the mapping. NULL is allowed.
+ * Unmaps a buffer. Registrations that use the mapping's addresses keep the memory mapped. NULL is allowed.
  *
  * # Safety
  *
@@ -386,8 +394,8 @@ int p2pmem_map(const struct p2pmem_buf *buf, struct p2pmem_mapping **out);
 void p2pmem_unmap(struct p2pmem_mapping *map);
 
 /**
- * Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time. After
- * the provider is removed, an access raises SIGBUS.
+ * Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time.
+ * After the provider is removed, an access raises SIGBUS.
  *
  * # Safety
  *
@@ -405,7 +413,9 @@ void *p2pmem_map_addr(const struct p2pmem_mapping *map);
 size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 
 /**
- * Makes earlier writes through mappings visible to devices, before any later access.
+ * Makes earlier writes through mappings visible to devices before any later access.
+ *
+ * Errors: -EINVAL (map is NULL).
  *
  * # Safety
  *
@@ -414,9 +424,9 @@ size_t p2pmem_map_len(const struct p2pmem_mapping *map);
 int p2pmem_flush(const struct p2pmem_mapping *map);
 
 /**
- * Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which the
- * caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer. flags:
- * P2PMEM_EXPORT_IS_PINNED or 0.
+ * Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which
+ * the caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer.
+ * flags: P2PMEM_EXPORT_IS_PINNED or 0.
  *
  * Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
  * -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -431,15 +441,17 @@ int p2pmem_export(const struct p2pmem_buf *buf,
                   unsigned int flags);
 
 /**
- * Registers length bytes of a buffer from offset with the NIC of a protection domain; a length of 0 means the rest of the
- * buffer. access: IBV_ACCESS_* bits.
+ * Registers length bytes of a buffer from offset with the NIC of a protection domain. A length of 0 means up to the
+ * end of the buffer. access: IBV_ACCESS_* bits.
  *
- * On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work requests
- * use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The registration keeps
- * the memory, even if the buffer is freed. The registration must end before the protection domain does.
+ * On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work
+ * requests use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The
+ * registration holds the memory, even if the buffer is freed. The registration must end before the protection domain
+ * does.
  *
- * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the NIC
- * cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs, or too old a version).
+ * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the
+ * NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (libibverbs is missing or too
+ * old).
  *
  * # Safety
  *
@@ -455,7 +467,7 @@ int p2pmem_register(const struct p2pmem_buf *buf,
 /**
  * Ends a registration. reg is invalid afterwards, also after an error. NULL is allowed.
  *
- * Errors: -EIO (the driver refused, because memory windows are bound to the region).
+ * Errors: -EIO (memory windows are bound to the region).
  *
  * # Safety
  *
@@ -473,7 +485,7 @@ int p2pmem_deregister(struct p2pmem_reg *reg);
 uint32_t p2pmem_reg_lkey(const struct p2pmem_reg *reg);
 
 /**
- * Returns the remote key, for work requests of the other side; 0 for NULL.
+ * Returns the remote key, for work requests of the remote side; 0 for NULL.
  *
  * # Safety
  *
@@ -518,9 +530,12 @@ int p2pmem_reg_method(const struct p2pmem_reg *reg);
 struct ibv_mr *p2pmem_reg_mr(const struct p2pmem_reg *reg);
 
 /**
- * Explains which provider p2pmem_alloc() would choose for these requirements and why, with one line for each provider.
- * Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole text,
- * as snprintf() does.
+ * Explains which provider p2pmem_alloc() would choose for this request and why, with one line for each provider.
+ * Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole
+ * text in bytes without the NUL, as snprintf() does.
+ *
+ * Errors: -EINVAL (an invalid request), -ENODEV (no such device). A request that no provider can serve is not an
+ * error.
  *
  * # Safety
  *
@@ -532,9 +547,9 @@ int p2pmem_explain(const struct p2pmem_dev *dev,
                    size_t capacity);
 
 /**
- * Explains the last allocation through this device, or a later refusal, as p2pmem_explain() does.
+ * Explains the last allocation through this device, or a later failure, as p2pmem_explain() does.
  *
- * Errors: -ENODATA (there was none yet).
+ * Errors: -ENODATA (there is none yet).
  *
  * # Safety
  *

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The C functions in safe Rust: errors as errnos and messages, requests, providers.
+//! Implementation of the C functions in safe Rust: errors as errnos and messages, requests, providers.
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, CString};
@@ -15,7 +15,7 @@ use crate::sys::{
     P2PMEM_WANT_UPSTREAM,
 };
 
-/// A failed call: the errno (positive), the message, and the remedy.
+/// Failure of a call: the errno (positive), the message, and the remedy.
 #[derive(Debug)]
 pub(crate) struct Failure {
     errno: i32,
@@ -24,7 +24,7 @@ pub(crate) struct Failure {
 }
 
 impl Failure {
-    /// An invalid argument.
+    /// An invalid argument: EINVAL.
     pub(crate) fn argument(text: impl Into<String>) -> Self {
         Self {
             errno: libc::EINVAL,
@@ -35,11 +35,11 @@ impl Failure {
 }
 
 impl Failure {
-    /// A number that is no open descriptor.
+    /// A number that is not a descriptor: EBADF.
     pub(crate) fn bad_descriptor(fd: c_int) -> Self {
         Self {
             errno: libc::EBADF,
-            text: format!("{fd} is no descriptor"),
+            text: format!("{fd} is not a descriptor"),
             remedy: None,
         }
     }
@@ -75,11 +75,12 @@ fn c_text(text: &str) -> CString {
 
 fn keep(failure: &Failure) {
     let texts = (c_text(&failure.text), c_text(failure.remedy.unwrap_or_default()));
-    // While the thread ends the variable may be gone: no call can read it then.
+    // While the thread exits, the value may not exist any more. No call can read the message then.
     let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
 }
 
-/// Returns the thread's last message (or remedy), which is valid until the thread's next failure.
+/// Returns the thread's last message, or its remedy if `remedy` is true. The pointer is valid until the thread's next
+/// failure.
 pub(crate) fn last(remedy: bool) -> *const c_char {
     LAST.try_with(|last| {
         let last = last.borrow();
@@ -88,13 +89,14 @@ pub(crate) fn last(remedy: bool) -> *const c_char {
     .unwrap_or(c"".as_ptr())
 }
 
-/// Runs the body of a C function: returns its number, or a negative errno, whose message is stored.
+/// Runs the body of a C function. Returns the number that the body returns. After an error or a panic, stores the
+/// message and returns a negative errno.
 pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
-    // After a panic, at worst a handle exists that the caller did not get.
+    // After a panic, at worst a handle exists that the caller did not receive.
     let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
         Err(Failure {
             errno: libc::EIO,
-            text: format!("{function}() panicked, which is a fault of this library"),
+            text: format!("{function}() panicked: this is a bug of libp2pmem, please report it"),
             remedy: None,
         })
     });
@@ -104,12 +106,12 @@ pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>)
     })
 }
 
-/// Converts a count to the return value of a C function.
+/// Converts a count to the return value of a C function. A count that does not fit becomes the largest `c_int`.
 pub(crate) fn count(n: usize) -> c_int {
     c_int::try_from(n).unwrap_or(c_int::MAX)
 }
 
-/// The requirements as numbers, without the names of clients.
+/// A request from C, with the names of its clients.
 #[derive(Debug, Default)]
 pub(crate) struct Want {
     pub(crate) size: u64,
@@ -131,7 +133,7 @@ impl Want {
         if self.flags & P2PMEM_WANT_UPSTREAM != 0 {
             if self.parts != 0 {
                 return Err(Failure::argument(
-                    "the kernel's own choice is one provider: parts is not 0",
+                    "P2PMEM_WANT_UPSTREAM chooses one provider: parts must be 0",
                 ));
             }
             request = request.strategy(Strategy::Upstream);
@@ -141,7 +143,7 @@ impl Want {
             P2PMEM_PARTS_ALL => request.strategy(Strategy::Stripe),
             parts if parts > P2PMEM_MAX_PARTS => {
                 return Err(Failure::argument(format!(
-                    "{parts} parts, at most {P2PMEM_MAX_PARTS} are possible"
+                    "{parts} parts: at most {P2PMEM_MAX_PARTS} are possible"
                 )));
             }
             parts => request.strategy(Strategy::Stripe).parts(parts),
@@ -158,7 +160,7 @@ impl Want {
             let class = (self.max_class as usize)
                 .checked_sub(1)
                 .and_then(|at| PathClass::ALL.get(at));
-            let class = class.ok_or_else(|| Failure::argument(format!("{} is no path class", self.max_class)))?;
+            let class = class.ok_or_else(|| Failure::argument(format!("{} is not a path class", self.max_class)))?;
             request = request.max_class(*class);
         }
         Ok(request)
@@ -166,24 +168,24 @@ impl Want {
 }
 
 impl Want {
-    /// The request of a stripe with at most `capacity` parts.
+    /// Converts the request for a stripe of at most `capacity` parts.
     pub(crate) fn stripe(&self, capacity: usize) -> Result<Request, Failure> {
         let most = P2PMEM_MAX_PARTS as usize;
         match self.parts {
             0 => Err(Failure::argument("a stripe of 0 parts")),
             P2PMEM_PARTS_ALL if capacity < most => Err(Failure::argument(format!(
-                "nr_parts is {capacity}, and there may be {most} parts"
+                "capacity is {capacity}, and there may be {most} parts"
             ))),
             P2PMEM_PARTS_ALL => self.request(),
             parts if parts as usize > capacity => Err(Failure::argument(format!(
-                "nr_parts is {capacity}, and {parts} parts are requested"
+                "capacity is {capacity}, and {parts} parts are requested"
             ))),
             _ => self.request(),
         }
     }
 }
 
-/// A string in a fixed array, always with a NUL.
+/// Returns a string in a fixed array, always with a NUL.
 fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut chars = [0; N];
     for (to, from) in chars.iter_mut().zip(text.bytes().take(N - 1)) {
@@ -192,7 +194,7 @@ fn chars<const N: usize>(text: &str) -> [c_char; N] {
     chars
 }
 
-/// Converts a number, with -1 for an unknown one.
+/// Converts a number that may be unknown: C has -1 for an unknown one.
 fn signed(number: Option<u32>) -> i32 {
     number.and_then(|n| i32::try_from(n).ok()).unwrap_or(-1)
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The C interface, and the only module with `unsafe`. cbindgen generates p2pmem.h from this file, so doc comments here are
-//! for readers of p2pmem.h.
+//! The C interface, and the only module with `unsafe`. cbindgen generates p2pmem.h from this file, so its doc comments
+//! are for readers of p2pmem.h.
 #![allow(unsafe_code, non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
@@ -25,12 +25,12 @@ pub struct p2pmem_mapping(Mapping);
 /// A buffer registered with an RDMA NIC.
 pub struct p2pmem_reg(Registration);
 
-/// The requirements for a buffer. Set all fields to 0 first, then those that matter.
+/// A request for an allocation. Set all fields to 0 first, then the needed ones.
 #[repr(C)]
 pub struct p2pmem_want {
     /// Size in bytes, rounded up to pages.
     pub size: u64,
-    /// Alignment in the BAR: 0 (a page) or a power of two up to 1 GiB.
+    /// Alignment in the BAR in bytes: 0 (a page) or a power of two up to 1 GiB.
     pub align: u64,
     /// Names of the devices that will do DMA to the buffer: "mlx5_0", "nvme0", "0000:03:00.0".
     pub near_devices: *const *const c_char,
@@ -42,14 +42,14 @@ pub struct p2pmem_want {
     pub flags: u32,
     /// The farthest path class allowed, P2PMEM_CLASS_*, or 0 for any.
     pub max_class: u32,
-    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers to divide it among (at most
-    /// 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
+    /// For p2pmem_alloc_stripe() and p2pmem_explain(): 0 for one buffer, the number of providers that share the request
+    /// (at most 16), or P2PMEM_PARTS_ALL. Must be 0 for p2pmem_alloc().
     pub parts: u32,
 }
 
-/// The provider is preferred, not required: another one is used if it cannot serve the request.
+/// The provider is preferred, not required: another provider serves the request if this one cannot.
 pub const P2PMEM_WANT_PREFER: u32 = 1;
-/// The kernel's own pci_p2pmem_find_many() chooses.
+/// The kernel's pci_p2pmem_find_many() chooses the provider.
 pub const P2PMEM_WANT_UPSTREAM: u32 = 2;
 
 /// As many parts as there are providers that can hold one.
@@ -65,7 +65,7 @@ pub const P2PMEM_CLASS_SWITCHES: u32 = 3;
 pub const P2PMEM_CLASS_HOST_BRIDGE: u32 = 4;
 /// In one NUMA node.
 pub const P2PMEM_CLASS_NUMA_NODE: u32 = 5;
-/// Any path by which the device can be reached.
+/// Any path by which the devices can reach the provider.
 pub const P2PMEM_CLASS_SYSTEM: u32 = 6;
 
 /// A provider: a device with published memory.
@@ -77,84 +77,85 @@ pub struct p2pmem_provider_info {
     pub kind: u32,
     /// P2PMEM_PROVIDER_IS_* bits.
     pub flags: u32,
-    /// Number of buffers in the provider.
+    /// Number of live buffers in the provider.
     pub buffers: u32,
     /// Number of the BAR, or -1 if it is not known.
     pub bar: i32,
-    /// NUMA node, or -1.
+    /// NUMA node, or -1 if it is not known.
     pub numa_node: i32,
     /// Bytes that p2pmem manages.
     pub size: u64,
-    /// Bytes that are free.
+    /// Free bytes.
     pub free: u64,
-    /// Size in bytes of the largest piece that can be allocated now.
+    /// Size in bytes of the largest piece that one allocation can get now.
     pub largest: u64,
     /// PCI address, such as "0000:03:00.0".
     pub address: [c_char; 24],
-    /// Driver of the device, "" if there is none.
+    /// Driver of the device, or "" if the device has none.
     pub driver: [c_char; 32],
 }
 
-/// Published by the administrator.
+/// A BAR that the administrator published.
 pub const P2PMEM_KIND_IS_OWN: u32 = 1;
-/// Published by the device's own driver.
+/// Memory that the device's own driver published in the kernel's pool.
 pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
-/// Registered with p2pmem by the device's own driver.
+/// Memory that the device's own driver registered with p2pmem.
 pub const P2PMEM_KIND_IS_REGISTERED: u32 = 3;
 
-/// Buffers of the provider can be exported and registered.
+/// Buffers in the provider can be exported and registered.
 pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
 /// The memory has no struct pages: direct I/O does not work.
 pub const P2PMEM_PROVIDER_IS_PAGELESS: u32 = 2;
 /// The provider is being removed.
 pub const P2PMEM_PROVIDER_IS_REMOVING: u32 = 4;
 
-/// Also allow importers that cannot be revoked, if the administrator allows them.
+/// Importers that cannot be revoked are allowed too. The administrator must permit this for the provider.
 pub const P2PMEM_EXPORT_IS_PINNED: c_uint = 1;
 
 /// Registered as a dma-buf.
 pub const P2PMEM_METHOD_DMABUF: c_int = 1;
-/// Registered by its addresses, with ibv_reg_mr().
+/// Registered by its addresses with ibv_reg_mr(), through the kernel's peer-memory interface.
 pub const P2PMEM_METHOD_PEER_MEMORY: c_int = 2;
 
-/// Returns a reference to the target of a pointer argument.
+/// Converts a pointer argument to a reference. Fails for NULL.
 ///
 /// # Safety
 ///
 /// The pointer must be null, or valid for `'a`.
-unsafe fn given<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
-    // SAFETY: the caller's promise.
+unsafe fn input<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { pointer.as_ref() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Returns the place for a result.
+/// Converts the pointer of an output argument to a reference. Fails for NULL.
 ///
 /// # Safety
 ///
-/// The pointer must be null, or valid to write for `'a`.
-unsafe fn place<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
-    // SAFETY: the caller's promise.
+/// The pointer must be null, or valid for writes for `'a`.
+unsafe fn output<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
+    // SAFETY: the caller guarantees that the pointer is null or valid.
     unsafe { pointer.as_mut() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
 }
 
-/// Converts a handle back into the object that it owns.
+/// Takes ownership of a handle. Returns `None` for NULL.
 ///
 /// # Safety
 ///
-/// The pointer must be null, or a handle of this library that was not converted back before, and is not in use.
+/// The pointer must be null, or a handle of this library that was not released before and is not in use.
 unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
-    // SAFETY: the caller's promise; handles are made by Box::into_raw().
+    // SAFETY: the caller guarantees that the handle is valid and unused; Box::into_raw() created the handle.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
 }
 
-/// Converts the requirements to Rust.
+/// Converts a request to its Rust form.
 ///
 /// # Safety
 ///
-/// The pointer must be null or valid, with as many names as `nr_near`, and each name a NUL-terminated string.
+/// The pointer must be null or valid. `near_devices` must have `nr_near` pointers, each null or a NUL-terminated
+/// string.
 unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
-    // SAFETY: the caller's promise.
-    let raw = unsafe { given(want, "want") }?;
+    // SAFETY: the caller guarantees that the pointer is null or valid.
+    let raw = unsafe { input(want, "want") }?;
     let mut near = Vec::new();
     if raw.nr_near > 0 {
         if raw.near_devices.is_null() {
@@ -167,12 +168,12 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
             )));
         }
         for n in 0..raw.nr_near {
-            // SAFETY: the caller's promise: there are `nr_near` names.
+            // SAFETY: the caller guarantees that there are `nr_near` names.
             let name = unsafe { *raw.near_devices.add(n) };
             if name.is_null() {
                 return Err(Failure::argument(format!("name {n} of near_devices is NULL")));
             }
-            // SAFETY: the caller's promise: it is a NUL-terminated string.
+            // SAFETY: the caller guarantees that the name is a NUL-terminated string.
             near.push(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
         }
     }
@@ -187,18 +188,19 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
     })
 }
 
-/// Copies a text as snprintf() does.
+/// Copies a text as snprintf() does, and returns its length in bytes.
 ///
 /// # Safety
 ///
-/// `to` must be valid to write for `capacity` bytes, or `capacity` 0.
-unsafe fn put(text: &str, to: *mut c_char, capacity: usize) -> Result<c_int, Failure> {
+/// `to` must be valid for writes of `capacity` bytes, or `capacity` must be 0.
+unsafe fn copy_text(text: &str, to: *mut c_char, capacity: usize) -> Result<c_int, Failure> {
     if capacity > 0 {
         if to.is_null() {
             return Err(Failure::argument("text is NULL, and capacity is not 0"));
         }
         let n = text.len().min(capacity - 1);
-        // SAFETY: `n + 1` bytes fit (the caller's promise), and the text is not in the program's memory.
+        // SAFETY: `n + 1` bytes fit, which the caller guarantees, and the library's text does not overlap the program's
+        // memory.
         unsafe {
             std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
             to.add(n).write(0);
@@ -213,14 +215,15 @@ pub extern "C" fn p2pmem_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Returns the message of this thread's last failed call: the operation, the errno, and the reason. "" before the first
-/// failure. The message is valid until the thread's next failed call.
+/// Returns the message of the calling thread's last failed call: the operation, the errno, and the reason. Returns ""
+/// before the first failure. The string is valid until the thread's next failed call.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_error() -> *const c_char {
     last(false)
 }
 
-/// Returns the remedy for this thread's last failure, "" if none is known.
+/// Returns the remedy for the calling thread's last failure, or "" if none is known. The string is valid until the
+/// thread's next failed call.
 #[no_mangle]
 pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
     last(true)
@@ -228,8 +231,8 @@ pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
 
 /// Opens the device at path, or /dev/p2pmem if path is NULL.
 ///
-/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions), -ENOTTY
-/// (the file is no p2pmem device).
+/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions),
+/// -ENOTTY (the file is no p2pmem device).
 ///
 /// # Safety
 ///
@@ -237,12 +240,12 @@ pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_dev) -> c_int {
     run("p2pmem_open", || {
-        // SAFETY: this function's own contract.
-        let out = unsafe { place(out, "out") }?;
+        // SAFETY: this function's contract.
+        let out = unsafe { output(out, "out") }?;
         let device = if path.is_null() {
             Device::open()
         } else {
-            // SAFETY: not null, so it is a string.
+            // SAFETY: the path is not null, so it is a string (this function's contract).
             let path = unsafe { CStr::from_ptr(path) };
             Device::open_path(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(
                 path.to_bytes(),
@@ -253,7 +256,7 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
     })
 }
 
-/// Closes the device. Buffers that are not yet freed keep the device open. NULL is allowed.
+/// Closes the device. Buffers that are not freed yet keep the file open. NULL is allowed.
 ///
 /// # Safety
 ///
@@ -261,7 +264,7 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_close(dev: *mut p2pmem_dev) {
     run("p2pmem_close", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(dev) });
         Ok(0)
     });
@@ -269,16 +272,21 @@ pub unsafe extern "C" fn p2pmem_close(dev: *mut p2pmem_dev) {
 
 /// Returns the device's file descriptor, which is readable while there are events. The device owns the descriptor.
 ///
+/// Errors: -EINVAL (dev is NULL).
+///
 /// # Safety
 ///
 /// dev must be open.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
-    // SAFETY: this function's own contract.
-    run("p2pmem_fd", || Ok(unsafe { given(dev, "dev") }?.0.as_fd().as_raw_fd()))
+    // SAFETY: this function's contract.
+    run("p2pmem_fd", || Ok(unsafe { input(dev, "dev") }?.0.as_fd().as_raw_fd()))
 }
 
-/// Writes at most capacity providers to out. Returns the number of all providers.
+/// Writes at most capacity providers to out. Returns the number of all providers, which can be
+/// larger.
+///
+/// Errors: -EINVAL (dev or out is NULL), -ENOMEM.
 ///
 /// # Safety
 ///
@@ -286,8 +294,8 @@ pub unsafe extern "C" fn p2pmem_fd(dev: *const p2pmem_dev) -> c_int {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_provider_info, capacity: usize) -> c_int {
     run("p2pmem_list", || {
-        // SAFETY: this function's own contract.
-        let all = providers(&unsafe { given(dev, "dev") }?.0)?;
+        // SAFETY: this function's contract.
+        let all = providers(&unsafe { input(dev, "dev") }?.0)?;
         let there = all.len();
         if capacity > 0 && out.is_null() {
             return Err(Failure::argument("out is NULL, and capacity is not 0"));
@@ -302,8 +310,9 @@ pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_pr
 
 /// Allocates a buffer.
 ///
-/// Errors: -EINVAL (invalid requirements), -ENODEV (no provider could ever serve them, or an unknown device), -ENOSPC (the
-/// suitable providers are full: the message names the users of their memory).
+/// Errors: -EINVAL (an invalid request), -ENODEV (no provider can ever serve the request, or no such device), -ENOSPC
+/// (the providers that could serve the request are full; the message names the users of their memory), -EACCES (rules
+/// deny the memory), -EDQUOT (a quota or a limit of the cgroup would be exceeded), -EMFILE (too many buffers), -ENOMEM.
 ///
 /// # Safety
 ///
@@ -315,18 +324,18 @@ pub unsafe extern "C" fn p2pmem_alloc(
     out: *mut *mut p2pmem_buf,
 ) -> c_int {
     run("p2pmem_alloc", || {
-        // SAFETY: this function's own contract.
-        let (dev, want, out) = unsafe { (given(dev, "dev")?, self::want(want)?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (dev, want, out) = unsafe { (input(dev, "dev")?, self::want(want)?, output(out, "out")?) };
         *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.alloc(&want.request()?)?)));
         Ok(0)
     })
 }
 
-/// Allocates one buffer in each of want.parts providers, want.size bytes in all. The parts are equal except for the last
-/// one, which may be smaller, and are in the order of out. Either all are allocated or none. Each part is freed, mapped,
-/// exported and registered separately. Returns the number of parts, at most capacity.
+/// Allocates a stripe: one buffer in each of want.parts providers, want.size bytes in total. The parts are equal,
+/// except for the last one, which can be smaller. Their order is that of out. Allocates all parts or none. Each part is
+/// freed, mapped, exported and registered separately. Returns the number of parts, at most capacity.
 ///
-/// Errors: those of p2pmem_alloc(), for the part without a provider; -EINVAL (want.parts is 0, or more than capacity).
+/// Errors: those of p2pmem_alloc(), if a part has no provider; -EINVAL also if want.parts is 0 or more than capacity.
 ///
 /// # Safety
 ///
@@ -339,23 +348,24 @@ pub unsafe extern "C" fn p2pmem_alloc_stripe(
     capacity: usize,
 ) -> c_int {
     run("p2pmem_alloc_stripe", || {
-        // SAFETY: this function's own contract.
-        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        // SAFETY: this function's contract.
+        let (dev, want) = unsafe { (input(dev, "dev")?, self::want(want)?) };
         if out.is_null() {
             return Err(Failure::argument("out is NULL"));
         }
         let parts = dev.0.alloc_stripe(&want.stripe(capacity)?)?.into_parts();
         let there = parts.len();
         for (n, part) in parts.into_iter().enumerate() {
-            // SAFETY: there are `capacity` at most (this function's own contract).
+            // SAFETY: there are at most `capacity` parts, for which `out` is valid (this function's contract).
             unsafe { out.add(n).write(Box::into_raw(Box::new(p2pmem_buf(part)))) };
         }
         Ok(count(there))
     })
 }
 
-/// Returns a descriptor that gives another process access to a buffer. The process receives the descriptor (SCM_RIGHTS)
-/// and passes it to p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until then.
+/// Creates a descriptor of a buffer for another process. The process receives the descriptor (SCM_RIGHTS) and imports
+/// the buffer with p2pmem_import(). The descriptor is close-on-exec. The caller closes it; it holds the buffer until
+/// then.
 ///
 /// Errors: those of p2pmem_export().
 ///
@@ -365,30 +375,31 @@ pub unsafe extern "C" fn p2pmem_alloc_stripe(
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_share(buf: *const p2pmem_buf) -> c_int {
     run("p2pmem_share", || {
-        // SAFETY: this function's own contract.
-        let shared = unsafe { given(buf, "buf") }?.0.share()?;
+        // SAFETY: this function's contract.
+        let shared = unsafe { input(buf, "buf") }?.0.share()?;
         Ok(OwnedFd::from(shared).into_raw_fd())
     })
 }
 
-/// Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free when
-/// the last process has freed the buffer.
+/// Imports the buffer of a descriptor of p2pmem_share(). The caller still closes the descriptor. The memory is free
+/// after all processes have freed the buffer.
 ///
-/// Errors: -EBADF, -EINVAL (no dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a buffer),
-/// -ENODEV (the buffer was revoked).
+/// Errors: -EBADF, -EINVAL (not a dma-buf), -EXDEV (another driver's dma-buf), -EACCES (a dma-buf of parts of a
+/// buffer), -ENODEV (the buffer was revoked), -EMFILE (too many buffers), -ENOMEM.
 ///
 /// # Safety
 ///
-/// dev must be open, fd a descriptor that stays open during the call, or none, out valid.
+/// dev must be open, out valid. If fd is a descriptor, it must stay open during the call.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *mut *mut p2pmem_buf) -> c_int {
     run("p2pmem_import", || {
-        // SAFETY: this function's own contract.
-        let (dev, out) = unsafe { (given(dev, "dev")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (dev, out) = unsafe { (input(dev, "dev")?, output(out, "out")?) };
         if fd < 0 {
             return Err(Failure::bad_descriptor(fd));
         }
-        // SAFETY: it is not -1, and stays open during the call; a number that is no descriptor is refused by the kernel.
+        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
+        // refuses a number that is not a descriptor.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.import(fd)?)));
         Ok(0)
@@ -404,7 +415,7 @@ pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_free(buf: *mut p2pmem_buf) {
     run("p2pmem_free", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(buf) });
         Ok(0)
     });
@@ -417,7 +428,7 @@ pub unsafe extern "C" fn p2pmem_free(buf: *mut p2pmem_buf) {
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_size(buf: *const p2pmem_buf) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.size())
 }
 
@@ -428,27 +439,27 @@ pub unsafe extern "C" fn p2pmem_buf_size(buf: *const p2pmem_buf) -> u64 {
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_provider(buf: *const p2pmem_buf) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }.map_or(0, |buf| buf.0.provider())
 }
 
-/// Returns the offset of the buffer's first byte in the provider's BAR, for commands to the provider's own engine;
-/// UINT64_MAX if the BAR is not known, and for NULL.
+/// Returns the offset in bytes of the buffer's first byte in the provider's BAR, for commands to the provider's DMA
+/// engine; UINT64_MAX if the BAR is not known, and for NULL.
 ///
 /// # Safety
 ///
 /// buf must be NULL or a buffer.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { buf.as_ref() }
         .and_then(|buf| buf.0.bar_offset())
         .unwrap_or(u64::MAX)
 }
 
-/// Maps a whole buffer. The mapping may outlive the buffer.
+/// Maps a whole buffer for reading and writing. The mapping can outlive the buffer.
 ///
-/// Errors: -ENODEV (the buffer was revoked), -ENOMEM.
+/// Errors: -EINVAL, -ENODEV (the buffer was revoked), -ENOMEM.
 ///
 /// # Safety
 ///
@@ -456,14 +467,14 @@ pub unsafe extern "C" fn p2pmem_buf_bar_offset(buf: *const p2pmem_buf) -> u64 {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pmem_mapping) -> c_int {
     run("p2pmem_map", || {
-        // SAFETY: this function's own contract.
-        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (buf, out) = unsafe { (input(buf, "buf")?, output(out, "out")?) };
         *out = Box::into_raw(Box::new(p2pmem_mapping(buf.0.map()?)));
         Ok(0)
     })
 }
 
-/// Unmaps a buffer. Registrations that use the mapping's addresses keep the mapping. NULL is allowed.
+/// Unmaps a buffer. Registrations that use the mapping's addresses keep the memory mapped. NULL is allowed.
 ///
 /// # Safety
 ///
@@ -471,21 +482,21 @@ pub unsafe extern "C" fn p2pmem_map(buf: *const p2pmem_buf, out: *mut *mut p2pme
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_unmap(map: *mut p2pmem_mapping) {
     run("p2pmem_unmap", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         drop(unsafe { take(map) });
         Ok(0)
     });
 }
 
-/// Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time. After
-/// the provider is removed, an access raises SIGBUS.
+/// Returns the address of the first byte; NULL for NULL. Use volatile pointers: devices change the memory at any time.
+/// After the provider is removed, an access raises SIGBUS.
 ///
 /// # Safety
 ///
 /// map must be NULL or a mapping.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map_addr(map: *const p2pmem_mapping) -> *mut c_void {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { map.as_ref() }.map_or(std::ptr::null_mut(), |map| map.0.as_ptr().cast())
 }
 
@@ -496,11 +507,13 @@ pub unsafe extern "C" fn p2pmem_map_addr(map: *const p2pmem_mapping) -> *mut c_v
 /// map must be NULL or a mapping.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { map.as_ref() }.map_or(0, |map| map.0.len())
 }
 
-/// Makes earlier writes through mappings visible to devices, before any later access.
+/// Makes earlier writes through mappings visible to devices before any later access.
+///
+/// Errors: -EINVAL (map is NULL).
 ///
 /// # Safety
 ///
@@ -508,15 +521,15 @@ pub unsafe extern "C" fn p2pmem_map_len(map: *const p2pmem_mapping) -> usize {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
     run("p2pmem_flush", || {
-        // SAFETY: this function's own contract.
-        unsafe { given(map, "map") }?.0.flush();
+        // SAFETY: this function's contract.
+        unsafe { input(map, "map") }?.0.flush();
         Ok(0)
     })
 }
 
-/// Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which the
-/// caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer. flags:
-/// P2PMEM_EXPORT_IS_PINNED or 0.
+/// Exports length bytes of a buffer from offset as a dma-buf. Returns the descriptor, which is close-on-exec and which
+/// the caller closes. offset and length are multiples of the page size; a length of 0 means the rest of the buffer.
+/// flags: P2PMEM_EXPORT_IS_PINNED or 0.
 ///
 /// Errors: -EINVAL, -ENODEV (the buffer was revoked), -EPERM (pinned, which the administrator does not allow),
 /// -EOPNOTSUPP (memory of another driver whose BAR is not known), -EMFILE.
@@ -527,8 +540,8 @@ pub unsafe extern "C" fn p2pmem_flush(map: *const p2pmem_mapping) -> c_int {
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, length: u64, flags: c_uint) -> c_int {
     run("p2pmem_export", || {
-        // SAFETY: this function's own contract.
-        let buf = &unsafe { given(buf, "buf") }?.0;
+        // SAFETY: this function's contract.
+        let buf = &unsafe { input(buf, "buf") }?.0;
         if flags & !P2PMEM_EXPORT_IS_PINNED != 0 {
             return Err(Failure::argument(format!("unknown flags {flags:#x}")));
         }
@@ -542,7 +555,7 @@ pub unsafe extern "C" fn p2pmem_export(buf: *const p2pmem_buf, offset: u64, leng
     })
 }
 
-/// Converts an offset and a length, where a length of 0 means the rest, into a range.
+/// Returns a range of a buffer, in bytes. A length of 0 means up to the end of the buffer.
 fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     let end = if length == 0 {
         size
@@ -552,15 +565,17 @@ fn range(size: u64, offset: u64, length: u64) -> std::ops::Range<u64> {
     offset..end
 }
 
-/// Registers length bytes of a buffer from offset with the NIC of a protection domain; a length of 0 means the rest of the
-/// buffer. access: IBV_ACCESS_* bits.
+/// Registers length bytes of a buffer from offset with the NIC of a protection domain. A length of 0 means up to the
+/// end of the buffer. access: IBV_ACCESS_* bits.
 ///
-/// On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work requests
-/// use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The registration keeps
-/// the memory, even if the buffer is freed. The registration must end before the protection domain does.
+/// On a stock kernel this exports the buffer as a dma-buf and registers the dma-buf. If the buffer is mapped, work
+/// requests use the program's addresses of its bytes; otherwise the buffer's first byte has the address 0. The
+/// registration holds the memory, even if the buffer is freed. The registration must end before the protection domain
+/// does.
 ///
-/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the NIC
-/// cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (no libibverbs, or too old a version).
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or no revocable ones), -EHOSTUNREACH (the
+/// NIC cannot reach the provider), -ENODEV (the buffer was revoked), -ENOMEM, -ENOSYS (libibverbs is missing or too
+/// old).
 ///
 /// # Safety
 ///
@@ -575,10 +590,10 @@ pub unsafe extern "C" fn p2pmem_register(
     out: *mut *mut p2pmem_reg,
 ) -> c_int {
     run("p2pmem_register", || {
-        // SAFETY: this function's own contract.
-        let (buf, out) = unsafe { (given(buf, "buf")?, place(out, "out")?) };
+        // SAFETY: this function's contract.
+        let (buf, out) = unsafe { (input(buf, "buf")?, output(out, "out")?) };
         let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
-        // SAFETY: this function's own contract: the domain lives until the registration is ended.
+        // SAFETY: the domain lives until the registration is ended (this function's contract).
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
         let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range(buf.0.size(), offset, length));
         *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
@@ -588,7 +603,7 @@ pub unsafe extern "C" fn p2pmem_register(
 
 /// Ends a registration. reg is invalid afterwards, also after an error. NULL is allowed.
 ///
-/// Errors: -EIO (the driver refused, because memory windows are bound to the region).
+/// Errors: -EIO (memory windows are bound to the region).
 ///
 /// # Safety
 ///
@@ -596,7 +611,7 @@ pub unsafe extern "C" fn p2pmem_register(
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
     run("p2pmem_deregister", || {
-        // SAFETY: this function's own contract.
+        // SAFETY: this function's contract.
         if let Some(reg) = unsafe { take(reg) } {
             reg.0.deregister()?;
         }
@@ -611,18 +626,18 @@ pub unsafe extern "C" fn p2pmem_deregister(reg: *mut p2pmem_reg) -> c_int {
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_lkey(reg: *const p2pmem_reg) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.lkey())
 }
 
-/// Returns the remote key, for work requests of the other side; 0 for NULL.
+/// Returns the remote key, for work requests of the remote side; 0 for NULL.
 ///
 /// # Safety
 ///
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_rkey(reg: *const p2pmem_reg) -> u32 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.rkey())
 }
 
@@ -633,7 +648,7 @@ pub unsafe extern "C" fn p2pmem_reg_rkey(reg: *const p2pmem_reg) -> u32 {
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_addr(reg: *const p2pmem_reg) -> u64 {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.addr())
 }
 
@@ -644,7 +659,7 @@ pub unsafe extern "C" fn p2pmem_reg_addr(reg: *const p2pmem_reg) -> u64 {
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| reg.0.len())
 }
 
@@ -655,7 +670,7 @@ pub unsafe extern "C" fn p2pmem_reg_len(reg: *const p2pmem_reg) -> usize {
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(0, |reg| match reg.0.method() {
         RegistrationMethod::DmaBuf => P2PMEM_METHOD_DMABUF,
         RegistrationMethod::PeerMemory => P2PMEM_METHOD_PEER_MEMORY,
@@ -670,13 +685,16 @@ pub unsafe extern "C" fn p2pmem_reg_method(reg: *const p2pmem_reg) -> c_int {
 /// reg must be NULL or a registration.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_reg_mr(reg: *const p2pmem_reg) -> *mut ibv_mr {
-    // SAFETY: this function's own contract.
+    // SAFETY: this function's contract.
     unsafe { reg.as_ref() }.map_or(std::ptr::null_mut(), |reg| reg.0.as_ptr().cast())
 }
 
-/// Explains which provider p2pmem_alloc() would choose for these requirements and why, with one line for each provider.
-/// Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole text,
-/// as snprintf() does.
+/// Explains which provider p2pmem_alloc() would choose for this request and why, with one line for each provider.
+/// Allocates nothing. Writes at most capacity bytes to text, including the NUL, and returns the length of the whole
+/// text in bytes without the NUL, as snprintf() does.
+///
+/// Errors: -EINVAL (an invalid request), -ENODEV (no such device). A request that no provider can serve is not an
+/// error.
 ///
 /// # Safety
 ///
@@ -689,17 +707,17 @@ pub unsafe extern "C" fn p2pmem_explain(
     capacity: usize,
 ) -> c_int {
     run("p2pmem_explain", || {
-        // SAFETY: this function's own contract.
-        let (dev, want) = unsafe { (given(dev, "dev")?, self::want(want)?) };
+        // SAFETY: this function's contract.
+        let (dev, want) = unsafe { (input(dev, "dev")?, self::want(want)?) };
         let lines = dev.0.explain(&want.request()?)?.lines().join("\n");
-        // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, capacity) }
+        // SAFETY: this function's contract.
+        unsafe { copy_text(&lines, text, capacity) }
     })
 }
 
-/// Explains the last allocation through this device, or a later refusal, as p2pmem_explain() does.
+/// Explains the last allocation through this device, or a later failure, as p2pmem_explain() does.
 ///
-/// Errors: -ENODATA (there was none yet).
+/// Errors: -ENODATA (there is none yet).
 ///
 /// # Safety
 ///
@@ -707,9 +725,9 @@ pub unsafe extern "C" fn p2pmem_explain(
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_explain_last(dev: *const p2pmem_dev, text: *mut c_char, capacity: usize) -> c_int {
     run("p2pmem_explain_last", || {
-        // SAFETY: this function's own contract.
-        let lines = unsafe { given(dev, "dev") }?.0.explain_last()?.lines().join("\n");
-        // SAFETY: this function's own contract.
-        unsafe { put(&lines, text, capacity) }
+        // SAFETY: this function's contract.
+        let lines = unsafe { input(dev, "dev") }?.0.explain_last()?.lines().join("\n");
+        // SAFETY: this function's contract.
+        unsafe { copy_text(&lines, text, capacity) }
     })
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The committed header is what cbindgen makes today; what is installed compiles, in C and C++, links and runs by
-//! pkg-config.
+//! Tests of the C library. Fail if cbindgen creates another header than the committed one, or if the installed files do
+//! not compile in C and C++, link, or run by pkg-config.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// In the project's sandbox every tool is there, so nothing may be skipped in it.
+/// Returns whether the test runs in the project's sandbox, which has all tools, so that no test may be skipped.
 fn in_sandbox() -> bool {
     Path::new("/etc/p2pmem-kernel").exists()
 }
@@ -15,7 +15,7 @@ fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Runs a tool; none where it is not installed, which is no failure outside the sandbox.
+/// Runs a tool. Returns `None` if the tool is not installed, which fails the test in the sandbox.
 fn tool(command: &mut Command) -> Option<Output> {
     match command.output() {
         Ok(out) => Some(out),
@@ -51,14 +51,14 @@ fn the_header_is_made_of_the_source() {
         let first = fresh.lines().zip(committed.lines()).position(|(a, b)| a != b);
         assert!(
             !in_sandbox(),
-            "include/p2pmem.h is stale from line {:?} on: run p2pmem-capi/generate",
+            "include/p2pmem.h is out of date from line {:?} on: run p2pmem-capi/generate",
             first.map(|n| n + 1)
         );
         eprintln!("skipped: another cbindgen: {}", text(&version));
     }
 }
 
-/// The library, which cargo builds beside this test.
+/// Returns the directory of the library, which cargo builds beside this test.
 fn build_folder() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let folder = test.parent().unwrap();
@@ -78,7 +78,7 @@ fn what_is_installed_compiles_links_and_runs() {
         build.join("libp2pmem_capi.so"),
     )
     .unwrap();
-    // The shim has tests of its own; here only its place matters.
+    // The preload shim has its own tests; here the file only needs to exist.
     std::fs::write(build.join("libp2pmem_preload.so"), "").unwrap();
     let prefix = dir.path().join("usr");
     let out = Command::new(here().join("install"))
@@ -110,7 +110,7 @@ fn what_is_installed_compiles_links_and_runs() {
     };
     assert_eq!(version, [env!("CARGO_PKG_VERSION")]);
 
-    // With the header of the ABI, whose names must not collide with the library's.
+    // The header of the ABI is included too, to check that the names do not conflict.
     let uapi = format!("-I{}", here().join("../../include/uapi").display());
     let compile = |compiler: &str, standard: &str, file: &str, more: &[String]| {
         let program = dir.path().join(file);
@@ -135,7 +135,7 @@ fn what_is_installed_compiles_links_and_runs() {
             format!("{}\n", env!("CARGO_PKG_VERSION"))
         );
     }
-    // The examples need a module to run: a guest's tests do that. That they compile is for here.
+    // The examples need the module to run, which the tests in VMs do. Here they are compiled only.
     let mut compile = Command::new("cc");
     compile
         .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"])
@@ -151,12 +151,12 @@ fn what_is_installed_compiles_links_and_runs() {
         assert!(needed.contains("soname: [libp2pmem.so.0]"), "{needed}");
         assert!(
             !needed.contains("libibverbs"),
-            "a program without a use for RDMA must run without it: {needed}"
+            "a program that does not use RDMA must run without libibverbs: {needed}"
         );
     }
 }
 
-/// What needs no module: every function refuses what is not there, and says so.
+/// Checks without the module that every function refuses invalid arguments with the right errno.
 const PROGRAM: &str = r#"
 #include <errno.h>
 #include <stdio.h>
@@ -166,7 +166,7 @@ const PROGRAM: &str = r#"
 #endif
 #include <p2pmem.h>
 
-#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: not so: %s; last error: %s\n", __LINE__, #what, p2pmem_last_error()); return 1; } } while (0)
+#define CHECK(what) do { if (!(what)) { fprintf(stderr, "line %d: failed: %s; last error: %s\n", __LINE__, #what, p2pmem_last_error()); return 1; } } while (0)
 
 int main(void)
 {

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! ioctl numbers, computed from the argument types as `<linux/ioctl.h>` does.
+//! Ioctl numbers, computed from the argument types as in `<linux/ioctl.h>`.
 
 use crate::{
     p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_import, p2pmem_info, p2pmem_list,
     p2pmem_paths, p2pmem_rules, p2pmem_stats, p2pmem_stripe, P2PMEM_IOC_MAGIC,
 };
 
-/// Layout of an ioctl number: widths of its fields and codes of its directions.
+/// Layout of an ioctl number: widths of its fields, and codes of its directions.
 ///
-/// Most architectures share one; these kept the one of the Unix they grew up beside.
+/// Most architectures share one layout. These architectures have a layout of their own, in
+/// `arch/*/include/uapi/asm/ioctl.h`.
 #[cfg(any(
     target_arch = "mips",
     target_arch = "mips64",
@@ -43,7 +44,7 @@ const SIZE_SHIFT: u32 = 16;
 const DIR_SHIFT: u32 = SIZE_SHIFT + arch::SIZE_BITS;
 const SIZE_MASK: u32 = (1 << arch::SIZE_BITS) - 1;
 
-/// The number of an ioctl of this device with an argument of type `T`. Fails to compile for an impossible size.
+/// Returns the number of an ioctl with an argument of type `T`. Does not compile for a size that does not fit.
 const fn ioc<T>(dir: u32, nr: u32) -> u32 {
     let size = size_of::<T>();
     assert!(
@@ -54,44 +55,44 @@ const fn ioc<T>(dir: u32, nr: u32) -> u32 {
     (dir << DIR_SHIFT) | ((size as u32) << SIZE_SHIFT) | (P2PMEM_IOC_MAGIC << TYPE_SHIFT) | nr
 }
 
-/// Size of the argument in bytes that is part of the ioctl number `request`.
+/// Returns the size of the argument in bytes, from the ioctl number `request`.
 pub const fn ioc_size(request: u32) -> u32 {
     (request >> SIZE_SHIFT) & SIZE_MASK
 }
 
-/// Position of `request` in this device's row of ioctls.
+/// Returns the number of `request` among this device's ioctls.
 pub const fn ioc_nr(request: u32) -> u32 {
     request & 0xff
 }
 
-/// Whether the kernel reads the caller's structure of `request`, rather than only writing to it.
+/// Returns whether the kernel reads the caller's structure of `request`, and not only writes it.
 pub const fn ioc_reads(request: u32) -> bool {
     (request >> DIR_SHIFT) & arch::WRITE != 0
 }
 
-/// Ask what the module is and holds: [`p2pmem_info`].
+/// Get version, features and totals of the module: [`p2pmem_info`].
 pub const P2PMEM_IOC_INFO: u32 = ioc::<p2pmem_info>(arch::READ, 0x00);
 /// List the providers: [`p2pmem_list`].
 pub const P2PMEM_IOC_LIST: u32 = ioc::<p2pmem_list>(arch::READ | arch::WRITE, 0x01);
-/// The matrix of paths between providers and clients: [`p2pmem_paths`].
+/// Get the matrix of paths between providers and clients: [`p2pmem_paths`].
 pub const P2PMEM_IOC_PATHS: u32 = ioc::<p2pmem_paths>(arch::READ | arch::WRITE, 0x02);
 /// Allocate a buffer: [`p2pmem_alloc`].
 pub const P2PMEM_IOC_ALLOC: u32 = ioc::<p2pmem_alloc>(arch::READ | arch::WRITE, 0x03);
 /// End a buffer's handle: [`p2pmem_free`].
 pub const P2PMEM_IOC_FREE: u32 = ioc::<p2pmem_free>(arch::WRITE, 0x04);
-/// Ask about a buffer: [`p2pmem_buffer`].
+/// Get the state of a buffer: [`p2pmem_buffer`].
 pub const P2PMEM_IOC_BUFFER: u32 = ioc::<p2pmem_buffer>(arch::READ | arch::WRITE, 0x05);
 /// Explain a decision: [`p2pmem_explain`].
 pub const P2PMEM_IOC_EXPLAIN: u32 = ioc::<p2pmem_explain>(arch::READ | arch::WRITE, 0x06);
-/// Counters: [`p2pmem_stats`].
+/// Get counters: [`p2pmem_stats`].
 pub const P2PMEM_IOC_STATS: u32 = ioc::<p2pmem_stats>(arch::READ | arch::WRITE, 0x07);
 /// Export parts of a buffer as a dma-buf: [`p2pmem_export`].
 pub const P2PMEM_IOC_EXPORT_DMABUF: u32 = ioc::<p2pmem_export>(arch::READ | arch::WRITE, 0x08);
 /// Replace the file's own rules: [`p2pmem_rules`].
 pub const P2PMEM_IOC_RULES: u32 = ioc::<p2pmem_rules>(arch::WRITE, 0x09);
-/// Make a dma-buf of a whole buffer a handle: [`p2pmem_import`].
+/// Create a handle from a dma-buf of a whole buffer: [`p2pmem_import`].
 pub const P2PMEM_IOC_IMPORT: u32 = ioc::<p2pmem_import>(arch::READ | arch::WRITE, 0x0a);
-/// Allocate over several providers: [`p2pmem_stripe`].
+/// Allocate a stripe over several providers: [`p2pmem_stripe`].
 pub const P2PMEM_IOC_STRIPE: u32 = ioc::<p2pmem_stripe>(arch::READ | arch::WRITE, 0x0b);
 
 /// All ioctl numbers, in ascending order of [`ioc_nr`].

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The ABI of `/dev/p2pmem`: structures, constants and ioctl numbers, and nothing else.
+//! The ABI of `/dev/p2pmem`: structures, constants and ioctl numbers.
 //!
-//! Everything but the ioctl numbers is generated from `include/uapi/linux/p2pmem.h` (see the script `generate` beside
-//! this crate's manifest) and carries compile-time asserts of its layout; the ioctl numbers, which are C macros that
-//! bindgen cannot evaluate, are computed from the same types here. The tests compare all of it with what a C compiler
-//! makes of the header.
+//! The script `generate` beside this crate's manifest creates all but the ioctl numbers from
+//! `include/uapi/linux/p2pmem.h`, with compile-time asserts of the layout. Ioctl numbers are C macros that bindgen
+//! cannot evaluate; this crate computes them from the same types. The tests compare everything with the values of a C
+//! compiler.
 //!
-//! Programs want the crate `p2pmem` rather than this one.
+//! Programs use the crate `p2pmem` instead.
 //!
 //! ```
 //! use p2pmem_sys as sys;
@@ -18,7 +18,7 @@
 //! ```
 #![no_std]
 
-// Names and comments are the C header's own.
+// Names and comments are those of the C header.
 #[allow(
     missing_docs,
     non_camel_case_types,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rust and C agree: every structure's size and alignment, every field's offset and size, every constant and every
-//! ioctl number is printed by a C program that includes the header, and compared with what Rust has.
+//! Compares the ABI in Rust and C: a C program that includes the header prints size and alignment of every structure,
+//! offset and size of every field, every constant and every ioctl number. The tests fail if Rust has another value.
 //!
-//! What is to be compared is read from the header itself, so a name that is added there and forgotten here fails.
+//! The names to compare are read from the header, so that a name without a counterpart in this test fails.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -12,7 +12,7 @@ use std::process::Command;
 
 use p2pmem_sys::*;
 
-/// What C calls it -> its number.
+/// Name in C -> value.
 type Numbers = BTreeMap<String, i128>;
 
 macro_rules! layout {
@@ -111,8 +111,8 @@ fn header() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../include/uapi/linux/p2pmem.h")
 }
 
-/// All names the header defines, in the form the C program prints them. The header is plain enough for a line scanner:
-/// one field, one enumerator, one macro a line.
+/// Returns all names that the header defines, in the form that the C program prints. The header has one field,
+/// enumerator or macro in a line, so that a line scanner suffices.
 fn names_in_header() -> BTreeSet<String> {
     let text = std::fs::read_to_string(header()).expect("the uapi header");
     let mut names = BTreeSet::new();
@@ -156,7 +156,8 @@ fn names_in_header() -> BTreeSet<String> {
     names
 }
 
-/// Compiles and runs a C program that prints `name number` for each of `names`; None where there is no C compiler.
+/// Compiles and runs a C program that prints `name=number` for each of `names`. Returns `None` if there is no C
+/// compiler.
 fn of_c(names: &BTreeSet<String>) -> Option<Numbers> {
     let cc = std::env::var("CC").unwrap_or_else(|_| "gcc".into());
     if Command::new(&cc).arg("--version").output().is_err() {
@@ -176,7 +177,7 @@ fn of_c(names: &BTreeSet<String>) -> Option<Numbers> {
                 Some((structure, field)) => format!("sizeof(((struct {structure} *)0)->{field})"),
             },
             Some(("alignof", what)) => format!("_Alignof(struct {what})"),
-            Some(_) => unreachable!("names are made above"),
+            Some(_) => unreachable!("names have one of these forms"),
         };
         writeln!(
             source,
@@ -254,7 +255,8 @@ fn rust_and_c_agree_on_every_number() {
 
 #[test]
 fn no_structure_has_padding() {
-    // Each structure's fields fill it exactly, so no byte of kernel memory leaks and 32-bit programs see the same.
+    // The fields of each structure fill it completely, so that no byte of kernel memory leaks, and 32-bit programs have
+    // the same layout.
     let all = of_rust();
     for name in all.keys().filter_map(|k| k.strip_prefix("alignof ")) {
         let fields = all
@@ -269,7 +271,7 @@ fn no_structure_has_padding() {
     }
 }
 
-/// The compiler lays the structures out for 32-bit programs as this crate has them.
+/// Fails if a compiler for 32-bit programs has another layout than this crate.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn layout_is_that_of_32_bit_programs_too() {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The committed bindings are what bindgen makes of the header today.
+//! Fails if bindgen creates other bindings from the header than the committed ones.
 
 use std::path::Path;
 use std::process::Command;
 
-/// In the project's sandbox every tool is there, so nothing may be skipped in it.
+/// Returns whether the test runs in the project's sandbox, which has all tools, so that the test may not be skipped.
 fn in_sandbox() -> bool {
     Path::new("/etc/p2pmem-kernel").exists()
 }
@@ -18,7 +18,8 @@ fn bindings_match_the_header() {
     let version = made_by
         .split_whitespace()
         .find(|w| w.starts_with(|c: char| c.is_ascii_digit()));
-    let version = version.unwrap_or_else(|| panic!("first line of src/bindings.rs names no version: {made_by:?}"));
+    let version =
+        version.unwrap_or_else(|| panic!("first line of src/bindings.rs has no version of bindgen: {made_by:?}"));
 
     let skip = |why: String| {
         assert!(!in_sandbox(), "in the sandbox this test must run, but {why}");
@@ -46,7 +47,7 @@ fn bindings_match_the_header() {
     if fresh != committed {
         let first = fresh.lines().zip(committed.lines()).position(|(a, b)| a != b);
         panic!(
-            "src/bindings.rs is stale from line {:?} on: run p2pmem-sys/generate",
+            "src/bindings.rs is out of date from line {:?} on: run p2pmem-sys/generate",
             first.map(|n| n + 1)
         );
     }

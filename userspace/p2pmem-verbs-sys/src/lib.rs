@@ -1,22 +1,27 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The part of libibverbs' ABI that registering memory takes: heads of three structures, types of its functions, and
-//! access flags.
+//! The part of libibverbs' ABI for registering memory: the first fields of three structures, function types, and access
+//! flags.
 //!
-//! It links to nothing. Who uses it finds the functions at run time, by the names in [`name`]: so a program that has no
-//! use for RDMA runs where libibverbs is not installed, and a shim gets at the functions that it stands before.
+//! The crate does not link to libibverbs. Its users look the functions up at run time by the names in [`name`]. So a
+//! program that does not use RDMA runs without libibverbs, and a preload shim can call the functions that it replaces.
 //!
-//! All of it is the stable ABI of `libibverbs.so.1`, symbol versions `IBVERBS_1.1` to `IBVERBS_1.12`. A test compares it
-//! with `infiniband/verbs.h`.
+//! All of this is the stable ABI of `libibverbs.so.1`, symbol versions `IBVERBS_1.1` to `IBVERBS_1.12`. A test compares
+//! the crate with `infiniband/verbs.h`.
+//!
+//! ```
+//! let mask = p2pmem_verbs_sys::access::LOCAL_WRITE | p2pmem_verbs_sys::access::REMOTE_READ;
+//! assert_eq!(mask, 5);
+//! ```
 #![no_std]
 #![allow(non_camel_case_types)]
 
 use core::ffi::{c_char, c_int, c_uint, c_void, CStr};
 
-/// The library's name for `dlopen()`.
+/// File name of the library, for `dlopen()`.
 pub const LIBRARY: &CStr = c"libibverbs.so.1";
 
-/// An open NIC. Only its head is here.
+/// An open NIC. Only the first field is here.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_context {
@@ -28,9 +33,9 @@ pub struct ibv_context {
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_pd {
-    /// The NIC it belongs to.
+    /// The NIC.
     pub context: *mut ibv_context,
-    /// The kernel's number for it.
+    /// Number of the object in the kernel.
     pub handle: u32,
 }
 
@@ -38,37 +43,37 @@ pub struct ibv_pd {
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_mr {
-    /// The NIC it belongs to.
+    /// The NIC.
     pub context: *mut ibv_context,
-    /// The protection domain it was registered in.
+    /// The protection domain.
     pub pd: *mut ibv_pd,
-    /// What the program called its start.
+    /// Address of the memory in the program.
     pub addr: *mut c_void,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub length: usize,
-    /// The kernel's number for it.
+    /// Number of the object in the kernel.
     pub handle: u32,
-    /// Key for work requests of this side.
+    /// Key for local work requests.
     pub lkey: u32,
-    /// Key for work requests of the other side.
+    /// Key for work requests of the remote side.
     pub rkey: u32,
 }
 
 /// Flags of `enum ibv_access_flags`.
 pub mod access {
-    /// The NIC may write there (receives, answers to RDMA READ).
+    /// The local NIC may write: receives, responses to RDMA READ.
     pub const LOCAL_WRITE: u32 = 1;
-    /// The other side may RDMA WRITE.
+    /// The remote side may RDMA WRITE.
     pub const REMOTE_WRITE: u32 = 1 << 1;
-    /// The other side may RDMA READ.
+    /// The remote side may RDMA READ.
     pub const REMOTE_READ: u32 = 1 << 2;
-    /// The other side may use atomics.
+    /// The remote side may use atomics.
     pub const REMOTE_ATOMIC: u32 = 1 << 3;
-    /// Memory windows may be bound to it.
+    /// Memory windows may be bound to the region.
     pub const MW_BIND: u32 = 1 << 4;
     /// Writes may arrive in another order than they were sent in.
     pub const RELAXED_ORDERING: u32 = 1 << 20;
-    /// Flags that a NIC may ignore, which is why older kernels may never have heard of them.
+    /// Mask of optional flags. A NIC may ignore them, so a kernel that does not know them can accept the rest.
     pub const OPTIONAL_RANGE: u32 = 0x3ff0_0000;
 }
 
@@ -104,30 +109,30 @@ pub mod name {
     pub const DEREG_MR: &CStr = c"ibv_dereg_mr";
 }
 
-/// Name of a NIC, as `mlx5_0`.
+/// Returns the name of a NIC, such as `mlx5_0`.
 pub type ibv_get_device_name = unsafe extern "C" fn(device: *mut c_void) -> *const c_char;
-/// All NICs, and their number. Null and `errno` where it fails.
+/// Returns all NICs and sets their number. Returns null and sets `errno` on failure.
 pub type ibv_get_device_list = unsafe extern "C" fn(number: *mut c_int) -> *mut *mut c_void;
-/// Gives the list back; NICs opened from it stay open.
+/// Frees the list. NICs that were opened from it stay open.
 pub type ibv_free_device_list = unsafe extern "C" fn(list: *mut *mut c_void);
-/// Opens a NIC of the list. Null and `errno` where it fails.
+/// Opens a NIC of the list. Returns null and sets `errno` on failure.
 pub type ibv_open_device = unsafe extern "C" fn(device: *mut c_void) -> *mut ibv_context;
-/// Closes a NIC. 0 or -1 and `errno`.
+/// Closes a NIC. Returns 0, or -1 and sets `errno`.
 pub type ibv_close_device = unsafe extern "C" fn(context: *mut ibv_context) -> c_int;
-/// Makes a protection domain. Null and `errno` where it fails.
+/// Creates a protection domain. Returns null and sets `errno` on failure.
 pub type ibv_alloc_pd = unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_pd;
-/// Ends a protection domain. 0 or an errno.
+/// Deallocates a protection domain. Returns 0 or an errno.
 pub type ibv_dealloc_pd = unsafe extern "C" fn(pd: *mut ibv_pd) -> c_int;
-/// Registers memory of the program. Null and `errno` where it fails.
+/// Registers memory of the program. Returns null and sets `errno` on failure.
 pub type ibv_reg_mr =
     unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, access: c_int) -> *mut ibv_mr;
-/// As [`ibv_reg_mr`], for work requests to name its start `iova`.
+/// As [`ibv_reg_mr`], with the address `iova` of the first byte in work requests.
 pub type ibv_reg_mr_iova =
     unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: c_int) -> *mut ibv_mr;
-/// As [`ibv_reg_mr_iova`]; it drops optional access flags that the kernel does not know.
+/// As [`ibv_reg_mr_iova`]. Drops optional access flags that the kernel does not know.
 pub type ibv_reg_mr_iova2 =
     unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64, access: c_uint) -> *mut ibv_mr;
-/// Registers `length` bytes of a dma-buf from `offset` on.
+/// Registers `length` bytes of a dma-buf from `offset` on. Returns null and sets `errno` on failure.
 pub type ibv_reg_dmabuf_mr = unsafe extern "C" fn(
     pd: *mut ibv_pd,
     offset: u64,
@@ -136,7 +141,7 @@ pub type ibv_reg_dmabuf_mr = unsafe extern "C" fn(
     fd: c_int,
     access: c_int,
 ) -> *mut ibv_mr;
-/// Changes a registration. 0, or one of the negative `IBV_REREG_MR_ERR_*`.
+/// Changes a registration. Returns 0, or a negative `IBV_REREG_MR_ERR_*`.
 pub type ibv_rereg_mr = unsafe extern "C" fn(
     mr: *mut ibv_mr,
     flags: c_int,
@@ -145,8 +150,8 @@ pub type ibv_rereg_mr = unsafe extern "C" fn(
     length: usize,
     access: c_int,
 ) -> c_int;
-/// Ends a registration. 0 or an errno.
+/// Deregisters memory. Returns 0 or an errno.
 pub type ibv_dereg_mr = unsafe extern "C" fn(mr: *mut ibv_mr) -> c_int;
 
-/// `IBV_REREG_MR_ERR_INPUT`: refused before anything was changed.
+/// `IBV_REREG_MR_ERR_INPUT`: the call was refused before anything was changed.
 pub const IBV_REREG_MR_ERR_INPUT: c_int = -1;

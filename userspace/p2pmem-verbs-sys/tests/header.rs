@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rust and C agree: a C program that includes infiniband/verbs.h is compiled with every offset, flag and function type
-//! as a static assertion.
+//! Compares the crate with infiniband/verbs.h: compiles a C program that includes the header and asserts every offset,
+//! flag and function type. Fails if one differs.
 
 use std::fmt::Write as _;
 use std::mem::offset_of;
@@ -10,7 +10,7 @@ use std::process::Command;
 
 use p2pmem_verbs_sys::{access, ibv_context, ibv_mr, ibv_pd, IBV_REREG_MR_ERR_INPUT};
 
-/// In the project's sandbox the header is there, so nothing may be skipped in it.
+/// Returns whether the test runs in the project's sandbox, which has the header, so that the test may not be skipped.
 fn in_sandbox() -> bool {
     Path::new("/etc/p2pmem-kernel").exists()
 }

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! One buffer, many users: a producer writes it once, and other processes and devices read it where it is.
+//! Shares one buffer among processes: a producer writes the buffer once, and other processes and devices read it.
+//!
 //! Usage: broadcast SIZE READER...
 //!
-//! A reader is a process of its own that is sent the buffer's descriptor over a socket, imports it, and reads it:
-//! `cpu` itself, by a mapping; a NIC (`mlx5_0`) by having the adapter fetch it into another buffer near it; a path
-//! (`/dev/nvme0n1`, or a file on that drive, which is overwritten) by having the drive fetch it. The producer lets go
-//! as soon as all have it: the last reader frees it.
+//! A reader is a process that receives the buffer's descriptor over a socket and imports the buffer. A reader is one
+//! of:
+//!
+//! - `cpu`: the process reads the buffer by a mapping;
+//! - a NIC (`mlx5_0`): the NIC reads the buffer, and writes it into another buffer near the NIC;
+//! - a path (`/dev/nvme0n1`, or a file on this drive, which is overwritten): the drive reads the buffer.
+//!
+//! The producer frees its handle as soon as all readers have the buffer. The last reader frees the memory.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -43,13 +48,13 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether a reader is a NIC, by its name.
+/// Returns whether a reader is a NIC, by its name.
 fn is_nic(name: &str) -> bool {
     name != "cpu" && !name.contains('/')
 }
 
 fn producer(size: &str, readers: &[&str]) -> Result<()> {
-    let size: u64 = size.parse().map_err(|_| format!("{size:?} is no number of bytes"))?;
+    let size: u64 = size.parse().map_err(|_| format!("{size:?} is not a number of bytes"))?;
     let device = Device::open()?;
     let mut near = Vec::new();
     for name in readers.iter().filter(|name| is_nic(name)) {
@@ -78,7 +83,7 @@ fn producer(size: &str, readers: &[&str]) -> Result<()> {
         send(&near, shared.as_fd())?;
         children.push((name, child));
     }
-    // From here on it is the readers' alone.
+    // From here on, only the readers hold the buffer.
     drop((memory, buffer, shared));
     for (name, mut child) in children {
         let status = child.wait()?;
@@ -107,7 +112,7 @@ fn reader(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Has a NIC read the buffer into another one.
+/// Lets a NIC read the buffer, and write it into another one.
 fn fetch(device: &Device, buffer: &Buffer, name: &str) -> Result<String> {
     let nic = Nic::open(name)?;
     let pd = nic.alloc_pd()?;
@@ -115,7 +120,7 @@ fn fetch(device: &Device, buffer: &Buffer, name: &str) -> Result<String> {
     let copy = target.map()?;
     let from = buffer.register(&pd, Access::LOCAL_READ)?;
     let to = target.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-    // Both ends are of this NIC; between two nodes endpoint() and remote() go over a socket.
+    // Both ends are on this NIC. Two nodes exchange endpoint() and remote() by a socket.
     let (mut sender, mut receiver) = (nic.queue(&pd)?, nic.queue(&pd)?);
     sender.connect(&receiver.endpoint())?;
     receiver.connect(&sender.endpoint())?;
@@ -127,7 +132,7 @@ fn fetch(device: &Device, buffer: &Buffer, name: &str) -> Result<String> {
     ))
 }
 
-/// The words of a step from byte `at` on.
+/// Returns the words of one step, from byte `at` on.
 fn pattern(at: usize, len: usize) -> Vec<u64> {
     let end = len.min(at + STEP);
     let word = |at: usize| (at as u64 ^ 0x5a).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -140,7 +145,7 @@ fn check(memory: &Mapping) -> Result<()> {
         let mut found = vec![0u64; expected.len()];
         memory.copy_to_slice(at, &mut found)?;
         if found != expected {
-            return Err(format!("not all of the {STEP} bytes from {at:#x} on are those written").into());
+            return Err(format!("the {STEP} bytes from {at:#x} on differ from the data that was written").into());
         }
     }
     Ok(())
@@ -172,5 +177,5 @@ fn receive(stream: BorrowedFd<'_>) -> Result<OwnedFd> {
             return fds.next().ok_or_else(|| "a message without a descriptor".into());
         }
     }
-    Err("no descriptor came".into())
+    Err("no descriptor was received".into())
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Allocates two buffers near a NIC, registers them, and has the NIC write one into the other: accelerator memory to
-//! accelerator memory, no host memory in between.
+//! Allocates two buffers near a NIC, registers them, and lets the NIC write one into the other: accelerator memory to
+//! accelerator memory, without host memory in between.
+//!
 //! Usage: near_nic [NIC]
 
 use p2pmem::rdma::Nic;
@@ -19,7 +20,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let pd = nic.alloc_pd()?;
     let sent = source.register(&pd, Access::LOCAL_READ)?;
     let received = target.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
-    // Both ends are of one NIC here; between two nodes, endpoint() and remote() go over a socket.
+    // Both ends are on one NIC. Two nodes exchange endpoint() and remote() by a socket.
     let (mut near, mut far) = (nic.queue(&pd)?, nic.queue(&pd)?);
     near.connect(&far.endpoint())?;
     far.connect(&near.endpoint())?;
@@ -27,7 +28,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let mut bytes = vec![0u8; to.len()];
     to.copy_to_slice(0, &mut bytes)?;
-    assert!(bytes.iter().all(|byte| *byte == 0x5a), "the bytes are not those sent");
+    assert!(
+        bytes.iter().all(|byte| *byte == 0x5a),
+        "the data differs from the data that was sent"
+    );
     println!(
         "{} went from provider {} to provider {} by {}, registered by {}",
         human_size(bytes.len() as u64),

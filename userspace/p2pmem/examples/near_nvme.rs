@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Allocates a buffer near the drive nvme0 and reads a file of that drive into it, peer to peer.
+//! Allocates a buffer near the drive nvme0, and reads a file of this drive into the buffer, peer to peer.
+//!
 //! Usage: near_nvme FILE
 
 use p2pmem::{human_size, open_direct, Client, Device, Request};

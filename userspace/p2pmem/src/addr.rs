@@ -6,7 +6,7 @@ use std::fmt;
 
 use p2pmem_sys as abi;
 
-/// Where a PCI function is: `domain:bus:device.function`.
+/// The address of a PCI function: `domain:bus:device.function`.
 ///
 /// ```
 /// use p2pmem::PciAddr;
@@ -27,17 +27,18 @@ pub struct PciAddr {
 }
 
 impl PciAddr {
-    /// Device number, 0 to 31.
+    /// Returns the device number, 0 to 31.
     pub fn device(&self) -> u8 {
         self.devfn >> 3
     }
 
-    /// Function number, 0 to 7.
+    /// Returns the function number, 0 to 7.
     pub fn function(&self) -> u8 {
         self.devfn & 7
     }
 
-    /// Parses `dddd:bb:dd.f` or `bb:dd.f`, all hexadecimal.
+    /// Parses `dddd:bb:dd.f` or `bb:dd.f`, all hexadecimal. The domain has 4 to 8 digits. Returns `None` for any other
+    /// text.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
             let plain = digits.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());

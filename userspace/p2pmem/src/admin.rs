@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Administration: publishing and unpublishing devices' memory, through sysfs and configfs.
+//! Administration: publishing and unpublishing devices' memory, by sysfs and configfs.
 //!
-//! Publishing has four steps: set the device's `driver_override` to `p2pmem`, let the PCI core bind the device, create a
-//! configfs group for it, and write the settings and `enable` there. If a step fails, the steps before are undone.
+//! Publishing has four steps: set the device's `driver_override` to `p2pmem`, let the PCI core bind the device, create
+//! a configfs group for it, and write the settings and `enable` there. If a step fails, the earlier steps are undone.
 //!
 //! ```no_run
 //! use p2pmem::admin::{Admin, Publish, Unpublish};
@@ -11,7 +11,7 @@
 //! let admin = Admin::new();
 //! let publish = Publish { bar: Some(2), ..Publish::new("0000:03:00.0".parse()?) };
 //! admin.publish(&publish)?;
-//! // ... and when it is no longer needed:
+//! // ... and when the memory is not needed any more:
 //! admin.unpublish(&Unpublish::new("0000:03:00.0".parse()?))?;
 //! # Ok::<(), p2pmem::Error>(())
 //! ```
@@ -27,15 +27,16 @@ use crate::pci::{driver_of, folder_of};
 /// Name of the module's PCI driver.
 const DRIVER: &str = "p2pmem";
 
-/// How a provider's memory can be reached.
+/// Whether a provider's memory has struct pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Mode {
-    /// With struct pages: it can be mapped, and O_DIRECT works.
+    /// With struct pages: mappings and O_DIRECT work.
     #[default]
     Paged,
-    /// Without: it takes no memory for a BAR of any size. The CPU and importers of dma-bufs reach it, O_DIRECT does not.
+    /// Without struct pages: a BAR of any size needs no host memory. Mappings and importers of dma-bufs work, O_DIRECT
+    /// does not.
     Pageless,
 }
 
@@ -48,30 +49,30 @@ impl Mode {
     }
 }
 
-/// What to publish.
+/// Parameters of [`Admin::publish`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct Publish {
     /// The device.
     pub addr: PciAddr,
-    /// The BAR; none: the module takes the largest 64-bit prefetchable one.
+    /// The BAR; `None`: the largest 64-bit prefetchable one, which the module chooses.
     pub bar: Option<u32>,
-    /// First byte in the BAR; none: 0.
+    /// Offset of the first byte in the BAR; `None`: 0.
     pub offset: Option<u64>,
-    /// Bytes; none: to the BAR's end.
+    /// Size in bytes; `None`: up to the end of the BAR.
     pub size: Option<u64>,
-    /// How it can be reached; none: the module's default.
+    /// Whether the memory has struct pages; `None`: the module's default.
     pub mode: Option<Mode>,
-    /// Bytes left to the kernel's own users, such as nvmet; none: the module's default.
+    /// Bytes that stay in the kernel's pool for other drivers, such as nvmet; `None`: the module's default.
     pub kernel_reserve: Option<u64>,
-    /// Whether buffers may be exported to importers that cannot be revoked, and can keep the device from being unbound;
-    /// none: as it is, at first they may not.
+    /// Whether buffers may be exported to importers that cannot be revoked, which can delay unbinding of the device;
+    /// `None`: unchanged, initially not allowed.
     pub pinned_exports: Option<bool>,
-    /// Take the device from the driver that has it.
+    /// Unbind the device from its current driver.
     pub rebind: bool,
 }
 
 impl Publish {
-    /// Publishes all of the device's default BAR, if no driver has the device.
+    /// Publishes the whole default BAR of a device that has no driver.
     pub fn new(addr: PciAddr) -> Self {
         Self {
             addr,
@@ -86,7 +87,7 @@ impl Publish {
     }
 }
 
-/// What to unpublish, and what becomes of the device.
+/// Parameters of [`Admin::unpublish`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct Unpublish {
@@ -100,7 +101,7 @@ impl Unpublish {
         Self { addr, reprobe: false }
     }
 
-    /// Whether the PCI core looks for the device's own driver afterwards.
+    /// Sets whether the PCI core then binds the device to its own driver.
     pub fn reprobe(mut self, reprobe: bool) -> Self {
         self.reprobe = reprobe;
         self
@@ -113,13 +114,13 @@ impl Unpublish {
 pub struct Published {
     /// The device.
     pub addr: PciAddr,
-    /// Whether it is enabled.
+    /// Whether the device is enabled.
     pub enabled: bool,
     /// The module's message about the device, such as the reason of the last refusal.
     pub status: String,
 }
 
-/// What is done to files: the kernel's own tree, or a test's that answers as the kernel would.
+/// Operations on files: those of the kernel, or of a test that behaves like the kernel.
 pub(crate) trait Tree: Send + Sync {
     fn write(&self, path: &Path, text: &str) -> io::Result<()>;
     fn make_dir(&self, path: &Path) -> io::Result<()>;
@@ -130,7 +131,7 @@ pub(crate) struct RealTree;
 
 impl Tree for RealTree {
     fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-        // One write() call: an attribute takes its value whole. Never make the file: that it is missing is news.
+        // An attribute needs its value in one write() call. The file is not created: a missing attribute is an error.
         let mut file = fs::OpenOptions::new().write(true).open(path)?;
         file.write_all(text.as_bytes())
     }
@@ -172,7 +173,7 @@ impl Admin {
         Self::with_roots("/sys", "/sys/kernel/config")
     }
 
-    /// With sysfs and configfs elsewhere.
+    /// A machine with sysfs at `sys` and configfs at `config`.
     pub fn with_roots(sys: impl Into<PathBuf>, config: impl Into<PathBuf>) -> Self {
         Self {
             sys: sys.into(),
@@ -195,7 +196,7 @@ impl Admin {
 
     fn write(&self, path: PathBuf, text: &str) -> Result<()> {
         self.tree.write(&path, text).map_err(|error| {
-            // Only the groups of configfs have an attribute "status".
+            // Only groups in configfs have an attribute "status".
             let status = path
                 .parent()
                 .filter(|_| path.starts_with(&self.config))
@@ -215,13 +216,15 @@ impl Admin {
         })
     }
 
-    /// Publishes a device's memory and returns what configfs shows then.
+    /// Publishes a device's memory, and returns the state in configfs.
     ///
     /// # Errors
     ///
-    /// [`Error::Bound`] where another driver has the device and `rebind` is false; [`Error::Exists`] where it is published
-    /// already; [`Error::Missing`] where it is not there; [`Error::State`] where it is not bound in spite of all; [`Error::Admin`] where a file could not be written, with
-    /// the module's reason. All steps done until then are undone.
+    /// [`Error::Bound`] if another driver has the device and [`Publish::rebind`] is false; [`Error::Exists`] if the
+    /// device is published already; [`Error::Missing`] if the device does not exist; [`Error::State`] if the PCI core
+    /// did not bind the device to p2pmem; [`Error::Admin`] if a file cannot be written: EACCES (not root), ENOENT (the
+    /// module is not loaded, or configfs is not mounted), or the errno of the module's refusal, with its message. After
+    /// an error, all steps are undone.
     pub fn publish(&self, publish: &Publish) -> Result<Published> {
         let addr = publish.addr;
         let device = self.device(addr);
@@ -263,26 +266,27 @@ impl Admin {
             return Ok(());
         }
         let device = self.device(addr);
-        // First to come is last to be done: when all else is undone, the PCI core finds the device a driver again.
+        // Undo runs in reverse order. Probing is the last step of undo: the PCI core then binds the device to its
+        // former driver.
         undo.steps.push(Step::Probe(addr));
         self.write(device.join("driver_override"), DRIVER)?;
         undo.steps.push(Step::ClearOverride(addr));
         if driver.is_some() {
             self.write(device.join("driver/unbind"), &addr.to_string())?;
         } else {
-            undo.steps.remove(0); // it had no driver, so it gets none back
+            undo.steps.remove(0); // the device had no driver before
         }
         self.write(self.sys.join("bus/pci/drivers_probe"), &addr.to_string())?;
         match driver_of(&device).as_deref() {
             Some(DRIVER) => undo.steps.push(Step::Unbind(addr)),
             Some(other) => {
                 return Err(Error::State(format!(
-                    "{addr} was bound to the driver {other} meanwhile"
+                    "{addr} was bound to the driver {other} at the same time"
                 )))
             }
             None => {
                 return Err(Error::State(format!(
-                    "the p2pmem driver did not bind {addr}: is the module loaded? dmesg may say more"
+                    "the p2pmem driver did not bind {addr}: check that the module is loaded, and see dmesg"
                 )))
             }
         }
@@ -320,14 +324,15 @@ impl Admin {
         Ok(())
     }
 
-    /// Takes back what [`Admin::publish`] gave: buffers in it are revoked, the device is unbound.
+    /// Unpublishes a device's memory: buffers are revoked, and the device is unbound.
     ///
-    /// Waits until nobody uses the memory any more, for as long as that takes. The kernel log and [`Published::status`] name
-    /// who it waits for.
+    /// Waits without a limit until nobody uses the memory. The kernel log and [`Published::status`] name the users that
+    /// are waited for.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] where it is not published; [`Error::Admin`] where a file could not be written.
+    /// [`Error::Missing`] if the device is not published; [`Error::Admin`] if a file cannot be written, with EACCES if
+    /// the caller is not root.
     pub fn unpublish(&self, unpublish: &Unpublish) -> Result<()> {
         let addr = unpublish.addr;
         let group = self.group(addr);
@@ -345,7 +350,7 @@ impl Admin {
         if bound {
             self.step(Step::Unbind(addr))?;
         }
-        // A surprise removal can have taken the device before.
+        // The device may have been removed (surprise removal).
         if device.exists() {
             self.step(Step::ClearOverride(addr))?;
             if unpublish.reprobe {
@@ -355,7 +360,8 @@ impl Admin {
         Ok(())
     }
 
-    /// Disables a provider, and waits for the end of that: the module waits a second in each write at most.
+    /// Disables a provider and waits for the end of its removal. Each write waits at most a second in the module, and
+    /// then fails with EBUSY.
     fn disable(&self, group: &Path) -> Result<()> {
         loop {
             match self.write(group.join("enable"), "0") {
@@ -365,11 +371,11 @@ impl Admin {
         }
     }
 
-    /// The devices that have a group in configfs, enabled or not.
+    /// Returns the devices that have a group in configfs, enabled or not, ordered by address.
     ///
     /// # Errors
     ///
-    /// [`Error::Admin`] where the module's folder is not in configfs.
+    /// [`Error::Admin`] with ENOENT if configfs has no group of the module.
     pub fn published(&self) -> Result<Vec<Published>> {
         let path = self.groups();
         let failed = |error| Error::Admin {
@@ -405,7 +411,7 @@ impl Admin {
     fn step(&self, step: Step) -> Result<()> {
         match step {
             Step::Probe(addr) => self.write(self.sys.join("bus/pci/drivers_probe"), &addr.to_string()),
-            // An empty line is how driver_override is cleared.
+            // An empty line clears driver_override.
             Step::ClearOverride(addr) => self.write(self.device(addr).join("driver_override"), "\n"),
             Step::Unbind(addr) => self.write(
                 self.sys.join("bus/pci/drivers").join(DRIVER).join("unbind"),
@@ -427,7 +433,7 @@ impl Admin {
     }
 }
 
-/// A step back.
+/// A step of undo.
 #[derive(Clone, Copy)]
 enum Step {
     Probe(PciAddr),
@@ -436,7 +442,7 @@ enum Step {
     RemoveGroup(PciAddr),
 }
 
-/// Goes the steps back, the last one first, unless they were cleared.
+/// Undoes the steps in reverse order when dropped, unless `steps` was cleared.
 struct Undo<'a> {
     admin: &'a Admin,
     steps: Vec<Step>,
@@ -445,13 +451,13 @@ struct Undo<'a> {
 impl Drop for Undo<'_> {
     fn drop(&mut self) {
         for step in self.steps.drain(..).rev() {
-            // The error that led here is the one worth telling.
+            // An error while undoing is ignored: the caller gets the first error.
             let _ = self.admin.step(step);
         }
     }
 }
 
-/// Reads the message in a group's attribute `status`.
+/// Returns the message in a group's attribute `status`, if any.
 pub(crate) fn read_status(group: &Path) -> Option<String> {
     let text = fs::read_to_string(group.join("status")).ok()?;
     Some(text.trim().to_owned()).filter(|t| !t.is_empty())

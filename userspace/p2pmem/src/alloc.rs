@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Allocating: what a device makes of requests.
+//! Allocation and import of buffers and stripes.
 
 use std::os::fd::AsFd;
 
@@ -16,11 +16,23 @@ use crate::stripe::Stripe;
 impl Device {
     /// Allocates a buffer.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::{ErrorKind, Request};
+    ///
+    /// let buffer = device.alloc(&Request::new(5000))?;
+    /// assert_eq!(buffer.size(), 8192, "rounded up to pages");
+    /// let error = device.alloc(&Request::new(1 << 50)).unwrap_err();
+    /// assert_eq!(error.kind(), ErrorKind::NoProvider);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoSpace`] where providers are too small
-    /// (ENODEV) or full (ENOSPC), with their sizes and who uses them; [`Error::Refused`] with ENODEV (no provider could
-    /// ever serve it, or a client is not there) or EINVAL, and with the module's reason.
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NoSpace`] if providers are too small
+    /// (ENODEV) or full (ENOSPC), with their sizes and holders; [`Error::Refused`], with the module's message, for
+    /// EINVAL, ENODEV (no provider can ever serve the request, or a client does not exist), EACCES (a rule denies the
+    /// memory), EDQUOT (a quota or the cgroup's limit is exceeded), ENOMEM, or EMFILE.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
         if request.strategy == Strategy::Stripe {
             return Err(Error::Request(
@@ -39,21 +51,22 @@ impl Device {
         drop(last);
         match got {
             Ok(got) => Ok(Buffer::new(self.clone(), &got)),
-            Err(error) => Err(self.with_rooms(error, &verdicts.unwrap_or_default())),
+            Err(error) => Err(self.with_full_providers(error, &verdicts.unwrap_or_default())),
         }
     }
 
     /// Allocates a stripe: a buffer in each of several providers, which together serve a request with
-    /// [`Strategy::Stripe`]. All parts are allocated, or none.
+    /// [`Strategy::Stripe`]. Allocates all parts or none.
     ///
     /// # Errors
     ///
-    /// As for [`Device::alloc`]; [`Error::Refused`] also where fewer providers than [`Request::parts`] can hold one.
+    /// Those of [`Device::alloc`], without [`Error::NoSpace`]; [`Error::Refused`] also if fewer than [`Request::parts`]
+    /// providers can hold a part.
     pub fn alloc_stripe(&self, request: &Request) -> Result<Stripe> {
         if request.strategy != Strategy::Stripe {
             let other = request.strategy;
             return Err(Error::Request(format!(
-                "a stripe with strategy {other:?}: it takes Strategy::Stripe"
+                "a stripe with strategy {other:?}: use Strategy::Stripe"
             )));
         }
         let raw = request.raw()?;
@@ -69,20 +82,20 @@ impl Device {
         ))
     }
 
-    /// Makes a buffer of a descriptor that [`Buffer::share`](crate::Buffer::share) made, in whichever process. The
+    /// Imports a buffer from a descriptor that [`Buffer::share`](crate::Buffer::share) created in any process. The
     /// descriptor can be closed afterwards.
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with EINVAL (no dma-buf), EXDEV (a dma-buf of another driver's), EACCES (a dma-buf of parts of
-    /// a buffer), ENODEV (the buffer was revoked).
+    /// [`Error::Refused`] with EINVAL (not a dma-buf), EXDEV (a dma-buf of another driver), EACCES (a dma-buf of parts
+    /// of a buffer), ENODEV (the buffer was revoked), or EMFILE (too many handles).
     pub fn import(&self, shared: impl AsFd) -> Result<Buffer> {
         let got = self.call(Operation::Import, |k| k.import(shared.as_fd()))?;
         Ok(Buffer::imported(self.clone(), &got))
     }
 
-    /// Adds to a refused allocation who uses the memory, where it was refused for want of it.
-    fn with_rooms(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
+    /// Adds sizes and holders of the providers to an allocation's error, if the providers do not have enough space.
+    fn with_full_providers(&self, error: Error, verdicts: &[abi::p2pmem_verdict]) -> Error {
         match error {
             Error::Refused { errno, reason, .. } if [libc::ENOSPC, libc::ENODEV].contains(&errno) => {
                 let providers = self.providers().unwrap_or_default();

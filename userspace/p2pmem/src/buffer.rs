@@ -16,22 +16,22 @@ use crate::sys::verbs::ProtectionDomain;
 use crate::sys::Region;
 use crate::types::{known_offset, BufferInfo, PathClass};
 
-/// An allocation. Dropping it ends its handle; the memory is free once its last mapping, dma-buf and registration are
-/// gone too.
+/// An allocation. Dropping the value ends its handle; the memory is free after the last mapping, dma-buf and
+/// registration are gone too.
 #[derive(Debug)]
 pub struct Buffer {
     origin: Origin,
-    /// The mapping made last, whose addresses a registration goes by.
+    /// The last mapping, whose addresses a registration uses.
     mapped: Mutex<Weak<Region>>,
     mmap_offset: u64,
     bar_offset: Option<u64>,
     class: Option<PathClass>,
-    /// The handle was ended by [`Buffer::free`], so that dropping must not try again.
+    /// [`Buffer::free`] ended the handle, so dropping must not end it again.
     freed: bool,
 }
 
 impl Buffer {
-    /// A part of a stripe.
+    /// Creates the buffer of a part of a stripe.
     pub(crate) fn of_part(device: Device, part: &abi::p2pmem_part) -> Self {
         let got = abi::p2pmem_alloc {
             handle: part.handle,
@@ -45,7 +45,7 @@ impl Buffer {
         Self::new(device, &got)
     }
 
-    /// A buffer that was shared.
+    /// Creates the buffer of an imported handle.
     pub(crate) fn imported(device: Device, got: &abi::p2pmem_import) -> Self {
         let got = abi::p2pmem_alloc {
             handle: got.handle,
@@ -74,42 +74,45 @@ impl Buffer {
         }
     }
 
-    /// Its handle on the device's open file: never 0, never used twice.
+    /// Returns the handle in the device's open file: never 0, never used again.
     pub fn handle(&self) -> u32 {
         self.origin.handle
     }
 
-    /// Id of the provider it lies in.
+    /// Returns the id of the provider that has the memory.
     pub fn provider(&self) -> u32 {
         self.origin.provider
     }
 
-    /// The size in bytes: the requested size, rounded up to pages.
+    /// Returns the size in bytes: the requested size, rounded up to pages.
     pub fn size(&self) -> u64 {
         self.origin.size
     }
 
-    /// Its first byte in the provider's BAR, where the BAR is known. A command to the provider's engine wants this.
+    /// Returns the offset of the first byte in the provider's BAR, if the BAR is known. Commands to the provider's DMA
+    /// engine use this offset.
     pub fn bar_offset(&self) -> Option<u64> {
         self.bar_offset
     }
 
-    /// Class of the path to the farthest client; none where no clients were named, and for one that was imported.
+    /// Returns the class of the path to the farthest client; `None` if the request had no clients, and for an imported
+    /// buffer.
     pub fn class(&self) -> Option<PathClass> {
         self.class
     }
 
-    /// The offset at which `mmap()` on the device's file maps it, for programs that map it themselves.
+    /// Returns the offset at which `mmap()` of the device's file maps the buffer, for programs that call `mmap()`
+    /// themselves.
     pub fn mmap_offset(&self) -> u64 {
         self.mmap_offset
     }
 
-    /// The device that the buffer was allocated through.
+    /// Returns the device through which the buffer was allocated or imported.
     pub fn device(&self) -> &Device {
         &self.origin.device
     }
 
-    /// State, place and users of the buffer at this moment.
+    /// Returns state, place and holders of the buffer.
     ///
     /// ```
     /// # let fake = p2pmem::fake::Fake::example();
@@ -125,7 +128,7 @@ impl Buffer {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
+    /// [`Error::Refused`] with ENOENT if the handle does not exist, which safe use of this crate cannot cause.
     pub fn info(&self) -> Result<BufferInfo> {
         self.origin
             .device
@@ -133,11 +136,13 @@ impl Buffer {
             .map(BufferInfo::from)
     }
 
-    /// Maps the whole buffer, to read and write. A buffer can be mapped more than once, and a mapping outlives the buffer.
+    /// Maps the whole buffer for reading and writing. A buffer can be mapped several times, and a mapping outlives the
+    /// buffer.
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENODEV where the buffer was revoked, with ENOMEM where address space ran out.
+    /// [`Error::Refused`] with ENODEV (the buffer was revoked) or ENOMEM (the address space or the limit of mappings is
+    /// exhausted).
     pub fn map(&self) -> Result<Mapping> {
         let refused = |errno| Error::Refused {
             operation: Operation::Map,
@@ -145,7 +150,7 @@ impl Buffer {
             reason: None,
         };
         let len = usize::try_from(self.size()).map_err(|_| refused(libc::ENOMEM))?;
-        // The module stores no message for mmap().
+        // mmap() records no message, so none is read.
         let map = self.origin.device.kernel().map(self.mmap_offset, len);
         let region = map.map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))?;
         let region = Arc::new(region);
@@ -153,12 +158,12 @@ impl Buffer {
         Ok(Mapping::new(self.origin.clone(), region))
     }
 
-    /// Makes a descriptor that gives another process access to the buffer. The process gets the descriptor by `SCM_RIGHTS` or
-    /// by inheritance, and imports it with [`Device::import`]. The descriptor is a dma-buf of the whole buffer, so drivers
-    /// accept it too.
+    /// Creates a descriptor of the buffer for another process. The process receives the descriptor, by `SCM_RIGHTS` or
+    /// by inheritance, and imports the buffer with [`Device::import`]. The descriptor is a dma-buf of the whole buffer,
+    /// which drivers can import too.
     ///
-    /// The descriptor and imported buffers hold the memory as a handle does: the memory is free when the last holder has
-    /// released it. Its bytes stay charged to the process that allocated it.
+    /// The descriptor and imported buffers hold the memory as a handle does: the memory is free after the last holder
+    /// is gone, in any order. The bytes stay charged to the user, the file and the cgroup that allocated the buffer.
     ///
     /// ```
     /// # let fake = p2pmem::fake::Fake::example();
@@ -169,7 +174,7 @@ impl Buffer {
     /// buffer.map()?.write(0, 42u64)?;
     /// let shared = buffer.share()?;
     ///
-    /// // In another process, which has opened the device and received the descriptor.
+    /// // In another process, which opened the device itself and received the descriptor.
     /// # let device = fake.device();
     /// let same = device.import(&shared)?;
     /// assert_eq!(same.map()?.read::<u64>(0)?, 42);
@@ -185,11 +190,21 @@ impl Buffer {
 
     /// Exports the buffer, or parts of it, as a dma-buf.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::{ExportOptions, Request};
+    ///
+    /// let buffer = device.alloc(&Request::new(1 << 20))?;
+    /// let dmabuf = buffer.export(&ExportOptions::new().range(0..4096))?;
+    /// assert_eq!(dmabuf.ranges(), [0..4096]);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Request`] for ranges that are empty, too many, or not inside the buffer; [`Error::Refused`] with EINVAL
-    /// (no whole pages, or ranges that overlap), EPERM (pinned, which the administrator does not allow), ENODEV (the
-    /// buffer was revoked), EOPNOTSUPP (memory of another driver whose BAR is not known), EMFILE.
+    /// (not whole pages, or overlapping ranges), EPERM (pinned, which the administrator does not allow), ENODEV (the
+    /// buffer was revoked), EOPNOTSUPP (memory of another driver whose BAR is not known), or EMFILE.
     pub fn export(&self, parts: &ExportOptions) -> Result<DmaBuf> {
         parts.of_buffer(&self.origin.device, self.handle(), self.size())
     }
@@ -213,10 +228,10 @@ impl Buffer {
     ///
     /// # Errors
     ///
-    /// [`Error::Register`], which names the buffer, the NIC and the method: EOPNOTSUPP (the NIC's driver does not register
-    /// dma-bufs, or no revocable ones), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the buffer was revoked),
-    /// EINVAL (invalid access), ENOMEM (no space for another registration); [`Error::Verbs`] if libibverbs is not
-    /// installed; those of [`Buffer::export`].
+    /// [`Error::Register`], which names the buffer, the NIC and the method: EOPNOTSUPP (the NIC's driver does not
+    /// register dma-bufs, or no revocable ones), EHOSTUNREACH (the NIC cannot reach the provider), ENODEV (the buffer
+    /// was revoked), EINVAL (an invalid access), ENOMEM (no memory for another registration), ENOSYS (libibverbs is
+    /// older than rdma-core 34); [`Error::Verbs`] if libibverbs is not installed; those of [`Buffer::export`].
     pub fn register(&self, pd: &impl ProtectionDomain, access: Access) -> Result<Registration> {
         self.register_with(pd, &RegisterOptions::new(access))
     }
@@ -225,18 +240,18 @@ impl Buffer {
     ///
     /// # Errors
     ///
-    /// Those of [`Buffer::register`]; [`Error::Request`] for bytes that are not inside the buffer, or addresses that
-    /// are not as far from the start of a page as the bytes.
+    /// Those of [`Buffer::register`]; [`Error::Request`] for bytes that are not inside the buffer, or an iova whose
+    /// offset in its page differs from that of the first byte.
     pub fn register_with(&self, pd: &impl ProtectionDomain, what: &RegisterOptions) -> Result<Registration> {
         let mapped = self.mapped.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         what.run(pd, &self.origin, mapped.as_ref(), Handle::Lives)
     }
 
-    /// Ends the handle of the buffer, as dropping does, and reports errors.
+    /// Ends the handle of the buffer as dropping does, and reports errors.
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENOENT where the handle is not known, which no use of this crate leads to.
+    /// [`Error::Refused`] with ENOENT if the handle does not exist, which safe use of this crate cannot cause.
     pub fn free(mut self) -> Result<()> {
         self.freed = true;
         let handle = self.handle();
@@ -247,7 +262,7 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         if !self.freed {
-            // drop() cannot report an error; closing the device's file frees the buffer anyway.
+            // A drop cannot report an error. Closing the device's file frees the buffer in any case.
             let handle = self.handle();
             let _ = self.origin.device.call(Operation::Free, |k| k.free(handle));
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! An open device.
+//! An open device, and the information that the module reports about itself.
 
 use std::fmt;
 use std::io;
@@ -20,13 +20,23 @@ use crate::sys::user;
 use crate::sys::{CharDevice, Kernel};
 use crate::types::{Info, Path, Provider, Stats};
 
-/// Where the module's device is.
+/// Path of the module's device.
 pub const DEFAULT_PATH: &str = "/dev/p2pmem";
 
-/// How often a request is repeated whose answer has grown since its size was read.
-const TRIES: usize = 8;
+/// Most attempts to read an answer that grew between the query for its size and the query for its content.
+const MAX_ATTEMPTS: usize = 8;
 
-/// An open `/dev/p2pmem`. Clones share the open file, and so do the buffers allocated through it.
+/// An open `/dev/p2pmem`. Clones share the open file; buffers allocated through the device keep the file open.
+///
+/// ```
+/// # let device = p2pmem::fake::Fake::example().device();
+/// use p2pmem::{human_size, Request};
+///
+/// // A program calls Device::open().
+/// let buffer = device.alloc(&Request::new(16 << 20))?;
+/// println!("{} in provider {}", human_size(buffer.size()), buffer.provider());
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -34,11 +44,11 @@ pub struct Device {
 
 struct Inner {
     kernel: Box<dyn Kernel>,
-    /// What the module said of itself, of which only what never changes is looked at.
+    /// Information about the module. Only the fields that never change are used.
     constant: OnceLock<Info>,
-    /// Held across a call and the question why it was refused: the module keeps one last reason for each open file,
-    /// and another thread's must not be taken for ours. It holds the last allocation's request, which the module's
-    /// verdicts speak of: it keeps the verdicts, not the names and sizes that they were made of.
+    /// Held during a call and the query for its message: the module keeps one message for each open file, and a
+    /// concurrent call would replace it. The value is the last allocation's request. The module's verdicts refer to
+    /// this request, but contain neither the clients' names nor the size.
     last_reason: Mutex<Option<Request>>,
 }
 
@@ -59,8 +69,8 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`] where the module is not loaded or the device not accessible, [`Error::Abi`] where the module
-    /// and this library have no version of the ABI in common.
+    /// [`Error::Open`] with ENOENT (the module is not loaded) or EACCES (the caller may not open the device);
+    /// [`Error::Abi`] if module and library have no version of the ABI in common.
     pub fn open() -> Result<Self> {
         Self::open_path(DEFAULT_PATH)
     }
@@ -69,7 +79,7 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// Those of [`Device::open`]; [`Error::Refused`] where `path` is another kind of device.
+    /// Those of [`Device::open`]; [`Error::Refused`] with ENOTTY if `path` is another kind of device.
     pub fn open_path(path: impl AsRef<FsPath>) -> Result<Self> {
         let path = path.as_ref();
         let device = CharDevice::open(path).map_err(|error| Error::Open {
@@ -101,13 +111,14 @@ impl Device {
         &*self.inner.kernel
     }
 
-    /// Calls the module. If the module refuses, reads its message.
+    /// Calls the module. On an error, reads the module's message about the error.
     pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
         let _guard = self.lock();
         self.call_locked(operation, f)
     }
 
-    /// What is under the lock is whole at any time, so a thread that panicked with it left nothing broken.
+    /// Locks the last request. The value is consistent at any time, so a thread that panicked with the lock held is
+    /// harmless.
     pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Request>> {
         self.inner.last_reason.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -119,7 +130,7 @@ impl Device {
     ) -> Result<T> {
         f(self.kernel()).map_err(|error| {
             let errno = error.raw_os_error().unwrap_or(libc::EIO);
-            // The module stores no message for these two, and an older one would mislead.
+            // The module records no message for these two errnos; its last message is about an earlier call.
             let silent = matches!(errno, libc::EFAULT | libc::ENOTTY);
             let reason = if silent { None } else { self.last_text() };
             Error::Refused {
@@ -130,16 +141,16 @@ impl Device {
         })
     }
 
-    /// Makes a driver import a dma-buf of this device. If that fails and the module was the one that refused, the error has
-    /// the module's message.
+    /// Runs `import`, by which a driver imports a dma-buf of this device. On an error, also returns the module's
+    /// message, if the module caused the error.
     pub(crate) fn with_importer<T>(
         &self,
         import: impl FnOnce() -> io::Result<T>,
     ) -> std::result::Result<T, (io::Error, Option<String>)> {
         let _guard = self.lock();
         import().map_err(|error| {
-            // A driver has reasons of its own. What the module said last is about this import only if it is the same
-            // error, and no allocation's, which has verdicts.
+            // The driver can fail on its own. The module's last message is about this import only if its errno is the
+            // same, and if it has no verdicts, which only an allocation's message has.
             let last = self.explain_raw(None).ok();
             let last = last.filter(|(answer, verdicts, _)| {
                 verdicts.is_empty() && i32::try_from(answer.error).ok() == error.raw_os_error()
@@ -154,7 +165,8 @@ impl Device {
         Some(text).filter(|t| !t.is_empty())
     }
 
-    /// Version, page size and features of the module, which are read once: the counts in it are out of date.
+    /// Returns version, page size and features of the module, which are read once. The counts in the result are out of
+    /// date.
     pub(crate) fn constant(&self) -> Result<&Info> {
         if let Some(info) = self.inner.constant.get() {
             return Ok(info);
@@ -163,16 +175,23 @@ impl Device {
         Ok(self.inner.constant.get_or_init(|| info))
     }
 
-    /// What the module is, and what it holds in all.
+    /// Returns version, features and totals of the module.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// let info = device.info()?;
+    /// println!("version {}, {} of {} bytes free", info.version, info.free, info.size);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENOTTY where the open file is no p2pmem device.
+    /// [`Error::Refused`] with ENOTTY if the open file is not a p2pmem device.
     pub fn info(&self) -> Result<Info> {
         self.call(Operation::Info, |k| k.info()).map(Info::from)
     }
 
-    /// All providers, in the order of their ids.
+    /// Returns all providers, in the order of their ids.
     ///
     /// ```
     /// # let device = p2pmem::fake::Fake::example().device();
@@ -186,34 +205,47 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`]; [`Error::State`] where providers come faster than they can be listed.
+    /// [`Error::Refused`] with ENOMEM; [`Error::State`] if providers are added faster than they can be listed.
     pub fn providers(&self) -> Result<Vec<Provider>> {
         let all = self.grow(Operation::List, 16, |k, out: &mut [abi::p2pmem_provider]| k.list(out))?;
         Ok(all.iter().map(Provider::from).collect())
     }
 
-    /// The paths between all providers and `clients`: all clients of the first provider first.
+    /// Returns the paths between all providers and `clients`: first all paths of the first provider, in the order of
+    /// `clients`.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::{Client, PciAddr};
+    ///
+    /// let drive: PciAddr = "0000:04:00.0".parse()?;
+    /// for path in device.paths(&[Client::new(drive)])? {
+    ///     println!("provider {}: {}, {} hops", path.provider, path.class, path.hops);
+    /// }
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENODEV where a client is no PCI function of this machine.
+    /// [`Error::Refused`] with ENODEV if a client is not a PCI function of this machine, or ENOMEM; [`Error::State`] as
+    /// in [`Device::providers`].
     pub fn paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
-        self.ask_paths(clients, false)
+        self.read_paths(clients, false)
     }
 
-    /// As [`Device::paths`], after the module has dropped the paths it keeps: for a change that the kernel does not report,
-    /// such as one of ACS by setpci.
+    /// As [`Device::paths`], but the module computes all paths again. Use it after a change that the kernel does not
+    /// report, such as a change of ACS by setpci.
     ///
     /// # Errors
     ///
     /// Those of [`Device::paths`]; [`Error::Refused`] with EPERM without CAP_SYS_ADMIN.
     pub fn rescan_paths(&self, clients: &[Client]) -> Result<Vec<Path>> {
-        self.ask_paths(clients, true)
+        self.read_paths(clients, true)
     }
 
-    fn ask_paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
+    fn read_paths(&self, clients: &[Client], rescan: bool) -> Result<Vec<Path>> {
         let mut all = Vec::new();
-        // A request takes so many clients; the matrix is put together from as many requests as it needs.
+        // One call accepts a limited number of clients, so several calls fill the matrix.
         for (n, some) in clients.chunks(abi::P2PMEM_MAX_CLIENTS as usize).enumerate() {
             let raw = addresses(some);
             let first = n * abi::P2PMEM_MAX_CLIENTS as usize;
@@ -234,12 +266,21 @@ impl Device {
         Ok(all)
     }
 
-    /// Says what [`Device::alloc`] would do with `request` now, and why. Nothing is allocated.
+    /// Explains which provider [`Device::alloc`] would choose for `request` now, and why. Allocates nothing.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::Request;
+    ///
+    /// let explanation = device.explain(&Request::new(16 << 20))?;
+    /// println!("{}", explanation.lines().join("\n"));
+    /// # assert!(explanation.chosen.is_some());
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// As for [`Device::alloc`], except that a request that no provider can serve is an answer, not an error:
-    /// [`Explanation::errno`].
+    /// Those of [`Device::alloc`], except for a request that no provider can serve: [`Explanation::errno`] is set then.
     pub fn explain(&self, request: &Request) -> Result<Explanation> {
         let raw = request.raw()?;
         let clients = addresses(request.clients());
@@ -252,7 +293,7 @@ impl Device {
                     reason: self.last_text(),
                 })?
         };
-        // The dry run's answer repeats the request; take ours, which an older module may not have echoed.
+        // The dry run's answer repeats the request. Use the local request, because an older module may not repeat it.
         let answer = abi::p2pmem_explain {
             req: abi::p2pmem_request {
                 size: request.size_of_one(),
@@ -263,24 +304,26 @@ impl Device {
         Ok(Explanation::new(&answer, &verdicts, text, request.clients()))
     }
 
-    /// As [`Device::explain`], for another user, who may have other rules. Only root can call this.
+    /// As [`Device::explain`], for another user, because rules can depend on the user. Needs CAP_SETUID and
+    /// CAP_SETGID.
     ///
     /// # Errors
     ///
-    /// As for [`Device::explain`]; [`Error::State`] if the process cannot change to the ids.
+    /// Those of [`Device::explain`]; [`Error::State`] if the thread cannot change its ids (EPERM), or an id is
+    /// `u32::MAX` (EINVAL).
     pub fn explain_as(&self, request: &Request, uid: u32, gid: u32, groups: &[u32]) -> Result<Explanation> {
         user::as_user(uid, gid, groups, || self.explain(request)).map_err(|error| {
             Error::State(format!(
-                "cannot ask in the name of uid {uid} and gid {gid}: {error}; run as root"
+                "cannot explain for uid {uid} and gid {gid}: {error}; run as root"
             ))
         })?
     }
 
-    /// Explains the last allocation through this device, or what was refused since.
+    /// Explains the last allocation through this device, or the last refusal since.
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENODATA where there was none yet.
+    /// [`Error::Refused`] with ENODATA if there is none yet.
     pub fn explain_last(&self) -> Result<Explanation> {
         let last = self.lock();
         let (answer, verdicts, text) = self.explain_raw(None).map_err(|error| Error::Refused {
@@ -288,7 +331,7 @@ impl Device {
             errno: error.raw_os_error().unwrap_or(libc::EIO),
             reason: None,
         })?;
-        // Only allocations set verdicts, so if there are any they belong to the request that is stored here.
+        // Only allocations have verdicts, so verdicts are always about the request that is stored here.
         let size = last.as_ref().map_or(0, Request::size_of_one);
         let answer = abi::p2pmem_explain {
             req: abi::p2pmem_request { size, ..answer.req },
@@ -298,21 +341,32 @@ impl Device {
         Ok(Explanation::new(&answer, &verdicts, text, clients))
     }
 
-    /// Counters of the provider with this id, or of all there ever were.
+    /// Returns the counters of the provider with this id, or, for `None`, of all providers since the module was loaded.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::Request;
+    ///
+    /// let buffer = device.alloc(&Request::new(8192).provider(2))?;
+    /// assert_eq!(device.stats(Some(2))?.alloc_bytes, 8192);
+    /// assert_eq!(device.stats(None)?.allocs, 1);
+    /// # drop(buffer);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENOENT where there is no such provider.
+    /// [`Error::Refused`] with ENOENT if there is no such provider.
     pub fn stats(&self, provider: Option<u32>) -> Result<Stats> {
         self.call(Operation::Stats, |k| k.stats(provider.unwrap_or(0)))
             .map(Stats::from)
     }
 
-    /// Returns all providers with their counters. A provider that is removed meanwhile is not included.
+    /// Returns all providers and their counters. Omits providers that are removed during the call.
     ///
     /// # Errors
     ///
-    /// Those of [`Device::providers`], and of [`Device::stats`] except ENOENT.
+    /// Those of [`Device::providers`], and of [`Device::stats`] except for ENOENT.
     pub fn provider_stats(&self) -> Result<Vec<(Provider, Stats)>> {
         let mut all = Vec::new();
         for provider in self.providers()? {
@@ -325,13 +379,14 @@ impl Device {
         Ok(all)
     }
 
-    /// Returns the holders of buffers, by provider, those with the most bytes first; none if the program may not read them:
-    /// only root can.
+    /// Returns the processes that hold buffers, for each provider, those with the most bytes first; `None` if this
+    /// program may not read the list, which only root can.
     pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {
         self.kernel().holders().ok().map(|table| holders(&table))
     }
 
-    /// Calls `f` to fill an array, and enlarges the array while `f` returns that there is more.
+    /// Calls `f` to fill an array of `capacity` elements, and again with a larger array while `f` reports more
+    /// elements.
     fn grow<T: Default + Clone>(
         &self,
         operation: Operation,
@@ -339,7 +394,7 @@ impl Device {
         f: impl Fn(&dyn Kernel, &mut [T]) -> io::Result<usize>,
     ) -> Result<Vec<T>> {
         let mut out = vec![T::default(); capacity];
-        for _ in 0..TRIES {
+        for _ in 0..MAX_ATTEMPTS {
             let there = self.call(operation, |k| f(k, &mut out))?;
             if there <= out.len() {
                 out.truncate(there);
@@ -348,7 +403,7 @@ impl Device {
             out.resize(there + there / 4, T::default());
         }
         Err(Error::State(format!(
-            "{operation} did not settle: providers come faster than they can be listed"
+            "{operation} did not end: providers are added faster than they can be listed"
         )))
     }
 
@@ -359,7 +414,7 @@ impl Device {
     ) -> io::Result<(abi::p2pmem_explain, Vec<abi::p2pmem_verdict>, String)> {
         let mut verdicts = vec![abi::p2pmem_verdict::default(); 16];
         let mut text = vec![0u8; 512];
-        for _ in 0..TRIES {
+        for _ in 0..MAX_ATTEMPTS {
             let answer = self.kernel().explain(request, &mut verdicts, &mut text)?;
             let (nr, len) = (answer.nr_verdicts as usize, answer.text_len as usize);
             if nr <= verdicts.len() && len <= text.len() {

@@ -9,12 +9,12 @@ use std::path::Path;
 use crate::error::{Error, Result};
 use crate::sys::is_direct;
 
-/// How to open a file for direct I/O. The options are those of [`std::fs::OpenOptions`], and all are off at first.
+/// Options to open a file for direct I/O, as in [`std::fs::OpenOptions`]. All options are off initially.
 ///
 /// ```no_run
 /// use p2pmem::DirectOptions;
 ///
-/// // A new file, or an existing one, of which nothing is cut off.
+/// // Creates the file, or opens the existing file without truncating it.
 /// let file = DirectOptions::new().read(true).write(true).create(true).open("/mnt/nvme0/results")?;
 /// # let _ = file;
 /// # Ok::<(), p2pmem::Error>(())
@@ -30,19 +30,19 @@ impl Default for DirectOptions {
 }
 
 impl DirectOptions {
-    /// Options that open nothing yet: set [`read`](Self::read), [`write`](Self::write) or both.
+    /// Creates options without access: set [`read`](Self::read), [`write`](Self::write) or both.
     pub fn new() -> Self {
         Self(OpenOptions::new())
     }
 
-    /// Opens the file for [`Mapping::read_from`](crate::Mapping::read_from).
+    /// Opens the file for reading, as [`Mapping::read_from`](crate::Mapping::read_from) needs.
     pub fn read(mut self, read: bool) -> Self {
         self.0.read(read);
         self
     }
 
-    /// Opens the file for [`Mapping::write_to`](crate::Mapping::write_to). A file that does not exist is an error, unless
-    /// [`create`](Self::create) is set.
+    /// Opens the file for writing, as [`Mapping::write_to`](crate::Mapping::write_to) needs. A file that does not exist
+    /// is an error unless [`create`](Self::create) is set.
     pub fn write(mut self, write: bool) -> Self {
         self.0.write(write);
         self
@@ -60,7 +60,7 @@ impl DirectOptions {
         self
     }
 
-    /// Cuts the file to 0 bytes. Needs [`write`](Self::write).
+    /// Truncates the file to 0 bytes. Needs [`write`](Self::write).
     pub fn truncate(mut self, truncate: bool) -> Self {
         self.0.truncate(truncate);
         self
@@ -70,8 +70,8 @@ impl DirectOptions {
     ///
     /// # Errors
     ///
-    /// [`Error::Open`]: ENOENT (the file does not exist), EEXIST ([`create_new`](Self::create_new) and the file exists),
-    /// EACCES, EINVAL (the file system has no direct I/O, or the options contradict each other).
+    /// [`Error::Open`] with ENOENT (the file does not exist), EEXIST ([`create_new`](Self::create_new) and the file
+    /// exists), EACCES, or EINVAL (the file system does not support direct I/O, or the options contradict each other).
     pub fn open(&self, path: impl AsRef<Path>) -> Result<File> {
         let path = path.as_ref();
         let mut options = self.0.clone();
@@ -83,7 +83,7 @@ impl DirectOptions {
     }
 }
 
-/// Opens an existing file or block device for direct I/O, to read. [`DirectOptions`] opens files to write.
+/// Opens an existing file or block device for reading by direct I/O. To write, use [`DirectOptions`].
 ///
 /// # Errors
 ///
@@ -92,13 +92,13 @@ pub fn open_direct(path: impl AsRef<Path>) -> Result<File> {
     DirectOptions::new().read(true).open(path)
 }
 
-/// Fails where reads and writes of the file would go through the page cache.
+/// Fails with [`Error::NotDirect`] if the file is not open with O_DIRECT: its I/O would use the page cache.
 pub(crate) fn require_direct(file: &File) -> Result<()> {
     match is_direct(file) {
         Ok(true) => Ok(()),
         Ok(false) => Err(Error::NotDirect),
         Err(error) => Err(Error::Io {
-            what: "looking at the file",
+            what: "reading the flags",
             offset: 0,
             error,
         }),
@@ -123,7 +123,7 @@ mod tests {
         }
         assert_eq!(open_direct(&path).unwrap_err().errno(), Some(libc::ENOENT));
         assert!(!path.exists());
-        // Where the file system has no direct I/O the kernel creates the file, and refuses to open it.
+        // If the file system does not support direct I/O, the kernel creates the file but does not open it.
         match DirectOptions::new().write(true).create(true).open(&path) {
             Ok(_) => {}
             Err(error) => assert_eq!(error.errno(), Some(libc::EINVAL)),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What can go wrong, why, and what to do about it.
+//! Errors: which operation failed, why, and the remedy.
 
 use std::fmt;
 use std::io;
@@ -10,7 +10,7 @@ use crate::addr::PciAddr;
 use crate::full::FullProvider;
 use crate::types::RegistrationMethod;
 
-/// Result of this crate.
+/// Result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// The operation that the module refused.
@@ -18,21 +18,21 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Operation {
-    /// Asking what the module is.
+    /// Getting version and features of the module.
     Info,
     /// Listing providers.
     List,
-    /// Asking for paths.
+    /// Getting paths.
     Paths,
     /// Allocating a buffer.
     Alloc,
     /// Freeing a buffer.
     Free,
-    /// Asking about a buffer.
+    /// Getting the state of a buffer.
     Buffer,
-    /// Asking for an explanation.
+    /// Explaining a decision.
     Explain,
-    /// Asking for counters.
+    /// Getting counters.
     Stats,
     /// Mapping a buffer.
     Map,
@@ -51,14 +51,14 @@ pub enum Operation {
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Info => "the question what the module is",
-            Self::List => "the list of providers",
-            Self::Paths => "the question for paths",
+            Self::Info => "reading the module's version",
+            Self::List => "listing the providers",
+            Self::Paths => "reading the paths",
             Self::Alloc => "the allocation",
             Self::Free => "freeing the buffer",
-            Self::Buffer => "the question about the buffer",
+            Self::Buffer => "reading the buffer's state",
             Self::Explain => "the explanation",
-            Self::Stats => "the question for counters",
+            Self::Stats => "reading the counters",
             Self::Map => "mapping the buffer",
             Self::Export => "exporting the buffer",
             Self::Events => "reading events",
@@ -71,22 +71,30 @@ impl fmt::Display for Operation {
 
 /// An error of this crate.
 ///
-/// Its text says what failed and why, the kernel's error included; so `source()` is `None`, and `{:#}` of anyhow prints no
-/// text twice. [`Error::remedy`] says what to do, where that is known. Programs match on [`Error::kind`].
+/// The text says what failed and why, and includes the kernel's error. So `source()` is `None`, and `{:#}` of anyhow
+/// prints no text twice. [`Error::remedy`] returns what to do, if known. Programs match on [`Error::kind`].
+///
+/// ```
+/// use p2pmem::{Device, ErrorKind};
+///
+/// let error = Device::open_path("/nonexistent").unwrap_err();
+/// assert_eq!(error.kind(), ErrorKind::NotFound);
+/// assert_eq!(error.to_string(), "cannot open /nonexistent: No such file or directory (ENOENT)");
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The device could not be opened.
+    /// The device or file could not be opened.
     #[error("cannot open {}: {}", path.display(), os_text(error))]
     Open {
-        /// The path tried.
+        /// The path.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
 
-    /// Module and library are of different versions of the ABI.
-    #[error("the module speaks version {module} of the ABI, this program version {program}")]
+    /// Module and library have no version of the ABI in common.
+    #[error("the module has version {module} of the ABI, this program version {program}")]
     Abi {
         /// The module's version.
         module: u32,
@@ -95,33 +103,33 @@ pub enum Error {
     },
 
     /// The module refused an operation.
-    #[error("{operation} was refused: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
+    #[error("{operation} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Refused {
-        /// What was refused.
+        /// The operation.
         operation: Operation,
         /// The errno, positive.
         errno: i32,
-        /// The module's message, if there is one.
+        /// The module's message, if any.
         reason: Option<String>,
     },
 
-    /// An allocation for which the suitable providers have not enough free space.
-    #[error("{} was refused: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), full_text(full))]
+    /// An allocation for which the suitable providers do not have enough free space.
+    #[error("{} failed: {}{}{}", Operation::Alloc, errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default(), full_text(full))]
     NoSpace {
-        /// The errno, positive: ENOSPC if there would be enough space after other buffers are freed, ENODEV if there never is.
+        /// The errno, positive: ENOSPC if the request fits after other buffers are freed, ENODEV if it never fits.
         errno: i32,
-        /// The module's message, if there is one.
+        /// The module's message, if any.
         reason: Option<String>,
-        /// These providers: their sizes, and who uses them.
+        /// These providers, with their sizes and holders.
         full: Vec<FullProvider>,
     },
 
-    /// A string that names no client.
-    #[error("{name:?} names no PCI device: {why}")]
+    /// A string that does not name a client.
+    #[error("{name:?} is not the name of a PCI device: {why}")]
     Client {
         /// The string.
         name: String,
-        /// What was tried and found.
+        /// The reason.
         why: String,
     },
 
@@ -130,18 +138,18 @@ pub enum Error {
     Request(String),
 
     /// An access outside a mapping.
-    #[error("{len} bytes at offset {offset} are not inside the mapping of {size} bytes")]
+    #[error("{len} bytes at offset {offset} exceed the mapping of {size} bytes")]
     OutOfBounds {
-        /// First byte of the access.
+        /// Offset of the access in the mapping, in bytes.
         offset: usize,
-        /// Its length in bytes.
+        /// Length of the access in bytes.
         len: usize,
-        /// The mapping's length in bytes.
+        /// Length of the mapping in bytes.
         size: usize,
     },
 
     /// A file for peer-to-peer I/O that is not open for direct I/O.
-    #[error("the file is not open with O_DIRECT, so its data would go through host memory")]
+    #[error("the file is not open with O_DIRECT: its data would be copied through host memory")]
     NotDirect,
 
     /// Direct I/O failed.
@@ -151,31 +159,31 @@ pub enum Error {
         what: &'static str,
         /// Offset in the file, in bytes.
         offset: u64,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
     },
 
-    /// Writing stopped before the end: the file's device takes no more.
+    /// The file's device accepted only a part of the data, usually because it is full.
     #[error("only {written} of {len} bytes were written")]
     ShortWrite {
-        /// Bytes written.
+        /// Bytes that were written.
         written: usize,
-        /// Bytes there were.
+        /// Bytes that were to be written.
         len: usize,
     },
 
     /// Memory could not be registered with a NIC.
     #[error("registering {what} with {nic} by {method} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Register {
-        /// The memory: how much of which buffer in which provider.
+        /// The memory: bytes, buffer, and provider.
         what: String,
         /// The NIC's name.
         nic: String,
-        /// The method tried.
+        /// The method.
         method: RegistrationMethod,
         /// The errno, positive.
         errno: i32,
-        /// The module's message, if the module refused.
+        /// The module's message, if the module refused the registration.
         reason: Option<String>,
     },
 
@@ -184,48 +192,48 @@ pub enum Error {
     Deregister {
         /// The NIC's name.
         nic: String,
-        /// What libibverbs said.
+        /// The error of libibverbs.
         why: String,
     },
 
-    /// A step before a transfer failed.
+    /// A step before a transfer failed, such as opening the NIC or connecting a queue pair.
     #[error("{what} failed: {why}")]
     Rdma {
-        /// What was tried.
+        /// The step.
         what: String,
-        /// Why it failed.
+        /// The reason.
         why: String,
     },
 
-    /// A work request ended with an error.
+    /// A work request completed with an error.
     #[error("{verb} through {nic} ended with {} (status {status})", status_text(*status))]
     Transfer {
-        /// The operation.
+        /// The operation, such as "RDMA WRITE".
         verb: String,
         /// The NIC's name.
         nic: String,
-        /// `enum ibv_wc_status`.
+        /// The completion's status: `enum ibv_wc_status`.
         status: u32,
     },
 
-    /// libibverbs cannot be used.
+    /// libibverbs cannot be loaded.
     #[error("libibverbs cannot be loaded: {0}")]
     Verbs(String),
 
     /// A file of sysfs or configfs could not be read or written.
     #[error("cannot {action} {}: {}{}", path.display(), os_text(error), status.as_deref().map(|s| format!(": {s}")).unwrap_or_default())]
     Admin {
-        /// What was tried, such as `write "1" to`.
+        /// The action, such as `write "1" to`.
         action: String,
-        /// The file or folder.
+        /// The file or directory.
         path: PathBuf,
-        /// What the kernel said.
+        /// The kernel's error.
         error: io::Error,
-        /// The message in the provider's attribute `status`, if there is one.
+        /// The message in the attribute `status` of the provider or rule, if any.
         status: Option<String>,
     },
 
-    /// A device that another driver has.
+    /// A device is bound to another driver.
     #[error("{addr} is bound to the driver {driver}")]
     Bound {
         /// The device.
@@ -242,12 +250,12 @@ pub enum Error {
     #[error("{0}")]
     Exists(String),
 
-    /// The machine is in no state for the operation.
+    /// The state of the machine does not permit the operation.
     #[error("{0}")]
     State(String),
 }
 
-/// What kind an error is, for programs that act on it: [`Error::kind`].
+/// The kind of an error, for programs that act on it: [`Error::kind`].
 ///
 /// ```
 /// use p2pmem::{ErrorKind, Request};
@@ -267,44 +275,44 @@ pub enum Error {
 pub enum ErrorKind {
     /// The module is not loaded, or was unloaded.
     ModuleMissing,
-    /// Module or libraries are older or newer than this program.
+    /// Module or libraries do not fit this program's version.
     Incompatible,
-    /// The user may not do this: EACCES or EPERM.
+    /// The user does not have the permission: EACCES or EPERM.
     PermissionDenied,
     /// A rule denies the memory: EACCES of an allocation.
     DeniedByRule,
-    /// The arguments are wrong.
+    /// The arguments are invalid: EINVAL or E2BIG.
     InvalidRequest,
     /// A device, a provider, a file or a rule does not exist.
     NotFound,
     /// A published device, a rule or a file exists already.
     AlreadyExists,
-    /// Another driver or program has the device.
+    /// Another driver or program uses the device: EBUSY.
     Busy,
-    /// No provider can serve the request, however much is freed: ENODEV of an allocation.
+    /// No provider can ever serve the request, even if all buffers are freed: ENODEV of an allocation.
     NoProvider,
-    /// Too little is free: ENOSPC.
+    /// Not enough memory is free: ENOSPC.
     NoSpace,
-    /// A quota is used up: EDQUOT.
+    /// A quota is exceeded: EDQUOT.
     QuotaExceeded,
-    /// The NIC or the kernel has no memory or descriptors left: ENOMEM, EMFILE or ENFILE.
+    /// The NIC or the kernel has no memory or no descriptors left: ENOMEM, EMFILE or ENFILE.
     OutOfResources,
-    /// The provider was removed, and its buffers with it: ENODEV.
+    /// The provider was removed, and its buffers were revoked: ENODEV.
     Removed,
-    /// A device cannot reach the provider's memory.
+    /// A device cannot reach the provider's memory: EHOSTUNREACH or EREMOTEIO.
     Unreachable,
-    /// Kernel, driver, drive or library cannot do this.
+    /// Kernel, driver, drive or library does not support the operation: EOPNOTSUPP or ENOSYS.
     Unsupported,
     /// Reading or writing a file failed.
     Io,
     /// A step of an RDMA transfer failed.
     Transfer,
-    /// Anything else; [`Error::errno`] may say more.
+    /// Any other error; [`Error::errno`] has its errno, if any.
     Other,
 }
 
 impl Error {
-    /// What kind of error this is.
+    /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
         use ErrorKind as Kind;
         let allocation = matches!(
@@ -353,7 +361,7 @@ impl Error {
         }
     }
 
-    /// The errno behind the error, positive, where there is one.
+    /// Returns the errno, positive, if the error has one.
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
@@ -362,7 +370,7 @@ impl Error {
         }
     }
 
-    /// The module's message, if there is one.
+    /// Returns the module's message, if any.
     pub fn reason(&self) -> Option<&str> {
         match self {
             Self::Refused { reason, .. } | Self::NoSpace { reason, .. } | Self::Register { reason, .. } => {
@@ -373,7 +381,7 @@ impl Error {
         }
     }
 
-    /// What to do about it, where that is known.
+    /// Returns what to do about the error, if known.
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
@@ -385,18 +393,18 @@ impl Error {
                 Some(libc::ENXIO | libc::ENODEV) => Some("the module was unloaded: modprobe p2pmem"),
                 _ => None,
             },
-            Self::Abi { .. } => Some("install module and user space of one version of p2pmem"),
+            Self::Abi { .. } => Some("install the module and the user space of one version of p2pmem"),
             Self::NoSpace { .. }
             | Self::Refused {
                 operation: Operation::Alloc | Operation::Explain | Operation::Stripe,
                 ..
             } => match errno {
                 Some(libc::ENODEV) => {
-                    Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and in reach of all clients")
+                    Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and all clients must reach it")
                 }
-                Some(libc::EDQUOT) => Some("free buffers of yours, or have the administrator raise the quota of the rule that is named"),
-                Some(libc::EACCES) => Some("ask the administrator about the rule that is named: `p2pmemctl rules list` shows it"),
-                Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or ask for less"),
+                Some(libc::EDQUOT) => Some("free some of your buffers, or ask the administrator to raise the quota of the named rule"),
+                Some(libc::EACCES) => Some("ask the administrator about the named rule: `p2pmemctl rules list` shows the rule"),
+                Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or request less"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),
                 _ => None,
             },
@@ -404,10 +412,10 @@ impl Error {
                 operation: Operation::Import,
                 ..
             } => match errno {
-                Some(libc::ENODEV) => Some("the provider was removed: have the other side allocate and share again"),
-                Some(libc::EINVAL | libc::EXDEV) => Some("pass on the descriptor that Buffer::share() made"),
-                Some(libc::EACCES) => Some("have the other side share the whole buffer"),
-                Some(libc::ENOTTY) => Some("the module is older than this program: load the one of its version"),
+                Some(libc::ENODEV) => Some("the provider was removed: allocate and share again in the other process"),
+                Some(libc::EINVAL | libc::EXDEV) => Some("pass the descriptor that Buffer::share() returned"),
+                Some(libc::EACCES) => Some("share the whole buffer in the other process"),
+                Some(libc::ENOTTY) => Some("the module is older than this program: load the module of the program's version"),
                 _ => None,
             },
             Self::Refused {
@@ -423,7 +431,7 @@ impl Error {
             } => match errno {
                 Some(libc::ENODEV) => Some("the provider was removed: allocate again"),
                 Some(libc::EPERM) => Some(
-                    "have the administrator write 1 to the provider's attribute pinned_exports, or export without pinning",
+                    "ask the administrator to write 1 to the provider's attribute pinned_exports, or export without pinning",
                 ),
                 Some(libc::EOPNOTSUPP) => Some(
                     "publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl list`)",
@@ -443,12 +451,12 @@ impl Error {
             Self::NotDirect => Some("open the file with p2pmem::DirectOptions or open_direct()"),
             Self::Io { .. } => match errno {
                 Some(libc::EINVAL) => {
-                    Some("O_DIRECT wants offset and length in whole blocks of the drive, and the file system's consent")
+                    Some("use whole blocks of the drive for offset and length, and a file system that supports O_DIRECT")
                 }
                 Some(libc::EREMOTEIO) => Some(
-                    "the file's device does not take peer-to-peer memory: use an NVMe drive with a file system on it",
+                    "the file's device does not accept peer-to-peer memory: use an NVMe drive with a file system",
                 ),
-                Some(libc::EFAULT) => Some("the buffer was revoked, or the file's driver cannot take device memory"),
+                Some(libc::EFAULT) => Some("the buffer was revoked, or the file's driver does not accept device memory"),
                 Some(libc::EIO) => Some("see dmesg: the drive could not reach the provider's memory"),
                 _ => None,
             },
@@ -466,45 +474,45 @@ impl Error {
     }
 }
 
-/// Each full provider, after a semicolon.
+/// Returns the text of each full provider, after a semicolon.
 fn full_text(full: &[FullProvider]) -> String {
     full.iter()
-        .fold(String::new(), |text, capacity| text + "; " + &capacity.to_string())
+        .fold(String::new(), |text, provider| text + "; " + &provider.to_string())
 }
 
-/// What to do where memory could not be registered.
+/// Returns what to do if memory could not be registered.
 fn register_remedy(method: RegistrationMethod, errno: Option<i32>) -> Option<&'static str> {
     match (method, errno?) {
         (_, libc::ENODEV) => Some("the provider or the NIC was removed: allocate again, or open the NIC again"),
-        (_, libc::ENOMEM) => Some("the NIC or the kernel has no space for it: end other registrations, or register less"),
+        (_, libc::ENOMEM) => Some("the NIC or the kernel is out of memory: deregister other memory, or register less"),
         (_, libc::EINVAL) => Some(
             "check the requested access: remote writes and atomics need local writes too, and on-demand paging is not \
              possible",
         ),
-        (RegistrationMethod::DmaBuf, libc::ENOSYS) => Some("libibverbs is too old for dma-bufs: install rdma-core 34 or later"),
+        (RegistrationMethod::DmaBuf, libc::ENOSYS) => Some("libibverbs does not support dma-bufs: install rdma-core 34 or later"),
         (RegistrationMethod::DmaBuf, libc::EOPNOTSUPP | ENOTSUPP) => Some(
-            "the NIC's driver cannot register dma-bufs, or none that can be taken back: use an mlx5 NIC with on-demand \
-             paging or an irdma one, or register pinned where the administrator allows it (`p2pmemctl doctor` says more)",
+            "the NIC's driver cannot register dma-bufs, or not revocable ones: use an mlx5 NIC with on-demand paging or \
+             an irdma NIC, or register pinned if the administrator allows it (`p2pmemctl doctor` has the details)",
         ),
         (RegistrationMethod::DmaBuf, libc::EHOSTUNREACH | libc::EREMOTEIO) => {
             Some("the NIC cannot reach the provider: allocate near it, and see `p2pmemctl topo`")
         }
         (RegistrationMethod::PeerMemory, libc::EFAULT | libc::EREMOTEIO | libc::EOPNOTSUPP | ENOTSUPP) => Some(
-            "this kernel's RDMA core takes no device memory by its addresses: register by dma-buf, the default",
+            "this kernel's RDMA core does not accept device memory by its addresses: register by dma-buf, the default",
         ),
         _ => None,
     }
 }
 
-/// `enum ibv_wc_status` in words, of those that a reliable connection's requests end with.
+/// Describes an `enum ibv_wc_status`, of those that requests of a reliable connection complete with.
 fn status_text(status: u32) -> &'static str {
     match status {
         1 => "a local length error",
         2 => "a local error of the queue pair",
         4 => "a local protection error",
-        5 => "a flush, as the queue pair had failed before",
+        5 => "a flush, because the queue pair had failed before",
         8 => "a local access error",
-        9 => "an invalid request, as the other side says",
+        9 => "an invalid request, reported by the other side",
         10 => "a remote access error",
         11 => "a remote operation error",
         12 => "no answer after all retries",
@@ -513,19 +521,20 @@ fn status_text(status: u32) -> &'static str {
     }
 }
 
-/// What to do where a work request ended with an error.
+/// Returns what to do if a work request completed with an error.
 fn transfer_remedy(status: u32) -> Option<&'static str> {
     match status {
-        4 => Some("this side's registration does not allow it, or its provider left"),
+        4 => Some("the local registration does not permit the access, or its provider was removed"),
         10 => Some(
-            "the other side's registration does not cover it or allow it, or its provider left: register there again",
+            "the remote registration does not cover or permit the access, or its provider was removed: register there \
+             again",
         ),
-        12 => Some("the other side is gone, or the link between the NICs is down"),
+        12 => Some("the other side stopped, or the link between the NICs is down"),
         _ => None,
     }
 }
 
-/// The kernel's text for an error, without Rust's "(os error N)".
+/// Returns the kernel's text for an error, without Rust's "(os error N)".
 fn os_text(error: &io::Error) -> String {
     match error.raw_os_error() {
         Some(errno) => errno_text(errno),
@@ -536,7 +545,7 @@ fn os_text(error: &io::Error) -> String {
 /// An errno that is internal to the kernel (`include/linux/errno.h`). Some RDMA drivers return it to programs.
 pub(crate) const ENOTSUPP: i32 = 524;
 
-/// `strerror()` and the errno's name, for the errnos that the ABI names.
+/// Returns the text of `strerror()` and the errno's name, if the ABI uses the errno.
 pub(crate) fn errno_text(errno: i32) -> String {
     if errno == ENOTSUPP {
         return "Operation not supported by the driver (ENOTSUPP, 524)".into();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Events: providers added and removed, buffers revoked.
+//! Events: providers that are added and removed, and buffers that are revoked.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -12,48 +12,48 @@ use p2pmem_sys as abi;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 
-/// What happened.
+/// The kind of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case", tag = "event")]
 #[non_exhaustive]
 pub enum EventKind {
-    /// A provider came.
+    /// A provider was added.
     ProviderAdded {
-        /// Its id.
+        /// Id of the provider.
         provider: u32,
     },
-    /// A provider left.
+    /// A provider was removed.
     ProviderRemoved {
-        /// Its id.
+        /// Id of the provider.
         provider: u32,
     },
-    /// A buffer of this open file is gone: touching a mapping of it raises SIGBUS.
+    /// A buffer of this open file was revoked. An access to its mappings raises SIGBUS.
     BufferRevoked {
-        /// Id of the provider it was in.
+        /// Id of the buffer's provider.
         provider: u32,
-        /// Its handle.
+        /// Handle of the buffer.
         handle: u32,
     },
-    /// The reader was too slow: so many events were dropped. List the providers again.
+    /// The program read events too slowly, and the module dropped some. List the providers again.
     Lost {
-        /// How many.
+        /// Number of dropped events.
         count: u32,
     },
     /// An event that this version of the library does not know.
     Unknown {
-        /// The ABI's number.
+        /// Number of the event in the ABI.
         code: u32,
     },
 }
 
-/// One event.
+/// An event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Event {
-    /// What happened.
+    /// Kind of the event.
     #[serde(flatten)]
     pub kind: EventKind,
-    /// When, in nanoseconds of CLOCK_MONOTONIC.
+    /// Time of the event in nanoseconds of CLOCK_MONOTONIC.
     pub time_ns: u64,
 }
 
@@ -82,18 +82,15 @@ impl fmt::Display for Event {
             EventKind::ProviderAdded { provider } => write!(f, "provider {provider} was added"),
             EventKind::ProviderRemoved { provider } => write!(f, "provider {provider} was removed"),
             EventKind::BufferRevoked { provider, handle } => {
-                write!(
-                    f,
-                    "buffer {handle} was revoked, because provider {provider} is being removed"
-                )
+                write!(f, "buffer {handle} was revoked: provider {provider} is being removed")
             }
-            EventKind::Lost { count } => write!(f, "{count} events were dropped, list again"),
+            EventKind::Lost { count } => write!(f, "{count} events were dropped: list the providers again"),
             EventKind::Unknown { code } => write!(f, "event {code}, which this program does not know"),
         }
     }
 }
 
-/// The events of a device's open file, as they come. As an iterator it waits for each without a limit.
+/// The events of a device's open file, in order. The iterator waits for each event without a timeout.
 #[derive(Debug)]
 pub struct Events {
     device: Device,
@@ -101,7 +98,8 @@ pub struct Events {
 }
 
 impl Device {
-    /// The events of this open file from now on: providers added and removed, buffers of this file revoked.
+    /// Returns the events of this open file from now on: added and removed providers, and revoked buffers of this open
+    /// file.
     pub fn events(&self) -> Events {
         Events::new(self.clone())
     }
@@ -115,15 +113,24 @@ impl Events {
         }
     }
 
-    /// The next event, waiting up to `timeout` for it (none: without a limit). None after the timeout.
+    /// Waits for the next event, at most for `timeout`; `None` waits without a limit. Returns `None` after the timeout.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use std::time::Duration;
+    ///
+    /// let mut events = device.events();
+    /// assert_eq!(events.next_within(Some(Duration::from_millis(1)))?, None);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`]: ENODEV where the module is being unloaded.
+    /// [`Error::Refused`] with ENODEV if the module is being unloaded.
     pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let deadline = timeout.map(|t| Instant::now() + t);
         loop {
-            // None after a wait: another reader of the same file was faster.
+            // `None` after a successful wait: another reader of the same file was faster.
             if let Some(event) = self.try_next()? {
                 return Ok(Some(event));
             }
@@ -134,10 +141,10 @@ impl Events {
         }
     }
 
-    /// The next event if there is one; never waits.
+    /// Returns the next event, or `None` if there is none. Never waits.
     ///
     /// The descriptor ([`AsFd`]) is readable while the kernel has events, for `poll()` or the event loop of a runtime.
-    /// `try_next` takes several of them from the kernel at once: call it until it returns `None` before waiting again.
+    /// `try_next` takes several events from the kernel at once: call it until it returns `None` before waiting again.
     ///
     /// ```
     /// # let fake = p2pmem::fake::Fake::example();
@@ -160,7 +167,7 @@ impl Events {
     pub fn try_next(&mut self) -> Result<Option<Event>> {
         while self.ready.is_empty() {
             let mut raw = [abi::p2pmem_event::default(); 32];
-            // Not through Device::call(): it would hold a lock that other threads' calls need.
+            // Device::call() is not used: it would hold a lock that other threads' calls need.
             match self.device.kernel().read_events(&mut raw) {
                 Ok(n) => self.ready.extend(raw.iter().take(n).map(Event::from)),
                 Err(error) if error.raw_os_error() == Some(libc::EAGAIN) => return Ok(None),
@@ -180,7 +187,7 @@ fn refused(error: std::io::Error) -> Error {
     }
 }
 
-/// The descriptor that is readable while the kernel has events for [`Events::try_next`].
+/// Returns the descriptor that is readable while the kernel has events for [`Events::try_next`].
 impl AsFd for Events {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.device.kernel().event_fd()
@@ -255,7 +262,10 @@ mod tests {
             count: 9,
             ..Default::default()
         };
-        assert_eq!(Event::from(&lost).to_string(), "9 events were dropped, list again");
+        assert_eq!(
+            Event::from(&lost).to_string(),
+            "9 events were dropped: list the providers again"
+        );
         let odd = abi::p2pmem_event {
             type_: 77,
             ..Default::default()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Messages that explain the choice of a provider, and why each other provider was not chosen.
+//! Explanations: why a provider was chosen, and why each other provider was not.
 
 use p2pmem_sys as abi;
 
@@ -9,56 +9,56 @@ use crate::error::errno_text;
 use crate::pci::Client;
 use crate::types::{human_size, PathClass};
 
-/// Why a provider was or was not chosen.
+/// The reason why a provider was chosen or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum VerdictCode {
-    /// It was chosen.
+    /// The provider was chosen.
     Chosen,
-    /// A client cannot reach it.
+    /// A client cannot reach the provider.
     Unreachable,
-    /// A path is farther than the request allows.
+    /// A path is farther than the request or a rule allows.
     TooFar,
-    /// It could not hold the buffer were it empty.
+    /// The provider could not hold the buffer even if it were empty.
     TooSmall,
-    /// It has not enough free bytes.
+    /// The provider does not have enough free bytes.
     Full,
-    /// It has the bytes, but not in one piece with that alignment.
+    /// The provider has enough free bytes, but not in one piece with the requested alignment.
     Fragmented,
-    /// It is being revoked.
+    /// The provider is being removed.
     Removing,
     /// The request names another provider.
     NotNamed,
-    /// Another one's path class is nearer.
+    /// Another provider's path class is nearer.
     Class,
-    /// Another one is fewer hops away.
+    /// Another provider is fewer hops away.
     Hops,
-    /// Another one has a wider narrowest link.
+    /// The narrowest link to another provider is wider.
     Bandwidth,
-    /// Another one is nearer in NUMA distance.
+    /// Another provider has a smaller NUMA distance.
     Numa,
-    /// Another one is less loaded.
+    /// Another provider is less loaded.
     Load,
-    /// Another one has a larger contiguous piece left.
+    /// Another provider has a larger contiguous piece.
     Space,
-    /// Equal in everything to the chosen one, which came earlier.
+    /// The provider equals the chosen one, which comes first in the order of ids.
     Order,
-    /// The kernel's `pci_p2pmem_find_many()` returned another one.
+    /// The kernel's `pci_p2pmem_find_many()` returned another provider.
     Upstream,
-    /// A rule denies it.
+    /// A rule denies the provider.
     Denied,
-    /// The buffer would break a rule's quota.
+    /// The buffer would exceed a rule's quota.
     Quota,
-    /// Rules set aside for others what is free.
+    /// The free memory is reserved for others by rules.
     Reserved,
-    /// A rule prefers another one, or avoids this one.
+    /// A rule prefers another provider, or avoids this one.
     Preference,
-    /// Another one is more loaded, and memory was to be packed.
+    /// Another provider is more loaded, and the strategy is to pack.
     Packed,
-    /// The buffer would break the cgroup's limit for it.
+    /// The buffer would exceed the limit of the cgroup.
     Cgroup,
-    /// It could hold a part of the stripe, but too few others can.
+    /// The provider can hold a part of the stripe, but too few other providers can.
     TooFew,
     /// A code that this version of the library does not know.
     Unknown,
@@ -95,13 +95,13 @@ impl VerdictCode {
     }
 }
 
-/// The rule that decided over a provider.
+/// The rule that decided about a provider.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct DecidingRule {
-    /// Its name.
+    /// Name of the rule.
     pub name: String,
-    /// Whether it is one of the file's own, and not the administrator's.
+    /// Whether the rule is one of the file's own rules, not the administrator's.
     pub own: bool,
 }
 
@@ -124,50 +124,61 @@ impl DecidingRule {
 
 impl std::fmt::Display for DecidingRule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let whose = if self.own { "this file's own rule" } else { "rule" };
-        write!(f, "{whose} {}", self.name)
+        let origin = if self.own { "this file's own rule" } else { "rule" };
+        write!(f, "{origin} {}", self.name)
     }
 }
 
-/// What a decision said of one provider, and the numbers it said it from.
+/// The verdict of a decision on one provider, with the numbers that the verdict is based on.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// The provider's id.
+    /// Id of the provider.
     pub provider: u32,
-    /// Its PCI function.
+    /// PCI function of the provider.
     pub addr: PciAddr,
-    /// The verdict.
+    /// Reason code.
     pub code: VerdictCode,
-    /// The verdict as a message, with the relevant numbers.
+    /// The verdict as text, with the numbers that decided.
     pub why: String,
-    /// The rule that decided, where a rule did.
+    /// The rule that decided, if any.
     pub rule: Option<DecidingRule>,
-    /// Name of the client that is farthest from it, or cannot reach it.
+    /// Name of the client that is farthest from the provider, or cannot reach it.
     pub worst_client: Option<String>,
     /// Class of the path to that client.
     pub class: Option<PathClass>,
     /// Sum of hops to all clients.
     pub hops: u32,
-    /// Bandwidth of the slowest link on any of the paths in MB/s, if a link reports its speed.
+    /// Bandwidth of the narrowest link on the paths in MB/s; `None` if no link reports one.
     pub bandwidth: Option<u32>,
-    /// Largest NUMA distance to a client, where one is known.
+    /// Largest NUMA distance to a client, if known.
     pub numa_distance: Option<u32>,
-    /// Bytes the provider manages.
+    /// Bytes that p2pmem manages in the provider.
     pub size: u64,
-    /// Bytes that were free.
+    /// Free bytes at the time of the decision.
     pub free: u64,
-    /// Largest contiguous piece in bytes.
+    /// Size of the largest contiguous piece in bytes.
     pub largest: u64,
 }
 
-/// A decision explained: what was chosen or why not, and a verdict for every provider.
+/// The explanation of a decision: the chosen provider or the error, and a verdict for every provider.
+///
+/// ```
+/// # let device = p2pmem::fake::Fake::example().device();
+/// use p2pmem::{Request, VerdictCode};
+///
+/// let explanation = device.explain(&Request::new(100 << 20))?;
+/// assert_eq!(explanation.chosen, Some(1));
+/// assert_eq!(explanation.verdicts[1].code, VerdictCode::TooSmall);
+/// assert_eq!(explanation.verdicts[1].why, "too small: 64 MiB in all, 100 MiB requested");
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// Id of the provider chosen.
+    /// Id of the chosen provider.
     pub chosen: Option<u32>,
-    /// The errno that the decision ended with, or would, positive.
+    /// The errno of the decision, positive, or of the dry run.
     pub errno: Option<i32>,
     /// The module's message.
     pub text: String,
@@ -176,8 +187,8 @@ pub struct Explanation {
 }
 
 impl Explanation {
-    /// Makes sense of what the module said. `clients` are those of the request, where they are known: verdicts name
-    /// them by index.
+    /// Converts the module's answer. `clients` are the clients of the request, if known: verdicts refer to them by
+    /// index.
     pub(crate) fn new(
         raw: &abi::p2pmem_explain,
         verdicts: &[abi::p2pmem_verdict],
@@ -196,17 +207,17 @@ impl Explanation {
         }
     }
 
-    /// The verdicts of the providers chosen: of a stripe there are several.
+    /// Returns the verdicts of the chosen providers: a stripe has several.
     pub fn chosen_verdicts(&self) -> impl Iterator<Item = &Verdict> {
         self.verdicts.iter().filter(|v| v.code == VerdictCode::Chosen)
     }
 
-    /// The verdict of the provider chosen.
+    /// Returns the verdict of the chosen provider.
     pub fn chosen_verdict(&self) -> Option<&Verdict> {
         self.verdicts.iter().find(|v| v.code == VerdictCode::Chosen)
     }
 
-    /// The decision in lines for a reader: the outcome first, then each provider with its reason.
+    /// Returns the decision as lines of text: first the outcome, then each provider with its reason.
     pub fn lines(&self) -> Vec<String> {
         let outcome = match (self.errno, self.chosen_verdict()) {
             (Some(errno), _) if self.text.is_empty() => format!("refused: {}", errno_text(errno)),
@@ -227,7 +238,7 @@ fn verdict(
     clients: &[Client],
 ) -> Verdict {
     let class = PathClass::from_raw(raw.class);
-    // Without the request's clients (for the last decision of this file) their number still distinguishes them.
+    // If the request's clients are not known (the last decision of this file), the index still identifies the client.
     let worst_client = class.map(|_| {
         let index = raw.worst_client as usize;
         clients
@@ -240,7 +251,7 @@ fn verdict(
         provider: raw.provider,
         addr: raw.addr.into(),
         code,
-        why: sentence(
+        why: describe(
             code,
             raw,
             chosen,
@@ -261,7 +272,7 @@ fn verdict(
     }
 }
 
-fn sentence(
+fn describe(
     code: VerdictCode,
     own: &abi::p2pmem_verdict,
     chosen: Option<&abi::p2pmem_verdict>,
@@ -276,9 +287,9 @@ fn sentence(
         (n, 0 | 1) => format!("{n} hops"),
         (n, _) => format!("{n} hops in all"),
     };
-    let way = match (class, worst_client) {
-        (Some(class), Some(client)) => format!("{} {client}", class.way()),
-        _ => "near nothing in particular".into(),
+    let path = match (class, worst_client) {
+        (Some(class), Some(client)) => format!("{} {client}", class.relation()),
+        _ => "without clients".into(),
     };
     let wanted = if wanted == 0 {
         "the buffer".to_owned()
@@ -293,9 +304,9 @@ fn sentence(
         }
     };
     let by = rule.map_or_else(|| "a rule".to_owned(), DecidingRule::to_string);
-    // What the chosen one has in place of this, where one was chosen and its number is known.
+    // The same number of the chosen provider, if a provider was chosen and the number is known.
     let versus = |text: &dyn Fn(&abi::p2pmem_verdict) -> String| chosen.map(text).unwrap_or_default();
-    // How much of it is in use, and of the chosen one.
+    // Used bytes of this provider and of the chosen one.
     let in_use = || {
         let of = |c: &abi::p2pmem_verdict| {
             let used = human_size(c.size.saturating_sub(c.free));
@@ -309,26 +320,26 @@ fn sentence(
         VerdictCode::Chosen if class.is_none() => format!("chosen: {} free", human_size(own.free)),
         VerdictCode::Chosen if rule.is_some() => {
             format!(
-                "chosen: {way} ({}), {} free, preferred by {by}",
+                "chosen: {path} ({}), {} free, preferred by {by}",
                 hops(own.hops),
                 human_size(own.free)
             )
         }
-        VerdictCode::Chosen => format!("chosen: {way} ({}), {} free", hops(own.hops), human_size(own.free)),
+        VerdictCode::Chosen => format!("chosen: {path} ({}), {} free", hops(own.hops), human_size(own.free)),
         VerdictCode::Unreachable => match worst_client {
             Some(client) => format!("unreachable: {client} cannot reach it"),
             None => "unreachable: a client cannot reach it".into(),
         },
-        VerdictCode::TooFar if rule.is_some() => format!("too far: {way} ({}), {by} allows less", hops(own.hops)),
-        VerdictCode::TooFar => format!("too far: {way} ({}), the request allows less", hops(own.hops)),
-        VerdictCode::TooSmall => format!("too small: {} in all, {wanted} wanted", human_size(own.size)),
+        VerdictCode::TooFar if rule.is_some() => format!("too far: {path} ({}), {by} allows less", hops(own.hops)),
+        VerdictCode::TooFar => format!("too far: {path} ({}), the request allows less", hops(own.hops)),
+        VerdictCode::TooSmall => format!("too small: {} in all, {wanted} requested", human_size(own.size)),
         VerdictCode::Full => format!(
-            "full: {} of {} free, {wanted} wanted",
+            "full: {} of {} free, {wanted} requested",
             human_size(own.free),
             human_size(own.size)
         ),
         VerdictCode::Fragmented => format!(
-            "fragmented: {} free, but the largest aligned piece is {}, {wanted} wanted",
+            "fragmented: {} free, but the largest aligned piece is {}, {wanted} requested",
             human_size(own.free),
             human_size(own.largest)
         ),
@@ -340,11 +351,11 @@ fn sentence(
                     .map(|c| format!(", the chosen one {}", c.stays()))
                     .unwrap_or_default()
             });
-            format!("farther: {way} ({}){nearer}", hops(own.hops))
+            format!("farther: {path} ({}){nearer}", hops(own.hops))
         }
         VerdictCode::Hops => {
             format!(
-                "more hops: {way} ({}){}",
+                "more hops: {path} ({}){}",
                 hops(own.hops),
                 versus(&|c| format!(", the chosen one has {}", c.hops))
             )
@@ -370,7 +381,7 @@ fn sentence(
         VerdictCode::Denied => format!("denied: by {by}"),
         VerdictCode::Quota => format!("over quota: {by} does not allow {wanted} more"),
         VerdictCode::Reserved => format!(
-            "reserved: {by} sets aside for others what is free of its {}",
+            "reserved: {by} reserves the {} of free memory for others",
             human_size(own.free)
         ),
         VerdictCode::Preference => format!("not preferred: {by} prefers the chosen one, or avoids this one"),

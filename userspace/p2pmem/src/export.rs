@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers as dma-bufs, the form in which the kernel's drivers take another device's memory.
+//! Export of buffers as dma-bufs, by which the kernel's drivers share memory.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,7 +10,7 @@ use p2pmem_sys as abi;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 
-/// Which parts of a buffer a dma-buf is made of, and who may import it.
+/// Options of an export: the parts of the buffer, and the importers that are allowed.
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
@@ -31,33 +31,33 @@ pub struct ExportOptions {
 }
 
 impl ExportOptions {
-    /// All of the buffer, for importers that can be revoked.
+    /// The whole buffer, for importers that can be revoked.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds a part: bytes counted from the start of the buffer or mapping, whole pages. The dma-buf is the parts one
-    /// after the other, in the order in which they were added, 64 at most. Without any it is the whole.
+    /// Adds a part: whole pages, in bytes from the start of the buffer or mapping. The dma-buf consists of the parts in
+    /// the order in which they are added, at most 64. Without parts, the dma-buf is the whole buffer or mapping.
     pub fn range(mut self, range: Range<u64>) -> Self {
         self.ranges.push(range);
         self
     }
 
-    /// Allows importers that cannot be revoked. The module refuses that unless the provider's administrator allows it,
-    /// because such an importer holds up the provider's removal for as long as it likes.
+    /// Allows importers that cannot be revoked. The module refuses such an export unless the administrator allows it
+    /// for the provider, because the importer can delay the provider's removal indefinitely.
     pub fn pinned(mut self, pinned: bool) -> Self {
         self.pinned = pinned;
         self
     }
 
-    /// The ABI's form of the ranges, of `size` bytes that start at `start`, and the ranges themselves. What can be known
-    /// to be wrong is refused here in words.
+    /// Returns the ranges, of `size` bytes that start at `start`, in the ABI's form and as they are. Fails with
+    /// [`Error::Request`] for ranges that the module would refuse in any case.
     fn ranges_of(&self, start: u64, size: u64) -> Result<(Vec<abi::p2pmem_range>, Vec<Range<u64>>)> {
         let bad = |why: String| Err(Error::Request(why));
         let most = abi::P2PMEM_MAX_RANGES as usize;
         if self.ranges.len() > most {
             return bad(format!(
-                "a dma-buf of {} ranges, at most {most} are possible",
+                "a dma-buf of {} ranges: at most {most} are possible",
                 self.ranges.len()
             ));
         }
@@ -85,7 +85,7 @@ impl ExportOptions {
         }
     }
 
-    /// Makes the dma-buf of the buffer `handle`, which has `size` bytes.
+    /// Creates the dma-buf of the buffer `handle`, which has `size` bytes.
     pub(crate) fn of_buffer(&self, device: &Device, handle: u32, size: u64) -> Result<DmaBuf> {
         let (raw, ranges) = self.ranges_of(0, size)?;
         let fd = device.call(Operation::Export, |k| k.export(handle, &raw, self.flags()))?;
@@ -96,7 +96,7 @@ impl ExportOptions {
         })
     }
 
-    /// Makes the dma-buf of memory of this program that is a mapping of a buffer.
+    /// Creates the dma-buf of a mapping of a buffer: `size` bytes from the address `start` on.
     pub(crate) fn of_addresses(&self, device: &Device, start: u64, size: u64) -> Result<DmaBuf> {
         let (raw, ranges) = self.ranges_of(start, size)?;
         let flags = self.flags() | abi::P2PMEM_EXPORT_MAPPED;
@@ -109,11 +109,11 @@ impl ExportOptions {
     }
 }
 
-/// A buffer, or parts of it, exported as a dma-buf: a descriptor by which a driver reaches the memory.
+/// A buffer, or parts of it, exported as a dma-buf: a descriptor that a driver imports.
 ///
-/// The dma-buf holds the memory as a mapping does: the dma-buf and imports of it may outlive the
-/// [`Buffer`](crate::Buffer). When the provider is removed, importers are notified and lose the memory; the descriptor
-/// stays, and another import fails with ENODEV.
+/// The dma-buf holds the memory as a mapping does: the dma-buf and imports of it can outlive the
+/// [`Buffer`](crate::Buffer). When the provider is removed, importers are notified and lose the memory. The descriptor
+/// stays open, and further imports fail with ENODEV.
 #[derive(Debug)]
 pub struct DmaBuf {
     fd: OwnedFd,
@@ -122,17 +122,17 @@ pub struct DmaBuf {
 }
 
 impl DmaBuf {
-    /// Its size in bytes: that of all parts.
+    /// Returns the size in bytes of all parts.
     pub fn size(&self) -> u64 {
         self.ranges.iter().map(|r| r.end - r.start).sum()
     }
 
-    /// The parts it consists of, in order: bytes counted from the start of the buffer or mapping.
+    /// Returns the parts in order, in bytes from the start of the buffer or mapping.
     pub fn ranges(&self) -> &[Range<u64>] {
         &self.ranges
     }
 
-    /// Whether importers that cannot be revoked are allowed.
+    /// Returns whether importers that cannot be revoked are allowed.
     pub fn is_pinned(&self) -> bool {
         self.pinned
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A device without a module: for tests of programs that use this crate, and of the crate itself.
+//! A fake device without the kernel module, for tests of programs that use this crate, and of the crate itself.
 //!
-//! The test sets providers, paths and failures; buffers are real memory that can be mapped and used for direct I/O. The
-//! fake has no hardware: a removed provider's mappings do not raise SIGBUS, a dma-buf has a size but not the buffer's
-//! contents, and does not keep a buffer without a handle, and a [`FakeNic`] moves no data.
+//! The test sets providers, paths and failures. Buffers are real memory that can be mapped and used for direct I/O.
+//! Hardware is not simulated: an access to a mapping of a removed provider does not raise SIGBUS, a dma-buf has the
+//! size but not the contents of its buffer and does not hold a buffer without handles, and a [`FakeNic`] transfers no
+//! data.
 //!
 //! ```
 //! use p2pmem::{fake::Fake, PathClass, Request};
@@ -45,7 +46,7 @@ use kernel::FakeDevice;
 use machine::{event, lock, name, sum, Decision, Machine, OpenFile, Provider, SPACING};
 pub use nic::FakeNic;
 
-/// A machine with a simulated module. Clones share it.
+/// A fake module and machine. Clones share them.
 #[derive(Clone)]
 pub struct Fake {
     machine: Arc<Machine>,
@@ -68,7 +69,7 @@ impl Fake {
     ///
     /// # Panics
     ///
-    /// If the kernel has no memory files (memfd).
+    /// If the kernel does not support memory files (memfd).
     pub fn new() -> Self {
         let memory = memory_file(c"p2pmem-fake", SPACING << 8).expect("a memory file");
         Self {
@@ -79,9 +80,10 @@ impl Fake {
         }
     }
 
-    /// A small machine: below one switch an accelerator (provider 1 at 0000:03:00.0, 256 MiB), a drive at 0000:04:00.0
-    /// and one with a controller memory buffer (provider 3 at 0000:05:00.0, 32 MiB, adopted), and on another root port
-    /// a second accelerator (provider 2 at 0000:08:00.0, 64 MiB). A NIC at 0000:0a:00.0 can reach nothing.
+    /// A small machine. Below one switch: an accelerator (provider 1 at 0000:03:00.0, 256 MiB), a drive at
+    /// 0000:04:00.0, and a drive with a controller memory buffer (provider 3 at 0000:05:00.0, 32 MiB, adopted). Below
+    /// another root port: a second accelerator (provider 2 at 0000:08:00.0, 64 MiB). A NIC at 0000:0a:00.0 cannot reach
+    /// any provider.
     pub fn example() -> Self {
         let at = |bus| PciAddr {
             domain: 0,
@@ -117,7 +119,7 @@ impl Fake {
         })
     }
 
-    /// Adds a provider that its own driver published.
+    /// Adds an adopted provider of `size` bytes, which `driver` published.
     pub fn adopted(self, addr: PciAddr, size: u64, driver: &str) -> Self {
         self.add(abi::p2pmem_provider {
             kind: abi::P2PMEM_KIND_ADOPTED,
@@ -155,7 +157,7 @@ impl Fake {
         self
     }
 
-    /// Sets the path between a provider and a client. Other paths cross the host bridge, with 6 hops.
+    /// Sets the path between a provider and a client. Default: host bridge, 6 hops.
     pub fn path(self, provider: PciAddr, client: PciAddr, class: PathClass, hops: u32) -> Self {
         lock(&self.machine.state)
             .paths
@@ -176,20 +178,20 @@ impl Fake {
         }))
     }
 
-    /// Makes the next call, of any kind, fail with this errno (positive).
+    /// Lets the next call of any kind fail with this errno (positive).
     pub fn fail_next(&self, errno: i32) {
         lock(&self.machine.state).fail_next = Some(errno);
     }
 
-    /// Allows exports of a provider's memory to importers that cannot be revoked.
+    /// Allows exports of a provider's buffers to importers that cannot be revoked.
     pub fn allow_pinned(&self, id: u32) {
         if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
             provider.raw.flags |= abi::P2PMEM_PROVIDER_PINNED_EXPORTS;
         }
     }
 
-    /// Makes the module refuse an importer of a dma-buf, for this reason and with this errno (positive). The test sets the
-    /// error of the importer's driver with [`FakeNic::fail_next`].
+    /// Sets the module's last message as after the refusal of a dma-buf's importer, with this reason and errno
+    /// (positive). The importer's driver fails only if the test lets it fail: [`FakeNic::fail_next`].
     pub fn refuse_importer(&self, errno: i32, why: &str) {
         for file in lock(&self.machine.state).files.iter().filter_map(Weak::upgrade) {
             lock(&file).last = Some(Decision {
@@ -200,13 +202,13 @@ impl Fake {
         }
     }
 
-    /// Sets root's list of buffers and their owners: a first line of column names, with `function`, `size` and at the end
-    /// `owner`, and a line for each buffer. None: the program is not root.
+    /// Sets the list of buffers and owners that root can read. The first line has the names of the columns: `function`,
+    /// `size` and, at the end, `owner`. Each further line is a buffer. `None`: the program is not root.
     pub fn holders(&self, table: Option<&str>) {
         lock(&self.machine.state).holders = table.map(str::to_owned);
     }
 
-    /// Removes a provider: its buffers are revoked, and all open devices get an event.
+    /// Removes a provider: revokes its buffers, and notifies all open devices.
     pub fn remove_provider(&self, id: u32) {
         let mut state = lock(&self.machine.state);
         let Some(provider) = state.providers.remove(&id) else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Users of the memory of providers that had not enough space for a request.
+//! Providers that do not have enough space for a request, and the holders of their buffers.
 
 use std::fmt;
 
@@ -9,35 +9,37 @@ use p2pmem_sys as abi;
 use crate::addr::PciAddr;
 use crate::types::{human_size, Provider};
 
-/// Most holders that an error's text names for one provider.
-const NAMED: usize = 3;
+/// The most holders of one provider that an error's text names.
+const MAX_NAMED: usize = 3;
 
-/// A process's share of a provider's memory.
+/// A process that holds buffers of a provider, and their total size.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Holder {
-    /// Process id and name, as `pid 812 (ib_write_bw)`.
+    /// Process id and name, such as `pid 812 (ib_write_bw)`.
     pub owner: String,
-    /// Its buffers.
+    /// Number of buffers.
     pub buffers: usize,
-    /// Their bytes.
+    /// Size of these buffers in bytes.
     pub size: u64,
 }
 
-/// A provider without enough space for a request.
+/// A provider that does not have enough space for a request, and the holders of its buffers.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct FullProvider {
-    /// The provider.
+    /// The provider, with its size and free bytes.
     pub provider: Provider,
-    /// Who holds buffers in it, those with the most bytes first; none where this program may not know.
+    /// The processes that hold its buffers, those with the most bytes first; `None` if this program may not read the
+    /// list, which only root can.
     pub holders: Option<Vec<Holder>>,
 }
 
 impl FullProvider {
-    /// Returns the providers whose verdict was that they have no space. `table` is the module's list of buffers.
+    /// Returns the providers whose verdict is too little space. `table` is the module's list of buffers, if this
+    /// program may read the list.
     pub(crate) fn of(verdicts: &[abi::p2pmem_verdict], providers: &[Provider], table: Option<&str>) -> Vec<Self> {
-        let lacks = |v: &&abi::p2pmem_verdict| {
+        let too_small = |v: &&abi::p2pmem_verdict| {
             matches!(
                 v.code,
                 abi::P2PMEM_VERDICT_TOO_SMALL | abi::P2PMEM_VERDICT_FULL | abi::P2PMEM_VERDICT_FRAGMENTED
@@ -46,7 +48,7 @@ impl FullProvider {
         let all = table.map(holders);
         verdicts
             .iter()
-            .filter(lacks)
+            .filter(too_small)
             .filter_map(|verdict| providers.iter().find(|p| p.id == verdict.provider))
             .map(|provider| Self {
                 provider: provider.clone(),
@@ -66,7 +68,7 @@ impl fmt::Display for FullProvider {
         if provider.kernel_reserve > 0 {
             write!(
                 f,
-                " (without {} for the kernel's own users)",
+                " (without {} that the kernel reserves)",
                 human_size(provider.kernel_reserve)
             )?;
         }
@@ -80,31 +82,27 @@ impl fmt::Display for FullProvider {
         let share = |holder: &Holder| format!("{} {}", holder.owner, human_size(holder.size));
         match holders {
             Some(holders) if !holders.is_empty() => {
-                let named: Vec<_> = holders.iter().take(NAMED).map(share).collect();
+                let named: Vec<_> = holders.iter().take(MAX_NAMED).map(share).collect();
                 write!(f, ", used by {}", named.join(", "))?;
-                match holders.len().saturating_sub(NAMED) {
+                match holders.len().saturating_sub(MAX_NAMED) {
                     0 => {}
                     more => write!(f, " and {more} more")?,
                 }
             }
             None if provider.buffers > 0 => {
-                write!(
-                    f,
-                    ", {} buffers in it (run as root to see their owners)",
-                    provider.buffers
-                )?;
+                write!(f, ", buffers: {} (run as root to see their owners)", provider.buffers)?;
             }
             _ => {}
         }
         match provider.pinned + provider.scrubbing {
             0 => Ok(()),
-            waiting => write!(f, ", {} of freed buffers not ready yet", human_size(waiting)),
+            waiting => write!(f, ", {} of freed buffers not cleared yet", human_size(waiting)),
         }
     }
 }
 
-/// Sums the module's list of buffers by provider and owner. Columns go by the names in its first line; the owner's, which
-/// has spaces in it, is the last.
+/// Sums the module's list of buffers by provider and owner. The first line of `table` names the columns. The last
+/// column is the owner, which can contain spaces. Ignores lines that do not have the columns.
 pub(crate) fn holders(table: &str) -> Vec<(PciAddr, Holder)> {
     let mut lines = table.lines();
     let header: Vec<_> = lines.next().unwrap_or_default().split(' ').collect();
@@ -187,7 +185,7 @@ mod tests {
             text.ends_with("; 0000:03:00.0 BAR 2 has 256 MiB, 56 MiB free, used by pid 812 (ib_write_bw) 200 MiB"),
             "{text}"
         );
-        assert!(error.remedy().unwrap().contains("ask for less"));
+        assert!(error.remedy().unwrap().contains("request less"));
         assert!(error.reason().unwrap().contains("free"));
 
         let error = device.alloc(&Request::new((256 << 20) + 1).provider(1)).unwrap_err();
@@ -200,13 +198,13 @@ mod tests {
         );
         assert!(matches!(&error, Error::NoSpace { full, .. } if full.len() == 1 && full[0].provider.id == 1));
 
-        // Not root.
+        // A program that is not root cannot read the list of buffers.
         fake.holders(None);
         let error = device.alloc(&Request::new(100 << 20).provider(1)).unwrap_err();
         assert!(
             error
                 .to_string()
-                .ends_with("56 MiB free, 1 buffers in it (run as root to see their owners)"),
+                .ends_with("56 MiB free, buffers: 1 (run as root to see their owners)"),
             "{error}"
         );
     }
@@ -232,9 +230,9 @@ mod tests {
         capacity.provider.kernel_reserve = 1 << 20;
         assert_eq!(
             capacity.to_string(),
-            "0000:03:00.0 BAR 2 has 256 MiB (without 1 MiB for the kernel's own users), 100 MiB free (largest piece \
+            "0000:03:00.0 BAR 2 has 256 MiB (without 1 MiB that the kernel reserves), 100 MiB free (largest piece \
              50 MiB), used by pid 1 (x) 1 MiB, \
-             pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not ready yet"
+             pid 2 (x) 2 MiB, pid 3 (x) 3 MiB and 2 more, 1 MiB of freed buffers not cleared yet"
         );
     }
 }

@@ -3,18 +3,20 @@
 //! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
 //! that drives and NICs move data to and from it without a bounce buffer in host memory.
 //!
-//! - [`Device`] is an open `/dev/p2pmem`: it lists providers and paths, allocates, explains.
-//! - [`Client`] is a device that does DMA: a PCI address, `nvme0`, `mlx5_0`.
-//! - [`Request`] describes an allocation; [`Buffer`] is the result, [`Mapping`] the program's access to it.
-//! - [`Stripe`] is several buffers in several providers for one request.
+//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, reports paths, allocates, and explains decisions.
+//! - [`Client`] is a device that does DMA, named by a PCI address, `nvme0`, or `mlx5_0`.
+//! - [`Request`] describes an allocation; [`Buffer`] is the allocation, and [`Mapping`] gives the program access to it.
+//! - [`Stripe`] is several buffers in several providers that serve one request.
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
-//! - [`admin`] publishes and unpublishes devices' memory.
+//! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
 //! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
-//! - `rdma` (feature `verbs`) opens NICs by name and moves data with them.
-//! - `fake` (feature `fake`) is a device without a module, for tests.
+//! - `rdma` (feature `verbs`) opens NICs by name and transfers data with them.
+//! - `fake` (feature `fake`) is a device without the kernel module, for tests.
 //!
-//! Reading a file straight from a drive into a buffer near it:
+//! Sizes, offsets and lengths are bytes. Errors carry the errno of the failed call: [`Error::errno`].
+//!
+//! This example reads a file from a drive directly into a buffer near the drive:
 //!
 //! ```no_run
 //! use p2pmem::{open_direct, Client, Device, Request};
@@ -43,11 +45,11 @@ mod explain;
 mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
+mod file_rules;
 mod full;
 pub mod inventory;
 mod mapping;
 mod origin;
-mod own;
 mod pci;
 #[cfg(feature = "verbs")]
 pub mod rdma;
@@ -66,9 +68,9 @@ pub use error::{Error, ErrorKind, Operation, Result};
 pub use events::{Event, EventKind, Events};
 pub use explain::{DecidingRule, Explanation, Verdict, VerdictCode};
 pub use export::{DmaBuf, ExportOptions};
+pub use file_rules::FileRule;
 pub use full::{FullProvider, Holder};
 pub use mapping::Mapping;
-pub use own::FileRule;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciDevice};
 pub use register::{Access, RegisterOptions, Registration, RemoteMemory};

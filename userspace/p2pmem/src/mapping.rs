@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A buffer in the program's address space: volatile access, and direct file I/O into and out of it.
+//! Mappings of buffers: volatile access, and direct file I/O.
 
 use std::fmt;
 use std::fs::File;
@@ -19,21 +19,23 @@ use crate::register::{Access, Handle, RegisterOptions, Registration};
 use crate::sys::verbs::ProtectionDomain;
 use crate::sys::Region;
 
-/// Largest single read or write: the kernel cuts longer ones at just below 2 GiB, off any block boundary.
-const MOST_AT_ONCE: usize = 1 << 30;
+/// Largest single read or write in bytes: the kernel cuts longer ones just below 2 GiB, which is not a multiple of a
+/// block.
+const MAX_TRANSFER: usize = 1 << 30;
 
 /// A mapped buffer.
 ///
-/// A mapping gives no `&[u8]` or `&mut [u8]`. The memory is behind a PCI BAR: devices change it while the program reads,
-/// which Rust's references rule out, and the compiler may turn ordinary copies into accesses (wide vectors, repeated or
-/// overlapping reads) that a BAR answers slowly or not at all. So every access is volatile, happens once, and is as wide
-/// as its alignment allows, up to 8 bytes. A value whose size is a power of two up to 8 bytes, at a multiple of its size,
-/// is one access; other values can be torn when a device writes at the same time.
+/// There is deliberately no method that returns `&[u8]` or `&mut [u8]`. The memory is behind a PCI BAR: devices change
+/// it while the program reads, which Rust's references rule out, and the compiler may turn ordinary copies into
+/// accesses (wide vectors, repeated or overlapping reads) that a BAR answers slowly or not at all. So every access is
+/// volatile, is done once, and is as wide as its alignment permits, up to 8 bytes. A value is one access if its size is
+/// 1, 2, 4 or 8 bytes and its offset is a multiple of its size. Other values can be torn if a device writes at the same
+/// time.
 ///
-/// Reads from a BAR cross the bus one by one: microseconds each. Let devices move bulk data, or read files with
-/// [`Mapping::read_from`].
+/// Reads from a BAR cross the bus one by one, and take microseconds each. Let devices move bulk data, or read files
+/// with [`Mapping::read_from`].
 ///
-/// After the provider is removed, an access raises SIGBUS; [`Device::events`](crate::Device::events) reports the
+/// After the provider is removed, an access raises SIGBUS. [`Device::events`](crate::Device::events) reports the
 /// removal.
 ///
 /// ```
@@ -65,14 +67,14 @@ impl Mapping {
         Self { origin, region }
     }
 
-    /// The length of the mapping in bytes.
+    /// Returns the length of the mapping in bytes.
     #[allow(clippy::len_without_is_empty)] // no buffer is empty
     pub fn len(&self) -> usize {
         self.region.len()
     }
 
-    /// The address of the mapping, for I/O that the caller does (io_uring, libaio, verbs). Access through it must be volatile.
-    /// It is valid until the mapping is dropped.
+    /// Returns the address of the mapping, for I/O that the caller issues (io_uring, libaio, verbs). Access through the
+    /// pointer must be volatile. The address is valid until the mapping is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.region.as_ptr()
     }
@@ -92,7 +94,7 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
+    /// [`Error::OutOfBounds`] if the value is not inside the mapping.
     pub fn read<T: AnyBitPattern + NoUninit>(&self, offset: usize) -> Result<T> {
         self.check(offset, size_of::<T>())?;
         let mut value = T::zeroed();
@@ -104,18 +106,18 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
+    /// [`Error::OutOfBounds`] if the value is not inside the mapping.
     pub fn write<T: NoUninit>(&self, offset: usize, value: T) -> Result<()> {
         self.check(offset, size_of::<T>())?;
         self.region.write(offset, bytemuck::bytes_of(&value));
         Ok(())
     }
 
-    /// Copies the memory from byte `offset` on to `out`.
+    /// Copies memory from byte `offset` on to `out`.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
+    /// [`Error::OutOfBounds`] if the range is not inside the mapping.
     pub fn copy_to_slice<T: AnyBitPattern + NoUninit>(&self, offset: usize, out: &mut [T]) -> Result<()> {
         let bytes = bytemuck::cast_slice_mut(out);
         self.check(offset, bytes.len())?;
@@ -125,9 +127,22 @@ impl Mapping {
 
     /// Copies `data` to the memory from byte `offset` on.
     ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// use p2pmem::Request;
+    ///
+    /// let mapping = device.alloc(&Request::new(4096))?.map()?;
+    /// mapping.copy_from_slice(0, &[1.5f32, 2.5])?;
+    /// mapping.flush();
+    /// let mut back = [0f32; 2];
+    /// mapping.copy_to_slice(0, &mut back)?;
+    /// assert_eq!(back, [1.5, 2.5]);
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
+    /// [`Error::OutOfBounds`] if the range is not inside the mapping.
     pub fn copy_from_slice<T: NoUninit>(&self, offset: usize, data: &[T]) -> Result<()> {
         let bytes = bytemuck::cast_slice(data);
         self.check(offset, bytes.len())?;
@@ -139,20 +154,21 @@ impl Mapping {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the access reaches past the mapping.
+    /// [`Error::OutOfBounds`] if the range is not inside the mapping.
     pub fn fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
         let len = self.length_of(&range)?;
         self.region.fill(range.start, len, byte);
         Ok(())
     }
 
-    /// Makes writes through this mapping visible to devices before anything that follows, such as ringing a doorbell:
-    /// stores to a BAR may sit in the processor's write-combining buffers.
+    /// Makes writes through this mapping visible to devices before any later operation, such as ringing a doorbell.
+    /// Stores to a BAR can stay in the processor's write-combining buffers until then.
     pub fn flush(&self) {
         store_fence();
     }
 
-    /// Exports the mapped memory, or parts of it, as a dma-buf. This works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Exports the mapped memory, or parts of it, as a dma-buf. Works also after the [`Buffer`](crate::Buffer) is
+    /// dropped.
     ///
     /// # Errors
     ///
@@ -161,8 +177,8 @@ impl Mapping {
         parts.of_addresses(&self.origin.device, self.as_ptr() as u64, self.len() as u64)
     }
 
-    /// Registers all of the mapped memory with the NIC of a protection domain. Work requests name bytes by their addresses in
-    /// the program. This works after the [`Buffer`](crate::Buffer) is dropped, too.
+    /// Registers the whole mapping with the NIC of a protection domain. Work requests address bytes by their addresses
+    /// in the program. Works also after the [`Buffer`](crate::Buffer) is dropped.
     ///
     /// # Errors
     ///
@@ -186,28 +202,28 @@ impl Mapping {
         Ok(len)
     }
 
-    /// Reads from `file` at byte `file_offset` straight into `range` of the buffer, device to device, until the range
-    /// is full or the file ends. Returns the bytes read.
+    /// Reads `file` from byte `file_offset` on into `range` of the mapping, device to device, until the range is full
+    /// or the file ends. Returns the number of bytes read.
     ///
-    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
-    /// The range may reach beyond the file's end.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)), and offset and length must be
+    /// multiples of its block size. The range can extend beyond the end of the file.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
-    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
-    /// provider), EBADF (the file is not open for this).
+    /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
+    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
+    /// drive cannot reach the provider), or EBADF (the file is not open for reading).
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
         require_direct(file)?;
-        // If the end is not on a block boundary the last read is short, and another read from there would be refused for its
-        // offset. For files that are not regular (size 0) an empty read marks the end.
+        // If the file does not end at a block boundary, the last read is short, and a further read from there would
+        // fail because of its offset. For anything but a regular file (size 0), an empty read marks the end.
         let end = file.metadata().ok().filter(std::fs::Metadata::is_file).map(|m| m.len());
         let mut done = 0;
         while done < len && end.is_none_or(|end| file_offset.saturating_add(done as u64) < end) {
             let at = file_offset.saturating_add(done as u64);
-            let some = (len - done).min(MOST_AT_ONCE);
+            let some = (len - done).min(MAX_TRANSFER);
             match self.region.pread(range.start + done, some, file, at) {
                 Ok(0) => break,
                 Ok(n) => done += n,
@@ -224,17 +240,18 @@ impl Mapping {
         Ok(done)
     }
 
-    /// Writes `range` of the buffer straight to `file` at byte `file_offset`, device to device.
+    /// Writes `range` of the mapping to `file` from byte `file_offset` on, device to device. The data is on the drive
+    /// after [`File::sync_data`].
     ///
-    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)); offset and length must be multiples of its block size.
-    /// Data is on the drive when [`File::sync_data`] has returned.
+    /// The file must be open with O_DIRECT ([`DirectOptions`](crate::DirectOptions)), and offset and length must be
+    /// multiples of its block size.
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`] where the range reaches past the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are no whole blocks), EREMOTEIO (the file's device takes no peer-to-peer
-    /// memory), EFAULT (the buffer was revoked, or the driver takes no device memory), EIO (the drive cannot reach the
-    /// provider), EBADF (the file is not open for this); [`Error::ShortWrite`] where the
+    /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
+    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
+    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
+    /// drive cannot reach the provider), or EBADF (the file is not open for writing); [`Error::ShortWrite`] if the
     /// file's device is full.
     pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
         let len = self.length_of(&range)?;
@@ -243,7 +260,7 @@ impl Mapping {
         let mut done = 0;
         while done < len {
             let at = file_offset.saturating_add(done as u64);
-            let some = (len - done).min(MOST_AT_ONCE);
+            let some = (len - done).min(MAX_TRANSFER);
             match self.region.pwrite(range.start + done, some, file, at) {
                 Ok(0) => return Err(Error::ShortWrite { written: done, len }),
                 Ok(n) => done += n,
@@ -277,7 +294,8 @@ mod tests {
             .unwrap()
     }
 
-    /// A file in the folder of the build, as /tmp may be a file system without direct I/O. None where that has none.
+    /// Creates a file in the build directory, because /tmp can be a file system without direct I/O. Returns `None` if
+    /// the build directory has no direct I/O either.
     fn direct_file(name: &str, content: &[u8]) -> Option<(tempfile::TempDir, File)> {
         let dir = tempfile::tempdir_in(std::env::var_os("CARGO_TARGET_TMPDIR").map_or_else(
             || std::env::current_exe().unwrap().parent().unwrap().to_owned(),
@@ -333,7 +351,7 @@ mod tests {
 
     #[test]
     fn files_are_read_and_written_whole_and_ends_are_found() {
-        // 3 blocks and 100 bytes: the last read is short.
+        // 3 blocks and 100 bytes, so that the last read is short.
         let content: Vec<u8> = (0..3 * 4096 + 100).map(|i| (i % 251) as u8).collect();
         let Some((_dir, file)) = direct_file("data", &content) else {
             return;
@@ -356,7 +374,7 @@ mod tests {
         };
         let mapping = mapping(8192);
         let error = mapping.read_from(&file, 3, 0..4096);
-        // Some file systems accept any offset; for the others the error names the required alignment.
+        // Some file systems accept any offset. For the others, the error must have a remedy.
         if let Err(error) = error {
             assert!(
                 matches!(

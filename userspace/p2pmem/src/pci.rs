@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! PCI functions, and how users name them: addresses, RDMA devices, NVMe drives, folders in sysfs.
+//! PCI functions and their names: addresses, RDMA devices, NVMe drives, directories in sysfs.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ impl FromStr for PciAddr {
     }
 }
 
-/// A device that will do DMA to or from a buffer.
+/// A device that does DMA to or from a buffer.
 ///
 /// ```no_run
 /// use p2pmem::Client;
@@ -36,11 +36,11 @@ pub struct Client {
     name: String,
 }
 
-/// Classes of devices whose names users know, in the order in which a name is looked up.
+/// Device classes in which a name is looked up, in this order.
 const CLASSES: [&str; 6] = ["infiniband", "nvme", "block", "net", "accel", "drm"];
 
 impl Client {
-    /// A client whose address is known.
+    /// A client with this address; the address is also its name.
     pub fn new(addr: PciAddr) -> Self {
         Self {
             addr,
@@ -48,14 +48,15 @@ impl Client {
         }
     }
 
-    /// Finds the client that `name` means on this machine: a PCI address (`0000:03:00.0`, `03:00.0`), an RDMA device
-    /// (`mlx5_0`), an NVMe controller or drive (`nvme0`, `nvme0n1`, `/dev/nvme0n1`, a partition too), a network
-    /// interface, or a folder of a device in `/sys`.
+    /// Finds the client `name` of this machine: a PCI address (`0000:03:00.0`, `03:00.0`), an RDMA device (`mlx5_0`),
+    /// an NVMe controller, drive or partition (`nvme0`, `nvme0n1`, `/dev/nvme0n1`), a network interface, or a device's
+    /// directory in `/sys`.
     ///
     /// # Errors
     ///
-    /// [`Error::Client`] states where the name was looked up; also if a drive has several controllers (multipath) and the
-    /// name is ambiguous. Whether an address exists is not checked here: the module checks that.
+    /// [`Error::Client`], with the reason, if there is no such device, the device is on no PCI function, or the name is
+    /// ambiguous because a drive has several controllers (multipath). Does not check that an address exists; the module
+    /// does.
     pub fn resolve(name: &str) -> Result<Self> {
         Self::resolve_in(Path::new("/sys"), name)
     }
@@ -77,7 +78,7 @@ impl Client {
             return Err(fail("it is empty".into()));
         }
         if let Some(device) = name.strip_prefix("/dev/") {
-            // /dev/disk/by-id/... and the like are links to the name that sysfs knows.
+            // Names such as /dev/disk/by-id/... are links to the name that sysfs has.
             let node = std::fs::canonicalize(name).ok();
             let node = node.as_ref().and_then(|n| n.file_name()).and_then(|n| n.to_str());
             let addr = Self::by_class_name(sys, node.unwrap_or(device)).map_err(fail)?;
@@ -104,7 +105,7 @@ impl Client {
 
     fn by_class_name(sys: &Path, name: &str) -> std::result::Result<PciAddr, String> {
         if name.contains('/') || name == "." || name == ".." {
-            return Err("it is no device's name".into());
+            return Err("it is not a device's name".into());
         }
         for class in CLASSES {
             let Ok(real) = sys.join("class").join(class).join(name).canonicalize() else {
@@ -113,7 +114,7 @@ impl Client {
             if let Some(addr) = pci_function_of(&real) {
                 return Ok(addr);
             }
-            // With multipath an NVMe drive hangs below a virtual subsystem, which links to its controllers.
+            // With multipath, an NVMe drive is below a virtual subsystem, which has links to its controllers.
             return match controllers_of(&real).as_slice() {
                 [one] => Self::by_class_name(sys, one),
                 [] => Err(format!("{} is on no PCI device", real.display())),
@@ -130,12 +131,12 @@ impl Client {
         ))
     }
 
-    /// The PCI function.
+    /// Returns the PCI function.
     pub fn addr(&self) -> PciAddr {
         self.addr
     }
 
-    /// The name that the program used for the client.
+    /// Returns the name that the program used for the client.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -153,7 +154,7 @@ impl fmt::Display for Client {
     }
 }
 
-/// The nearest PCI function on the path from `path` up to the root.
+/// Returns the PCI function that is nearest to `path`, from `path` up to the root.
 fn pci_function_of(path: &Path) -> Option<PciAddr> {
     path.ancestors().find_map(|folder| {
         let addr = PciAddr::parse(folder.file_name()?.to_str()?)?;
@@ -161,7 +162,7 @@ fn pci_function_of(path: &Path) -> Option<PciAddr> {
     })
 }
 
-/// Names of the NVMe controllers linked from the subsystem that the drive `real` (or a partition of it) is part of.
+/// Returns the names of the NVMe controllers of the subsystem that has the drive or partition `real`.
 fn controllers_of(real: &Path) -> Vec<String> {
     let subsystem = real.ancestors().find(|folder| {
         folder
@@ -188,7 +189,7 @@ fn controllers_of(real: &Path) -> Vec<String> {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct PciDevice {
-    /// Where it is.
+    /// Address.
     pub addr: PciAddr,
     /// PCI vendor id.
     pub vendor: u16,
@@ -196,22 +197,22 @@ pub struct PciDevice {
     pub device: u16,
     /// Class code, 24 bits: base class, subclass, interface.
     pub class: u32,
-    /// Name of the driver it is bound to.
+    /// Name of the driver that the function is bound to, if any.
     pub driver: Option<String>,
-    /// NUMA node, where the machine has any.
+    /// NUMA node, if it is known.
     pub numa_node: Option<i32>,
-    /// Names that its drivers gave it: `nvme0`, `mlx5_0`, `eth0`.
+    /// Names from its drivers: `nvme0`, `mlx5_0`, `eth0`.
     pub names: Vec<String>,
 }
 
 impl PciDevice {
-    /// True for the kinds of devices that do bulk DMA: storage, network and InfiniBand, 3D controllers, co-processors
-    /// and processing accelerators.
+    /// Returns whether the device is of a class that does bulk DMA: storage, network and InfiniBand, 3D controllers,
+    /// co-processors, and processing accelerators.
     pub fn is_likely_client(&self) -> bool {
         matches!(self.class >> 16, 0x01 | 0x02 | 0x12) || matches!(self.class >> 8, 0x0302 | 0x0b40)
     }
 
-    /// The client it is, by its best known name.
+    /// Returns the function as a client, named by the first of [`PciDevice::names`], else by its address.
     pub fn client(&self) -> Client {
         Client {
             addr: self.addr,
@@ -220,11 +221,11 @@ impl PciDevice {
     }
 }
 
-/// All PCI functions that sysfs at `sys` shows, by address.
+/// Returns all PCI functions that sysfs at `sys` shows, ordered by address.
 ///
 /// # Errors
 ///
-/// [`Error::Admin`] where `sys` has no PCI bus.
+/// [`Error::Admin`] with ENOENT if `sys` has no PCI bus.
 pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
     let path = sys.join("bus/pci/devices");
     let failed = |error| Error::Admin {
@@ -240,7 +241,7 @@ pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
             continue;
         };
         let folder = entry.path();
-        // A device can be removed while it is read: it is left out.
+        // A device that is removed during the call is omitted.
         let (Some(vendor), Some(device), Some(class)) = (
             hex_attribute(&folder, "vendor"),
             hex_attribute(&folder, "device"),
@@ -263,7 +264,7 @@ pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
     Ok(devices)
 }
 
-/// Name of the driver that the device in `folder` is bound to.
+/// Returns the name of the driver that the device in `folder` is bound to.
 pub(crate) fn driver_of(folder: &Path) -> Option<String> {
     let link: PathBuf = std::fs::read_link(folder.join("driver")).ok()?;
     Some(link.file_name()?.to_str()?.to_owned())
@@ -306,7 +307,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
-    /// A sysfs with two NVMe drives (one of them multipath) and an RDMA NIC.
+    /// Creates a sysfs with two NVMe drives, one of them multipath, and an RDMA NIC.
     fn tree() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         let sys = dir.path();
@@ -383,7 +384,7 @@ mod tests {
         assert!(resolve(&dir, "nvme7").unwrap_err().contains("no such device"));
         assert!(resolve(&dir, "loop0").unwrap_err().contains("on no PCI device"));
         assert!(resolve(&dir, "").unwrap_err().contains("empty"));
-        assert!(resolve(&dir, "../x").unwrap_err().contains("no device's name"));
+        assert!(resolve(&dir, "../x").unwrap_err().contains("not a device's name"));
         assert!(resolve(&dir, "/nonexistent/place")
             .unwrap_err()
             .contains("No such file"));

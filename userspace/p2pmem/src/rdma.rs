@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! NICs by name, and the shortest program for an RDMA WRITE or READ between registered buffers (feature `verbs`).
+//! NICs by name, and RDMA WRITE and READ between registered buffers (feature `verbs`).
 //!
-//! [`Nic`] opens a NIC and knows its PCI function, so that buffers can be allocated near it. Its protection domains and all
-//! other objects are those of the crate [`sideway`]. [`Queue`] is for programs that need one reliable connection and one
-//! transfer at a time; other programs use sideway's queue pairs with the keys and addresses of a [`Registration`].
+//! [`Nic`] opens a NIC and knows its PCI function, so that buffers can be allocated near it. Protection domains and all
+//! other objects of the NIC are those of the crate [`sideway`]. [`Queue`] is for programs that need one reliable
+//! connection and one transfer at a time. Other programs use sideway's queue pairs with the keys and addresses of a
+//! [`Registration`].
 //!
 //! ```no_run
 //! use p2pmem::rdma::Nic;
@@ -19,7 +20,7 @@
 //! let sent = source.register(&pd, Access::LOCAL_READ)?;
 //! let received = target.register(&pd, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?;
 //!
-//! // Here both ends are of one NIC. Between two nodes, a socket carries endpoint() and remote().
+//! // Both ends are on one NIC. Two nodes exchange endpoint() and remote() by a socket.
 //! let (mut near, mut far) = (nic.queue(&pd)?, nic.queue(&pd)?);
 //! near.connect(&far.endpoint())?;
 //! far.connect(&near.endpoint())?;
@@ -45,20 +46,20 @@ use crate::pci::Client;
 use crate::register::{Registration, RemoteMemory};
 use crate::sys::post::{post, Verb};
 
-/// How long a transfer may take in all. The queue pair's own timeout ends one that gets no answer long before.
+/// The time limit of a transfer. A transfer without an answer ends long before, by the queue pair's own timeout.
 const TRANSFER_LIMIT: Duration = Duration::from_secs(60);
 /// Local acknowledgement timeout: 4.096 us << 17, half a second.
 const TIMEOUT: u8 = 17;
-/// How often to retry: at most. As often as possible where the other side is not ready.
+/// Number of retries: the maximum, which means without a limit while the remote side is not ready.
 const RETRIES: u8 = 7;
-/// Largest message that InfiniBand has.
-const MOST: usize = 1 << 31;
+/// Largest message of InfiniBand in bytes.
+const MAX_MESSAGE: usize = 1 << 31;
 
 /// Converts the error of a step before a transfer.
 fn failed<E: std::error::Error>(what: impl fmt::Display) -> impl FnOnce(E) -> Error {
     let what = what.to_string();
     move |error| {
-        // sideway has the errno in its errors' sources.
+        // sideway has the errno in the source of its error.
         let mut why = error.to_string();
         let mut source = error.source();
         while let Some(error) = source {
@@ -84,12 +85,12 @@ impl fmt::Debug for Nic {
 }
 
 impl Nic {
-    /// Opens the RDMA device `name`, as `mlx5_0`.
+    /// Opens the RDMA device `name`, such as `mlx5_0`.
     ///
     /// # Errors
     ///
-    /// [`Error::Client`] where there is no such device, or it is on no PCI function (as software NICs);
-    /// [`Error::Rdma`] where it cannot be opened.
+    /// [`Error::Client`] if there is no such device, or the device has no PCI function (a software NIC);
+    /// [`Error::Rdma`] if the device cannot be opened.
     pub fn open(name: &str) -> Result<Self> {
         let list = DeviceList::new().map_err(failed("listing RDMA devices"))?;
         let device = list.iter().find(|device| device.name() == name).ok_or_else(|| {
@@ -107,45 +108,45 @@ impl Nic {
         Ok(Self { client, context })
     }
 
-    /// The PCI function that it is, to allocate near.
+    /// Returns the NIC's PCI function, for [`Request::near`](crate::Request::near).
     pub fn client(&self) -> &Client {
         &self.client
     }
 
-    /// The device's context, for all else that verbs have.
+    /// Returns sideway's device context, for all other verbs.
     pub fn context(&self) -> &Arc<DeviceContext> {
         &self.context
     }
 
-    /// Makes a protection domain.
+    /// Creates a protection domain.
     ///
     /// # Errors
     ///
-    /// [`Error::Rdma`].
+    /// [`Error::Rdma`] if libibverbs cannot create the domain.
     pub fn alloc_pd(&self) -> Result<Arc<ProtectionDomain>> {
         self.context
             .alloc_pd()
-            .map_err(failed(format!("a protection domain of {}", self.client)))
+            .map_err(failed(format!("creating a protection domain of {}", self.client)))
     }
 
-    /// Makes one end of a reliable connection, on the NIC's first active port.
+    /// Creates one end of a reliable connection, on the NIC's first active port.
     ///
     /// # Errors
     ///
-    /// [`Error::Rdma`].
+    /// [`Error::Rdma`] if no port is active, or libibverbs cannot create completion queue or queue pair.
     pub fn queue(&self, pd: &Arc<ProtectionDomain>) -> Result<Queue> {
         Queue::new(self, pd)
     }
 
     fn active_port(&self) -> Result<Port> {
         let nic = &self.client;
-        let device = self.context.query_device().map_err(failed(format!("asking {nic}")))?;
+        let device = self.context.query_device().map_err(failed(format!("querying {nic}")))?;
         let mut seen = Vec::new();
         for number in 1..=device.phys_port_cnt() {
             let attr = self
                 .context
                 .query_port(number)
-                .map_err(failed(format!("asking port {number} of {nic}")))?;
+                .map_err(failed(format!("querying port {number} of {nic}")))?;
             let state = attr.port_state();
             if !matches!(state, PortState::Active) {
                 seen.push(format!("port {number} is {state:?}"));
@@ -162,14 +163,15 @@ impl Nic {
             });
         }
         Err(Error::Rdma {
-            what: format!("a connection through {nic}"),
+            what: format!("connecting through {nic}"),
             why: format!("no port is active: {}", seen.join(", ")),
         })
     }
 
-    /// The port's address for routed packets: on Ethernet one of RoCE version 2, an IP address rather than a link's own.
+    /// Returns the port's address (index and GID) for routed packets. On Ethernet, prefers RoCE version 2, and a
+    /// routable address to a link-local one.
     fn gid(&self, port: u8) -> Result<(u8, Gid)> {
-        let what = || format!("the addresses of {}", self.client);
+        let what = || format!("reading the addresses of {}", self.client);
         let table = self.context.query_gid_table().map_err(failed(what()))?;
         let best = table
             .iter()
@@ -190,7 +192,7 @@ impl Nic {
     }
 }
 
-/// A port that is up.
+/// An active port.
 #[derive(Debug, Clone, Copy)]
 struct Port {
     number: u8,
@@ -201,20 +203,20 @@ struct Port {
     gid: Gid,
 }
 
-/// What one end of a connection has to know of the other.
+/// The address of one end of a connection, which the other end needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Endpoint {
     /// Number of the queue pair.
     pub qp_number: u32,
-    /// Address in the InfiniBand subnet; 0 on Ethernet.
+    /// Address (LID) in the InfiniBand subnet; 0 on Ethernet.
     pub lid: u16,
-    /// Address for routed packets.
+    /// Address (GID) for routed packets.
     pub gid: [u8; 16],
 }
 
 /// One end of a reliable connection, for one transfer at a time.
 ///
-/// As InfiniBand specifies, a transfer that fails ends the connection: both ends have to be created again.
+/// A failed transfer breaks the connection, as InfiniBand specifies. Both ends must be created again.
 pub struct Queue {
     nic: String,
     qp: BasicQueuePair,
@@ -238,18 +240,20 @@ impl Queue {
         let name = nic.client.name();
         let port = nic.active_port()?;
         let cq = nic.context.create_cq_builder().setup_cqe(16).build();
-        let cq = cq.map_err(failed(format!("a completion queue of {name}")))?;
+        let cq = cq.map_err(failed(format!("creating a completion queue of {name}")))?;
         let mut builder = pd.create_qp_builder();
         builder.setup_max_send_wr(4).setup_max_recv_wr(1);
         builder.setup_send_cq(cq.clone()).setup_recv_cq(cq.clone());
-        let mut qp = builder.build().map_err(failed(format!("a queue pair of {name}")))?;
+        let mut qp = builder
+            .build()
+            .map_err(failed(format!("creating a queue pair of {name}")))?;
         let mut attr = QueuePairAttribute::new();
         attr.setup_state(QueuePairState::Init)
             .setup_pkey_index(0)
             .setup_port(port.number)
             .setup_access_flags(AccessFlags::LocalWrite | AccessFlags::RemoteWrite | AccessFlags::RemoteRead);
         qp.modify(&attr)
-            .map_err(failed(format!("preparing a queue pair of {name}")))?;
+            .map_err(failed(format!("initializing a queue pair of {name}")))?;
         Ok(Self {
             nic: name.to_owned(),
             qp,
@@ -259,7 +263,7 @@ impl Queue {
         })
     }
 
-    /// Returns the data that the remote end needs to connect.
+    /// Returns the data of this end that the other end needs to connect.
     pub fn endpoint(&self) -> Endpoint {
         Endpoint {
             qp_number: self.qp.qp_number(),
@@ -268,11 +272,11 @@ impl Queue {
         }
     }
 
-    /// Connects it to the other end, which has to do the same.
+    /// Connects this end to the other end, which must connect too.
     ///
     /// # Errors
     ///
-    /// [`Error::Rdma`], also where it is connected already.
+    /// [`Error::Rdma`] if the queue pair cannot change its state, for example if it is connected already.
     pub fn connect(&mut self, peer: &Endpoint) -> Result<()> {
         let what = format!("connecting {} to queue pair {:#x}", self.nic, peer.qp_number);
         let mut address = AddressHandleAttribute::new();
@@ -299,18 +303,19 @@ impl Queue {
         self.qp.modify(&attr).map_err(failed(&what))
     }
 
-    /// RDMA WRITE: bytes of `from` go to the other end's memory, `offset` bytes into it. Returns when they are there.
+    /// RDMA WRITE: writes `range` of `from` to the remote memory from byte `offset` on. Returns after the data has
+    /// arrived.
     ///
     /// # Errors
     ///
-    /// [`Error::Transfer`] with the status that the work request ended with; [`Error::Rdma`]; [`Error::OutOfBounds`] and
-    /// [`Error::Request`] for what is not inside the registration or too long for one message. The other end's bounds
-    /// are for its NIC to check.
+    /// [`Error::Transfer`] with the status of the work request's completion; [`Error::Rdma`] if the request cannot be
+    /// posted or does not complete; [`Error::OutOfBounds`] for a range that is empty or not inside the registration;
+    /// [`Error::Request`] for more than 2 GiB. The remote NIC checks the remote bounds.
     pub fn write(&mut self, from: &Registration, range: Range<usize>, to: &RemoteMemory, offset: u64) -> Result<()> {
         self.transfer(Verb::Write, from, range, to, offset)
     }
 
-    /// RDMA READ: bytes of the other end's memory, from `offset` on, come to `range` of `into`.
+    /// RDMA READ: reads the remote memory from byte `offset` on into `range` of `into`.
     ///
     /// # Errors
     ///
@@ -337,8 +342,8 @@ impl Queue {
         }
         let bytes = u32::try_from(len)
             .ok()
-            .filter(|_| len <= MOST)
-            .ok_or_else(|| Error::Request(format!("a message of {len} bytes, at most {MOST} are possible")))?;
+            .filter(|_| len <= MAX_MESSAGE)
+            .ok_or_else(|| Error::Request(format!("a message of {len} bytes: at most {MAX_MESSAGE} are possible")))?;
         self.last += 1;
         let at = remote.addr.wrapping_add(offset);
         post(
@@ -362,7 +367,7 @@ impl Queue {
             match self.cq.start_poll() {
                 Ok(completions) => {
                     for completion in completions {
-                        // A flushed completion belongs to an earlier transfer, whose error was already returned.
+                        // A flushed completion belongs to an earlier request, whose error was reported already.
                         if completion.wr_id() == self.last {
                             return self.done(verb, completion.status());
                         }
@@ -374,7 +379,7 @@ impl Queue {
             if Instant::now() > deadline {
                 return Err(Error::Rdma {
                     what: format!("{verb} through {}", self.nic),
-                    why: format!("it did not end within {TRANSFER_LIMIT:?}"),
+                    why: format!("no completion within {TRANSFER_LIMIT:?}"),
                 });
             }
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers registered with RDMA NICs.
+//! Registration of buffers with RDMA NICs.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -19,8 +19,8 @@ use crate::sys::verbs::{Part, Pd, ProtectionDomain, RawMr};
 use crate::sys::Region;
 use crate::types::{human_size, RegistrationMethod};
 
-/// What may be done with registered memory; local reading always may. The bits are those of `enum ibv_access_flags`; flags
-/// without a name here are passed on to libibverbs, from [`Access::from_bits_retain`].
+/// Permitted access to registered memory; local reads are always permitted. The bits are those of `enum
+/// ibv_access_flags`. [`Access::from_bits_retain`] passes flags without a name here to libibverbs.
 ///
 /// ```
 /// use p2pmem::Access;
@@ -34,37 +34,37 @@ pub struct Access(u32);
 
 bitflags! {
     impl Access: u32 {
-        /// The NIC may write it for its own side: receives, answers to RDMA READ.
+        /// The local NIC may write: receives, responses to RDMA READ.
         const LOCAL_WRITE = access::LOCAL_WRITE;
-        /// The other side may RDMA WRITE; it needs [`Access::LOCAL_WRITE`] too.
+        /// The remote side may RDMA WRITE. Needs [`Access::LOCAL_WRITE`] too.
         const REMOTE_WRITE = access::REMOTE_WRITE;
-        /// The other side may RDMA READ.
+        /// The remote side may RDMA READ.
         const REMOTE_READ = access::REMOTE_READ;
-        /// The other side may use atomics; it needs [`Access::LOCAL_WRITE`] too.
+        /// The remote side may use atomics. Needs [`Access::LOCAL_WRITE`] too.
         const REMOTE_ATOMIC = access::REMOTE_ATOMIC;
-        /// Writes may arrive in another order than they were sent in, which some machines do faster.
+        /// Writes may arrive in another order than they were sent in, which is faster on some machines.
         const RELAXED_ORDERING = access::RELAXED_ORDERING;
     }
 }
 
 impl Access {
-    /// The NIC may only read it, for its own side's work requests: no flag is set.
+    /// The local NIC may only read, for its own work requests: no flag is set.
     pub const LOCAL_READ: Self = Self::empty();
-    /// All that both sides can do, in order: every named flag but [`Access::RELAXED_ORDERING`].
+    /// All access by both sides, in order: every named flag except [`Access::RELAXED_ORDERING`].
     pub const ALL: Self = Self::LOCAL_WRITE
         .union(Self::REMOTE_WRITE)
         .union(Self::REMOTE_READ)
         .union(Self::REMOTE_ATOMIC);
 }
 
-/// Whether a buffer can be named by its handle: that of a mapping may be gone.
+/// Whether the handle of a buffer is known to exist. The handle of a mapping's buffer may be gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Handle {
     Lives,
     MayBeGone,
 }
 
-/// What to register of a buffer or mapping, and how.
+/// Options of a registration: bytes, access, and method.
 ///
 /// ```
 /// # let fake = p2pmem::fake::Fake::example();
@@ -73,7 +73,7 @@ pub(crate) enum Handle {
 /// use p2pmem::{Access, RegisterOptions, Request};
 ///
 /// let buffer = device.alloc(&Request::new(1 << 20))?;
-/// // The other side sees 64 KiB from the middle of the buffer, as addresses from 0 on.
+/// // The remote side accesses 64 KiB from the middle of the buffer by addresses that start at 0.
 /// let part = RegisterOptions::new(Access::REMOTE_READ).range(512 << 10..576 << 10).iova(0);
 /// let registration = buffer.register_with(&pd, &part)?;
 /// assert_eq!((registration.addr(), registration.len()), (0, 64 << 10));
@@ -90,7 +90,7 @@ pub struct RegisterOptions {
 }
 
 impl RegisterOptions {
-    /// All of it, by whichever method the kernel offers.
+    /// The whole buffer or mapping, by any method that the kernel offers. The dma-buf method is tried first.
     pub fn new(access: Access) -> Self {
         Self {
             access,
@@ -101,32 +101,32 @@ impl RegisterOptions {
         }
     }
 
-    /// These bytes only, counted from the start of the buffer or mapping. They need not be whole pages.
+    /// Registers these bytes only, counted from the start of the buffer or mapping. They need not be whole pages.
     pub fn range(mut self, range: Range<u64>) -> Self {
         self.range = Some(range);
         self
     }
 
-    /// What work requests and the other side call the first byte. It has to be as far from a page's start as the byte
-    /// itself. Default: the byte's address in the program where it is mapped, else its offset in the buffer.
+    /// Sets the address of the first byte in work requests of both sides. Its offset in its page must be that of the
+    /// first byte. Default: the byte's address in the program if the buffer is mapped, else its offset in the buffer.
     pub fn iova(mut self, iova: u64) -> Self {
         self.iova = Some(iova);
         self
     }
 
-    /// As [`ExportOptions::pinned`]: for NICs whose registrations cannot be revoked.
+    /// As [`ExportOptions::pinned`]: allows NICs whose registrations cannot be revoked.
     pub fn pinned(mut self, pinned: bool) -> Self {
         self.pinned = pinned;
         self
     }
 
-    /// This method and no other.
+    /// Uses this method and no other.
     pub fn method(mut self, method: RegistrationMethod) -> Self {
         self.method = Some(method);
         self
     }
 
-    /// Registers memory of `origin`: all of the buffer, or of a mapping of it.
+    /// Registers memory of `origin`, by its handle or by a mapping of it.
     pub(crate) fn run(
         &self,
         pd: &impl ProtectionDomain,
@@ -148,7 +148,7 @@ impl RegisterOptions {
         let iova = self.iova.unwrap_or(start + range.start);
         if iova % page != range.start % page {
             return Err(Error::Request(format!(
-                "an iova of {iova:#x} for byte {:#x}: both have to be as far from the start of a page",
+                "an iova of {iova:#x} for byte {:#x}: both must have the same offset in their page",
                 range.start
             )));
         }
@@ -162,7 +162,7 @@ impl RegisterOptions {
             part: Part {
                 offset: range.start,
                 len: usize::try_from(range.end - range.start)
-                    .map_err(|_| Error::Request(format!("{range:?} is more than this program can address")))?,
+                    .map_err(|_| Error::Request(format!("{range:?} exceeds the address space of this program")))?,
                 iova,
                 access: self.access.bits(),
             },
@@ -172,7 +172,7 @@ impl RegisterOptions {
             Some(RegistrationMethod::DmaBuf) => attempt.by_dmabuf(self.pinned),
             Some(RegistrationMethod::PeerMemory) => attempt.by_addresses(),
             None => match attempt.by_dmabuf(self.pinned) {
-                // A driver without dma-buf support, in an RDMA core with the peer-memory interface.
+                // The driver does not support dma-bufs, and the RDMA core has the peer-memory interface.
                 Err(error)
                     if peer_memory && matches!(error.errno(), Some(libc::EOPNOTSUPP | libc::ENOSYS | ENOTSUPP)) =>
                 {
@@ -184,13 +184,13 @@ impl RegisterOptions {
     }
 }
 
-/// One registration being made.
+/// A registration in progress.
 struct Attempt<'a> {
     pd: &'a Pd,
     origin: &'a Origin,
     mapping: Option<&'a Arc<Region>>,
     handle: Handle,
-    /// Bytes of the buffer or mapping.
+    /// Bytes to register, in the buffer or mapping.
     range: &'a Range<u64>,
     page: u64,
     part: Part,
@@ -224,7 +224,7 @@ impl Attempt<'_> {
     fn by_addresses(&self) -> Result<Registration> {
         let Some(region) = self.mapping else {
             return Err(Error::Request(
-                "registration by addresses of a buffer that is not mapped: map it first".into(),
+                "registration by addresses of a buffer that is not mapped: map the buffer first".into(),
             ));
         };
         match self.pd.verbs().reg_mapped(self.pd.raw(), region, self.part) {
@@ -258,7 +258,7 @@ impl Attempt<'_> {
     }
 }
 
-/// A memory region that ends with this value.
+/// A memory region that is deregistered when this value is dropped.
 struct Mr {
     mr: RawMr,
     pd: Pd,
@@ -276,32 +276,32 @@ impl Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // drop() cannot report an error; the kernel ends the region with the device's file.
+        // A drop cannot report an error. The kernel ends the region when the NIC's file is closed.
         let _ = self.end();
     }
 }
 
-/// Registered memory as the other side of a connection names it.
+/// Registered memory, as the remote side of a connection addresses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct RemoteMemory {
-    /// What work requests call its first byte.
+    /// Address of the first byte in work requests.
     pub addr: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// The key that opens it.
+    /// Remote key.
     pub rkey: u32,
 }
 
-/// Memory registered with a NIC. Work requests name it by [`Registration::lkey`] on this side and by
-/// [`Registration::rkey`] on the remote side.
+/// Memory registered with a NIC. Work requests of this side use [`Registration::lkey`], those of the remote side
+/// [`Registration::rkey`].
 ///
-/// A registration keeps the dma-buf, so that no other process gets the memory while a NIC can reach it, even if the
-/// [`Buffer`](crate::Buffer) is dropped; the mapping whose addresses it uses; and the protection domain.
+/// A registration holds the dma-buf, the mapping whose addresses it uses, and the protection domain. So nobody else
+/// gets the memory while a NIC can access it, even if the [`Buffer`](crate::Buffer) is dropped.
 ///
-/// The removal of the provider revokes the registration: work requests that name it end with a remote access error (or a
-/// local protection error on this side), and write no byte. The value can still be dropped as usual.
+/// The removal of the provider revokes the registration: work requests that use it end with a remote access error, or
+/// on the local side with a local protection error, and write no byte. The value can still be dropped.
 pub struct Registration {
-    // Dropped in this order: the region before what it stands on.
+    // Fields are dropped in this order: the region before the memory that it refers to.
     mr: Mr,
     dmabuf: Option<DmaBuf>,
     _mapping: Option<Arc<Region>>,
@@ -323,17 +323,17 @@ impl fmt::Debug for Registration {
 }
 
 impl Registration {
-    /// The key for work requests of this side.
+    /// Returns the key for local work requests.
     pub fn lkey(&self) -> u32 {
         self.mr.mr.lkey
     }
 
-    /// The key for work requests of the other side.
+    /// Returns the key for work requests of the remote side.
     pub fn rkey(&self) -> u32 {
         self.mr.mr.rkey
     }
 
-    /// Returns the data that the remote side needs for its work requests.
+    /// Returns address, length and key, which the remote side needs.
     pub fn remote(&self) -> RemoteMemory {
         RemoteMemory {
             addr: self.addr,
@@ -342,24 +342,24 @@ impl Registration {
         }
     }
 
-    /// What work requests call the first byte: its address in the program where it is mapped, unless
-    /// [`RegisterOptions::iova`] said otherwise.
+    /// Returns the address of the first byte in work requests: its address in the program if the memory is mapped, else
+    /// its offset in the buffer, unless [`RegisterOptions::iova`] set another one.
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[allow(clippy::len_without_is_empty)] // nothing empty can be registered
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The region that the NIC knows.
+    /// Returns the memory region.
     pub(crate) fn region(&self) -> &RawMr {
         &self.mr.mr
     }
 
-    /// The method taken.
+    /// Returns the method by which the memory was registered.
     pub fn method(&self) -> RegistrationMethod {
         if self.dmabuf.is_some() {
             RegistrationMethod::DmaBuf
@@ -368,27 +368,27 @@ impl Registration {
         }
     }
 
-    /// The dma-buf, where that was the method.
+    /// Returns the dma-buf, if the method is [`RegistrationMethod::DmaBuf`].
     pub fn dmabuf(&self) -> Option<&DmaBuf> {
         self.dmabuf.as_ref()
     }
 
-    /// Name of the NIC.
+    /// Returns the name of the NIC.
     pub fn nic(&self) -> String {
         self.mr.pd.nic()
     }
 
-    /// The `struct ibv_mr *`, for functions of libibverbs. It is valid until this value is dropped, and must not be
-    /// deregistered.
+    /// Returns the `struct ibv_mr *`, for functions of libibverbs. The pointer is valid until this value is dropped. Do
+    /// not deregister it.
     pub fn as_ptr(&self) -> *mut c_void {
         self.mr.mr.as_ptr()
     }
 
-    /// Ends it, as dropping does, and says whether that worked.
+    /// Ends the registration as dropping does, and reports errors.
     ///
     /// # Errors
     ///
-    /// [`Error::Deregister`]: EBUSY where memory windows are bound to it.
+    /// [`Error::Deregister`]: EBUSY if memory windows are bound to the region.
     pub fn deregister(mut self) -> Result<()> {
         self.mr.end().map_err(|error| Error::Deregister {
             nic: self.nic(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a buffer has to be.
+//! Requests for allocations.
 
 use p2pmem_sys as abi;
 
@@ -8,25 +8,26 @@ use crate::error::{Error, Result};
 use crate::pci::Client;
 use crate::types::PathClass;
 
-/// Who chooses among the providers.
+/// The order in which providers are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Strategy {
-    /// The module: path class, hops, bandwidth, NUMA, load.
+    /// The nearest provider: by path class, hops, bandwidth, NUMA distance, and load.
     #[default]
     Nearest,
-    /// The kernel's own `pci_p2pmem_find_many()`.
+    /// The provider that the kernel's `pci_p2pmem_find_many()` returns.
     Upstream,
-    /// The least loaded provider that can serve, however far it is; [`Request::max_class`] keeps it near.
+    /// The least loaded provider that can serve the request, at any distance; [`Request::max_class`] limits the
+    /// distance.
     Spread,
-    /// The most loaded provider that can serve, so that others stay empty.
+    /// The most loaded provider that can serve the request, so that others stay empty.
     Pack,
-    /// Several providers, each with an equal part: for [`Device::alloc_stripe`](crate::Device::alloc_stripe).
+    /// Several providers, each with an equal part. Only for [`Device::alloc_stripe`](crate::Device::alloc_stripe).
     Stripe,
 }
 
-/// What a buffer has to be.
+/// A request for an allocation: size, alignment, clients, strategy, and limits.
 ///
 /// ```
 /// use p2pmem::{Client, PathClass, PciAddr, Request};
@@ -50,7 +51,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Asks for `size` bytes (rounded up to pages) near nothing in particular.
+    /// A request for `size` bytes, rounded up to pages, without clients.
     pub fn new(size: u64) -> Self {
         Self {
             size,
@@ -64,51 +65,51 @@ impl Request {
         }
     }
 
-    /// Alignment in the BAR in bytes: a power of two up to 1 GiB. Default: a page.
+    /// Sets the alignment in the BAR in bytes: a power of two, at most 1 GiB. Default: a page.
     pub fn align(mut self, align: u64) -> Self {
         self.align = align;
         self
     }
 
-    /// Adds devices that will do DMA with the buffer, 64 at most in all.
+    /// Adds devices that will do DMA to the buffer, at most 64 in total.
     pub fn near(mut self, clients: impl IntoIterator<Item = impl Into<Client>>) -> Self {
         self.clients.extend(clients.into_iter().map(Into::into));
         self
     }
 
-    /// Says who chooses.
+    /// Sets the strategy. Default: [`Strategy::Nearest`].
     pub fn strategy(mut self, strategy: Strategy) -> Self {
         self.strategy = strategy;
         self
     }
 
-    /// Takes the provider with this id and no other; see [`Request::prefer`].
+    /// Requires the provider with this id; see also [`Request::prefer`].
     pub fn provider(mut self, id: u32) -> Self {
         self.provider = Some(id);
         self.prefer = false;
         self
     }
 
-    /// Takes the provider with this id if it can serve, else another one.
+    /// Prefers the provider with this id; another provider serves the request if this one cannot.
     pub fn prefer(mut self, id: u32) -> Self {
         self.provider = Some(id);
         self.prefer = true;
         self
     }
 
-    /// The farthest path class allowed. Default: any that is reachable.
+    /// Sets the farthest path class that is allowed. Default: any class except unreachable.
     pub fn max_class(mut self, class: PathClass) -> Self {
         self.max_class = Some(class);
         self
     }
 
-    /// How many providers a stripe is divided among, 16 at most. Default: as many as can hold a part.
+    /// Sets the number of providers of a stripe, at most 16. Default: as many as can hold a part.
     pub fn parts(mut self, parts: u32) -> Self {
         self.parts = parts;
         self
     }
 
-    /// What it wants of one provider, 0 where only the module knows: verdicts speak of that.
+    /// Returns the bytes requested from one provider, to which verdicts refer; 0 if only the module knows them.
     pub(crate) fn size_of_one(&self) -> u64 {
         match self.strategy {
             Strategy::Stripe => 0,
@@ -116,12 +117,13 @@ impl Request {
         }
     }
 
-    /// The requested clients.
+    /// Returns the clients.
     pub fn clients(&self) -> &[Client] {
         &self.clients
     }
 
-    /// The ABI's form, without the clients. What can be known to be wrong is refused here in words.
+    /// Returns the request in the ABI's form, without the clients. Fails with [`Error::Request`] for a request that
+    /// every module refuses.
     pub(crate) fn raw(&self) -> Result<abi::p2pmem_request> {
         let bad = |why: String| Err(Error::Request(why));
         let most = abi::P2PMEM_MAX_CLIENTS as usize;
@@ -129,33 +131,33 @@ impl Request {
             return bad("a buffer of 0 bytes".into());
         }
         if self.align != 0 && !self.align.is_power_of_two() {
-            return bad(format!(
-                "an alignment of {} bytes, which is not a power of two",
-                self.align
-            ));
+            return bad(format!("an alignment of {} bytes: use a power of two", self.align));
         }
         if self.align > u64::from(abi::P2PMEM_MAX_ALIGN) {
             return bad(format!(
-                "an alignment of {} bytes, at most {} are allowed",
+                "an alignment of {} bytes: at most {} are allowed",
                 self.align,
                 abi::P2PMEM_MAX_ALIGN
             ));
         }
         if self.clients.len() > most {
-            return bad(format!("{} clients, at most {most} are possible", self.clients.len()));
+            return bad(format!("{} clients: at most {most} are possible", self.clients.len()));
         }
         if self.provider == Some(0) {
-            return bad("provider 0, but ids start at 1".into());
+            return bad("provider 0: ids start at 1".into());
         }
         if self.strategy != Strategy::Stripe && self.parts != 0 {
             return bad(format!("{} parts without Strategy::Stripe", self.parts));
         }
         if self.parts > abi::P2PMEM_MAX_PARTS {
             let most = abi::P2PMEM_MAX_PARTS;
-            return bad(format!("{} parts, at most {most} are possible", self.parts));
+            return bad(format!("{} parts: at most {most} are possible", self.parts));
         }
         if u64::from(self.parts) > self.size.div_ceil(4096) {
-            return bad(format!("{} bytes in {} parts of whole pages", self.size, self.parts));
+            return bad(format!(
+                "{} bytes in {} parts: each part needs a page",
+                self.size, self.parts
+            ));
         }
         if self.strategy == Strategy::Stripe && self.provider.is_some() && !self.prefer {
             return bad("a stripe spans several providers: prefer one, but do not require it".into());
@@ -179,7 +181,7 @@ impl Request {
     }
 }
 
-/// The ABI's form of clients.
+/// Returns clients in the ABI's form.
 pub(crate) fn addresses(clients: &[Client]) -> Vec<abi::p2pmem_pci_addr> {
     clients.iter().map(|c| c.addr().into()).collect()
 }

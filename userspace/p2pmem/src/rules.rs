@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The administrator's rules: who may have memory of which provider, how near, and how much, through configfs.
+//! The administrator's rules in configfs: which users get memory of which provider, how far paths may be, and how much
+//! memory each user may hold.
 //!
 //! ```no_run
 //! use p2pmem::rules::{Action, Rule, Rules};
@@ -28,10 +29,10 @@ mod users;
 
 pub use users::Users;
 
-/// Most characters of a rule's name.
-const NAME_MOST: usize = 31;
-/// What the name of a rule ends in that stands in for another one while that is replaced.
-const STAND_IN: &str = ".new";
+/// Maximum length of a rule's name in bytes.
+const MAX_NAME: usize = 31;
+/// Suffix of the name of a temporary rule, which is in force while another rule is replaced.
+const TEMPORARY: &str = ".new";
 
 macro_rules! words {
     ($(#[$about:meta])* $name:ident { $($(#[$doc:meta])* $variant:ident = $word:literal,)* }) => {
@@ -42,7 +43,7 @@ macro_rules! words {
         pub enum $name { $($(#[$doc])* $variant,)* }
 
         impl $name {
-            /// The word that configfs has for it.
+            /// Returns the word for the value in configfs.
             pub fn word(self) -> &'static str {
                 match self { $(Self::$variant => $word,)* }
             }
@@ -68,21 +69,21 @@ macro_rules! words {
 }
 
 words! {
-    /// What a rule says of a pair of a provider and a client.
+    /// The effect of a rule on a pair of a provider and a client.
     Action {
-        /// It may be.
+        /// The provider may serve the client.
         Allow = "allow",
-        /// It may not be.
+        /// The provider must not serve the client.
         Deny = "deny",
-        /// It comes before those that are not preferred.
+        /// The provider is chosen before providers that are not preferred.
         Prefer = "prefer",
-        /// It is taken where nothing else serves.
+        /// The provider is chosen only if no other provider can serve the request.
         Avoid = "avoid",
     }
 }
 
 words! {
-    /// The beneficiary of reserved memory.
+    /// The beneficiary of a reserve.
     Beneficiary {
         /// Other drivers of the kernel.
         Kernel = "kernel",
@@ -91,37 +92,38 @@ words! {
     }
 }
 
-/// One rule. What is `None` matches everything, or is left to other rules.
+/// A rule. A field that is `None` matches everything, or has no effect.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Rule {
-    /// Two digits, a dash, and letters, digits, dots, dashes and underscores; rules are looked at in the order of names.
+    /// Name: two digits, a dash, and letters, digits, dots, dashes and underscores. Rules apply in the order of their
+    /// names.
     pub name: String,
-    /// Whose memory: a PCI address, or vendor:device as four hexadecimal digits each.
+    /// Provider whose memory the rule applies to: a PCI address, or vendor:device as four hexadecimal digits each.
     pub provider: Option<String>,
-    /// Who does DMA, in the same words.
+    /// Client that the rule applies to, in the same form.
     pub client: Option<String>,
-    /// Effective users.
+    /// Effective users that the rule applies to.
     pub uid: Option<Users>,
-    /// A group that the user is a member of.
+    /// Group whose members the rule applies to.
     pub gid: Option<u32>,
-    /// Whether the provider is allowed, and how preferred.
+    /// Effect of the rule: whether the provider is allowed, and how preferred.
     pub action: Option<Action>,
-    /// Farthest path.
+    /// Farthest path class that is allowed.
     pub max_class: Option<PathClass>,
     /// Bytes that each user may hold.
     pub quota: Option<u64>,
-    /// Bytes that the members of the group, or the users of `uid`, may hold together.
+    /// Bytes that the members of the group, or the users in `uid`, may hold together.
     pub group_quota: Option<u64>,
-    /// Bytes of each provider that are set aside.
+    /// Bytes of each provider that are reserved.
     pub reserve: Option<u64>,
-    /// The beneficiary of the reserve.
+    /// Beneficiary of the reserve.
     pub reserve_for: Option<Beneficiary>,
-    /// Whether it is in force.
+    /// Whether the rule is in force.
     pub enabled: bool,
 }
 
 impl Rule {
-    /// A rule that matches everything, sets nothing yet, and is to be in force.
+    /// A rule that matches everything and has no effect yet. [`Rules::add`] puts it into force.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -139,25 +141,32 @@ impl Rule {
         }
     }
 
-    /// Whether the module would take the name.
+    /// Checks that a name is valid for a rule.
+    ///
+    /// ```
+    /// use p2pmem::rules::Rule;
+    ///
+    /// assert!(Rule::check_name("10-lab").is_ok());
+    /// assert!(Rule::check_name("lab").is_err());
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] with what a name is.
+    /// [`Error::Request`], with the form of a valid name.
     pub fn check_name(name: &str) -> Result<()> {
         let plain = |c: u8| c.is_ascii_alphanumeric() || b"._-".contains(&c);
         let ordered = matches!(name.as_bytes(), [a, b, b'-', _, ..] if a.is_ascii_digit() && b.is_ascii_digit());
-        if ordered && name.len() <= NAME_MOST && name.bytes().all(plain) {
+        if ordered && name.len() <= MAX_NAME && name.bytes().all(plain) {
             return Ok(());
         }
         Err(Error::Request(format!(
-            "{name:?} is no name of a rule: two digits, a dash, and up to {} letters, digits, dots, dashes and \
+            "{name:?} is not a valid rule name: use two digits, a dash, and up to {} letters, digits, dots, dashes and \
              underscores, such as 10-lab",
-            NAME_MOST - 3
+            MAX_NAME - 3
         )))
     }
 
-    /// The attributes as configfs takes them.
+    /// Returns the attributes and their values in configfs.
     fn attributes(&self) -> [(&'static str, String); 10] {
         fn or(value: Option<impl ToString>, none: &str) -> String {
             value.map_or_else(|| none.to_owned(), |v| v.to_string())
@@ -177,28 +186,28 @@ impl Rule {
     }
 }
 
-/// What counts under a rule.
+/// Memory that counts towards the limits of a rule.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "of", rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Usage {
-    /// What a user holds.
+    /// Memory that a user holds.
     User {
-        /// Who.
+        /// Id of the user.
         uid: u32,
-        /// How much.
+        /// Bytes.
         bytes: u64,
     },
-    /// What the rule's group holds.
+    /// Memory that the rule's group holds.
     Group {
-        /// How much.
+        /// Bytes.
         bytes: u64,
     },
-    /// What the rule's group holds of what is set aside in a provider.
+    /// Memory that the rule's group holds of the reserve in a provider.
     Reserve {
-        /// The provider's id.
+        /// Id of the provider.
         provider: u32,
-        /// How much.
+        /// Bytes.
         bytes: u64,
     },
 }
@@ -223,34 +232,34 @@ impl Usage {
     }
 }
 
-/// A rule and what the module says of it.
+/// A rule and its state in the module.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RuleState {
     /// The rule.
     #[serde(flatten)]
     pub rule: Rule,
-    /// The module's message about the rule.
+    /// The module's message about the rule: in force, or the reason why not.
     pub status: String,
-    /// What counts under it.
+    /// Memory that counts towards the rule's limits.
     pub usage: Vec<Usage>,
 }
 
-/// What [`Rules::load`] did, by the names of the rules.
+/// The result of [`Rules::load`]: names of rules.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Loaded {
-    /// Those that were not there.
+    /// Rules that did not exist.
     pub added: Vec<String>,
-    /// Those that were others.
+    /// Rules that existed with other attributes.
     pub changed: Vec<String>,
-    /// Those that were there, and were not to be.
+    /// Rules that existed and were not in the argument of [`Rules::load_only`].
     pub removed: Vec<String>,
-    /// Those that were there already.
+    /// Rules that existed with the same attributes.
     pub unchanged: Vec<String>,
 }
 
-/// The rules of a machine.
+/// The administrator's rules of a machine.
 pub struct Rules {
     folder: PathBuf,
     tree: Box<dyn Tree>,
@@ -270,19 +279,19 @@ impl Default for Rules {
     }
 }
 
-/// A step back.
+/// An action that undoes a step of a load.
 enum Undo {
     Remove(String),
     Restore(Rule),
 }
 
 impl Rules {
-    /// This machine's, with configfs at `/sys/kernel/config`.
+    /// The rules of this machine, with configfs at `/sys/kernel/config`.
     pub fn new() -> Self {
         Self::with_root("/sys/kernel/config")
     }
 
-    /// With configfs elsewhere.
+    /// The rules in a configfs that is mounted at `config`.
     pub fn with_root(config: impl Into<PathBuf>) -> Self {
         Self {
             folder: config.into().join("p2pmem/rules"),
@@ -310,11 +319,11 @@ impl Rules {
             .map_err(Self::failed(format!("write \"{text}\" to"), path))
     }
 
-    /// All rules, in the order in which they are looked at.
+    /// Returns all rules, in the order in which they apply.
     ///
     /// # Errors
     ///
-    /// [`Error::Admin`] where configfs has no such folder (the module is not loaded) or may not be read.
+    /// [`Error::Admin`] with ENOENT (the module is not loaded, or configfs is not mounted) or EACCES.
     pub fn list(&self) -> Result<Vec<RuleState>> {
         let mut all = Vec::new();
         for entry in fs::read_dir(&self.folder).map_err(Self::failed("list", &self.folder))? {
@@ -327,11 +336,11 @@ impl Rules {
         Ok(all)
     }
 
-    /// One rule.
+    /// Returns the rule `name`.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be read.
+    /// [`Error::Missing`] if there is no such rule; [`Error::Admin`] if its attributes cannot be read.
     pub fn get(&self, name: &str) -> Result<RuleState> {
         let dir = self.dir(name);
         if !dir.exists() {
@@ -368,12 +377,12 @@ impl Rules {
         })
     }
 
-    /// Makes a rule, and puts it into force if it is to be. Returns what the module says of it.
+    /// Creates a rule, and puts it into force if [`Rule::enabled`] is set. Returns its state.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a name that is none; [`Error::Exists`] where there is a rule of that name;
-    /// [`Error::Admin`] where the module refuses it, with its reason. Nothing of it stays then.
+    /// [`Error::Request`] for an invalid name; [`Error::Exists`] if a rule has this name; [`Error::Admin`] with the
+    /// module's message and EINVAL if the module refuses the rule, or EACCES. After an error, the rule does not exist.
     pub fn add(&self, rule: &Rule) -> Result<RuleState> {
         Rule::check_name(&rule.name)?;
         let dir = self.dir(&rule.name);
@@ -388,18 +397,19 @@ impl Rules {
             .chain([enable])
             .try_for_each(|(name, value)| self.write(&dir.join(name), &value));
         if let Err(error) = written {
-            // The error that led here is the one worth telling.
+            // An error while undoing is ignored: the caller gets the first error.
             let _ = self.tree.remove_dir(&dir);
             return Err(error);
         }
         self.get(&rule.name)
     }
 
-    /// Ends a rule. What counted under it counts under those that come next; no buffer is lost.
+    /// Removes a rule. Memory that counted towards its limits counts towards those of the next matching rules. Buffers
+    /// are not affected.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] where there is none of that name; [`Error::Admin`] where it cannot be removed.
+    /// [`Error::Missing`] if there is no such rule; [`Error::Admin`] if the rule cannot be removed.
     pub fn remove(&self, name: &str) -> Result<()> {
         let dir = self.dir(name);
         if !dir.exists() {
@@ -408,31 +418,31 @@ impl Rules {
         self.tree.remove_dir(&dir).map_err(Self::failed("remove", &dir))
     }
 
-    /// Replaces a rule by another one of the same name. At every moment one of the two is in force: a stand-in takes
-    /// over in between, whose name ends in `.new`.
+    /// Replaces a rule by another rule of the same name. One of the two is in force at any time: a temporary rule,
+    /// whose name ends in `.new`, is in force in between.
     ///
     /// # Errors
     ///
-    /// As for [`Rules::add`] and [`Rules::remove`]. Where the new rule is refused the old one stays.
+    /// Those of [`Rules::add`] and [`Rules::remove`]. If the module refuses the new rule, the old one stays.
     pub fn replace(&self, rule: &Rule) -> Result<RuleState> {
-        let kept = rule.name.len().min(NAME_MOST - STAND_IN.len());
-        let stand_in = Rule {
-            name: format!("{}{STAND_IN}", &rule.name[..kept]),
+        let kept = rule.name.len().min(MAX_NAME - TEMPORARY.len());
+        let temporary = Rule {
+            name: format!("{}{TEMPORARY}", &rule.name[..kept]),
             ..rule.clone()
         };
-        self.add(&stand_in)?;
+        self.add(&temporary)?;
         self.remove(&rule.name)?;
         let state = self.add(rule)?;
-        self.remove(&stand_in.name)?;
+        self.remove(&temporary.name)?;
         Ok(state)
     }
 
-    /// Adds rules, or changes those of the same name; other rules stay. Rules that are in force already are left alone.
-    /// On an error all rules are as before.
+    /// Adds rules, or replaces rules of the same name. Other rules, and rules that do not change, are not touched.
+    /// After an error, all rules are as before.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a name that is none or is there twice; else as for [`Rules::add`].
+    /// [`Error::Request`] for a name that is invalid or used twice; else those of [`Rules::add`] and [`Rules::list`].
     pub fn load(&self, rules: &[Rule]) -> Result<Loaded> {
         self.load_all(rules, false)
     }
@@ -441,7 +451,7 @@ impl Rules {
     ///
     /// # Errors
     ///
-    /// Those of [`Rules::load`].
+    /// Those of [`Rules::load`] and [`Rules::remove`].
     pub fn load_only(&self, rules: &[Rule]) -> Result<Loaded> {
         self.load_all(rules, true)
     }
@@ -457,7 +467,7 @@ impl Rules {
         let loaded = self.load_steps(rules, only, &mut undo);
         if loaded.is_err() {
             for step in undo.into_iter().rev() {
-                // The error that led here is the one worth telling.
+                // An error while undoing is ignored: the caller gets the first error.
                 let _ = match step {
                     Undo::Remove(name) => self.remove(&name),
                     Undo::Restore(rule) if self.dir(&rule.name).exists() => self.replace(&rule).map(drop),

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Stripes: one request served by several providers, each with a buffer of its own.
+//! Stripes: several providers serve one request, each with a buffer.
 
 use std::ops::Range;
 
 use crate::buffer::Buffer;
 use crate::error::{Error, Result};
 
-/// What [`Device::alloc_stripe`](crate::Device::alloc_stripe) allocated: parts in several providers, one after the
-/// other.
+/// A stripe that [`Device::alloc_stripe`](crate::Device::alloc_stripe) allocated: consecutive parts in several
+/// providers.
 ///
-/// Each part is a buffer like any other, and is mapped, exported, registered and revoked by itself: no I/O request, dma-buf
-/// or registration reaches across a boundary. [`Stripe::pieces`] divides a range of bytes where the stripe is divided.
+/// Each part is a normal buffer that is mapped, exported, registered and revoked separately. No I/O request, dma-buf or
+/// registration can cross a boundary. [`Stripe::pieces`] divides a range at the boundaries.
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 /// let stripe = device.alloc_stripe(&Request::new(3 << 20).strategy(Strategy::Stripe).parts(2))?;
 /// let half = 3 << 19;
 /// assert_eq!(stripe.ranges().collect::<Vec<_>>(), [0..half, half..2 * half]);
-/// // Which bytes of which parts these are.
+/// // The last page of the first part, and the first page of the second part.
 /// assert_eq!(stripe.pieces(half - 4096..half + 4096)?, [(0, half - 4096..half), (1, 0..4096)]);
 /// # Ok::<(), p2pmem::Error>(())
 /// ```
@@ -34,22 +34,22 @@ impl Stripe {
         Self { parts }
     }
 
-    /// Its size in bytes: that of all parts.
+    /// Returns the size in bytes of all parts.
     pub fn size(&self) -> u64 {
         self.parts.iter().map(Buffer::size).sum()
     }
 
-    /// The parts, in the order of their bytes.
+    /// Returns the parts, in the order of their bytes.
     pub fn parts(&self) -> &[Buffer] {
         &self.parts
     }
 
-    /// The parts alone; what is dropped of them is freed.
+    /// Returns the parts as separate buffers. Dropping one frees it.
     pub fn into_parts(self) -> Vec<Buffer> {
         self.parts
     }
 
-    /// Where each part is in the stripe, in bytes: its boundaries.
+    /// Returns the range of each part in the stripe, in bytes.
     pub fn ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         let mut at = 0;
         self.parts.iter().map(move |part| {
@@ -59,11 +59,12 @@ impl Stripe {
         })
     }
 
-    /// Divides a range of the stripe at its boundaries: the index of each part it touches, with the bytes of that part.
+    /// Divides a range of the stripe at its boundaries. Returns the index of each affected part, with the bytes of this
+    /// part.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] where it is not inside the stripe.
+    /// [`Error::Request`] if the range is not inside the stripe.
     pub fn pieces(&self, range: Range<u64>) -> Result<Vec<(usize, Range<u64>)>> {
         if range.start > range.end || range.end > self.size() {
             let size = self.size();
@@ -94,7 +95,7 @@ mod tests {
         assert_eq!(ranges, [0..16384, 16384..32768, 32768..40960]);
         let mut providers: Vec<_> = stripe.parts().iter().map(|p| p.provider()).collect();
         providers.sort_unstable();
-        assert_eq!(providers, [1, 2, 3], "each in another provider");
+        assert_eq!(providers, [1, 2, 3], "each part is in another provider");
         let pieces = stripe.pieces(16383..32769).unwrap();
         assert_eq!(pieces, [(0, 16383..16384), (1, 0..16384), (2, 0..1)]);
         assert_eq!(stripe.pieces(7..7).unwrap(), []);
@@ -102,7 +103,7 @@ mod tests {
         assert_eq!(device.info().unwrap().buffers, 3);
         drop(stripe.into_parts().pop());
         assert_eq!(device.info().unwrap().buffers, 0);
-        // As many as there are providers.
+        // As many parts as providers.
         assert_eq!(device.alloc_stripe(&request).unwrap().parts().len(), 3);
     }
 

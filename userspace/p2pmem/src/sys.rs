@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Every system call of the crate, and every access through a raw pointer: the one module with `unsafe`.
+//! System calls and accesses through raw pointers: the only module with `unsafe`.
 //!
-//! What the rest of the crate asks of the module stands in the trait [`Kernel`], which is safe to implement and to call:
-//! [`CharDevice`] asks the real module, `crate::fake` plays it. [`Region`] is mapped memory, of which it gives no
-//! references, only bounds-checked volatile copies.
+//! The trait [`Kernel`] has all calls to the kernel module and is safe to implement and to call. [`CharDevice`] calls
+//! the real module, `crate::fake` is a fake one. [`Region`] is mapped memory; it returns no references, only
+//! bounds-checked volatile copies.
 #![allow(unsafe_code)]
 
 #[cfg(feature = "verbs")]
@@ -28,21 +28,21 @@ use rustix::io::Errno;
 use rustix::ioctl::{ioctl, Updater};
 use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
-/// The module's interface: one method for each ioctl, with slices where the ABI has pointers.
+/// Calls to the kernel module: one method for each ioctl, with slices in place of the ABI's pointers.
 ///
-/// Errors are the kernel's errnos, as `io::Error::raw_os_error()`.
+/// Errors are the kernel's errnos: `io::Error::raw_os_error()`.
 pub(crate) trait Kernel: Send + Sync {
     fn info(&self) -> io::Result<abi::p2pmem_info>;
-    /// Fills `out` and returns how many providers there are, which may be more.
+    /// Fills `out` and returns the number of providers, which can be larger than `out`.
     fn list(&self, out: &mut [abi::p2pmem_provider]) -> io::Result<usize>;
-    /// Fills `out` and returns how many paths there are, which may be more.
+    /// Fills `out` and returns the number of paths, which can be larger than `out`.
     fn paths(&self, clients: &[abi::p2pmem_pci_addr], out: &mut [abi::p2pmem_path], rescan: bool) -> io::Result<usize>;
-    /// The clients of `request` are given by the slice, not by its fields.
+    /// Allocates a buffer. The slice has the clients; the client fields of `request` are ignored.
     fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc>;
     fn free(&self, handle: u32) -> io::Result<()>;
     fn buffer(&self, handle: u32) -> io::Result<abi::p2pmem_buffer>;
-    /// Explains a request as a dry run, or, without a request, the last decision. The counts in the answer may exceed the
-    /// lengths of the slices.
+    /// Explains a request as a dry run, or, for `None`, the last decision. The counts in the answer can be larger than
+    /// the slices.
     fn explain(
         &self,
         request: Option<(&abi::p2pmem_request, &[abi::p2pmem_pci_addr])>,
@@ -52,34 +52,35 @@ pub(crate) trait Kernel: Send + Sync {
     fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
     fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()>;
     fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
-    /// Makes a dma-buf of `ranges` of the buffer `handle`, or of addresses where `flags` say so.
+    /// Creates a dma-buf of `ranges` of the buffer `handle`, or of addresses if `flags` has `P2PMEM_EXPORT_MAPPED`.
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
-    /// Makes a dma-buf of a whole buffer a handle.
+    /// Creates a handle from a dma-buf of a whole buffer.
     fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import>;
-    /// Allocates a stripe: fills `parts` and returns how many there are.
+    /// Allocates a stripe: fills `parts` and returns their number.
     fn stripe(
         &self,
         request: &abi::p2pmem_request,
         clients: &[abi::p2pmem_pci_addr],
         parts: &mut [abi::p2pmem_part],
     ) -> io::Result<usize>;
-    /// The module's list of buffers and whose they are, which root alone may read.
+    /// Returns the module's list of buffers and their owners, which only root can read.
     fn holders(&self) -> io::Result<String>;
-    /// Reads events without waiting: `EAGAIN` where there is none.
+    /// Reads events without waiting. Fails with `EAGAIN` if there is none.
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize>;
-    /// Waits until there are events to read; false after `timeout` (none: without a limit).
+    /// Waits until there are events to read. Returns false after `timeout`; `None` waits without a limit.
     fn wait(&self, timeout: Option<Duration>) -> io::Result<bool>;
     fn fd(&self) -> BorrowedFd<'_>;
-    /// The descriptor that is readable while there are events.
+    /// Returns the descriptor that is readable while there are events.
     fn event_fd(&self) -> BorrowedFd<'_>;
 }
 
-/// Waits until a descriptor is readable; false after `timeout` (none: without a limit). ENODEV where it never will be.
+/// Waits until a descriptor is readable. Returns false after `timeout`; `None` waits without a limit. Fails with ENODEV
+/// if the descriptor has an error and never becomes readable.
 pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io::Result<bool> {
     let deadline = timeout.map(|t| Instant::now() + t);
     loop {
         let left = deadline.map(|d| d.saturating_duration_since(Instant::now()));
-        // A time that the kernel's type cannot hold is no limit.
+        // A timeout that exceeds the kernel's type is no limit.
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
         match poll(&mut fds, left.as_ref()) {
@@ -92,15 +93,15 @@ pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: Option<Duration>) -> io
     }
 }
 
-/// The real thing: an open `/dev/p2pmem`.
+/// An open `/dev/p2pmem`.
 pub(crate) struct CharDevice(File);
 
-/// `P2PMEM_MAX_CLIENTS` fits, so every slice the crate passes does.
+/// Converts the length of a slice. The conversion never saturates: the crate's slices are far shorter than `u32::MAX`.
 fn count(len: usize) -> u32 {
     u32::try_from(len).unwrap_or(u32::MAX)
 }
 
-/// Size of one element in bytes, for the module.
+/// Returns the size of one element in bytes, for a field `*_size` of the ABI.
 fn element<T>(_: &[T]) -> u32 {
     count(size_of::<T>())
 }
@@ -123,7 +124,7 @@ fn address_mut<T>(slice: &mut [T]) -> u64 {
 
 impl CharDevice {
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
-        // O_NONBLOCK: two threads may poll for events, and the one that comes late must not sleep in read().
+        // O_NONBLOCK: if two threads poll for events, the slower one must not sleep in read().
         OpenOptions::new()
             .read(true)
             .write(true)
@@ -132,22 +133,22 @@ impl CharDevice {
             .map(Self)
     }
 
-    /// Issues an ioctl whose number was made from the type of `argument`, which the compiler checks.
+    /// Issues an ioctl. The compiler checks that its number was made from the type of `argument`.
     ///
     /// # Safety
     ///
-    /// Addresses inside `argument` must be zero, or valid for what the ioctl reads and writes there.
+    /// Addresses in `argument` must be zero, or valid for the ioctl's reads and writes.
     unsafe fn ioctl<const NUMBER: u32, T>(&self, argument: &mut T) -> io::Result<()> {
         const {
             assert!(
                 abi::ioc_size(NUMBER) as usize == size_of::<T>(),
-                "this ioctl takes another structure"
+                "the ioctl's argument is another structure"
             )
         };
         loop {
-            // SAFETY: the kernel reads and writes size_of::<T>() bytes at `argument`, as the assertion above ties the
-            // number to the type; the caller answers for addresses in it. All structures are plain integers, so any
-            // bytes the kernel writes are valid.
+            // SAFETY: the kernel reads and writes size_of::<T>() bytes at `argument`, because the assertion above ties
+            // the number to the type. The caller guarantees the addresses in it. All structures are plain integers, so
+            // any bytes that the kernel writes are valid.
             let result = unsafe { ioctl(&self.0, Updater::<NUMBER, T>::new(argument)) };
             match result {
                 Err(Errno::INTR) => {}
@@ -157,8 +158,8 @@ impl CharDevice {
     }
 }
 
-/// Splits the result of `read()` into events, each as long as its own size field. Of a longer event the known fields are
-/// used; the missing fields of a shorter one are zero.
+/// Divides the bytes of a `read()` into events by the size in each event. Ignores the unknown rest of a longer event,
+/// and sets the missing fields of a shorter one to zero. Fails with `InvalidData` if the bytes end inside an event.
 fn split_events(mut bytes: &[u8], out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
     const KNOWN: usize = size_of::<abi::p2pmem_event>();
     let mut filled = 0;
@@ -209,7 +210,7 @@ impl Kernel for CharDevice {
             provider_size: element(out),
             ..Default::default()
         };
-        // SAFETY: the kernel writes at most `count` elements at `providers`, which is a slice that long.
+        // SAFETY: the kernel writes at most `count` elements at `providers`, a slice of this length.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_LIST }, _>(&mut list) }?;
         Ok(list.count as usize)
     }
@@ -225,8 +226,8 @@ impl Kernel for CharDevice {
             path_size: element(out),
             ..Default::default()
         };
-        // SAFETY: the kernel reads `nr_clients` elements at `clients` and writes at most `nr_paths` at `paths`; both
-        // are slices that long.
+        // SAFETY: the kernel reads `nr_clients` elements at `clients` and writes at most `nr_paths` at `paths`, slices
+        // of these lengths.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_PATHS }, _>(&mut paths) }?;
         Ok(paths.nr_paths as usize)
     }
@@ -236,15 +237,15 @@ impl Kernel for CharDevice {
             req: with_clients(request, clients),
             ..Default::default()
         };
-        // SAFETY: the only address is that of the clients, a slice as long as `nr_clients` says.
+        // SAFETY: the only address is that of the clients, a slice of `nr_clients` elements.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_ALLOC }, _>(&mut alloc) }?;
         Ok(alloc)
     }
 
     fn free(&self, handle: u32) -> io::Result<()> {
         let mut free = abi::p2pmem_free { handle, flags: 0 };
-        // SAFETY: the structure holds no addresses. Mappings of the buffer stay valid: the kernel keeps the memory
-        // until the last one is gone.
+        // SAFETY: the structure holds no addresses. Mappings of the buffer stay valid, because the kernel keeps the
+        // memory until the last one is gone.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_FREE }, _>(&mut free) }
     }
 
@@ -276,8 +277,8 @@ impl Kernel for CharDevice {
             flags: if request.is_none() { abi::P2PMEM_EXPLAIN_LAST } else { 0 },
             ..Default::default()
         };
-        // SAFETY: the kernel reads the clients and writes at most `nr_verdicts` elements and `text_len` bytes; all
-        // three are slices that long.
+        // SAFETY: the kernel reads the clients and writes at most `nr_verdicts` elements and `text_len` bytes, slices
+        // of these lengths.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_EXPLAIN }, _>(&mut explain) }?;
         Ok(explain)
     }
@@ -293,14 +294,14 @@ impl Kernel for CharDevice {
     }
 
     fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()> {
-        let mut ask = abi::p2pmem_rules {
+        let mut argument = abi::p2pmem_rules {
             rules: address(rules),
             count: count(rules.len()),
             rule_size: element(rules),
             ..Default::default()
         };
-        // SAFETY: the kernel reads the rules, a slice as long as `count` says.
-        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_RULES }, _>(&mut ask) }
+        // SAFETY: the kernel reads the rules, a slice of `count` elements.
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_RULES }, _>(&mut argument) }
     }
 
     fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
@@ -317,10 +318,10 @@ impl Kernel for CharDevice {
             range_size: element(ranges),
             ..Default::default()
         };
-        // SAFETY: the kernel reads the ranges, a slice as long as `nr_ranges` says. What they name is the kernel's to
-        // check: it touches no memory of the program.
+        // SAFETY: the kernel reads the ranges, a slice of `nr_ranges` elements. The kernel checks the addresses in the
+        // ranges and accesses no memory there.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_EXPORT_DMABUF }, _>(&mut export) }?;
-        // SAFETY: the ioctl succeeded, so the descriptor is new, and nobody else knows of it.
+        // SAFETY: the ioctl succeeded, so the descriptor is new and has no other owner.
         Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
     }
 
@@ -347,8 +348,8 @@ impl Kernel for CharDevice {
             part_size: element(parts),
             ..Default::default()
         };
-        // SAFETY: the kernel reads the clients and writes at most `nr_parts` elements at `parts`; both are slices that
-        // long.
+        // SAFETY: the kernel reads the clients and writes at most `nr_parts` elements at `parts`, slices of these
+        // lengths.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_STRIPE }, _>(&mut stripe) }?;
         Ok(stripe.nr_parts as usize)
     }
@@ -358,8 +359,8 @@ impl Kernel for CharDevice {
     }
 
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
-        // A newer module's events may be larger. The memory has space for one event of any version, and for no more events
-        // of the known size than the caller takes.
+        // A newer module's events can be larger. The buffer has space for one event of any version, and `read()` gets
+        // at most the bytes of `out`, so that `out` has space for all events of the known size.
         const CAPACITY: usize = 2048;
         const _: () = assert!(CAPACITY >= abi::P2PMEM_MAX_EVENT as usize);
         let mut bytes = [0u8; CAPACITY];
@@ -390,8 +391,8 @@ impl Kernel for CharDevice {
 ///
 /// # Invariants
 ///
-/// `start` is the start of a shared mapping of `len` bytes that this value owns and unmaps when dropped. No reference to
-/// the memory exists: it is only touched by volatile accesses inside the bounds and by system calls.
+/// `start` is the start of a shared mapping of `len` bytes that this value owns and unmaps when dropped. No reference
+/// to the memory exists: only volatile accesses inside the bounds, and system calls, access it.
 pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
@@ -399,18 +400,18 @@ pub(crate) struct Region {
 
 // SAFETY: the mapping belongs to the process, not to a thread.
 unsafe impl Send for Region {}
-// SAFETY: all access is by volatile reads and writes of plain integers, which is how memory is shared with devices that
-// write at any time; a thread that writes is to a reader no different from such a device. Torn values can be read, and
-// the documentation of `Mapping` says so.
+// SAFETY: all access is by volatile reads and writes of plain integers, as for memory that is shared with devices that
+// write at any time. For a reader, a writing thread does not differ from such a device. Values can be torn, which the
+// documentation of `Mapping` says.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Maps `len` bytes of `file` from `offset` on, shared, to read and write.
+    /// Maps `len` bytes of `file` from `offset` on, shared, for reading and writing.
     pub(crate) fn map(file: &File, offset: u64, len: usize) -> io::Result<Self> {
         if i64::try_from(offset).is_err() {
             return Err(Errno::OVERFLOW.into());
         }
-        // SAFETY: a new mapping at an address the kernel chooses touches no memory of the program.
+        // SAFETY: a new mapping at an address that the kernel chooses changes no memory of the program.
         let start = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -422,7 +423,7 @@ impl Region {
             )
         }?;
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
-        // INVARIANT: the mapping was just made, and nobody else knows of it.
+        // INVARIANT: the mapping is new and has no other owner.
         Ok(Self { start, len })
     }
 
@@ -434,24 +435,25 @@ impl Region {
         self.start.as_ptr()
     }
 
-    /// Panics unless `len` bytes from `offset` on lie in the region: callers have checked and reported that already.
+    /// Returns the address of `offset`. Panics unless `len` bytes from `offset` on are in the region, which callers
+    /// have checked.
     fn at(&self, offset: usize, len: usize) -> *mut u8 {
         assert!(
             offset.checked_add(len).is_some_and(|end| end <= self.len),
             "access past the end of a mapping"
         );
-        // SAFETY: `offset` is at most `len`, so the result is in, or one past, the mapping.
+        // SAFETY: `offset` is at most `len`, so the result is in the mapping or at its end.
         unsafe { self.start.as_ptr().add(offset) }
     }
 
-    /// Copies from the memory. Every aligned group of 8, 4 or 2 bytes is one access of that width.
+    /// Copies from the memory. Each aligned group of 8, 4 or 2 bytes is one access of this width.
     pub(crate) fn read(&self, offset: usize, out: &mut [u8]) {
         let from = self.at(offset, out.len());
-        // SAFETY: at() has checked that the bytes are in the mapping (type invariant).
+        // SAFETY: at() checked that the bytes are in the mapping (type invariant).
         unsafe { access::read(from, out) }
     }
 
-    /// Copies into the memory, with accesses as in [`Region::read`].
+    /// Copies to the memory, with accesses as in [`Region::read`].
     pub(crate) fn write(&self, offset: usize, data: &[u8]) {
         let to = self.at(offset, data.len());
         // SAFETY: as in read().
@@ -465,20 +467,22 @@ impl Region {
         unsafe { access::fill(to, len, byte) }
     }
 
-    /// One `pread()` of at most `len` bytes of `file` into the memory at `offset`.
+    /// Calls `pread()` once for at most `len` bytes of `file`, into the memory at `offset`. Returns the number of
+    /// bytes.
     pub(crate) fn pread(&self, offset: usize, len: usize, file: &File, file_offset: u64) -> io::Result<usize> {
         let to = self.at(offset, len);
         let at = libc::off64_t::try_from(file_offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
-        // SAFETY: the kernel (or a device it asks) writes at most `len` bytes, which at() has checked.
+        // SAFETY: the kernel, or a device on its behalf, writes at most `len` bytes, which at() checked.
         let n = unsafe { libc::pread64(file.as_raw_fd(), to.cast(), len, at) };
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
 
-    /// One `pwrite()` of at most `len` bytes of the memory at `offset` into `file`.
+    /// Calls `pwrite()` once for at most `len` bytes of the memory at `offset`, into `file`. Returns the number of
+    /// bytes.
     pub(crate) fn pwrite(&self, offset: usize, len: usize, file: &File, file_offset: u64) -> io::Result<usize> {
         let from = self.at(offset, len);
         let at = libc::off64_t::try_from(file_offset).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))?;
-        // SAFETY: the kernel (or a device it asks) reads at most `len` bytes, which at() has checked.
+        // SAFETY: the kernel, or a device on its behalf, reads at most `len` bytes, which at() checked.
         let n = unsafe { libc::pwrite64(file.as_raw_fd(), from.cast(), len, at) };
         usize::try_from(n).map_err(|_| io::Error::last_os_error())
     }
@@ -486,18 +490,18 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours (type invariant) and nobody uses it after this.
+        // SAFETY: the mapping belongs to this value (type invariant), which is being dropped.
         let result = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         debug_assert_eq!(result, Ok(()), "munmap");
     }
 }
 
-/// Whether a file is open with O_DIRECT.
+/// Returns whether a file is open with O_DIRECT.
 pub(crate) fn is_direct(file: &File) -> io::Result<bool> {
     Ok(rustix::fs::fcntl_getfl(file)?.contains(OFlags::DIRECT))
 }
 
-/// A file that lives in memory only, `len` bytes long and zeroed.
+/// Creates a zeroed file of `len` bytes in memory (memfd).
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn memory_file(name: &std::ffi::CStr, len: u64) -> io::Result<File> {
     let file = File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
@@ -530,7 +534,7 @@ mod tests {
         );
     }
 
-    /// The bytes of an event that says to be `size` bytes long, and is: what lies behind the known fields is all ones.
+    /// Returns an event of `size` bytes. All bytes after the known fields are ones.
     fn event_bytes(size: usize, provider: u32) -> Vec<u8> {
         let mut bytes = vec![0xff; size];
         let fields = [size as u32, abi::P2PMEM_EVENT_PROVIDER_ADDED, provider, 0, 0, 0];
@@ -552,7 +556,7 @@ mod tests {
         for ((n, size), event) in (0..).zip(sizes).zip(&out) {
             assert_eq!((event.size as usize, event.provider), (size, n));
             assert_eq!(event.type_, abi::P2PMEM_EVENT_PROVIDER_ADDED);
-            // The missing fields of a shorter event are zero.
+            // Missing fields are zero.
             assert_eq!(event.time_ns, if size < known { 0 } else { u64::MAX });
         }
         assert_eq!(out[sizes.len()].size, 0, "more events than there are");
@@ -564,7 +568,7 @@ mod tests {
         let mut out = [abi::p2pmem_event::default(); 8];
         let mut cut = event_bytes(known + 8, 1);
         cut.truncate(known);
-        // A size without an event, and one that would make no progress.
+        // An event of its size field only, and an event of size zero, at which a reader would not advance.
         let without = event_bytes(known, 0)[..4].to_vec();
         let mut endless = event_bytes(known, 1);
         endless[..4].copy_from_slice(&0u32.to_ne_bytes());
@@ -576,7 +580,7 @@ mod tests {
     }
 
     proptest! {
-        /// Copies and fills at any offset and length do what the same on a vector does.
+        /// Copies and fills at any offset and length equal the same operations on a vector.
         #[test]
         fn copies_match_a_vector(ops in prop::collection::vec((0usize..300, 0usize..200, any::<u8>(), any::<bool>()), 1..40)) {
             let region = region(4096);

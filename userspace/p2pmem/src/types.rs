@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The module's answers as Rust types: providers, paths, counters.
+//! Data that the module reports, as Rust types: providers, paths, counters, buffers.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -10,7 +10,8 @@ use p2pmem_sys as abi;
 
 use crate::addr::PciAddr;
 
-/// A NUL-terminated string in a fixed array. Without a NUL all of it; bytes that are no UTF-8 are replaced.
+/// Returns the NUL-terminated string in a fixed array, or all of the array if it has no NUL. Replaces bytes that are
+/// not UTF-8.
 fn text(chars: &[c_char]) -> String {
     let bytes: Vec<u8> = chars
         .iter()
@@ -20,7 +21,7 @@ fn text(chars: &[c_char]) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Bytes for humans: exact where a unit divides them, else with one decimal.
+/// Formats a number of bytes for people: exact if a binary unit divides it, else with one decimal.
 ///
 /// ```
 /// assert_eq!(p2pmem::human_size(16 << 20), "16 MiB");
@@ -37,11 +38,11 @@ pub fn human_size(bytes: u64) -> String {
     }
 }
 
-/// What the module is, and what it holds in all.
+/// Version, features and totals of the module: [`Device::info`](crate::Device::info).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Info {
-    /// Version of the ABI that the module speaks.
+    /// Version of the module's ABI.
     pub abi_version: u32,
     /// Oldest version of the ABI whose programs work with the module.
     pub abi_compatible: u32,
@@ -51,27 +52,33 @@ pub struct Info {
     pub page_size: u32,
     /// `P2PMEM_FEATURE_*` bits.
     pub features: u64,
-    /// Providers there are.
+    /// Number of providers.
     pub providers: u32,
-    /// Live buffers of all programs.
+    /// Number of live buffers of all programs.
     pub buffers: u32,
-    /// Bytes managed in all providers.
+    /// Bytes that p2pmem manages, in all providers.
     pub size: u64,
-    /// Bytes free in all providers.
+    /// Free bytes, in all providers.
     pub free: u64,
-    /// Changes whenever a provider is added or removed, or paths were computed again.
+    /// A number that changes when a provider is added or removed, and when paths are computed again.
     pub generation: u64,
 }
 
 impl Info {
-    /// Whether a program of this version works with the module: a newer module reports the oldest version with which it is
-    /// compatible; an older one, since version 5, has fewer features only.
+    /// Returns whether this library works with the module. A newer module reports the oldest version that it is
+    /// compatible with; an older module since version 5 only misses features.
     pub(crate) fn compatible(&self) -> bool {
         (self.abi_compatible..=u32::MAX).contains(&abi::P2PMEM_ABI_VERSION)
             && self.abi_version >= abi::P2PMEM_ABI_COMPATIBLE
     }
 
-    /// Features of this library that the module does not have, by name.
+    /// Returns the names of this library's features that the module misses.
+    ///
+    /// ```
+    /// # let device = p2pmem::fake::Fake::example().device();
+    /// assert!(device.info()?.missing().is_empty());
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     pub fn missing(&self) -> Vec<&'static str> {
         const KNOWN: [(u32, &str); 4] = [
             (abi::P2PMEM_FEATURE_DMABUF, "dma-buf export"),
@@ -83,8 +90,8 @@ impl Info {
         missing.map(|(_, name)| *name).collect()
     }
 
-    /// Whether `ibv_reg_mr()` takes mappings of buffers: the RDMA core has the peer-memory interface, and the module is
-    /// a client of it.
+    /// Returns whether `ibv_reg_mr()` accepts mappings of buffers: the RDMA core has the peer-memory interface, and the
+    /// module is registered with it as a client.
     pub fn peer_memory(&self) -> bool {
         self.features & u64::from(abi::P2PMEM_FEATURE_PEER_MEMORY) != 0
     }
@@ -107,16 +114,16 @@ impl From<abi::p2pmem_info> for Info {
     }
 }
 
-/// How a provider came to be one.
+/// The source of a provider's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ProviderKind {
     /// A BAR of a device bound to the p2pmem driver, published by the administrator.
     Own,
-    /// Memory that the device's own driver published.
+    /// Memory that the device's own driver published in the kernel's peer-to-peer pool.
     Adopted,
-    /// Memory that the device's own driver handed to p2pmem.
+    /// Memory that the device's own driver registered with p2pmem.
     Registered,
     /// A kind that this version of the library does not know.
     Unknown,
@@ -133,14 +140,14 @@ impl fmt::Display for ProviderKind {
     }
 }
 
-/// What can be done with a provider.
+/// The state of a provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum ProviderState {
-    /// Buffers can be allocated from it.
+    /// The provider serves allocations.
     Live,
-    /// It is going away, its buffers are being revoked.
+    /// The provider is being removed, and its buffers are being revoked.
     Revoking,
     /// A state that this version of the library does not know.
     Unknown,
@@ -156,35 +163,35 @@ impl fmt::Display for ProviderState {
     }
 }
 
-/// One provider: a device with published memory.
+/// A provider: a PCI function with published memory.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Provider {
-    /// Its number, never 0, never used twice while the module is loaded.
+    /// Number of the provider: never 0, and never used again while the module is loaded.
     pub id: u32,
-    /// How it came to be one.
+    /// Source of the memory.
     pub kind: ProviderKind,
-    /// The PCI function whose memory it is.
+    /// PCI function that has the memory.
     pub addr: PciAddr,
-    /// What can be done with it.
+    /// State of the provider.
     pub state: ProviderState,
-    /// The BAR, where it is known.
+    /// Number of the BAR, if known.
     pub bar: Option<u32>,
-    /// NUMA node of the function, where the machine has any.
+    /// NUMA node of the function, if it is known.
     pub numa_node: Option<u32>,
-    /// Live buffers in it.
+    /// Number of live buffers in the provider.
     pub buffers: u32,
-    /// First published byte in the BAR.
+    /// Offset of the first published byte in the BAR.
     pub bar_offset: u64,
-    /// Bytes that p2pmem manages; for an adopted provider the pool of the device's driver.
+    /// Bytes that p2pmem manages; for an adopted provider, the size of its driver's pool.
     pub size: u64,
-    /// Bytes that are free.
+    /// Free bytes.
     pub free: u64,
-    /// Largest contiguous piece that an allocation could get now, in bytes.
+    /// Size in bytes of the largest contiguous piece that one allocation can get now.
     pub largest: u64,
-    /// Bytes left to the kernel's own users.
+    /// Bytes that stay in the kernel's pool for other drivers.
     pub kernel_reserve: u64,
-    /// Bytes of freed buffers that wait for DMA or page references of others to end.
+    /// Bytes of freed buffers that DMA or page references still pin.
     pub pinned: u64,
     /// Bytes of freed buffers that wait to be cleared.
     pub scrubbing: u64,
@@ -194,20 +201,20 @@ pub struct Provider {
     pub device: u16,
     /// PCI class code, 24 bits.
     pub class: u32,
-    /// It has no struct pages: mappings are for the CPU alone, direct I/O does not work.
+    /// The memory has no struct pages: the CPU can access mappings, direct I/O does not work.
     pub pageless: bool,
-    /// Buffers in it can be exported as dma-bufs, and so be registered with NICs.
+    /// Buffers in the provider can be exported as dma-bufs, and so be registered with NICs.
     pub exportable: bool,
     /// The administrator allows exports to importers that cannot be revoked.
     pub pinned_exports: bool,
-    /// Dma-bufs of buffers in it that are not closed yet.
+    /// Number of dma-bufs of the provider's buffers that are not closed yet.
     pub exports: u32,
-    /// Driver that the function is bound to.
+    /// Driver that the function is bound to, if any.
     pub driver: Option<String>,
 }
 
 impl Provider {
-    /// The location of the memory, as part of a message.
+    /// Returns the place of the memory, as part of a message: the PCI address, and the BAR if known.
     pub(crate) fn place(&self) -> String {
         match self.bar {
             Some(bar) => format!("{} BAR {bar}", self.addr),
@@ -254,24 +261,24 @@ impl From<&abi::p2pmem_provider> for Provider {
     }
 }
 
-/// How far a provider is from a client; the smaller, the nearer.
+/// The distance between a provider and a client. A smaller class is nearer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum PathClass {
     /// The same function, or functions of one device.
     SameDevice,
-    /// Below one PCIe switch: traffic stays in that switch.
+    /// Below one PCIe switch. Traffic stays in the switch.
     SameSwitch,
     /// Below one root port, through more than one switch.
     Switches,
     /// Through the root complex, below one host bridge.
     HostBridge,
-    /// Two host bridges of one NUMA node.
+    /// Through two host bridges of one NUMA node.
     NumaNode,
-    /// Two host bridges of two NUMA nodes.
+    /// Through host bridges of two NUMA nodes.
     System,
-    /// The kernel says that the client cannot reach the provider.
+    /// The kernel reports that the client cannot reach the provider.
     Unreachable,
 }
 
@@ -287,7 +294,8 @@ impl PathClass {
         Self::Unreachable,
     ];
 
-    /// The ABI's number; what this version does not know counts as unreachable, the safe side. 0 means none.
+    /// Converts the ABI's number; 0 means none. A class that this version does not know counts as unreachable, so that
+    /// it is not used.
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
         Some(match raw {
             0 => return None,
@@ -313,7 +321,14 @@ impl PathClass {
         }
     }
 
-    /// The short name, as `p2pmemctl topo` prints it and [`PathClass::from_str`] takes it.
+    /// Returns the short name, as `p2pmemctl topo` prints it and [`PathClass::from_str`] accepts it.
+    ///
+    /// ```
+    /// use p2pmem::PathClass;
+    ///
+    /// assert_eq!("phb".parse::<PathClass>(), Ok(PathClass::HostBridge));
+    /// assert_eq!(PathClass::HostBridge.short(), "PHB");
+    /// ```
     pub fn short(self) -> &'static str {
         match self {
             Self::SameDevice => "DEV",
@@ -326,7 +341,7 @@ impl PathClass {
         }
     }
 
-    /// What it means, for a legend.
+    /// Returns a description of the class, for a legend.
     pub fn meaning(self) -> &'static str {
         match self {
             Self::SameDevice => "another function of the same device",
@@ -339,8 +354,8 @@ impl PathClass {
         }
     }
 
-    /// The path, as part of a message.
-    pub(crate) fn way(self) -> &'static str {
+    /// Returns the path's relation to a client, as part of a message.
+    pub(crate) fn relation(self) -> &'static str {
         match self {
             Self::SameDevice => "in the same device as",
             Self::SameSwitch => "below the same switch as",
@@ -352,7 +367,7 @@ impl PathClass {
         }
     }
 
-    /// The route of the chosen provider's traffic, as part of a message.
+    /// Returns where the traffic of the chosen provider stays, as part of a message.
     pub(crate) fn stays(self) -> &'static str {
         match self {
             Self::SameDevice => "is in the same device",
@@ -383,7 +398,7 @@ impl FromStr for PathClass {
             .find(|c| c.short().eq_ignore_ascii_case(name))
             .ok_or_else(|| {
                 let names: Vec<_> = reachable.iter().map(|c| c.short()).collect();
-                format!("{name:?} is no path class: use one of {}", names.join(", "))
+                format!("{name:?} is not a path class: use one of {}", names.join(", "))
             })
     }
 }
@@ -392,25 +407,25 @@ impl FromStr for PathClass {
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Path {
-    /// The provider's id.
+    /// Id of the provider.
     pub provider: u32,
-    /// Index of the client in the request.
+    /// Index of the client in the argument of [`Device::paths`](crate::Device::paths).
     pub client: usize,
-    /// How far.
+    /// Class of the path.
     pub class: PathClass,
-    /// A port on the path has ACS redirect peer traffic upstream.
+    /// A port on the path redirects peer traffic upstream (ACS).
     pub acs_redirect: bool,
     /// Peer traffic stays below the common bridge and uses bus addresses.
     pub bus_addr: bool,
-    /// Links crossed.
+    /// Number of links on the path.
     pub hops: u32,
-    /// What the kernel's own `pci_p2pdma_distance_many()` says; none for unreachable.
+    /// Result of the kernel's `pci_p2pdma_distance_many()`; `None` if the provider is unreachable.
     pub distance: Option<u32>,
-    /// Bandwidth of the slowest link on the path in MB/s in one direction, if a link reports its speed.
+    /// Bandwidth of the narrowest link on the path in MB/s in one direction; `None` if no link reports one.
     pub bandwidth: Option<u32>,
-    /// NUMA distance (10 = local), where both have a node.
+    /// NUMA distance (10 = local), if both devices have a NUMA node.
     pub numa_distance: Option<u32>,
-    /// The lowest bridge above both; none where that is the root complex.
+    /// The lowest bridge above both devices; `None` if only the root complex is above both.
     pub bridge: Option<PciAddr>,
 }
 
@@ -431,33 +446,33 @@ impl From<&abi::p2pmem_path> for Path {
     }
 }
 
-/// Counters of one provider since it came, or of the whole module.
+/// Counters of one provider since it was added, or of the whole module: [`Device::stats`](crate::Device::stats).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Buffers allocated.
+    /// Number of buffers allocated.
     pub allocs: u64,
-    /// Buffers whose memory came back.
+    /// Number of buffers whose memory was returned to a provider.
     pub frees: u64,
-    /// Requests that got no memory from anyone.
+    /// Number of requests that no provider served.
     pub failed: u64,
-    /// Bytes of `allocs`.
+    /// Bytes of the buffers in `allocs`.
     pub alloc_bytes: u64,
-    /// Bytes of `frees`.
+    /// Bytes of the buffers in `frees`.
     pub free_bytes: u64,
-    /// User mappings made.
+    /// Number of mappings created in user space.
     pub maps: u64,
     /// Bytes cleared between owners.
     pub scrubbed_bytes: u64,
-    /// Times a freed buffer had to wait for others' page references.
+    /// Number of freed buffers that page references pinned.
     pub pinned: u64,
-    /// Buffers ended by a revocation.
+    /// Number of buffers that were revoked.
     pub revoked: u64,
-    /// Dma-bufs made.
+    /// Number of dma-bufs created.
     pub exports: u64,
-    /// Importers attached to them.
+    /// Number of importers that attached to dma-bufs.
     pub attaches: u64,
-    /// Importers that were refused.
+    /// Number of importers that were refused.
     pub attach_failed: u64,
 }
 
@@ -480,42 +495,42 @@ impl From<abi::p2pmem_stats> for Stats {
     }
 }
 
-/// A buffer's life.
+/// The state of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum BufferState {
-    /// It can be mapped and used.
+    /// The buffer can be mapped and used.
     Live,
     /// The buffer is being revoked: its mappings are being removed.
     Revoking,
-    /// Its memory is another's: touching a mapping of it ends in SIGBUS.
+    /// The buffer has no memory any more. An access to a mapping raises SIGBUS.
     Gone,
     /// A state that this version of the library does not know.
     Unknown,
 }
 
-/// What the module says of a buffer.
+/// State and holders of a buffer: [`Buffer::info`](crate::Buffer::info).
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct BufferInfo {
-    /// Id of its provider.
+    /// Id of the buffer's provider.
     pub provider: u32,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Its first byte in the provider's BAR, where the BAR is known.
+    /// Offset of the first byte in the provider's BAR, if the BAR is known.
     pub bar_offset: Option<u64>,
-    /// Its address on the provider's PCI bus; none for callers without CAP_SYS_ADMIN.
+    /// Address on the provider's PCI bus; `None` for callers without CAP_SYS_ADMIN.
     pub bus_addr: Option<u64>,
-    /// Whether it can be used.
+    /// State of the buffer.
     pub state: BufferState,
-    /// Mappings of it in user space, of all processes.
+    /// Number of mappings in user space, in all processes.
     pub mappings: u32,
-    /// Dma-bufs of it that are not closed yet.
+    /// Number of the buffer's dma-bufs that are not closed yet.
     pub exports: u32,
-    /// Importers, such as memory regions of NICs, that are attached to these dma-bufs now.
+    /// Number of importers, such as memory regions of NICs, that are attached to these dma-bufs now.
     pub attachments: u32,
-    /// Handles of it on all open files: more than one where it was imported.
+    /// Number of handles in all open files: more than one if the buffer was imported.
     pub handles: u32,
 }
 
@@ -540,19 +555,19 @@ impl From<abi::p2pmem_buffer> for BufferInfo {
     }
 }
 
-/// The ABI says "not known" with all ones.
+/// Converts an offset; the ABI reports an unknown offset as all ones.
 pub(crate) fn known_offset(raw: u64) -> Option<u64> {
     Some(raw).filter(|o| *o != u64::MAX)
 }
 
-/// How memory comes to a NIC.
+/// The method by which memory is registered with a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum RegistrationMethod {
     /// A dma-buf and `ibv_reg_dmabuf_mr()`: the method of a stock kernel.
     DmaBuf,
-    /// The addresses of a mapping and `ibv_reg_mr()`, which needs an RDMA core with the peer-memory interface.
+    /// The addresses of a mapping and `ibv_reg_mr()`. Needs an RDMA core with the peer-memory interface.
     PeerMemory,
 }
 

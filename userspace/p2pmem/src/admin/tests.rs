@@ -11,13 +11,13 @@ const ADDR: PciAddr = PciAddr {
     devfn: 0,
 };
 
-/// A tree in a temporary folder that reacts as the kernel does: probing binds, unbinding unbinds, a new group has its
-/// attributes. `refuse` is the file whose writing fails, and the status that the module then has.
+/// A tree in a temporary directory that behaves like the kernel: probing binds, unbinding unbinds, and a new group has
+/// attributes. `refuse` is the file whose write fails, the module's status, and the errno.
 struct FakeTree {
     root: PathBuf,
     log: Arc<Mutex<Vec<String>>>,
     refuse: Option<(&'static str, &'static str, i32)>,
-    /// How often disabling the provider ends before it was taken back.
+    /// Number of times that disabling the provider fails because its memory is in use.
     held: Arc<AtomicU32>,
 }
 
@@ -59,7 +59,7 @@ impl Tree for FakeTree {
             _ => {}
         }
         RealTree.write(path, text)?;
-        // Attributes hold what was written last, not a file's leftovers.
+        // An attribute has only the last value; a regular file would keep the rest of a longer one.
         if path.is_file() && name != "drivers_probe" {
             fs::write(path, text)?;
         }
@@ -282,7 +282,7 @@ fn every_step_that_fails_leaves_the_device_as_it_was() {
                 ..Publish::new(ADDR)
             };
             let result = machine.admin.publish(&publish);
-            // "unbind" and "drivers_probe" are part of undoing too: then the device cannot be given back.
+            // Undo writes "unbind" and "drivers_probe" too, so the device cannot be restored if one of them fails.
             let undoable = !["unbind", "drivers_probe", "driver_override"].contains(&file);
             if undoable {
                 assert!(

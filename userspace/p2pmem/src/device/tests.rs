@@ -78,7 +78,7 @@ fn a_refusal_carries_errno_reason_and_remedy() {
     assert!(error.reason().unwrap().contains("no provider"), "{error}");
     assert!(error.remedy().is_some());
     let why = &device.explain_last().unwrap().verdicts[0].why;
-    assert_eq!(why, "too small: 256 MiB in all, 1 TiB wanted");
+    assert_eq!(why, "too small: 256 MiB in all, 1 TiB requested");
     let error = device.stats(Some(99)).unwrap_err();
     assert_eq!(error.errno(), Some(libc::ENOENT));
     assert!(error.reason().unwrap().contains("99"), "{error}");

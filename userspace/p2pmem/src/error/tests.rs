@@ -11,11 +11,11 @@ fn texts_name_errno_and_reason() {
     };
     assert_eq!(
         error.to_string(),
-        "the allocation was refused: No space left on device (ENOSPC): 0000:04:00.0 has 4096 bytes free"
+        "the allocation failed: No space left on device (ENOSPC): 0000:04:00.0 has 4096 bytes free"
     );
     assert_eq!(error.errno(), Some(libc::ENOSPC));
     assert_eq!(error.reason(), Some("0000:04:00.0 has 4096 bytes free"));
-    assert!(error.remedy().unwrap().contains("ask for less"));
+    assert!(error.remedy().unwrap().contains("request less"));
 }
 
 #[test]

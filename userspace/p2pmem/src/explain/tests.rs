@@ -46,7 +46,7 @@ fn sentences_name_the_rule_that_decided() {
     );
     assert_eq!(
         say(abi::P2PMEM_VERDICT_RESERVED, admin).why,
-        "reserved: rule 20-lab sets aside for others what is free of its 1 MiB"
+        "reserved: rule 20-lab reserves the 1 MiB of free memory for others"
     );
     assert_eq!(
         say(abi::P2PMEM_VERDICT_PREFERENCE, admin).why,
@@ -106,11 +106,14 @@ fn sentences_carry_the_numbers_that_decided() {
             abi::P2PMEM_VERDICT_TOO_FAR,
             "too far: through the host bridge to 0000:01:00.0 (6 hops), the request allows less",
         ),
-        (abi::P2PMEM_VERDICT_TOO_SMALL, "too small: 64 MiB in all, 16 MiB wanted"),
-        (abi::P2PMEM_VERDICT_FULL, "full: 8 MiB of 64 MiB free, 16 MiB wanted"),
+        (
+            abi::P2PMEM_VERDICT_TOO_SMALL,
+            "too small: 64 MiB in all, 16 MiB requested",
+        ),
+        (abi::P2PMEM_VERDICT_FULL, "full: 8 MiB of 64 MiB free, 16 MiB requested"),
         (
             abi::P2PMEM_VERDICT_FRAGMENTED,
-            "fragmented: 8 MiB free, but the largest aligned piece is 4 MiB, 16 MiB wanted",
+            "fragmented: 8 MiB free, but the largest aligned piece is 4 MiB, 16 MiB requested",
         ),
         (abi::P2PMEM_VERDICT_REMOVING, "removing: the provider is being removed"),
         (
@@ -189,11 +192,11 @@ fn a_refusal_leads_with_its_reason_and_unknown_clients_are_numbered() {
         class: abi::P2PMEM_PATH_UNREACHABLE,
         ..raw(1, abi::P2PMEM_VERDICT_UNREACHABLE)
     };
-    let explanation = Explanation::new(&explain, &[far], "nobody is near".into(), &[]);
+    let explanation = Explanation::new(&explain, &[far], "no provider is near".into(), &[]);
     assert_eq!(
         explanation.lines(),
         [
-            "refused: No such device (ENODEV): nobody is near",
+            "refused: No such device (ENODEV): no provider is near",
             "0000:04:00.0: unreachable: client 2 cannot reach it"
         ]
     );

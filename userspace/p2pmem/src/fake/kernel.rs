@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The calls of one open file, as the module answers them.
+//! Calls of one open file of the fake module.
 
 use std::fs::File;
 use std::io;
@@ -16,7 +16,7 @@ use crate::types::PathClass;
 
 use super::machine::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
 
-/// One open file of the machine.
+/// An open file of the fake module.
 pub(super) struct FakeDevice {
     pub(super) machine: Arc<Machine>,
     pub(super) file: Arc<Mutex<OpenFile>>,
@@ -24,11 +24,11 @@ pub(super) struct FakeDevice {
 }
 
 impl FakeDevice {
-    /// Locks the machine for one call, unless the test wants the call to fail.
+    /// Locks the machine for one call. Fails if the test set an error for the call.
     fn enter(&self) -> io::Result<MutexGuard<'_, State>> {
         let mut state = lock(&self.machine.state);
         match state.fail_next.take() {
-            Some(wanted) => Err(self.refuse(wanted, "the test wants it to fail".into())),
+            Some(wanted) => Err(self.refuse(wanted, "the test lets the call fail".into())),
             None => Ok(state),
         }
     }
@@ -48,7 +48,7 @@ impl Drop for FakeDevice {
         let mut state = lock(&self.machine.state);
         let buffers = std::mem::take(&mut lock(&self.file).buffers);
         for buffer in buffers.values() {
-            // Clearing can only fail without memory, and then the next test reports that.
+            // Clearing fails only if the host is out of memory, which the next test then reports.
             let _ = state.release(buffer, &self.machine.memory);
         }
     }
@@ -100,7 +100,7 @@ impl Kernel for FakeDevice {
         for provider in state.providers.values() {
             for (client, addr) in clients.iter().enumerate() {
                 let Some(to) = out.next() else { continue };
-                let (class, hops) = state.way(provider.raw.addr, *addr);
+                let (class, hops) = state.path(provider.raw.addr, *addr);
                 let unreachable = class == PathClass::Unreachable;
                 *to = abi::p2pmem_path {
                     provider: provider.raw.id,
@@ -185,7 +185,7 @@ impl Kernel for FakeDevice {
         let mut state = self.enter()?;
         let file = File::from(fd.try_clone_to_owned()?).metadata()?;
         let Some((buffer, whole)) = state.dmabufs.get(&(file.dev(), file.ino())).copied() else {
-            return Err(self.refuse(libc::EINVAL, "the descriptor is no dma-buf".into()));
+            return Err(self.refuse(libc::EINVAL, "the descriptor is not a dma-buf".into()));
         };
         if !whole {
             return Err(self.refuse(libc::EACCES, "the dma-buf has parts of a buffer".into()));
@@ -248,7 +248,7 @@ impl Kernel for FakeDevice {
             *to = from;
         }
         Ok(abi::p2pmem_explain {
-            req: request.map(|(request, _)| *request).unwrap_or_default(), // as the module: not kept for later
+            req: request.map(|(request, _)| *request).unwrap_or_default(), // like the module, which keeps no request
             nr_verdicts: decision.verdicts.len() as u32,
             text_len: decision.text.len() as u32 + 1,
             error: decision.error as u32,
@@ -318,7 +318,7 @@ impl Kernel for FakeDevice {
         if bad || (0..ranges.len()).any(overlap) {
             return Err(self.refuse(
                 libc::EINVAL,
-                "a range is no whole pages, past the end, or overlaps another".into(),
+                "a range is not whole pages, exceeds the buffer, or overlaps another".into(),
             ));
         }
         let provider = state.providers.get_mut(&buffer.provider);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The state of the simulated module: providers, open files, decisions.
+//! The state of the fake module: providers, open files, decisions.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::c_char;
@@ -15,10 +15,11 @@ use crate::addr::PciAddr;
 use crate::types::PathClass;
 
 pub(super) const PAGE: u64 = 4096;
-/// One file has the memory of all providers: a provider's memory is at its id times this. None is at offset 0.
+/// One file has the memory of all providers. A provider's memory starts at its id times this offset in bytes, so no
+/// buffer is at offset 0.
 pub(super) const SPACING: u64 = 1 << 40;
 
-/// The simulated machine.
+/// The fake machine.
 pub(super) struct Machine {
     pub(super) state: Mutex<State>,
     pub(super) memory: File,
@@ -35,12 +36,12 @@ pub(super) struct State {
     pub(super) gone: abi::p2pmem_stats,
     pub(super) generation: u64,
     pub(super) fail_next: Option<i32>,
-    /// Mappings ever made: (address, length, offset in the file).
+    /// All mappings ever created: (address, length, offset in the file).
     pub(super) maps: Vec<(u64, u64, u64)>,
     pub(super) holders: Option<String>,
-    /// The number of further handles of imported buffers, by their offset in the file.
+    /// Number of handles beyond the first one of each imported buffer, by the buffer's offset in the file.
     pub(super) imported: HashMap<u64, u32>,
-    /// By the inodes of dma-bufs: the buffer, and whether the dma-buf is the whole buffer.
+    /// Dma-bufs by device and inode: the buffer, and whether the dma-buf is the whole buffer.
     pub(super) dmabufs: HashMap<(u64, u64), (abi::p2pmem_buffer, bool)>,
 }
 
@@ -57,7 +58,7 @@ pub(super) struct OpenFile {
     pub(super) buffers: BTreeMap<u32, abi::p2pmem_buffer>,
     pub(super) last_handle: u32,
     pub(super) events: VecDeque<abi::p2pmem_event>,
-    /// Readable while there are events.
+    /// An eventfd that is readable while there are events.
     pub(super) wakeup: Arc<OwnedFd>,
     pub(super) last: Option<Decision>,
     pub(super) rules: Vec<abi::p2pmem_rule>,
@@ -91,7 +92,7 @@ pub(super) struct Decision {
 }
 
 impl Decision {
-    /// Class of the path to a provider.
+    /// Returns the class of the path to a provider.
     pub(super) fn class_of(&self, provider: u32) -> u32 {
         let verdict = self.verdicts.iter().find(|v| v.provider == provider);
         verdict.map_or(0, |v| v.class)
@@ -139,7 +140,7 @@ pub(super) fn sum(into: &mut abi::p2pmem_stats, from: &abi::p2pmem_stats) {
 }
 
 impl Provider {
-    /// Free pieces: (start, length).
+    /// Returns the free pieces: (start, length).
     pub(super) fn holes(&self) -> Vec<(u64, u64)> {
         let mut at = 0;
         let mut holes = Vec::new();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A NIC without hardware, for registrations.
+//! A fake NIC without hardware, for registrations.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,7 +13,7 @@ use crate::sys::Region;
 
 use super::machine::{errno, lock};
 
-/// A simulated NIC: it registers the same memory as a real one, and moves no data. Clones share it.
+/// A fake NIC: it registers memory as a real one does, and transfers no data. Clones share the NIC.
 ///
 /// ```
 /// use p2pmem::{fake::{Fake, FakeNic}, Access, Request};
@@ -42,7 +42,7 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// By their keys.
+    /// Registrations by key.
     regions: BTreeMap<u32, Part>,
     last_key: u32,
     fail_next: Option<i32>,
@@ -67,17 +67,17 @@ impl FakeNic {
         }
     }
 
-    /// A protection domain of it.
+    /// Returns a protection domain of the NIC.
     pub fn pd(&self) -> Pd {
         Pd::new(RawPd::fake(), self.inner.clone(), None)
     }
 
-    /// Memory regions there are.
+    /// Returns the number of memory regions.
     pub fn regions(&self) -> usize {
         lock(&self.inner.state).regions.len()
     }
 
-    /// Has the next registration, or end of one, fail with this errno (positive).
+    /// Lets the next registration or deregistration fail with this errno (positive).
     pub fn fail_next(&self, errno: i32) {
         lock(&self.inner.state).fail_next = Some(errno);
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Decisions and memory of the simulated module.
+//! Decisions and memory of the fake module.
 
 use std::fs::File;
 use std::io;
@@ -22,12 +22,12 @@ impl State {
         }
     }
 
-    pub(super) fn way(&self, provider: abi::p2pmem_pci_addr, client: abi::p2pmem_pci_addr) -> (PathClass, u32) {
+    pub(super) fn path(&self, provider: abi::p2pmem_pci_addr, client: abi::p2pmem_pci_addr) -> (PathClass, u32) {
         let key = (provider.into(), client.into());
         self.paths.get(&key).copied().unwrap_or((PathClass::HostBridge, 6))
     }
 
-    /// Decides by the file's own rules, of which it knows those that deny a provider, for whatever client.
+    /// Chooses a provider. Of the file's own rules, only those that deny a provider are known, for any client.
     pub(super) fn decide(
         &self,
         request: &abi::p2pmem_request,
@@ -39,8 +39,8 @@ impl State {
         let mut verdicts: Vec<abi::p2pmem_verdict> = Vec::new();
         for (id, provider) in &self.providers {
             let now = provider.snapshot();
-            let ways: Vec<_> = clients.iter().map(|c| self.way(now.addr, *c)).collect();
-            let worst = ways
+            let paths: Vec<_> = clients.iter().map(|c| self.path(now.addr, *c)).collect();
+            let worst = paths
                 .iter()
                 .enumerate()
                 .max_by_key(|(i, (class, _))| (*class, std::cmp::Reverse(*i)));
@@ -72,7 +72,7 @@ impl State {
                 addr: now.addr,
                 worst_client: worst.map_or(0, |(i, _)| i as u32),
                 class,
-                hops: ways.iter().map(|w| w.1).sum(),
+                hops: paths.iter().map(|p| p.1).sum(),
                 size: now.size,
                 free: now.free,
                 largest: now.largest,
@@ -102,11 +102,8 @@ impl State {
         let (error, text) = match &best {
             Some(best) => (0, format!("{} was chosen", PciAddr::from(best.addr))),
             None if full => (libc::ENOSPC, format!("no provider has {} free", human_size(size))),
-            None if denied => (libc::EACCES, "the file's own rules deny all that could serve".into()),
-            None => (
-                libc::ENODEV,
-                format!("no provider could ever serve {}", human_size(size)),
-            ),
+            None if denied => (libc::EACCES, "the file's own rules deny all eligible providers".into()),
+            None => (libc::ENODEV, format!("no provider can ever serve {}", human_size(size))),
         };
         Decision {
             verdicts,
@@ -116,20 +113,21 @@ impl State {
         }
     }
 
-    /// Decides for a stripe: what, the providers in the order of the parts, and the bytes of each but the last.
+    /// Chooses providers for a stripe of at most `most_parts` parts. Returns the decision, the providers in the order
+    /// of the parts, and the size in bytes of each part but the last.
     pub(super) fn decide_stripe(
         &self,
         request: &abi::p2pmem_request,
         clients: &[abi::p2pmem_pci_addr],
         own: &[abi::p2pmem_rule],
-        capacity: usize,
+        most_parts: usize,
     ) -> (Decision, Vec<u32>, u64) {
         let size = request.size.next_multiple_of(PAGE);
         let least = (request.parts as usize).max(1);
         let most = if request.parts > 0 {
             least
         } else {
-            capacity.min(self.providers.len()).max(1)
+            most_parts.min(self.providers.len()).max(1)
         };
         let mut failed = (Decision::default(), Vec::new(), 0);
         for parts in (least..=most).rev() {
@@ -174,7 +172,7 @@ impl State {
         failed
     }
 
-    /// Allocates in a provider, for a file.
+    /// Allocates a buffer of a provider, for a file.
     pub(super) fn take(&mut self, file: &mut OpenFile, id: u32, size: u64, align: u64) -> Option<abi::p2pmem_buffer> {
         let provider = self.providers.get_mut(&id)?;
         let offset = provider.place(size, align.max(PAGE))?;
@@ -196,10 +194,11 @@ impl State {
         Some(buffer)
     }
 
-    /// (start, length) of ranges; of addresses, in the file that stands for all memory.
+    /// Returns (start, length) of ranges in the file that has all memory, for ranges of addresses if `mapped`; else the
+    /// ranges themselves.
     pub(super) fn offsets(&self, ranges: &[abi::p2pmem_range], mapped: bool) -> Result<Vec<(u64, u64)>, String> {
         let offset = |range: &abi::p2pmem_range| {
-            // The newest: what is gone may have been at the same address.
+            // The newest mapping, because a removed one can have had the same address.
             let map = self
                 .maps
                 .iter()
@@ -214,7 +213,7 @@ impl State {
         ranges.iter().map(offset).collect()
     }
 
-    /// Frees what the buffer holds, and clears it as the module does.
+    /// Frees the memory of a buffer after its last handle, and clears it like the module.
     pub(super) fn release(&mut self, buffer: &abi::p2pmem_buffer, memory: &File) -> io::Result<()> {
         if let Some(others) = self.imported.get_mut(&buffer.mmap_offset).filter(|n| **n > 0) {
             *others -= 1;

@@ -50,7 +50,7 @@ fn every_verdict_it_knows_is_given_for_its_reason() {
         [Chosen, Order, Order, TooSmall]
     );
 
-    // Keep the middle of provider 1: half of it is free, but no megabyte's half in one piece.
+    // Free two of four buffers of provider 1 that are not neighbors: half a megabyte is free, but not in one piece.
     let request = Request::new(256 << 10).provider(1);
     let mut four: Vec<_> = (0..4).map(|_| device.alloc(&request).unwrap()).collect();
     assert_eq!(device.alloc(&request).unwrap_err().errno(), Some(libc::ENOSPC));

@@ -4,7 +4,7 @@ use super::*;
 use crate::fake::{Fake, FakeNic};
 use crate::{Device, Request};
 
-fn bed() -> (Fake, Device, FakeNic) {
+fn fixture() -> (Fake, Device, FakeNic) {
     let fake = Fake::example();
     let device = fake.device();
     (fake, device, FakeNic::new("mlx5_0"))
@@ -12,7 +12,7 @@ fn bed() -> (Fake, Device, FakeNic) {
 
 #[test]
 fn addresses_are_the_mapping_s_where_there_is_one() {
-    let (_fake, device, nic) = bed();
+    let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(1 << 20)).unwrap();
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let unmapped = buffer.register(&nic.pd(), access).unwrap();
@@ -36,7 +36,11 @@ fn addresses_are_the_mapping_s_where_there_is_one() {
     assert_ne!(registration.rkey(), unmapped.rkey());
     drop(memory);
     let moved = buffer.register(&nic.pd(), access).unwrap();
-    assert_eq!(moved.addr(), at, "a registration keeps the mapping it goes by");
+    assert_eq!(
+        moved.addr(),
+        at,
+        "a registration keeps the mapping whose addresses it uses"
+    );
     drop((registration, moved));
     assert_eq!(
         buffer.register(&nic.pd(), access).unwrap().addr(),
@@ -48,7 +52,7 @@ fn addresses_are_the_mapping_s_where_there_is_one() {
 
 #[test]
 fn a_registration_ends_once_and_may_outlive_its_buffer_and_device() {
-    let (fake, device, nic) = bed();
+    let (fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(4096)).unwrap();
     let first = buffer.register(&nic.pd(), Access::ALL).unwrap();
     let second = buffer.register(&nic.pd(), Access::ALL).unwrap();
@@ -61,7 +65,7 @@ fn a_registration_ends_once_and_may_outlive_its_buffer_and_device() {
 
 #[test]
 fn an_end_that_fails_is_told() {
-    let (_fake, device, nic) = bed();
+    let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(4096)).unwrap();
     let registration = buffer.register(&nic.pd(), Access::LOCAL_READ).unwrap();
     nic.fail_next(libc::EBUSY);
@@ -70,12 +74,12 @@ fn an_end_that_fails_is_told() {
         error.to_string(),
         "ending a registration with mlx5_0 failed: Device or resource busy (EBUSY)"
     );
-    assert_eq!(nic.regions(), 1, "it is not tried twice");
+    assert_eq!(nic.regions(), 1, "the region is deregistered only once");
 }
 
 #[test]
 fn a_failure_names_buffer_nic_method_errno_and_remedy() {
-    let (fake, device, nic) = bed();
+    let (fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(16 << 20).provider(1)).unwrap();
     nic.fail_next(libc::EOPNOTSUPP);
     let error = buffer.register(&nic.pd(), Access::ALL).unwrap_err();
@@ -85,7 +89,11 @@ fn a_failure_names_buffer_nic_method_errno_and_remedy() {
              Operation not supported (EOPNOTSUPP)"
     );
     assert!(error.remedy().unwrap().contains("on-demand paging"));
-    assert_eq!(error.reason(), None, "the allocation's message is not about this");
+    assert_eq!(
+        error.reason(),
+        None,
+        "the allocation's message does not belong to the registration"
+    );
 
     fake.refuse_importer(libc::EHOSTUNREACH, "0000:0a:00.0 cannot reach 0000:03:00.0: ACS");
     nic.fail_next(libc::EHOSTUNREACH);
@@ -109,14 +117,14 @@ fn a_failure_names_buffer_nic_method_errno_and_remedy() {
                 ..
             }
         ),
-        "the export fails before the NIC gets a request: {error}"
+        "the export fails before the registration: {error}"
     );
     assert_eq!(nic.regions(), 0);
 }
 
 #[test]
 fn impossible_registrations_never_reach_the_nic() {
-    let (_fake, device, nic) = bed();
+    let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(8192)).unwrap();
     let what = RegisterOptions::new(Access::ALL);
     #[allow(clippy::reversed_empty_ranges)]
@@ -141,7 +149,7 @@ fn impossible_registrations_never_reach_the_nic() {
 
 #[test]
 fn the_method_of_addresses_is_taken_where_it_is_asked_for() {
-    let (_fake, device, nic) = bed();
+    let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(8192)).unwrap();
     let memory = buffer.map().unwrap();
     let what = RegisterOptions::new(Access::ALL)
@@ -164,7 +172,7 @@ fn a_registration_of_a_mapping_outlives_both() {
     fn check<T: Send + Sync>() {}
     check::<Registration>();
     check::<Pd>();
-    let (_fake, device, nic) = bed();
+    let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(8192)).unwrap();
     let memory = buffer.map().unwrap();
     let registration = memory.register(&nic.pd(), Access::ALL).unwrap();

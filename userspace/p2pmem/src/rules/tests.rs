@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A folder that answers as configfs would: a rule comes with its attributes, and one that says nothing is refused.
+/// A directory that behaves like configfs: a new rule has its attributes, and a rule without effect is refused.
 struct FakeTree;
 
 impl Tree for FakeTree {
@@ -139,7 +139,7 @@ fn all_is_loaded_or_nothing() {
     let loaded = rules.load_only(&wanted).unwrap();
     assert_eq!((loaded.removed, loaded.unchanged.len()), (vec!["10-a".to_owned()], 2));
 
-    // The last one is refused: the others go back to what they were.
+    // The last rule is refused, and the other rules are restored.
     let bad = [deny("05-new"), deny("20-b"), Rule::new("40-empty")];
     assert!(rules.load_only(&bad).is_err());
     assert_eq!(names(&rules), ["20-b", "30-c"]);

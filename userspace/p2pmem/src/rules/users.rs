@@ -10,38 +10,48 @@ use serde::{Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
-/// Users: numbers and ranges of numbers, as `1000,100000-165535`. To the kernel, a user's subordinate ids (subuid(5)) are
-/// separate users; a rule can name all of them.
+/// Users: ids and ranges of ids, such as `1000,100000-165535`. A user and the user's subordinate ids (subuid(5)) are
+/// different users for the kernel, so a rule can name all of them.
+///
+/// ```
+/// use p2pmem::rules::Users;
+///
+/// let users: Users = "1000,100000-165535".parse()?;
+/// assert_eq!(users.ranges(), [1000..=1000, 100_000..=165_535]);
+/// assert_eq!(users.one(), None);
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Users(Vec<RangeInclusive<u32>>);
 
 impl Users {
-    /// Most ranges that the module keeps.
+    /// Maximum number of ranges in a rule.
     pub const MOST: usize = 4;
 
-    /// Users by ranges of their numbers.
+    /// Creates users from ranges of ids.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] where there are none, more than [`Self::MOST`], or an empty one, or where all ones is in one.
+    /// [`Error::Request`] for no range, more than [`Self::MOST`] ranges, an empty range, or a range with the id
+    /// `u32::MAX`.
     pub fn new(ranges: impl IntoIterator<Item = RangeInclusive<u32>>) -> Result<Self> {
         let ranges: Vec<_> = ranges.into_iter().collect();
-        let sound = |range: &RangeInclusive<u32>| !range.is_empty() && *range.end() != u32::MAX;
-        if ranges.is_empty() || ranges.len() > Self::MOST || !ranges.iter().all(sound) {
+        let valid = |range: &RangeInclusive<u32>| !range.is_empty() && *range.end() != u32::MAX;
+        if ranges.is_empty() || ranges.len() > Self::MOST || !ranges.iter().all(valid) {
             return Err(Error::Request(format!(
-                "a rule names one to {} ranges of users, such as 1000,100000-165535, and not {ranges:?}",
+                "a rule has one to {} ranges of user ids, such as 1000,100000-165535, not {ranges:?}",
                 Self::MOST
             )));
         }
         Ok(Self(ranges))
     }
 
-    /// The ranges.
+    /// Returns the ranges.
     pub fn ranges(&self) -> &[RangeInclusive<u32>] {
         &self.0
     }
 
-    /// The number, where it is one user alone.
+    /// Returns the id if there is exactly one user.
     pub fn one(&self) -> Option<u32> {
         match &self.0[..] {
             [one] if one.start() == one.end() => Some(*one.start()),
@@ -80,13 +90,13 @@ impl FromStr for Users {
         match text.split(',').map(range).collect::<Option<Vec<_>>>() {
             Some(ranges) => Self::new(ranges),
             None => Err(Error::Request(format!(
-                "{text:?} are no numbers of users, such as 1000,100000-165535"
+                "{text:?} is not a list of user ids, such as 1000,100000-165535"
             ))),
         }
     }
 }
 
-/// As a number where it is one user, else as text.
+/// Serializes one user as a number, else as text.
 impl Serialize for Users {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         match self.one() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Posting a work request.
+//! Posting of work requests.
 
 use std::fmt;
 
@@ -10,7 +10,7 @@ use sideway::ibverbs::queue_pair::{
 
 use super::verbs::RawMr;
 
-/// What a work request does.
+/// Operation of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verb {
     Write,
@@ -26,8 +26,9 @@ impl fmt::Display for Verb {
     }
 }
 
-/// Posts one signalled work request between `len` bytes of a registration, from the address `start` on, and remote memory.
-#[allow(clippy::too_many_arguments)] // a work request has so many
+/// Posts one signaled work request between remote memory and `len` bytes of a registration, from the address `start`
+/// on.
+#[allow(clippy::too_many_arguments)] // the fields of a work request
 pub(crate) fn post(
     qp: &mut BasicQueuePair,
     id: u64,
@@ -44,8 +45,8 @@ pub(crate) fn post(
         Verb::Write => request.setup_write(rkey, remote),
         Verb::Read => request.setup_read(rkey, remote),
     };
-    // SAFETY: the key is that of a registration, so the NIC touches no other memory than what that covers, whatever the
-    // address; and that memory is none that Rust has references to. When the registration ends so does the NIC's access.
+    // SAFETY: the key is that of a registration, so the NIC accesses only memory that the registration covers, for any
+    // address, and Rust has no references to this memory. The NIC's access ends with the registration.
     unsafe { request.setup_sge(local.lkey, start, len) };
     guard.post()
 }

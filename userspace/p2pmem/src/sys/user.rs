@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Work in the name of another user, in a thread of its own.
+//! Work with the credentials of another user, in a separate thread.
 
 use std::io;
 
 use rustix::process::{Gid, Uid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 
-/// Runs `work` in a thread that has the ids of another user, and returns what it returns. The calls go to the kernel
-/// directly: there they change the calling thread alone, while the C library's would change the whole process.
+/// Runs `work` in a thread with the ids of another user, and returns its result. The thread calls the kernel directly,
+/// which changes the calling thread only; the C library's functions change the whole process.
 ///
 /// # Errors
 ///
-/// EINVAL for an id that is none (`u32::MAX`); EPERM where the process may not take on other ids.
+/// EINVAL for the id `u32::MAX`, which is invalid; EPERM if the process may not change its ids.
 pub(crate) fn as_user<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> io::Result<T> {
-    // For the kernel the largest number means "do not change the id".
+    // For the kernel, the largest number means that an id does not change.
     if [uid, gid].iter().chain(groups).any(|id| *id == u32::MAX) {
         return Err(rustix::io::Errno::INVAL.into());
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! libibverbs, found at run time, and protection domains of whichever crate or language.
+//! libibverbs, which is loaded at run time, and protection domains of any crate or library.
 //!
-//! What the rest of the crate asks of it stands in the trait [`Verbs`], which is safe to implement and to call:
-//! [`Library`] asks the real one, `crate::fake` plays it.
+//! The trait [`Verbs`] has all calls to libibverbs and is safe to implement and to call. [`Library`] calls the real
+//! library, `crate::fake` has a fake one.
 
 use std::any::Any;
 use std::ffi::{c_int, c_void, CStr, OsStr};
@@ -21,25 +21,25 @@ use crate::error::{errno_text, Error, Result};
 
 use super::Region;
 
-/// What of some memory to register, and as what.
+/// The bytes to register, and their address and access.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Part {
-    /// First byte in the dma-buf or mapping.
+    /// Offset of the first byte in the dma-buf or mapping.
     pub(crate) offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: usize,
-    /// What work requests call the first byte.
+    /// Address of the first byte in work requests.
     pub(crate) iova: u64,
-    /// `IBV_ACCESS_*`
+    /// `IBV_ACCESS_*` bits.
     pub(crate) access: u32,
 }
 
-/// The functions of libibverbs that the library uses. Errors are errnos.
+/// Calls to libibverbs. Errors are errnos.
 pub(crate) trait Verbs: Send + Sync {
-    /// Name of the NIC that the domain belongs to.
+    /// Returns the name of the domain's NIC.
     fn nic(&self, pd: RawPd) -> String;
     fn reg_dmabuf(&self, pd: RawPd, dmabuf: BorrowedFd<'_>, part: Part) -> io::Result<RawMr>;
-    /// Registers mapped memory by its addresses, which a stock kernel refuses for device memory.
+    /// Registers mapped memory by its addresses. A stock kernel refuses this for device memory.
     fn reg_mapped(&self, pd: RawPd, region: &Region, part: Part) -> io::Result<RawMr>;
     fn dereg(&self, mr: &RawMr) -> io::Result<()>;
 }
@@ -48,21 +48,21 @@ pub(crate) trait Verbs: Send + Sync {
 ///
 /// # Invariants
 ///
-/// It was made by [`Pd::from_raw`], whose caller promised that it stays valid as long as what was registered in it, or it
-/// is a fake one's and never dereferenced.
+/// The domain is valid as long as anything is registered in it, or the value is a fake one, which is never
+/// dereferenced.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RawPd(NonNull<c_void>);
 
-// SAFETY: libibverbs allows every function on a protection domain from any thread.
+// SAFETY: every function of libibverbs accepts a protection domain from any thread.
 unsafe impl Send for RawPd {}
-// SAFETY: as above, and at the same time from several.
+// SAFETY: as above, also from several threads at the same time.
 unsafe impl Sync for RawPd {}
 
 /// A `struct ibv_mr *` and its keys.
 ///
 /// # Invariants
 ///
-/// `mr` was returned by the [`Verbs`] that it is given back to, and was not deregistered.
+/// `mr` was returned by the [`Verbs`] that deregisters it, and is not deregistered yet.
 #[derive(Debug)]
 pub(crate) struct RawMr {
     mr: NonNull<c_void>,
@@ -70,9 +70,9 @@ pub(crate) struct RawMr {
     pub(crate) rkey: u32,
 }
 
-// SAFETY: libibverbs allows every function on a memory region from any thread.
+// SAFETY: every function of libibverbs accepts a memory region from any thread.
 unsafe impl Send for RawMr {}
-// SAFETY: as above; nothing is read or written through the pointer but by libibverbs.
+// SAFETY: as above; only libibverbs accesses memory through the pointer.
 unsafe impl Sync for RawMr {}
 
 impl RawMr {
@@ -80,7 +80,7 @@ impl RawMr {
         self.mr.as_ptr()
     }
 
-    /// A region without libibverbs, for the fake [`Verbs`], which identifies its regions by `key`.
+    /// A region of a fake [`Verbs`], which identifies its regions by `key`.
     #[cfg(any(test, feature = "fake"))]
     pub(crate) fn fake(key: u32) -> Self {
         Self {
@@ -92,26 +92,26 @@ impl RawMr {
 }
 
 impl RawPd {
-    /// A domain for a [`Verbs`] that plays libibverbs.
+    /// A domain of a fake [`Verbs`].
     #[cfg(any(test, feature = "fake"))]
     pub(crate) fn fake() -> Self {
-        // INVARIANT: a fake one's.
+        // INVARIANT: a fake one.
         Self(NonNull::dangling())
     }
 
-    /// As libibverbs takes it.
+    /// Returns the pointer in the type of libibverbs.
     fn as_ptr(self) -> *mut ibv::ibv_pd {
         self.0.as_ptr().cast()
     }
 }
 
-/// A protection domain of a NIC. [`Pd::from_raw`] takes those of any crate or library.
+/// A protection domain of a NIC. [`Pd::from_raw`] accepts the domains of any crate or library.
 #[derive(Clone)]
 pub struct Pd {
     raw: RawPd,
-    /// Whose functions work on it.
+    /// The library that the domain belongs to.
     verbs: Arc<dyn Verbs>,
-    /// What keeps the domain alive.
+    /// The value that keeps the domain alive.
     _keep: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -138,19 +138,20 @@ impl Pd {
         &*self.verbs
     }
 
-    /// Name of its NIC, as `mlx5_0`.
+    /// Returns the name of the domain's NIC, such as `mlx5_0`.
     pub fn nic(&self) -> String {
         self.verbs.nic(self.raw)
     }
 }
 
-/// What memory can be registered in: [`Pd`], and with the feature `verbs` the protection domains of the crate sideway.
+/// A type in which memory can be registered: [`Pd`], and with the feature `verbs` the protection domains of the crate
+/// sideway.
 pub trait ProtectionDomain {
-    /// The domain in this crate's form.
+    /// Returns the domain in this crate's form.
     ///
     /// # Errors
     ///
-    /// [`Error::Verbs`] where libibverbs is not installed.
+    /// [`Error::Verbs`] if libibverbs is not installed.
     fn to_pd(&self) -> Result<Pd>;
 }
 
@@ -161,7 +162,7 @@ impl ProtectionDomain for Pd {
 }
 
 impl Pd {
-    /// A protection domain made by another crate or library: a `struct ibv_pd *`.
+    /// Uses a protection domain of another crate or library: a `struct ibv_pd *`.
     ///
     /// ```no_run
     /// # fn domain_of_some_library() -> *mut std::ffi::c_void { unimplemented!() }
@@ -178,31 +179,41 @@ impl Pd {
     ///
     /// # Errors
     ///
-    /// [`Error::Verbs`] where libibverbs is not installed.
+    /// [`Error::Verbs`] if libibverbs is not installed.
     ///
     /// # Safety
     ///
-    /// `pd` must come from `ibv_alloc_pd()` (or `ibv_alloc_parent_domain()`) of the libibverbs.so.1 of this process, and
-    /// must not be deallocated, nor its device closed, before this value, its clones and all that was registered with
-    /// them are dropped.
+    /// `pd` must come from `ibv_alloc_pd()` or `ibv_alloc_parent_domain()` of the libibverbs.so.1 of this process. The
+    /// domain must not be deallocated, nor its device closed, before this value, its clones and all their registrations
+    /// are dropped.
     pub unsafe fn from_raw(pd: NonNull<c_void>) -> Result<Self> {
         let verbs = Library::load()?;
-        // INVARIANT: the caller's promise.
+        // INVARIANT: the caller guarantees this.
         Ok(Self::new(RawPd(pd), verbs, None))
     }
 }
 
 impl Pd {
-    /// Opens the NIC `name`, as `mlx5_0`, and makes a protection domain of it, for a program that has none of its own.
+    /// Opens the NIC `name`, such as `mlx5_0`, and creates a protection domain, for a program that has no domain of its
+    /// own.
+    ///
+    /// ```no_run
+    /// use p2pmem::{Access, Device, Pd, Request};
+    ///
+    /// let buffer = Device::open()?.alloc(&Request::new(1 << 20))?;
+    /// let registration = buffer.register(&Pd::open("mlx5_0")?, Access::LOCAL_WRITE)?;
+    /// println!("{} bytes by {}", registration.len(), registration.method());
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
     ///
     /// # Errors
     ///
-    /// [`Error::Verbs`] where libibverbs is not installed; [`Error::Client`] where there is no such NIC;
-    /// [`Error::Rdma`] where it cannot be opened.
+    /// [`Error::Verbs`] if libibverbs is not installed; [`Error::Client`] if there is no such NIC; [`Error::Rdma`] if
+    /// the NIC cannot be opened.
     pub fn open(name: &str) -> Result<Self> {
         let library = Library::load()?;
         let nic = Arc::new(library.open_nic(name)?);
-        // INVARIANT: the domain goes with the last `Arc`, and what is registered holds one.
+        // INVARIANT: the domain is deallocated with the last `Arc`, and every registration holds one.
         Ok(Self::new(RawPd(nic.pd), library, Some(nic)))
     }
 }
@@ -211,22 +222,22 @@ impl Pd {
 ///
 /// # Invariants
 ///
-/// `pd` and `context` are valid, belong to this value alone, and `pd` is a domain of `context`.
+/// `pd` and `context` are valid and belong to this value alone, and `pd` is a domain of `context`.
 struct OpenNic {
     library: Arc<Library>,
     context: NonNull<ibv::ibv_context>,
     pd: NonNull<c_void>,
 }
 
-// SAFETY: libibverbs allows every function on an open NIC and its domains from any thread.
+// SAFETY: every function of libibverbs accepts an open NIC and its domains from any thread.
 unsafe impl Send for OpenNic {}
-// SAFETY: as above, and at the same time from several.
+// SAFETY: as above, also from several threads at the same time.
 unsafe impl Sync for OpenNic {}
 
 impl Drop for OpenNic {
     fn drop(&mut self) {
-        // SAFETY: both are valid and ours alone (type invariant), and no registration is left, as each holds this value.
-        // drop() cannot report an error; the kernel ends both with the process.
+        // SAFETY: both are valid and belong to this value alone (type invariant). All registrations are gone, because
+        // each holds this value. A drop cannot report an error; the kernel ends both with the process.
         unsafe {
             (self.library.dealloc_pd)(self.pd.as_ptr().cast());
             (self.library.close_device)(self.context.as_ptr());
@@ -238,14 +249,14 @@ impl Drop for OpenNic {
 impl ProtectionDomain for Arc<sideway::ibverbs::protection_domain::ProtectionDomain> {
     fn to_pd(&self) -> Result<Pd> {
         let verbs = Library::load()?;
-        // SAFETY: the pointer is only used while the clone below keeps the domain.
+        // SAFETY: the pointer is only used while the clone below holds the domain.
         let pd = unsafe { self.pd() };
-        // INVARIANT: the domain goes when its last `Arc` does, and what is registered holds the clone.
+        // INVARIANT: the domain is deallocated with its last `Arc`, and every registration holds the clone.
         Ok(Pd::new(RawPd(pd.cast()), verbs, Some(self.clone())))
     }
 }
 
-/// The functions of the real libibverbs, which stays loaded permanently.
+/// The functions of libibverbs, which is never unloaded.
 pub(crate) struct Library {
     get_device_list: ibv::ibv_get_device_list,
     free_device_list: ibv::ibv_free_device_list,
@@ -255,15 +266,15 @@ pub(crate) struct Library {
     alloc_pd: ibv::ibv_alloc_pd,
     dealloc_pd: ibv::ibv_dealloc_pd,
     reg_mr: ibv::ibv_reg_mr,
-    /// From rdma-core 28 on.
+    /// Since rdma-core 28.
     reg_mr_iova2: Option<ibv::ibv_reg_mr_iova2>,
-    /// From rdma-core 34 on.
+    /// Since rdma-core 34.
     reg_dmabuf_mr: Option<ibv::ibv_reg_dmabuf_mr>,
     dereg_mr: ibv::ibv_dereg_mr,
 }
 
 impl Library {
-    /// Loads it, once.
+    /// Loads the library, once in a process.
     pub(crate) fn load() -> Result<Arc<Self>> {
         static LIBRARY: OnceLock<std::result::Result<Arc<Library>, String>> = OnceLock::new();
         let library = LIBRARY.get_or_init(|| Self::open().map(Arc::new));
@@ -275,14 +286,20 @@ impl Library {
         let library =
             unsafe { DynamicLibrary::open(Some(OsStr::from_bytes(ibv::LIBRARY.to_bytes())), RTLD_NOW | RTLD_LOCAL) };
         let library = library.map_err(|error| error.to_string())?;
-        /// The function of that name, as `ibv::$type`.
+        /// The function of this name, as `ibv::$type`.
         macro_rules! function {
             ($type:ident, $name:expr) => {
-                // SAFETY: the symbol is the function of that name, whose type is that of the library's own header (a test
-                // of p2pmem-verbs-sys compares them).
+                // SAFETY: the symbol is the function of this name, and its type is that of the library's header, which
+                // a test of p2pmem-verbs-sys compares.
                 unsafe { library.get::<ibv::$type>($name.to_bytes_with_nul()) }
                     .map(|function| *function)
-                    .map_err(|_| format!("{} has no {}", ibv::LIBRARY.to_string_lossy(), $name.to_string_lossy()))
+                    .map_err(|_| {
+                        format!(
+                            "{} has no {}",
+                            ibv::LIBRARY.to_string_lossy(),
+                            $name.to_string_lossy()
+                        )
+                    })
             };
         }
         let functions = Self {
@@ -298,18 +315,19 @@ impl Library {
             reg_dmabuf_mr: function!(ibv_reg_dmabuf_mr, ibv::name::REG_DMABUF_MR).ok(),
             dereg_mr: function!(ibv_dereg_mr, ibv::name::DEREG_MR)?,
         };
-        // Its functions are called until the process ends.
+        // The functions are called until the process ends, so the library must not be unloaded.
         std::mem::forget(library);
         Ok(functions)
     }
 
-    /// Name of a device.
+    /// Returns the name of a device.
     ///
     /// # Safety
     ///
-    /// `device` must be of the list of devices, or that of an open NIC.
+    /// `device` must be from a list of devices that was not freed yet, or be the device of an open NIC.
     unsafe fn name_of(&self, device: *mut c_void) -> String {
-        // SAFETY: the caller's promise. The name is a NUL-terminated string that lives as long as the device.
+        // SAFETY: the caller guarantees that `device` is valid. The name is a NUL-terminated string that lives as long
+        // as the device.
         unsafe {
             let name = (self.get_device_name)(device);
             if name.is_null() {
@@ -325,13 +343,13 @@ impl Library {
             why: errno_text(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO)),
         };
         let mut number = 0;
-        // SAFETY: the number lives across the call.
+        // SAFETY: `number` is valid during the call.
         let list = unsafe { (self.get_device_list)(&mut number) };
         let list = NonNull::new(list).ok_or_else(|| failed("listing RDMA devices".into()))?;
         let mut names = Vec::new();
         let mut context = None;
         for at in 0..usize::try_from(number).unwrap_or(0) {
-            // SAFETY: the list has that many devices, and is given back below.
+            // SAFETY: the list has this number of devices, and is freed below.
             unsafe {
                 let device = *list.as_ptr().add(at);
                 let name = self.name_of(device);
@@ -342,7 +360,7 @@ impl Library {
                 names.push(name);
             }
         }
-        // SAFETY: it is not used after this.
+        // SAFETY: the list is not used after this.
         unsafe { (self.free_device_list)(list.as_ptr()) };
         let context = context.ok_or_else(|| Error::Client {
             name: wanted.to_owned(),
@@ -354,12 +372,12 @@ impl Library {
         // SAFETY: the NIC is open.
         let pd = NonNull::new(unsafe { (self.alloc_pd)(context.as_ptr()) });
         let Some(pd) = pd else {
-            let error = failed(format!("a protection domain of {wanted}"));
-            // SAFETY: it is open, and nothing was made of it.
+            let error = failed(format!("creating a protection domain of {wanted}"));
+            // SAFETY: the NIC is open, and nothing was created in it.
             unsafe { (self.close_device)(context.as_ptr()) };
             return Err(error);
         };
-        // INVARIANT: both were just made, and nobody else knows of them.
+        // INVARIANT: both are new and have no other owner.
         Ok(OpenNic {
             library: self.clone(),
             context,
@@ -367,15 +385,16 @@ impl Library {
         })
     }
 
-    /// The result of a function that returns a region, or null and errno.
+    /// Returns the result of a function that returns a region, or null and errno. Sets address and length of the
+    /// region.
     fn region(mr: *mut ibv::ibv_mr, part: Part, addr: u64) -> io::Result<RawMr> {
         let error = io::Error::last_os_error();
         let mr = NonNull::new(mr).ok_or(match error.raw_os_error() {
-            // A driver library that fails without an errno.
+            // A driver library failed without setting errno.
             None | Some(0) => io::Error::from_raw_os_error(libc::EIO),
             Some(_) => error,
         })?;
-        // SAFETY: libibverbs returned it just now, so it is valid, and nobody else knows of it.
+        // SAFETY: libibverbs just returned the region, so it is valid and has no other owner.
         let (lkey, rkey) = unsafe {
             let mr = mr.as_ptr();
             (*mr).addr = addr as *mut c_void;
@@ -391,7 +410,7 @@ impl Library {
     }
 }
 
-/// All flags fit, as the highest is bit 29.
+/// Returns the access flags in C's type. All flags fit, because the highest is bit 29.
 fn access(part: Part) -> c_int {
     part.access as c_int
 }
@@ -407,7 +426,8 @@ impl Verbs for Library {
             .reg_dmabuf_mr
             .ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSYS))?;
         let fd = dmabuf.as_raw_fd();
-        // SAFETY: the domain is valid (type invariant) and the descriptor open. No memory of the program is touched.
+        // SAFETY: the domain is valid (type invariant), and the descriptor is open. No memory of the program is
+        // accessed.
         let mr = unsafe { reg_dmabuf_mr(pd.as_ptr(), part.offset, part.len, part.iova, fd, access(part)) };
         Self::region(mr, part, part.iova)
     }
@@ -415,8 +435,8 @@ impl Verbs for Library {
     fn reg_mapped(&self, pd: RawPd, region: &Region, part: Part) -> io::Result<RawMr> {
         let offset = usize::try_from(part.offset).unwrap_or(usize::MAX);
         let addr = region.at(offset, part.len);
-        // SAFETY: the domain is valid (type invariant), and at() has checked that the bytes are mapped. What a NIC does
-        // there later is as any device's DMA, which is what a region is for.
+        // SAFETY: the domain is valid (type invariant), and at() checked that the bytes are mapped. Later accesses by
+        // the NIC are DMA like any device's, for which [`Region`] is made.
         let mr = unsafe {
             match self.reg_mr_iova2 {
                 Some(reg) => reg(pd.as_ptr(), addr.cast(), part.len, part.iova, part.access),
@@ -428,7 +448,7 @@ impl Verbs for Library {
     }
 
     fn dereg(&self, mr: &RawMr) -> io::Result<()> {
-        // SAFETY: the region is valid (type invariant), and its owner drops it after this.
+        // SAFETY: the region is valid (type invariant), and the caller drops it after this call.
         match unsafe { (self.dereg_mr)(mr.as_ptr().cast()) } {
             0 => Ok(()),
             errno => Err(io::Error::from_raw_os_error(errno)),

@@ -34,7 +34,7 @@ fn sizes_read_well() {
     assert_eq!(human_size(u64::MAX), "16.0 EiB");
 }
 
-/// What a module with these versions and features says of itself.
+/// Returns the info of a module with these versions and features.
 fn module(abi_version: u32, abi_compatible: u32, features: u64) -> Info {
     Info::from(abi::p2pmem_info {
         abi_version,
@@ -75,7 +75,7 @@ fn features_that_a_module_lacks_have_names() {
     ];
     let bits = all.iter().fold(0, |bits, (bit, _)| bits | u64::from(*bit));
     assert!(module(5, 5, bits).missing().is_empty());
-    // Bits of a newer module change nothing.
+    // Unknown bits of a newer module are ignored.
     assert!(module(6, 5, u64::MAX).missing().is_empty());
     assert_eq!(module(5, 5, 0).missing(), all.map(|(_, name)| name));
     for (bit, name) in all {

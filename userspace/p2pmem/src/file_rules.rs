@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Rules that a program sets itself, for all that it allocates through one open device.
+//! File rules: rules that a program sets for its own open device.
 
 use p2pmem_sys as abi;
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Operation, Result};
 use crate::rules::Action;
 use crate::types::PathClass;
 
-/// One rule of a program's own. What is `None` matches everything, or is left to other rules.
+/// A file rule. A field that is `None` matches everything, or has no effect.
 ///
 /// ```
 /// use p2pmem::rules::Action;
@@ -28,22 +28,23 @@ use crate::types::PathClass;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FileRule {
-    /// The name in verdicts and messages: up to 31 letters, digits, dots, dashes and underscores.
+    /// Name of the rule in verdicts and messages: at most 31 letters, digits, dots, dashes and underscores.
     pub name: String,
-    /// Whose memory.
+    /// Provider whose memory the rule applies to.
     pub provider: Option<PciAddr>,
-    /// Who does DMA.
+    /// Client that the rule applies to.
     pub client: Option<PciAddr>,
-    /// Whether the provider is allowed, and how preferred. `allow` cannot override an administrator's `deny`.
+    /// Effect of the rule: whether the provider is allowed, and how preferred. A file rule's `allow` cannot override an
+    /// administrator's `deny`.
     pub action: Option<Action>,
-    /// Farthest path.
+    /// Farthest path class that is allowed.
     pub max_class: Option<PathClass>,
-    /// Bytes that may be held through this open device, in all providers.
+    /// Bytes that this open device may hold, in all providers.
     pub quota: Option<u64>,
 }
 
 impl FileRule {
-    /// A rule that matches everything and sets nothing yet.
+    /// A rule that matches everything and has no effect yet.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -69,7 +70,7 @@ impl FileRule {
         };
         if self.name.len() >= raw.name.len() {
             return Err(Error::Request(format!(
-                "{:?} is too long for the name of a rule: at most {} bytes",
+                "the rule name {:?} is too long: at most {} bytes",
                 self.name,
                 raw.name.len() - 1
             )));
@@ -94,14 +95,14 @@ impl FileRule {
 }
 
 impl Device {
-    /// Replaces the rules of this open device. The first rule that matches and sets an attribute decides the attribute. The
-    /// rules can only narrow what the administrator's rules allow. Existing buffers stay.
+    /// Replaces the file rules of this open device. The first rule that matches and sets an attribute decides the
+    /// attribute. File rules restrict what the administrator's rules allow. Existing buffers are not affected.
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for an invalid name; [`Error::Refused`] with EINVAL (invalid characters in a name, a duplicate
-    /// name, a rule that sets nothing or contradicts itself), ENODEV (a function that does not exist) or E2BIG (more than
-    /// 32 rules). After an error the rules are unchanged.
+    /// [`Error::Request`] for a name that is too long; [`Error::Refused`] with EINVAL (a name with other characters,
+    /// two rules with one name, a rule without effect or with a contradiction), ENODEV (a function that does not
+    /// exist), or E2BIG (more than 32 rules). After an error, the rules are as before.
     pub fn set_rules(&self, rules: &[FileRule]) -> Result<()> {
         let raw = rules.iter().map(FileRule::raw).collect::<Result<Vec<_>>>()?;
         self.call(Operation::Rules, |kernel| kernel.set_rules(&raw))
